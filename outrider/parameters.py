@@ -1,0 +1,64 @@
+"""The parameters of a request, validated once and the same for gateway, draft and target. Knows no protobuf, no torch.
+
+Ranges are those of proto/outrider/v1/types.proto. Validation errors are translated into `InvalidRequest`, which names
+the field, the value and the limit.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from outrider.errors import InvalidRequest
+
+MAX_STOP_TOKEN_IDS = 64
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Bias = Annotated[float, Field(allow_inf_nan=False, ge=-100, le=100)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class Parameters(BaseModel):
+    """Frozen, strict base: unknown fields, wrong types, NaN and infinity are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @classmethod
+    def checked(cls, values: Mapping[str, Any], prefix: str = "") -> Self:
+        """Builds the model, or raises InvalidRequest about the first field that is out of range."""
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = prefix + ".".join(str(part) for part in first["loc"])
+            limit = first["msg"].removeprefix("Input should be ").lower()
+            raise InvalidRequest(field, first["input"], limit) from None
+
+
+class SamplingParameters(Parameters):
+    """How a row of logits becomes a distribution; the neutral value of each field is its default."""
+
+    temperature: Finite = Field(default=1.0, ge=0, le=100)
+    top_k: int = Field(default=0, ge=0, lt=2**31)
+    top_p: Finite = Field(default=1.0, gt=0, le=1)
+    min_p: Finite = Field(default=0.0, ge=0, le=1)
+    repetition_penalty: Finite = Field(default=1.0, gt=0, le=100)
+    presence_penalty: Finite = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: Finite = Field(default=0.0, ge=-2, le=2)
+    logit_bias: dict[TokenId, Bias] = Field(default_factory=dict, max_length=300)
+    min_tokens: int = Field(default=0, ge=0, lt=2**31)
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSpec:
+    """Everything that a service needs to rebuild a session: the plain form of the message OpenSession."""
+
+    token_ids: tuple[int, ...]
+    prompt_len: int
+    sampling: SamplingParameters
+    seed: int
+    max_len: int
+    eos_token_ids: frozenset[int]
+    stop_token_ids: frozenset[int]
