@@ -6,6 +6,7 @@ the field, the value and the limit.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -49,6 +50,15 @@ class SamplingParameters(Parameters):
     logit_bias: dict[TokenId, Bias] = Field(default_factory=dict, max_length=300)
     min_tokens: int = Field(default=0, ge=0, lt=2**31)
     ignore_eos: bool = False
+
+
+class FinishReason(StrEnum):
+    """Why a request ended. The first two are tokens, the third is text, the last is the request's own limit."""
+
+    EOS = "eos"
+    STOP_TOKEN = "stop_token"
+    STOP_STRING = "stop_string"
+    LENGTH = "length"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,105 @@
+"""Counter-based noise: a pure function of (seed, position, purpose, token id). Keeps no state, knows no model.
+
+Draft and target that draw the same position of the same request use the same noise, whoever computes it, so that both
+choose the same token wherever their distributions allow it (Daliri, Musco and Suresh, 2024, arXiv 2408.07978).
+
+Hash words and uniforms are equal bit for bit on every device. Gumbel values pass through two logarithms and agree
+within 2 units in the last place of the value or of 1, whichever is larger: near 0 the outer logarithm cancels.
+tests/outrider/engine/noise_vectors.json holds test vectors.
+"""
+
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+MASK = 2**64 - 1
+GAMMA = 0x9E3779B97F4A7C15
+MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+SHIFTS = (30, 27, 31)
+# 52 bits and a half: both ends of the range stay inside (0, 1), where -log(-log(u)) is finite.
+UNIFORM_SHIFT = 12
+UNIFORM_STEP = 2.0**-52
+
+Words = npt.NDArray[np.uint64]
+Floats = npt.NDArray[np.float64]
+
+
+class Purpose(IntEnum):
+    """What a draw is for. Draws of different purposes at one position are independent."""
+
+    TOKEN = 0
+    DRAFT = 1
+    COIN = 2
+    RESIDUAL = 3
+
+
+def noise_key(seed: int, position: int, purpose: Purpose) -> int:
+    """The key of one draw, as a signed 64-bit integer.
+
+    `position` is the absolute index of the token to be drawn: the length of its prefix, prompt included. `seed` may
+    be any integer and counts modulo 2**64.
+    """
+    key = _mix((seed + GAMMA) & MASK)
+    key = _mix((key + GAMMA * (position + 1)) & MASK)
+    key = _mix((key + GAMMA * (purpose + 1)) & MASK)
+    return _signed(key)
+
+
+def hash_words(keys: Tensor, num_tokens: int) -> Tensor:
+    """Hash words [R, num_tokens] int64 (two's complement of the 64 bits) for keys [R] int64 and ids 0, 1, 2, ..."""
+    ids = torch.arange(1, num_tokens + 1, dtype=torch.int64, device=keys.device)
+    # torch multiplies int64 modulo 2**64, so the signed product has the bits of the unsigned one.
+    word = keys[:, None] + ids * _signed(GAMMA)
+    for shift, multiplier in zip(SHIFTS, (*MULTIPLIERS, 1), strict=True):
+        word = (word ^ _logical_shift(word, shift)) * _signed(multiplier)
+    return word
+
+
+def uniforms(keys: Tensor, num_tokens: int) -> Tensor:
+    """Uniforms [R, num_tokens] float64 in the open interval (0, 1), exact on every device."""
+    return (_logical_shift(hash_words(keys, num_tokens), UNIFORM_SHIFT).to(torch.float64) + 0.5) * UNIFORM_STEP
+
+
+def gumbel(keys: Tensor, num_tokens: int) -> Tensor:
+    """Standard Gumbel values [R, num_tokens] float64, all finite: argmax(log p + gumbel) draws from p."""
+    return -torch.log(-torch.log(uniforms(keys, num_tokens)))
+
+
+def numpy_hash_words(keys: Words, num_tokens: int) -> Words:
+    """The words of `hash_words` as uint64, for keys [R] uint64; needs no torch and no signed arithmetic."""
+    ids = np.arange(1, num_tokens + 1, dtype=np.uint64)
+    word = keys[:, None] + ids * np.uint64(GAMMA)
+    for shift, multiplier in zip(SHIFTS, (*MULTIPLIERS, 1), strict=True):
+        word = (word ^ (word >> np.uint64(shift))) * np.uint64(multiplier)
+    return word
+
+
+def numpy_uniforms(keys: Words, num_tokens: int) -> Floats:
+    """The uniforms of `uniforms`, bit for bit, for keys [R] uint64."""
+    words = numpy_hash_words(keys, num_tokens) >> np.uint64(UNIFORM_SHIFT)
+    return (words.astype(np.float64) + 0.5) * UNIFORM_STEP
+
+
+def numpy_gumbel(keys: Words, num_tokens: int) -> Floats:
+    """The values of `gumbel` as near as two libraries' logarithms are, for keys [R] uint64."""
+    return -np.log(-np.log(numpy_uniforms(keys, num_tokens)))
+
+
+def _mix(word: int) -> int:
+    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014): a bijection of 64 bits."""
+    for shift, multiplier in zip(SHIFTS, (*MULTIPLIERS, 1), strict=True):
+        word = ((word ^ (word >> shift)) * multiplier) & MASK
+    return word
+
+
+def _signed(word: int) -> int:
+    """The two's complement reading of 64 bits, which is how torch carries them."""
+    return word - 2**64 if word >= 2**63 else word
+
+
+def _logical_shift(word: Tensor, shift: int) -> Tensor:
+    """int64 shifted right as if unsigned: torch's own shift copies the sign bit in."""
+    return torch.bitwise_and(word >> shift, 2 ** (64 - shift) - 1)

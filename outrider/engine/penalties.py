@@ -1,0 +1,121 @@
+"""What a request changes about single tokens: biases, minimum length, penalties. Cuts no distribution, draws nothing.
+
+Everything here is elementwise, so a row's result does not depend on the other rows.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.parameters import SamplingParameters
+
+# Above this a score would become infinite in float32.
+LARGEST = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True, slots=True)
+class RowContext:
+    """What a row of logits stands on: its prefix is `committed` + `path`, of which `prompt_len` tokens are the prompt.
+
+    Rows of one session should share one `committed` object, which is then counted once. `path` holds the draft tokens
+    between the last committed token and the row, the row's own included. `end_token_ids` are the tokens that
+    `min_tokens` holds back.
+    """
+
+    sampling: SamplingParameters
+    committed: Sequence[int]
+    path: tuple[int, ...]
+    prompt_len: int
+    end_token_ids: frozenset[int]
+
+    @property
+    def output_len(self) -> int:
+        """Number of tokens of the prefix that are output, draft tokens included."""
+        return len(self.committed) + len(self.path) - self.prompt_len
+
+
+def is_edited(row: RowContext) -> bool:
+    """Whether `edit` would change anything but the temperature of a row."""
+    return bool(row.sampling.logit_bias) or (_is_too_short(row) and bool(row.end_token_ids)) or _has_penalties(row)
+
+
+def edit(scores: Tensor, rows: Sequence[RowContext]) -> Tensor:
+    """Biases, minimum length, penalties and temperature: new scores [R, V] float32, computed in float64 throughout.
+
+    The best score becomes exactly 0, and any temperature leaves it there; 0 counts as 1 here.
+    """
+    wide = scores.to(torch.float64, copy=True)
+    _bias(wide, rows)
+    sessions: dict[tuple[int, int], list[int]] = {}
+    for number, row in enumerate(rows):
+        if _has_penalties(row):
+            sessions.setdefault((id(row.committed), row.prompt_len), []).append(number)
+    for numbers in sessions.values():
+        _penalise(wide, numbers, [rows[number] for number in numbers])
+    temperatures = column([row.sampling.temperature or 1.0 for row in rows], wide)
+    return ((wide - wide.amax(dim=-1, keepdim=True)) / temperatures).float()
+
+
+def _bias(scores: Tensor, rows: Sequence[RowContext]) -> None:
+    """Adds biases in place, and masks the end tokens of rows whose output is still too short."""
+    entries: list[tuple[int, int, float]] = []
+    for number, row in enumerate(rows):
+        banned = row.end_token_ids if _is_too_short(row) else frozenset()
+        changes = row.sampling.logit_bias | dict.fromkeys(banned, -math.inf)
+        # A masked id stays masked under any bias; one that the model has no logit for is dropped.
+        entries += [(number, token_id, change) for token_id, change in changes.items() if token_id < scores.shape[1]]
+    if entries:
+        places = torch.tensor([entry[:2] for entry in entries], device=scores.device)
+        addends = torch.tensor([entry[2] for entry in entries], dtype=scores.dtype, device=scores.device)
+        # No place occurs twice, so the order of the additions does not matter.
+        scores.index_put_((places[:, 0], places[:, 1]), addends, accumulate=True)
+
+
+def _penalise(scores: Tensor, numbers: Sequence[int], rows: Sequence[RowContext]) -> None:
+    """Applies the penalties of one session's rows in place, to the tokens that occurred only.
+
+    Repetition penalty: Keskar et al., 2019, arXiv 1909.05858. Presence and frequency penalties: OpenAI.
+    """
+    token_ids, in_prompt, counts = (part.to(scores.device) for part in _occurrences(rows, scores.shape[1]))
+    repetition = column([row.sampling.repetition_penalty for row in rows], scores)
+    presence = column([row.sampling.presence_penalty for row in rows], scores)
+    frequency = column([row.sampling.frequency_penalty for row in rows], scores)
+    places = torch.tensor(numbers, device=scores.device)[:, None], token_ids
+    before = scores[places]
+    repeated = torch.where(before > 0, before / repetition, before * repetition).clamp(max=LARGEST)
+    after = torch.where(in_prompt | (counts > 0), repeated, before)
+    scores[places] = after - (counts > 0) * presence - counts * frequency
+
+
+def _occurrences(rows: Sequence[RowContext], num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The N tokens that occurred in a session: ids [N], whether in the prompt [N], how often in the output [R, N]."""
+    committed, prompt_len = rows[0].committed, rows[0].prompt_len
+    prompt = frozenset(committed[:prompt_len])
+    output = Counter(committed[prompt_len:])
+    seen = prompt.union(output, *(row.path for row in rows))
+    columns = {token_id: column for column, token_id in enumerate(sorted(seen)) if token_id < num_tokens}
+    counts = torch.tensor([[output[token_id] for token_id in columns]], dtype=torch.int64).repeat(len(rows), 1)
+    for number, row in enumerate(rows):
+        for token_id in row.path:
+            if token_id in columns:
+                counts[number, columns[token_id]] += 1
+    in_prompt = torch.tensor([token_id in prompt for token_id in columns], dtype=torch.bool)
+    return torch.tensor(list(columns), dtype=torch.int64), in_prompt, counts
+
+
+def column(values: Sequence[float], like: Tensor) -> Tensor:
+    """One value a row [R, 1] float64. A tensor and not a number: torch may multiply by the reciprocal of a number."""
+    return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
+
+
+def _has_penalties(row: RowContext) -> bool:
+    wanted = row.sampling
+    return wanted.repetition_penalty != 1 or wanted.presence_penalty != 0 or wanted.frequency_penalty != 0
+
+
+def _is_too_short(row: RowContext) -> bool:
+    return row.output_len < row.sampling.min_tokens
