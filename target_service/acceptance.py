@@ -1,0 +1,93 @@
+"""The rule `match`: which draft tokens the target keeps. Knows nothing about models, noise or sessions.
+
+The target draws its own token at every row of the proposal, with the noise of that position, and follows the child
+that carries it. What is committed is therefore what plain decoding with the same noise would have drawn, whatever the
+draft proposed. A draft that uses the same noise proposes the target's token as often as the two distributions allow
+without communication: Daliri, Musco and Suresh, "Coupling without communication and drafter-invariant speculative
+decoding", 2024, arXiv 2408.07978.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.engine.tree import TokenTree
+from outrider.parameters import FinishReason, SessionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """The way of the target's own draws through a proposal."""
+
+    accepted_rows: tuple[int, ...]
+    next_token_id: int
+    evaluated_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the target commits on top of the first `base_len` tokens.
+
+    `token_ids` are the tokens of the accepted rows, then `next_token_id` unless that is None because the request ended
+    within the accepted rows. `finish_reason` says why the last of them is the request's last token, None while it goes
+    on. `evaluated_count` draft tokens were compared with a draw of the target.
+    """
+
+    base_len: int
+    accepted_rows: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    next_token_id: int | None
+    finish_reason: FinishReason | None
+    evaluated_count: int
+
+
+def walk(tree: TokenTree, drawn: Sequence[int]) -> Walk:
+    """Follows the draws from the root; drawn[row] is the target's token behind that row, drawn[0] behind the root.
+
+    Rows count from 1. Of siblings with the same token the lowest row is followed. Raises ValueError when there is not
+    one draw for the root and each row.
+    """
+    if len(drawn) != len(tree) + 1:
+        raise ValueError(f"{len(drawn)} draws for a root and {len(tree)} rows")
+    row: int | None = 0
+    visited: list[int] = []
+    while row is not None:
+        visited.append(row)
+        row = _child(tree, row, drawn[row])
+    return Walk(tuple(visited[1:]), drawn[visited[-1]], _evaluated_count(tree, visited))
+
+
+def settle(tree: TokenTree, way: Walk, spec: SessionSpec, base_len: int) -> Verdict:
+    """Commits what a walk accepted, up to the first token that ends the request.
+
+    A draft token that is accepted and ends the request is the last one: there is no next token, and nothing behind it
+    counts as evaluated. EOS comes before a stop token, and both before the length. Raises ValueError when the request
+    had ended before.
+    """
+    if base_len >= spec.max_len:
+        raise ValueError(f"a request of {spec.max_len} tokens has ended at {base_len}")
+    token_ids = (*(tree.token_ids[row - 1] for row in way.accepted_rows), way.next_token_id)
+    for count, token_id in enumerate(token_ids, start=1):
+        reason = _finish_reason(token_id, base_len + count, spec)
+        if reason is not None and count <= len(way.accepted_rows):
+            rows = way.accepted_rows[:count]
+            evaluated_count = _evaluated_count(tree, (0, *rows[:-1]))
+            return Verdict(base_len, rows, token_ids[:count], None, reason, evaluated_count)
+    # The loop ended at the next token, so that `reason` is the one of that token.
+    return Verdict(base_len, way.accepted_rows, token_ids, way.next_token_id, reason, way.evaluated_count)
+
+
+def _child(tree: TokenTree, row: int, token_id: int) -> int | None:
+    return next((child for child in tree.children(row) if tree.token_ids[child - 1] == token_id), None)
+
+
+def _evaluated_count(tree: TokenTree, visited: Sequence[int]) -> int:
+    """A visited row's draw decides all of its children at once: one is accepted at most, the others are rejected."""
+    return sum(len(tree.children(row)) for row in visited)
+
+
+def _finish_reason(token_id: int, length: int, spec: SessionSpec) -> FinishReason | None:
+    if token_id in spec.eos_token_ids:
+        return FinishReason.EOS
+    if token_id in spec.stop_token_ids:
+        return FinishReason.STOP_TOKEN
+    return FinishReason.LENGTH if length >= spec.max_len else None
