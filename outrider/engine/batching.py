@@ -1,0 +1,141 @@
+"""Lays the rows of many sessions side by side for one forward. Knows no model and changes no session.
+
+Every row sees the committed prefix, then its ancestors, then itself, as a list of slots in this order. There is one
+list for each leaf of a tree, and a row uses the list of a leaf below it with its own count: a prompt, one decoding step
+and a chain therefore have a single list.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.engine.kv_cache import Slots
+from outrider.engine.plan import RowPlan
+from outrider.engine.session import Session
+from outrider.engine.tree import EMPTY, TokenTree
+
+# What a session gets at least when many wait: fewer rows would not fill the kernels' tiles.
+MIN_SHARE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """What a session asks of a forward: its uncached tokens, then its tree."""
+
+    session: Session
+    tree: TokenTree = EMPTY
+
+    @property
+    def num_committed(self) -> int:
+        """Committed tokens still to be computed, at least 1."""
+        return len(self.session) - self.session.next_position
+
+
+def share_rows(feeds: Sequence[Feed], max_rows: int) -> list[int]:
+    """Rows that each feed gets of a forward of max_rows: all it needs, or a part of its committed tokens, or none.
+
+    Feeds are served in the order of their last forward, so that none starves; each gets its fair share before the
+    first takes what is left. A tree is never divided from the last committed token, whose logits it continues.
+    """
+    order = sorted(range(len(feeds)), key=lambda index: feeds[index].session.last_forward)
+    grants = [0] * len(feeds)
+    left = max_rows
+    for limit in (max(max_rows // max(len(feeds), 1), MIN_SHARE), max_rows):
+        for index in order:
+            # A tree comes on top of the share, or a wide one would wait for ever among many small feeds.
+            offer = min(limit + len(feeds[index].tree), grants[index] + left)
+            grant = max(_usable(feeds[index], offer), grants[index])
+            left -= grant - grants[index]
+            grants[index] = grant
+    return grants
+
+
+def _usable(feed: Feed, offer: int) -> int:
+    need = feed.num_committed + len(feed.tree)
+    if offer >= need:
+        return need
+    return min(offer, feed.num_committed - 1 if len(feed.tree) else feed.num_committed)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A plan, the rows whose logits are wanted, and where each feed finds them (None: it is not finished)."""
+
+    plan: RowPlan
+    wanted: Tensor
+    ranges: list[range | None]
+
+
+def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.device) -> Batch:
+    """The plan of a forward in which feed i has grants[i] rows, in feed order; its slots must have been reserved."""
+    rows = _Rows()
+    ranges = [rows.add(feed, grant) if grant else None for feed, grant in zip(feeds, grants, strict=True)]
+    return Batch(rows.plan(device), torch.from_numpy(np.asarray(rows.wanted, dtype=np.int64)).to(device), ranges)
+
+
+class _Rows:
+    """Rows collected on the host, as plain lists, and lists of slots as arrays."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.positions: list[int] = []
+        self.slots: list[Slots] = []
+        self.key_starts: list[int] = []
+        self.key_lists: list[Slots] = []
+        self.num_keys = 0
+        self.wanted: list[int] = []
+
+    def add(self, feed: Feed, grant: int) -> range | None:
+        """Adds the rows of a feed; returns where its logits will be when they are all there."""
+        start = feed.session.next_position
+        complete = grant == feed.num_committed + len(feed.tree)
+        tree = feed.tree if complete else EMPTY
+        stop = start + grant - len(tree)
+        slots = feed.session.table.slots(0, stop + len(tree))
+        self.token_ids += feed.session.token_ids[start:stop]
+        self.token_ids += tree.token_ids
+        self.positions += range(start, stop)
+        self.positions += [stop - 1 + depth for depth in tree.depths[1:]]
+        self.slots.append(slots[start:])
+        self._add_lists(tree, slots, stop, stop - start)
+        if not complete:
+            return None
+        last = len(self.token_ids)
+        self.wanted += range(last - len(tree) - 1, last)
+        return range(len(self.wanted) - len(tree) - 1, len(self.wanted))
+
+    def _add_lists(self, tree: TokenTree, slots: Slots, stop: int, num_committed: int) -> None:
+        self.key_starts += [self.num_keys] * num_committed
+        row_starts = [-1] * len(tree)
+        for leaf in tree.leaves():
+            path = tree.path(leaf)
+            for row in path:
+                if row_starts[row - 1] < 0:
+                    row_starts[row - 1] = self.num_keys
+            # Of the path of a chain the slots lie in a row, and need no gathering.
+            is_chain = len(path) == leaf
+            keys = (
+                slots[: stop + leaf] if is_chain else np.append(slots[:stop], slots[[stop + row - 1 for row in path]])
+            )
+            self.key_lists.append(keys)
+            self.num_keys += len(keys)
+        self.key_starts += row_starts
+
+    def plan(self, device: torch.device) -> RowPlan:
+        """The rows as tensors: those of one type travel together."""
+        table = np.array([self.token_ids, self.positions, self.key_starts], dtype=np.int64)
+        token_ids, positions, key_starts = torch.from_numpy(table).to(device).unbind()
+        key_slots = np.concatenate(self.key_lists, dtype=np.int32, casting="same_kind")
+        key_counts = (table[1] + 1).astype(np.int32)
+        return RowPlan(
+            token_ids=token_ids,
+            positions=positions,
+            slots=torch.from_numpy(np.concatenate(self.slots)).to(device),
+            key_slots=torch.from_numpy(key_slots).to(device),
+            key_starts=key_starts,
+            key_counts=torch.from_numpy(key_counts).to(device),
+            max_key_count=int(key_counts.max()),
+        )

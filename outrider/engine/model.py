@@ -1,0 +1,118 @@
+"""The transformer: one readable decoder for Llama, Qwen 2, Qwen 3 and Mistral. Knows no sessions, sampling or files.
+
+A forward computes the rows of a plan, which may belong to many sequences, prompts and trees alike. Activations are
+float32 rows; all arithmetic that sums is in `ops`, and what is left here is elementwise, so a row's bits depend on
+nothing but the row where the operations are row-invariant. Tensor names are those of the checkpoint.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from outrider.engine.kv_cache import KVCache
+from outrider.engine.model_config import ModelConfig
+from outrider.engine.ops import Ops
+from outrider.engine.plan import RowPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """Weight [N, K] and bias [N] float32 or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def take(cls, tensors: dict[str, Tensor], prefix: str, *names: str) -> Self:
+        """Takes the named layers out of `tensors` and stacks them into one, so that one product serves them all."""
+        weights = [tensors.pop(f"{prefix}{name}.weight") for name in names]
+        biases = [tensors.pop(f"{prefix}{name}.bias") for name in names if f"{prefix}{name}.bias" in tensors]
+        if len(names) == 1:
+            return cls(weights[0], biases[0] if biases else None)
+        return cls(torch.cat(weights), torch.cat(biases) if biases else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The tensors of one layer; query_norm and key_norm are Qwen 3's, [D]."""
+
+    input_norm: Tensor
+    qkv: Linear
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    output: Linear
+    post_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+    @classmethod
+    def take(cls, tensors: dict[str, Tensor], prefix: str) -> Self:
+        """Takes one layer's tensors out of `tensors`, so that their separate copies are freed as they are fused."""
+        return cls(
+            input_norm=tensors.pop(f"{prefix}input_layernorm.weight"),
+            qkv=Linear.take(tensors, f"{prefix}self_attn.", "q_proj", "k_proj", "v_proj"),
+            query_norm=tensors.pop(f"{prefix}self_attn.q_norm.weight", None),
+            key_norm=tensors.pop(f"{prefix}self_attn.k_norm.weight", None),
+            output=Linear.take(tensors, f"{prefix}self_attn.", "o_proj"),
+            post_norm=tensors.pop(f"{prefix}post_attention_layernorm.weight"),
+            gate_up=Linear.take(tensors, f"{prefix}mlp.", "gate_proj", "up_proj"),
+            down=Linear.take(tensors, f"{prefix}mlp.", "down_proj"),
+        )
+
+
+class Transformer:
+    """A decoder-only transformer on one device."""
+
+    def __init__(self, config: ModelConfig, tensors: dict[str, Tensor], ops: Ops) -> None:
+        """Takes the checkpoint's tensors (outrider.engine.weights.load_tensors) and empties the dictionary."""
+        self.config = config
+        self.ops = ops
+        self.embedding = tensors.pop("model.embed_tokens.weight")
+        self.head = tensors.pop("lm_head.weight", self.embedding)
+        self.norm = tensors.pop("model.norm.weight")
+        self.layers = [Layer.take(tensors, f"model.layers.{index}.") for index in range(config.num_layers)]
+        self.cos, self.sin = rotary_tables(config, self.embedding.device)
+        self.scale = config.head_dim**-0.5
+
+    def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
+        """Computes the rows of the plan, stores their keys and values, returns logits [len(wanted), V] float32.
+
+        wanted [W] int64 names the rows whose logits are asked for; the product with the vocabulary is the dearest of
+        all, and most rows of a prompt do not need it.
+        """
+        ops, epsilon = self.ops, self.config.norm_epsilon
+        x = self.embedding.index_select(0, plan.token_ids).float()  # [R, hidden]
+        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
+            x = x + self._attend(layer, ops.rms_norm(x, layer.input_norm, epsilon), plan, keys, values)
+            gate_up = self._linear(layer.gate_up, ops.rms_norm(x, layer.post_norm, epsilon))  # [R, 2M]
+            x = x + self._linear(layer.down, ops.silu_multiply(gate_up))
+        if not wanted.shape[0]:
+            return x.new_empty(0, self.config.vocab_size)
+        x = ops.rms_norm(x.index_select(0, wanted), self.norm, epsilon)
+        return ops.linear(x, self.head, None)
+
+    def _attend(self, layer: Layer, x: Tensor, plan: RowPlan, keys: Tensor, values: Tensor) -> Tensor:
+        num_heads, num_groups = self.config.num_heads, self.config.num_kv_heads
+        heads = self._linear(layer.qkv, x).view(x.shape[0], -1, self.config.head_dim)  # [R, H + 2G, D]
+        query, key, value = heads.split_with_sizes((num_heads, num_groups, num_groups), 1)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query, key = self._norm_heads(query, layer.query_norm), self._norm_heads(key, layer.key_norm)
+        query = self.ops.rotate_and_store(query, key, value, plan, self.cos, self.sin, keys, values)
+        return self._linear(layer.output, self.ops.attention(query, plan, keys, values, self.scale))
+
+    def _norm_heads(self, heads: Tensor, weight: Tensor) -> Tensor:
+        rows = heads.reshape(-1, self.config.head_dim)
+        return self.ops.rms_norm(rows, weight, self.config.norm_epsilon).view(heads.shape)
+
+    def _linear(self, linear: Linear, x: Tensor) -> Tensor:
+        return self.ops.linear(x, linear.weight, linear.bias)
+
+
+def rotary_tables(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin [context_len, D/2] float32 by position (Su et al., 2021), computed as transformers does."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    inverse_frequencies = 1.0 / (config.rope_theta**exponents)
+    angles = torch.arange(config.context_len, dtype=torch.float32)[:, None] * inverse_frequencies
+    return angles.cos().to(device), angles.sin().to(device)

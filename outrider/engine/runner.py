@@ -1,0 +1,226 @@
+"""One model on one device with its cache, and the one kind of forward: uncached tokens, then the rows of a tree.
+
+Knows nothing about sampling, acceptance or requests. Belongs to the device thread. Nothing here waits for the device:
+lengths are known to the host, and logits stay on the device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from outrider.engine.batching import Feed, build_batch, share_rows
+from outrider.engine.kv_cache import BLOCK_SIZE, BlockPool, BlockTable, KVCache
+from outrider.engine.model import Transformer
+from outrider.engine.model_config import ModelConfig
+from outrider.engine.ops import Ops, choose_ops
+from outrider.engine.session import Session
+from outrider.engine.tree import EMPTY
+from outrider.engine.weights import DTYPES, load_tensors, model_hash, resolve
+from outrider.errors import InvalidRequest, ModelRefused, PromptTooLong
+
+__all__ = ["Feed", "ForwardResult", "ModelRunner"]
+
+MAX_ROWS = 512
+DEFAULT_KV_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """What a forward computed."""
+
+    logits: Tensor
+    """[rows, V] float32 on the device, of roots and tree rows."""
+    ranges: list[range | None]
+    """For each feed the rows of logits: the root (its last committed token) first, then its tree's rows in row order.
+    None: the feed is not finished, and is to be fed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """What tells one loaded model from another."""
+
+    model_name: str
+    """Last part of the folder or hub id."""
+    model_hash: str
+    dtype: str
+    num_threads: int
+    vocabulary_size: int
+    """Ids that the tokenizer knows: one more than the largest; at most the width of the logits."""
+
+
+class ModelRunner:
+    """Runs forwards over many sessions at once."""
+
+    def __init__(self, model: Transformer, identity: ModelIdentity, kv_tokens: int, max_rows: int = MAX_ROWS) -> None:
+        self.model = model
+        self.identity = identity
+        self.max_rows = max_rows
+        config, weight = model.config, model.embedding
+        self.pool = BlockPool(-(-kv_tokens // BLOCK_SIZE))
+        num_slots = self.pool.num_blocks * BLOCK_SIZE
+        # Keys and values are as exact as activations on the CPU, and as small as weights on an accelerator.
+        cache_dtype = torch.float32 if weight.device.type == "cpu" else weight.dtype
+        self.cache = KVCache(
+            config.num_layers, num_slots, config.num_kv_heads, config.head_dim, cache_dtype, weight.device
+        )
+        self._num_forwards = 0
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        *,
+        device: str = "cpu",
+        dtype: str = "bfloat16",
+        num_threads: int = 1,
+        kv_tokens: int | None = None,
+        vocabulary_size: int | None = None,
+    ) -> Self:
+        """Loads a local folder or hub id.
+
+        dtype, "bfloat16" or "float32", is that of the weights in memory, whatever the file holds. kv_tokens is the
+        size of the cache in tokens; by default as many as 512 MiB hold, and at least one full context.
+        vocabulary_size defaults to the width of the logits. Raises ModelRefused and InvalidRequest.
+        """
+        torch_device = _checked_device(device)
+        if dtype not in DTYPES:
+            raise InvalidRequest("dtype", dtype, f"one of {', '.join(DTYPES)}")
+        if num_threads < 1:
+            raise InvalidRequest("num_threads", num_threads, "at least 1")
+        if kv_tokens is not None and kv_tokens < 1:
+            raise InvalidRequest("kv_tokens", kv_tokens, "at least 1")
+        folder = resolve(model)
+        config = ModelConfig.read(folder)
+        size = config.vocab_size if vocabulary_size is None else vocabulary_size
+        if not 1 <= size <= config.vocab_size:
+            message = f"{folder}: the tokenizer knows {size} ids, but the model embeds {config.vocab_size}"
+            raise ModelRefused(message, vocabulary_size=size, vocab_size=config.vocab_size)
+        tensors = load_tensors(folder, config, torch_device, DTYPES[dtype])
+        transformer = Transformer(config, tensors, choose_ops(torch_device, num_threads))
+        name = model if not Path(model).expanduser().is_dir() else folder.resolve().name
+        identity = ModelIdentity(name.rsplit("/", 1)[-1], model_hash(folder), dtype, num_threads, size)
+        return cls(transformer, identity, kv_tokens or default_kv_tokens(config, torch_device, DTYPES[dtype]))
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's shape."""
+        return self.model.config
+
+    @property
+    def ops(self) -> Ops:
+        """The operations of this device."""
+        return self.model.ops
+
+    @property
+    def device(self) -> torch.device:
+        """Where weights, cache and logits live."""
+        return self.model.embedding.device
+
+    @property
+    def numerics_id(self) -> str:
+        """Everything that may change the last bit of a logit, for instance "cpu-bfloat16-native-v4"."""
+        return f"{self.device.type}-{self.identity.dtype}-{self.ops.name}"
+
+    @property
+    def model_hash(self) -> str:
+        """Hexadecimal digest of configuration and weights."""
+        return self.identity.model_hash
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Ids that the tokenizer knows; logits past it are padding."""
+        return self.identity.vocabulary_size
+
+    @property
+    def context_len(self) -> int:
+        """Longest sequence in tokens."""
+        return self.config.context_len
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a sequence, as the model's files say; may be empty."""
+        return self.config.eos_token_ids
+
+    def open(self, token_ids: Sequence[int], prompt_len: int) -> Session:
+        """A session with nothing cached and no block taken; raises PromptTooLong and InvalidRequest."""
+        if len(token_ids) > self.context_len:
+            message = f"{len(token_ids)} tokens are more than the model's context of {self.context_len}"
+            raise PromptTooLong(message, tokens=len(token_ids), context_len=self.context_len)
+        self._check_ids(token_ids)
+        return Session(BlockTable(self.pool, self.cache), token_ids, prompt_len)
+
+    def forward(self, feeds: Sequence[Feed]) -> ForwardResult:
+        """Computes at most max_rows rows of the feeds; afterwards their sessions' committed tokens are cached so far.
+
+        A session appears once. Blocks are reserved for all feeds before anything is computed: CacheFull and
+        InvalidRequest leave every session's tokens and cache as they were. To learn which session does not fit, call
+        `check` and `Session.reserve` for each one first; then this raises neither.
+        """
+        if len({id(feed.session) for feed in feeds}) != len(feeds):
+            raise ValueError("a session may appear only once in a forward")
+        for feed in feeds:
+            self.check(feed)
+        for feed in feeds:
+            feed.session.reserve(len(feed.tree))
+        grants = share_rows(feeds, self.max_rows)
+        if not any(grants):
+            return ForwardResult(torch.empty(0, self.config.vocab_size, device=self.device), [None] * len(feeds))
+        batch = build_batch(feeds, grants, self.device)
+        for feed in feeds:
+            # The rows of an earlier tree are about to be overwritten, whatever comes of this forward.
+            feed.session.tree = EMPTY
+        logits = self.model.forward(batch.plan, self.cache, batch.wanted)
+        self._num_forwards += 1
+        for feed, grant, rows in zip(feeds, grants, batch.ranges, strict=True):
+            if grant:
+                self._advance(feed, grant, finished=rows is not None)
+        return ForwardResult(logits, batch.ranges)
+
+    def check(self, feed: Feed) -> None:
+        """Raises InvalidRequest when a feed can never run: past the context, too wide, or ids that are not embedded."""
+        length, tree = len(feed.session), feed.tree
+        if length + max(tree.depths) > self.context_len:
+            raise InvalidRequest("tree", f"{max(tree.depths)} deep", f"at most {self.context_len - length} deep here")
+        if len(tree) >= self.max_rows:
+            raise InvalidRequest("tree", f"{len(tree)} rows", f"at most {self.max_rows - 1} rows")
+        self._check_ids(feed.session.token_ids[feed.session.next_position :])
+        self._check_ids(tree.token_ids)
+
+    def kv_state(self, session: Session) -> tuple[Tensor, Tensor]:
+        """Keys and values of the cached tokens, [layers, cached_len, G, D], gathered into new tensors."""
+        return self.cache.gather(session.table.slots(0, session.cached_len))
+
+    def _check_ids(self, token_ids: Sequence[int]) -> None:
+        # An id without a row in the embedding would stop an accelerator for all sessions, not only for this one.
+        for extreme in (min(token_ids, default=0), max(token_ids, default=0)):
+            if not 0 <= extreme < self.config.vocab_size:
+                raise InvalidRequest("token_ids", extreme, f"in [0, {self.config.vocab_size})")
+
+    def _advance(self, feed: Feed, grant: int, finished: bool) -> None:
+        session = feed.session
+        cached_len = len(session) if finished else session.next_position + grant
+        session.advance(cached_len, feed.tree if finished else EMPTY)
+        session.last_forward = self._num_forwards
+
+
+def default_kv_tokens(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> int:
+    """Tokens whose keys and values fit into 512 MiB, and at least one full context."""
+    item_bytes = 4 if device.type == "cpu" else dtype.itemsize
+    token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item_bytes
+    return max(DEFAULT_KV_BYTES // token_bytes, config.context_len)
+
+
+def _checked_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InvalidRequest("device", name, '"cpu" or "cuda:N"') from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
+        raise InvalidRequest("device", name, f'"cpu" or one of {torch.cuda.device_count()} CUDA devices')
+    return torch.device("cuda", device.index or 0)

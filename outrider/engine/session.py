@@ -1,0 +1,116 @@
+"""The tokens of one sequence and how many of them are cached. Computes nothing; the runner moves `cached_len` forward.
+
+State is lengths: the slots of positions below cached_len hold committed keys and values; those behind the last token
+hold the rows of the last forward's tree, which are provisional until keep, extend, replace_tail or truncate. The token
+list is the truth, the cache can always be rebuilt from it.
+"""
+
+from collections.abc import Sequence
+
+from outrider.engine.kv_cache import BlockTable
+from outrider.engine.tree import EMPTY, TokenTree
+from outrider.errors import InvalidRequest
+
+
+class Session:
+    """One sequence; belongs to the device thread, and is not safe to share."""
+
+    def __init__(self, table: BlockTable, token_ids: Sequence[int], prompt_len: int) -> None:
+        if not token_ids:
+            raise InvalidRequest("token_ids", [], "at least one token")
+        if not 1 <= prompt_len <= len(token_ids):
+            raise InvalidRequest("prompt_len", prompt_len, f"in [1, {len(token_ids)}]")
+        self.table = table
+        self.token_ids = list(token_ids)
+        self.prompt_len = prompt_len
+        self.cached_len = 0
+        self.tree = EMPTY
+        """The tree of the last forward whose rows still lie behind the committed tokens."""
+        self.last_forward = 0
+        """Number of the runner's forward that last computed a row of this session."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __repr__(self) -> str:
+        return f"<Session {self.cached_len} of {len(self)} tokens cached, tree of {len(self.tree)} rows>"
+
+    @property
+    def uncached(self) -> list[int]:
+        """Committed tokens whose keys and values are not cached."""
+        return self.token_ids[self.cached_len :]
+
+    @property
+    def next_position(self) -> int:
+        """Where the next forward starts: the first uncached token, or the last token again when all are cached.
+
+        A forward has to compute the last token to have its logits; its key and value are then written once more,
+        with the same bits where the device is row-invariant.
+        """
+        return min(self.cached_len, len(self.token_ids) - 1)
+
+    def reserve(self, num_tree_rows: int = 0) -> None:
+        """Slots for all tokens and a tree of num_tree_rows; raises CacheFull and leaves the session as it was."""
+        self.table.reserve(len(self.token_ids) + num_tree_rows, self.next_position)
+
+    def advance(self, cached_len: int, tree: TokenTree) -> None:
+        """Called by the runner after a forward: tokens below cached_len are cached, and tree's rows behind them."""
+        self.cached_len = cached_len
+        self.tree = tree
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Commits tokens, to be cached by the next forward; drops the tree's rows."""
+        self.token_ids.extend(token_ids)
+        self.tree = EMPTY
+
+    def replace_tail(self, base: int, token_ids: Sequence[int]) -> None:
+        """Makes token_ids the tokens from position base on; what they begin with in common stays cached."""
+        self._check_length("base", base)
+        old_tail = self.token_ids[base:]
+        common = next(
+            (index for index, pair in enumerate(zip(old_tail, token_ids, strict=False)) if pair[0] != pair[1]),
+            min(len(old_tail), len(token_ids)),
+        )
+        self.truncate(base + common)
+        self.extend(token_ids[common:])
+
+    def truncate(self, length: int) -> None:
+        """Forgets tokens, cache and tree past length; idempotent. Raises InvalidRequest outside [1, len(self)]."""
+        self._check_length("length", length)
+        del self.token_ids[length:]
+        self.cached_len = min(self.cached_len, length)
+        self.tree = EMPTY
+        self.table.truncate(self.cached_len)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Commits accepted rows of the last forward's tree, with their keys and values, and drops the other rows.
+
+        rows is a path that begins below the root, and may be empty; raises ValueError when it is no path of the tree.
+        """
+        rows = tuple(rows)
+        if rows and (not 1 <= rows[-1] <= len(self.tree) or self.tree.path(rows[-1]) != rows):
+            raise ValueError(f"rows {rows} are not a path from the root of {self.tree}")
+        base = len(self.token_ids)
+        self._move_rows(base, rows)
+        self.token_ids.extend(self.tree.token_ids[row - 1] for row in rows)
+        self.cached_len += len(rows)
+        self.tree = EMPTY
+        self.table.truncate(self.cached_len)
+
+    def free(self) -> None:
+        """Gives back all blocks; the tokens stay. Idempotent."""
+        self.cached_len = 0
+        self.tree = EMPTY
+        self.table.free()
+
+    def _move_rows(self, base: int, rows: tuple[int, ...]) -> None:
+        """Row r lies r - 1 places behind the base, and belongs at its depth - 1; rows of a chain lie right already."""
+        moved = [depth for depth, row in enumerate(rows) if row - 1 != depth]
+        if not moved:
+            return
+        slots = self.table.slots(base, base + rows[-1])
+        self.table.cache.copy(slots[[rows[depth] - 1 for depth in moved]], slots[moved])
+
+    def _check_length(self, name: str, length: int) -> None:
+        if not 1 <= length <= len(self.token_ids):
+            raise InvalidRequest(name, length, f"in [1, {len(self.token_ids)}]")

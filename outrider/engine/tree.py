@@ -1,0 +1,65 @@
+"""A proposal as a token tree, whose root is the last committed token. Knows no cache, no model and no probabilities."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from outrider.errors import InvalidRequest
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """Draft tokens in an order in which parents come before children.
+
+    Rows count from 1, because row 0 is the root; `token_ids[r - 1]` and `parents[r - 1]` belong to row r. Raises
+    InvalidRequest when the two differ in length, a token id is negative, or a parent does not come before its child.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    depths: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Distance of each row from the root, the root's 0 first; len(tree) + 1 entries."""
+
+    def __post_init__(self) -> None:
+        if len(self.parents) != len(self.token_ids):
+            raise InvalidRequest("tree.parents", self.parents, f"one entry for each of {len(self.token_ids)} tokens")
+        depths = [0]
+        for index, (token_id, parent) in enumerate(zip(self.token_ids, self.parents, strict=True)):
+            if token_id < 0:
+                raise InvalidRequest(f"tree.token_ids[{index}]", token_id, "at least 0")
+            if not 0 <= parent <= index:
+                raise InvalidRequest(f"tree.parents[{index}]", parent, f"in [0, {index}]")
+            depths.append(depths[parent] + 1)
+        object.__setattr__(self, "depths", tuple(depths))
+
+    @classmethod
+    def chain(cls, token_ids: Sequence[int]) -> Self:
+        """The tree of width one."""
+        return cls(tuple(token_ids), tuple(range(len(token_ids))))
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def depth(self, row: int) -> int:
+        """Distance of a row from the root."""
+        return self.depths[row]
+
+    def path(self, row: int) -> tuple[int, ...]:
+        """Rows from below the root down to `row` itself; empty for the root."""
+        rows: list[int] = []
+        while row:
+            rows.append(row)
+            row = self.parents[row - 1]
+        return tuple(reversed(rows))
+
+    def children(self, row: int) -> tuple[int, ...]:
+        """Rows whose parent is `row`, in row order."""
+        return tuple(child for child, parent in enumerate(self.parents, start=1) if parent == row)
+
+    def leaves(self) -> tuple[int, ...]:
+        """Rows without children, in row order; of an empty tree the root."""
+        inner = set(self.parents)
+        return tuple(row for row in range(1, len(self) + 1) if row not in inner) or (0,)
+
+
+EMPTY = TokenTree()

@@ -1,0 +1,189 @@
+"""Finds a model's files and loads its tensors. Reads safetensors only: pickled weights can run code, and stay closed.
+
+Everything that can be wrong is found in the files' headers, before anything large is allocated. Knows nothing about
+what the tensors compute; their names are those of the checkpoint.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+from rich.console import Console
+from rich.progress import Progress
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from outrider.engine.json_keys import JsonKeys, read_json
+from outrider.engine.model_config import ModelConfig
+from outrider.errors import ModelRefused
+
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+# Mistral's own format repeats the weights under other names.
+HUB_IGNORED = ["consolidated*", "*/*"]
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+FILE_DTYPES = ("BF16", "F16", "F32")
+HASH_SAMPLES, HASH_SAMPLE_BYTES = 64, 4096
+
+
+def resolve(name_or_path: str) -> Path:
+    """The local folder of a model: the folder itself, or the snapshot of a hub id, downloaded when it is not cached.
+
+    Raises ModelRefused when there is neither, or when the folder has no safetensors weights.
+    """
+    folder = Path(name_or_path).expanduser()
+    if not folder.is_dir():
+        if folder.is_absolute() or name_or_path.startswith((".", "~")) or folder.exists():
+            raise ModelRefused(f"{name_or_path} is not a folder", model=name_or_path)
+        folder = _download(name_or_path)
+    weight_files(folder)
+    return folder
+
+
+def _download(name: str) -> Path:
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_IGNORED))
+    except HFValidationError:
+        raise ModelRefused(f"{name} is neither a folder nor the id of a model on the hub", model=name) from None
+    except (OSError, ValueError, RuntimeError) as error:
+        # The library's errors have several roots, and their texts several lines.
+        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(". ")
+        message = f"{name} is not a folder here, and downloading it as a hub id failed: {reason}"
+        raise ModelRefused(message, model=name) from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model, one or as many as its index names, in name order; raises ModelRefused."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        keys = JsonKeys(index, read_json(index))
+        weight_map = keys.values.get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise keys.refuse("weight_map", "must map tensor names to files")
+        names = sorted({str(name) for name in weight_map.values()})
+        # A name with a path could point anywhere on the machine.
+        stray = next((name for name in names if Path(name).name != name or not name.endswith(".safetensors")), None)
+        if stray is not None:
+            raise keys.refuse("weight_map", f"names {stray!r}, which is not a safetensors file of this folder")
+    else:
+        names = ["model.safetensors"]
+    missing = next((name for name in names if not (folder / name).is_file()), None)
+    if missing is not None:
+        pickled = any(path.suffix in (".bin", ".pt", ".pth") for path in folder.iterdir())
+        reason = ", and pickled weights are not loaded because they can run code" if pickled else ""
+        raise ModelRefused(f"{folder} has no {missing}{reason}", file=folder / missing)
+    return [folder / name for name in names]
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Checkpoint names of all tensors that the model needs, with their shapes."""
+    hidden, query_size = config.hidden_size, config.num_heads * config.head_dim
+    kv_size = config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.tied_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    linears = [
+        ("self_attn.q_proj", query_size, hidden, config.qkv_bias),
+        ("self_attn.k_proj", kv_size, hidden, config.qkv_bias),
+        ("self_attn.v_proj", kv_size, hidden, config.qkv_bias),
+        ("self_attn.o_proj", hidden, query_size, config.output_bias),
+        ("mlp.gate_proj", config.intermediate_size, hidden, config.mlp_bias),
+        ("mlp.up_proj", config.intermediate_size, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, config.intermediate_size, config.mlp_bias),
+    ]
+    norms = [("input_layernorm", hidden), ("post_attention_layernorm", hidden)]
+    if config.qk_norm:
+        norms += [("self_attn.q_norm", config.head_dim), ("self_attn.k_norm", config.head_dim)]
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}"
+        for name, outputs, inputs, has_bias in linears:
+            shapes[f"{prefix}.{name}.weight"] = (outputs, inputs)
+            if has_bias:
+                shapes[f"{prefix}.{name}.bias"] = (outputs,)
+        shapes |= {f"{prefix}.{name}.weight": (size,) for name, size in norms}
+    return shapes
+
+
+def load_tensors(folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """All tensors of the model on the device: matrices in dtype, vectors (norms, biases) in float32.
+
+    A bar on stderr shows progress when it is a terminal. Raises ModelRefused for missing, unexpected, misshapen or
+    quantized tensors, before any is read. "lm_head.weight" of a tied model may be absent, and is used if it is there.
+    """
+    places = _checked_places(folder, config)
+    console = Console(stderr=True)
+    tensors: dict[str, Tensor] = {}
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        for file in progress.track(sorted(set(places.values())), description=f"Loading {folder.name}"):
+            with safe_open(file, framework="pt") as tensor_file:
+                for name in sorted(name for name, place in places.items() if place == file):
+                    tensor = tensor_file.get_tensor(name)
+                    # Always a copy: the file's memory is mapped, unaligned, and changes if someone overwrites it.
+                    kept = dtype if tensor.ndim > 1 else torch.float32
+                    tensors[name] = tensor.to(device=device, dtype=kept, copy=True)
+    return tensors
+
+
+def _checked_places(folder: Path, config: ModelConfig) -> dict[str, Path]:
+    """Which file holds each tensor, once names, shapes and types are known to fit."""
+    expected = expected_shapes(config)
+    places: dict[str, Path] = {}
+    for file in weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as tensor_file:
+                for name in tensor_file.keys():  # noqa: SIM118 - not a mapping
+                    if name.endswith("rotary_emb.inv_freq"):
+                        continue
+                    part = tensor_file.get_slice(name)
+                    _check_tensor(file, name, tuple(part.get_shape()), part.get_dtype(), expected)
+                    places[name] = file
+        except (SafetensorError, OSError) as error:
+            raise ModelRefused(f"{file} is not a sound safetensors file: {error}", file=file) from None
+    missing = sorted(expected.keys() - places.keys())
+    if missing:
+        more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
+        raise ModelRefused(f"{folder} lacks the tensor {missing[0]}{more}", folder=folder, tensor=missing[0])
+    return places
+
+
+def _check_tensor(
+    file: Path, name: str, shape: tuple[int, ...], dtype: str, expected: dict[str, tuple[int, ...]]
+) -> None:
+    # A tied output matrix may be stored all the same, and then has the embedding's shape.
+    wanted = expected.get(name, expected["model.embed_tokens.weight"] if name == "lm_head.weight" else None)
+    if wanted is None:
+        raise ModelRefused(
+            f"{file} holds the tensor {name}, which config.json does not ask for", file=file, tensor=name
+        )
+    if shape != wanted:
+        message = f"{file}: {name} has the shape {list(shape)}, but config.json asks for {list(wanted)}"
+        raise ModelRefused(message, file=file, tensor=name)
+    if dtype not in FILE_DTYPES:
+        message = f"{file}: {name} has the type {dtype}, but must have one of {', '.join(FILE_DTYPES)}"
+        raise ModelRefused(message, file=file, tensor=name)
+
+
+def model_hash(folder: Path) -> str:
+    """Thirty-two hexadecimal digits that name a model: SHA-256 over config.json and samples of the weight files.
+
+    config.json enters with sorted keys, so that only its meaning counts. Of each file enter the name, the size, the
+    header (tensor names, types, shapes) and 64 evenly spaced samples of 4 KiB: fast for any size, and enough to tell
+    apart models that anyone trained; it is no protection against someone who forges a model.
+    """
+    digest = hashlib.sha256(json.dumps(read_json(folder / "config.json"), sort_keys=True).encode())
+    for file in weight_files(folder):
+        size = file.stat().st_size
+        digest.update(f"\0{file.name}\0{size}\0".encode())
+        with file.open("rb") as stream:
+            header_size = min(int.from_bytes(stream.read(8), "little"), size)
+            digest.update(stream.read(header_size))
+            last = max(size - HASH_SAMPLE_BYTES, 0)
+            for sample in range(HASH_SAMPLES):
+                stream.seek(last * sample // (HASH_SAMPLES - 1))
+                digest.update(stream.read(HASH_SAMPLE_BYTES))
+    return digest.hexdigest()[:32]

@@ -1,0 +1,291 @@
+"""The ragged tree forward: bitwise the same logits and caches, however the work is cut up and whoever shares it."""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import TARGET, write_tiny_model
+from torch import Tensor
+
+from outrider.engine import runner as runner_module
+from outrider.engine.ops.reference import ReferenceOps
+from outrider.engine.runner import Feed, ModelRunner, default_kv_tokens
+from outrider.engine.session import Session
+from outrider.engine.tree import EMPTY, TokenTree
+from outrider.errors import CacheFull, InvalidRequest, ModelRefused, PromptTooLong
+
+DTYPES = ["bfloat16", "float32"]
+# Two paths share row 1, and rows 5, 6, 7 leave gaps when they are kept.
+TREE = TokenTree(token_ids=(11, 22, 33, 44, 55, 66, 77, 88), parents=(0, 0, 1, 1, 2, 5, 6, 3))
+
+
+@functools.cache
+def target(dtype: str) -> ModelRunner:
+    """The embedded target with two threads, loaded once."""
+    return ModelRunner.load(str(TARGET), dtype=dtype, num_threads=2, kv_tokens=4096)
+
+
+@pytest.fixture(params=DTYPES)
+def runner(request: pytest.FixtureRequest) -> ModelRunner:
+    """The target in both weight types, with an empty pool that must be whole and empty again at the end."""
+    loaded = target(request.param)
+    assert loaded.pool.num_used == 0
+    return loaded
+
+
+def random_ids(count: int, seed: int = 0) -> list[int]:
+    """Token ids from a fixed seed."""
+    return torch.randint(4096, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def finish(runner: ModelRunner, *feeds: Feed) -> list[Tensor]:
+    """Feeds until every feed is finished; the logits of each one, root first."""
+    logits: list[Tensor | None] = [None] * len(feeds)
+    while waiting := [index for index, rows in enumerate(logits) if rows is None]:
+        result = runner.forward([feeds[index] for index in waiting])
+        for index, rows in zip(waiting, result.ranges, strict=True):
+            if rows is not None:
+                logits[index] = result.logits[rows.start : rows.stop].clone()
+    return [rows for rows in logits if rows is not None]
+
+
+def fresh(runner: ModelRunner, token_ids: Sequence[int], tree: TokenTree = EMPTY) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, keys and values of a session of its own, computed alone in one go."""
+    session = runner.open(token_ids, 1)
+    logits = finish(runner, Feed(session, tree))[0]
+    keys, values = runner.kv_state(session)
+    session.free()
+    return logits, keys, values
+
+
+def assert_like_fresh(runner: ModelRunner, session: Session) -> None:
+    """The session's cache holds bitwise what a new prefill of its tokens would."""
+    assert session.cached_len == len(session)
+    _, keys, values = fresh(runner, session.token_ids)
+    for kept, expected in zip(runner.kv_state(session), (keys, values), strict=True):
+        assert torch.equal(kept, expected)
+    runner.pool.check_integrity()
+
+
+def close(runner: ModelRunner, *sessions: Session) -> None:
+    """Frees sessions and checks that no block is left behind."""
+    for session in sessions:
+        session.free()
+    runner.pool.check_integrity()
+    assert runner.pool.num_used == 0
+
+
+@pytest.mark.parametrize("num_rows", [0, 8])
+@pytest.mark.parametrize("batch", [1, 16])
+def test_rows_do_not_depend_on_their_neighbours(runner: ModelRunner, num_rows: int, batch: int) -> None:
+    """K = 0 and 8, batch 1 and 16: each session's logits and cache are those of a forward of its own."""
+    prompts = [random_ids(20 + 3 * index, seed=index) for index in range(batch)]
+    trees = [TokenTree.chain(random_ids(num_rows, seed=100 + index)) for index in range(batch)]
+    sessions = [runner.open(prompt, 1) for prompt in prompts]
+    together = finish(runner, *(Feed(session, tree) for session, tree in zip(sessions, trees, strict=True)))
+    for session, tree, logits in zip(sessions, trees, together, strict=True):
+        expected, _, _ = fresh(runner, session.token_ids, tree)
+        assert torch.equal(logits, expected)
+        assert_like_fresh(runner, session)
+    close(runner, *sessions)
+
+
+@pytest.mark.parametrize(
+    "chunks", [[1] * 70, [7] * 10, [1, 68, 1], [16, 17, 37]], ids=["ones", "sevens", "edges", "blocks"]
+)
+def test_chunking_changes_no_bit(runner: ModelRunner, chunks: list[int]) -> None:
+    """A prompt at once, chunk by chunk and token by token leaves the same logits and the same cache."""
+    token_ids = random_ids(sum(chunks))
+    ends = list(itertools.accumulate(chunks))
+    session = runner.open(token_ids[: ends[0]], 1)
+    finish(runner, Feed(session))
+    for start, end in itertools.pairwise(ends):
+        session.extend(token_ids[start:end])
+        logits = finish(runner, Feed(session))[0]
+    assert torch.equal(logits, fresh(runner, token_ids)[0])
+    assert_like_fresh(runner, session)
+    close(runner, session)
+
+
+def test_long_prompts_are_chunked_beside_decoding_sessions(runner: ModelRunner) -> None:
+    """max_rows cuts two prompts; the decoding session is served in the first forward; no bit changes."""
+    long = [runner.open(random_ids(700, seed=index), 1) for index in (1, 2)]
+    short = runner.open(random_ids(12), 1)
+    finish(runner, Feed(short))
+    short.extend([5])
+    first = runner.forward([*(Feed(session) for session in long), Feed(short, TREE)])
+    assert first.ranges == [None, None, range(9)]
+    assert first.logits.shape == (9, 4096)
+    assert all(session.cached_len > 0 for session in long)
+    assert sum(session.cached_len for session in long) + 9 == runner.max_rows
+    logits = finish(runner, Feed(long[0], TREE), Feed(long[1]))
+    for session, tree, rows in zip(long, (TREE, EMPTY), logits, strict=True):
+        assert torch.equal(rows, fresh(runner, session.token_ids, tree)[0])
+    close(runner, *long, short)
+
+
+def test_a_tree_equals_one_forward_per_path(runner: ModelRunner) -> None:
+    """Every row's logits are those of plain decoding along its path."""
+    prompt = random_ids(37)
+    session = runner.open(prompt, 1)
+    logits = finish(runner, Feed(session, TREE))[0]
+    assert logits.shape == (9, 4096)
+    for row in range(9):
+        path = [TREE.token_ids[ancestor - 1] for ancestor in TREE.path(row)]
+        assert torch.equal(logits[row], fresh(runner, [*prompt, *path])[0][-1])
+    close(runner, session)
+
+
+def test_a_row_that_saw_its_sibling_would_be_noticed(runner: ModelRunner) -> None:
+    """The comparison is sharp: the same tokens as a chain, where row 2 also sees row 1, differ."""
+    prompt = random_ids(37)
+    tree, chain = TokenTree((11, 22), (0, 0)), TokenTree.chain((11, 22))
+    assert not torch.equal(fresh(runner, prompt, tree)[0][2], fresh(runner, prompt, chain)[0][2])
+
+
+@pytest.mark.parametrize("row", range(9))
+def test_kept_rows_are_like_a_fresh_prefill(runner: ModelRunner, row: int) -> None:
+    """Whatever path is kept, cache and next logits are those of a session that never saw a tree."""
+    session, neighbour = runner.open(random_ids(29), 1), runner.open(random_ids(33, seed=1), 1)
+    finish(runner, Feed(session, TREE), Feed(neighbour, TREE))
+    session.keep(TREE.path(row))
+    assert_like_fresh(runner, session)
+    session.extend([99])
+    logits = finish(runner, Feed(session, TREE))[0]
+    assert torch.equal(logits, fresh(runner, session.token_ids, TREE)[0])
+    close(runner, session, neighbour)
+
+
+def test_rollback_is_truncation(runner: ModelRunner) -> None:
+    """After truncating, twice, cache and next logits are like those of a session that never went further."""
+    session = runner.open(random_ids(50), 1)
+    finish(runner, Feed(session, TREE))
+    session.keep((2, 5))
+    for length in (50, 31, 31, 1):
+        session.truncate(length)
+        assert_like_fresh(runner, session)
+        assert torch.equal(finish(runner, Feed(session))[0], fresh(runner, session.token_ids)[0])
+        assert_like_fresh(runner, session)
+    close(runner, session)
+
+
+def test_replaced_tail_is_like_a_fresh_prefill(runner: ModelRunner) -> None:
+    """A draft that guessed wrong goes on from the common prefix."""
+    session = runner.open(random_ids(40), 1)
+    finish(runner, Feed(session))
+    session.replace_tail(30, [*session.token_ids[30:33], 7, 8, 9])
+    assert session.cached_len == 33
+    assert torch.equal(finish(runner, Feed(session, TREE))[0], fresh(runner, session.token_ids, TREE)[0])
+    assert_like_fresh(runner, session)
+    close(runner, session)
+
+
+def test_forked_session_does_not_disturb_its_twin(runner: ModelRunner) -> None:
+    """Two sessions over shared blocks write apart, and both stay exact."""
+    session = runner.open(random_ids(45), 1)
+    finish(runner, Feed(session))
+    twin = Session(session.table.fork(42), session.token_ids[:42], 1)
+    twin.advance(42, EMPTY)
+    twin.extend([1, 2, 3])
+    session.extend([4])
+    finish(runner, Feed(twin, TREE), Feed(session, TREE))
+    twin.keep((1, 3, 8))
+    assert_like_fresh(runner, twin)
+    assert_like_fresh(runner, session)
+    close(runner, twin, session)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("kernels", ["chosen", "reference"])
+def test_every_family_is_exact_with_and_without_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, kernels: str
+) -> None:
+    """Awkward sizes and the operations without compiled kernels keep the same promise."""
+    if kernels == "reference":
+        monkeypatch.setattr(runner_module, "choose_ops", lambda device, num_threads: ReferenceOps())
+    runner = ModelRunner.load(str(write_tiny_model(tmp_path / "tiny", family)), kv_tokens=512)
+    prompt = [token_id % 300 for token_id in random_ids(40)]
+    session = runner.open(prompt[:9], 1)
+    finish(runner, Feed(session))
+    session.extend(prompt[9:])
+    logits = finish(runner, Feed(session, TREE))[0]
+    assert torch.equal(logits, fresh(runner, prompt, TREE)[0])
+    for row in range(9):
+        path = [TREE.token_ids[ancestor - 1] for ancestor in TREE.path(row)]
+        assert torch.equal(logits[row], fresh(runner, [*prompt, *path])[0][-1])
+    session.keep((2, 5, 6, 7))
+    assert_like_fresh(runner, session)
+    close(runner, session)
+
+
+def test_full_cache_refuses_before_anything_changes(tmp_path: Path) -> None:
+    """The caller learns which session does not fit, fails it alone, and the others go on."""
+    runner = ModelRunner.load(str(write_tiny_model(tmp_path / "tiny", "llama")), kv_tokens=64)
+    first, second = runner.open([1] * 40, 1), runner.open([2] * 20, 1)
+    finish(runner, Feed(first))
+    with pytest.raises(CacheFull, match="1 of 4 blocks free"):
+        second.reserve(1)
+    with pytest.raises(CacheFull):
+        runner.forward([Feed(first), Feed(second)])
+    assert (second.cached_len, first.cached_len, len(second.table)) == (0, 40, 0)
+    second.truncate(16)
+    finish(runner, Feed(first), Feed(second))
+    close(runner, first, second)
+
+
+def test_impossible_feeds_are_refused(tmp_path: Path) -> None:
+    """Past the context, wider than a forward, unknown ids, the same session twice: refused before any computing."""
+    runner = ModelRunner.load(str(write_tiny_model(tmp_path / "tiny", "mistral")), kv_tokens=2048)
+    assert runner.context_len == 128
+    with pytest.raises(PromptTooLong, match="129 tokens are more than the model's context of 128"):
+        runner.open([1] * 129, 1)
+    with pytest.raises(InvalidRequest, match="token_ids is 300"):
+        runner.open([1, 300], 1)
+    session = runner.open([1] * 126, 1)
+    finish(runner, Feed(session, TokenTree((1, 2, 3), (0, 0, 2))))
+    for tree in (TokenTree.chain([1, 2, 3]), TokenTree((1,) * 512, (0,) * 512), TokenTree.chain([300])):
+        with pytest.raises(InvalidRequest):
+            runner.forward([Feed(session, tree)])
+    session.extend([-1])
+    with pytest.raises(InvalidRequest, match="token_ids is -1"):
+        runner.forward([Feed(session)])
+    with pytest.raises(ValueError, match="only once"):
+        runner.forward([Feed(session), Feed(session)])
+    close(runner, session)
+
+
+def test_forward_of_nothing_is_empty(runner: ModelRunner) -> None:
+    """No feeds, no rows."""
+    result = runner.forward([])
+    assert (result.logits.shape, result.ranges) == ((0, 4096), [])
+
+
+def test_runner_describes_itself() -> None:
+    """What GetModelInfo reports comes from here."""
+    runner = target("bfloat16")
+    assert runner.identity.model_name == "target"
+    assert runner.numerics_id == f"cpu-bfloat16-{runner.ops.name}"
+    assert (runner.context_len, runner.vocabulary_size, runner.eos_token_ids) == (1024, 4096, {0})
+    assert len(runner.model_hash) == 32
+    assert str(runner.device) == "cpu"
+    assert default_kv_tokens(runner.config, runner.device, torch.bfloat16) == (512 << 20) // (6 * 2 * 2 * 64 * 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"device": "tpu"}, InvalidRequest),
+        ({"device": "cuda:99"}, InvalidRequest),
+        ({"dtype": "float16"}, InvalidRequest),
+        ({"num_threads": 0}, InvalidRequest),
+        ({"kv_tokens": 0}, InvalidRequest),
+        ({"vocabulary_size": 4097}, ModelRefused),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, object], error: type[Exception]) -> None:
+    """The option and its limit are named before a weight is read."""
+    with pytest.raises(error):
+        ModelRunner.load(str(TARGET), **options)  # type: ignore[arg-type]
