@@ -1,0 +1,104 @@
+"""The rule `match` at any temperature and with any parameter says what plain decoding says with the same seed."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from draft_models import TARGET, TRAINED
+from exactness import answers, token_ids
+from prompts import OPENINGS
+from stack import RunningStack, running_stack, until
+
+TEMPERATURES = (0.7, 1.0, 1.3)
+PARAMETERS: tuple[dict[str, Any], ...] = (
+    {},
+    {"top_k": 20},
+    {"top_p": 0.9},
+    {"min_p": 0.05},
+    {"logit_bias": {11: 4.0, 263: -3.5}},
+    {"repetition_penalty": 1.2},
+    {"presence_penalty": 0.6},
+    {"frequency_penalty": 0.4},
+    {"min_tokens": 20, "stop_token_ids": [11, 14]},
+    {"ignore_eos": True},
+    {"top_k": 50, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
+)
+DRAFT_COUNTS = (1, 4, 8, None)
+
+
+def named(parameters: dict[str, Any]) -> str:
+    """A name for a test."""
+    return "+".join(parameters) or "plain"
+
+
+async def check(
+    stack: RunningStack,
+    prompts: tuple[str, ...],
+    temperatures: tuple[float, ...],
+    draft_counts: tuple[int | None, ...],
+    parameters: dict[str, Any],
+    max_tokens: int,
+) -> None:
+    """Compares draft counts, alone and sixteen at a time, with draft count 0."""
+    for temperature in temperatures:
+        fields = {"temperature": temperature, "max_tokens": max_tokens, **parameters}
+        plain = token_ids(await answers(stack, prompts, draft_count=0, **fields))
+        for draft_count in draft_counts:
+            # No draft count at all lets the gateway choose for every round.
+            count = {} if draft_count is None else {"draft_count": draft_count}
+            together = await answers(stack, prompts, **count, **fields)
+            assert token_ids(together) == plain, f"{temperature=} {draft_count=}"
+        alone = await answers(stack, prompts[:2], at_a_time=1, draft_count=4, **fields)
+        assert token_ids(alone) == plain[:2], f"{temperature=} alone"
+
+
+@pytest.mark.parametrize("parameters", PARAMETERS, ids=named)
+async def test_a_parameter_changes_no_token_by_speculation(parameters: dict[str, Any]) -> None:
+    """Each parameter in turn, at temperature 1 with bfloat16 weights, on a few prompts."""
+    async with running_stack(str(TARGET), str(TRAINED)) as stack:
+        await check(stack, OPENINGS[:4], (1.0,), (4, None), parameters, max_tokens=24)
+        await stack.quiet()
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("parameters", PARAMETERS, ids=named)
+async def test_no_parameter_changes_a_token_by_speculation(parameters: dict[str, Any], dtype: str) -> None:
+    """Each parameter at three temperatures, alone and with sixteen requests at once."""
+    async with running_stack(str(TARGET), str(TRAINED), dtype=dtype) as stack:
+        await check(stack, OPENINGS[:16], TEMPERATURES, DRAFT_COUNTS, parameters, max_tokens=48)
+        await stack.quiet()
+        stack.target.runner.pool.check_integrity()
+        stack.draft.runner.pool.check_integrity()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+async def test_restarts_of_the_draft_change_no_token(dtype: str) -> None:
+    """While sixteen requests run, the draft service is stopped and started again, twice."""
+    fields = {"temperature": 1.0, "max_tokens": 300, "ignore_eos": True}
+    async with running_stack(str(TARGET), str(TRAINED), dtype=dtype) as stack:
+        plain = token_ids(await answers(stack, OPENINGS[:16], draft_count=0, **fields))
+        running = asyncio.create_task(answers(stack, OPENINGS[:16], draft_count=4, **fields))
+        for _ in range(2):
+            await until(lambda: stack.draft.worker.num_active > 0)
+            assert not running.done()
+            await stack.stop_draft()
+            await stack.start_draft()
+        results = await running
+        assert token_ids(results) == plain
+        assert sum(each.completion.speculation.fallback_rounds for each in results) > 0
+        await stack.quiet()
+
+
+async def test_a_draft_that_is_absent_from_the_start_changes_no_token() -> None:
+    """Before the draft service has ever been started, and after it came up, the tokens are those of plain decoding."""
+    fields = {"temperature": 1.0, "max_tokens": 32}
+    async with running_stack(str(TARGET), str(TRAINED)) as stack:
+        plain = token_ids(await answers(stack, OPENINGS[:4], draft_count=0, **fields))
+        await stack.stop_draft()
+        absent = await answers(stack, OPENINGS[:4], draft_count=4, **fields)
+        await stack.start_draft()
+        present = await answers(stack, OPENINGS[:4], draft_count=4, **fields)
+        assert token_ids(absent) == token_ids(present) == plain
+        assert all(each.completion.speculation.draft_tokens == 0 for each in absent)
+        assert all(each.completion.speculation.fallback_rounds == 0 for each in present)
