@@ -76,6 +76,14 @@ class CacheFull(OutriderError):
     exit_code = 75
 
 
+class Overloaded(OutriderError):
+    """The caller may try again when other requests have ended: as many run as are allowed to."""
+
+    status = "RESOURCE_EXHAUSTED"
+    reason = "OVERLOADED"
+    exit_code = 75
+
+
 class PeerLost(OutriderError):
     """A service went away; the gateway opens the session again, or the caller tries again later."""
 

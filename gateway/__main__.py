@@ -1,0 +1,60 @@
+"""`python -m gateway`: the command line. Every flag has a variable OUTRIDER_*; the flag wins. Never imports torch."""
+
+from typing import Annotated
+
+import typer
+
+from gateway.server import start
+from gateway.settings import GatewaySettings
+from outrider.process import LogLevel, LogLevelFlag, StopWithStdinFlag, run_service
+
+Target = Annotated[str, typer.Option(envvar="OUTRIDER_TARGET", help="HOST:PORT of the target service.")]
+Tokenizer = Annotated[str, typer.Option(envvar="OUTRIDER_TOKENIZER", help="Folder or hub id of the target's model.")]
+Draft = Annotated[str, typer.Option(envvar="OUTRIDER_DRAFT", help="HOST:PORT of the draft service; empty for none.")]
+Listen = Annotated[str, typer.Option(envvar="OUTRIDER_LISTEN", help="HOST:PORT; port 0 takes a free one.")]
+MaxRequests = Annotated[
+    int, typer.Option(min=1, envvar="OUTRIDER_MAX_REQUESTS", help="Requests at a time; more are turned away at once.")
+]
+TargetWait = Annotated[
+    float, typer.Option(min=0, envvar="OUTRIDER_TARGET_WAIT_SECONDS", help="How long to wait for the target at start.")
+]
+DraftWait = Annotated[
+    float, typer.Option(min=0, envvar="OUTRIDER_DRAFT_WAIT_SECONDS", help="How long to wait for the draft at start.")
+]
+AnswerTimeout = Annotated[
+    float,
+    typer.Option(min=0.1, envvar="OUTRIDER_ANSWER_TIMEOUT_SECONDS", help="How long the target may take to answer."),
+]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command(help="Runs the gateway.")
+def serve(  # noqa: PLR0913, PLR0917 - one parameter for each flag
+    target: Target,
+    tokenizer: Tokenizer,
+    draft: Draft = "",
+    listen: Listen = "127.0.0.1:50050",
+    max_requests: MaxRequests = 256,
+    target_wait_seconds: TargetWait = 300.0,
+    draft_wait_seconds: DraftWait = 5.0,
+    answer_timeout_seconds: AnswerTimeout = 60.0,
+    log_level: LogLevelFlag = LogLevel.INFO,
+    stop_with_stdin: StopWithStdinFlag = False,
+) -> None:
+    """Serves until it is told to stop."""
+    settings = GatewaySettings(
+        target=target,
+        tokenizer=tokenizer,
+        draft=draft,
+        listen=listen,
+        max_requests=max_requests,
+        target_wait_s=target_wait_seconds,
+        draft_wait_s=draft_wait_seconds,
+        answer_timeout_s=answer_timeout_seconds,
+    )
+    run_service("gateway", lambda: start(settings), log_level=log_level.value, stop_with_stdin=stop_with_stdin)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,51 @@
+"""What all requests of a gateway share: links, tokenizer, policy. Makes the parts of a request, and keeps none."""
+
+from dataclasses import dataclass
+
+from gateway.deadline import DraftDeadline
+from gateway.draft_session import AbsentDraftSession, RemoteDraftSession
+from gateway.links import ServiceLink
+from gateway.pace import Pace
+from gateway.policy import SpeculationPolicy
+from gateway.requests import GenerationPlan, ServingLimits
+from gateway.rounds import TokenLog
+from gateway.speculation import DraftSession, TargetSession
+from gateway.target_session import RemoteTargetSession
+from gateway.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """The services behind the gateway; draft is None when none is configured."""
+
+    tokenizer: Tokenizer
+    target: ServiceLink
+    draft: ServiceLink | None
+    policy: SpeculationPolicy
+    deadline: DraftDeadline
+    answer_timeout_s: float
+
+    def limits(self) -> ServingLimits:
+        """What a request may ask for now; raises PeerLost while the target is away."""
+        target = self.target.present()
+        return ServingLimits(
+            context_len=target.context_len,
+            vocabulary_size=target.vocabulary_size,
+            eos_token_ids=target.eos_token_ids,
+            max_draft_count=target.max_draft_count,
+            drafters=self.draft.info.drafters if self.draft and self.draft.info else (),
+        )
+
+    def pace(self, plan: GenerationPlan) -> Pace:
+        """The planner of a request's rounds."""
+        return Pace(self.policy, plan.draft_count, plan.spec.max_len, self.target.present().max_draft_count)
+
+    def target_session(self, plan: GenerationPlan, log: TokenLog, session_id: bytes) -> TargetSession:
+        """A target session that opens with its first round."""
+        return RemoteTargetSession(self.target, plan.spec, log, session_id, self.answer_timeout_s)
+
+    def draft_session(self, plan: GenerationPlan, log: TokenLog, session_id: bytes, *, warm: bool) -> DraftSession:
+        """A draft session that reads the prompt at once when warm."""
+        if self.draft is None:
+            return AbsentDraftSession()
+        return RemoteDraftSession(self.draft, self.deadline, plan.spec, log, session_id, warm)

@@ -1,0 +1,27 @@
+"""How long to wait for a draft: a multiple of its own usual time, so that no machine needs a setting. Pure."""
+
+from dataclasses import dataclass
+
+SMALL_CATCH_UP = 32  # committed tokens that a draft reads in passing
+CATCH_UP_TOKEN_S = 0.005  # allowance for each further one
+
+
+@dataclass(slots=True)
+class DraftDeadline:
+    """Deadline of a draft's answer: factor times the moving average of its answers, between least_s and most_s."""
+
+    least_s: float = 0.25
+    most_s: float = 5.0
+    factor: float = 20.0
+    _mean_s: float | None = None
+
+    def seconds(self, catch_up_count: int) -> float:
+        """Time to wait for an answer for which the draft has to read catch_up_count tokens first."""
+        usual_s = self.most_s if self._mean_s is None else self.factor * self._mean_s
+        allowance_s = CATCH_UP_TOKEN_S * max(0, catch_up_count - SMALL_CATCH_UP)
+        return min(max(usual_s, self.least_s), self.most_s) + allowance_s
+
+    def observe(self, answer_s: float, catch_up_count: int) -> None:
+        """Learns from an answer, or from a deadline that passed: then the draft is at least that slow."""
+        if catch_up_count <= SMALL_CATCH_UP:
+            self._mean_s = answer_s if self._mean_s is None else 0.9 * self._mean_s + 0.1 * answer_s

@@ -1,0 +1,175 @@
+"""The gateway's tie to one service: who it is, whether it is there, whether it fits. Knows nothing about sessions.
+
+A link greets its service until it answers, watches it, and greets again when it was away, because the next incarnation
+may be another model. A service that answers but does not fit is treated as absent, and says why once in the log.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import structlog
+
+from outrider.errors import OutriderError, PeerLost, ProtocolViolation
+from outrider.rpc import error_from, open_channel
+from outrider.v1 import model_service_pb2 as pb
+from outrider.v1.model_service_pb2_grpc import ModelServiceStub
+
+PROTOCOL_VERSION = 1
+ROLES = {pb.SERVICE_ROLE_DRAFT: "draft", pb.SERVICE_ROLE_TARGET: "target"}
+GREETING_TIMEOUT_S = 5.0
+BACKOFF_S = (0.1, 2.0)
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the gateway needs to know of a service; see GetModelInfoResponse."""
+
+    role: str
+    instance_id: int
+    model_name: str
+    model_hash: str
+    numerics_id: str
+    context_len: int
+    vocabulary_size: int
+    vocabulary_digests: tuple[int, ...]
+    eos_token_ids: frozenset[int]
+    max_draft_count: int
+    unacknowledged_window: int
+    drafters: tuple[str, ...]
+
+
+class ServiceLink:
+    """Channel and handshake of one service. `info` is None while the service is away or does not fit."""
+
+    def __init__(self, role: str, address: str, check: Callable[[ModelInfo], None]) -> None:
+        """Takes "draft" or "target", and a check that raises an OutriderError when the service does not fit."""
+        self.role = role
+        self.address = address
+        self.channel = open_channel(address)
+        self.info: ModelInfo | None = None
+        self.misfit: OutriderError | None = None
+        self._check = check
+        self._models = ModelServiceStub(self.channel)
+        self._goodbyes: set[asyncio.Task[None]] = set()
+        self._lost = asyncio.Event()
+        self._settled = asyncio.Event()
+        self._monitor = asyncio.create_task(self._watch(), name=f"{role} link")
+
+    def __str__(self) -> str:
+        return f"The {self.role} service at {self.address}"
+
+    def present(self) -> ModelInfo:
+        """Who the service is; raises PeerLost while it is away, or the reason why it does not fit."""
+        if self.info is None:
+            raise self.misfit or PeerLost(f"{self} cannot be reached", address=self.address)
+        return self.info
+
+    async def greeted(self, patience_s: float) -> ModelInfo:
+        """As `present`, but waits a little for a service that is just being greeted again."""
+        if self.info is None:
+            await self.settled(patience_s)
+        return self.present()
+
+    def report_lost(self) -> None:
+        """Tells the link that a session has lost its service; it counts as away until it has been greeted again."""
+        self.info = None
+        self._lost.set()
+
+    async def settled(self, timeout_s: float) -> bool:
+        """Waits while the service is away; tells whether it answered in time, fitting or not."""
+        await asyncio.wait({waiting := asyncio.create_task(self._settled.wait())}, timeout=timeout_s)
+        waiting.cancel()
+        return self._settled.is_set()
+
+    async def rollback(self, request: pb.RollbackRequest, timeout_s: float) -> pb.RollbackResponse:
+        """Calls Rollback; raises what the service answered, or PeerLost after the timeout."""
+        try:
+            return await self._models.Rollback(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise error_from(error) from error
+
+    def finish(self, goodbye: Coroutine[Any, Any, None]) -> None:
+        """Ends a session in the background, so that no request waits for its services to take note of its end.
+
+        A goodbye has a time limit of its own; `close` waits for those under way.
+        """
+        task = asyncio.create_task(goodbye, name=f"{self.role} goodbye")
+        self._goodbyes.add(task)
+        task.add_done_callback(self._goodbyes.discard)
+
+    async def close(self) -> None:
+        """Ends the watch, waits for sessions that are ending, and closes the channel."""
+        self._monitor.cancel()
+        await asyncio.wait({self._monitor, *self._goodbyes})
+        await self.channel.close()
+
+    async def _watch(self) -> None:
+        while True:
+            await self._greet()
+            self._settled.set()
+            await self._until_lost()
+            self._settled.clear()
+            log.warning("service lost", service=self.role, address=self.address)
+
+    async def _greet(self) -> None:
+        """Asks until an answer comes, ever more slowly, and not in step with other gateways."""
+        self._lost.clear()
+        delay_s, longest_s = BACKOFF_S
+        while not await self._ask():
+            await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
+            delay_s = min(2 * delay_s, longest_s)
+
+    async def _ask(self) -> bool:
+        """One handshake; tells whether the service answered, fitting or not."""
+        try:
+            info = self._read(await self._models.GetModelInfo(pb.GetModelInfoRequest(), timeout=GREETING_TIMEOUT_S))
+            self._check(info)
+        except grpc.aio.AioRpcError as error:
+            log.debug("service not reachable", service=self.role, address=self.address, status=error.code().name)
+            return False
+        except OutriderError as error:
+            self.misfit = error
+            log.error("service does not fit", service=self.role, address=self.address, reason=error.message)
+            return True
+        self.info, self.misfit = info, None
+        log.info("service greeted", service=self.role, address=self.address, model=info.model_name)
+        return True
+
+    async def _until_lost(self) -> None:
+        """Returns when a session reports a loss, or when the connection is no longer up."""
+        ends = (self._lost.wait(), self.channel.wait_for_state_change(grpc.ChannelConnectivity.READY))
+        tasks = {asyncio.ensure_future(end) for end in ends}
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+        self.info = None
+
+    def _read(self, answer: pb.GetModelInfoResponse) -> ModelInfo:
+        role = ROLES.get(answer.role, "unknown")
+        if answer.protocol_version != PROTOCOL_VERSION or role != self.role:
+            raise ProtocolViolation(
+                f"{self} speaks version {answer.protocol_version} of the protocol as a {role} service, "
+                f"but version {PROTOCOL_VERSION} as a {self.role} service is needed"
+            )
+        return ModelInfo(
+            role=role,
+            instance_id=answer.instance_id,
+            model_name=answer.model_name,
+            model_hash=answer.model_hash,
+            numerics_id=answer.numerics_id,
+            context_len=answer.context_len,
+            vocabulary_size=answer.vocabulary_size,
+            vocabulary_digests=tuple(answer.vocabulary_digests),
+            eos_token_ids=frozenset(answer.eos_token_ids),
+            max_draft_count=answer.max_draft_count,
+            unacknowledged_window=answer.unacknowledged_window,
+            drafters=tuple(answer.drafters),
+        )

@@ -1,0 +1,19 @@
+"""What an operator can set. Every flag has a variable OUTRIDER_*; knows nothing about how the values are used."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """Settings of one gateway process; an empty draft address means that there is no draft service."""
+
+    target: str
+    tokenizer: str
+    draft: str = ""
+    listen: str = "127.0.0.1:50050"
+    max_requests: int = 256
+    target_wait_s: float = 300.0
+    draft_wait_s: float = 5.0
+    answer_timeout_s: float = 60.0
+    draft_deadline_least_s: float = 0.25
+    draft_deadline_most_s: float = 5.0

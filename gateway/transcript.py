@@ -1,0 +1,87 @@
+"""What one request says and what it took: text, stop strings, counts. Pure; knows no session and no message."""
+
+from dataclasses import dataclass, field
+
+from gateway.rounds import Round, TokenOrigin
+from gateway.stops import StopScanner
+from gateway.tokenizer import Detokenizer
+from outrider.parameters import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class SpokenToken:
+    """A token of the output and the text that was final with it."""
+
+    token_id: int
+    origin: TokenOrigin
+    text: str
+
+
+@dataclass(slots=True)
+class SpeculationFigures:
+    """What speculation did in a request, counted as generation_service.proto says."""
+
+    rounds: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    evaluated_tokens: int = 0
+    fallback_rounds: int = 0
+
+    def add(self, committed: Round) -> None:
+        """Counts a round that is not the prompt's own pass."""
+        self.rounds += 1
+        self.draft_tokens += committed.draft_count
+        self.accepted_tokens += committed.accepted_count
+        self.evaluated_tokens += committed.evaluated_count
+        self.fallback_rounds += committed.fallback_reason is not None
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over evaluated draft tokens, the alpha of the papers; 0 when nothing was evaluated."""
+        return self.accepted_tokens / max(1, self.evaluated_tokens)
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted over drafted tokens, as vLLM counts it; 0 when nothing was drafted."""
+        return self.accepted_tokens / max(1, self.draft_tokens)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens committed in a round, on average: 1 + accepted over rounds."""
+        return 1 + self.accepted_tokens / max(1, self.rounds)
+
+
+@dataclass(slots=True)
+class Transcript:
+    """Turns rounds into text until the request ends, by the target's word or by a stop string."""
+
+    prompt_len: int
+    detokenizer: Detokenizer
+    scanner: StopScanner
+    completion_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    numerics_id: str = ""
+    figures: SpeculationFigures = field(default_factory=SpeculationFigures)
+
+    def take(self, committed: Round) -> tuple[SpokenToken, ...]:
+        """The tokens of a round with their text. Tokens behind the one that completes a stop string do not exist."""
+        self.numerics_id = committed.numerics_id
+        if committed.base_len > self.prompt_len:
+            self.figures.add(committed)
+        spoken = []
+        for token_id, origin in zip(committed.token_ids, committed.origins, strict=True):
+            spoken.append(SpokenToken(token_id, origin, self.scanner.push(self.detokenizer.push(token_id))))
+            if self.scanner.found is not None:
+                self.finish_reason = FinishReason.STOP_STRING
+                break
+        else:
+            self.finish_reason = committed.finish_reason
+        self.completion_tokens += len(spoken)
+        return tuple(spoken)
+
+    def finish(self) -> str:
+        """Text that was held back and is final now; what was held may complete a stop string at the very end."""
+        rest = self.scanner.push(self.detokenizer.flush())
+        if self.scanner.found is not None:
+            self.finish_reason = FinishReason.STOP_STRING
+        return rest + self.scanner.flush()

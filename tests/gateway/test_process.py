@@ -1,0 +1,68 @@
+"""The gateway as a process: its line on stdout, its end, its exit codes, and what it never imports."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from markov import MarkovModel
+from markov_services import TargetServicer, serving
+
+from outrider.v1 import model_service_pb2 as model_pb
+from outrider.vocabulary import Vocabulary
+
+TOKENIZER = str(Path(__file__).resolve().parents[2] / "models" / "target")
+# Runs the module as `python -m gateway` does, and tells at the end which forbidden modules the process has loaded.
+WATCHED = """
+import runpy, sys
+try:
+    runpy.run_module("gateway", run_name="__main__")
+finally:
+    heavy = {"torch", "numpy", "transformers", "safetensors"} | {"outrider.engine"}
+    sys.stdout.write(f"heavy: {sorted(heavy & set(sys.modules))}\\n")
+"""
+
+
+async def gateway_process(target: str, *flags: str) -> asyncio.subprocess.Process:
+    """A gateway on a free port that ends with its stdin."""
+    pipe = asyncio.subprocess.PIPE
+    words = ("--target", target, "--tokenizer", TOKENIZER, "--listen", "127.0.0.1:0", "--stop-with-stdin", *flags)
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-c", WATCHED, *words, stdin=pipe, stdout=pipe, stderr=pipe
+    )
+
+
+async def test_says_where_it_listens_and_ends_with_its_stdin() -> None:
+    """One line of JSON when it serves, exit code 0 when stdin ends, and nothing heavy was ever imported."""
+    target = TargetServicer(model_pb.SERVICE_ROLE_TARGET, MarkovModel(), Vocabulary.read(TOKENIZER).digests)
+    target.vocabulary_size = 4096
+    async with serving(target) as address:
+        process = await gateway_process(address)
+        assert process.stdout is not None
+        event = json.loads(await asyncio.wait_for(process.stdout.readline(), 30))
+        assert event["event"] == "listening"
+        assert event["address"].startswith("127.0.0.1:")
+        output, _ = await asyncio.wait_for(process.communicate(b""), 30)
+        assert output.decode() == "heavy: []\n"
+        assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("digests", "flags", "code", "words"),
+    [
+        ((1, 2, 3, 4), (), 78, "does not fit the tokenizer"),
+        (None, ("--target-wait-seconds", "0.1"), 69, "did not answer within 0.1 seconds"),
+    ],
+)
+async def test_exits_with_one_sentence(
+    digests: tuple[int, ...] | None, flags: tuple[str, ...], code: int, words: str
+) -> None:
+    """A target that does not fit, or is not there, ends the start with the error's code and sentence."""
+    target = TargetServicer(model_pb.SERVICE_ROLE_TARGET, MarkovModel(), digests or ())
+    target.vocabulary_size = 4096
+    async with serving(target) as address:
+        process = await gateway_process(address if digests else "127.0.0.1:1", *flags)
+        _, errors = await asyncio.wait_for(process.communicate(), 30)
+        assert process.returncode == code
+        assert words in errors.decode().splitlines()[-1]

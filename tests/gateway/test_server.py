@@ -1,0 +1,231 @@
+"""The whole gateway over gRPC, in front of the services of the tiny model, whose twelve words a tokenizer knows."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from markov import NUM_TOKENS, MarkovModel, plain_decoding
+from markov_services import DraftServicer, Mischief, TargetServicer, serving
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from gateway.server import RunningGateway, start
+from gateway.settings import GatewaySettings
+from outrider.errors import InvalidRequest, ModelRefused, NotReady, OutriderError, Overloaded, VocabularyMismatch
+from outrider.rpc import error_from, open_channel
+from outrider.v1 import generation_service_pb2 as pb
+from outrider.v1 import model_service_pb2 as model_pb
+from outrider.v1 import types_pb2
+from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
+from outrider.vocabulary import Vocabulary
+
+WORDS = ["<end>", "king", "queen", "fox", "ring", "sea", "wolf", "gold", "tower", "dwarf", "apple", "moon"]
+SEED = 9
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> str:
+    """A folder with a tokenizer of twelve words."""
+    made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<end>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.add_special_tokens(["<end>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    return str(tmp_path)
+
+
+@dataclass
+class MarkovStack:
+    """A running gateway and what is behind it."""
+
+    gateway: RunningGateway
+    target: TargetServicer
+    draft: DraftServicer
+    generate: Callable[..., "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]"]
+
+    async def run(self, request: pb.GenerateRequest) -> tuple[list[pb.Round], pb.Completion]:
+        """All rounds and the completion, which must be the last message; raises what the gateway answered."""
+        try:
+            responses = [response async for response in self.generate(request)]
+        except grpc.aio.AioRpcError as error:
+            raise error_from(error) from None
+        assert [response.WhichOneof("event") for response in responses[:-1]] == ["round"] * (len(responses) - 1)
+        assert responses[-1].HasField("completion")
+        return [response.round for response in responses[:-1]], responses[-1].completion
+
+
+@asynccontextmanager
+async def markov_stack(tokenizer: str, **changes: object) -> AsyncIterator[MarkovStack]:
+    """Target, draft and gateway on free ports."""
+    digests = Vocabulary.read(tokenizer).digests
+    target = TargetServicer(model_pb.SERVICE_ROLE_TARGET, MarkovModel(), digests)
+    draft = DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(noise=0.3), digests)
+    async with serving(target) as target_address, serving(draft) as draft_address:
+        settings = GatewaySettings(target_address, tokenizer, draft_address, listen="127.0.0.1:0")
+        gateway = await start(replace(settings, **changes))  # type: ignore[arg-type]
+        try:
+            async with open_channel(gateway.address) as channel:
+                yield MarkovStack(gateway, target, draft, GenerationServiceStub(channel).Generate)
+        finally:
+            await gateway.stop(0)
+
+
+def request(max_tokens: int = 40, draft_count: int | None = 4, **fields: object) -> pb.GenerateRequest:
+    """A request of two words with the test's seed."""
+    speculation = pb.SpeculationSettings(draft_count=draft_count)
+    fields = {"text": "fox sea", "seed": SEED, **fields}
+    return pb.GenerateRequest(max_tokens=max_tokens, speculation=speculation, **fields)  # type: ignore[arg-type]
+
+
+async def test_text_and_tokens_are_those_of_plain_decoding(tokenizer: str) -> None:
+    """Rounds join to the target's own tokens, deltas to their text, and the figures add up."""
+    async with markov_stack(tokenizer) as stack:
+        rounds, completion = await stack.run(request())
+        token_ids = [token.token_id for each in rounds for token in each.tokens]
+        assert (3, 5, *token_ids) == plain_decoding(MarkovModel(), (3, 5), SEED, 42)
+        text = "".join(each.text_delta for each in rounds) + completion.text_delta
+        assert text == " ".join(WORDS[token_id] for token_id in token_ids)
+        assert text == "".join(token.text for each in rounds for token in each.tokens) + completion.text_delta
+        figures = completion.speculation
+        assert figures.rounds == len(rounds) - 1
+        assert figures.accepted_tokens == sum(each.facts.accepted_count for each in rounds)
+        assert len(token_ids) == 1 + figures.rounds + figures.accepted_tokens == completion.usage.completion_tokens
+        assert figures.mean_acceptance_length == 1 + figures.accepted_tokens / figures.rounds
+        assert 0 < figures.acceptance_rate < 1
+        assert completion.finish_reason == types_pb2.FINISH_REASON_LENGTH
+        assert (completion.seed, completion.usage.prompt_tokens, completion.numerics_id) == (SEED, 2, "markov")
+        assert 0 < completion.timings.first_token_us <= completion.timings.total_us
+
+
+async def test_the_named_seed_gives_the_same_text_again(tokenizer: str) -> None:
+    """A request without a seed gets one, and repeating it with that seed repeats the tokens."""
+    async with markov_stack(tokenizer) as stack:
+        unseeded = request()
+        unseeded.ClearField("seed")
+        rounds, completion = await stack.run(unseeded)
+        again, _ = await stack.run(request(seed=completion.seed, draft_count=0))
+        tokens = [[token.token_id for each in run for token in each.tokens] for run in (rounds, again)]
+        assert tokens[0] == tokens[1]
+
+
+async def test_a_stop_string_ends_text_and_tokens(tokenizer: str) -> None:
+    """Text ends before the stop string, whichever round it fell into, and both sessions are closed."""
+    async with markov_stack(tokenizer) as stack:
+        whole, _ = await stack.run(request())
+        words = "".join(each.text_delta for each in whole).split()
+        stop = " ".join(words[9:12])
+        for draft_count in (0, 1, 4, 8):
+            rounds, completion = await stack.run(request(draft_count=draft_count, stop=[stop]))
+            text = "".join(each.text_delta for each in rounds) + completion.text_delta
+            assert text.split() == words[:9]
+            assert completion.usage.completion_tokens == sum(len(each.tokens) for each in rounds) == 12
+            assert completion.finish_reason == types_pb2.FINISH_REASON_STOP_STRING
+        await until(lambda: stack.target.sessions == stack.draft.sessions == 0)
+
+
+async def test_without_a_draft_the_tokens_are_the_same(tokenizer: str) -> None:
+    """A gateway that has no draft, and one whose draft cannot be reached, serve plain rounds with a reason."""
+    expected = plain_decoding(MarkovModel(), (3, 5), SEED, 42)[2:]
+    for draft in ("", "127.0.0.1:1"):
+        async with markov_stack(tokenizer, draft=draft, draft_wait_s=0.05) as stack:
+            rounds, completion = await stack.run(request())
+            assert tuple(token.token_id for each in rounds for token in each.tokens) == expected
+            assert completion.speculation.fallback_rounds == len(rounds) - 2
+            assert rounds[1].facts.fallback_reason == pb.FALLBACK_REASON_DRAFT_ABSENT
+
+
+async def test_a_draft_of_another_vocabulary_refuses_the_start(tokenizer: str) -> None:
+    """The operator is told in one sentence when target and draft do not fit each other."""
+    draft = DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(), (1,))
+    async with serving(draft) as address:
+        with pytest.raises(VocabularyMismatch, match=f"vocabularies of {NUM_TOKENS} ids differ"):
+            async with markov_stack(tokenizer, draft=address):
+                pass
+    assert VocabularyMismatch.exit_code == 78
+
+
+async def test_a_target_that_never_answers_is_named(tokenizer: str) -> None:
+    """The wait for the target is bounded; a tokenizer that is not there is refused at once."""
+    settings = GatewaySettings(target="127.0.0.1:1", tokenizer=tokenizer, listen="127.0.0.1:0", target_wait_s=0.1)
+    with pytest.raises(NotReady, match=r"target service at 127\.0\.0\.1:1 did not answer"):
+        await start(settings)
+    with pytest.raises(ModelRefused):
+        await start(replace(settings, tokenizer=str(Path(tokenizer) / "tokenizer.json" / "none")))
+
+
+async def test_bad_requests_come_back_with_their_fields(tokenizer: str) -> None:
+    """Nothing is sent to the services, and the error keeps its class and its metadata on the way."""
+    async with markov_stack(tokenizer) as stack:
+        for bad, field in (
+            (request(text=""), "prompt"),
+            (request(stop=[""]), "stop.0"),
+            (request(sampling=types_pb2.SamplingParameters(temperature=float("nan"))), "sampling.temperature"),
+            (request(draft_count=99), "speculation.draft_count"),
+        ):
+            with pytest.raises(InvalidRequest) as caught:
+                await stack.run(bad)
+            assert caught.value.metadata["field"] == field
+        ratio = request()
+        ratio.speculation.rule = types_pb2.ACCEPTANCE_RULE_RATIO
+        with pytest.raises(OutriderError, match="ratio is not served yet"):
+            await stack.run(ratio)
+        assert stack.target.answers == stack.draft.answers == 0
+
+
+async def test_a_client_that_leaves_frees_everything(tokenizer: str) -> None:
+    """Cancelled before the first round, between rounds and inside one: no session, no request and no task is left."""
+    async with markov_stack(tokenizer) as stack:
+        await stack.run(request())
+        tasks = len(asyncio.all_tasks())
+        for read in (0, 1, 3):
+            call = stack.generate(request(500))
+            for _ in range(read):
+                await call.read()
+            call.cancel()
+        stack.draft.mischief = {stack.draft.answers + 3: Mischief.LATE}
+        call = stack.generate(request(500))
+        late = stack.draft.answers + 3
+        await until(lambda: stack.draft.answers >= late)
+        call.cancel()
+        await until(lambda: not stack.target.sessions and not stack.draft.sessions)
+        await until(lambda: len(asyncio.all_tasks()) <= tasks)
+
+
+async def test_more_requests_than_allowed_are_turned_away_at_once(tokenizer: str) -> None:
+    """The limit answers RESOURCE_EXHAUSTED, and a place is free again when a request has ended."""
+    async with markov_stack(tokenizer, max_requests=1) as stack:
+        stack.draft.mischief = {2: Mischief.LATE}
+        running = stack.generate(request())
+        await running.read()
+        with pytest.raises(Overloaded):
+            await stack.run(request())
+        running.cancel()
+        await until(lambda: not stack.target.sessions)
+        await stack.run(request())
+
+
+async def test_requests_at_once_do_not_mix(tokenizer: str) -> None:
+    """Sixteen requests with seeds of their own get the tokens of their own seeds."""
+    async with markov_stack(tokenizer) as stack:
+        runs = await asyncio.gather(*(stack.run(request(seed=seed, draft_count=seed % 9)) for seed in range(16)))
+        for seed, (rounds, _) in enumerate(runs):
+            token_ids = tuple(token.token_id for each in rounds for token in each.tokens)
+            assert token_ids == plain_decoding(MarkovModel(), (3, 5), seed, 42)[2:]
+
+
+async def test_health_says_serving(tokenizer: str) -> None:
+    """The health service knows the gateway's service by name."""
+    async with markov_stack(tokenizer) as stack, open_channel(stack.gateway.address) as channel:
+        check = health_pb2.HealthCheckRequest(service="outrider.v1.GenerationService")
+        answer = await health_pb2_grpc.HealthStub(channel).Check(check)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits until a condition holds, for five seconds at most."""
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 - there is no event for what goes on in a server
+            await asyncio.sleep(0.001)

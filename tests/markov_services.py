@@ -1,0 +1,286 @@
+"""The twelve-word model behind real gRPC servers that speak the protocol, and that misbehave on request.
+
+What a fault of the draft looks like on the wire is chosen with `Mischief`; the numbers count the answers of a servicer.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import grpc
+from markov import EOS, NUM_TOKENS, MarkovModel
+
+from outrider import rpc
+from outrider.errors import CacheFull, PeerLost
+from outrider.v1 import draft_service_pb2 as draft_pb
+from outrider.v1 import draft_service_pb2_grpc, model_service_pb2_grpc, target_service_pb2_grpc, types_pb2
+from outrider.v1 import model_service_pb2 as model_pb
+from outrider.v1 import target_service_pb2 as target_pb
+
+
+class Mischief(Enum):
+    """One way to answer a request wrongly."""
+
+    LATE = auto()  # not before a rollback
+    FROZEN = auto()  # never, and rollbacks are not answered either
+    LOST = auto()  # the stream breaks
+    FULL = auto()  # no cache blocks
+    FORGET = auto()  # the session is unknown
+    TOO_MANY = auto()
+    OUTSIDE = auto()  # token ids past the vocabulary
+    BAD_PARENTS = auto()
+    FUTURE = auto()  # an answer to a message that was never sent
+    STALE_FIRST = auto()  # an answer of an older epoch before the right one
+    TWICE = auto()  # the right answer two times
+
+
+GARBAGE = (Mischief.TOO_MANY, Mischief.OUTSIDE, Mischief.BAD_PARENTS, Mischief.FUTURE)
+
+
+@dataclass
+class Service(model_service_pb2_grpc.ModelServiceServicer):
+    """What both services know about themselves; sessions counts the streams that are open."""
+
+    role: int
+    model: MarkovModel
+    digests: tuple[int, ...] = (7,)
+    instance_id: int = 1
+    context_len: int = 512
+    vocabulary_size: int = NUM_TOKENS
+    mischief: dict[int, Mischief] = field(default_factory=dict)
+    answers: int = 0
+    sessions: int = 0
+    closed: int = 0
+    rollbacks: list[int] = field(default_factory=list)
+    rolled_back: asyncio.Event = field(default_factory=asyncio.Event)
+    frozen: bool = False
+    max_acknowledged: int = 0
+
+    async def GetModelInfo(  # noqa: N802
+        self, request: model_pb.GetModelInfoRequest, context: object
+    ) -> model_pb.GetModelInfoResponse:
+        """Describes the model."""
+        return model_pb.GetModelInfoResponse(
+            protocol_version=1,
+            role=self.role,
+            instance_id=self.instance_id,
+            model_name="markov",
+            model_hash="hash",
+            context_len=self.context_len,
+            vocabulary_size=self.vocabulary_size,
+            vocabulary_digests=self.digests,
+            eos_token_ids=[EOS],
+            max_draft_count=8,
+            unacknowledged_window=16,
+            drafters=["model"] if self.role == model_pb.SERVICE_ROLE_DRAFT else [],
+        )
+
+    async def Rollback(  # noqa: N802
+        self, request: model_pb.RollbackRequest, context: object
+    ) -> model_pb.RollbackResponse:
+        """Notes the epoch and lets a late answer go on."""
+        if self.frozen:
+            await asyncio.Event().wait()
+        self.rollbacks.append(request.fence.epoch)
+        self.rolled_back.set()
+        return model_pb.RollbackResponse(fence=request.fence, cached_len=request.fence.base_len, job_stopped=True)
+
+    def next_mischief(self) -> Mischief | None:
+        """What to do wrong with the answer that is due."""
+        self.answers += 1
+        return self.mischief.get(self.answers)
+
+    def fence(self, request: types_pb2.Fence, base_len: int) -> types_pb2.Fence:
+        """The fence of an answer."""
+        return types_pb2.Fence(
+            session_id=request.session_id, epoch=request.epoch, base_len=base_len, instance_id=self.instance_id
+        )
+
+
+class DraftServicer(Service, draft_service_pb2_grpc.DraftServiceServicer):
+    """Guesses with its own model and the shared noise."""
+
+    async def Propose(  # noqa: N802
+        self, requests: AsyncIterator[draft_pb.ProposeRequest], context: object
+    ) -> AsyncIterator[draft_pb.ProposeResponse]:
+        """One session."""
+        self.sessions += 1
+        token_ids: list[int] = []
+        seed = 0
+        try:
+            async for request in requests:
+                assert request.fence.base_len <= self.context_len
+                action = request.WhichOneof("action")
+                if action == "close":
+                    self.closed += 1
+                    return
+                if action == "open":
+                    token_ids, seed = list(request.open.session.token_ids), request.open.session.seed
+                    count = request.open.draft_count
+                else:
+                    start = request.fence.base_len - len(request.advance.token_ids)
+                    assert start <= len(token_ids)
+                    token_ids[start:] = request.advance.token_ids
+                    count = request.advance.draft_count
+                assert len(token_ids) == request.fence.base_len
+                async for response in self.answer(request.fence, token_ids, seed, count):
+                    yield response
+        finally:
+            self.sessions -= 1
+
+    async def answer(
+        self, fence: types_pb2.Fence, token_ids: list[int], seed: int, count: int
+    ) -> AsyncIterator[draft_pb.ProposeResponse]:
+        """The answer, or what mischief makes of it."""
+        mischief = self.next_mischief()
+        prefix = list(token_ids)
+        for _ in range(count):
+            prefix.append(self.model.draw(prefix, seed))
+        right = draft_pb.ProposeResponse(
+            fence=self.fence(fence, len(token_ids)),
+            proposal=types_pb2.TokenTree(token_ids=prefix[len(token_ids) :]),
+            cached_len=len(token_ids),
+            times=types_pb2.ComputeTimes(compute_us=10 * count),
+        )
+        match mischief:
+            case Mischief.LATE:
+                await self.rolled_back.wait()
+            case Mischief.FROZEN:
+                self.frozen = True
+                await asyncio.Event().wait()
+            case Mischief.LOST:
+                raise PeerLost("gone")
+            case Mischief.FULL:
+                raise CacheFull("no blocks")
+            case Mischief.FORGET:
+                right.tokens_wanted.known_len = 0
+            case Mischief.TOO_MANY:
+                right.proposal.token_ids.extend([1] * (count + 1))
+            case Mischief.OUTSIDE:
+                right.proposal.token_ids[:] = [NUM_TOKENS]
+            case Mischief.BAD_PARENTS:
+                right.proposal.parents[:] = [1] * len(right.proposal.token_ids)
+            case Mischief.FUTURE:
+                right.fence.base_len += 1
+            case Mischief.STALE_FIRST:
+                stale = draft_pb.ProposeResponse()
+                stale.CopyFrom(right)
+                stale.fence.epoch -= 1
+                stale.proposal.token_ids[:] = [1] * count
+                yield stale
+            case Mischief.TWICE:
+                yield right
+        yield right
+
+
+class TargetServicer(Service, target_service_pb2_grpc.TargetServiceServicer):
+    """Decides with its own draws, and goes on alone within its budget, one task a session."""
+
+    async def Verify(  # noqa: N802
+        self, requests: AsyncIterator[target_pb.VerifyRequest], context: grpc.aio.ServicerContext[object, object]
+    ) -> AsyncIterator[target_pb.VerifyResponse]:
+        """One session."""
+        self.sessions += 1
+        session = MarkovSession(self)
+        try:
+            async for request in requests:
+                if request.WhichOneof("action") == "close":
+                    self.closed += 1
+                    return
+                async for response in session.take(request):
+                    yield response
+        finally:
+            self.sessions -= 1
+
+
+class MarkovSession:
+    """A target session: the committed tokens and what has not been acknowledged yet."""
+
+    def __init__(self, service: TargetServicer) -> None:
+        self.service = service
+        self.token_ids: list[int] = []
+        self.session = types_pb2.OpenSession()
+        self.finished = False
+        self.forgotten = False
+
+    async def take(self, request: target_pb.VerifyRequest) -> AsyncIterator[target_pb.VerifyResponse]:
+        """Answers a message: with a verdict, and with unasked ones within the budget."""
+        action = request.WhichOneof("action")
+        proposal = types_pb2.TokenTree()
+        if action == "acknowledge":
+            self.service.max_acknowledged = max(self.service.max_acknowledged, request.fence.base_len)
+            limit = request.fence.base_len + 1 + request.acknowledge.plain_budget
+        else:
+            step = request.open.step if action == "open" else request.step
+            if action == "open":
+                self.session = request.open.session
+                self.token_ids = list(self.session.token_ids)
+            assert len(self.token_ids) == request.fence.base_len
+            proposal, limit = step.proposal, request.fence.base_len + 1 + step.plain_budget
+            async for response in self.verdict(request.fence, proposal):
+                yield response
+        limit = min(limit, request.fence.base_len + 16)
+        while len(self.token_ids) < limit and not self.finished and not self.forgotten:
+            async for response in self.verdict(request.fence, types_pb2.TokenTree()):
+                yield response
+
+    async def verdict(
+        self, fence: types_pb2.Fence, proposal: types_pb2.TokenTree
+    ) -> AsyncIterator[target_pb.VerifyResponse]:
+        """Follows the chain along the target's draws, as far as they agree."""
+        base_len, mischief = len(self.token_ids), self.service.next_mischief()
+        response = target_pb.VerifyResponse(fence=self.service.fence(fence, base_len), numerics_id="markov")
+        if mischief is Mischief.FORGET:
+            self.forgotten = True
+            response.tokens_wanted.known_len = 0
+            yield response
+            return
+        if mischief is Mischief.LOST:
+            raise PeerLost("gone")
+        if mischief is Mischief.FROZEN:
+            await asyncio.Event().wait()
+        rows: list[int] = []
+        guesses = list(proposal.token_ids)
+        while not self.finished:
+            token_id = self.service.model.draw(self.token_ids, self.session.seed)
+            self.token_ids.append(token_id)
+            self.finished = token_id == EOS or len(self.token_ids) == self.session.max_len
+            if len(rows) == len(guesses) or guesses[len(rows)] != token_id:
+                response.verdict.next_token_id = token_id
+                break
+            rows.append(len(rows) + 1)
+        response.verdict.accepted_rows[:] = rows
+        response.verdict.evaluated_count = min(len(guesses), len(rows) + response.verdict.HasField("next_token_id"))
+        if self.finished:
+            ended_by_eos = self.token_ids[-1] == EOS
+            response.verdict.finish_reason = (
+                types_pb2.FINISH_REASON_EOS if ended_by_eos else types_pb2.FINISH_REASON_LENGTH
+            )
+        yield response
+        if mischief is Mischief.TWICE:
+            yield response
+
+
+@asynccontextmanager
+async def serving(service: Service, listen: str = "127.0.0.1:0") -> AsyncIterator[str]:
+    """Serves one of the two on a free port; yields its address. Leaving the context kills it at once."""
+    add: dict[str, Callable[[grpc.aio.Server], None]] = {
+        "outrider.v1.ModelService": lambda server: model_service_pb2_grpc.add_ModelServiceServicer_to_server(
+            service, server
+        )
+    }
+    if isinstance(service, DraftServicer):
+        add["outrider.v1.DraftService"] = lambda server: draft_service_pb2_grpc.add_DraftServiceServicer_to_server(
+            service, server
+        )
+    if isinstance(service, TargetServicer):
+        add["outrider.v1.TargetService"] = lambda server: target_service_pb2_grpc.add_TargetServiceServicer_to_server(
+            service, server
+        )
+    running = await rpc.serve(listen, add)
+    try:
+        yield running.address
+    finally:
+        await running.stop(grace_s=0)

@@ -1,0 +1,186 @@
+"""A whole stack in this process: real draft and target services, a gateway in front, all on free ports.
+
+    async with running_stack(draft=None) as stack:
+        answer = await stack.generate(text="Once upon a time", max_tokens=16, temperature=0.0)
+
+Threads compute, one event loop serves; nothing is replaced by a stand-in. Services can be stopped and started again
+on their port while the gateway runs.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+
+from draft_service.server import start as start_draft
+from gateway.server import RunningGateway
+from gateway.server import start as start_gateway
+from gateway.settings import GatewaySettings
+from outrider.model_service_flags import ModelServiceSettings
+from outrider.rpc import error_from, open_channel
+from outrider.v1 import generation_service_pb2 as pb
+from outrider.v1 import model_service_pb2 as model_pb
+from outrider.v1 import types_pb2
+from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
+from outrider.v1.model_service_pb2_grpc import ModelServiceStub
+from target_service.server import start as start_target
+
+MODELS = Path(__file__).resolve().parent.parent / "models"
+TARGET, DRAFT = str(MODELS / "target"), str(MODELS / "draft")
+PATIENCE_S = 10.0
+SAMPLING = frozenset(types_pb2.SamplingParameters.DESCRIPTOR.fields_by_name)
+SPECULATION = frozenset(pb.SpeculationSettings.DESCRIPTOR.fields_by_name)
+
+
+class ModelService(Protocol):
+    """What a model service's `start` returns, as far as tests need it."""
+
+    @property
+    def address(self) -> str:
+        """Where it answers."""
+
+    async def stop(self, grace_s: float = ...) -> None:
+        """Ends it."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back to one request."""
+
+    rounds: tuple[pb.Round, ...]
+    completion: pb.Completion
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The output's tokens."""
+        return tuple(token.token_id for each in self.rounds for token in each.tokens)
+
+    @property
+    def text(self) -> str:
+        """The output's text."""
+        return "".join(each.text_delta for each in self.rounds) + self.completion.text_delta
+
+
+def request_of(**fields: Any) -> pb.GenerateRequest:
+    """A request from the fields of GenerateRequest, SamplingParameters and SpeculationSettings, all in one row.
+
+    `token_ids` is a prompt of token ids; `draft_count=None` lets the gateway choose.
+    """
+    if "token_ids" in fields:
+        fields["token_ids"] = pb.TokenIds(token_ids=fields["token_ids"])
+    sampling = types_pb2.SamplingParameters(**{name: fields.pop(name) for name in SAMPLING & set(fields)})
+    speculation = pb.SpeculationSettings(**{name: fields.pop(name) for name in SPECULATION & set(fields)})
+    return pb.GenerateRequest(sampling=sampling, speculation=speculation, **fields)
+
+
+@dataclass
+class RunningStack:
+    """A running stack; `target` and `draft` are what the services' own `start` returned, for a look inside."""
+
+    target_settings: ModelServiceSettings
+    draft_settings: ModelServiceSettings | None
+    target: Any = None
+    draft: Any = None
+    gateway: RunningGateway | None = None
+    channels: dict[str, grpc.aio.Channel] = field(default_factory=dict)
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        """A channel that is closed with the stack."""
+        if address not in self.channels:
+            self.channels[address] = open_channel(address)
+        return self.channels[address]
+
+    def call(self, request: pb.GenerateRequest) -> "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]":
+        """Begins a request, for tests that cancel it or look at its messages one by one."""
+        assert self.gateway is not None
+        return GenerationServiceStub(self.channel(self.gateway.address)).Generate(request)
+
+    async def generate(self, **fields: Any) -> Answer:
+        """Runs a request to its end; raises the OutriderError that the gateway answered."""
+        call = self.call(request_of(**fields))
+        try:
+            responses = [response async for response in call]
+        except grpc.aio.AioRpcError as error:
+            raise error_from(error) from None
+        assert responses[-1].HasField("completion")
+        return Answer(tuple(response.round for response in responses[:-1]), responses[-1].completion)
+
+    async def info(self, service: ModelService) -> model_pb.GetModelInfoResponse:
+        """What a service says about itself now."""
+        return await ModelServiceStub(self.channel(service.address)).GetModelInfo(model_pb.GetModelInfoRequest())
+
+    async def quiet(self) -> None:
+        """Waits until neither service holds a session or a block; fails when that takes longer than ten seconds."""
+        async with asyncio.timeout(PATIENCE_S):
+            for service in filter(None, (self.target, self.draft)):
+                while not is_quiet(await self.info(service)):  # noqa: ASYNC110 - a service has no event for it
+                    await asyncio.sleep(0.005)
+
+    async def stop_draft(self) -> None:
+        """Ends the draft service at once; its sessions are lost."""
+        await self.draft.stop(0)
+        self.draft = None
+
+    async def start_draft(self) -> None:
+        """Starts the draft service, on its old port when it had one, and waits until the gateway has greeted it."""
+        assert self.draft_settings is not None
+        self.draft = await start_draft(self.draft_settings)
+        self.draft_settings = replace(self.draft_settings, listen=self.draft.address)
+        if self.gateway is not None and self.gateway.backend.draft is not None:
+            assert await self.gateway.backend.draft.settled(PATIENCE_S)
+
+    async def close(self) -> None:
+        """Ends everything, the gateway first."""
+        for channel in self.channels.values():
+            await channel.close()
+        for running in filter(None, (self.gateway, self.target, self.draft)):
+            await running.stop(0)
+
+
+def is_quiet(info: model_pb.GetModelInfoResponse) -> bool:
+    """Whether a service holds nothing."""
+    return info.session_count == 0 and info.free_block_count == info.block_count
+
+
+async def until(condition: Callable[[], bool | Awaitable[bool]]) -> None:
+    """Waits until a condition holds, for ten seconds at most."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            met = condition()
+            if met if isinstance(met, bool) else await met:
+                return
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def running_stack(
+    target: str = TARGET,
+    draft: str | None = DRAFT,
+    *,
+    dtype: str = "bfloat16",
+    threads: int = 1,
+    kv_tokens: int = 32_768,
+    gateway: Mapping[str, Any] | None = None,
+    draft_options: Mapping[str, Any] | None = None,
+    target_options: Mapping[str, Any] | None = None,
+) -> AsyncIterator[RunningStack]:
+    """Starts a stack and stops it again. The last three override settings of the one process each."""
+    base = ModelServiceSettings(target, listen="127.0.0.1:0", dtype=dtype, threads=threads, kv_tokens=kv_tokens)
+    stack = RunningStack(
+        replace(base, **(target_options or {})),
+        replace(base, model=draft, **(draft_options or {})) if draft is not None else None,
+    )
+    try:
+        stack.target = await start_target(stack.target_settings)
+        if draft is not None:
+            await stack.start_draft()
+        address = stack.draft.address if stack.draft else ""
+        settings = GatewaySettings(stack.target.address, target, address, listen="127.0.0.1:0")
+        stack.gateway = await start_gateway(replace(settings, **(gateway or {})))
+        yield stack
+    finally:
+        await stack.close()
