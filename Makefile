@@ -1,0 +1,63 @@
+# Every target sets up what it needs; the first one takes a few minutes, the next ones none.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SETUP := $(VENV)/.setup-done
+KERNELS := $(wildcard outrider/engine/ops/kernels/*.[ch])
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test test-grid check proto models bench clean
+
+help: ## lists the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
+
+setup: $(SETUP) ## makes .venv with everything in constraints.txt, and builds the kernels
+	@echo "$(VENV) is ready."
+
+# Without build isolation the kernels are built with the pinned setuptools, not with whatever is the newest.
+$(SETUP): pyproject.toml constraints.txt setup.py $(KERNELS)
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Outrider needs Python 3.11 or later: make PYTHON=python3.12 ...")'
+	@echo "Setting up $(VENV); this takes a few minutes the first time."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[engine,dev]"
+	@touch $@
+
+run: $(SETUP) ## starts the stack with the embedded pair, streams one story, serves until Ctrl-C
+	@$(BIN)/outrider up --story
+
+test: $(SETUP) ## all tests but the full exactness grid
+	$(BIN)/python -m pytest -m "not grid"
+
+test-grid: $(SETUP) ## the full exactness grid
+	$(BIN)/python -m pytest -m grid
+
+check: $(SETUP) ## style, types, import rule, protocol, and whether the stubs are those of the protocol
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest --quiet tests/test_imports.py
+	$(BIN)/buf lint
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && $(call stubs,"$$folder") \
+		&& diff -rq -x __init__.py -x __pycache__ "$$folder/outrider/v1" outrider/v1 \
+		&& echo "The stubs are those of the protocol."
+
+proto: $(SETUP) ## writes the stubs in outrider/v1 again
+	$(call stubs,.)
+
+# protoc finds its plugins on PATH. Only files with a service have gRPC stubs.
+stubs = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iproto \
+		--python_out=$(1) --mypy_out=quiet:$(1) proto/outrider/v1/*.proto \
+	&& PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iproto \
+		--grpc_python_out=$(1) --mypy_grpc_out=quiet:$(1) proto/outrider/v1/*_service.proto
+
+models: $(SETUP) ## checks the embedded pair: sizes, digests, and that both load
+	@$(BIN)/python models/check.py
+
+bench: $(SETUP) ## measures plain and speculative decoding of the embedded pair
+	@$(BIN)/python -m bench.speed
+
+clean: ## removes what was built, but leaves .venv
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis $(SETUP)
+	find outrider draft_service target_service gateway bench tests models -name __pycache__ -prune -exec rm -rf {} +
+	find outrider -name '*.so' -delete

@@ -1,0 +1,124 @@
+"""The commands' signatures, and from options to plain values. Knows nothing about how they are carried out."""
+
+import typer
+
+from outrider.cli import options
+from outrider.cli.events import Ask
+from outrider.cli.generate import choose_view, generation, read_prompt
+from outrider.cli.running import fail, note, run
+from outrider.cli.stack import (
+    DRAFT_PORT,
+    GATEWAY_PORT,
+    TARGET_PORT,
+    Stack,
+    choose_models,
+)
+from outrider.cli.up import serving
+from outrider.errors import OutriderError
+from outrider.model_service_flags import Dtype, available_cpus
+
+app = typer.Typer(
+    help="Speculative decoding as two services and a gateway: faster, and not one token different.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def up(  # noqa: PLR0913, one parameter for each option is how typer declares a command
+    *,
+    target: options.Target = None,
+    draft: options.Draft = None,
+    dtype: options.DtypeOption = None,
+    device: options.Device = "cpu",
+    draft_device: options.DraftDevice = None,
+    threads: options.Threads = None,
+    draft_threads: options.DraftThreads = 1,
+    port: options.Port = GATEWAY_PORT,
+    draft_port: options.DraftPort = DRAFT_PORT,
+    target_port: options.TargetPort = TARGET_PORT,
+    no_draft: options.NoDraft = False,
+    story: options.Story = False,
+) -> None:
+    """Starts draft service, target service and gateway, and restarts what dies, until Ctrl-C."""
+    target_model, draft_model = _models(target, draft, no_draft=no_draft)
+    stack = Stack(
+        target=target_model,
+        draft=draft_model,
+        dtype=(dtype or Dtype.BFLOAT16).value,
+        device=device,
+        draft_device=draft_device or device,
+        threads=threads or available_cpus(),
+        draft_threads=draft_threads,
+        gateway_port=port,
+        draft_port=draft_port,
+        target_port=target_port,
+    )
+    run(serving(stack, story=story), serves=True)
+
+
+@app.command()
+def generate(  # noqa: PLR0913, as above
+    prompt: options.Prompt,
+    *,
+    max_tokens: options.MaxTokens = None,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    draft_count: options.DraftCountOption = "auto",
+    no_speculation: options.NoSpeculation = False,
+    target: options.Target = None,
+    draft: options.Draft = None,
+    dtype: options.DtypeOption = None,
+    address: options.Address = None,
+    as_json: options.Json = False,
+) -> None:
+    """Continues PROMPT, with the target's own tokens whatever the draft does."""
+    ask = Ask(
+        prompt=_prompt(prompt),
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=tuple(stop or ()),
+        draft_count=options.parse_draft_count(draft_count),
+        speculation=not no_speculation,
+    )
+    stack = _own_stack(target, draft, dtype, address, speculation=ask.speculation)
+    run(generation(ask, choose_view(as_json=as_json), address, stack))
+
+
+def _prompt(prompt: str) -> str:
+    try:
+        return read_prompt(prompt)
+    except OutriderError as error:
+        raise fail(error.message, error.exit_code) from None
+
+
+def _models(target: str | None, draft: str | None, *, no_draft: bool) -> tuple[str, str | None]:
+    try:
+        pair = choose_models(target, draft, no_draft=no_draft)
+    except OutriderError as error:
+        raise fail(error.message, error.exit_code) from None
+    if pair[1] is None and not no_draft:
+        note(f"No draft was named for {pair[0]}, so it decodes plainly; name one with --draft.")
+    return pair
+
+
+def _own_stack(
+    target: str | None, draft: str | None, dtype: Dtype | None, address: str | None, *, speculation: bool
+) -> Stack | None:
+    """The stack that `generate` starts, None with an address. Without speculation there is no use for a draft."""
+    if address is not None:
+        if target or draft or dtype:
+            raise typer.BadParameter("--address calls a gateway that runs already; its models cannot be chosen here.")
+        return None
+    target_model, draft_model = _models(target, draft, no_draft=not speculation)
+    return Stack(target_model, draft_model, (dtype or Dtype.BFLOAT16).value, threads=available_cpus())

@@ -1,0 +1,59 @@
+"""`outrider generate`: one request, to a running gateway or to a stack that lives as long as it. Knows no protobuf."""
+
+import sys
+from contextlib import aclosing
+
+from rich.console import Console
+
+from outrider.cli.client import generate
+from outrider.cli.events import Ask, Round
+from outrider.cli.rendering import JsonView, PlainView, TerminalView, View
+from outrider.cli.running import Interrupts, Work, note, service_log
+from outrider.cli.stack import Stack, start_stack
+from outrider.errors import InvalidRequest
+from outrider.supervisor import Supervisor
+
+
+def read_prompt(prompt: str) -> str:
+    """The prompt, or standard input for "-". Raises InvalidRequest when it is not text."""
+    try:
+        text = sys.stdin.buffer.read().decode() if prompt == "-" else prompt
+        text.encode()
+    except UnicodeError:
+        raise InvalidRequest("prompt", prompt, "valid UTF-8") from None
+    return text
+
+
+def choose_view(*, as_json: bool) -> View:
+    """JSON when asked for; otherwise styles in a terminal, and the bare text into a pipe or file."""
+    if as_json:
+        return JsonView(sys.stdout)
+    if sys.stdout.isatty():
+        return TerminalView(Console(highlight=False))
+    return PlainView(sys.stdout, sys.stderr)
+
+
+async def show_generation(address: str, ask: Ask, view: View) -> None:
+    """Streams one request into a view. Raises OutriderError."""
+    view.begin(ask.prompt)
+    async with aclosing(generate(address, ask)) as events:
+        async for event in events:
+            if isinstance(event, Round):
+                view.show(event)
+            else:
+                view.finish(event)
+
+
+def generation(ask: Ask, view: View, address: str | None, stack: Stack | None) -> Work:
+    """The work of the command: against `address`, or else within a stack of its own."""
+
+    async def work(interrupts: Interrupts) -> None:
+        if address is not None or stack is None:
+            await show_generation(address or "", ask, view)
+            return
+        async with Supervisor(note, service_log) as supervisor:
+            interrupts.urgent = supervisor.kill
+            addresses = await start_stack(supervisor, stack)
+            await show_generation(addresses.gateway, ask, view)
+
+    return work

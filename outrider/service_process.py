@@ -1,0 +1,176 @@
+"""One incarnation of a service as a child process. Knows nothing about models, restarts or gRPC.
+
+The contract with a child: it takes `--listen HOST:PORT` and `--stop-with-stdin`; when it serves it prints one line of
+JSON with the event "listening" and its address to stdout; it logs to stderr; at the end of its stdin it drains and
+exits 0. So a child never outlives this process, however this process ends.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+from outrider.errors import OutriderError
+
+# Longer than a service takes to drain: it ends by itself, killed is only what hangs.
+STOP_GRACE_S = 35.0
+READ_BYTES = 1 << 16
+
+
+class ServiceFailed(OutriderError):
+    """A service did not start; the operator has to act on the sentence that it left. Carries its exit code."""
+
+    status = "UNAVAILABLE"
+    reason = "SERVICE_FAILED"
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message, code=code)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a service is started: argv without the address, the address wanted (port 0: any), seconds until it serves."""
+
+    name: str
+    command: tuple[str, ...]
+    listen: str = "127.0.0.1:0"
+    ready_timeout_s: float = 600.0
+
+    def argv(self, listen: str) -> tuple[str, ...]:
+        """The whole command line for an address."""
+        return (*self.command, "--listen", listen, "--stop-with-stdin")
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+    """Lines of any length: StreamReader.readline refuses long ones, and a log line may be long."""
+    rest = b""
+    while chunk := await stream.read(READ_BYTES):
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.decode(errors="replace").rstrip("\r")
+    if rest:
+        yield rest.decode(errors="replace")
+
+
+def _listening_address(line: str) -> str | None:
+    """The address in the line that says that the service serves; None for any other line."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(event, dict) or event.get("event") != "listening":
+        return None
+    address = event.get("address")
+    return address if isinstance(address, str) else None
+
+
+def ending(code: int) -> str:
+    """How a process ended, for a sentence; exit codes below 0 are signals, as asyncio has it."""
+    return f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+
+
+class ServiceProcess:
+    """A running child that serves on `address`. Made by `start`."""
+
+    def __init__(self, launch: Launch, process: asyncio.subprocess.Process, log: Callable[[str], None]) -> None:
+        self.address = ""
+        self._launch = launch
+        self._process = process
+        self._log = log
+        # Until the child serves, its last line is held back: when it ends, that is the sentence that tells why.
+        self._held_line = ""
+        self._serving: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._pumps = [asyncio.create_task(self._pump_stdout()), asyncio.create_task(self._pump_stderr())]
+
+    @classmethod
+    async def start(cls, launch: Launch, listen: str, log: Callable[[str], None]) -> Self:
+        """Starts the child and returns when it serves. `log` gets every line of its stderr.
+
+        Raises ServiceFailed with the child's own last sentence when it ends first, or when the time is up.
+        """
+        pipe = asyncio.subprocess.PIPE
+        # A session of its own, so that Ctrl-C in the terminal reaches the parent alone and services stop in order.
+        process = await asyncio.create_subprocess_exec(
+            *launch.argv(listen), stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        )
+        service = cls(launch, process, log)
+        try:
+            service.address = await service._await_serving()
+            service._release()
+        except BaseException:
+            service.kill()
+            await service.wait()
+            raise
+        return service
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child."""
+        return self._process.pid
+
+    async def wait(self) -> int:
+        """Waits for the end of the child and of its output; returns its exit code, negative for a signal."""
+        code = await self._process.wait()
+        # Unlike gather, this leaves the pumps running when the waiting itself is cancelled.
+        await asyncio.wait(self._pumps)
+        return code
+
+    async def stop(self, grace_s: float = STOP_GRACE_S) -> int:
+        """Asks the child to drain, kills it when it takes longer than `grace_s`, and returns its exit code."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            return await asyncio.wait_for(self.wait(), grace_s)
+        except TimeoutError:
+            self.kill()
+            return await self.wait()
+
+    def kill(self) -> None:
+        """Ends the child at once. Without an effect when it has ended already."""
+        if self._process.returncode is None:
+            self._process.kill()
+
+    async def _await_serving(self) -> str:
+        ended = asyncio.create_task(self.wait())
+        timeout_s = self._launch.ready_timeout_s
+        waited: set[asyncio.Future[Any]] = {self._serving, ended}
+        await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if self._serving.done():
+            ended.cancel()
+            return self._serving.result()
+        if ended.done():
+            raise self._ended_early(ended.result())
+        ended.cancel()
+        self._release()
+        raise ServiceFailed(f"The {self._launch.name} service was not ready within {timeout_s:g} s.", 69)
+
+    def _ended_early(self, code: int) -> ServiceFailed:
+        """The child's own sentence and code; 70, an internal fault, when it died of a signal or said 0."""
+        said = self._held_line or "It said nothing."
+        message = f"The {self._launch.name} service {ending(code)} before it was ready: {said}"
+        return ServiceFailed(message, code if code > 0 else 70)
+
+    async def _pump_stdout(self) -> None:
+        if self._process.stdout is None:
+            return
+        async for line in _lines(self._process.stdout):
+            address = _listening_address(line)
+            if address and not self._serving.done():
+                self._serving.set_result(address)
+
+    async def _pump_stderr(self) -> None:
+        if self._process.stderr is None:
+            return
+        async for line in _lines(self._process.stderr):
+            if self.address:
+                self._log(line)
+            elif line.strip():
+                self._release()
+                self._held_line = line.strip()
+
+    def _release(self) -> None:
+        if self._held_line:
+            self._log(self._held_line)
+            self._held_line = ""

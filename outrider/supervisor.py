@@ -1,0 +1,137 @@
+"""Keeps a set of services running: starts them, restarts what dies on the same port, stops them in reverse order.
+
+Knows nothing about models or the terminal. The one decision, how long to wait before a restart, is a pure function.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+from outrider.service_process import Launch, ServiceFailed, ServiceProcess, ending
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """Waits before restarts, in seconds: `first_s`, doubled up to `longest_s`, and anew after `healthy_s` of life."""
+
+    first_s: float = 0.5
+    longest_s: float = 10.0
+    healthy_s: float = 30.0
+
+    def delay_s(self, previous_s: float | None, ran_s: float) -> float:
+        """The wait after a run of `ran_s`; `previous_s` is the wait before that run, None when there was none."""
+        if previous_s is None or ran_s >= self.healthy_s:
+            return self.first_s
+        return min(2 * previous_s, self.longest_s)
+
+
+@dataclass(slots=True)
+class _Service:
+    """A launch and its current incarnation. The address outlives incarnations."""
+
+    launch: Launch
+    process: ServiceProcess
+    address: str
+
+
+class Supervisor:
+    """Async context manager around services; leaving it stops them, the last started first.
+
+    `report` gets one sentence about every death and restart, `log` the name of a service and a line of its stderr.
+    """
+
+    def __init__(
+        self,
+        report: Callable[[str], None],
+        log: Callable[[str, str], None],
+        policy: RestartPolicy | None = None,
+    ) -> None:
+        self._report = report
+        self._log = log
+        self._policy = policy or RestartPolicy()
+        self._services: list[_Service] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(self, *launches: Launch) -> list[str]:
+        """Starts services side by side and returns their addresses in the same order, when all of them serve.
+
+        Raises ServiceFailed about the first that does not; the others of the call are killed then.
+        """
+        tasks = [asyncio.create_task(self._spawn(launch, launch.listen)) for launch in launches]
+        try:
+            processes = await asyncio.gather(*tasks)
+        except BaseException:
+            await _abandon(tasks)
+            raise
+        started = [
+            _Service(launch, process, process.address) for launch, process in zip(launches, processes, strict=True)
+        ]
+        self._services += started
+        return [service.address for service in started]
+
+    async def watch(self) -> None:
+        """Restarts services that end, each on its own address, until it is cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for service in self._services:
+                group.create_task(self._keep_alive(service))
+
+    async def stop(self) -> None:
+        """Stops all services, the last started first: who asks goes before who answers. Cancel `watch` before."""
+        while self._services:
+            await self._services[-1].process.stop()
+            self._services.pop()
+
+    def kill(self) -> None:
+        """Ends all services at once, for a second Ctrl-C; a `stop` that waits for them returns then."""
+        for service in self._services:
+            service.process.kill()
+
+    def pid(self, name: str) -> int:
+        """Process id of the current incarnation of a service."""
+        return next(service.process.pid for service in self._services if service.launch.name == name)
+
+    async def _spawn(self, launch: Launch, listen: str) -> ServiceProcess:
+        return await ServiceProcess.start(launch, listen, partial(self._log, launch.name))
+
+    async def _keep_alive(self, service: _Service) -> None:
+        loop = asyncio.get_running_loop()
+        name, delay_s = service.launch.name, None
+        while True:
+            started_s = loop.time()
+            code = await service.process.wait()
+            delay_s = self._policy.delay_s(delay_s, loop.time() - started_s)
+            self._report(f"The {name} service {ending(code)}; it is started again in {delay_s:g} s.")
+            delay_s = await self._restart(service, delay_s)
+
+    async def _restart(self, service: _Service, delay_s: float) -> float:
+        """Tries until the service serves again, on the address that its peers know; returns the last wait."""
+        while True:
+            await asyncio.sleep(delay_s)
+            try:
+                service.process = await self._spawn(service.launch, service.address)
+            except ServiceFailed as error:
+                delay_s = self._policy.delay_s(delay_s, 0.0)
+                self._report(f"{error.message} The next attempt is in {delay_s:g} s.")
+            else:
+                self._report(f"The {service.launch.name} service is back on {service.address}.")
+                return delay_s
+
+
+async def _abandon(tasks: list[asyncio.Task[ServiceProcess]]) -> None:
+    """Ends what a failed start leaves: attempts under way, and services that serve already."""
+    for task in tasks:
+        task.cancel()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, ServiceProcess):
+            result.kill()
+            await result.wait()

@@ -1,0 +1,63 @@
+"""Which processes a stack has, with which models, flags and ports."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from outrider.cli import stack as stacks
+from outrider.cli.stack import Stack, choose_models, embedded_model, gateway_launch, model_launch
+from outrider.cli.up import check_ports
+from outrider.errors import ModelRefused, NotReady
+
+PAIR = Stack("models/target", "models/draft", threads=4, draft_threads=1)
+
+
+def test_embedded_pair_is_the_default() -> None:
+    """Without names both embedded models are served."""
+    target, draft = choose_models(None, None, no_draft=False)
+    assert (Path(target).name, Path(draft or "").name) == ("target", "draft")
+
+
+def test_another_target_has_no_draft_unless_named() -> None:
+    """The embedded draft fits the embedded target alone."""
+    assert choose_models("big", None, no_draft=False) == ("big", None)
+    assert choose_models("big", "small", no_draft=False) == ("big", "small")
+    assert choose_models("big", "small", no_draft=True) == ("big", None)
+
+
+def test_missing_embedded_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sentence says where it was looked for and which option names another."""
+    monkeypatch.setattr(stacks, "REPOSITORY", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelRefused, match="name a model with --draft") as refusal:
+        embedded_model("draft")
+    assert str(tmp_path) in refusal.value.message
+
+
+def test_command_lines() -> None:
+    """Each service is told its own model, threads and address, and to stop with its stdin."""
+    target = model_launch("target", PAIR)
+    argv = target.argv("127.0.0.1:7")
+    assert argv[1:4] == ("-P", "-m", "target_service")
+    assert argv[argv.index("--model") + 1] == "models/target"
+    assert argv[argv.index("--threads") + 1] == "4"
+    assert argv[-3:] == ("--listen", "127.0.0.1:7", "--stop-with-stdin")
+    assert target.listen == "127.0.0.1:0"
+    draft = model_launch("draft", PAIR).command
+    assert draft[draft.index("--threads") + 1] == "1"
+    gateway = gateway_launch(PAIR, "127.0.0.1:7", None).command
+    assert gateway[gateway.index("--draft") + 1] == ""
+
+
+def test_taken_port_is_told_with_the_way_out() -> None:
+    """A port in use ends `up` before anything starts, although gRPC would share it."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(NotReady, match=rf"Port {port} is taken.*--draft-port") as taken:
+            check_ports(Stack("t", "d", draft_port=port))
+    assert taken.value.exit_code == 69
+    check_ports(Stack("t", "d", draft_port=port))

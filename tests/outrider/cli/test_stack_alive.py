@@ -1,0 +1,214 @@
+"""`outrider up` and `outrider generate` with the real services and the embedded pair."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.cli.client import generate
+from outrider.cli.events import Ask, Result, Round
+from outrider.cli.stack import embedded_model
+
+COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()")
+FREE_PORTS = ("--port", "0", "--draft-port", "0", "--target-port", "0")
+READY_S, END_S = 120.0, 30.0
+ASK = Ask("Once upon a time", max_tokens=24, temperature=0.8, seed=5, draft_count=4)
+CALLS_UNTIL_BACK = 40
+
+
+@dataclass
+class Up:
+    """A running `outrider up`."""
+
+    process: asyncio.subprocess.Process
+    gateway: str
+
+    async def until_noted(self, words: str) -> None:
+        """Reads its stderr until a line contains the words."""
+        assert self.process.stderr is not None
+        while words not in (line := (await asyncio.wait_for(self.process.stderr.readline(), READY_S)).decode()):
+            assert line, f"stderr ended before {words!r}"
+
+    def children(self) -> list[int]:
+        """Process ids of its services."""
+        lists = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return [int(pid) for path in lists for pid in path.read_text().split()]
+
+    def await_children(self, count: int) -> list[int]:
+        """Blocks until it has started so many services."""
+        deadline_s = time.monotonic() + READY_S
+        while len(pids := self.children()) < count:
+            assert time.monotonic() < deadline_s
+        return pids
+
+    def child(self, module: str) -> int:
+        """Process id of one service."""
+        for pid in self.children():
+            if module in Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0"):
+                return pid
+        raise AssertionError(f"no child runs {module}")
+
+
+async def start(*arguments: str) -> asyncio.subprocess.Process:
+    """Starts a command with pipes."""
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(*COMMAND, *arguments, stdout=pipe, stderr=pipe)
+
+
+@asynccontextmanager
+async def running_up(*arguments: str) -> AsyncIterator[Up]:
+    """`outrider up` on free ports, killed at the end if it still runs."""
+    process = await start("up", *FREE_PORTS, *arguments)
+    try:
+        assert process.stdout is not None
+        gateway = None
+        while gateway is None:
+            line = (await asyncio.wait_for(process.stdout.readline(), READY_S)).decode()
+            assert line, "stdout ended before the gateway was named"
+            gateway = re.search(r"The gateway answers on (\S+)\.$", line.rstrip())
+        yield Up(process, gateway[1])
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def ask(address: str, request: Ask = ASK) -> tuple[list[int], Result]:
+    """Token ids and result of a request."""
+    events = [event async for event in generate(address, request)]
+    rounds = [event for event in events if isinstance(event, Round)]
+    [result] = [event for event in events if isinstance(event, Result)]
+    return [token.token_id for event in rounds for token in event.tokens], result
+
+
+async def generated(*arguments: str) -> dict[str, Any]:
+    """The JSON object of `outrider generate` with a stack of its own."""
+    options = ("--max-tokens", "16", "--seed", "5", "--temperature", "0.8", "--json", *arguments)
+    process = await start("generate", "Once upon a time", *options)
+    output, notes = await asyncio.wait_for(process.communicate(), READY_S)
+    assert process.returncode == 0, notes.decode()
+    answer: dict[str, Any] = json.loads(output)
+    return answer
+
+
+async def ended(pid: int) -> None:
+    """Waits for the end of a process that is not our child."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    over = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(handle, over.set)
+    try:
+        await asyncio.wait_for(over.wait(), END_S)
+    finally:
+        loop.remove_reader(handle)
+        os.close(handle)
+
+
+async def test_generate_is_a_function_of_its_seed() -> None:
+    """With a stack of its own: the same seed gives the same tokens, speculative or plain."""
+    first = await generated("--draft-count", "4")
+    again = await generated("--draft-count", "auto")
+    plain = await generated("--no-speculation")
+    assert first["token_ids"] == again["token_ids"] == plain["token_ids"]
+    assert len(first["token_ids"]) == first["usage"]["completion_tokens"] == 16
+    assert first["speculation"]["accepted_tokens"] > 0
+    assert plain["speculation"]["draft_tokens"] == 0
+
+
+async def test_up_survives_its_draft_and_drains_on_sigint() -> None:
+    """A killed draft costs no token, is started again, and speculation resumes; Ctrl-C then exits 0."""
+    async with running_up() as up:
+        children = [up.child(module) for module in ("gateway", "draft_service", "target_service")]
+        before, result = await ask(up.gateway)
+        assert result.speculation.accepted_tokens > 0
+        os.kill(up.child("draft_service"), signal.SIGKILL)
+        during, _ = await ask(up.gateway)
+        await up.until_noted("The draft service is back on")
+        for _ in range(CALLS_UNTIL_BACK):
+            after, result = await ask(up.gateway)
+            assert after == during == before
+            if result.speculation.accepted_tokens:
+                break
+        assert result.speculation.accepted_tokens > 0
+        up.process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(up.process.wait(), END_S) == 0
+        for pid in children:
+            await ended(pid)
+
+
+async def test_story_is_the_proof_of_life() -> None:
+    """With --story the text comes after the table, also without a terminal, and the stack stays up until SIGTERM."""
+    async with running_up("--story") as up:
+        await up.until_noted("mean acceptance length")
+        await up.until_noted("Serving until Ctrl-C.")
+        up.process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(up.process.wait(), END_S) == 0
+
+
+async def test_no_service_outlives_a_killed_parent() -> None:
+    """SIGKILL leaves no time to clean up: the services end by themselves."""
+    async with running_up("--no-draft") as up:
+        children = [up.child(module) for module in ("gateway", "target_service")]
+        up.process.kill()
+        await up.process.wait()
+        for pid in children:
+            await ended(pid)
+
+
+def refused_model(folder: Path) -> str:
+    """The embedded target, but of a kind that cannot be served."""
+    for path in Path(embedded_model("target")).iterdir():
+        if path.name != "config.json":
+            (folder / path.name).symlink_to(path)
+    (folder / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
+    return str(folder)
+
+
+async def test_refused_model_ends_up_with_its_sentence(tmp_path: Path) -> None:
+    """A model of a kind that cannot be served: one sentence, exit code 78."""
+    process = await start("up", *FREE_PORTS, "--no-draft", "--target", refused_model(tmp_path))
+    _, notes = await asyncio.wait_for(process.communicate(), READY_S)
+    assert process.returncode == 78
+    [*_, sentence] = notes.decode().splitlines()
+    assert sentence.startswith("outrider: The target service ended with code 78 before it was ready:")
+    assert "amba" in sentence
+
+
+async def test_taken_port_is_told_before_anything_starts() -> None:
+    """Exit code 69 and one sentence with the way out."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        process = await start("up", "--port", str(port), "--draft-port", "0", "--target-port", "0")
+        output, notes = await asyncio.wait_for(process.communicate(), END_S)
+    assert (process.returncode, output) == (69, b"")
+    assert notes.decode() == (
+        f"outrider: Port {port} is taken; stop what listens there, or choose another with --port, 0 for a free one.\n"
+    )
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+async def test_interrupted_start_leaves_nothing(signals: int) -> None:
+    """Ctrl-C while models load, once or twice: no service stays behind, and `up` exits 0."""
+    process = await start("up", *FREE_PORTS)
+    up = Up(process, "")
+    children = await asyncio.to_thread(up.await_children, 2)
+    for _ in range(signals):
+        process.send_signal(signal.SIGINT)
+    await asyncio.wait_for(process.communicate(), END_S)
+    assert process.returncode == 0
+    for pid in children:
+        await ended(pid)

@@ -1,0 +1,192 @@
+"""The supervisor against real child processes: small scripts that keep or break the contract of a service."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from outrider.service_process import Launch, ServiceFailed, ServiceProcess
+from outrider.supervisor import RestartPolicy, Supervisor
+
+# Binds the port that it was given, says so, and serves until its stdin ends.
+SERVES = """
+import json, socket, sys
+host, port = sys.argv[sys.argv.index("--listen") + 1].rsplit(":", 1)
+listener = socket.create_server((host, int(port)))
+print("not json", flush=True)
+print(json.dumps({"event": "listening", "address": f"{host}:{listener.getsockname()[1]}"}), flush=True)
+sys.stdin.read()
+print("drained", file=sys.stderr, flush=True)
+"""
+REFUSES = """
+import sys
+print("a log line", file=sys.stderr)
+print("The model is of a kind that cannot be truncated.\\n\\n", file=sys.stderr)
+sys.exit(78)
+"""
+SILENT = "import sys; sys.stdin.read()"
+DEAF = """
+import json, sys, time
+print(json.dumps({"event": "listening", "address": "127.0.0.1:1"}), flush=True)
+while True: time.sleep(1)
+"""
+LONG_LINE = """
+import sys
+print("x" * 200_000, file=sys.stderr)
+sys.exit(3)
+"""
+QUICK = RestartPolicy(first_s=0.01, longest_s=0.02, healthy_s=30.0)
+
+
+def launch(script: str, name: str = "child", ready_timeout_s: float = 30.0) -> Launch:
+    """A service made of a script."""
+    return Launch(name, (sys.executable, "-c", script), ready_timeout_s=ready_timeout_s)
+
+
+@dataclass
+class Record:
+    """What a supervisor said; `changed` is set with every sentence."""
+
+    reports: list[str] = field(default_factory=list)
+    log: list[tuple[str, str]] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def report(self, sentence: str) -> None:
+        self.reports.append(sentence)
+        self.changed.set()
+
+    async def until(self, words: str) -> None:
+        """Waits until a sentence contains the words."""
+        while not any(words in sentence for sentence in self.reports):
+            self.changed.clear()
+            await asyncio.wait_for(self.changed.wait(), 30)
+
+
+@pytest.fixture
+def record() -> Record:
+    return Record()
+
+
+@pytest.fixture
+async def supervisor(record: Record) -> AsyncIterator[Supervisor]:
+    async with Supervisor(record.report, lambda name, line: record.log.append((name, line)), QUICK) as running:
+        yield running
+
+
+def test_delays_double_to_a_limit_and_start_anew_after_a_healthy_run() -> None:
+    """0.5 s, doubled up to 10 s, and 0.5 s again for a service that ran 30 s."""
+    policy = RestartPolicy()
+    delays, delay_s = [], None
+    for _ in range(7):
+        delay_s = policy.delay_s(delay_s, ran_s=1.0)
+        delays.append(delay_s)
+    assert delays == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
+    assert policy.delay_s(10.0, ran_s=29.9) == 10.0
+    assert policy.delay_s(10.0, ran_s=30.0) == 0.5
+
+
+async def test_starts_and_stops_in_order(record: Record) -> None:
+    """Services serve on addresses of their own, and the last started drains first."""
+    async with Supervisor(record.report, lambda name, line: record.log.append((name, line)), QUICK) as supervisor:
+        addresses = await supervisor.start(launch(SERVES, "target"), launch(SERVES, "draft"))
+        addresses += await supervisor.start(launch(SERVES, "gateway"))
+        assert len(set(addresses)) == 3
+    assert record.log == [("gateway", "drained"), ("draft", "drained"), ("target", "drained")]
+
+
+async def test_refusal_carries_sentence_and_code(supervisor: Supervisor, record: Record) -> None:
+    """A child that exits 78 ends the start with its last sentence and its code, and takes the others along.
+
+    The sentence is not logged as well: the user reads it once.
+    """
+    serving = launch(SERVES, "draft")
+    with pytest.raises(ServiceFailed, match="kind that cannot be truncated") as failure:
+        await supervisor.start(serving, launch(REFUSES, "target"))
+    assert failure.value.code == 78
+    assert "a log line" not in failure.value.message
+    assert record.log == [("target", "a log line")]
+
+
+async def test_not_ready_in_time(supervisor: Supervisor) -> None:
+    """A child that never says that it serves is killed when its time is up."""
+    with pytest.raises(ServiceFailed, match="not ready within") as failure:
+        await supervisor.start(launch(SILENT, ready_timeout_s=0.3))
+    assert failure.value.code == 69
+
+
+async def test_long_lines_are_read(supervisor: Supervisor) -> None:
+    """A log line longer than any buffer neither blocks nor breaks the reading."""
+    with pytest.raises(ServiceFailed, match=r"x{1000}"):
+        await supervisor.start(launch(LONG_LINE))
+
+
+async def test_dead_service_comes_back_on_its_port(supervisor: Supervisor, record: Record) -> None:
+    """SIGKILL twice: each time the service is back on the same address, and each death and return is told."""
+    [address] = await supervisor.start(launch(SERVES, "draft"))
+    watching = asyncio.create_task(supervisor.watch())
+    for _ in range(2):
+        record.reports.clear()
+        killed = supervisor.pid("draft")
+        os.kill(killed, signal.SIGKILL)
+        await record.until(f"is back on {address}")
+        assert record.reports[0].startswith("The draft service was ended by signal 9")
+        assert supervisor.pid("draft") != killed
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_keeps_trying_when_a_restart_fails(supervisor: Supervisor, record: Record, tmp_path: Path) -> None:
+    """A service that cannot come back at once is tried again, and the reason is told each time."""
+    mark = tmp_path / "mark"
+    once = f"import os, sys\nif os.path.exists('{mark}'): os.remove('{mark}'); sys.exit('The disk is busy.')\n"
+    await supervisor.start(launch(once + SERVES, "target"))
+    watching = asyncio.create_task(supervisor.watch())
+    mark.touch()
+    os.kill(supervisor.pid("target"), signal.SIGKILL)
+    await record.until("is back")
+    assert "The disk is busy." in record.reports[1]
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_stop_kills_what_does_not_drain(record: Record) -> None:
+    """A child that ignores the end of its stdin is killed after the grace."""
+    child = await ServiceProcess.start(launch(DEAF), "127.0.0.1:0", lambda line: None)
+    assert await child.stop(grace_s=0.1) == -signal.SIGKILL
+
+
+async def test_kill_cuts_a_stop_short(supervisor: Supervisor) -> None:
+    """A second Ctrl-C ends services that are slow to drain."""
+    await supervisor.start(launch(DEAF, "target"))
+    stopping = asyncio.create_task(supervisor.stop())
+    supervisor.kill()
+    await asyncio.wait_for(stopping, 5)
+
+
+async def test_child_ends_with_its_parent() -> None:
+    """A child loses its stdin with a parent that is killed, and ends by itself."""
+    parent = (
+        "import asyncio, sys\nfrom outrider.service_process import Launch, ServiceProcess\n"
+        f"launch = Launch('child', (sys.executable, '-c', {SERVES!r}))\n"
+        "async def main():\n"
+        "    child = await ServiceProcess.start(launch, '127.0.0.1:0', print)\n"
+        "    print(child.pid, flush=True)\n"
+        "    await asyncio.Event().wait()\n"
+        "asyncio.run(main())\n"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", parent, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    child_pid = int(await process.stdout.readline())
+    child = os.pidfd_open(child_pid)
+    process.kill()
+    await process.wait()
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_reader(child, ended.set)
+    await asyncio.wait_for(ended.wait(), 10)
+    asyncio.get_running_loop().remove_reader(child)
+    os.close(child)
