@@ -1,0 +1,89 @@
+"""The few operations that a model calls, and the choice of who computes them. Knows no model, session or sampling.
+
+On the CPU every row of every result is bitwise independent of the number of rows, of its neighbours, of chunking and of
+the number of threads. No such promise holds for `eager` on CUDA.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.engine.ops.eager import EagerOps
+from outrider.engine.ops.library import load_kernels
+from outrider.engine.ops.native import NativeOps
+from outrider.engine.ops.reference import ReferenceOps
+from outrider.engine.plan import RowPlan
+
+__all__ = ["Ops", "choose_ops"]
+
+
+class Ops(Protocol):
+    """Operations on float32 rows; weights are bfloat16 or float32, sums are float32.
+
+    Sizes: R rows, K inputs, N outputs, D head size, H query heads, G key-value heads, S cache slots, V vocabulary.
+    All raise ValueError for shapes and types that do not fit.
+    """
+
+    @property
+    def name(self) -> str:
+        """The kernel set as it stands in the numerics id, for instance "native-v4"."""
+        ...
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [R, K] times the transpose of weight [N, K], plus bias [N] float32; returns [R, N] float32."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """x / sqrt(mean(x^2) + epsilon) * weight for x [R, D] and weight [D] float32 (Zhang and Sennrich, 2019)."""
+        ...
+
+    def rotate_and_store(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        plan: RowPlan,
+        cos: Tensor,
+        sin: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+    ) -> Tensor:
+        """Rotates query and key by their positions, stores key and value at plan.slots, returns query [R, H, D].
+
+        query [R, H, D], key and value [R, G, D] may be views into one fused product (last dimension contiguous).
+        cos and sin are [P, D/2] float32 tables by position; element i pairs with i + D/2, as in Hugging Face's
+        rotate_half (Su et al., 2021). The caches are [S, G, D].
+        """
+        ...
+
+    def attention(self, query: Tensor, plan: RowPlan, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+        """softmax(scale * query . keys) values over each row's own list; returns [R, H*D] float32.
+
+        query [R, H, D]; head h reads key-value head h // (H // G) (Ainslie et al., 2023).
+        """
+        ...
+
+    def silu_multiply(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up for gate_up [R, 2M] = gate [R, M] beside up [R, M]; returns [R, M]."""
+        ...
+
+    def softmax(self, scores: Tensor) -> Tensor:
+        """Probabilities [R, V] float64 of scores [R, V] float32, which may hold -inf."""
+        ...
+
+    def draw(self, scores: Tensor, keys: Tensor) -> Tensor:
+        """Ids [R] int64: argmax over v of scores[r, v] + gumbel(keys[r], v) in float64, ties to the lowest id.
+
+        scores [R, V] float32 up to a constant, keys [R] int64 (outrider.engine.noise). -inf never wins. Raises
+        ValueError where a row has no finite score, NaN or +inf (so does softmax).
+        """
+        ...
+
+
+def choose_ops(device: torch.device, num_threads: int) -> Ops:
+    """The fastest operations for a device: compiled kernels on a CPU that has them, torch otherwise."""
+    if device.type != "cpu":
+        return EagerOps()
+    kernels = load_kernels()
+    return ReferenceOps() if kernels is None else NativeOps(kernels, num_threads)

@@ -1,0 +1,107 @@
+"""The operations in plain torch, batched, on any device. Not row-invariant: libraries pick kernels by size.
+
+On CUDA products run in the type of the weights; on the CPU weights are widened to float32, as the compiled kernels do.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from outrider.engine.noise import gumbel
+from outrider.engine.plan import RowPlan
+
+# Elements of one temporary: 64 MiB of float32, so that long lists and wide vocabularies are worked through in pieces.
+TEMPORARY_ELEMENTS = 1 << 24
+
+
+class EagerOps:
+    """Operations in torch; see outrider.engine.ops.Ops for shapes."""
+
+    name = "eager"
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [R, K], weight [N, K] -> [R, N] float32."""
+        if weight.device.type == "cpu":
+            return functional.linear(x, weight.float(), bias)
+        product = functional.linear(x.to(weight.dtype), weight).float()
+        return product if bias is None else product + bias
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """x [R, D], weight [D] -> [R, D]."""
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * weight
+
+    def rotate_and_store(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        plan: RowPlan,
+        cos: Tensor,
+        sin: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+    ) -> Tensor:
+        """Stores the rotated key and the value, returns the rotated query [R, H, D]."""
+        row_cos, row_sin = cos[plan.positions].unsqueeze(1), sin[plan.positions].unsqueeze(1)
+        key_cache.index_copy_(0, plan.slots, _rotate(key, row_cos, row_sin).to(key_cache.dtype))
+        value_cache.index_copy_(0, plan.slots, value.to(value_cache.dtype))
+        return _rotate(query, row_cos, row_sin)
+
+    def attention(self, query: Tensor, plan: RowPlan, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+        """query [R, H, D] -> [R, H*D]; lists are padded to the longest, a few rows at a time to bound memory."""
+        num_rows, num_heads, head_dim = query.shape
+        output = query.new_empty(num_rows, num_heads * head_dim, dtype=torch.float32)
+        for rows in _pieces(num_rows, plan.max_key_count * key_cache.shape[1] * head_dim):
+            output[rows] = _attend(query[rows], plan, rows, key_cache, value_cache, scale)
+        return output
+
+    def silu_multiply(self, gate_up: Tensor) -> Tensor:
+        """gate_up [R, 2M] -> [R, M]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+    def softmax(self, scores: Tensor) -> Tensor:
+        """scores [R, V] -> float64 [R, V]."""
+        _check_scores(scores)
+        return torch.softmax(scores.double(), dim=-1)
+
+    def draw(self, scores: Tensor, keys: Tensor) -> Tensor:
+        """scores [R, V], keys [R] -> ids [R]. torch.argmax returns the first of equal maxima."""
+        _check_scores(scores)
+        ids = torch.empty_like(keys)
+        for rows in _pieces(scores.shape[0], scores.shape[1]):
+            noise = gumbel(keys[rows], scores.shape[1])
+            ids[rows] = torch.argmax(scores[rows].double() + noise, dim=-1)
+        return ids
+
+
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = heads.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _attend(query: Tensor, plan: RowPlan, rows: slice, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+    num_rows, num_heads, head_dim = query.shape
+    num_groups = key_cache.shape[1]
+    steps = torch.arange(plan.max_key_count, device=query.device)
+    hidden = steps >= plan.key_counts[rows, None]
+    # Padding reads the list's own first slot: a valid address, whose weight is then exactly zero.
+    places = plan.key_starts[rows, None] + steps.masked_fill(hidden, 0)
+    slots = plan.key_slots[places].long()
+    grouped = query.float().view(num_rows, num_groups, num_heads // num_groups, head_dim)
+    scores = torch.einsum("rghd,rlgd->rghl", grouped, key_cache[slots].float()) * scale
+    weights = torch.softmax(scores.masked_fill(hidden[:, None, None], -torch.inf), dim=-1)
+    return torch.einsum("rghl,rlgd->rghd", weights, value_cache[slots].float()).reshape(num_rows, -1)
+
+
+def _pieces(num_rows: int, elements_per_row: int) -> Iterator[slice]:
+    step = max(1, TEMPORARY_ELEMENTS // max(1, elements_per_row))
+    return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
+
+
+def _check_scores(scores: Tensor) -> None:
+    # One comparison finds both faults: the greatest score of a sound row is finite (amax carries NaN along).
+    if not bool(torch.isfinite(scores.amax(dim=-1)).all()):
+        raise ValueError("every row of scores needs a finite score and neither NaN nor +inf")

@@ -1,0 +1,187 @@
+/* Choosing a token: float64 probabilities, and the argmax of scores plus counter-based Gumbel noise. Knows no
+ * parameters.
+ *
+ * The noise is that of outrider/engine/noise.py: word = mix(key + G * (token + 1)), u = ((word >> 12) + 0.5) * 2^-52,
+ * gumbel = -log(-log(u)). The finaliser is that of splitmix64 (Steele, Lea and Flood, 2014). */
+#include "lanes.h"
+#include "pool.h"
+
+#include <math.h>
+
+/* Doubles in a register. */
+#define DWIDTH (WIDTH / 2)
+/* Tokens of one item: enough work to share, and a row of a large vocabulary is shared between threads. */
+#define STRETCH 8192
+/* Partial sums of a softmax, whatever the length of a register. */
+#define SUM_LANES 8
+/* Tokens that are skipped together when none of them can win. */
+#define BLOCK 64
+#define LN2 0.693147180559945309417
+/* Far more than the rounding of a score plus noise, far less than the gaps it decides about. */
+#define MARGIN 1e-6
+
+typedef struct {
+    const float *scores;
+    const int64_t *keys;
+    int64_t num_tokens, stretches;
+    double *best;
+    int64_t *ids;
+} draw_job;
+
+typedef struct {
+    const float *scores;
+    double *probs;
+    int64_t num_tokens;
+    int32_t *faults;
+} softmax_job;
+
+/* Past the end of the row stands -inf, which wins nothing and weighs nothing. */
+INLINE doubles load_scores(const float *from, int64_t left) {
+    doubles wide;
+    if (left >= DWIDTH) {
+        for (int lane = 0; lane < DWIDTH; lane++) wide[lane] = from[lane];
+    } else {
+        for (int lane = 0; lane < DWIDTH; lane++) wide[lane] = lane < left ? from[lane] : -INFINITY;
+    }
+    return wide;
+}
+
+INLINE long_words mix(long_words z) {
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return z ^ (z >> 31);
+}
+
+/* Uniforms in (0, 1) of the tokens first, first + 1, ... Exact: 52 bits become a double by way of its exponent. */
+INLINE doubles uniform_of(uint64_t key, uint64_t first) {
+    long_words counters;
+    for (int lane = 0; lane < DWIDTH; lane++) counters[lane] = (uint64_t)lane + 1;
+    const long_words words = mix((counters + first) * 0x9E3779B97F4A7C15u + key);
+    const doubles whole = (doubles)((words >> 12) | 0x4330000000000000u) - 0x1p52;
+    return (whole + 0.5) * 0x1p-52;
+}
+
+/* log(x) within 1 ulp for positive normal x; the method and the coefficients are those of Sun's fdlibm (e_log.c). */
+INLINE doubles logarithm(doubles x) {
+    static const double even[] = {1.531383769920937332e-01, 2.222219843214978396e-01, 3.999999999940941908e-01};
+    static const double odd[] = {1.479819860511658591e-01, 1.818357216161805012e-01, 2.857142874366239149e-01,
+                                 6.666666666666735130e-01};
+    const long_words shifted = (long_words)x + (0x3FF0000000000000u - 0x3FE6A09E00000000u);
+    const doubles exponent = (doubles)((shifted >> 52) | 0x4330000000000000u) - (0x1p52 + 1023.0);
+    const doubles f = (doubles)((shifted & 0x000FFFFFFFFFFFFFu) + 0x3FE6A09E00000000u) - 1.0;
+    const doubles s = f / (f + 2.0), z = s * s, w = z * z;
+    const doubles series = w * polynomial_double(w, even, 3) + z * polynomial_double(w, odd, 4);
+    const doubles half_square = f * f * 0.5;
+    const doubles small = fused_double(exponent, splat_double(1.90821492927058770002e-10), s * (half_square + series));
+    return fused_double(exponent, splat_double(6.93147180369123816490e-01), f - (half_square - small));
+}
+
+INLINE doubles gumbel(doubles uniform) { return -logarithm(-logarithm(uniform)); }
+
+/* At least gumbel(u), cheaply: gumbel <= -log(1 - u), because -log(u) >= 1 - u; and 1 - u >= 2^exponent. */
+INLINE doubles gumbel_bound(doubles uniform) {
+    const long_words exponent = (long_words)(1.0 - uniform) >> 52;
+    return (1023.0 - ((doubles)(exponent | 0x4330000000000000u) - 0x1p52)) * LN2;
+}
+
+INLINE double greatest(doubles values) {
+    double greatest = values[0];
+    for (int lane = 1; lane < DWIDTH; lane++) greatest = values[lane] > greatest ? values[lane] : greatest;
+    return greatest;
+}
+
+/* Tokens in ascending order and a strict comparison: ties go to the lowest id. */
+INLINE void consider(const double *sums, int64_t first, int count, double *best, int64_t *id) {
+    for (int lane = 0; lane < count; lane++) {
+        if (sums[lane] > *best) {
+            *best = sums[lane];
+            *id = first + lane;
+        }
+    }
+}
+
+static void draw_block(const draw_job *job, int64_t row, int64_t first, int64_t end, double *best, int64_t *id) {
+    const float *scores = job->scores + row * job->num_tokens;
+    const uint64_t key = (uint64_t)job->keys[row];
+    doubles uniforms[BLOCK / DWIDTH], widened[BLOCK / DWIDTH], bound = splat_double(-INFINITY);
+    for (int part = 0; part < BLOCK / DWIDTH; part++) {
+        const int64_t token = first + part * DWIDTH;
+        widened[part] = load_scores(scores + token, end - token);
+        uniforms[part] = uniform_of(key, (uint64_t)token);
+        const doubles sums = widened[part] + gumbel_bound(uniforms[part]);
+        bound = pick_double(sums > bound, sums, bound);
+    }
+    if (greatest(bound) + MARGIN <= *best) return;
+    for (int part = 0; part < BLOCK / DWIDTH; part++) {
+        const doubles sums = widened[part] + gumbel(uniforms[part]);
+        double lanes[DWIDTH];
+        memcpy(lanes, &sums, sizeof sums);
+        consider(lanes, first + part * DWIDTH, DWIDTH, best, id);
+    }
+}
+
+/* The id stays -1 where no score is finite, and becomes -2 where one is NaN or +inf. */
+static void draw_stretch(const void *argument, uint32_t index) {
+    const draw_job *job = argument;
+    const int64_t row = index / job->stretches, from = index % job->stretches * STRETCH;
+    const int64_t end = from + STRETCH < job->num_tokens ? from + STRETCH : job->num_tokens;
+    const float *scores = job->scores + row * job->num_tokens;
+    double best = -INFINITY;
+    int64_t id = -1;
+    int faults = 0;
+    for (int64_t token = from; token < end; token++) faults += !(scores[token] < INFINITY);
+    for (int64_t first = from; first < end; first += BLOCK) draw_block(job, row, first, end, &best, &id);
+    job->best[index] = best;
+    job->ids[index] = faults ? -2 : id;
+}
+
+/* scores [num_rows, num_tokens], keys [num_rows]; best and ids [num_rows, stretches] name stretch winners. */
+void outrider_draw(pool *threads, const float *scores, const int64_t *keys, double *best, int64_t *ids,
+                   int64_t num_rows, int64_t num_tokens, int64_t stretches) {
+    const draw_job job = {scores, keys, num_tokens, stretches, best, ids};
+    pool_run_costing(threads, draw_stretch, &job, (uint32_t)(num_rows * stretches),
+                     8.0 * (double)(num_rows * num_tokens));
+}
+
+int64_t outrider_draw_stretch(void) { return STRETCH; }
+
+/* Stores and returns e^(score - highest). */
+INLINE doubles weigh(const float *scores, double *probs, float highest, int64_t left) {
+    const doubles weights = exponential_double(load_scores(scores, left) - (double)highest);
+    if (left >= DWIDTH) memcpy(probs, &weights, sizeof weights);
+    else if (left > 0) memcpy(probs, &weights, (size_t)left * sizeof(double));
+    return weights;
+}
+
+static void softmax_row(const void *argument, uint32_t row) {
+    const softmax_job *job = argument;
+    const int64_t num_tokens = job->num_tokens;
+    const float *scores = job->scores + row * num_tokens;
+    double *probs = job->probs + row * num_tokens;
+    float highest = -INFINITY;
+    int faults = 0;
+    for (int64_t token = 0; token < num_tokens; token++) {
+        highest = scores[token] > highest ? scores[token] : highest;
+        faults += !(scores[token] < INFINITY);
+    }
+    job->faults[row] = faults > 0 || highest == -INFINITY;
+    if (job->faults[row]) return;
+    doubles sums[SUM_LANES / DWIDTH] = {{0}};
+    for (int64_t token = 0; token < num_tokens; token += SUM_LANES) {
+        UNROLL
+        for (int part = 0; part < SUM_LANES / DWIDTH; part++)
+            sums[part] += weigh(scores + token + part * DWIDTH, probs + token + part * DWIDTH, highest,
+                                num_tokens - token - part * DWIDTH);
+    }
+    double lanes[SUM_LANES], total = 0.0;
+    memcpy(lanes, sums, sizeof lanes);
+    for (int lane = 0; lane < SUM_LANES; lane++) total += lanes[lane];
+    for (int64_t token = 0; token < num_tokens; token++) probs[token] /= total;
+}
+
+/* scores [num_rows, num_tokens]; faults [num_rows] is 1 where a row has no finite score, a NaN or +inf. */
+void outrider_softmax(pool *threads, const float *scores, double *probs, int32_t *faults, int64_t num_rows,
+                      int64_t num_tokens) {
+    const softmax_job job = {scores, probs, num_tokens, faults};
+    pool_run_costing(threads, softmax_row, &job, (uint32_t)num_rows, 16.0 * (double)(num_rows * num_tokens));
+}

@@ -1,0 +1,224 @@
+/* Vectors as long as the processor's registers, sums of sixteen lanes whatever that length is, and exponentials. Not a
+ * portable math library: only what the kernels need, and nothing whose result depends on the length of a register.
+ *
+ * An elementwise step may take any number of elements at a time. A sum always has sixteen lanes, in as many registers
+ * as they need. Products are fused into sums where `fused` says so and nowhere else: compiled with -ffp-contract=off,
+ * because compilers contract one copy of an expression and not another. The tail of a row goes through the same vector
+ * code as the rest, padded with zeros, so each element meets the same roundings in the same order. */
+#ifndef OUTRIDER_LANES_H
+#define OUTRIDER_LANES_H
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define REGISTER_BYTES 64
+#elif defined(__AVX2__)
+#define REGISTER_BYTES 32
+#else
+#define REGISTER_BYTES 16
+#endif
+
+#define LANES 16
+#define WIDTH (REGISTER_BYTES / 4)
+#define PARTS (LANES / WIDTH)
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+/* Wider vectors than the registers would be correct too, but compilers move them through memory at every step. */
+typedef float floats __attribute__((vector_size(REGISTER_BYTES)));
+typedef int32_t ints __attribute__((vector_size(REGISTER_BYTES)));
+typedef uint32_t words __attribute__((vector_size(REGISTER_BYTES)));
+typedef uint16_t halves __attribute__((vector_size(REGISTER_BYTES / 2)));
+typedef float floats8 __attribute__((vector_size(32)));
+typedef float floats4 __attribute__((vector_size(16)));
+typedef double doubles __attribute__((vector_size(REGISTER_BYTES)));
+typedef int64_t longs __attribute__((vector_size(REGISTER_BYTES)));
+typedef uint64_t long_words __attribute__((vector_size(REGISTER_BYTES)));
+
+typedef struct {
+    floats part[PARTS];
+} lanes16;
+
+#ifdef __clang__
+#define SHUFFLE4(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+typedef int32_t ints4 __attribute__((vector_size(16)));
+#define SHUFFLE4(a, b, ...) __builtin_shuffle(a, b, (ints4){__VA_ARGS__})
+#endif
+
+/* Loads and stores are copies of a known size: no alignment is asked of the caller, and none is lost. */
+INLINE floats load(const float *from) {
+    floats value;
+    memcpy(&value, from, sizeof value);
+    return value;
+}
+
+INLINE void store(float *to, floats value) { memcpy(to, &value, sizeof value); }
+
+/* The same where only `left` elements of the row are left: past them a vector holds zeros, and no memory is touched. */
+INLINE floats load_upto(const float *from, int64_t left) {
+    if (left >= WIDTH) return load(from);
+    floats value = {0};
+    if (left > 0) memcpy(&value, from, (size_t)left * sizeof(float));
+    return value;
+}
+
+INLINE void store_upto(float *to, floats value, int64_t left) {
+    if (left >= WIDTH) store(to, value);
+    else if (left > 0) memcpy(to, &value, (size_t)left * sizeof(float));
+}
+
+/* bfloat16 is the upper half of a float32. */
+INLINE floats widen(halves raw) {
+    words wide;
+    for (int lane = 0; lane < WIDTH; lane++) wide[lane] = raw[lane];
+    return (floats)(wide << 16);
+}
+
+INLINE floats load_bf16(const uint16_t *from) {
+    halves raw;
+    memcpy(&raw, from, sizeof raw);
+    return widen(raw);
+}
+
+INLINE floats load_bf16_upto(const uint16_t *from, int64_t left) {
+    if (left >= WIDTH) return load_bf16(from);
+    halves raw = {0};
+    if (left > 0) memcpy(&raw, from, (size_t)left * sizeof(uint16_t));
+    return widen(raw);
+}
+
+INLINE floats splat(float value) { return value - (floats){0}; }
+
+INLINE floats pick(ints where, floats yes, floats no) { return (floats)((where & (ints)yes) | (~where & (ints)no)); }
+
+INLINE doubles splat_double(double value) { return value - (doubles){0}; }
+
+INLINE doubles pick_double(longs where, doubles yes, doubles no) {
+    return (doubles)((where & (longs)yes) | (~where & (longs)no));
+}
+
+/* a * b + c with one rounding: the only operation that C has no portable spelling for. Contraction differs from copy to
+ * copy of an expression, and a loop over lanes is sometimes left as sixteen scalar instructions. */
+#if REGISTER_BYTES == 64
+INLINE floats fused(floats a, floats b, floats c) { return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+
+INLINE doubles fused_double(doubles a, doubles b, doubles c) {
+    return (doubles)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+}
+#elif REGISTER_BYTES == 32
+INLINE floats fused(floats a, floats b, floats c) { return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+
+INLINE doubles fused_double(doubles a, doubles b, doubles c) {
+    return (doubles)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+}
+#else
+INLINE floats fused(floats a, floats b, floats c) {
+    floats result;
+    for (int lane = 0; lane < WIDTH; lane++) result[lane] = __builtin_fmaf(a[lane], b[lane], c[lane]);
+    return result;
+}
+
+INLINE doubles fused_double(doubles a, doubles b, doubles c) {
+    doubles result;
+    for (int lane = 0; lane < WIDTH / 2; lane++) result[lane] = __builtin_fma(a[lane], b[lane], c[lane]);
+    return result;
+}
+#endif
+
+/* A polynomial by Horner's scheme, coefficients from the highest power down. */
+INLINE floats polynomial(floats x, const float *coefficients, int count) {
+    floats value = splat(coefficients[0]);
+    UNROLL
+    for (int term = 1; term < count; term++) value = fused(value, x, splat(coefficients[term]));
+    return value;
+}
+
+INLINE doubles polynomial_double(doubles x, const double *coefficients, int count) {
+    doubles value = splat_double(coefficients[0]);
+    UNROLL
+    for (int term = 1; term < count; term++) value = fused_double(value, x, splat_double(coefficients[term]));
+    return value;
+}
+
+/* lanes + a * b for the next sixteen elements of two rows. */
+INLINE lanes16 add_products(lanes16 lanes, const float *a, const float *b) {
+    UNROLL
+    for (int part = 0; part < PARTS; part++)
+        lanes.part[part] = fused(load(a + part * WIDTH), load(b + part * WIDTH), lanes.part[part]);
+    return lanes;
+}
+
+/* The same for the last `left` elements, fewer than sixteen. */
+INLINE lanes16 add_last_products(lanes16 lanes, const float *a, const float *b, int64_t left) {
+    UNROLL
+    for (int part = 0; part < PARTS; part++) {
+        const int64_t here = part * WIDTH, rest = left - here;
+        lanes.part[part] = fused(load_upto(a + here, rest), load_upto(b + here, rest), lanes.part[part]);
+    }
+    return lanes;
+}
+
+/* Lane i with lane i + 8, then with i + 4. */
+INLINE floats4 fold(lanes16 lanes) {
+#if PARTS == 4
+    return (lanes.part[0] + lanes.part[2]) + (lanes.part[1] + lanes.part[3]);
+#else
+    floats8 eights[2];
+    memcpy(eights, &lanes, sizeof eights);
+    const floats8 eight = eights[0] + eights[1];
+    floats4 fours[2];
+    memcpy(fours, &eight, sizeof fours);
+    return fours[0] + fours[1];
+#endif
+}
+
+/* The one order in which sixteen lanes become one sum: lane i with i + 8, then i + 4, i + 2, i + 1. Four sums at a time
+ * share the instructions of one and not a single addition, so a sum does not depend on its neighbours. */
+INLINE floats4 sum4(lanes16 a, lanes16 b, lanes16 c, lanes16 d) {
+    const floats4 a4 = fold(a), b4 = fold(b), c4 = fold(c), d4 = fold(d);
+    const floats4 ab = SHUFFLE4(a4, b4, 0, 1, 4, 5) + SHUFFLE4(a4, b4, 2, 3, 6, 7);
+    const floats4 cd = SHUFFLE4(c4, d4, 0, 1, 4, 5) + SHUFFLE4(c4, d4, 2, 3, 6, 7);
+    return SHUFFLE4(ab, cd, 0, 2, 4, 6) + SHUFFLE4(ab, cd, 1, 3, 5, 7);
+}
+
+INLINE float sum(lanes16 a) { return sum4(a, a, a, a)[0]; }
+
+/* e^x within 2 ulp for -86 <= x <= 88; 0 below, e^88 above. Reduction by Cody and Waite, polynomial from Cephes. */
+INLINE floats exponential(floats x) {
+    static const float coefficients[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
+                                         4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer and leaves it in the low bits. */
+    const floats bounded = pick(x < -86.0f, splat(-86.0f), pick(x > 88.0f, splat(88.0f), x));
+    const floats shifted = fused(bounded, splat(1.44269504088896341f), splat(magic));
+    const floats power = shifted - magic;
+    const floats coarse = fused(power, splat(-0.693359375f), bounded);
+    const floats r = fused(power, splat(2.12194440e-4f), coarse);
+    const floats value = fused(polynomial(r, coefficients, 6), r * r, r) + 1.0f;
+    const floats scaled = (floats)((words)value + ((words)shifted << 23));
+    return pick(x < -86.0f, splat(0.0f), scaled);
+}
+
+/* e^x within 1 ulp for -708 <= x <= 0; 0 below. Taylor's series to degree 13 errs by less than 2^-57. */
+INLINE doubles exponential_double(doubles x) {
+    static const double inverse_factorials[] = {1.0 / 6227020800, 1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800,
+                                                1.0 / 362880,     1.0 / 40320,     1.0 / 5040,     1.0 / 720,
+                                                1.0 / 120,        1.0 / 24,        1.0 / 6,        0.5,
+                                                1.0,              1.0};
+    const double magic = 6755399441055744.0; /* 1.5 * 2^52, as above. */
+    const longs below = x < -708.0;
+    const doubles bounded = pick_double(below, splat_double(-708.0), x);
+    const doubles shifted = fused_double(bounded, splat_double(1.44269504088896338700), splat_double(magic));
+    const doubles power = shifted - magic;
+    const doubles coarse = fused_double(power, splat_double(-6.93147180369123816490e-01), bounded);
+    const doubles r = fused_double(power, splat_double(-1.90821492927058770002e-10), coarse);
+    const doubles series = polynomial_double(r, inverse_factorials, 14);
+    return pick_double(below, splat_double(0.0), (doubles)((long_words)series + ((long_words)shifted << 52)));
+}
+
+#endif

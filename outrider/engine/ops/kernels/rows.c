@@ -1,0 +1,106 @@
+/* What happens to a row element by element: norm, rotation, gate. Each row by itself. */
+#include "lanes.h"
+#include "pool.h"
+
+#include <math.h>
+
+typedef struct {
+    const float *x, *weight;
+    float *output;
+    int64_t width;
+    float epsilon;
+} norm_job;
+
+typedef struct {
+    const float *query, *key, *value;
+    const int64_t *positions, *slots;
+    const float *cos, *sin;
+    float *query_out, *key_cache, *value_cache;
+    /* Strides of rows and heads, in floats. */
+    int64_t query_row, query_head, key_row, key_head, value_row, value_head;
+    int64_t num_heads, num_groups, head_dim;
+} rotate_job;
+
+typedef struct {
+    const float *gate_up;
+    float *output;
+    int64_t width;
+} gate_job;
+
+static void norm_row(const void *argument, uint32_t row) {
+    const norm_job *job = argument;
+    const float *x = job->x + row * job->width;
+    float *output = job->output + row * job->width;
+    lanes16 squares = {{{0}}};
+    int64_t i = 0;
+    for (; i + LANES <= job->width; i += LANES) squares = add_products(squares, x + i, x + i);
+    if (i < job->width) squares = add_last_products(squares, x + i, x + i, job->width - i);
+    const float scale = 1.0f / sqrtf(sum(squares) / (float)job->width + job->epsilon);
+    for (i = 0; i < job->width; i += WIDTH) {
+        const int64_t left = job->width - i;
+        store_upto(output + i, load_upto(x + i, left) * scale * load_upto(job->weight + i, left), left);
+    }
+}
+
+/* Pairs element i with i + head_dim / 2, as Hugging Face's rotate_half does. */
+INLINE void rotate_head(const float *from, float *to, const float *cos, const float *sin, int64_t half) {
+    for (int64_t i = 0; i < half; i += WIDTH) {
+        const int64_t left = half - i;
+        const floats c = load_upto(cos + i, left), s = load_upto(sin + i, left);
+        const floats first = load_upto(from + i, left), second = load_upto(from + half + i, left);
+        store_upto(to + i, fused(first, c, -(second * s)), left);
+        store_upto(to + half + i, fused(second, c, first * s), left);
+    }
+}
+
+static void rotate_row(const void *argument, uint32_t row) {
+    const rotate_job *job = argument;
+    const int64_t head_dim = job->head_dim, half = head_dim / 2;
+    const float *cos = job->cos + job->positions[row] * half, *sin = job->sin + job->positions[row] * half;
+    for (int64_t head = 0; head < job->num_heads; head++)
+        rotate_head(job->query + row * job->query_row + head * job->query_head,
+                    job->query_out + (row * job->num_heads + head) * head_dim, cos, sin, half);
+    for (int64_t group = 0; group < job->num_groups; group++) {
+        const int64_t place = (job->slots[row] * job->num_groups + group) * head_dim;
+        rotate_head(job->key + row * job->key_row + group * job->key_head, job->key_cache + place, cos, sin, half);
+        memcpy(job->value_cache + place, job->value + row * job->value_row + group * job->value_head,
+               (size_t)head_dim * sizeof(float));
+    }
+}
+
+static void gate_row(const void *argument, uint32_t row) {
+    const gate_job *job = argument;
+    const float *gate = job->gate_up + 2 * row * job->width, *up = gate + job->width;
+    for (int64_t i = 0; i < job->width; i += WIDTH) {
+        const int64_t left = job->width - i;
+        const floats x = load_upto(gate + i, left);
+        const floats silu = x / (exponential(-x) + 1.0f);
+        store_upto(job->output + row * job->width + i, silu * load_upto(up + i, left), left);
+    }
+}
+
+/* x and output [num_rows, width], weight [width]. */
+void outrider_rms_norm(pool *threads, const float *x, const float *weight, float *output, int64_t num_rows,
+                       int64_t width, float epsilon) {
+    const norm_job job = {x, weight, output, width, epsilon};
+    pool_run_costing(threads, norm_row, &job, (uint32_t)num_rows, (double)(num_rows * width));
+}
+
+/* Six strides, in floats: query row and head, key row and head, value row and head. */
+void outrider_rotate_and_store(pool *threads, const float *query, const float *key, const float *value,
+                               const int64_t strides[6], const int64_t *positions, const int64_t *slots,
+                               const float *cos, const float *sin, float *query_out, float *key_cache,
+                               float *value_cache, int64_t num_rows, int64_t num_heads, int64_t num_groups,
+                               int64_t head_dim) {
+    const rotate_job job = {query,      key,        value,      positions,  slots,     cos,        sin,     query_out,
+                            key_cache,  value_cache, strides[0], strides[1], strides[2], strides[3], strides[4],
+                            strides[5], num_heads,  num_groups, head_dim};
+    pool_run_costing(threads, rotate_row, &job, (uint32_t)num_rows,
+                     (double)(num_rows * (num_heads + num_groups) * head_dim));
+}
+
+/* gate_up [num_rows, 2 * width] holds gate beside up; output [num_rows, width]. */
+void outrider_silu_multiply(pool *threads, const float *gate_up, float *output, int64_t num_rows, int64_t width) {
+    const gate_job job = {gate_up, output, width};
+    pool_run_costing(threads, gate_row, &job, (uint32_t)num_rows, 8.0 * (double)(num_rows * width));
+}

@@ -1,0 +1,74 @@
+"""Finds the compiled kernels that this processor can run and declares their C functions. Computes nothing itself."""
+
+import ctypes
+import platform
+from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+CPU_INFO = Path("/proc/cpuinfo")
+# The features of the psABI's levels, as Linux spells them.
+V3_FLAGS = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
+V4_FLAGS = V3_FLAGS | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+
+_POINTER, _INT, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+_ARGUMENTS: dict[str, list[type]] = {
+    "outrider_pool_create": [_INT, _INT],
+    "outrider_pool_destroy": [_POINTER],
+    "outrider_linear": [_POINTER, _POINTER, _POINTER, _INT, _POINTER, _POINTER, *[_SIZE] * 3],
+    "outrider_rms_norm": [*[_POINTER] * 4, _SIZE, _SIZE, _FLOAT],
+    "outrider_rotate_and_store": [*[_POINTER] * 12, *[_SIZE] * 4],
+    "outrider_attention": [*[_POINTER] * 8, *[_SIZE] * 5, _FLOAT],
+    "outrider_silu_multiply": [*[_POINTER] * 3, *[_SIZE] * 2],
+    "outrider_draw": [*[_POINTER] * 5, *[_SIZE] * 3],
+    "outrider_draw_stretch": [],
+    "outrider_softmax": [*[_POINTER] * 4, *[_SIZE] * 2],
+}
+_RESULTS: dict[str, type] = {"outrider_pool_create": _POINTER, "outrider_draw_stretch": _SIZE}
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """One loaded library; its name stands in the numerics id."""
+
+    name: str
+    functions: ctypes.CDLL
+
+
+def processor_levels() -> tuple[str, ...]:
+    """Names of the kernel builds that this processor can run, fastest first; empty where that is not known."""
+    if platform.machine().lower() not in {"x86_64", "amd64"}:
+        return ("native",)
+    flags = _processor_flags()
+    levels = {"native-v4": V4_FLAGS, "native-v3": V3_FLAGS}
+    return tuple(name for name, needed in levels.items() if needed <= flags)
+
+
+def load_kernels(*names: str) -> Kernels | None:
+    """The fastest kernels that are built and run here, or the first of `names`; None where there are none."""
+    for name in names or processor_levels():
+        path = _built(name)
+        if path is not None and name in processor_levels():
+            return Kernels(name, _declared(ctypes.CDLL(str(path))))
+    return None
+
+
+def _processor_flags() -> frozenset[str]:
+    if not CPU_INFO.exists():
+        return frozenset()
+    lines = CPU_INFO.read_text().splitlines()
+    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+def _built(name: str) -> Path | None:
+    stem = Path(__file__).with_name("_" + name.replace("-", "_"))
+    candidates = (stem.with_name(stem.name + suffix) for suffix in EXTENSION_SUFFIXES)
+    return next((path for path in candidates if path.exists()), None)
+
+
+def _declared(functions: ctypes.CDLL) -> ctypes.CDLL:
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(functions, name)
+        function.argtypes = arguments
+        function.restype = _RESULTS.get(name)
+    return functions

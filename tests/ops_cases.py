@@ -1,0 +1,117 @@
+"""Random inputs for the engine's operations: ragged plans with shared and branching key lists, caches, weights."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.engine.ops import Ops
+from outrider.engine.ops.eager import EagerOps
+from outrider.engine.ops.library import load_kernels, processor_levels
+from outrider.engine.ops.native import NativeOps
+from outrider.engine.ops.reference import ReferenceOps
+from outrider.engine.plan import RowPlan
+
+NUM_SLOTS = 700
+BUILT = [name for name in processor_levels() if load_kernels(name) is not None]
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """Inputs of rotate_and_store and attention, as views into one fused product."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    plan: RowPlan
+    cos: Tensor
+    sin: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+
+
+def native(name: str = "", num_threads: int = 2) -> NativeOps:
+    """Compiled operations; skips, with a reason in the summary, where there was no compiler to build the kernels."""
+    kernels = load_kernels(*([name] if name else []))
+    if kernels is None:
+        pytest.skip("the CPU kernels are not built: install a C compiler and run `pip install -e .` again")
+    return NativeOps(kernels, num_threads)
+
+
+def every_ops() -> list[Ops]:
+    """Every implementation that runs here, each build of the kernels by itself."""
+    return [*(native(name) for name in BUILT), EagerOps(), ReferenceOps()]
+
+
+def keys_of(num_rows: int, generator: torch.Generator) -> Tensor:
+    """Noise keys over the whole range of 64 bits."""
+    return torch.randint(-(2**63), 2**63 - 1, (num_rows,), generator=generator)
+
+
+def attention_case(num_rows: int, num_heads: int, num_groups: int, head_dim: int, seed: int = 0) -> AttentionCase:
+    """Rows in chains of up to five that share a list of slots, in random order in the cache, 1 to 300 keys long."""
+    generator = torch.Generator().manual_seed(seed)
+    fused = torch.randn(num_rows, (num_heads + 2 * num_groups) * head_dim, generator=generator)
+    query, key, value = fused.split([num_heads * head_dim, num_groups * head_dim, num_groups * head_dim], dim=1)
+    angles = torch.rand(512, head_dim // 2, generator=generator) * 6
+    return AttentionCase(
+        query.view(num_rows, num_heads, head_dim),
+        key.view(num_rows, num_groups, head_dim),
+        value.view(num_rows, num_groups, head_dim),
+        _plan(num_rows, generator),
+        angles.cos(),
+        angles.sin(),
+        torch.randn(NUM_SLOTS, num_groups, head_dim, generator=generator),
+        torch.randn(NUM_SLOTS, num_groups, head_dim, generator=generator),
+    )
+
+
+def _plan(num_rows: int, generator: torch.Generator) -> RowPlan:
+    lists, starts, counts = [], [], []
+    offset = 0
+    for row in range(num_rows):
+        if row % 5 == 0:
+            offset = sum(map(len, lists))
+            length = int(torch.randint(5, 300, (), generator=generator))
+            lists.append(torch.randperm(NUM_SLOTS, generator=generator)[:length].int())
+        starts.append(offset)
+        counts.append(1 if row == 0 else len(lists[-1]) - 4 + row % 5)
+    return RowPlan(
+        token_ids=torch.zeros(num_rows, dtype=torch.int64),
+        positions=torch.randint(0, 512, (num_rows,), generator=generator),
+        slots=torch.randperm(NUM_SLOTS, generator=generator)[:num_rows],
+        key_slots=torch.cat(lists),
+        key_starts=torch.tensor(starts),
+        key_counts=torch.tensor(counts, dtype=torch.int32),
+        max_key_count=max(counts),
+    )
+
+
+def rows_of(case: AttentionCase, rows: slice) -> AttentionCase:
+    """The case with some of its rows only and caches of its own."""
+    plan = case.plan
+    part = replace(
+        plan,
+        token_ids=plan.token_ids[rows],
+        positions=plan.positions[rows],
+        slots=plan.slots[rows],
+        key_starts=plan.key_starts[rows],
+        key_counts=plan.key_counts[rows],
+        max_key_count=int(plan.key_counts[rows].max()),
+    )
+    heads = {"query": case.query[rows], "key": case.key[rows], "value": case.value[rows]}
+    caches = {"key_cache": case.key_cache.clone(), "value_cache": case.value_cache.clone()}
+    return replace(case, **heads, **caches, plan=part)
+
+
+def rotate(ops: Ops, case: AttentionCase) -> Tensor:
+    """Calls rotate_and_store with the case."""
+    heads = case.query, case.key, case.value
+    return ops.rotate_and_store(*heads, case.plan, case.cos, case.sin, case.key_cache, case.value_cache)
+
+
+def attend(ops: Ops, case: AttentionCase) -> Tensor:
+    """Calls attention with the case's query as it is, scaled as usual."""
+    scale = case.query.shape[2] ** -0.5
+    return ops.attention(case.query.contiguous(), case.plan, case.key_cache, case.value_cache, scale)

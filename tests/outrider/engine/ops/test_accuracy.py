@@ -1,0 +1,106 @@
+"""Each implementation of each operation against the same mathematics in float64."""
+
+import pytest
+import torch
+from ops_cases import attend, attention_case, every_ops, rotate
+from torch import Tensor
+from torch.nn import functional
+
+from outrider.engine.ops import Ops
+
+EVERY_OPS = pytest.mark.parametrize("ops", every_ops(), ids=lambda ops: ops.name)
+
+
+def assert_near(found: Tensor, exact: Tensor, tolerance: float) -> None:
+    """Errors relative to the largest value, which is what the rounding of a sum is relative to."""
+    assert float((found.double() - exact).abs().max()) <= tolerance * float(exact.abs().max())
+
+
+@EVERY_OPS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("num_inputs", "num_outputs"), [(1, 1), (15, 5), (16, 4), (37, 13), (384, 640), (1000, 333), (2816, 70)]
+)
+def test_linear_is_the_product(ops: Ops, dtype: torch.dtype, num_inputs: int, num_outputs: int) -> None:
+    """x times the transpose of weight plus bias, for every number of rows from 1 to 20 and odd sizes."""
+    generator = torch.Generator().manual_seed(num_inputs)
+    weight = torch.randn(num_outputs, num_inputs, generator=generator).to(dtype)
+    bias = torch.randn(num_outputs, generator=generator)
+    x = torch.randn(20, num_inputs, generator=generator)
+    exact = x.double() @ weight.double().T
+    for num_rows in range(1, 21):
+        assert_near(ops.linear(x[:num_rows], weight, bias), exact[:num_rows] + bias, 1e-5)
+    assert_near(ops.linear(x, weight), exact, 1e-5)
+
+
+@EVERY_OPS
+@pytest.mark.parametrize("width", [1, 16, 50, 384])
+def test_rms_norm_divides_by_the_root_mean_square(ops: Ops, width: int) -> None:
+    """Each row has the mean square one before the weight."""
+    generator = torch.Generator().manual_seed(width)
+    x, weight = torch.randn(7, width, generator=generator) * 3, torch.randn(width, generator=generator)
+    wide = x.double()
+    exact = wide / torch.sqrt(wide.square().mean(1, keepdim=True) + 1e-6) * weight
+    assert_near(ops.rms_norm(x, weight, 1e-6), exact, 1e-6)
+
+
+@EVERY_OPS
+def test_silu_multiply_gates(ops: Ops) -> None:
+    """silu(gate) * up, also far outside the range of exp."""
+    gate_up = torch.randn(5, 2 * 77, generator=torch.Generator().manual_seed(1)) * 20
+    gate_up[0, :4] = torch.tensor([-1000.0, 1000.0, -90.0, 0.0])
+    gate, up = gate_up.double().chunk(2, dim=1)
+    assert_near(ops.silu_multiply(gate_up), functional.silu(gate) * up, 1e-6)
+
+
+@EVERY_OPS
+@pytest.mark.parametrize("head_dim", [2, 40, 64, 128])
+def test_rotation_pairs_halves(ops: Ops, head_dim: int) -> None:
+    """Element i turns with i + D/2 by the row's own position; keys and values land in its slot and nowhere else."""
+    case = attention_case(8, 4, 2, head_dim)
+    before = case.key_cache.clone()
+    rotated = rotate(ops, case)
+    cos, sin = (table[case.plan.positions, None].double().repeat(1, 1, 2) for table in (case.cos, case.sin))
+    for heads, found in ((case.query, rotated), (case.key, case.key_cache[case.plan.slots])):
+        first, second = heads.double().chunk(2, dim=2)
+        assert_near(found, heads * cos + torch.cat((-second, first), dim=2) * sin, 1e-6)
+    assert torch.equal(case.value_cache[case.plan.slots], case.value)
+    untouched = torch.ones(len(before), dtype=torch.bool).index_fill(0, case.plan.slots, False)
+    assert torch.equal(case.key_cache[untouched], before[untouched])
+
+
+@EVERY_OPS
+@pytest.mark.parametrize(("num_heads", "num_groups", "head_dim"), [(6, 2, 64), (2, 2, 20), (4, 1, 128), (3, 3, 80)])
+def test_attention_reads_its_own_list(ops: Ops, num_heads: int, num_groups: int, head_dim: int) -> None:
+    """Softmax over exactly the keys that the row's list names, 1 to 300 of them, grouped heads sharing them."""
+    case = attention_case(12, num_heads, num_groups, head_dim)
+    found = attend(ops, case).view(12, num_heads, head_dim)
+    shared = num_heads // num_groups
+    for row in range(12):
+        start, count = int(case.plan.key_starts[row]), int(case.plan.key_counts[row])
+        slots = case.plan.key_slots[start : start + count].long()
+        keys, values = (
+            cache[slots].double().repeat_interleave(shared, 1) for cache in (case.key_cache, case.value_cache)
+        )
+        weights = torch.softmax(torch.einsum("hd,lhd->hl", case.query[row].double(), keys) * head_dim**-0.5, dim=1)
+        assert_near(found[row], torch.einsum("hl,lhd->hd", weights, values), 1e-5)
+
+
+@EVERY_OPS
+def test_attention_survives_large_scores(ops: Ops) -> None:
+    """Scores of several hundreds overflow nothing, in whatever chunk the greatest one lies."""
+    case = attention_case(6, 2, 1, 64)
+    case.query.mul_(60)
+    assert bool(torch.isfinite(attend(ops, case)).all())
+
+
+@EVERY_OPS
+@pytest.mark.parametrize("num_tokens", [1, 7, 4096, 5003])
+def test_softmax_is_exact_to_float64(ops: Ops, num_tokens: int) -> None:
+    """Probabilities in float64; -inf gives exactly zero."""
+    scores = torch.randn(6, num_tokens, generator=torch.Generator().manual_seed(2)) * 8
+    scores[:, 1::3] = -torch.inf
+    probs = ops.softmax(scores)
+    assert torch.allclose(probs, torch.softmax(scores.double(), dim=1), rtol=1e-13, atol=0)
+    assert bool((probs[:, 1::3] == 0).all())
+    assert torch.allclose(probs.sum(1), torch.ones(6, dtype=torch.float64), rtol=1e-14, atol=0)
