@@ -1,0 +1,1 @@
+"""The draft service rides ahead: it guesses what the target will say."""

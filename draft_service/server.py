@@ -1,0 +1,35 @@
+"""Puts the draft service together. Knows no messages."""
+
+from draft_service.drafters.model_drafter import DraftTask, ModelDrafter
+from draft_service.servicer import draft_service
+from draft_service.sessions import DraftSession, DraftSessions
+from outrider.engine.worker import DeviceWorker
+from outrider.model_service import (
+    LoadedModel,
+    RunningModelService,
+    describe,
+    device_setup,
+    load_model_aside,
+    serve_model,
+)
+from outrider.model_service_flags import ModelServiceSettings
+from outrider.model_servicer import model_service
+from outrider.sessions import SessionTable
+
+DRAFTERS = ("model",)
+
+
+async def start(settings: ModelServiceSettings) -> RunningModelService:
+    """Loads the model and serves; raises ModelRefused, InvalidRequest, AddressTaken."""
+    return await start_with(await load_model_aside(settings), settings)
+
+
+async def start_with(model: LoadedModel, settings: ModelServiceSettings) -> RunningModelService:
+    """Serves a model that is loaded already; the settings' model is not looked at."""
+    table = SessionTable[DraftSession](settings.lease_s)
+    drafter = ModelDrafter(model.runner, table.with_room)
+    worker = DeviceWorker[DraftTask](drafter.advance, device_setup(settings), "draft device")
+    sessions = DraftSessions(model.runner, table, worker.submit)
+    facts = describe("draft", model, drafters=DRAFTERS)
+    services = {**draft_service(facts, sessions, worker), **model_service(facts, sessions, worker)}
+    return await serve_model(settings, model, facts, worker, table, services)

@@ -1,0 +1,94 @@
+"""Whether a message of a session is old, repeated, timely or ahead. Pure decisions; knows no messages and no models.
+
+Messages are matched by (epoch, base_len), never by their order, so that a stream that broke, a call that was repeated
+and an answer that was overtaken need no handling of their own.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from outrider.errors import InvalidRequest
+
+SESSION_ID_LEN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Which session a message belongs to, and the committed length that it builds on."""
+
+    session_id: bytes
+    epoch: int
+    base_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a service knows of a session.
+
+    Requests on the lengths in `answerable` have been taken in this epoch, and their answers are kept or under way.
+    `least_len` is the shortest length that a new request of this epoch may build on.
+    """
+
+    epoch: int
+    committed_len: int
+    answerable: frozenset[int]
+    least_len: int
+
+
+class Standing(Enum):
+    """What to do with a message."""
+
+    STALE = auto()
+    """Drop it: a newer epoch has begun, or its answer has been acknowledged."""
+    REPEAT = auto()
+    """Answer it again, without a second effect."""
+    CURRENT = auto()
+    """Take it."""
+    REWIND = auto()
+    """Take the session back to what the message builds on, begin its epoch, and take it."""
+    FUTURE = auto()
+    """Ask for tokens: some are missing."""
+
+
+def check_fence(fence: Fence, context_len: int) -> Fence:
+    """Returns the fence, or raises InvalidRequest when no service can have sent it to a model of this context."""
+    if len(fence.session_id) != SESSION_ID_LEN:
+        raise InvalidRequest("fence.session_id", f"{len(fence.session_id)} bytes", f"{SESSION_ID_LEN} bytes long")
+    if fence.epoch < 1:
+        raise InvalidRequest("fence.epoch", fence.epoch, "at least 1")
+    if not 1 <= fence.base_len <= context_len:
+        raise InvalidRequest("fence.base_len", fence.base_len, f"in [1, {context_len}]")
+    return fence
+
+
+def judge(fence: Fence, known: Known | None, num_new: int = 0) -> Standing:
+    """What to do with a message that is not an open and brings the last `num_new` of its base_len tokens with it."""
+    if known is None:
+        return Standing.FUTURE
+    if fence.epoch < known.epoch:
+        return Standing.STALE
+    if fence.base_len - num_new > known.committed_len:
+        return Standing.FUTURE
+    if fence.epoch > known.epoch:
+        return Standing.REWIND
+    if fence.base_len in known.answerable:
+        return Standing.REPEAT
+    return Standing.CURRENT if fence.base_len >= known.least_len else Standing.STALE
+
+
+def judge_open(fence: Fence, known: Known | None) -> Standing:
+    """What to do with an open, which brings all tokens: only a newer epoch starts over."""
+    if known is None or fence.epoch > known.epoch:
+        return Standing.CURRENT
+    if fence.epoch == known.epoch and fence.base_len in known.answerable:
+        return Standing.REPEAT
+    return Standing.STALE
+
+
+def judge_rollback(fence: Fence, known: Known | None) -> Standing:
+    """What to do with a Rollback: CURRENT truncates, REPEAT and STALE only report, FUTURE does not know the session."""
+    if known is None:
+        return Standing.FUTURE
+    if fence.epoch == known.epoch:
+        return Standing.REPEAT
+    return Standing.STALE if fence.epoch < known.epoch else Standing.CURRENT

@@ -1,0 +1,37 @@
+"""Logs of a process: structured, to stderr, so that stdout belongs to the program. Knows no services.
+
+In a terminal people read them; anywhere else every line is one JSON object.
+"""
+
+import logging
+import sys
+
+import structlog
+from structlog.typing import Processor
+
+LEVELS = ("debug", "info", "warning", "error")
+
+
+def configure(level: str) -> None:
+    """Sets up structlog and the standard library's logging, which grpc uses. `level` is one of LEVELS."""
+    number = getattr(logging, level.upper())
+    logging.basicConfig(
+        level=max(number, logging.WARNING), stream=sys.stderr, format="%(levelname)s %(name)s %(message)s"
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *_rendering(sys.stderr.isatty()),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+
+
+def _rendering(is_terminal: bool) -> list[Processor]:
+    if is_terminal:
+        return [structlog.dev.ConsoleRenderer()]
+    return [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]

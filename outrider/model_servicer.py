@@ -1,0 +1,147 @@
+"""ModelService: who a service is, and Rollback; the same for draft and target. Decides nothing.
+
+Rollback is decided by the service's sessions, on the device thread, between two steps of the running job.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import grpc
+
+from outrider import wire
+from outrider.fencing import Fence
+from outrider.v1 import model_service_pb2 as pb
+from outrider.v1.model_service_pb2_grpc import ModelServiceServicer, add_ModelServiceServicer_to_server
+
+PROTOCOL_VERSION = 1
+MAX_DRAFT_COUNT = 32
+
+ROLES = {"draft": pb.SERVICE_ROLE_DRAFT, "target": pb.SERVICE_ROLE_TARGET}
+
+T = TypeVar("T")
+Add = Callable[[grpc.aio.Server], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceFacts:
+    """What does not change while a service runs; see GetModelInfoResponse. `role` is "draft" or "target"."""
+
+    role: str
+    instance_id: int
+    model_name: str
+    model_hash: str
+    numerics_id: str
+    parameter_count: int
+    weight_bytes: int
+    weight_dtype: str
+    device: str
+    thread_count: int
+    context_len: int
+    vocabulary_size: int
+    vocabulary_digests: tuple[int, ...]
+    eos_token_ids: frozenset[int]
+    block_size: int
+    block_count: int
+    unacknowledged_window: int = 0
+    drafters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceCounts:
+    """What changes: free blocks, sessions, leased sessions, and jobs that Rollback has stopped."""
+
+    free_blocks: int
+    sessions: int
+    leased_sessions: int
+    stopped_jobs: int
+
+
+@dataclass(frozen=True, slots=True)
+class RolledBack:
+    """A session after a Rollback: its epoch and committed length now."""
+
+    fence: Fence
+    cached_len: int
+    job_stopped: bool
+
+
+class Sessions(Protocol):
+    """The sessions of a service."""
+
+    def rollback(self, fence: Fence) -> RolledBack:
+        """Truncates a session and begins a new epoch; on the device thread."""
+        ...
+
+    def counts(self) -> ServiceCounts:
+        """Numbers for an observer, from any thread; a forward old at most."""
+        ...
+
+
+class Device(Protocol):
+    """The device thread."""
+
+    def call(self, fn: Callable[[], T]) -> Awaitable[T]:
+        """Runs `fn` between two forwards."""
+        ...
+
+
+class ModelServicer(ModelServiceServicer):
+    """Serves ModelService for the sessions of one service."""
+
+    def __init__(self, facts: ServiceFacts, sessions: Sessions, device: Device) -> None:
+        self._facts = facts
+        self._sessions = sessions
+        self._device = device
+
+    async def GetModelInfo(  # noqa: N802 - the name is the protocol's
+        self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.GetModelInfoResponse:
+        """Describes the service, without waiting for the device: a long forward must not look like an absence."""
+        facts, counts = self._facts, self._sessions.counts()
+        return pb.GetModelInfoResponse(
+            protocol_version=PROTOCOL_VERSION,
+            role=ROLES[facts.role],
+            instance_id=facts.instance_id,
+            model_name=facts.model_name,
+            model_hash=facts.model_hash,
+            numerics_id=facts.numerics_id,
+            parameter_count=facts.parameter_count,
+            weight_dtype=facts.weight_dtype,
+            device=facts.device,
+            thread_count=facts.thread_count,
+            context_len=facts.context_len,
+            vocabulary_size=facts.vocabulary_size,
+            vocabulary_digests=facts.vocabulary_digests,
+            eos_token_ids=sorted(facts.eos_token_ids),
+            max_draft_count=MAX_DRAFT_COUNT,
+            unacknowledged_window=facts.unacknowledged_window,
+            block_size=facts.block_size,
+            block_count=facts.block_count,
+            free_block_count=counts.free_blocks,
+            session_count=counts.sessions,
+            leased_session_count=counts.leased_sessions,
+            stopped_job_count=counts.stopped_jobs,
+            weight_bytes=facts.weight_bytes,
+            drafters=facts.drafters,
+        )
+
+    async def Rollback(  # noqa: N802 - the name is the protocol's
+        self, request: pb.RollbackRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.RollbackResponse:
+        """Takes a session back to a length."""
+        fence = wire.fence_from(request.fence, self._facts.context_len)
+        rolled = await self._device.call(partial(self._sessions.rollback, fence))
+        return pb.RollbackResponse(
+            fence=wire.fence_message(rolled.fence, self._facts.instance_id),
+            cached_len=rolled.cached_len,
+            job_stopped=rolled.job_stopped,
+        )
+
+
+def model_service(facts: ServiceFacts, sessions: Sessions, device: Device) -> dict[str, Add]:
+    """The service for `outrider.rpc.serve`: its full name, and what adds it to a server."""
+    servicer = ModelServicer(facts, sessions, device)
+    name = pb.DESCRIPTOR.services_by_name["ModelService"].full_name
+    return {name: lambda server: add_ModelServiceServicer_to_server(servicer, server)}

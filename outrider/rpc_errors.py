@@ -1,0 +1,79 @@
+"""Errors on their way through gRPC: an OutriderError becomes a google.rpc.Status with ErrorInfo, and one again.
+
+Knows no services and no channels. What is not an OutriderError leaves a process as "internal error" and nothing more.
+"""
+
+from collections.abc import Iterator
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from outrider.errors import OutriderError, PeerLost, ProtocolViolation
+
+DOMAIN = "outrider.v1"
+# Whoever waits this long finds other requests ended, or the service back.
+RETRY_DELAYS_S = {"RESOURCE_EXHAUSTED": 1, "UNAVAILABLE": 1}
+UNEXPECTED_TEXT = "internal error"
+
+# What a status without ErrorInfo means: it was made by gRPC itself, or by something between the processes.
+BARE_STATUSES: dict[grpc.StatusCode, type[OutriderError]] = {
+    grpc.StatusCode.UNAVAILABLE: PeerLost,
+    grpc.StatusCode.CANCELLED: PeerLost,
+    grpc.StatusCode.DEADLINE_EXCEEDED: PeerLost,
+    grpc.StatusCode.UNIMPLEMENTED: ProtocolViolation,
+}
+
+
+def status_of(error: OutriderError) -> grpc.Status:
+    """The status that ends a call with this error; RetryInfo tells when waiting helps."""
+    code = grpc.StatusCode[error.status]
+    rich = status_pb2.Status(code=code.value[0], message=error.message)
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
+    rich.details.add().Pack(info)
+    if error.status in RETRY_DELAYS_S:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.seconds = RETRY_DELAYS_S[error.status]
+        rich.details.add().Pack(retry)
+    status: grpc.Status = rpc_status.to_status(rich)
+    return status
+
+
+def error_from(error: grpc.aio.AioRpcError) -> OutriderError:
+    """What the other side raised, of the same class, text and metadata; PeerLost when there is no other side."""
+    info = _error_info(error)
+    if info is None:
+        return _bare(error)
+    kind = _classes().get(info.reason, OutriderError)
+    # The classes have constructors of their own, which would compose the message a second time.
+    raised = kind.__new__(kind)
+    OutriderError.__init__(raised, error.details() or "")
+    raised.metadata = dict(info.metadata)
+    return raised
+
+
+def _bare(error: grpc.aio.AioRpcError) -> OutriderError:
+    kind = BARE_STATUSES.get(error.code(), OutriderError)
+    return kind(f"{error.code().name}: {error.details() or 'no details'}", status=error.code().name)
+
+
+def _error_info(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
+    try:
+        rich = rpc_status.from_call(error)
+    except ValueError:
+        # Somebody between the processes has changed the status; what it says now is all there is.
+        return None
+    info = error_details_pb2.ErrorInfo()
+    found = rich is not None and any(detail.Unpack(info) for detail in rich.details)
+    return info if found and info.domain == DOMAIN else None
+
+
+def _classes(kind: type[OutriderError] = OutriderError) -> dict[str, type[OutriderError]]:
+    """Error classes by reason, those included that other modules define."""
+    return {found.reason: found for found in _family(kind)}
+
+
+def _family(kind: type[OutriderError]) -> Iterator[type[OutriderError]]:
+    yield kind
+    for child in kind.__subclasses__():
+        yield from _family(child)

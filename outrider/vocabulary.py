@@ -1,0 +1,65 @@
+"""Which token carries which id, as digests that two services can compare. Cannot encode or decode; never sees text."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Self
+
+from tokenizers import Tokenizer
+
+from outrider.errors import ModelRefused
+
+IDS_PER_DIGEST = 1024
+DIGEST_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Size (one more than the largest id) and one 64-bit digest of (id, token) for every 1,024 ids, in order."""
+
+    size: int
+    digests: tuple[int, ...]
+
+    @classmethod
+    def read(cls, folder: Path | str) -> Self:
+        """The vocabulary of the tokenizer.json in a folder, added tokens included. Raises ModelRefused."""
+        path = Path(folder) / "tokenizer.json"
+        if not path.is_file():
+            raise ModelRefused(f"There is no tokenizer.json in {folder}, so nobody can tell whether the pair fits.")
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exceptions for every kind of fault
+            raise ModelRefused(f"{path} cannot be read as a tokenizer: {error}") from error
+        return cls.of(tokenizer.get_vocab(with_added_tokens=True).items())
+
+    @classmethod
+    def of(cls, tokens: Iterable[tuple[str, int]]) -> Self:
+        """The vocabulary of pairs of token and id."""
+        by_id = sorted((token_id, token) for token, token_id in tokens)
+        if not by_id:
+            raise ModelRefused("The tokenizer has no tokens.")
+        size = by_id[-1][0] + 1
+        chunks = {number: _digest(chunk) for number, chunk in groupby(by_id, lambda pair: pair[0] // IDS_PER_DIGEST)}
+        return cls(size, tuple(chunks.get(number, 0) for number in range(-(-size // IDS_PER_DIGEST))))
+
+    def difference(self, other: "Vocabulary") -> str | None:
+        """One sentence about the first difference, or None when the two are the same."""
+        if self.size != other.size:
+            return f"The vocabularies have {self.size} and {other.size} ids."
+        for number, (own, others) in enumerate(zip(self.digests, other.digests, strict=True)):
+            if own != others:
+                first = number * IDS_PER_DIGEST
+                last = min(first + IDS_PER_DIGEST, self.size) - 1
+                return f"The vocabularies of {self.size} ids differ between the ids {first} and {last}."
+        return None
+
+
+def _digest(chunk: Iterable[tuple[int, str]]) -> int:
+    state = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for token_id, token in chunk:
+        data = token.encode("utf-8", "surrogatepass")
+        # The length goes in too, or a token could borrow bytes from its neighbour.
+        state.update(token_id.to_bytes(4, "little") + len(data).to_bytes(4, "little") + data)
+    return int.from_bytes(state.digest(), "little")

@@ -1,0 +1,160 @@
+"""Between messages and plain values. Checks every range that types.proto states; knows no model and no session."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from outrider.compute_times import ComputeTimes
+from outrider.errors import InvalidRequest, Unsupported
+from outrider.fencing import Fence, check_fence
+from outrider.parameters import MAX_STOP_TOKEN_IDS, FinishReason, SamplingParameters, SessionSpec
+from outrider.v1 import types_pb2 as pb
+
+SESSION = "session."
+
+FINISH_REASONS = {
+    FinishReason.EOS: pb.FINISH_REASON_EOS,
+    FinishReason.STOP_TOKEN: pb.FINISH_REASON_STOP_TOKEN,
+    FinishReason.STOP_STRING: pb.FINISH_REASON_STOP_STRING,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+RULES = {pb.ACCEPTANCE_RULE_UNSPECIFIED: "match", pb.ACCEPTANCE_RULE_MATCH: "match"}
+RULE_NAMES = {pb.ACCEPTANCE_RULE_RATIO: "ratio", pb.ACCEPTANCE_RULE_BLOCK: "block"}
+
+
+class Tree(Protocol):
+    """A proposal, whatever class it has where it was made; parents may be empty for a chain."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Draft token of each row."""
+        ...
+
+    @property
+    def parents(self) -> tuple[int, ...]:
+        """Parent of each row, 0 for the root."""
+        ...
+
+
+def fence_from(message: pb.Fence, context_len: int) -> Fence:
+    """The fence of a request; raises InvalidRequest."""
+    return check_fence(Fence(message.session_id, message.epoch, message.base_len), context_len)
+
+
+def fence_message(fence: Fence, instance_id: int = 0) -> pb.Fence:
+    """A fence to send; the instance id is a server's, and 0 in requests."""
+    return pb.Fence(session_id=fence.session_id, epoch=fence.epoch, base_len=fence.base_len, instance_id=instance_id)
+
+
+def sampling_from(message: pb.SamplingParameters, prefix: str = "sampling.") -> SamplingParameters:
+    """The parameters, with defaults for absent fields. Raises InvalidRequest naming the field behind the prefix."""
+    values = {field.name: value for field, value in message.ListFields() if field.name != "logit_bias"}
+    return SamplingParameters.checked({**values, "logit_bias": dict(message.logit_bias)}, prefix)
+
+
+def sampling_message(sampling: SamplingParameters) -> pb.SamplingParameters:
+    """The message with every field set."""
+    return pb.SamplingParameters(**sampling.model_dump())
+
+
+def rule_from(rule: pb.AcceptanceRule.ValueType, field: str) -> str:
+    """Name of an acceptance rule; raises Unsupported unless it is `match`."""
+    if rule not in RULES:
+        name = RULE_NAMES.get(rule, str(rule))
+        raise Unsupported(f"{field} {name} is not served yet; only match is", field=field, value=name)
+    return RULES[rule]
+
+
+def open_message(spec: SessionSpec, token_ids: Iterable[int]) -> pb.OpenSession:
+    """What opens a session whose committed tokens are `token_ids`; those of the spec are only the prompt."""
+    return pb.OpenSession(
+        token_ids=token_ids,
+        prompt_len=spec.prompt_len,
+        sampling=sampling_message(spec.sampling),
+        seed=spec.seed,
+        rule=pb.ACCEPTANCE_RULE_MATCH,
+        max_len=spec.max_len,
+        eos_token_ids=sorted(spec.eos_token_ids),
+        stop_token_ids=sorted(spec.stop_token_ids),
+    )
+
+
+def spec_from(message: pb.OpenSession, base_len: int, vocabulary_size: int) -> SessionSpec:
+    """The session that a message opens. Raises InvalidRequest and Unsupported.
+
+    Whether max_len fits into a context is left to the service: a draft may have a shorter one than the request.
+    """
+    rule_from(message.rule, SESSION + "rule")
+    if message.HasField("logprob_count"):
+        raise Unsupported(
+            f"{SESSION}logprob_count is not served yet and must be absent", field=SESSION + "logprob_count"
+        )
+    if len(message.token_ids) != base_len:
+        raise InvalidRequest(SESSION + "token_ids", f"{len(message.token_ids)} tokens", f"base_len {base_len} tokens")
+    check_range(SESSION + "prompt_len", message.prompt_len, 1, base_len)
+    check_range(SESSION + "max_len", message.max_len, base_len + 1, 2**31 - 1)
+    if len(message.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        count = f"{len(message.stop_token_ids)} ids"
+        raise InvalidRequest(SESSION + "stop_token_ids", count, f"at most {MAX_STOP_TOKEN_IDS} ids")
+    sampling = sampling_from(message.sampling, SESSION + "sampling.")
+    check_token_ids(SESSION + "sampling.logit_bias", sampling.logit_bias, vocabulary_size)
+    return SessionSpec(
+        token_ids=check_token_ids(SESSION + "token_ids", message.token_ids, vocabulary_size),
+        prompt_len=message.prompt_len,
+        sampling=sampling,
+        seed=message.seed,
+        max_len=message.max_len,
+        eos_token_ids=frozenset(check_token_ids(SESSION + "eos_token_ids", message.eos_token_ids, vocabulary_size)),
+        stop_token_ids=frozenset(check_token_ids(SESSION + "stop_token_ids", message.stop_token_ids, vocabulary_size)),
+    )
+
+
+def tree_from(message: pb.TokenTree, vocabulary_size: int, max_rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Token ids and parents of a proposal, the parents of a chain filled in. Raises InvalidRequest."""
+    num_rows = len(message.token_ids)
+    if num_rows > max_rows:
+        raise InvalidRequest("proposal.token_ids", f"{num_rows} rows", f"at most {max_rows} rows")
+    if message.distributions:
+        raise InvalidRequest("proposal.distributions", f"{len(message.distributions)} entries", "empty under match")
+    if len(message.parents) not in {0, num_rows}:
+        raise InvalidRequest("proposal.parents", f"{len(message.parents)} entries", f"empty or {num_rows} entries")
+    for row, parent in enumerate(message.parents):
+        check_range(f"proposal.parents.{row}", parent, 0, row)
+    token_ids = check_token_ids("proposal.token_ids", message.token_ids, vocabulary_size)
+    return token_ids, tuple(message.parents) or tuple(range(num_rows))
+
+
+def tree_message(tree: Tree) -> pb.TokenTree:
+    """A proposal to send; a chain travels without its parents."""
+    is_chain = tuple(tree.parents) == tuple(range(len(tree.token_ids)))
+    return pb.TokenTree(token_ids=tree.token_ids, parents=() if is_chain else tree.parents)
+
+
+def times_message(times: ComputeTimes) -> pb.ComputeTimes:
+    """The cost of an answer."""
+    return pb.ComputeTimes(queue_us=times.queue_us, compute_us=times.compute_us, forward_count=times.forward_count)
+
+
+def finish_reason(message: pb.FinishReason.ValueType) -> FinishReason | None:
+    """Why a request ended, None while it goes on or for a reason of a newer protocol."""
+    return next((reason for reason, value in FINISH_REASONS.items() if value == message), None)
+
+
+def finish_reason_message(reason: FinishReason | None) -> pb.FinishReason.ValueType:
+    """The reason to send; unspecified while the request goes on."""
+    return pb.FINISH_REASON_UNSPECIFIED if reason is None else FINISH_REASONS[reason]
+
+
+def check_range(field: str, value: int, least: int, most: int) -> int:
+    """Returns the value; raises InvalidRequest outside [least, most]."""
+    if not least <= value <= most:
+        raise InvalidRequest(field, value, f"in [{least}, {most}]")
+    return value
+
+
+def check_token_ids(field: str, token_ids: Iterable[int], vocabulary_size: int) -> tuple[int, ...]:
+    """Returns the ids; raises InvalidRequest about the first outside the vocabulary."""
+    checked = tuple(token_ids)
+    for index, token_id in enumerate(checked):
+        if not 0 <= token_id < vocabulary_size:
+            raise InvalidRequest(f"{field}.{index}", token_id, f"in [0, {vocabulary_size})")
+    return checked

@@ -1,0 +1,33 @@
+"""Puts the target service together. Knows no messages."""
+
+from outrider.engine.worker import DeviceWorker
+from outrider.model_service import (
+    LoadedModel,
+    RunningModelService,
+    describe,
+    device_setup,
+    load_model_aside,
+    serve_model,
+)
+from outrider.model_service_flags import ModelServiceSettings
+from outrider.model_servicer import model_service
+from outrider.sessions import SessionTable
+from target_service.servicer import target_service
+from target_service.sessions import UNACKNOWLEDGED_WINDOW, TargetSession, TargetSessions
+from target_service.verifier import Verifier, VerifyTask
+
+
+async def start(settings: ModelServiceSettings) -> RunningModelService:
+    """Loads the model and serves; raises ModelRefused, InvalidRequest, AddressTaken."""
+    return await start_with(await load_model_aside(settings), settings)
+
+
+async def start_with(model: LoadedModel, settings: ModelServiceSettings) -> RunningModelService:
+    """Serves a model that is loaded already; the settings' model is not looked at."""
+    table = SessionTable[TargetSession](settings.lease_s)
+    verifier = Verifier(model.runner, table.with_room)
+    worker = DeviceWorker[VerifyTask](verifier.advance, device_setup(settings), "target device")
+    sessions = TargetSessions(model.runner, table, worker.submit)
+    facts = describe("target", model, unacknowledged_window=UNACKNOWLEDGED_WINDOW)
+    services = {**target_service(facts, sessions, worker), **model_service(facts, sessions, worker)}
+    return await serve_model(settings, model, facts, worker, table, services)

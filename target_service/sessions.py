@@ -1,0 +1,259 @@
+"""The sessions of a target: which message is taken, which verdicts are repeated, and how far it goes on unasked.
+
+Everything here runs on the device thread, between two forwards, so that no session changes under one. Knows no
+protobuf.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from outrider.compute_times import ComputeTimes, Meter
+from outrider.engine.decoding import reopen
+from outrider.engine.runner import ModelRunner
+from outrider.engine.session import Session
+from outrider.engine.tree import EMPTY, TokenTree
+from outrider.errors import InvalidRequest, OutriderError, ProtocolViolation
+from outrider.fencing import Fence, Known, Standing, judge, judge_open, judge_rollback
+from outrider.model_servicer import RolledBack, ServiceCounts
+from outrider.parameters import FinishReason, SessionSpec
+from outrider.sessions import SessionTable
+from target_service.acceptance import Verdict
+from target_service.verifier import VerifyTask
+
+UNACKNOWLEDGED_WINDOW = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A verdict on the fence's length, or without one the number of tokens that the target knows of it."""
+
+    fence: Fence
+    verdict: Verdict | None
+    known_len: int
+    cached_len: int
+    times: ComputeTimes
+
+
+Reply = Callable[[Answer | OutriderError], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step asks for. `arrived_ns` is when its message came, on time.perf_counter_ns."""
+
+    tree: TokenTree
+    plain_budget: int
+    arrived_ns: int
+
+
+@dataclass(slots=True, eq=False)
+class TargetSession:
+    """A session as the target keeps it. Its committed length is that of its tokens."""
+
+    spec: SessionSpec
+    epoch: int
+    session: Session
+    owner: object
+    reply: Reply
+    acknowledged_len: int
+    limit: int = 0
+    """Committed length up to which the target goes on unasked."""
+    finish_reason: FinishReason | None = None
+    task: VerifyTask | None = None
+    verdicts: list[Answer] = field(default_factory=list)
+    """The unacknowledged ones, in order."""
+
+    @property
+    def known(self) -> Known:
+        """What decides about a message."""
+        answerable = {answer.fence.base_len for answer in self.verdicts}
+        if self.task is not None and self.task.asked:
+            answerable.add(len(self.session))
+        return Known(self.epoch, len(self.session), frozenset(answerable), least_len=len(self.session))
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the next token may be committed unasked."""
+        end = min(self.limit, self.acknowledged_len + UNACKNOWLEDGED_WINDOW)
+        return self.finish_reason is None and len(self.session) < end
+
+    def acknowledge(self, base_len: int) -> None:
+        """Forgets the verdicts below base_len."""
+        self.acknowledged_len = max(self.acknowledged_len, base_len)
+        self.verdicts = [answer for answer in self.verdicts if answer.fence.base_len >= base_len]
+
+    def allow(self, base_len: int, plain_budget: int) -> None:
+        """Sets how far the target may go on unasked, counted from a message's base_len."""
+        self.limit = base_len + 1 + plain_budget if plain_budget else base_len
+
+    def rewind(self, epoch: int, base_len: int) -> bool:
+        """Begins an epoch at a length, at most the committed one; tells whether a job was stopped."""
+        stopped = self.stop_job()
+        if base_len < len(self.session):
+            self.finish_reason = None
+            self.session.truncate(base_len)
+        self.epoch, self.acknowledged_len, self.limit = epoch, len(self.session), 0
+        self.verdicts = []
+        return stopped
+
+    def stop_job(self) -> bool:
+        """Stops the running job; see Held."""
+        task, self.task = self.task, None
+        if task is not None:
+            task.stopped = True
+        return task is not None
+
+    def free(self) -> None:
+        """Stops the job and gives back the blocks."""
+        self.stop_job()
+        self.session.free()
+
+
+class TargetSessions:
+    """All sessions of a target service."""
+
+    def __init__(
+        self, runner: ModelRunner, table: SessionTable[TargetSession], submit: Callable[[VerifyTask], None]
+    ) -> None:
+        """`submit` hands a task to the device worker that advances it."""
+        self.table = table
+        self._runner = runner
+        self._submit = submit
+        self._stopped_jobs = 0
+
+    def open(self, fence: Fence, spec: SessionSpec, step: Step, owner: object, reply: Reply) -> None:
+        """Opens a session, or opens it again with a newer epoch, and takes its first step."""
+        held = self.table.get(fence.session_id)
+        standing = judge_open(fence, held.known if held else None)
+        if standing is Standing.CURRENT:
+            _check_depth(step.tree, spec, fence.base_len)
+            self._take(self._opened(held, fence, spec, owner, reply), fence, step)
+        elif standing is Standing.REPEAT and held is not None:
+            self.table.attach(fence.session_id)
+            held.owner, held.reply = owner, reply
+            _repeat(held, fence)
+
+    def step(self, fence: Fence, step: Step, reply: Reply) -> None:
+        """Verifies a proposal, answers a step again, or asks for tokens."""
+        held = self.table.get(fence.session_id)
+        standing = judge(fence, held.known if held else None)
+        if held is None or standing is Standing.FUTURE:
+            known_len = min(len(held.session), fence.base_len - 1) if held else 0
+            reply(Answer(fence, None, known_len, _cached_len(held), ComputeTimes()))
+        elif standing is Standing.REPEAT:
+            held.acknowledge(fence.base_len)
+            _repeat(held, fence)
+        elif standing is not Standing.STALE:
+            _check_depth(step.tree, held.spec, fence.base_len)
+            if standing is Standing.REWIND:
+                self._stopped_jobs += held.rewind(fence.epoch, fence.base_len)
+            held.acknowledge(fence.base_len)
+            self._take(held, fence, step)
+
+    def acknowledge(self, fence: Fence, plain_budget: int, arrived_ns: int) -> None:
+        """Forgets verdicts, and lets the target go on unasked; never answered."""
+        held = self.table.get(fence.session_id)
+        if held is None or fence.epoch < held.epoch or fence.base_len > len(held.session):
+            return
+        if fence.epoch > held.epoch:
+            self._stopped_jobs += held.rewind(fence.epoch, fence.base_len)
+        if fence.base_len < held.acknowledged_len:
+            return
+        held.acknowledge(fence.base_len)
+        held.allow(fence.base_len, plain_budget)
+        if held.task is None and held.may_go_on:
+            self._start(fence.session_id, held, Step(EMPTY, plain_budget, arrived_ns), asked=False)
+
+    def rollback(self, fence: Fence) -> RolledBack:
+        """Truncates a session and begins a new epoch; without an effect unless the epoch is newer."""
+        held = self.table.get(fence.session_id)
+        if held is None:
+            return RolledBack(Fence(fence.session_id, fence.epoch, 0), 0, job_stopped=False)
+        stopped = False
+        if judge_rollback(fence, held.known) is Standing.CURRENT:
+            stopped = held.rewind(fence.epoch, min(fence.base_len, len(held.session)))
+            self._stopped_jobs += stopped
+        now = Fence(fence.session_id, held.epoch, len(held.session))
+        return RolledBack(now, _cached_len(held), stopped)
+
+    def counts(self) -> ServiceCounts:
+        """Numbers for an observer; see outrider.model_servicer.Sessions."""
+        return ServiceCounts(self._runner.pool.num_free, len(self.table), self.table.num_leased, self._stopped_jobs)
+
+    def _opened(
+        self, held: TargetSession | None, fence: Fence, spec: SessionSpec, owner: object, reply: Reply
+    ) -> TargetSession:
+        """A session of the spec's tokens; a newer epoch starts over, with what is cached of them."""
+        if held is None:
+            session = reopen(self._runner, None, spec.token_ids, spec.prompt_len)
+            held = TargetSession(spec, fence.epoch, session, owner, reply, fence.base_len)
+            self.table.add(fence.session_id, held)
+            return held
+        held.stop_job()
+        held.session = reopen(self._runner, held.session, spec.token_ids, spec.prompt_len)
+        held.spec, held.owner, held.reply, held.finish_reason = spec, owner, reply, None
+        held.rewind(fence.epoch, fence.base_len)
+        self.table.attach(fence.session_id)
+        return held
+
+    def _take(self, held: TargetSession, fence: Fence, step: Step) -> None:
+        if held.finish_reason is not None:
+            raise ProtocolViolation(
+                f"the request has ended at {fence.base_len} tokens and takes no more steps", base_len=fence.base_len
+            )
+        held.allow(fence.base_len, step.plain_budget)
+        if held.task is None:
+            self._start(fence.session_id, held, step, asked=True)
+        else:
+            # The target was about to go on by itself from just here: the step takes that over.
+            held.task.tree, held.task.meter, held.task.asked = step.tree, Meter(step.arrived_ns), True
+
+    def _start(self, session_id: bytes, held: TargetSession, step: Step, *, asked: bool) -> None:
+        held.task = VerifyTask(
+            session=held.session,
+            spec=held.spec,
+            tree=step.tree,
+            meter=Meter(step.arrived_ns),
+            on_verdict=partial(self._on_verdict, session_id, held),
+            on_failure=partial(self._on_failure, session_id, held),
+            asked=asked,
+        )
+        self._submit(held.task)
+
+    def _on_verdict(self, session_id: bytes, held: TargetSession, verdict: Verdict, times: ComputeTimes) -> None:
+        fence = Fence(session_id, held.epoch, verdict.base_len)
+        answer = Answer(fence, verdict, verdict.base_len, _cached_len(held), times)
+        held.verdicts.append(answer)
+        held.finish_reason = verdict.finish_reason
+        task = held.task
+        if task is not None:
+            # Prepared before the reply, so that whoever has the answer finds the session at rest.
+            task.tree, task.meter, task.asked, task.done = EMPTY, Meter(), False, not held.may_go_on
+            held.task = None if task.done else task
+        held.reply(answer)
+
+    def _on_failure(self, session_id: bytes, held: TargetSession, error: OutriderError) -> None:
+        # A session that failed for want of room must not keep what it has: its gateway opens it again.
+        held.task = None
+        self.table.drop(session_id)
+        held.reply(error)
+
+
+def _repeat(held: TargetSession, fence: Fence) -> None:
+    """Sends the verdicts from a length on once more; one that is under way comes anyway."""
+    for answer in held.verdicts:
+        if answer.fence.base_len >= fence.base_len:
+            held.reply(answer)
+
+
+def _cached_len(held: TargetSession | None) -> int:
+    """Cached tokens; the last committed one does not count, because the next forward computes it again."""
+    return min(held.session.cached_len, len(held.session) - 1) if held else 0
+
+
+def _check_depth(tree: TokenTree, spec: SessionSpec, base_len: int) -> None:
+    """No row may lie past the end of the request."""
+    room = spec.max_len - base_len
+    if max(tree.depths) > room:
+        raise InvalidRequest("proposal", f"{max(tree.depths)} tokens deep", f"at most {room} deep here, up to max_len")
