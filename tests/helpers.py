@@ -1,0 +1,71 @@
+"""Small things that many tests of services need: waiting, specs, and a device that runs only when it is told to."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from outrider.parameters import SamplingParameters, SessionSpec
+
+PATIENCE_S = 20.0
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Waits until a condition holds; fails when that takes longer than PATIENCE_S."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 - what is waited for happens in another thread or process
+            await asyncio.sleep(0.005)
+
+
+def spec_of(
+    token_ids: Sequence[int],
+    max_len: int = 64,
+    *,
+    seed: int = 7,
+    eos: Sequence[int] = (0,),
+    stops: Sequence[int] = (),
+    prompt_len: int | None = None,
+    **sampling: Any,
+) -> SessionSpec:
+    """A session's spec; greedy unless sampling parameters are given."""
+    return SessionSpec(
+        token_ids=tuple(token_ids),
+        prompt_len=len(token_ids) if prompt_len is None else prompt_len,
+        sampling=SamplingParameters(**(sampling or {"temperature": 0.0})),
+        seed=seed,
+        max_len=max_len,
+        eos_token_ids=frozenset(eos),
+        stop_token_ids=frozenset(stops),
+    )
+
+
+class SteppedTask(Protocol):
+    """A task as a device sees it."""
+
+    done: bool
+    stopped: bool
+
+
+TaskT = TypeVar("TaskT", bound=SteppedTask)
+
+
+class SteppedDevice(Generic[TaskT]):
+    """Stands where the device worker stands, without a thread: tasks advance when a test says so."""
+
+    def __init__(self) -> None:
+        self.tasks: list[TaskT] = []
+
+    def submit(self, task: TaskT) -> None:
+        """Takes a task."""
+        self.tasks.append(task)
+
+    def step(self, advance: Callable[[Sequence[TaskT]], None]) -> bool:
+        """Makes one step of all tasks that are neither done nor stopped; tells whether there were any."""
+        self.tasks = [task for task in self.tasks if not (task.done or task.stopped)]
+        if self.tasks:
+            advance(self.tasks)
+        return bool(self.tasks)
+
+    def run(self, advance: Callable[[Sequence[TaskT]], None]) -> None:
+        """Makes steps until there is nothing to do."""
+        while self.step(advance):
+            pass

@@ -1,0 +1,176 @@
+"""Tests of outrider.engine.worker: one thread, jobs between steps, and faults that stay where they are."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+from helpers import PATIENCE_S, eventually
+
+from outrider.engine.worker import DeviceWorker
+from outrider.errors import NotReady, OutriderError
+
+
+@dataclass(eq=False)
+class Counting:
+    """A task of a number of steps."""
+
+    steps: int
+    name: str = ""
+    done: bool = False
+    stopped: bool = False
+    made: int = 0
+    error: OutriderError | None = None
+
+    def fail(self, error: OutriderError) -> None:
+        """Remembers."""
+        self.done, self.error = True, error
+
+
+@dataclass
+class Machine:
+    """Advances tasks and keeps a diary; `before_step` runs on the device thread before each step."""
+
+    diary: list[list[str]] = field(default_factory=list)
+    threads: set[int] = field(default_factory=set)
+    before_step: Callable[[], None] | None = None
+
+    def advance(self, tasks: Sequence[Counting]) -> None:
+        """One step of every task."""
+        self.threads.add(threading.get_ident())
+        if self.before_step is not None:
+            self.before_step()
+        self.diary.append([task.name for task in tasks])
+        for task in tasks:
+            task.made += 1
+            task.done = task.made == task.steps
+
+
+@asynccontextmanager
+async def working(machine: Machine) -> AsyncIterator[DeviceWorker[Counting]]:
+    """A worker that is closed at the end."""
+    worker = DeviceWorker[Counting](machine.advance)
+    try:
+        yield worker
+    finally:
+        await worker.close()
+
+
+async def test_everything_runs_on_one_other_thread() -> None:
+    """Setup, jobs and steps, and none of it on the loop's thread."""
+    machine, seen = Machine(), set[int]()
+    worker = DeviceWorker[Counting](machine.advance, setup=lambda: seen.add(threading.get_ident()))
+    task = Counting(2)
+    worker.submit(task)
+    seen.add(await worker.call(threading.get_ident))
+    await eventually(lambda: task.done)
+    await worker.close()
+    assert len(seen | machine.threads) == 1
+    assert threading.get_ident() not in seen
+
+
+async def test_a_job_returns_or_raises_where_it_is_awaited() -> None:
+    """The thread goes on after an error."""
+
+    def fail() -> None:
+        raise KeyError("lost")
+
+    async with working(Machine()) as worker:
+        with pytest.raises(KeyError):
+            await worker.call(fail)
+        assert await worker.call(lambda: 3) == 3
+
+
+async def test_tasks_join_the_next_step_and_leave_when_done() -> None:
+    """Nobody waits for anybody else's end."""
+    machine = Machine()
+    gate = threading.Event()
+    first, second = Counting(3, "first"), Counting(1, "second")
+    async with working(machine) as worker:
+        blocked = worker.call(gate.wait)
+        worker.submit(first)
+        machine.before_step = lambda: worker.submit(second) if not machine.diary else None
+        gate.set()
+        await blocked
+        await eventually(lambda: first.done and second.done)
+    assert machine.diary == [["first"], ["first", "second"], ["first"]]
+
+
+async def test_a_stopped_task_makes_no_further_step() -> None:
+    """A job that stops it runs between two steps."""
+    machine = Machine()
+    entered, gate = threading.Event(), threading.Event()
+    task = Counting(1000)
+
+    def pause() -> None:
+        if len(machine.diary) == 2:
+            entered.set()
+            gate.wait(PATIENCE_S)
+
+    machine.before_step = pause
+    async with working(machine) as worker:
+        worker.submit(task)
+        await asyncio.to_thread(entered.wait, PATIENCE_S)
+        stopped = worker.call(lambda: setattr(task, "stopped", True))
+        gate.set()
+        await stopped
+        await worker.call(lambda: None)
+        assert (task.made, task.done, worker.num_active) == (3, False, 0)
+
+
+async def test_jobs_run_in_order_even_when_nobody_waits() -> None:
+    """A cancelled future takes nothing back: what frees must free."""
+    gate, order = threading.Event(), list[int]()
+    async with working(Machine()) as worker:
+        blocked = worker.call(gate.wait)
+        futures = [worker.call(lambda number=number: order.append(number)) for number in range(3)]
+        futures[1].cancel()
+        gate.set()
+        await blocked
+        await worker.call(lambda: None)
+    assert order == [0, 1, 2]
+
+
+async def test_a_failing_batch_fails_its_tasks_and_nothing_else() -> None:
+    """The error names no Python text, and the next task is served."""
+    machine = Machine()
+
+    def explode() -> None:
+        raise RuntimeError("secret of the batch")
+
+    machine.before_step = explode
+    broken = [Counting(1, "a"), Counting(1, "b")]
+    async with working(machine) as worker:
+        await worker.call(lambda: [worker.submit(task) for task in broken])
+        await eventually(lambda: all(task.done for task in broken))
+        machine.before_step = None
+        after = Counting(1)
+        worker.submit(after)
+        await eventually(lambda: after.done)
+    assert [str(task.error) for task in broken] == ["the computation of a batch failed"] * 2
+    assert after.error is None
+
+
+async def test_closing_fails_what_is_active_and_refuses_what_comes() -> None:
+    """Nobody waits for ever."""
+    machine = Machine()
+    task = Counting(10**9)
+    worker = DeviceWorker[Counting](machine.advance)
+    worker.submit(task)
+    await eventually(lambda: task.made > 0)
+    await worker.close()
+    await worker.close()
+    assert isinstance(task.error, NotReady)
+    with pytest.raises(NotReady):
+        worker.call(lambda: None)
+
+
+async def test_progress_counts_iterations() -> None:
+    """A watchdog can tell a working device from a hanging one."""
+    async with working(Machine()) as worker:
+        before = worker.progress
+        task = Counting(5)
+        worker.submit(task)
+        await eventually(lambda: worker.progress >= before + 5)
