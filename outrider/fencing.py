@@ -80,9 +80,9 @@ def judge_open(fence: Fence, known: Known | None) -> Standing:
     """What to do with an open, which brings all tokens: only a newer epoch starts over."""
     if known is None or fence.epoch > known.epoch:
         return Standing.CURRENT
-    if fence.epoch == known.epoch and fence.base_len in known.answerable:
-        return Standing.REPEAT
-    return Standing.STALE
+    # On the committed length itself, the open's own job is still under way.
+    repeated = fence.epoch == known.epoch and fence.base_len in {*known.answerable, known.committed_len}
+    return Standing.REPEAT if repeated else Standing.STALE
 
 
 def judge_rollback(fence: Fence, known: Known | None) -> Standing:

@@ -67,10 +67,8 @@ class TargetSession:
     @property
     def known(self) -> Known:
         """What decides about a message."""
-        answerable = {answer.fence.base_len for answer in self.verdicts}
-        if self.task is not None and self.task.asked:
-            answerable.add(len(self.session))
-        return Known(self.epoch, len(self.session), frozenset(answerable), least_len=len(self.session))
+        answerable = frozenset(answer.fence.base_len for answer in self.verdicts)
+        return Known(self.epoch, len(self.session), answerable, least_len=len(self.session))
 
     @property
     def may_go_on(self) -> bool:
@@ -163,7 +161,7 @@ class TargetSessions:
         held.acknowledge(fence.base_len)
         held.allow(fence.base_len, plain_budget)
         if held.task is None and held.may_go_on:
-            self._start(fence.session_id, held, Step(EMPTY, plain_budget, arrived_ns), asked=False)
+            self._start(fence.session_id, held, Step(EMPTY, plain_budget, arrived_ns))
 
     def rollback(self, fence: Fence) -> RolledBack:
         """Truncates a session and begins a new epoch; without an effect unless the epoch is newer."""
@@ -204,12 +202,13 @@ class TargetSessions:
             )
         held.allow(fence.base_len, step.plain_budget)
         if held.task is None:
-            self._start(fence.session_id, held, step, asked=True)
+            self._start(fence.session_id, held, step)
         else:
-            # The target was about to go on by itself from just here: the step takes that over.
-            held.task.tree, held.task.meter, held.task.asked = step.tree, Meter(step.arrived_ns), True
+            # A verdict on just this length is under way, because the budget allowed it or because the step is a
+            # repetition: it becomes the step's own, and there will be one.
+            held.task.tree, held.task.meter = step.tree, Meter(step.arrived_ns)
 
-    def _start(self, session_id: bytes, held: TargetSession, step: Step, *, asked: bool) -> None:
+    def _start(self, session_id: bytes, held: TargetSession, step: Step) -> None:
         held.task = VerifyTask(
             session=held.session,
             spec=held.spec,
@@ -217,7 +216,6 @@ class TargetSessions:
             meter=Meter(step.arrived_ns),
             on_verdict=partial(self._on_verdict, session_id, held),
             on_failure=partial(self._on_failure, session_id, held),
-            asked=asked,
         )
         self._submit(held.task)
 
@@ -229,7 +227,7 @@ class TargetSessions:
         task = held.task
         if task is not None:
             # Prepared before the reply, so that whoever has the answer finds the session at rest.
-            task.tree, task.meter, task.asked, task.done = EMPTY, Meter(), False, not held.may_go_on
+            task.tree, task.meter, task.done = EMPTY, Meter(), not held.may_go_on
             held.task = None if task.done else task
         held.reply(answer)
 

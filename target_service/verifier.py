@@ -29,8 +29,6 @@ class VerifyTask:
     on_verdict: Callable[[Verdict, ComputeTimes], None]
     """Called with each verdict, when the session holds its tokens; prepares the task for the next one, or ends it."""
     on_failure: Callable[[OutriderError], None]
-    asked: bool = True
-    """Whether the verdict under way answers a step, and is not one that the plain budget allows."""
     done: bool = False
     stopped: bool = False
 

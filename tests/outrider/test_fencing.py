@@ -45,7 +45,13 @@ def test_an_unknown_session_asks_for_tokens() -> None:
 
 @pytest.mark.parametrize(
     ("epoch", "base_len", "standing"),
-    [(2, 10, Standing.STALE), (3, 9, Standing.REPEAT), (3, 10, Standing.STALE), (4, 2, Standing.CURRENT)],
+    [
+        (2, 10, Standing.STALE),
+        (3, 9, Standing.REPEAT),
+        (3, 10, Standing.REPEAT),
+        (3, 8, Standing.STALE),
+        (4, 2, Standing.CURRENT),
+    ],
 )
 def test_only_a_newer_epoch_opens_again(epoch: int, base_len: int, standing: Standing) -> None:
     """The same open twice is a repetition."""

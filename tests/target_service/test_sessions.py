@@ -177,6 +177,19 @@ def test_a_repeat_of_a_step_under_way_is_answered_once(target: Target) -> None:
     assert len(target.run()) == 1
 
 
+def test_a_repeated_open_is_answered_where_it_was_repeated(target: Target) -> None:
+    """Before its verdict and behind it; the session belongs to the newer stream."""
+    spec = spec_of(PROMPT, 40, eos=())
+    target.open(spec)
+    newer: list[Answer | OutriderError] = []
+    for _ in range(2):
+        target.sessions.open(target.fence(1, 5), spec, Step(EMPTY, 0, 0), newer, newer.append)
+        assert target.run() == []
+    assert len(newer) == 2
+    assert newer[0] == newer[1]
+    assert target.held.owner is newer
+
+
 def test_missing_tokens_are_asked_for(target: Target) -> None:
     """An unknown session knows nothing, a known one says how much."""
     target.step(1, 9)
