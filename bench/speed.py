@@ -9,7 +9,6 @@ Knows nothing about models: it sees what a client sees. Prints a Markdown table;
 import argparse
 import asyncio
 import json
-import platform
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import grpc.aio
 
+from bench import machine
 from bench.stack import served
 from outrider.rpc import open_channel
 from outrider.v1 import generation_service_pb2 as pb
@@ -87,13 +87,19 @@ async def collect(address: str, options: argparse.Namespace) -> list[Sample]:
         for turn in range(options.rounds + 1):
             for seed, prompt in enumerate(PROMPTS):
                 answers = [
-                    await measure(generate, name, request_for(prompt, seed, settings, options))
-                    for name, settings in SETTINGS.items()
+                    await measure(generate, name, request_for(prompt, seed, SETTINGS[name], options))
+                    for name in rotated(list(SETTINGS), turn)
                 ]
                 if len({answer.token_ids for answer in answers}) != 1:
                     raise SystemExit(f"Tokens differ between settings for {prompt!r}, seed {seed}.")
                 samples += answers if turn else []
     return samples
+
+
+def rotated(names: list[str], turn: int) -> list[str]:
+    """The settings in another order each turn, so that none always follows the same one."""
+    start = turn % len(names)
+    return names[start:] + names[:start]
 
 
 def request_for(
@@ -107,30 +113,38 @@ def request_for(
 
 
 def table(samples: list[Sample]) -> str:
-    """Medians with their quartiles; the ratio compares each request with the plain one beside it."""
+    """One row a setting: medians with their quartiles."""
+    header = (
+        "| setting | tokens/s, median (quartiles) | over plain, median (quartiles) | tokens a target pass "
+        "| acceptance rate | ms a pass: target, draft |"
+    )
+    return "\n".join([header, "|---|---|---|---|---|---|", *(row(name, samples) for name in SETTINGS)])
+
+
+def row(name: str, samples: list[Sample]) -> str:
+    """A row of the table; the ratio compares each request with the plain one of the same turn and prompt."""
     plain = [sample.tokens_per_s for sample in samples if sample.setting == "plain"]
-    lines = [
-        "| setting | tokens/s, median (quartiles) | over plain | tokens a target pass | acceptance rate "
-        "| ms a pass: target, draft |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name in SETTINGS:
-        own = [sample for sample in samples if sample.setting == name]
-        speeds = [sample.tokens_per_s for sample in own]
-        low, middle, high = statistics.quantiles(speeds, n=4)
-        ratios = [speed / base for speed, base in zip(speeds, plain, strict=True)]
-        rounds = sum(sample.rounds for sample in own)
-        accepted, evaluated = (
-            sum(getattr(sample, f"{key}_tokens") for sample in own) for key in ("accepted", "evaluated")
-        )
-        rate = f"{accepted / evaluated:.3f}" if evaluated else "-"
-        verify = sum(sample.verify_compute_us for sample in own) / rounds / 1e3
-        draft = sum(sample.draft_compute_us for sample in own) / rounds / 1e3
-        lines.append(
-            f"| {name} | {middle:.0f} ({low:.0f} to {high:.0f}) | {statistics.median(ratios):.2f} "
-            f"| {1 + accepted / rounds:.2f} | {rate} | {verify:.2f}, {draft:.2f} |"
-        )
-    return "\n".join(lines)
+    own = [sample for sample in samples if sample.setting == name]
+    ratios = [sample.tokens_per_s / base for sample, base in zip(own, plain, strict=True)]
+    rounds, accepted, evaluated, verify_us, draft_us = (
+        sum(getattr(sample, field) for sample in own)
+        for field in ("rounds", "accepted_tokens", "evaluated_tokens", "verify_compute_us", "draft_compute_us")
+    )
+    cells = (
+        name,
+        spread([sample.tokens_per_s for sample in own], ".0f"),
+        spread(ratios, ".2f"),
+        f"{1 + accepted / rounds:.2f}",
+        f"{accepted / evaluated:.3f}" if evaluated else "-",
+        f"{verify_us / rounds / 1e3:.2f}, {draft_us / rounds / 1e3:.2f}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def spread(values: list[float], form: str) -> str:
+    """Median and quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:{form}} ({low:{form}} to {high:{form}})"
 
 
 def parse() -> argparse.Namespace:
@@ -152,8 +166,8 @@ async def run(options: argparse.Namespace) -> None:
     async with served(options) as address:
         samples = await collect(address, options)
     print(f"{options.target} with {options.draft}, {options.dtype}, {options.tokens} tokens, ", end="")
-    print(f"temperature {options.temperature:g}, {platform.processor() or platform.machine()}, ", end="")
-    print(f"{options.threads} threads, {options.rounds * len(PROMPTS)} requests a setting, interleaved\n")
+    print(f"temperature {options.temperature:g}, {options.threads} threads, ", end="")
+    print(f"{options.rounds * len(PROMPTS)} requests a setting, interleaved; {machine.describe()}\n")
     print(table(samples))
     if options.json:
         options.json.write_text(json.dumps([asdict(sample) for sample in samples]))
