@@ -6,6 +6,7 @@ import typer
 
 from gateway.server import start
 from gateway.settings import GatewaySettings
+from outrider.command_line import between, run_app, service_app
 from outrider.process import LogLevel, LogLevelFlag, StopWithStdinFlag, run_service
 
 Target = Annotated[str, typer.Option(envvar="OUTRIDER_TARGET", help="HOST:PORT of the target service.")]
@@ -13,20 +14,39 @@ Tokenizer = Annotated[str, typer.Option(envvar="OUTRIDER_TOKENIZER", help="Folde
 Draft = Annotated[str, typer.Option(envvar="OUTRIDER_DRAFT", help="HOST:PORT of the draft service; empty for none.")]
 Listen = Annotated[str, typer.Option(envvar="OUTRIDER_LISTEN", help="HOST:PORT; port 0 takes a free one.")]
 MaxRequests = Annotated[
-    int, typer.Option(min=1, envvar="OUTRIDER_MAX_REQUESTS", help="Requests at a time; more are turned away at once.")
+    int,
+    typer.Option(
+        callback=between(1), envvar="OUTRIDER_MAX_REQUESTS", help="Requests at a time; more are turned away at once."
+    ),
 ]
 TargetWait = Annotated[
-    float, typer.Option(min=0, envvar="OUTRIDER_TARGET_WAIT_SECONDS", help="How long to wait for the target at start.")
+    float,
+    typer.Option(
+        callback=between(0), envvar="OUTRIDER_TARGET_WAIT_SECONDS", help="How long to wait for the target at start."
+    ),
 ]
 DraftWait = Annotated[
-    float, typer.Option(min=0, envvar="OUTRIDER_DRAFT_WAIT_SECONDS", help="How long to wait for the draft at start.")
+    float,
+    typer.Option(
+        callback=between(0), envvar="OUTRIDER_DRAFT_WAIT_SECONDS", help="How long to wait for the draft at start."
+    ),
 ]
 AnswerTimeout = Annotated[
     float,
-    typer.Option(min=0.1, envvar="OUTRIDER_ANSWER_TIMEOUT_SECONDS", help="How long the target may take to answer."),
+    typer.Option(
+        callback=between(0.1), envvar="OUTRIDER_ANSWER_TIMEOUT_SECONDS", help="How long the target may take to answer."
+    ),
+]
+ClientStall = Annotated[
+    float,
+    typer.Option(
+        callback=between(0.1),
+        envvar="OUTRIDER_CLIENT_STALL_SECONDS",
+        help="How long a client may read nothing before its request ends.",
+    ),
 ]
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = service_app()
 
 
 @app.command(help="Runs the gateway.")
@@ -39,6 +59,7 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter for each flag
     target_wait_seconds: TargetWait = 300.0,
     draft_wait_seconds: DraftWait = 5.0,
     answer_timeout_seconds: AnswerTimeout = 60.0,
+    client_stall_seconds: ClientStall = 30.0,
     log_level: LogLevelFlag = LogLevel.INFO,
     stop_with_stdin: StopWithStdinFlag = False,
 ) -> None:
@@ -52,9 +73,10 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter for each flag
         target_wait_s=target_wait_seconds,
         draft_wait_s=draft_wait_seconds,
         answer_timeout_s=answer_timeout_seconds,
+        client_stall_s=client_stall_seconds,
     )
     run_service("gateway", lambda: start(settings), log_level=log_level.value, stop_with_stdin=stop_with_stdin)
 
 
 if __name__ == "__main__":
-    app()
+    run_app(app)

@@ -2,10 +2,15 @@
 
 from dataclasses import dataclass
 
+from outrider.addresses import check_address
+
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """Settings of one gateway process; an empty draft address means that there is no draft service."""
+    """Settings of one gateway process; an empty draft address means that there is no draft service.
+
+    Raises InvalidRequest about an address that is not HOST:PORT.
+    """
 
     target: str
     tokenizer: str
@@ -15,5 +20,12 @@ class GatewaySettings:
     target_wait_s: float = 300.0
     draft_wait_s: float = 5.0
     answer_timeout_s: float = 60.0
+    client_stall_s: float = 30.0
     draft_deadline_least_s: float = 0.25
     draft_deadline_most_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        check_address("target", self.target)
+        if self.draft:
+            check_address("draft", self.draft)
+        check_address("listen", self.listen, least_port=0)

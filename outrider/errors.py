@@ -4,7 +4,7 @@ Each class carries the name of its gRPC status and the reason that goes into `Er
 the edge, so no other module speaks of status codes.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 class OutriderError(Exception):
@@ -34,6 +34,14 @@ class InvalidRequest(OutriderError):
         shown = repr(value)
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
         super().__init__(f"{field} is {shown}, but must be {limit}", field=field, value=shown, limit=limit)
+
+    @classmethod
+    def too_many(cls, field: str, count: int, most: int, unit: str = "entries") -> Self:
+        """The error about a list that is too long; it names the length instead of the list."""
+        error = cls.__new__(cls)
+        message = f"{field} has {count} {unit}, but must have at most {most}"
+        OutriderError.__init__(error, message, field=field, value=count, limit=f"at most {most} {unit}")
+        return error
 
 
 class PromptTooLong(OutriderError):

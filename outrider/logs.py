@@ -1,12 +1,14 @@
 """Logs of a process: structured, to stderr, so that stdout belongs to the program. Knows no services.
 
-In a terminal people read them; anywhere else every line is one JSON object.
+In a terminal people read them; anywhere else every line is one JSON object. A traceback never shows the values of local
+variables: those are prompts, token ids and weights.
 """
 
 import logging
 import sys
 
 import structlog
+from structlog.tracebacks import ExceptionDictTransformer
 from structlog.typing import Processor
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -33,5 +35,7 @@ def configure(level: str) -> None:
 
 def _rendering(is_terminal: bool) -> list[Processor]:
     if is_terminal:
-        return [structlog.dev.ConsoleRenderer()]
-    return [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        # The default formatter is rich's, which prints local variables.
+        return [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+    tracebacks = ExceptionDictTransformer(show_locals=False)
+    return [structlog.processors.ExceptionRenderer(tracebacks), structlog.processors.JSONRenderer()]

@@ -7,18 +7,37 @@ import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from outrider.addresses import check_address
+from outrider.command_line import between, service_app
+from outrider.errors import ModelRefused
 from outrider.process import LogLevel, LogLevelFlag, Service, StopWithStdinFlag, run_service
 
 DEFAULT_LEASE_S = 60.0
+# As many as the compiled kernels' thread pool takes.
+MAX_THREADS = 256
 
 
 def available_cpus() -> int:
-    """CPUs that this process may use, at least 1."""
-    return len(os.sched_getaffinity(0))
+    """CPUs that this process may use, at least 1, and not more than threads can be used."""
+    return min(len(os.sched_getaffinity(0)), MAX_THREADS)
+
+
+def check_model(option: str, model: str) -> str:
+    """Returns a model that may be a folder or a hub id; raises ModelRefused about a path that is no folder.
+
+    The engine says so too, but knows the model only, and not by which option it was named.
+    """
+    # Unlike Path.expanduser, this leaves the home of a user that does not exist as it is.
+    path = Path(os.path.expanduser(model))
+    looks_like_path = path.is_absolute() or model.startswith((".", "~")) or path.exists()
+    if not model or (looks_like_path and not path.is_dir()):
+        raise ModelRefused(f"{option} is {model!r}, but must be a folder or the id of a model on the hub", model=model)
+    return model
 
 
 class Dtype(StrEnum):
@@ -30,7 +49,10 @@ class Dtype(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ModelServiceSettings:
-    """What an operator can set. kv_tokens None leaves the size of the cache to the engine."""
+    """What an operator can set. kv_tokens None leaves the size of the cache to the engine.
+
+    Raises InvalidRequest about an address that is not HOST:PORT.
+    """
 
     model: str
     listen: str = "127.0.0.1:0"
@@ -40,24 +62,34 @@ class ModelServiceSettings:
     kv_tokens: int | None = None
     lease_s: float = DEFAULT_LEASE_S
 
+    def __post_init__(self) -> None:
+        check_address("listen", self.listen, least_port=0)
+
 
 Model = Annotated[str, typer.Option(envvar="OUTRIDER_MODEL", help="Folder or hub id of the model.")]
 Listen = Annotated[str, typer.Option(envvar="OUTRIDER_LISTEN", help="HOST:PORT; port 0 takes a free one.")]
 Device = Annotated[str, typer.Option(envvar="OUTRIDER_DEVICE", help="cpu or cuda:N.")]
 DtypeFlag = Annotated[Dtype, typer.Option(envvar="OUTRIDER_DTYPE", help="Type of the weights in memory.")]
-Threads = Annotated[int, typer.Option(min=1, envvar="OUTRIDER_THREADS", help="Compute threads.")]
+Threads = Annotated[
+    int, typer.Option(callback=between(1, MAX_THREADS), envvar="OUTRIDER_THREADS", help="Compute threads.")
+]
 KvTokens = Annotated[
-    int | None, typer.Option(min=1, envvar="OUTRIDER_KV_TOKENS", help="Tokens that the cache holds; default 512 MiB.")
+    int | None,
+    typer.Option(
+        callback=between(1), envvar="OUTRIDER_KV_TOKENS", help="Tokens that the cache holds; default 512 MiB."
+    ),
 ]
 LeaseSeconds = Annotated[
     float,
-    typer.Option(min=0.0, envvar="OUTRIDER_LEASE_SECONDS", help="How long a session outlives a broken stream."),
+    typer.Option(
+        callback=between(0), envvar="OUTRIDER_LEASE_SECONDS", help="How long a session outlives a broken stream."
+    ),
 ]
 
 
 def model_service_app(role: str, port: int, start: Callable[[ModelServiceSettings], Awaitable[Service]]) -> typer.Typer:
     """The command line of `python -m {role}_service`, which runs what `start` starts."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app = service_app()
 
     @app.command(help=f"Runs the {role} service.")
     def serve(  # noqa: PLR0913 - one parameter for each flag
@@ -72,6 +104,7 @@ def model_service_app(role: str, port: int, start: Callable[[ModelServiceSetting
         log_level: LogLevelFlag = LogLevel.INFO,
         stop_with_stdin: StopWithStdinFlag = False,
     ) -> None:
+        check_model("--model", model)
         settings = ModelServiceSettings(model, listen, device, dtype.value, threads, kv_tokens, lease_seconds)
         run_service(role, lambda: start(settings), log_level=log_level.value, stop_with_stdin=stop_with_stdin)
 

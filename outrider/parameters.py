@@ -10,10 +10,13 @@ from enum import StrEnum
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from outrider.errors import InvalidRequest
 
 MAX_STOP_TOKEN_IDS = 64
+# pydantic puts this behind the key of a mapping when the key is at fault and not its value.
+KEY_MARK = "[key]"
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Bias = Annotated[float, Field(allow_inf_nan=False, ge=-100, le=100)]
@@ -31,10 +34,20 @@ class Parameters(BaseModel):
         try:
             return cls(**values)
         except ValidationError as error:
-            first = error.errors()[0]
-            field = prefix + ".".join(str(part) for part in first["loc"])
-            limit = first["msg"].removeprefix("Input should be ").lower()
-            raise InvalidRequest(field, first["input"], limit) from None
+            raise _translated(error.errors()[0], prefix) from None
+
+
+def _translated(error: ErrorDetails, prefix: str) -> InvalidRequest:
+    """A finding of pydantic as a sentence of ours."""
+    field = prefix + ".".join(str(part) for part in error["loc"])
+    value = error["input"]
+    if error["loc"][-1:] == (KEY_MARK,):
+        field = prefix + ".".join(str(part) for part in error["loc"][:-2]) + " key"
+    if error["type"] == "too_long":
+        return InvalidRequest.too_many(field, len(value), error["ctx"]["max_length"])
+    if error["type"] == "extra_forbidden":
+        return InvalidRequest(field, value, "absent")
+    return InvalidRequest(field, value, error["msg"].removeprefix("Input should be ").lower())
 
 
 class SamplingParameters(Parameters):

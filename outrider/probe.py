@@ -8,6 +8,9 @@ import sys
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.addresses import check_address
+from outrider.errors import InvalidRequest
+
 TIMEOUT_S = 3.0
 USAGE_EXIT_CODE, UNAVAILABLE_EXIT_CODE = 64, 69
 
@@ -28,9 +31,14 @@ def main() -> int:
     if len(sys.argv) != 2:
         sys.stderr.write("usage: python -m outrider.probe HOST:PORT\n")
         return USAGE_EXIT_CODE
-    if is_serving(sys.argv[1]):
+    try:
+        address = check_address("address", sys.argv[1])
+    except InvalidRequest as error:
+        sys.stderr.write(f"{error.message}\n")
+        return error.exit_code
+    if is_serving(address):
         return 0
-    sys.stderr.write(f"{sys.argv[1]} is not serving.\n")
+    sys.stderr.write(f"{address} is not serving.\n")
     return UNAVAILABLE_EXIT_CODE
 
 

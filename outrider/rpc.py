@@ -11,8 +11,9 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from outrider.errors import InvalidRequest, OutriderError
-from outrider.rpc_errors import error_from, status_of
+from outrider.addresses import check_address
+from outrider.errors import OutriderError
+from outrider.rpc_errors import error_from, said_by_peer, status_of
 from outrider.rpc_guard import Guard, rpc_errors
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "error_from",
     "open_channel",
     "rpc_errors",
+    "said_by_peer",
     "serve",
     "server_options",
     "status_of",
@@ -32,7 +34,6 @@ MAX_MESSAGE_BYTES = 4 << 20
 # Under 20 % packet loss a ping timeout of 2 s cuts healthy connections; 5 s does not.
 PING_TIMEOUT_MS = 5_000
 DRAIN_S = 30.0
-MAX_PORT = 65_535
 
 Options = Sequence[tuple[str, int]]
 
@@ -113,10 +114,7 @@ async def serve(listen: str, services: Mapping[str, Callable[[grpc.aio.Server], 
 
 def _bind(server: grpc.aio.Server, listen: str) -> str:
     """Binds and returns the address with its true port."""
-    host, _, number = listen.rpartition(":")
-    # gRPC would take a number that is too large modulo 65,536, and a bare host with the port of HTTPS.
-    if not host or not number.isascii() or not number.isdigit() or int(number) > MAX_PORT:
-        raise InvalidRequest("listen", listen, f"HOST:PORT with a port in [0, {MAX_PORT}]")
+    host = check_address("listen", listen, least_port=0).rpartition(":")[0]
     try:
         port = server.add_insecure_port(listen)
     except RuntimeError:

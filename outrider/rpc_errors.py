@@ -3,13 +3,14 @@
 Knows no services and no channels. What is not an OutriderError leaves a process as "internal error" and nothing more.
 """
 
+import re
 from collections.abc import Iterator
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from outrider.errors import OutriderError, PeerLost, ProtocolViolation
+from outrider.errors import InvalidRequest, OutriderError, PeerLost, ProtocolViolation
 
 DOMAIN = "outrider.v1"
 # Whoever waits this long finds other requests ended, or the service back.
@@ -23,6 +24,8 @@ BARE_STATUSES: dict[grpc.StatusCode, type[OutriderError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: PeerLost,
     grpc.StatusCode.UNIMPLEMENTED: ProtocolViolation,
 }
+# gRPC's own text for a message over the limit, on either side; no other field of its status tells this.
+TOO_LARGE = re.compile(r"message larger than max \((\d+) vs\.? (\d+)\)")
 
 
 def status_of(error: OutriderError) -> grpc.Status:
@@ -52,9 +55,16 @@ def error_from(error: grpc.aio.AioRpcError) -> OutriderError:
     return raised
 
 
+def said_by_peer(error: grpc.aio.AioRpcError) -> bool:
+    """Whether a service of ours made the error; otherwise gRPC did, and it is about this connection."""
+    return _error_info(error) is not None
+
+
 def _bare(error: grpc.aio.AioRpcError) -> OutriderError:
-    kind = BARE_STATUSES.get(error.code(), OutriderError)
-    return kind(f"{error.code().name}: {error.details() or 'no details'}", status=error.code().name)
+    details = error.details() or "no details"
+    if found := TOO_LARGE.search(details):
+        return InvalidRequest("message", f"{found[1]} bytes", f"at most {found[2]} bytes")
+    return BARE_STATUSES.get(error.code(), OutriderError)(f"{error.code().name}: {details}")
 
 
 def _error_info(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:

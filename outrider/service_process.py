@@ -7,6 +7,7 @@ exits 0. So a child never outlives this process, however this process ends.
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Self
@@ -16,6 +17,8 @@ from outrider.errors import OutriderError
 # Longer than a service takes to drain: it ends by itself, killed is only what hangs.
 STOP_GRACE_S = 35.0
 READ_BYTES = 1 << 16
+# gRPC's core writes lines of its own to stderr, for instance about a taken port; a child's last line is its sentence.
+CHILD_DEFAULTS = {"GRPC_VERBOSITY": "NONE"}
 
 
 class ServiceFailed(OutriderError):
@@ -91,9 +94,10 @@ class ServiceProcess:
         Raises ServiceFailed with the child's own last sentence when it ends first, or when the time is up.
         """
         pipe = asyncio.subprocess.PIPE
+        environment = {**CHILD_DEFAULTS, **os.environ}
         # A session of its own, so that Ctrl-C in the terminal reaches the parent alone and services stop in order.
         process = await asyncio.create_subprocess_exec(
-            *launch.argv(listen), stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+            *launch.argv(listen), stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, env=environment
         )
         service = cls(launch, process, log)
         try:

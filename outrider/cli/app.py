@@ -2,10 +2,12 @@
 
 import typer
 
+from outrider.addresses import check_address
 from outrider.cli import options
+from outrider.cli.client import check_size
 from outrider.cli.events import Ask
 from outrider.cli.generate import choose_view, generation, read_prompt
-from outrider.cli.running import fail, note, run
+from outrider.cli.running import note, run
 from outrider.cli.stack import (
     DRAFT_PORT,
     GATEWAY_PORT,
@@ -14,7 +16,7 @@ from outrider.cli.stack import (
     choose_models,
 )
 from outrider.cli.up import serving
-from outrider.errors import OutriderError
+from outrider.command_line import refuse_together
 from outrider.model_service_flags import Dtype, available_cpus
 
 app = typer.Typer(
@@ -41,6 +43,7 @@ def up(  # noqa: PLR0913, one parameter for each option is how typer declares a 
     story: options.Story = False,
 ) -> None:
     """Starts draft service, target service and gateway, and restarts what dies, until Ctrl-C."""
+    refuse_together("--no-draft", no_draft or None, {"--draft": draft, "--draft-device": draft_device})
     target_model, draft_model = _models(target, draft, no_draft=no_draft)
     stack = Stack(
         target=target_model,
@@ -69,7 +72,7 @@ def generate(  # noqa: PLR0913, as above
     repetition_penalty: options.RepetitionPenalty = None,
     seed: options.Seed = None,
     stop: options.Stop = None,
-    draft_count: options.DraftCountOption = "auto",
+    draft_count: options.DraftCountOption = None,
     no_speculation: options.NoSpeculation = False,
     target: options.Target = None,
     draft: options.Draft = None,
@@ -78,8 +81,12 @@ def generate(  # noqa: PLR0913, as above
     as_json: options.Json = False,
 ) -> None:
     """Continues PROMPT, with the target's own tokens whatever the draft does."""
+    refuse_together("--no-speculation", no_speculation or None, {"--draft": draft, "--draft-count": draft_count})
+    refuse_together("--address", address, {"--target": target, "--draft": draft, "--dtype": dtype})
+    if address is not None:
+        check_address("--address", address)
     ask = Ask(
-        prompt=_prompt(prompt),
+        prompt=read_prompt(prompt),
         max_tokens=max_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -91,34 +98,19 @@ def generate(  # noqa: PLR0913, as above
         draft_count=options.parse_draft_count(draft_count),
         speculation=not no_speculation,
     )
-    stack = _own_stack(target, draft, dtype, address, speculation=ask.speculation)
+    check_size(ask)
+    stack = None if address is not None else _own_stack(target, draft, dtype, speculation=ask.speculation)
     run(generation(ask, choose_view(as_json=as_json), address, stack))
 
 
-def _prompt(prompt: str) -> str:
-    try:
-        return read_prompt(prompt)
-    except OutriderError as error:
-        raise fail(error.message, error.exit_code) from None
-
-
 def _models(target: str | None, draft: str | None, *, no_draft: bool) -> tuple[str, str | None]:
-    try:
-        pair = choose_models(target, draft, no_draft=no_draft)
-    except OutriderError as error:
-        raise fail(error.message, error.exit_code) from None
+    pair = choose_models(target, draft, no_draft=no_draft)
     if pair[1] is None and not no_draft:
         note(f"No draft was named for {pair[0]}, so it decodes plainly; name one with --draft.")
     return pair
 
 
-def _own_stack(
-    target: str | None, draft: str | None, dtype: Dtype | None, address: str | None, *, speculation: bool
-) -> Stack | None:
-    """The stack that `generate` starts, None with an address. Without speculation there is no use for a draft."""
-    if address is not None:
-        if target or draft or dtype:
-            raise typer.BadParameter("--address calls a gateway that runs already; its models cannot be chosen here.")
-        return None
+def _own_stack(target: str | None, draft: str | None, dtype: Dtype | None, *, speculation: bool) -> Stack:
+    """The stack that `generate` starts. Without speculation there is no use for a draft."""
     target_model, draft_model = _models(target, draft, no_draft=not speculation)
     return Stack(target_model, draft_model, (dtype or Dtype.BFLOAT16).value, threads=available_cpus())

@@ -5,8 +5,8 @@ from collections.abc import AsyncGenerator
 import grpc
 
 from outrider.cli.events import AUTO, Ask, ModelFacts, Origin, Result, Round, Speculation, Token
-from outrider.errors import OutriderError, PeerLost
-from outrider.rpc import error_from, open_channel
+from outrider.errors import OutriderError, PeerLost, PromptTooLong
+from outrider.rpc import MAX_MESSAGE_BYTES, error_from, open_channel, said_by_peer
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import model_service_pb2, types_pb2
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
@@ -82,10 +82,24 @@ def request_from(ask: Ask) -> pb.GenerateRequest:
     )
 
 
+def check_size(ask: Ask) -> None:
+    """Raises PromptTooLong about a request that no gateway would receive, so that nothing is started for it."""
+    size = request_from(ask).ByteSize()
+    if size > MAX_MESSAGE_BYTES:
+        raise PromptTooLong(
+            f"prompt and options take {size} bytes, but a request has at most {MAX_MESSAGE_BYTES} bytes",
+            bytes=size,
+            limit=MAX_MESSAGE_BYTES,
+        )
+
+
 def _translated(error: grpc.aio.AioRpcError, address: str) -> OutriderError:
-    """The error that the service raised; one of gRPC's own making gets a sentence that helps."""
+    """The error that the service raised; the loss of this very connection gets a sentence that helps.
+
+    A gateway may say PeerLost as well, about a service behind it: that one travels as it is.
+    """
     raised = error_from(error)
-    if error.code() is grpc.StatusCode.UNAVAILABLE and raised.metadata.get("status") == "UNAVAILABLE":
+    if isinstance(raised, PeerLost) and not said_by_peer(error):
         return PeerLost(f"Nothing answers on {address} (any more); `outrider up` starts a stack.", address=address)
     return raised
 

@@ -1,5 +1,6 @@
 """`outrider generate`: one request, to a running gateway or to a stack that lives as long as it. Knows no protobuf."""
 
+import os
 import sys
 from contextlib import aclosing
 
@@ -16,12 +17,11 @@ from outrider.supervisor import Supervisor
 
 def read_prompt(prompt: str) -> str:
     """The prompt, or standard input for "-". Raises InvalidRequest when it is not text."""
+    given = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
     try:
-        text = sys.stdin.buffer.read().decode() if prompt == "-" else prompt
-        text.encode()
+        return given.decode()
     except UnicodeError:
-        raise InvalidRequest("prompt", prompt, "valid UTF-8") from None
-    return text
+        raise InvalidRequest("prompt", given, "valid UTF-8") from None
 
 
 def choose_view(*, as_json: bool) -> View:

@@ -5,18 +5,20 @@ from typing import Annotated
 import typer
 
 from outrider.cli.events import AUTO, DraftCount
-from outrider.model_service_flags import Dtype
+from outrider.command_line import between
+from outrider.errors import InvalidRequest
+from outrider.model_service_flags import MAX_THREADS, Dtype
 
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
 def parse_draft_count(value: str | None) -> DraftCount:
-    """A count, or AUTO; any other text is wrong usage."""
+    """A count, or AUTO; raises InvalidRequest about any other text."""
     if value is None or value == AUTO:
         return AUTO
     if not value.isascii() or not value.isdecimal() or int(value) > INT32_MAX:
-        raise typer.BadParameter(f"{value!r} is neither a number of tokens nor {AUTO!r}.")
+        raise InvalidRequest("--draft-count", value, f"a number of tokens, or {AUTO}")
     return int(value)
 
 
@@ -26,7 +28,9 @@ Prompt = Annotated[
 MaxTokens = Annotated[
     int | None,
     typer.Option(
-        help="Most tokens to generate. Default: 128, or what the context leaves.", metavar="N", min=1, max=INT32_MAX
+        help="Most tokens to generate. Default: 128, or what the context leaves.",
+        metavar="N",
+        callback=between(1, INT32_MAX),
     ),
 ]
 Temperature = Annotated[
@@ -36,7 +40,9 @@ Temperature = Annotated[
 TopK = Annotated[
     int | None,
     typer.Option(
-        help="Number of most probable tokens kept; 0 keeps all. Default: 0.", metavar="N", min=0, max=INT32_MAX
+        help="Number of most probable tokens kept; 0 keeps all. Default: 0.",
+        metavar="N",
+        callback=between(0, INT32_MAX),
     ),
 ]
 TopP = Annotated[
@@ -53,7 +59,9 @@ RepetitionPenalty = Annotated[
 Seed = Annotated[
     int | None,
     typer.Option(
-        help="Seed of the noise. Default: a random one, named at the end.", metavar="N", min=INT64_MIN, max=INT64_MAX
+        help="Seed of the noise. Default: a random one, named at the end.",
+        metavar="N",
+        callback=between(INT64_MIN, INT64_MAX),
     ),
 ]
 Stop = Annotated[
@@ -61,8 +69,8 @@ Stop = Annotated[
     typer.Option(help="Text that ends the output, without being part of it. At most 8 times.", metavar="TEXT"),
 ]
 DraftCountOption = Annotated[
-    str,
-    typer.Option("--draft-count", help="Draft tokens a round, or auto: the gateway chooses.", metavar="N|auto"),
+    str | None,
+    typer.Option("--draft-count", help="Draft tokens a round. Default: auto, the gateway chooses.", metavar="N|auto"),
 ]
 NoSpeculation = Annotated[bool, typer.Option("--no-speculation", help="Decode plainly; the tokens are the same.")]
 Target = Annotated[
@@ -97,14 +105,23 @@ DraftDevice = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(help="Compute threads of the target. Default: the number of CPUs.", metavar="N", min=1, max=1024),
+    typer.Option(
+        help="Compute threads of the target. Default: the number of CPUs.",
+        metavar="N",
+        callback=between(1, MAX_THREADS),
+    ),
 ]
-DraftThreads = Annotated[int, typer.Option(help="Compute threads of the draft.", metavar="N", min=1, max=1024)]
-Port = Annotated[int, typer.Option(help="Port of the gateway; 0 takes a free one.", metavar="PORT", min=0, max=65535)]
+DraftThreads = Annotated[
+    int, typer.Option(help="Compute threads of the draft.", metavar="N", callback=between(1, MAX_THREADS))
+]
+Port = Annotated[
+    int, typer.Option(help="Port of the gateway; 0 takes a free one.", metavar="PORT", callback=between(0, 65535))
+]
 DraftPort = Annotated[
-    int, typer.Option(help="Port of the draft service; 0 takes a free one.", metavar="PORT", min=0, max=65535)
+    int, typer.Option(help="Port of the draft service; 0 takes a free one.", metavar="PORT", callback=between(0, 65535))
 ]
 TargetPort = Annotated[
-    int, typer.Option(help="Port of the target service; 0 takes a free one.", metavar="PORT", min=0, max=65535)
+    int,
+    typer.Option(help="Port of the target service; 0 takes a free one.", metavar="PORT", callback=between(0, 65535)),
 ]
 Story = Annotated[bool, typer.Option("--story", help="Stream one story when everything is up, as a proof of life.")]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.errors import ModelRefused
+from outrider.model_service_flags import check_model
 from outrider.service_process import Launch
 from outrider.supervisor import Supervisor
 
@@ -50,8 +51,12 @@ def embedded_model(role: str) -> str:
 def choose_models(target: str | None, draft: str | None, *, no_draft: bool) -> tuple[str, str | None]:
     """The pair to serve. The embedded draft fits the embedded target alone, so another target needs a draft of its own.
 
-    Raises ModelRefused when an embedded model is wanted and missing.
+    Raises ModelRefused when an embedded model is wanted and missing, and about a path that is no folder.
     """
+    if target is not None:
+        check_model("--target", target)
+    if draft is not None:
+        check_model("--draft", draft)
     if no_draft:
         return target or embedded_model("target"), None
     if target is None:

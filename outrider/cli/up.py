@@ -24,7 +24,7 @@ PLAIN_WIDTH = 160
 def check_ports(stack: Stack) -> None:
     """Raises NotReady about the first port that something else listens on.
 
-    The services could not tell: gRPC shares a port between processes without a word.
+    A service could tell as well, but only after its model is loaded, and without the name of the option.
     """
     ports = {"port": stack.gateway_port, "target-port": stack.target_port}
     if stack.draft:

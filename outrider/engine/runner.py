@@ -17,6 +17,7 @@ from outrider.engine.kv_cache import BLOCK_SIZE, BlockPool, BlockTable, KVCache
 from outrider.engine.model import Transformer
 from outrider.engine.model_config import ModelConfig
 from outrider.engine.ops import Ops, choose_ops
+from outrider.engine.ops.native import MAX_THREADS
 from outrider.engine.session import Session
 from outrider.engine.tree import EMPTY
 from outrider.engine.weights import DTYPES, load_tensors, model_hash, resolve
@@ -89,8 +90,8 @@ class ModelRunner:
         torch_device = _checked_device(device)
         if dtype not in DTYPES:
             raise InvalidRequest("dtype", dtype, f"one of {', '.join(DTYPES)}")
-        if num_threads < 1:
-            raise InvalidRequest("num_threads", num_threads, "at least 1")
+        if not 1 <= num_threads <= MAX_THREADS:
+            raise InvalidRequest("num_threads", num_threads, f"in [1, {MAX_THREADS}]")
         if kv_tokens is not None and kv_tokens < 1:
             raise InvalidRequest("kv_tokens", kv_tokens, "at least 1")
         folder = resolve(model)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -100,10 +101,7 @@ async def test_starts_and_stops_in_order(record: Record) -> None:
 
 
 async def test_refusal_carries_sentence_and_code(supervisor: Supervisor, record: Record) -> None:
-    """A child that exits 78 ends the start with its last sentence and its code, and takes the others along.
-
-    The sentence is not logged as well: the user reads it once.
-    """
+    """A child that exits 78 ends the start with its code and last sentence, told once, and takes the others along."""
     serving = launch(SERVES, "draft")
     with pytest.raises(ServiceFailed, match="kind that cannot be truncated") as failure:
         await supervisor.start(serving, launch(REFUSES, "target"))
@@ -190,3 +188,22 @@ async def test_child_ends_with_its_parent() -> None:
     await asyncio.wait_for(ended.wait(), 10)
     asyncio.get_running_loop().remove_reader(child)
     os.close(child)
+
+
+TAKES_A_PORT = """
+import sys
+from outrider import rpc
+from outrider.process import run_service
+run_service("child", lambda: rpc.serve(sys.argv[sys.argv.index("--listen") + 1], {}))
+"""
+
+
+async def test_a_taken_port_is_told_by_the_child_alone(supervisor: Supervisor, record: Record) -> None:
+    """gRPC's own lines about it stay out of the log, unless the operator's environment asks for them."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        refused = Launch("child", (sys.executable, "-c", TAKES_A_PORT), address)
+        with pytest.raises(ServiceFailed, match=f"Cannot listen on {address}: it is taken") as failure:
+            await supervisor.start(refused)
+    assert failure.value.code == 69
+    assert record.log == []

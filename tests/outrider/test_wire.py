@@ -12,10 +12,11 @@ from outrider.parameters import FinishReason, SamplingParameters
 from outrider.v1 import types_pb2 as pb
 
 SPEC = spec_of(
-    (1, 2, 3), 40, seed=-5, eos=(0, 9), stops=(4,), temperature=0.5, top_k=3, top_p=0.9, min_p=0.1,
+    (1, 2, 3), 40, seed=-5, eos=(), stops=(4,), temperature=0.5, top_k=3, top_p=0.9, min_p=0.1,
     repetition_penalty=1.5, presence_penalty=-1.0, frequency_penalty=0.5, logit_bias={2: -3.5}, min_tokens=2,
     ignore_eos=True,
 )  # fmt: skip
+WITH_EOS = spec_of((1, 2, 3), 40, eos=(0, 9))
 
 
 def test_a_session_arrives_as_it_was_sent() -> None:
@@ -26,6 +27,13 @@ def test_a_session_arrives_as_it_was_sent() -> None:
     assert (arrived.prompt_len, arrived.seed, arrived.max_len) == (3, -5, 40)
     assert arrived.sampling == SPEC.sampling
     assert (arrived.eos_token_ids, arrived.stop_token_ids) == (SPEC.eos_token_ids, SPEC.stop_token_ids)
+
+
+def test_eos_ids_arrive_as_they_were_sent() -> None:
+    """Where EOS is not ignored."""
+    arrived = wire.spec_from(wire.open_message(WITH_EOS, (1, 2, 3)), base_len=3, vocabulary_size=10)
+    assert arrived.eos_token_ids == {0, 9}
+    assert not arrived.sampling.ignore_eos
 
 
 def test_absent_parameters_are_neutral() -> None:
@@ -43,11 +51,13 @@ def test_absent_parameters_are_neutral() -> None:
         (lambda m: setattr(m, "prompt_len", 0), "session.prompt_len"),
         (lambda m: setattr(m, "prompt_len", 4), "session.prompt_len"),
         (lambda m: setattr(m, "max_len", 3), "session.max_len"),
-        (lambda m: m.eos_token_ids.append(10), "session.eos_token_ids"),
+        (lambda m: m.eos_token_ids.append(9), "session.eos_token_ids"),
+        (lambda m: setattr(m.sampling, "min_tokens", 38), "session.sampling.min_tokens"),
+        (lambda m: setattr(m.sampling, "min_tokens", 2**31 - 1), "session.sampling.min_tokens"),
         (lambda m: m.stop_token_ids.extend([1] * 64), "session.stop_token_ids"),
         (lambda m: setattr(m.sampling, "temperature", float("nan")), "session.sampling.temperature"),
         (lambda m: setattr(m.sampling, "top_p", 0.0), "session.sampling.top_p"),
-        (lambda m: m.sampling.logit_bias.update({10: 1.0}), "session.sampling.logit_bias"),
+        (lambda m: m.sampling.logit_bias.update({10: 1.0}), "session.sampling.logit_bias key"),
         (lambda m: m.sampling.logit_bias.update({3: 101.0}), "session.sampling.logit_bias"),
     ],
 )
@@ -60,6 +70,21 @@ def test_fields_out_of_range_are_named(change: Callable[[pb.OpenSession], None],
     assert caught.value.metadata["field"].startswith(field)
     assert caught.value.metadata["value"]
     assert caught.value.metadata["limit"]
+
+
+def test_eos_ids_outside_the_vocabulary_are_named() -> None:
+    """An EOS id of a larger vocabulary than the model's."""
+    message = wire.open_message(WITH_EOS, WITH_EOS.token_ids)
+    message.eos_token_ids.append(10)
+    with pytest.raises(InvalidRequest, match=r"session\.eos_token_ids\.2 is 10"):
+        wire.spec_from(message, base_len=3, vocabulary_size=10)
+
+
+def test_min_tokens_may_be_all_of_the_output() -> None:
+    """The limit is the room between the prompt and max_len, whatever has been said already."""
+    message = wire.open_message(WITH_EOS, (1, 2, 3, 8))
+    message.sampling.min_tokens = 37
+    assert wire.spec_from(message, base_len=4, vocabulary_size=10).sampling.min_tokens == 37
 
 
 @pytest.mark.parametrize("change", [{"rule": pb.ACCEPTANCE_RULE_RATIO}, {"rule": 77}, {"logprob_count": 0}])

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import pty
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -14,7 +15,7 @@ import grpc
 import pytest
 
 from outrider.errors import InvalidRequest
-from outrider.rpc import status_of
+from outrider.rpc import MAX_MESSAGE_BYTES, error_from, status_of
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
@@ -32,7 +33,10 @@ Call = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 
 @dataclass
 class ScriptedGateway(GenerationServiceServicer):
-    """Answers every prompt with the same two rounds; "wait" is never answered, "refuse" is refused."""
+    """Answers every prompt with the same two rounds; "wait" is never answered, "refuse" is refused.
+
+    "lose" passes on the loss of a connection behind it, and "too large" is answered by more than a message may have.
+    """
 
     address: str = ""
     requests: list[pb.GenerateRequest] = field(default_factory=list)
@@ -44,6 +48,12 @@ class ScriptedGateway(GenerationServiceServicer):
         self.requests.append(request)
         if request.text == "refuse":
             await context.abort_with_status(status_of(InvalidRequest("temperature", -1.0, "at least 0")))
+        if request.text == "lose":
+            nothing = grpc.aio.Metadata()
+            lost = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "Socket closed")
+            await context.abort_with_status(status_of(error_from(lost)))
+        if request.text == "too large":
+            yield said((pb.TOKEN_ORIGIN_PLAIN, "x" * MAX_MESSAGE_BYTES))
         yield said((pb.TOKEN_ORIGIN_PLAIN, "Once"))
         if request.text == "wait":
             await self._wait_for_cancellation()
@@ -163,6 +173,20 @@ async def test_nobody_answers(gateway: ScriptedGateway) -> None:
     assert notes == "outrider: Nothing answers on 127.0.0.1:1 (any more); `outrider up` starts a stack.\n"
 
 
+async def test_a_loss_behind_the_gateway_is_told_as_it_is(gateway: ScriptedGateway) -> None:
+    """The gateway answers, so the sentence about a gateway that does not would be wrong."""
+    code, output, notes = await run_command("lose", "--address", gateway.address)
+    assert (code, output) == (69, "")
+    assert notes == "outrider: UNAVAILABLE: Socket closed\n"
+
+
+async def test_an_answer_over_the_limit_is_a_sentence(gateway: ScriptedGateway) -> None:
+    """gRPC's own words about it are not for users."""
+    code, _, notes = await run_command("too large", "--address", gateway.address)
+    assert code == 64
+    assert re.fullmatch(rf"outrider: message is '\d+ bytes', but must be at most {MAX_MESSAGE_BYTES} bytes\n", notes)
+
+
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 async def test_signal_cancels_the_call(gateway: ScriptedGateway, number: signal.Signals, expected: int) -> None:
     """The call is cancelled on the way out, and the exit code tells of the signal."""
@@ -186,27 +210,3 @@ async def test_reader_that_goes_away(gateway: ScriptedGateway) -> None:
     assert code == 0
     assert output.strip() in {"0", "141"}
     assert "Traceback" not in notes
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["Hello", "--draft-count", "many"],
-        ["Hello", "--draft-count", "-1"],
-        ["Hello", "--max-tokens", "0"],
-        ["Hello", "--top-k", str(2**31)],
-        ["Hello", "--unknown"],
-        ["Hello", "--address", "127.0.0.1:1", "--target", "models/target"],
-    ],
-)
-async def test_wrong_usage(arguments: list[str]) -> None:
-    """Wrong usage exits 64 and starts nothing."""
-    code, output, notes = await run_command(*arguments)
-    assert (code, output) == (64, "")
-    assert "Error" in notes
-
-
-async def test_prompt_must_be_text() -> None:
-    """Bytes that are no UTF-8 are refused by name."""
-    code, _, notes = await run_command("-", "--address", "127.0.0.1:1", stdin=b"\xff\xfe")
-    assert (code, notes) == (64, "outrider: prompt is '-', but must be valid UTF-8\n")

@@ -35,6 +35,14 @@ def test_missing_embedded_model_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     assert str(tmp_path) in refusal.value.message
 
 
+@pytest.mark.parametrize("option", ["target", "draft"])
+def test_a_path_that_is_no_folder_is_told_with_its_option(option: str, tmp_path: Path) -> None:
+    """Before anything starts: the service would know the path only."""
+    models = {"target": str(tmp_path), "draft": None, option: str(tmp_path / "nope")}
+    with pytest.raises(ModelRefused, match=rf"^--{option} is '.*nope', but must be a folder"):
+        choose_models(models["target"], models["draft"], no_draft=False)
+
+
 def test_command_lines() -> None:
     """Each service is told its own model, threads and address, and to stop with its stdin."""
     target = model_launch("target", PAIR)
@@ -51,7 +59,7 @@ def test_command_lines() -> None:
 
 
 def test_taken_port_is_told_with_the_way_out() -> None:
-    """A port in use ends `up` before anything starts, although gRPC would share it."""
+    """A port in use ends `up` before anything starts, also when its owner would share it."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(("127.0.0.1", 0))

@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import eventually
+from stack import until_quiet
 
 from outrider.cli.client import generate
 from outrider.cli.events import Ask, Result, Round
 from outrider.cli.stack import embedded_model
+from outrider.rpc import open_channel
 
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()")
 FREE_PORTS = ("--port", "0", "--draft-port", "0", "--target-port", "0")
@@ -44,19 +46,29 @@ class Up:
         lists = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         return [int(pid) for path in lists for pid in path.read_text().split()]
 
-    def await_children(self, count: int) -> list[int]:
-        """Blocks until it has started so many services."""
-        deadline_s = time.monotonic() + READY_S
-        while len(pids := self.children()) < count:
-            assert time.monotonic() < deadline_s
-        return pids
+    async def await_children(self, count: int) -> list[int]:
+        """Process ids of its services, once it has started so many."""
+        await eventually(lambda: len(self.children()) >= count, READY_S)
+        return self.children()
 
     def child(self, module: str) -> int:
         """Process id of one service."""
         for pid in self.children():
-            if module in Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0"):
+            if module in command_line(pid):
                 return pid
         raise AssertionError(f"no child runs {module}")
+
+    async def until_quiet(self) -> None:
+        """Waits until neither service holds a session or a block; the gateway was told where they are."""
+        words = command_line(self.child("gateway"))
+        for flag in ("--target", "--draft"):
+            async with open_channel(words[words.index(flag) + 1]) as channel:
+                await until_quiet(channel)
+
+
+def command_line(pid: int) -> list[str]:
+    """The words with which a process was started."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
 
 
 async def start(*arguments: str) -> asyncio.subprocess.Process:
@@ -143,6 +155,7 @@ async def test_up_survives_its_draft_and_drains_on_sigint() -> None:
                 # Every answer until speculation resumes is the same, too.
                 assert (await ask(up.gateway))[0] == before
         assert (await ask(up.gateway))[0] == before
+        await up.until_quiet()
         up.process.send_signal(signal.SIGINT)
         assert await asyncio.wait_for(up.process.wait(), END_S) == 0
         for pid in children:
@@ -204,7 +217,7 @@ async def test_interrupted_start_leaves_nothing(signals: int) -> None:
     """Ctrl-C while models load, once or twice: no service stays behind, and `up` exits 0."""
     process = await start("up", *FREE_PORTS)
     up = Up(process, "")
-    children = await asyncio.to_thread(up.await_children, 2)
+    children = await up.await_children(2)
     for _ in range(signals):
         process.send_signal(signal.SIGINT)
     await asyncio.wait_for(process.communicate(), END_S)

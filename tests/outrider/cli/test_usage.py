@@ -1,0 +1,78 @@
+"""Wrong usage of `outrider`, as a process of its own: one sentence, exit code 64, and nothing starts."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outrider.rpc import MAX_MESSAGE_BYTES
+
+ROOT = Path(__file__).resolve().parents[3]
+COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()")
+INT32 = "in [1, 2147483647]"
+ADDRESS = "HOST:PORT with a port in [1, 65535]"
+
+
+def outrider(*arguments: str | bytes, stdin: bytes = b"") -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command."""
+    ended = subprocess.run([*COMMAND, *arguments], input=stdin, capture_output=True, check=False, timeout=60, cwd=ROOT)
+    return ended.returncode, ended.stdout.decode(), ended.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("generate Hi --draft-count many", "--draft-count is 'many', but must be a number of tokens, or auto"),
+        ("generate Hi --draft-count -1", "--draft-count is '-1', but must be a number of tokens, or auto"),
+        ("generate Hi --max-tokens 0", f"--max-tokens is 0, but must be {INT32}"),
+        ("generate Hi --top-k -1", "--top-k is -1, but must be in [0, 2147483647]"),
+        ("generate Hi --address=", f"--address is '', but must be {ADDRESS}"),
+        ("generate Hi --address localhost", f"--address is 'localhost', but must be {ADDRESS}"),
+        ("up --threads 257", "--threads is 257, but must be in [1, 256]"),
+        ("up --draft-threads 0", "--draft-threads is 0, but must be in [1, 256]"),
+    ],
+)
+def test_values_out_of_range(line: str, sentence: str) -> None:
+    """The option, its value and its limit, and no line besides."""
+    assert outrider(*line.split()) == (64, "", f"outrider: {sentence}\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "idle", "other"),
+    [
+        ("up --no-draft --draft models/draft", "--draft is 'models/draft'", "--no-draft"),
+        ("up --no-draft --draft-device cpu", "--draft-device is 'cpu'", "--no-draft"),
+        ("generate Hi --no-speculation --draft models/draft", "--draft is 'models/draft'", "--no-speculation"),
+        ("generate Hi --no-speculation --draft-count 4", "--draft-count is '4'", "--no-speculation"),
+        ("generate Hi --address a:1 --target models/target", "--target is 'models/target'", "--address"),
+        ("generate Hi --address a:1 --draft models/draft", "--draft is 'models/draft'", "--address"),
+        ("generate Hi --address a:1 --dtype float32", "--dtype is 'float32'", "--address"),
+    ],
+)
+def test_an_option_without_an_effect_is_refused(line: str, idle: str, other: str) -> None:
+    """Rather than ignored in silence."""
+    sentence = f"outrider: {idle}, but must be left out with {other}, where it has no effect\n"
+    assert outrider(*line.split()) == (64, "", sentence)
+
+
+def test_unknown_options() -> None:
+    """Those are the parser's to tell, with the code of all wrong usage."""
+    code, output, notes = outrider("generate", "Hi", "--unknown")
+    assert (code, output) == (64, "")
+    assert "--unknown" in notes
+
+
+@pytest.mark.parametrize(("argument", "stdin"), [("-", b"a\xff"), (b"a\xff", b"")])
+def test_prompt_must_be_text(argument: str | bytes, stdin: bytes) -> None:
+    """Bytes that are no UTF-8 are shown, wherever they came from."""
+    sentence = "outrider: prompt is b'a\\xff', but must be valid UTF-8\n"
+    assert outrider("generate", argument, stdin=stdin) == (64, "", sentence)
+
+
+def test_prompt_must_fit_into_a_message() -> None:
+    """A prompt that no gateway could receive is refused before a stack is started for it."""
+    code, output, notes = outrider("generate", "-", stdin=b"a" * MAX_MESSAGE_BYTES)
+    assert (code, output) == (64, "")
+    assert notes.startswith("outrider: prompt and options take 41943")
+    assert notes.endswith(f"but a request has at most {MAX_MESSAGE_BYTES} bytes\n")

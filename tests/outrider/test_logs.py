@@ -1,0 +1,57 @@
+"""What a log line holds: the traceback of an exception, and never the values of its local variables."""
+
+import asyncio
+import json
+import os
+import pty
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# The secret is not in the source, which a traceback may show.
+SCRIPT = """
+import structlog
+from outrider import logs
+
+def handle(request):
+    prompt = "".join(("sword", "fish"))
+    raise KeyError(f"of {len(prompt)} characters")
+
+logs.configure("info")
+try:
+    handle({"text": "".join(("open ", "sesame"))})
+except KeyError:
+    structlog.get_logger().exception("handler failed")
+"""
+SECRETS = ("swordfish", "open sesame")
+
+
+async def logged(stderr: int) -> bytes:
+    """What the script writes to a pipe, or to the given file."""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", SCRIPT, stderr=stderr, cwd=ROOT)
+    _, written = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 0
+    return written or b""
+
+
+async def test_json_holds_the_traceback_without_locals() -> None:
+    """A log that leaves the machine tells where it went wrong, and nothing of what users wrote."""
+    [line] = (await logged(asyncio.subprocess.PIPE)).decode().splitlines()
+    event = json.loads(line)
+    [exception] = event["exception"]
+    assert (exception["exc_type"], exception["exc_value"]) == ("KeyError", "'of 9 characters'")
+    assert [frame["name"] for frame in exception["frames"]] == ["<module>", "handle"]
+    assert not any(secret in line for secret in SECRETS)
+
+
+async def test_terminal_shows_the_traceback_without_locals() -> None:
+    """The same for people, whose terminals are recorded too."""
+    ours, theirs = pty.openpty()
+    await logged(theirs)
+    os.close(theirs)
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert "handler failed" in shown
+    assert "in handle" in shown
+    assert "of 9 characters" in shown
+    assert not any(secret in shown for secret in SECRETS)

@@ -1,0 +1,42 @@
+"""The settings of a service with a model: threads, models and addresses, before anything is loaded."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from outrider.engine.ops import native
+from outrider.engine.runner import ModelRunner
+from outrider.errors import InvalidRequest, ModelRefused
+from outrider.model_service_flags import MAX_THREADS, ModelServiceSettings, available_cpus, check_model
+
+
+def test_a_large_machine_does_not_ask_for_too_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default is the number of CPUs, as far as the kernels can use them."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(3)))
+    assert available_cpus() == 3
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(384)))
+    assert available_cpus() == MAX_THREADS == native.MAX_THREADS
+
+
+@pytest.mark.parametrize("num_threads", [0, 257])
+def test_the_engine_refuses_what_its_kernels_cannot_use(num_threads: int) -> None:
+    """Before it looks for a model, and not as an error of the kernels."""
+    with pytest.raises(InvalidRequest, match=rf"num_threads is {num_threads}, but must be in \[1, 256\]"):
+        ModelRunner.load("/nope", num_threads=num_threads)
+
+
+def test_a_model_is_a_folder_or_a_hub_id(tmp_path: Path) -> None:
+    """What looks like a path must be a folder; whether a hub id exists is not known here."""
+    assert check_model("--model", str(tmp_path)) == str(tmp_path)
+    assert check_model("--model", "someone/some-model") == "someone/some-model"
+    (tmp_path / "file").touch()
+    for path in (str(tmp_path / "nope"), str(tmp_path / "file"), "./nope", "~nobody-here/model", ""):
+        with pytest.raises(ModelRefused, match=r"^--model is .*but must be a folder"):
+            check_model("--model", path)
+
+
+def test_the_address_is_checked_before_a_model_is_loaded() -> None:
+    """Settings with an address that is none do not exist."""
+    with pytest.raises(InvalidRequest, match="listen is 'localhost', but must be HOST:PORT"):
+        ModelServiceSettings("model", listen="localhost")

@@ -1,0 +1,70 @@
+"""Errors that gRPC makes itself, told apart from those that a service of ours raised."""
+
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+
+from outrider import rpc
+from outrider.errors import InvalidRequest, OutriderError, PeerLost
+from outrider.v1 import model_service_pb2 as pb
+from outrider.v1.model_service_pb2_grpc import (
+    ModelServiceServicer,
+    ModelServiceStub,
+    add_ModelServiceServicer_to_server,
+)
+
+
+class LosesItsPeer(ModelServiceServicer):
+    """Passes on that somebody behind it went away."""
+
+    async def GetModelInfo(self, request: object, context: object) -> pb.GetModelInfoResponse:  # noqa: N802
+        """Always fails."""
+        raise PeerLost("the target went away")
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[rpc.RunningServer]:
+    add = {"outrider.v1.ModelService": lambda s: add_ModelServiceServicer_to_server(LosesItsPeer(), s)}
+    running = await rpc.serve("127.0.0.1:0", add)
+    yield running
+    await running.stop(0)
+
+
+async def error_of(call: "grpc.aio.UnaryUnaryCall[object, object]") -> grpc.aio.AioRpcError:
+    """How a call ended."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+async def test_a_loss_that_the_peer_tells_is_not_the_loss_of_the_peer(server: rpc.RunningServer) -> None:
+    """Both are PeerLost, and neither carries a mark on to the next process."""
+    async with rpc.open_channel(server.address) as channel:
+        told = await error_of(ModelServiceStub(channel).GetModelInfo(pb.GetModelInfoRequest(), timeout=10))
+        await server.stop(0)
+        own = await error_of(ModelServiceStub(channel).GetModelInfo(pb.GetModelInfoRequest(), timeout=10))
+    assert (told.code(), own.code()) == (grpc.StatusCode.UNAVAILABLE,) * 2
+    assert (rpc.said_by_peer(told), rpc.said_by_peer(own)) == (True, False)
+    for error in map(rpc.error_from, (told, own)):
+        assert type(error) is PeerLost
+        assert error.metadata == {}
+
+
+@pytest.mark.parametrize("limited", ["sender", "receiver"])
+async def test_a_message_over_the_limit_is_the_senders_fault(server: rpc.RunningServer, limited: str) -> None:
+    """Whichever side noticed it; gRPC calls it an exhausted resource, and waiting would not help."""
+    options = rpc.channel_options() if limited == "sender" else (("grpc.max_send_message_length", -1),)
+    async with grpc.aio.insecure_channel(server.address, options=options) as channel:
+        method = channel.unary_unary("/outrider.v1.ModelService/GetModelInfo")
+        error = rpc.error_from(await error_of(method(b"x" * (rpc.MAX_MESSAGE_BYTES + 5), timeout=10)))
+    assert type(error) is InvalidRequest
+    assert error.message == f"message is '{rpc.MAX_MESSAGE_BYTES + 5} bytes', but must be at most 4194304 bytes"
+
+
+async def test_other_exhausted_resources_stay_what_they_are() -> None:
+    """Only gRPC's own sentence about sizes is translated."""
+    empty = grpc.aio.Metadata()
+    error = rpc.error_from(grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, empty, empty, "too many pings"))
+    assert type(error) is OutriderError
+    assert error.message == "RESOURCE_EXHAUSTED: too many pings"
