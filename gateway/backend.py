@@ -30,6 +30,7 @@ class Backend:
         target = self.target.present()
         return ServingLimits(
             context_len=target.context_len,
+            kv_tokens=target.kv_tokens,
             vocabulary_size=target.vocabulary_size,
             eos_token_ids=target.eos_token_ids,
             max_draft_count=target.max_draft_count,
@@ -48,4 +49,4 @@ class Backend:
         """A draft session that reads the prompt at once when warm."""
         if self.draft is None:
             return AbsentDraftSession()
-        return RemoteDraftSession(self.draft, self.deadline, plan.spec, log, session_id, warm)
+        return RemoteDraftSession(self.draft, self.deadline, plan.spec, log, session_id, warm, plan.drafter)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 SMALL_CATCH_UP = 32  # committed tokens that a draft reads in passing
 CATCH_UP_TOKEN_S = 0.005  # allowance for each further one
+MISSED_MOST_S = 1.0  # misses raise the deadline to this at most; only answers raise it further
 
 
 @dataclass(slots=True)
@@ -22,6 +23,14 @@ class DraftDeadline:
         return min(max(usual_s, self.least_s), self.most_s) + allowance_s
 
     def observe(self, answer_s: float, catch_up_count: int) -> None:
-        """Learns from an answer, or from a deadline that passed: then the draft is at least that slow."""
+        """Learns from an answer."""
         if catch_up_count <= SMALL_CATCH_UP:
             self._mean_s = answer_s if self._mean_s is None else 0.9 * self._mean_s + 0.1 * answer_s
+
+    def missed(self) -> None:
+        """Learns from a deadline that passed, which says only that the draft is slower; it may even hang.
+
+        So the deadline itself is no answer's time: fed back, it would raise the next one without end.
+        """
+        most_s = MISSED_MOST_S / self.factor
+        self._mean_s = most_s if self._mean_s is None else max(self._mean_s, min(2 * self._mean_s, most_s))

@@ -16,7 +16,7 @@ from gateway.links import ServiceLink
 from gateway.rounds import NOTHING, FallbackReason, Proposal, TokenLog
 from gateway.streams import MessageStream
 from outrider import wire
-from outrider.errors import CacheFull, OutriderError, ProtocolViolation
+from outrider.errors import CacheFull, InvalidRequest, OutriderError, ProtocolViolation
 from outrider.parameters import SessionSpec
 from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1 import model_service_pb2, types_pb2
@@ -40,6 +40,7 @@ class RemoteDraftSession:
         token_log: TokenLog,
         session_id: bytes,
         warm: bool,
+        drafter: str = "",
     ) -> None:
         self._link = link
         self._deadline = deadline
@@ -47,21 +48,26 @@ class RemoteDraftSession:
         self._log = token_log
         self._session_id = session_id
         self._warm = warm
+        self._drafter = drafter
         self._stream: MessageStream[pb.ProposeRequest, pb.ProposeResponse] | None = None
         self._epoch = 0
         self._instance_id = 0
         self._known_len = 0  # committed tokens that were sent
         self._cached_len = 0  # committed tokens that the draft has read, as it said last
-        self._faults = 0
+        self._faults = 0.0  # in a row; an answer halves them, because every fault may cost reading all tokens again
         self._resume_len = 0
         self._resting_for = FallbackReason.DRAFT_ABSENT
         self._rollback: asyncio.Task[None] | None = None
 
     @property
     def obstacle(self) -> FallbackReason | None:
-        """Why it is no use to ask now: nobody there, a rollback under way, or a rest after faults."""
+        """Why it is no use to ask now: nobody there, open breaker, a rollback under way, or a rest after faults."""
         if self._link.info is None:
             return FallbackReason.DRAFT_ABSENT
+        breaker = self._link.breaker
+        if breaker.blocks(self._session_id):
+            late = isinstance(breaker.cause, TimeoutError)
+            return FallbackReason.DRAFT_LATE if late else FallbackReason.DRAFT_LOST
         if self._rollback is not None and not self._rollback.done():
             return FallbackReason.DRAFT_LATE
         return self._resting_for if len(self._log) < self._resume_len else None
@@ -77,7 +83,8 @@ class RemoteDraftSession:
         return self._link.info.max_draft_count if self._link.info else None
 
     async def __aenter__(self) -> Self:
-        if self._warm and self._link.info is not None and len(self._log) <= self._link.info.context_len:
+        info, breaker = self._link.info, self._link.breaker
+        if self._warm and info is not None and not breaker.is_open and len(self._log) <= info.context_len:
             try:
                 await self._ask(0, self._deadline.most_s)
             except (TimeoutError, OutriderError) as error:
@@ -87,6 +94,7 @@ class RemoteDraftSession:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._link.breaker.left(self._session_id)
         if self._rollback is not None:
             self._rollback.cancel()
         if self._stream is not None:
@@ -101,15 +109,18 @@ class RemoteDraftSession:
         catch_up_count = len(self._log) - self._cached_len
         timeout_s = self._deadline.seconds(catch_up_count)
         started_s = time.monotonic()
+        self._link.breaker.enter(self._session_id)
         try:
             proposal = await self._exchange(draft_count, catch_up_count, started_s + timeout_s)
-        except TimeoutError:
-            self._deadline.observe(timeout_s, catch_up_count)
+        except TimeoutError as error:
+            self._deadline.missed()
+            self._link.breaker.failed(self._session_id, error, timeout_s)
             return self._late(timeout_s)
         except OutriderError as error:
             return await self._drop(error)
         self._deadline.observe(time.monotonic() - started_s, catch_up_count)
-        self._faults = 0
+        self._link.breaker.answered()
+        self._faults /= 2
         return proposal
 
     async def _exchange(self, draft_count: int, catch_up_count: int, until_s: float) -> Proposal:
@@ -134,7 +145,8 @@ class RemoteDraftSession:
             self._cached_len = 0
             self._stream = MessageStream(DraftServiceStub(self._link.channel).Propose(), str(self._link))
             session = wire.open_message(self._spec, self._log.tokens())
-            request = pb.ProposeRequest(open=pb.DraftOpen(session=session, draft_count=draft_count))
+            opening = pb.DraftOpen(session=session, draft_count=draft_count, drafter=self._drafter)
+            request = pb.ProposeRequest(open=opening)
         else:
             token_ids = self._log.tokens(self._known_len)
             request = pb.ProposeRequest(advance=pb.DraftAdvance(token_ids=token_ids, draft_count=draft_count))
@@ -190,8 +202,10 @@ class RemoteDraftSession:
         """Gives the session up after a fault; it is opened again when the draft may be asked again."""
         log.warning("draft session lost", service=str(self._link), reason=str(error) or "no answer")
         await self._forget()
-        if isinstance(error, CacheFull | ProtocolViolation):
+        if isinstance(error, CacheFull | InvalidRequest | ProtocolViolation):
+            self._link.breaker.left(self._session_id)
             return self._fault(FallbackReason.DRAFT_REFUSED)
+        self._link.breaker.failed(self._session_id, error)
         self._link.report_lost()
         return self._fault(FallbackReason.DRAFT_LOST)
 
@@ -203,7 +217,7 @@ class RemoteDraftSession:
     def _fault(self, reason: FallbackReason) -> Proposal:
         """Counts a fault; from the second in a row on, the draft rests for a growing number of tokens."""
         first, most = PAUSE_TOKENS
-        pause = min(first << self._faults - 1, most) if self._faults else 0
+        pause = min(int(first * (2 ** min(self._faults, 8) - 1)), most)
         self._faults += 1
         self._resume_len, self._resting_for = len(self._log) + 1 + pause, reason
         return Proposal(fallback_reason=reason)

@@ -13,7 +13,8 @@ from typing import Any
 import grpc
 import structlog
 
-from outrider.errors import OutriderError, PeerLost, ProtocolViolation
+from gateway.breaker import CircuitBreaker
+from outrider.errors import OutriderError, PeerLost
 from outrider.rpc import error_from, open_channel
 from outrider.v1 import model_service_pb2 as pb
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub
@@ -22,8 +23,19 @@ PROTOCOL_VERSION = 1
 ROLES = {pb.SERVICE_ROLE_DRAFT: "draft", pb.SERVICE_ROLE_TARGET: "target"}
 GREETING_TIMEOUT_S = 5.0
 BACKOFF_S = (0.1, 2.0)
+# Failures in a row that open the breaker, and pauses between trials. A draft may be late now and then, and requests do
+# without it; a target is late only when it hangs, and then there is nothing else that a request could do.
+BREAKERS = {"draft": (2, (0.5, 10.0)), "target": (1, (0.0, 0.0))}
 
 log = structlog.get_logger()
+
+
+class WrongService(OutriderError):
+    """The operator must give another address, or another version of the service there."""
+
+    status = "FAILED_PRECONDITION"
+    reason = "WRONG_SERVICE"
+    exit_code = 78
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +53,7 @@ class ModelInfo:
     eos_token_ids: frozenset[int]
     max_draft_count: int
     unacknowledged_window: int
+    kv_tokens: int
     drafters: tuple[str, ...]
 
 
@@ -54,6 +67,8 @@ class ServiceLink:
         self.channel = open_channel(address)
         self.info: ModelInfo | None = None
         self.misfit: OutriderError | None = None
+        self.breaker = CircuitBreaker(*BREAKERS[role])
+        self._instance_id = 0
         self._check = check
         self._models = ModelServiceStub(self.channel)
         self._goodbyes: set[asyncio.Task[None]] = set()
@@ -137,6 +152,9 @@ class ServiceLink:
             self.misfit = error
             log.error("service does not fit", service=self.role, address=self.address, reason=error.message)
             return True
+        if info.instance_id != self._instance_id:
+            self._instance_id = info.instance_id
+            self.breaker.renew()
         self.info, self.misfit = info, None
         log.info("service greeted", service=self.role, address=self.address, model=info.model_name)
         return True
@@ -153,11 +171,19 @@ class ServiceLink:
         self.info = None
 
     def _read(self, answer: pb.GetModelInfoResponse) -> ModelInfo:
+        if answer.protocol_version != PROTOCOL_VERSION:
+            raise WrongService(
+                f"{self} speaks version {answer.protocol_version} of the protocol, but version {PROTOCOL_VERSION} is "
+                "needed",
+                address=self.address,
+                protocol_version=answer.protocol_version,
+            )
         role = ROLES.get(answer.role, "unknown")
-        if answer.protocol_version != PROTOCOL_VERSION or role != self.role:
-            raise ProtocolViolation(
-                f"{self} speaks version {answer.protocol_version} of the protocol as a {role} service, "
-                f"but version {PROTOCOL_VERSION} as a {self.role} service is needed"
+        if role != self.role:
+            raise WrongService(
+                f"A {role} service answers at {self.address}, but a {self.role} service is wanted there",
+                address=self.address,
+                role=role,
             )
         return ModelInfo(
             role=role,
@@ -171,5 +197,6 @@ class ServiceLink:
             eos_token_ids=frozenset(answer.eos_token_ids),
             max_draft_count=answer.max_draft_count,
             unacknowledged_window=answer.unacknowledged_window,
+            kv_tokens=answer.block_count * answer.block_size,
             drafters=tuple(answer.drafters),
         )

@@ -58,25 +58,27 @@ class Pace:
 
     def expects_draft(self) -> bool:
         """Whether the draft should read the prompt at once, while the target does."""
-        self._next = self._next or self._choose(self._max_draft_count)
-        return self._next.draft_count > 0
+        return self._choose(self._max_draft_count, ready=False).draft_count > 0
 
     def plan(self, log: TokenLog, outstanding: int, draft: DraftOutlook) -> Plan:
         """Plans the round on top of the log, while the target may still commit `outstanding` tokens unasked."""
         opening, limit = len(log) == log.prompt_len, min(self._max_draft_count, self._max_len - len(log) - 1)
-        choice = self._next or self._choose(limit)
+        past_context = draft.context_len is not None and len(log) + 1 > draft.context_len
+        ready = not (opening or outstanding or past_context or draft.obstacle)
+        choice = self._next or self._choose(limit, ready=ready)
         self._next, self._unasked = None, outstanding > 0
         if choice.draft_count == 0 or limit == 0:
             return self._plain(choice.plain_budget)
         limit = min(limit, draft.max_draft_count or limit)
-        if draft.context_len is not None and len(log) + 1 > draft.context_len:
+        if past_context:
             return self._plain(PLAIN_BUDGET, FallbackReason.DRAFT_CONTEXT, opening)
         if draft.obstacle is not None:
             return self._plain(WAITING_BUDGET, draft.obstacle, opening)
         if outstanding or opening:
-            # The choice waits for the end of the stretch, or for the prompt's own pass.
-            self._next = choice
+            # Choosing waits for the end of the stretch, or for the prompt's own pass.
             return Plan(0, 0, None if opening else self._reason)
+        if choice.rounds > 1:
+            self._next = replace(choice, rounds=choice.rounds - 1)
         room = limit if draft.context_len is None else draft.context_len - len(log)
         return Plan(min(choice.draft_count, limit, room), 0)
 
@@ -89,7 +91,7 @@ class Pace:
         self._reason = reason
         return Plan(0, plain_budget, None if opening else reason)
 
-    def _choose(self, limit: int) -> Choice:
+    def _choose(self, limit: int, *, ready: bool) -> Choice:
         if self._draft_count is None:
-            return self._policy.choose(limit)
+            return self._policy.choose(limit, ready=ready)
         return Choice(self._draft_count, 0 if self._draft_count else PLAIN_BUDGET)

@@ -9,22 +9,25 @@ requests of a gateway, because they share the machines that it measures.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from gateway.estimates import Average, Decayed, Line
 from gateway.rounds import Round
 
 MAX_DRAFT_COUNT = 8
 FIRST_GUESS = 4  # before anything is known
 PLAIN_PROBE_ROUNDS = 64  # speculative rounds between two looks at what plain decoding costs
-PROBE_COST = 0.02  # share of the time that looking for a faster draft may cost
-PROBE_TOKENS = (32, 2048)  # least and most plain tokens between two such looks
+PROBE_COST = 0.02  # share of the time that probes, which look for a faster draft, may cost
+PROBE_TOKENS = (32, 2048)  # least and most plain tokens between two probes
+PROBE_ROUNDS = 4  # a draft that has to catch up in the first one is warm in the others
 LARGE_CATCH_UP = 16  # a draft that had to read more than this says nothing about the cost of a step
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How to go on: K, and for K = 0 how many tokens the target may commit unasked."""
+    """How to go on: K, for how many rounds, and for K = 0 how many tokens the target may commit unasked."""
 
     draft_count: int
     plain_budget: int = 0
+    rounds: int = 1
 
 
 class SpeculationPolicy:
@@ -39,6 +42,7 @@ class SpeculationPolicy:
         self._plain_overhead_us = Average()
         self._plain_tokens = 0
         self._rounds_without_plain = 0
+        self._lost_us = 0.0  # time that drafting has cost above plain decoding and that is not yet earned back
 
     @property
     def acceptance_rate(self) -> float:
@@ -54,6 +58,7 @@ class SpeculationPolicy:
             self._plain_tokens += 1
             self._rounds_without_plain = 0
             self._plain_overhead_us.add(max(0, committed.round_us - committed.verify_compute_us))
+        self._account(committed, unasked=unasked)
 
     def _observe_speculative(self, committed: Round) -> None:
         self._plain_tokens = 0
@@ -64,8 +69,21 @@ class SpeculationPolicy:
         compute_us = committed.draft_compute_us + committed.verify_compute_us
         self._round_overhead_us.add(max(0, committed.round_us - compute_us))
 
-    def choose(self, limit: int) -> Choice:
-        """The best K in [0, limit], or now and then one that keeps the estimates of the other side alive."""
+    def _account(self, committed: Round, *, unasked: bool) -> None:
+        """What a round with a draft, or with one that failed, lost against plain decoding; plain tokens pay for it."""
+        plain_us = self.cost_us(0)
+        if unasked:
+            self._lost_us -= PROBE_COST * plain_us
+        elif committed.draft_count or committed.fallback_reason:
+            self._lost_us += committed.round_us - len(committed.token_ids) * plain_us
+        self._lost_us = max(self._lost_us, 0.0)
+
+    def choose(self, limit: int, *, ready: bool = True) -> Choice:
+        """The best K in [0, limit], or now and then one that keeps the estimates of the other side alive.
+
+        Only a request that is ready, so that it carries the choice out at once, uses such an opportunity up: one that
+        ends before its turn must not take it from the others.
+        """
         counts = range(1, min(limit, MAX_DRAFT_COUNT) + 1)
         if not counts:
             return Choice(0)
@@ -73,11 +91,8 @@ class SpeculationPolicy:
             return Choice(min(FIRST_GUESS, counts[-1]))
         best = self._fastest(counts)
         if self.speed(best) > self.speed(0):
-            return self._speculate_or_probe(best)
-        if self._plain_tokens >= self._tokens_between_probes(best):
-            self._plain_tokens = 0
-            return Choice(best)
-        return Choice(0, self._plain_budget)
+            return self._speculate_or_look(best, ready)
+        return self._probe(best, ready) if self._probe_is_due() else Choice(0, self._plain_budget)
 
     def speed(self, draft_count: int) -> float:
         """Tokens per microsecond that K draft tokens a round are expected to bring."""
@@ -91,78 +106,21 @@ class SpeculationPolicy:
         cost = draft_count * self._draft_token_us.mean + self._verify_us.at(draft_count + 1) + overhead.mean
         return max(cost, 1.0)
 
-    def _speculate_or_probe(self, best: int) -> Choice:
-        if self._rounds_without_plain < PLAIN_PROBE_ROUNDS:
+    def _speculate_or_look(self, best: int, ready: bool) -> Choice:
+        if not ready or self._rounds_without_plain < PLAIN_PROBE_ROUNDS:
             return Choice(best)
         self._rounds_without_plain = 0
         return Choice(0, 2)  # the unasked tokens are what measures plain decoding
 
-    def _tokens_between_probes(self, draft_count: int) -> float:
-        """Plain tokens after which one probe's expected loss is PROBE_COST of their time."""
-        plain_us = self.cost_us(0)
-        loss_us = self.cost_us(draft_count) - plain_us * self.speed(draft_count) * self.cost_us(draft_count)
+    def _probe_is_due(self) -> bool:
         least, most = PROBE_TOKENS
-        return min(max(loss_us / (PROBE_COST * plain_us), least), most)
+        return self._plain_tokens >= most or (self._plain_tokens >= least and self._lost_us <= 0)
+
+    def _probe(self, best: int, ready: bool) -> Choice:
+        if ready:
+            self._plain_tokens = 0
+            self._draft_token_us.renew()
+        return Choice(best, rounds=PROBE_ROUNDS)
 
     def _fastest(self, counts: Iterable[int]) -> int:
         return max(counts, key=self.speed)
-
-
-class Decayed:
-    """A mean of ratios, where each addition takes a fiftieth off the weight of the past."""
-
-    def __init__(self, total: float, weight: float) -> None:
-        self._total, self._weight = total, weight
-
-    def add(self, total: float, weight: float) -> None:
-        """Adds an observation of total over weight."""
-        keep = 0.98 if weight else 1.0
-        self._total, self._weight = keep * self._total + total, keep * self._weight + weight
-
-    @property
-    def mean(self) -> float:
-        """The mean so far."""
-        return self._total / self._weight
-
-
-class Average:
-    """An exponential moving average; a sample counts as four times the mean at most, so that no outlier rules."""
-
-    def __init__(self) -> None:
-        self.known = False
-        self.mean = 0.0
-
-    def add(self, sample: float) -> None:
-        """Adds a sample, at least 0."""
-        if not self.known:
-            self.known, self.mean = True, sample
-        self.mean += 0.1 * (min(sample, 4 * self.mean + 1.0) - self.mean)
-
-
-class Line:
-    """Least squares of a cost over the number of rows, recent samples first.
-
-    Samples may all have the same number of rows, so the slope is drawn towards a tenth of the mean cost a row.
-    """
-
-    def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
-
-    def add(self, x: float, y: float) -> None:
-        """Adds the cost y of x rows."""
-        sums = (self._weight, self._x, self._y, self._xx, self._xy)
-        new = (1.0, x, y, x * x, x * y)
-        self._weight, self._x, self._y, self._xx, self._xy = (
-            0.97 * old + added for old, added in zip(sums, new, strict=True)
-        )
-
-    def at(self, x: float) -> float:
-        """Expected cost of x rows; 0 before the first sample, and never falling with x."""
-        if not self._weight:
-            return 0.0
-        mean_x, mean_y = self._x / self._weight, self._y / self._weight
-        spread = self._xx / self._weight - mean_x * mean_x
-        together = self._xy / self._weight - mean_x * mean_y
-        pull = 0.05
-        slope = max(0.0, (together + pull * 0.1 * mean_y) / (spread + pull))
-        return max(mean_y + slope * (x - mean_x), 0.1 * mean_y)

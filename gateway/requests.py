@@ -33,9 +33,12 @@ class GenerationAsk:
 
 @dataclass(frozen=True, slots=True)
 class ServingLimits:
-    """What the services behind the gateway can do. An empty tuple of drafters means that nobody knows them."""
+    """What the services behind the gateway can do. kv_tokens is what the target's key-value cache holds when no other
+    request is in it. An empty tuple of drafters means that nobody knows them.
+    """
 
     context_len: int
+    kv_tokens: int
     vocabulary_size: int
     eos_token_ids: frozenset[int]
     max_draft_count: int
@@ -44,11 +47,14 @@ class ServingLimits:
 
 @dataclass(frozen=True, slots=True)
 class GenerationPlan:
-    """A checked request. draft_count None lets the gateway choose; 0 never speculates."""
+    """A checked request. draft_count None lets the gateway choose, and 0 never speculates. An empty drafter lets the
+    draft service choose.
+    """
 
     spec: SessionSpec
     stops: tuple[str, ...]
     draft_count: int | None
+    drafter: str = ""
 
 
 async def check_request(ask: GenerationAsk, tokenizer: Tokenizer, limits: ServingLimits) -> GenerationPlan:
@@ -58,7 +64,8 @@ async def check_request(ask: GenerationAsk, tokenizer: Tokenizer, limits: Servin
     _check_range("max_tokens", ask.max_tokens, 1, 2**31 - 1)
     _check_range("speculation.draft_count", ask.draft_count, 0, limits.max_draft_count)
     _check_range("seed", ask.seed, -(2**63), 2**63 - 1)
-    _check_token_ids("sampling.logit_bias", ask.sampling.logit_bias, limits)
+    for token_id in ask.sampling.logit_bias:
+        _check_token_id("sampling.logit_bias key", token_id, limits)
     prompt = await _prompt(ask, tokenizer, limits)
     max_tokens = _max_tokens(ask, len(prompt), limits)
     _check_range("sampling.min_tokens", ask.sampling.min_tokens, 0, max_tokens)
@@ -71,7 +78,7 @@ async def check_request(ask: GenerationAsk, tokenizer: Tokenizer, limits: Servin
         eos_token_ids=frozenset() if ask.sampling.ignore_eos else limits.eos_token_ids,
         stop_token_ids=frozenset(ask.stop_token_ids),
     )
-    return GenerationPlan(spec, ask.stops, ask.draft_count if ask.speculation_enabled else 0)
+    return GenerationPlan(spec, ask.stops, ask.draft_count if ask.speculation_enabled else 0, ask.drafter)
 
 
 def _check_supported(ask: GenerationAsk, limits: ServingLimits) -> None:
@@ -85,12 +92,12 @@ def _check_supported(ask: GenerationAsk, limits: ServingLimits) -> None:
 
 def _check_stops(ask: GenerationAsk, limits: ServingLimits) -> None:
     if len(ask.stops) > MAX_STOPS:
-        raise InvalidRequest("stop", f"{len(ask.stops)} strings", f"at most {MAX_STOPS} strings")
+        raise InvalidRequest.too_many("stop", len(ask.stops), MAX_STOPS, "strings")
     for index, stop in enumerate(ask.stops):
         if not 1 <= len(stop) <= MAX_STOP_LEN:
             raise InvalidRequest(f"stop.{index}", stop, f"of 1 to {MAX_STOP_LEN} characters")
     if len(ask.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest("stop_token_ids", f"{len(ask.stop_token_ids)} ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
+        raise InvalidRequest.too_many("stop_token_ids", len(ask.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
     _check_token_ids("stop_token_ids", ask.stop_token_ids, limits)
 
 
@@ -106,17 +113,18 @@ async def _prompt(ask: GenerationAsk, tokenizer: Tokenizer, limits: ServingLimit
 
 
 def _max_tokens(ask: GenerationAsk, prompt_len: int, limits: ServingLimits) -> int:
-    """The output's limit; prompt and output must fit into the target's context together."""
-    room = limits.context_len - prompt_len
-    wanted = min(DEFAULT_MAX_TOKENS, max(room, 1)) if ask.max_tokens is None else ask.max_tokens
+    """The output's limit; prompt and output must fit together into the target's context and into its cache."""
+    is_context = limits.context_len <= limits.kv_tokens
+    size = limits.context_len if is_context else limits.kv_tokens
+    place = f"the {'context' if is_context else 'key-value cache'} of {size} tokens"
+    facts = {"prompt_tokens": prompt_len, "context_len" if is_context else "kv_tokens": size}
+    room = size - prompt_len
+    if ask.max_tokens is None and room < 1:
+        raise PromptTooLong(f"the prompt has {prompt_len} tokens, but must leave room for one more in {place}", **facts)
+    wanted = min(DEFAULT_MAX_TOKENS, room) if ask.max_tokens is None else ask.max_tokens
     if wanted > room:
-        raise PromptTooLong(
-            f"a prompt of {prompt_len} tokens and max_tokens {wanted} do not fit into the context of "
-            f"{limits.context_len} tokens",
-            prompt_tokens=prompt_len,
-            max_tokens=wanted,
-            context_len=limits.context_len,
-        )
+        message = f"a prompt of {prompt_len} tokens and max_tokens {wanted} do not fit into {place}"
+        raise PromptTooLong(message, max_tokens=wanted, **facts)
     return wanted
 
 
@@ -126,6 +134,10 @@ def _check_range(name: str, value: int | None, least: int, most: int) -> None:
 
 
 def _check_token_ids(name: str, token_ids: Iterable[int], limits: ServingLimits) -> None:
-    for token_id in token_ids:
-        if not 0 <= token_id < limits.vocabulary_size:
-            raise InvalidRequest(name, token_id, f"token ids between 0 and {limits.vocabulary_size - 1}")
+    for index, token_id in enumerate(token_ids):
+        _check_token_id(f"{name}.{index}", token_id, limits)
+
+
+def _check_token_id(name: str, token_id: int, limits: ServingLimits) -> None:
+    if not 0 <= token_id < limits.vocabulary_size:
+        raise InvalidRequest(name, token_id, f"a token id between 0 and {limits.vocabulary_size - 1}")

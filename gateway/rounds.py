@@ -99,7 +99,7 @@ class TokenLog:
     def __init__(self, prompt: tuple[int, ...], clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
         self._token_ids = list(prompt)
         self._clock_ns = clock_ns
-        self._committed_ns = clock_ns()
+        self._started_ns = clock_ns()
         self.prompt_len = len(prompt)
         self.finish_reason: FinishReason | None = None
 
@@ -110,14 +110,18 @@ class TokenLog:
         """Committed tokens from a position on."""
         return tuple(self._token_ids[start:])
 
+    def begin_round(self) -> None:
+        """Starts the clock of the next round, so that what the client took between two rounds is in neither."""
+        self._started_ns = self._clock_ns()
+
     def commit(self, proposal: Proposal, verdict: Verdict) -> Round:
         """Appends what a verdict commits. Raises ProtocolViolation for a verdict that cannot be about this proposal."""
         if self.finish_reason is not None or verdict.base_len != len(self):
             raise ProtocolViolation(f"a verdict on length {verdict.base_len} came for a log of {len(self)} tokens")
         token_ids, origins = _read(proposal, verdict)
-        base_len, started_ns = len(self), self._committed_ns
+        base_len = len(self)
         self._token_ids += token_ids
-        self._committed_ns = self._clock_ns()
+        started_ns, self._started_ns = self._started_ns, self._clock_ns()
         self.finish_reason = verdict.finish_reason
         return Round(
             token_ids=token_ids,
@@ -130,7 +134,7 @@ class TokenLog:
             finish_reason=verdict.finish_reason,
             draft_compute_us=proposal.compute_us,
             verify_compute_us=verdict.compute_us,
-            round_us=(self._committed_ns - started_ns) // 1000,
+            round_us=(self._started_ns - started_ns) // 1000,
             numerics_id=verdict.numerics_id,
             caught_up_count=proposal.caught_up_count,
         )

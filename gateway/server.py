@@ -52,7 +52,8 @@ async def start(settings: GatewaySettings) -> RunningGateway:
         await _await_target(backend.target, settings.target_wait_s)
         if backend.draft is not None:
             await _await_draft(backend.draft, settings.draft_wait_s)
-        server = await rpc.serve(settings.listen, generation_service(backend, settings.max_requests))
+        service = generation_service(backend, settings.max_requests, settings.client_stall_s)
+        server = await rpc.serve(settings.listen, service)
     except BaseException:
         await _close(backend)
         raise

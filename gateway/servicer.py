@@ -1,8 +1,10 @@
 """GenerationService: translates between protobuf and the gateway's plain classes, and bounds how much runs at once.
 
-Nothing is decided here but that a gateway with enough to do says so at once.
+Nothing is decided here but that a gateway with enough to do says so at once, and that a client which does not read is
+not waited for without end.
 """
 
+import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
 
@@ -13,7 +15,7 @@ from gateway.generation import CompletionEvent, RoundEvent, generate
 from gateway.requests import GenerationAsk
 from gateway.rounds import FallbackReason, TokenOrigin
 from outrider import wire
-from outrider.errors import Overloaded
+from outrider.errors import OutriderError, Overloaded
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
 
@@ -33,12 +35,21 @@ FALLBACKS = {
 }
 
 
-class GenerationServicer(GenerationServiceServicer):
-    """Serves Generate over a backend, at most max_requests at a time."""
+class ClientStalled(OutriderError):
+    """The client must read what it asked for."""
 
-    def __init__(self, backend: Backend, max_requests: int) -> None:
+    status = "DEADLINE_EXCEEDED"
+    reason = "CLIENT_STALLED"
+    exit_code = 75
+
+
+class GenerationServicer(GenerationServiceServicer):
+    """Serves Generate over a backend, at most max_requests at a time, to clients that take each message in time."""
+
+    def __init__(self, backend: Backend, max_requests: int, client_stall_s: float) -> None:
         self._backend = backend
         self._max_requests = max_requests
+        self._client_stall_s = client_stall_s
         self._active = 0
 
     async def Generate(  # type: ignore[override]  # noqa: N802 - the name is the protocol's
@@ -55,14 +66,27 @@ class GenerationServicer(GenerationServiceServicer):
         try:
             async with aclosing(generate(_ask(request), self._backend)) as events:
                 async for event in events:
-                    await context.write(_round(event) if isinstance(event, RoundEvent) else _completion(event))
+                    message = _round(event) if isinstance(event, RoundEvent) else _completion(event)
+                    await self._write(message, context)
         finally:
             self._active -= 1
 
+    async def _write(
+        self, message: pb.GenerateResponse, context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
+    ) -> None:
+        """Writes a message; raises ClientStalled when there is no room for it for too long."""
+        try:
+            async with asyncio.timeout(self._client_stall_s):
+                await context.write(message)
+        except TimeoutError:
+            raise ClientStalled(f"The client read nothing for {self._client_stall_s:g} seconds") from None
 
-def generation_service(backend: Backend, max_requests: int) -> dict[str, Callable[[grpc.aio.Server], None]]:
+
+def generation_service(
+    backend: Backend, max_requests: int, client_stall_s: float
+) -> dict[str, Callable[[grpc.aio.Server], None]]:
     """The service for `outrider.rpc.serve`: its full name, and what adds it to a server."""
-    servicer = GenerationServicer(backend, max_requests)
+    servicer = GenerationServicer(backend, max_requests, client_stall_s)
     name = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
     return {name: lambda server: add_GenerationServiceServicer_to_server(servicer, server)}
 

@@ -44,6 +44,7 @@ async def speculate(
     """Yields the rounds of a request until its log is finished; both sessions are closed whatever happens."""
     async with target, draft:
         while log.finish_reason is None:
+            log.begin_round()
             plan = pace.plan(log, target.outstanding, draft)
             proposal = plan.explain(await draft.propose(plan.draft_count))
             verdict = await target.verify(proposal, plan.plain_budget)

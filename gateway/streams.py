@@ -10,9 +10,15 @@ from contextlib import suppress
 from typing import Any, Generic, TypeVar, cast
 
 import grpc
+import structlog
 
 from outrider.errors import OutriderError, PeerLost
-from outrider.rpc import error_from
+from outrider.rpc import error_from, said_by_peer
+
+# What gRPC itself says of a call whose connection or process is gone, by the version and by what lies between.
+LOST_STATUSES = frozenset({"UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "UNKNOWN"})
+
+log = structlog.get_logger()
 
 Sent = TypeVar("Sent")
 Received = TypeVar("Received")
@@ -27,6 +33,7 @@ class MessageStream(Generic[Sent, Received]):
         self._peer = peer
         self._reading: asyncio.Task[Received | None] | None = None
         self._writing: asyncio.Task[None] | None = None
+        self._has_left = False  # a message reached a connection
 
     async def write(self, message: Sent, timeout_s: float) -> None:
         """Puts a message on its way behind the one before; raises TimeoutError when that has not left by then.
@@ -83,18 +90,28 @@ class MessageStream(Generic[Sent, Received]):
         # Whatever ends the call here is what the next read raises.
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await self._call.write(message)
+            self._has_left = True
 
     async def _read(self) -> Received | None:
         """One message, or None at the end."""
         try:
             message = await self._call.read()
         except grpc.aio.AioRpcError as error:
-            raise error_from(error) from error
+            raise self._failure(error) from error
         except asyncio.CancelledError:
             if self._call.cancelled():
                 raise PeerLost(f"the session with {self._peer} was cancelled on this side") from None
             raise
         return None if message is grpc.aio.EOF else cast("Received", message)
+
+    def _failure(self, error: grpc.aio.AioRpcError) -> OutriderError:
+        """What the peer stated, as it is; for a failure of gRPC's own, a sentence that names the peer."""
+        status = error.code().name
+        if said_by_peer(error) or status not in LOST_STATUSES:
+            return error_from(error)
+        log.info("stream lost", service=self._peer, status=status, details=error.details())
+        what = "was lost in the middle of the request" if self._has_left else "cannot be reached"
+        return PeerLost(f"{self._peer} {what}", status=status)
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:

@@ -45,11 +45,17 @@ class RemoteTargetSession:
         return 0 if finished else max(0, min(self._limit, self._spec.max_len) - len(self._log))
 
     async def __aenter__(self) -> Self:
+        """Raises PeerLost at once while the target hangs, as other requests have found out."""
+        breaker = self._link.breaker
+        if breaker.blocks(self._session_id):
+            raise PeerLost(f"{self._link} does not answer requests", address=self._link.address)
+        breaker.enter(self._session_id)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._link.breaker.left(self._session_id)
         if self._stream is not None:
             close = pb.VerifyRequest(fence=self._fence(), close=types_pb2.CloseSession())
             self._link.finish(self._stream.close(close, CLOSE_TIMEOUT_S))
@@ -62,6 +68,7 @@ class RemoteTargetSession:
             await self._ask(proposal, plain_budget)
             response = await self._answer(len(self._log) * PROMPT_TOKEN_S if opening else 0.0)
             if response.WhichOneof("answer") == "verdict":
+                self._link.breaker.answered()
                 return _verdict(response)
             await self._forget()
         raise PeerLost(f"{self._link} lost the session {MAX_REOPENS + 1} times in one round")
@@ -89,7 +96,7 @@ class RemoteTargetSession:
             try:
                 await self._stream.write(request, self._answer_timeout_s)
             except TimeoutError:
-                raise PeerLost(f"{self._link} took no message for {self._answer_timeout_s:g} seconds") from None
+                raise self._hangs(f"took no message for {self._answer_timeout_s:g} seconds") from None
 
     async def _forget(self) -> None:
         """Ends the stream of a session that the target no longer knows; the next round opens it again."""
@@ -106,7 +113,7 @@ class RemoteTargetSession:
             try:
                 response = await self._stream.read(timeout_s)
             except TimeoutError:
-                raise PeerLost(f"{self._link} gave no answer for {timeout_s:g} seconds") from None
+                raise self._hangs(f"gave no answer for {timeout_s:g} seconds") from None
             fence = response.fence
             if (fence.epoch, fence.base_len) == (self._epoch, len(self._log)):
                 return response
@@ -115,6 +122,12 @@ class RemoteTargetSession:
                     f"{self._link} answered epoch {fence.epoch}, length {fence.base_len}, but the session is at "
                     f"epoch {self._epoch}, length {len(self._log)}"
                 )
+
+    def _hangs(self, what: str) -> PeerLost:
+        """The error for this request; the breaker spares the next ones from waiting as long."""
+        error = PeerLost(f"{self._link} {what}")
+        self._link.breaker.failed(self._session_id, error)
+        return error
 
     def _fence(self) -> types_pb2.Fence:
         return types_pb2.Fence(session_id=self._session_id, epoch=self._epoch, base_len=len(self._log))

@@ -71,8 +71,13 @@ class DraftOpen(_message.Message):
 
     SESSION_FIELD_NUMBER: _builtins.int
     DRAFT_COUNT_FIELD_NUMBER: _builtins.int
+    DRAFTER_FIELD_NUMBER: _builtins.int
     draft_count: _builtins.int
     """Draft tokens wanted, in [0, max_draft_count]; with 0 the prompt is cached and the proposal is empty."""
+    drafter: _builtins.str
+    """Name of the drafter, one of GetModelInfoResponse.drafters; empty for the draft service's own choice. A name that it
+    does not offer is refused.
+    """
     @_builtins.property
     def session(self) -> _types_pb2.OpenSession:
         """The session."""
@@ -82,10 +87,11 @@ class DraftOpen(_message.Message):
         *,
         session: _types_pb2.OpenSession | None = ...,
         draft_count: _builtins.int = ...,
+        drafter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_count", b"draft_count", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_count", b"draft_count", "drafter", b"drafter", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -47,8 +47,9 @@ class DraftServiceServicer:
     """
 
     def Propose(self, request_iterator, context):
-        """Carries one session, for its whole life. The first message opens the session; every message but a close is
-        answered by exactly one response, unless a newer epoch overtakes it.
+        """Carries one session, for its whole life. The first message opens the session. A message is answered by exactly one
+        response, but for three kinds: a close; a message that is stale (see Fence), which is dropped, as is the answer
+        under way when a newer epoch begins; and a repetition while the first answer is under way, which that one answers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

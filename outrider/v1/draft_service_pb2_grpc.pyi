@@ -34,8 +34,9 @@ class DraftServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DraftServiceAsyncStub: ...
     Propose: _grpc.StreamStreamMultiCallable[_draft_service_pb2.ProposeRequest, _draft_service_pb2.ProposeResponse]
-    """Carries one session, for its whole life. The first message opens the session; every message but a close is
-    answered by exactly one response, unless a newer epoch overtakes it.
+    """Carries one session, for its whole life. The first message opens the session. A message is answered by exactly one
+    response, but for three kinds: a close; a message that is stale (see Fence), which is dropped, as is the answer
+    under way when a newer epoch begins; and a repetition while the first answer is under way, which that one answers.
     """
 
 @_typing.type_check_only
@@ -44,8 +45,9 @@ class DraftServiceAsyncStub(DraftServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Propose: _aio.StreamStreamMultiCallable[_draft_service_pb2.ProposeRequest, _draft_service_pb2.ProposeResponse]  # type: ignore[assignment]
-    """Carries one session, for its whole life. The first message opens the session; every message but a close is
-    answered by exactly one response, unless a newer epoch overtakes it.
+    """Carries one session, for its whole life. The first message opens the session. A message is answered by exactly one
+    response, but for three kinds: a close; a message that is stale (see Fence), which is dropped, as is the answer
+    under way when a newer epoch begins; and a repetition while the first answer is under way, which that one answers.
     """
 
 class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -57,8 +59,9 @@ class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_draft_service_pb2.ProposeRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_draft_service_pb2.ProposeResponse], _abc.AsyncIterator[_draft_service_pb2.ProposeResponse]]:
-        """Carries one session, for its whole life. The first message opens the session; every message but a close is
-        answered by exactly one response, unless a newer epoch overtakes it.
+        """Carries one session, for its whole life. The first message opens the session. A message is answered by exactly one
+        response, but for three kinds: a close; a message that is stale (see Fence), which is dropped, as is the answer
+        under way when a newer epoch begins; and a repetition while the first answer is under way, which that one answers.
         """
 
 def add_DraftServiceServicer_to_server(servicer: DraftServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

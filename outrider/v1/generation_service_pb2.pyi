@@ -106,8 +106,8 @@ class GenerateRequest(_message.Message):
     text: _builtins.str
     """Text, encoded with the target's tokenizer. Must not be empty."""
     max_tokens: _builtins.int
-    """Most tokens to generate, at least 1. Prompt and max_tokens must fit into the target's context. Default: 128, or
-    what the context leaves when that is less.
+    """Most tokens to generate, at least 1. Prompt and max_tokens must fit into the target's context and into its
+    key-value cache. Default: 128, or what the smaller of the two leaves when that is less.
     """
     seed: _builtins.int
     """Seed of the request's noise. Default: a random one, named in the completion."""
@@ -210,7 +210,7 @@ class SpeculationSettings(_message.Message):
     rule: _types_pb2.AcceptanceRule.ValueType
     """How the target accepts. Default `match`."""
     drafter: _builtins.str
-    """Name of the drafter; empty for the draft service's own choice."""
+    """Name of the drafter, one of those that the draft service offers; empty for its own choice."""
     def __init__(
         self,
         *,
@@ -309,24 +309,34 @@ class GeneratedToken(_message.Message):
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     ORIGIN_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """Its id."""
     origin: Global___TokenOrigin.ValueType
     """Who said it first."""
     text: _builtins.str
     """Its share of text_delta; empty while a character is incomplete."""
+    @_builtins.property
+    def logprob(self) -> _types_pb2.TokenLogprob:
+        """Its log-probability and those of the alternatives, when the request asked for them with logprob_count. Not served
+        yet: never set.
+        """
+
     def __init__(
         self,
         *,
         token_id: _builtins.int = ...,
         origin: Global___TokenOrigin.ValueType = ...,
         text: _builtins.str = ...,
+        logprob: _types_pb2.TokenLogprob | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["origin", b"origin", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob", "origin", b"origin", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__logprob: _TypeAlias = _typing.Literal["logprob"]  # noqa: Y015
+    _WhichOneofArgType__logprob: _TypeAlias = _typing.Literal["_logprob", b"_logprob"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprob) -> _WhichOneofReturnType__logprob | None: ...
 
 Global___GeneratedToken: _TypeAlias = GeneratedToken  # noqa: Y015
 

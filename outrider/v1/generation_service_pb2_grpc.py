@@ -48,6 +48,10 @@ class GenerationServiceServicer:
 
     def Generate(self, request, context):
         """Streams one message a round and a last one with the result. Cancelling the call frees everything within a round.
+
+        A request that alone is more than the target's key-value cache holds is refused. Requests that fit one by one may
+        still fill it together: the one that finds no room then ends with RESOURCE_EXHAUSTED, reason KV_CACHE_FULL, perhaps
+        in the middle of its answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

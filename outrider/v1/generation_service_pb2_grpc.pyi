@@ -34,7 +34,12 @@ class GenerationServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GenerationServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_generation_service_pb2.GenerateRequest, _generation_service_pb2.GenerateResponse]
-    """Streams one message a round and a last one with the result. Cancelling the call frees everything within a round."""
+    """Streams one message a round and a last one with the result. Cancelling the call frees everything within a round.
+
+    A request that alone is more than the target's key-value cache holds is refused. Requests that fit one by one may
+    still fill it together: the one that finds no room then ends with RESOURCE_EXHAUSTED, reason KV_CACHE_FULL, perhaps
+    in the middle of its answer.
+    """
 
 @_typing.type_check_only
 class GenerationServiceAsyncStub(GenerationServiceStub):
@@ -42,7 +47,12 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generation_service_pb2.GenerateRequest, _generation_service_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Streams one message a round and a last one with the result. Cancelling the call frees everything within a round."""
+    """Streams one message a round and a last one with the result. Cancelling the call frees everything within a round.
+
+    A request that alone is more than the target's key-value cache holds is refused. Requests that fit one by one may
+    still fill it together: the one that finds no room then ends with RESOURCE_EXHAUSTED, reason KV_CACHE_FULL, perhaps
+    in the middle of its answer.
+    """
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     """Generates text with the target's own distribution, sooner."""
@@ -53,6 +63,11 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_service_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_service_pb2.GenerateResponse], _abc.AsyncIterator[_generation_service_pb2.GenerateResponse]]:
-        """Streams one message a round and a last one with the result. Cancelling the call frees everything within a round."""
+        """Streams one message a round and a last one with the result. Cancelling the call frees everything within a round.
+
+        A request that alone is more than the target's key-value cache holds is refused. Requests that fit one by one may
+        still fill it together: the one that finds no room then ends with RESOURCE_EXHAUSTED, reason KV_CACHE_FULL, perhaps
+        in the middle of its answer.
+        """
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

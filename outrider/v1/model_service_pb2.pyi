@@ -132,7 +132,9 @@ class GetModelInfoResponse(_message.Message):
     leased_session_count: _builtins.int
     """Sessions whose stream ended without a CloseSession."""
     stopped_job_count: _builtins.int
-    """Rollback calls that stopped a running job, since the start of the process."""
+    """Running jobs that a newer epoch stopped, whether a Rollback or a message of the session's stream began it, since the
+    start of the process.
+    """
     weight_bytes: _builtins.int
     """Bytes of the weights in memory."""
     @_builtins.property

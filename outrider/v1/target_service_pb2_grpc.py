@@ -48,7 +48,8 @@ class TargetServiceServicer:
 
     def Verify(self, request_iterator, context):
         """Carries one session, for its whole life. The first message opens the session. A step is answered by one verdict,
-        and by further unasked ones within its plain_budget; an acknowledgement and a close are not answered.
+        and by further unasked ones within its plain_budget, or by a request for tokens; a step that is stale (see Fence),
+        an acknowledgement and a close are not answered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,7 +35,8 @@ class TargetServiceStub:
     def __new__(cls, channel: _aio.Channel) -> TargetServiceAsyncStub: ...
     Verify: _grpc.StreamStreamMultiCallable[_target_service_pb2.VerifyRequest, _target_service_pb2.VerifyResponse]
     """Carries one session, for its whole life. The first message opens the session. A step is answered by one verdict,
-    and by further unasked ones within its plain_budget; an acknowledgement and a close are not answered.
+    and by further unasked ones within its plain_budget, or by a request for tokens; a step that is stale (see Fence),
+    an acknowledgement and a close are not answered.
     """
 
 @_typing.type_check_only
@@ -45,7 +46,8 @@ class TargetServiceAsyncStub(TargetServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Verify: _aio.StreamStreamMultiCallable[_target_service_pb2.VerifyRequest, _target_service_pb2.VerifyResponse]  # type: ignore[assignment]
     """Carries one session, for its whole life. The first message opens the session. A step is answered by one verdict,
-    and by further unasked ones within its plain_budget; an acknowledgement and a close are not answered.
+    and by further unasked ones within its plain_budget, or by a request for tokens; a step that is stale (see Fence),
+    an acknowledgement and a close are not answered.
     """
 
 class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -58,7 +60,8 @@ class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_target_service_pb2.VerifyResponse], _abc.AsyncIterator[_target_service_pb2.VerifyResponse]]:
         """Carries one session, for its whole life. The first message opens the session. A step is answered by one verdict,
-        and by further unasked ones within its plain_budget; an acknowledgement and a close are not answered.
+        and by further unasked ones within its plain_budget, or by a request for tokens; a step that is stale (see Fence),
+        an acknowledgement and a close are not answered.
         """
 
 def add_TargetServiceServicer_to_server(servicer: TargetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -87,9 +87,9 @@ Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 class Fence(_message.Message):
     """Says which session a message belongs to and on which committed length it builds.
 
-    Messages are matched by (epoch, base_len), never by order. A service drops a message of an older epoch, answers a
-    repeated (session_id, epoch, base_len) again without a second effect, and asks for tokens when it knows fewer than
-    base_len.
+    Messages are matched by (epoch, base_len), never by order. A service answers a repeated (session_id, epoch, base_len)
+    again without a second effect, asks for tokens when it knows fewer than base_len, and drops what is stale: a message
+    of an older epoch, and one of the same epoch on a length that the session has passed and whose answer is not kept.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -245,7 +245,9 @@ class SamplingParameters(_message.Message):
     frequency_penalty: _builtins.float
     """Subtracted once for every occurrence of the token in the output, in [-2, 2]. Default 0."""
     min_tokens: _builtins.int
-    """EOS and stop tokens cannot be drawn before this many output tokens, in [0, max_tokens]. Default 0."""
+    """EOS and stop tokens cannot be drawn before this many output tokens, in [0, max_tokens], which in an OpenSession is
+    max_len - prompt_len. Default 0.
+    """
     ignore_eos: _builtins.bool
     """Whether EOS is an ordinary token: it neither ends the request nor is suppressed. Default false."""
     @_builtins.property
@@ -331,7 +333,9 @@ class OpenSession(_message.Message):
     rule: Global___AcceptanceRule.ValueType
     """How the target decides which draft tokens to keep."""
     max_len: _builtins.int
-    """Length of prompt and output at which the request ends, in (prompt_len, context_len]. The draft stops there too."""
+    """Length of prompt and output at which the request ends, more than base_len. The target refuses one past its own
+    context_len. A draft, whose context may be shorter, takes any, and its guesses end there or with its own context.
+    """
     logprob_count: _builtins.int
     """Number of alternatives whose log-probabilities are wanted with every token, in [0, 20]; absent for none.
     Not served yet: a service refuses a request that sets it.
@@ -346,7 +350,7 @@ class OpenSession(_message.Message):
 
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens that end the request as end of sequence; empty under ignore_eos. Filled in by the gateway."""
+        """Tokens that end the request as end of sequence; refused under ignore_eos unless empty. Filled in by the gateway."""
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

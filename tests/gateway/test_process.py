@@ -49,20 +49,19 @@ async def test_says_where_it_listens_and_ends_with_its_stdin() -> None:
 
 
 @pytest.mark.parametrize(
-    ("digests", "flags", "code", "words"),
+    ("role", "flags", "code", "words"),
     [
-        ((1, 2, 3, 4), (), 78, "does not fit the tokenizer"),
+        (model_pb.SERVICE_ROLE_TARGET, (), 78, "does not fit the tokenizer"),
+        (model_pb.SERVICE_ROLE_DRAFT, (), 78, "but a target service is wanted there"),
         (None, ("--target-wait-seconds", "0.1"), 69, "did not answer within 0.1 seconds"),
     ],
 )
-async def test_exits_with_one_sentence(
-    digests: tuple[int, ...] | None, flags: tuple[str, ...], code: int, words: str
-) -> None:
-    """A target that does not fit, or is not there, ends the start with the error's code and sentence."""
-    target = TargetServicer(model_pb.SERVICE_ROLE_TARGET, MarkovModel(), digests or ())
+async def test_exits_with_one_sentence(role: int | None, flags: tuple[str, ...], code: int, words: str) -> None:
+    """A target that does not fit, is a draft, or is not there ends the start with the error's code and sentence."""
+    target = TargetServicer(role or model_pb.SERVICE_ROLE_TARGET, MarkovModel(), (1, 2, 3, 4))
     target.vocabulary_size = 4096
     async with serving(target) as address:
-        process = await gateway_process(address if digests else "127.0.0.1:1", *flags)
+        process = await gateway_process("127.0.0.1:1" if role is None else address, *flags)
         _, errors = await asyncio.wait_for(process.communicate(), 30)
         assert process.returncode == code
         assert words in errors.decode().splitlines()[-1]

@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 import pytest_asyncio
-from stack import Answer, RunningStack, request_of, running_stack, until
+from helpers import eventually
+from stack import Answer, RunningStack, request_of, running_stack
 
 from outrider.errors import PromptTooLong
 from outrider.v1 import generation_service_pb2 as pb
@@ -134,7 +135,6 @@ async def test_a_draft_that_goes_and_comes_back() -> None:
         assert any(drafted[:5])
         assert not any(drafted[9:15])
         assert any(drafted[15:])
-        await stack.quiet()
 
 
 async def rest(
@@ -159,5 +159,4 @@ async def test_a_draft_past_its_deadline_is_stopped() -> None:
             """Whether a rollback has stopped a job."""
             return (await stack.info(stack.draft)).stopped_job_count > 0
 
-        await until(stopped)
-        await stack.quiet()
+        await eventually(stopped)

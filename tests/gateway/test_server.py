@@ -9,13 +9,23 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from helpers import eventually
 from markov import NUM_TOKENS, MarkovModel, plain_decoding
-from markov_services import DraftServicer, Mischief, TargetServicer, serving
+from markov_services import DraftServicer, TargetServicer, serving
+from mischief import Mischief
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from gateway.server import RunningGateway, start
 from gateway.settings import GatewaySettings
-from outrider.errors import InvalidRequest, ModelRefused, NotReady, OutriderError, Overloaded, VocabularyMismatch
+from outrider.errors import (
+    InvalidRequest,
+    ModelRefused,
+    NotReady,
+    OutriderError,
+    Overloaded,
+    PromptTooLong,
+    VocabularyMismatch,
+)
 from outrider.rpc import error_from, open_channel
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import model_service_pb2 as model_pb
@@ -86,6 +96,7 @@ async def test_text_and_tokens_are_those_of_plain_decoding(tokenizer: str) -> No
         rounds, completion = await stack.run(request())
         token_ids = [token.token_id for each in rounds for token in each.tokens]
         assert (3, 5, *token_ids) == plain_decoding(MarkovModel(), (3, 5), SEED, 42)
+        assert not any(token.HasField("logprob") for each in rounds for token in each.tokens)
         text = "".join(each.text_delta for each in rounds) + completion.text_delta
         assert text == " ".join(WORDS[token_id] for token_id in token_ids)
         assert text == "".join(token.text for each in rounds for token in each.tokens) + completion.text_delta
@@ -123,7 +134,7 @@ async def test_a_stop_string_ends_text_and_tokens(tokenizer: str) -> None:
             assert text.split() == words[:9]
             assert completion.usage.completion_tokens == sum(len(each.tokens) for each in rounds) == 12
             assert completion.finish_reason == types_pb2.FINISH_REASON_STOP_STRING
-        await until(lambda: stack.target.sessions == stack.draft.sessions == 0)
+        await eventually(lambda: stack.target.sessions == stack.draft.sessions == 0)
 
 
 async def test_without_a_draft_the_tokens_are_the_same(tokenizer: str) -> None:
@@ -175,6 +186,29 @@ async def test_bad_requests_come_back_with_their_fields(tokenizer: str) -> None:
         assert stack.target.answers == stack.draft.answers == 0
 
 
+async def test_a_request_that_never_fits_the_targets_cache_is_refused(tokenizer: str) -> None:
+    """The cache of 64 blocks of 16 tokens would hold it, one of 2 blocks does not, and nothing is sent."""
+    async with markov_stack(tokenizer) as stack:
+        stack.target.block_count = 2
+        stack.gateway.backend.target.report_lost()
+        with pytest.raises(PromptTooLong, match=r"2 tokens and max_tokens 31 .* the key-value cache of 32 tokens"):
+            await stack.run(request(31))
+        assert stack.target.answers == stack.draft.answers == 0
+        await stack.run(request(30))
+
+
+async def test_the_drafter_of_a_request_reaches_the_draft(tokenizer: str) -> None:
+    """A name is carried to the draft; without one the choice is the draft's; one that is not offered is refused."""
+    async with markov_stack(tokenizer) as stack:
+        named, unknown = request(), request()
+        named.speculation.drafter, unknown.speculation.drafter = "model", "oracle"
+        await stack.run(named)
+        await stack.run(request())
+        with pytest.raises(InvalidRequest, match=r"speculation\.drafter is 'oracle', but must be one of model"):
+            await stack.run(unknown)
+        assert stack.draft.drafters_wanted == ["model", ""]
+
+
 async def test_a_client_that_leaves_frees_everything(tokenizer: str) -> None:
     """Cancelled before the first round, between rounds and inside one: no session, no request and no task is left."""
     async with markov_stack(tokenizer) as stack:
@@ -188,10 +222,10 @@ async def test_a_client_that_leaves_frees_everything(tokenizer: str) -> None:
         stack.draft.mischief = {stack.draft.answers + 3: Mischief.LATE}
         call = stack.generate(request(500))
         late = stack.draft.answers + 3
-        await until(lambda: stack.draft.answers >= late)
+        await eventually(lambda: stack.draft.answers >= late)
         call.cancel()
-        await until(lambda: not stack.target.sessions and not stack.draft.sessions)
-        await until(lambda: len(asyncio.all_tasks()) <= tasks)
+        await eventually(lambda: not stack.target.sessions and not stack.draft.sessions)
+        await eventually(lambda: len(asyncio.all_tasks()) <= tasks)
 
 
 async def test_more_requests_than_allowed_are_turned_away_at_once(tokenizer: str) -> None:
@@ -203,7 +237,7 @@ async def test_more_requests_than_allowed_are_turned_away_at_once(tokenizer: str
         with pytest.raises(Overloaded):
             await stack.run(request())
         running.cancel()
-        await until(lambda: not stack.target.sessions)
+        await eventually(lambda: not stack.target.sessions)
         await stack.run(request())
 
 
@@ -222,10 +256,3 @@ async def test_health_says_serving(tokenizer: str) -> None:
         check = health_pb2.HealthCheckRequest(service="outrider.v1.GenerationService")
         answer = await health_pb2_grpc.HealthStub(channel).Check(check)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits until a condition holds, for five seconds at most."""
-    async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110 - there is no event for what goes on in a server
-            await asyncio.sleep(0.001)

@@ -1,17 +1,19 @@
 """The sessions over real streams, against services of the tiny model that fail in every way the protocol can show."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
+from helpers import eventually
 from markov import MarkovModel, plain_decoding
-from markov_services import GARBAGE, DraftServicer, Mischief, Service, TargetServicer, serving
+from markov_services import DraftServicer, Service, TargetServicer, serving
+from mischief import GARBAGE, Mischief
 
 from gateway.deadline import DraftDeadline
 from gateway.draft_session import RemoteDraftSession
-from gateway.links import ModelInfo, ServiceLink
+from gateway.links import ModelInfo, ServiceLink, WrongService
 from gateway.pace import Pace
 from gateway.policy import SpeculationPolicy
 from gateway.rounds import FallbackReason, Round, TokenLog
@@ -114,6 +116,7 @@ async def test_a_plain_request_asks_the_draft_nothing() -> None:
         (Mischief.FROZEN, FallbackReason.DRAFT_LATE),
         (Mischief.LOST, FallbackReason.DRAFT_LOST),
         (Mischief.FULL, FallbackReason.DRAFT_REFUSED),
+        (Mischief.UNWANTED, FallbackReason.DRAFT_REFUSED),
         *((mischief, FallbackReason.DRAFT_REFUSED) for mischief in GARBAGE),
     ],
 )
@@ -184,7 +187,7 @@ async def test_a_draft_that_is_killed_and_comes_back() -> None:
                     await life.aclose()
                 if len(rounds) == 5:
                     await stack.enter_async_context(serving(second, address))
-                    await until(lambda: draft_link.info is not None and draft_link.info.instance_id == 2)
+                    await eventually(lambda: draft_link.info is not None and draft_link.info.instance_id == 2)
         assert reasons(rounds)[0] in {FallbackReason.DRAFT_LOST, FallbackReason.DRAFT_ABSENT}
         assert second.answers > 0
         said = PROMPT + tuple(token for committed in rounds for token in committed.token_ids)
@@ -225,23 +228,16 @@ async def test_a_client_that_leaves_ends_both_sessions() -> None:
         await gone(pair)
         pair.deadline = DraftDeadline(30, 30)
         task = asyncio.create_task(pair.run())
-        await until(lambda: pair.draft.answers >= 4)
+        await eventually(lambda: pair.draft.answers >= 4)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         await gone(pair)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits until a condition holds, for five seconds at most."""
-    async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110 - there is no event for what goes on in a server
-            await asyncio.sleep(0.001)
-
-
 async def gone(pair: Pair) -> None:
     """Waits until no session is left on either service."""
-    await until(lambda: not pair.target.sessions and not pair.draft.sessions)
+    await eventually(lambda: not pair.target.sessions and not pair.draft.sessions)
 
 
 async def test_a_model_that_does_not_fit_is_absent() -> None:
@@ -265,5 +261,17 @@ async def test_a_service_of_the_other_kind_does_not_fit() -> None:
     async with serving(TargetServicer(model_pb.SERVICE_ROLE_TARGET, MarkovModel())) as address:
         link = ServiceLink("draft", address, accept)
         assert await link.settled(5)
-        assert "as a target service, but" in str(link.misfit)
+        assert str(link.misfit) == f"A target service answers at {address}, but a draft service is wanted there"
+        assert isinstance(link.misfit, WrongService)
+        await link.close()
+
+
+async def test_a_service_of_another_version_does_not_fit() -> None:
+    """Both versions are named."""
+    draft = DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(), protocol_version=2)
+    async with serving(draft) as address:
+        link = ServiceLink("draft", address, accept)
+        assert await link.settled(5)
+        assert "speaks version 2 of the protocol, but version 1 is needed" in str(link.misfit)
+        assert isinstance(link.misfit, WrongService)
         await link.close()
