@@ -48,7 +48,7 @@ class DraftServicer(DraftServiceServicer):
         action = request.WhichOneof("action")
         stream.admit(fence, action, is_open=action == "open")
         if action == "close":
-            await self._worker.call(partial(self._sessions.table.close, fence))
+            await self._worker.call(partial(self._sessions.table.close, fence, stream))
             return False
         await self._worker.call(self._job(stream, fence, request, arrived_ns))
         return True
@@ -59,13 +59,19 @@ class DraftServicer(DraftServiceServicer):
         if request.HasField("open"):
             spec = wire.spec_from(request.open.session, fence.base_len, self._facts.vocabulary_size)
             wanted = _wanted("open.draft_count", request.open.draft_count, arrived_ns)
+            self._check_drafter(request.open.drafter)
             return partial(sessions.open, fence, spec, wanted, stream, reply)
         message = request.advance
         token_ids = wire.check_token_ids("advance.token_ids", message.token_ids, self._facts.vocabulary_size)
         if len(token_ids) >= fence.base_len:
             raise InvalidRequest("advance.token_ids", f"{len(token_ids)} tokens", f"fewer than {fence.base_len} tokens")
         wanted = _wanted("advance.draft_count", message.draft_count, arrived_ns)
-        return partial(sessions.advance, fence, token_ids, wanted, reply)
+        return partial(sessions.advance, fence, token_ids, wanted, stream, reply)
+
+    def _check_drafter(self, name: str) -> None:
+        """An empty name leaves the choice to this service, which offers one drafter."""
+        if name and name not in self._facts.drafters:
+            raise InvalidRequest("open.drafter", name, f"one of {', '.join(self._facts.drafters)}, or empty")
 
     def _response(self, answer: Answer) -> pb.ProposeResponse:
         response = pb.ProposeResponse(

@@ -15,6 +15,7 @@ from outrider.engine.session import Session
 from outrider.engine.tree import EMPTY, TokenTree
 from outrider.errors import OutriderError
 from outrider.fencing import Fence, Known, Standing, judge, judge_open, judge_rollback
+from outrider.least_epochs import LeastEpochs
 from outrider.model_servicer import RolledBack, ServiceCounts
 from outrider.parameters import SessionSpec
 from outrider.sessions import SessionTable
@@ -98,28 +99,30 @@ class DraftSessions:
         self.table = table
         self._runner = runner
         self._submit = submit
+        self._least_epochs = LeastEpochs()
         self._stopped_jobs = 0
 
     def open(self, fence: Fence, spec: SessionSpec, wanted: Wanted, owner: object, reply: Reply) -> None:
         """Opens a session, or opens it again with a newer epoch, and asks for guesses."""
         held = self.table.get(fence.session_id)
-        standing = judge_open(fence, held.known if held else None)
+        standing = judge_open(fence, held.known if held else None, self._least_epochs.get(fence.session_id))
         if standing is Standing.CURRENT:
             self._draft(self._opened(held, fence, spec, owner, reply), fence, wanted)
         elif standing is Standing.REPEAT and held is not None:
             self.table.attach(fence.session_id)
             held.owner, held.reply = owner, reply
-            _repeat(held)
+            self._repeat(held, fence, wanted)
 
-    def advance(self, fence: Fence, token_ids: tuple[int, ...], wanted: Wanted, reply: Reply) -> None:
+    def advance(self, fence: Fence, token_ids: tuple[int, ...], wanted: Wanted, owner: object, reply: Reply) -> None:
         """Commits tokens and asks for guesses, answers a request again, or asks for tokens."""
         held = self.table.get(fence.session_id)
-        standing = judge(fence, held.known if held else None, len(token_ids))
+        is_owner = held is not None and held.owner is owner
+        standing = judge(fence, held.known if held else None, len(token_ids), is_owner=is_owner)
         if held is None or standing is Standing.FUTURE:
             known_len = min(held.committed_len, fence.base_len - 1) if held else 0
             reply(Answer(fence, None, known_len, held.cached_len if held else 0, ComputeTimes()))
         elif standing is Standing.REPEAT:
-            _repeat(held)
+            self._repeat(held, fence, wanted)
         elif standing is not Standing.STALE:
             if standing is Standing.REWIND:
                 self._stopped_jobs += held.rewind(fence.epoch, fence.base_len - len(token_ids))
@@ -133,6 +136,7 @@ class DraftSessions:
         """Truncates a session and begins a new epoch; without an effect unless the epoch is newer."""
         held = self.table.get(fence.session_id)
         if held is None:
+            self._least_epochs.remember(fence.session_id, fence.epoch)
             return RolledBack(Fence(fence.session_id, fence.epoch, 0), 0, job_stopped=False)
         stopped = False
         if judge_rollback(fence, held.known) is Standing.CURRENT:
@@ -153,13 +157,22 @@ class DraftSessions:
             session = reopen(self._runner, None, spec.token_ids, spec.prompt_len)
             held = DraftSession(spec, fence.epoch, session, owner, reply, fence.base_len)
             self.table.add(fence.session_id, held)
+            self._least_epochs.forget(fence.session_id)
             return held
-        held.stop_job()
+        self._stopped_jobs += held.stop_job()
         held.session = reopen(self._runner, held.session, spec.token_ids, spec.prompt_len)
         held.spec, held.owner, held.reply = spec, owner, reply
         held.rewind(fence.epoch, fence.base_len)
         self.table.attach(fence.session_id)
         return held
+
+    def _repeat(self, held: DraftSession, fence: Fence, wanted: Wanted) -> None:
+        """Sends the last answer once more; one that is under way comes anyway, and one that was stopped begins anew."""
+        if held.answer is not None:
+            held.reply(held.answer)
+        elif held.task is None:
+            held.session.truncate(fence.base_len)
+            self._draft(held, fence, wanted)
 
     def _draft(self, held: DraftSession, fence: Fence, wanted: Wanted) -> None:
         """Starts the job of a request, whose tokens the session holds."""
@@ -188,9 +201,3 @@ class DraftSessions:
         held.task = None
         self.table.drop(session_id)
         held.reply(error)
-
-
-def _repeat(held: DraftSession) -> None:
-    """Sends the last answer once more; one that is under way comes anyway."""
-    if held.answer is not None:
-        held.reply(held.answer)

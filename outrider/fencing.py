@@ -61,13 +61,17 @@ def check_fence(fence: Fence, context_len: int) -> Fence:
     return fence
 
 
-def judge(fence: Fence, known: Known | None, num_new: int = 0) -> Standing:
-    """What to do with a message that is not an open and brings the last `num_new` of its base_len tokens with it."""
+def judge(fence: Fence, known: Known | None, num_new: int = 0, *, is_owner: bool = True) -> Standing:
+    """What to do with a message that is not an open and brings the last `num_new` of its base_len tokens with it.
+
+    A stream that does not own the session never moves it. When its epoch is not over, a Rollback has overtaken its open
+    or another stream has repeated that: it is asked for all tokens, so that it is not left without an answer.
+    """
     if known is None:
         return Standing.FUTURE
     if fence.epoch < known.epoch:
         return Standing.STALE
-    if fence.base_len - num_new > known.committed_len:
+    if not is_owner or fence.base_len - num_new > known.committed_len:
         return Standing.FUTURE
     if fence.epoch > known.epoch:
         return Standing.REWIND
@@ -76,9 +80,14 @@ def judge(fence: Fence, known: Known | None, num_new: int = 0) -> Standing:
     return Standing.CURRENT if fence.base_len >= known.least_len else Standing.STALE
 
 
-def judge_open(fence: Fence, known: Known | None) -> Standing:
-    """What to do with an open, which brings all tokens: only a newer epoch starts over."""
-    if known is None or fence.epoch > known.epoch:
+def judge_open(fence: Fence, known: Known | None, least_epoch: int = 0) -> Standing:
+    """What to do with an open, which brings all tokens: only a newer epoch starts over.
+
+    `least_epoch` is that of a Rollback which came before the session was known.
+    """
+    if known is None:
+        return Standing.CURRENT if fence.epoch >= least_epoch else Standing.STALE
+    if fence.epoch > known.epoch:
         return Standing.CURRENT
     # On the committed length itself, the open's own job is still under way.
     repeated = fence.epoch == known.epoch and fence.base_len in {*known.answerable, known.committed_len}

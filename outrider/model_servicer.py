@@ -50,7 +50,7 @@ class ServiceFacts:
 
 @dataclass(frozen=True, slots=True)
 class ServiceCounts:
-    """What changes: free blocks, sessions, leased sessions, and jobs that Rollback has stopped."""
+    """What changes: free blocks, sessions, leased sessions, and jobs that a newer epoch has stopped."""
 
     free_blocks: int
     sessions: int

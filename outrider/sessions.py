@@ -47,6 +47,7 @@ class SessionTable(Generic[HeldT]):
         return len(self._held)
 
     def __iter__(self) -> Iterator[HeldT]:
+        """The sessions in the order of their first open."""
         return iter(list(self._held.values()))
 
     @property
@@ -83,10 +84,10 @@ class SessionTable(Generic[HeldT]):
         self.lease(session_id)
         return True
 
-    def close(self, fence: Fence) -> None:
-        """Frees a session because its gateway says so; a message of an older epoch has no say."""
+    def close(self, fence: Fence, owner: object) -> None:
+        """Frees a session because its stream says so; an older epoch has no say, nor has a stream that lost it."""
         held = self._held.get(fence.session_id)
-        if held is not None and fence.epoch >= held.epoch:
+        if held is not None and held.owner is owner and fence.epoch >= held.epoch:
             self.drop(fence.session_id)
 
     def drop(self, session_id: bytes) -> None:

@@ -93,10 +93,10 @@ def spec_from(message: pb.OpenSession, base_len: int, vocabulary_size: int) -> S
     check_range(SESSION + "prompt_len", message.prompt_len, 1, base_len)
     check_range(SESSION + "max_len", message.max_len, base_len + 1, 2**31 - 1)
     if len(message.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        count = f"{len(message.stop_token_ids)} ids"
-        raise InvalidRequest(SESSION + "stop_token_ids", count, f"at most {MAX_STOP_TOKEN_IDS} ids")
-    sampling = sampling_from(message.sampling, SESSION + "sampling.")
-    check_token_ids(SESSION + "sampling.logit_bias", sampling.logit_bias, vocabulary_size)
+        raise InvalidRequest.too_many(
+            SESSION + "stop_token_ids", len(message.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids"
+        )
+    sampling = _session_sampling(message, vocabulary_size)
     return SessionSpec(
         token_ids=check_token_ids(SESSION + "token_ids", message.token_ids, vocabulary_size),
         prompt_len=message.prompt_len,
@@ -108,11 +108,22 @@ def spec_from(message: pb.OpenSession, base_len: int, vocabulary_size: int) -> S
     )
 
 
+def _session_sampling(message: pb.OpenSession, vocabulary_size: int) -> SamplingParameters:
+    """The sampling parameters, which must fit the vocabulary, the request's length and its EOS ids."""
+    sampling = sampling_from(message.sampling, SESSION + "sampling.")
+    for token_id in sampling.logit_bias:
+        check_token_id(SESSION + "sampling.logit_bias key", token_id, vocabulary_size)
+    check_range(SESSION + "sampling.min_tokens", sampling.min_tokens, 0, message.max_len - message.prompt_len)
+    if sampling.ignore_eos and message.eos_token_ids:
+        raise InvalidRequest(SESSION + "eos_token_ids", list(message.eos_token_ids), "empty under sampling.ignore_eos")
+    return sampling
+
+
 def tree_from(message: pb.TokenTree, vocabulary_size: int, max_rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Token ids and parents of a proposal, the parents of a chain filled in. Raises InvalidRequest."""
     num_rows = len(message.token_ids)
     if num_rows > max_rows:
-        raise InvalidRequest("proposal.token_ids", f"{num_rows} rows", f"at most {max_rows} rows")
+        raise InvalidRequest.too_many("proposal.token_ids", num_rows, max_rows, "rows")
     if message.distributions:
         raise InvalidRequest("proposal.distributions", f"{len(message.distributions)} entries", "empty under match")
     if len(message.parents) not in {0, num_rows}:
@@ -155,6 +166,12 @@ def check_token_ids(field: str, token_ids: Iterable[int], vocabulary_size: int) 
     """Returns the ids; raises InvalidRequest about the first outside the vocabulary."""
     checked = tuple(token_ids)
     for index, token_id in enumerate(checked):
-        if not 0 <= token_id < vocabulary_size:
-            raise InvalidRequest(f"{field}.{index}", token_id, f"in [0, {vocabulary_size})")
+        check_token_id(f"{field}.{index}", token_id, vocabulary_size)
     return checked
+
+
+def check_token_id(field: str, token_id: int, vocabulary_size: int) -> int:
+    """Returns the id; raises InvalidRequest outside the vocabulary."""
+    if not 0 <= token_id < vocabulary_size:
+        raise InvalidRequest(field, token_id, f"a token id in [0, {vocabulary_size})")
+    return token_id

@@ -43,14 +43,15 @@ class Verdict:
 def walk(tree: TokenTree, drawn: Sequence[int]) -> Walk:
     """Follows the draws from the root; drawn[row] is the target's token behind that row, drawn[0] behind the root.
 
-    Rows count from 1. Of siblings with the same token the lowest row is followed. Raises ValueError when there is not
-    one draw for the root and each row.
+    Rows count from 1. Of siblings with the same token the lowest row is followed. A row whose draw is negative has none
+    and is not entered: its token ends the walk as the target's own, and the next step finds the fault where plain
+    decoding finds it. Raises ValueError when there is not one draw for the root and each row.
     """
     if len(drawn) != len(tree) + 1:
         raise ValueError(f"{len(drawn)} draws for a root and {len(tree)} rows")
     row: int | None = 0
     visited: list[int] = []
-    while row is not None:
+    while row is not None and (drawn[row] >= 0 or not row):
         visited.append(row)
         row = _child(tree, row, drawn[row])
     return Walk(tuple(visited[1:]), drawn[visited[-1]], _evaluated_count(tree, visited))

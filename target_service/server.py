@@ -25,7 +25,7 @@ async def start(settings: ModelServiceSettings) -> RunningModelService:
 async def start_with(model: LoadedModel, settings: ModelServiceSettings) -> RunningModelService:
     """Serves a model that is loaded already; the settings' model is not looked at."""
     table = SessionTable[TargetSession](settings.lease_s)
-    verifier = Verifier(model.runner, table.with_room)
+    verifier = Verifier(model.runner, table)
     worker = DeviceWorker[VerifyTask](verifier.advance, device_setup(settings), "target device")
     sessions = TargetSessions(model.runner, table, worker.submit)
     facts = describe("target", model, unacknowledged_window=UNACKNOWLEDGED_WINDOW)

@@ -9,6 +9,7 @@ import grpc
 from outrider import wire
 from outrider.engine.tree import TokenTree
 from outrider.engine.worker import DeviceWorker
+from outrider.errors import PromptTooLong
 from outrider.fencing import Fence
 from outrider.model_servicer import MAX_DRAFT_COUNT, ServiceFacts
 from outrider.session_stream import SessionStream
@@ -50,7 +51,7 @@ class TargetServicer(TargetServiceServicer):
         action = request.WhichOneof("action")
         stream.admit(fence, action, is_open=action == "open")
         if action == "close":
-            await self._worker.call(partial(self._sessions.table.close, fence))
+            await self._worker.call(partial(self._sessions.table.close, fence, stream))
             return False
         await self._worker.call(self._job(stream, fence, request, arrived_ns))
         return True
@@ -68,12 +69,20 @@ class TargetServicer(TargetServiceServicer):
             session = request.open.session
             spec = wire.spec_from(session, fence.base_len, self._facts.vocabulary_size)
             wire.check_range("session.max_len", spec.max_len, 1, self._facts.context_len)
+            self._check_size(spec.max_len)
             step = self._step(request.open.step, arrived_ns)
             return partial(sessions.open, fence, spec, step, stream, reply)
         if request.HasField("step"):
-            return partial(sessions.step, fence, self._step(request.step, arrived_ns), reply)
+            return partial(sessions.step, fence, self._step(request.step, arrived_ns), stream, reply)
         budget = wire.check_range("acknowledge.plain_budget", request.acknowledge.plain_budget, 0, MAX_PLAIN_BUDGET)
-        return partial(sessions.acknowledge, fence, budget, arrived_ns)
+        return partial(sessions.acknowledge, fence, budget, stream, arrived_ns)
+
+    def _check_size(self, max_len: int) -> None:
+        """A request that fills the cache on its own could never end; raises PromptTooLong."""
+        kv_tokens = self._facts.block_size * self._facts.block_count
+        if max_len > kv_tokens:
+            message = f"a request of up to {max_len} tokens does not fit into the key-value cache of {kv_tokens} tokens"
+            raise PromptTooLong(message, max_len=max_len, kv_tokens=kv_tokens)
 
     def _step(self, message: pb.TargetStep, arrived_ns: int) -> Step:
         token_ids, parents = wire.tree_from(message.proposal, self._facts.vocabulary_size, MAX_DRAFT_COUNT)

@@ -15,6 +15,7 @@ from outrider.engine.session import Session
 from outrider.engine.tree import EMPTY, TokenTree
 from outrider.errors import InvalidRequest, OutriderError, ProtocolViolation
 from outrider.fencing import Fence, Known, Standing, judge, judge_open, judge_rollback
+from outrider.least_epochs import LeastEpochs
 from outrider.model_servicer import RolledBack, ServiceCounts
 from outrider.parameters import FinishReason, SessionSpec
 from outrider.sessions import SessionTable
@@ -57,6 +58,8 @@ class TargetSession:
     owner: object
     reply: Reply
     acknowledged_len: int
+    asked_len: int = 0
+    """base_len of the last step of this epoch, 0 before the first."""
     limit: int = 0
     """Committed length up to which the target goes on unasked."""
     finish_reason: FinishReason | None = None
@@ -81,9 +84,10 @@ class TargetSession:
         self.acknowledged_len = max(self.acknowledged_len, base_len)
         self.verdicts = [answer for answer in self.verdicts if answer.fence.base_len >= base_len]
 
-    def allow(self, base_len: int, plain_budget: int) -> None:
-        """Sets how far the target may go on unasked, counted from a message's base_len."""
-        self.limit = base_len + 1 + plain_budget if plain_budget else base_len
+    def allow(self, base_len: int, plain_budget: int, *, is_repeat: bool = False) -> None:
+        """Sets how far the target may go on unasked, from a message's base_len; a repetition takes nothing back."""
+        limit = base_len + 1 + plain_budget if plain_budget else base_len
+        self.limit = max(limit, self.limit) if is_repeat else limit
 
     def rewind(self, epoch: int, base_len: int) -> bool:
         """Begins an epoch at a length, at most the committed one; tells whether a job was stopped."""
@@ -92,7 +96,7 @@ class TargetSession:
             self.finish_reason = None
             self.session.truncate(base_len)
         self.epoch, self.acknowledged_len, self.limit = epoch, len(self.session), 0
-        self.verdicts = []
+        self.asked_len, self.verdicts = 0, []
         return stopped
 
     def stop_job(self) -> bool:
@@ -118,12 +122,13 @@ class TargetSessions:
         self.table = table
         self._runner = runner
         self._submit = submit
+        self._least_epochs = LeastEpochs()
         self._stopped_jobs = 0
 
     def open(self, fence: Fence, spec: SessionSpec, step: Step, owner: object, reply: Reply) -> None:
         """Opens a session, or opens it again with a newer epoch, and takes its first step."""
         held = self.table.get(fence.session_id)
-        standing = judge_open(fence, held.known if held else None)
+        standing = judge_open(fence, held.known if held else None, self._least_epochs.get(fence.session_id))
         if standing is Standing.CURRENT:
             _check_depth(step.tree, spec, fence.base_len)
             self._take(self._opened(held, fence, spec, owner, reply), fence, step)
@@ -131,11 +136,13 @@ class TargetSessions:
             self.table.attach(fence.session_id)
             held.owner, held.reply = owner, reply
             _repeat(held, fence)
+            self._resume(held, fence, step)
 
-    def step(self, fence: Fence, step: Step, reply: Reply) -> None:
+    def step(self, fence: Fence, step: Step, owner: object, reply: Reply) -> None:
         """Verifies a proposal, answers a step again, or asks for tokens."""
         held = self.table.get(fence.session_id)
-        standing = judge(fence, held.known if held else None)
+        is_owner = held is not None and held.owner is owner
+        standing = judge(fence, held.known if held else None, is_owner=is_owner)
         if held is None or standing is Standing.FUTURE:
             known_len = min(len(held.session), fence.base_len - 1) if held else 0
             reply(Answer(fence, None, known_len, _cached_len(held), ComputeTimes()))
@@ -149,10 +156,12 @@ class TargetSessions:
             held.acknowledge(fence.base_len)
             self._take(held, fence, step)
 
-    def acknowledge(self, fence: Fence, plain_budget: int, arrived_ns: int) -> None:
+    def acknowledge(self, fence: Fence, plain_budget: int, owner: object, arrived_ns: int) -> None:
         """Forgets verdicts, and lets the target go on unasked; never answered."""
         held = self.table.get(fence.session_id)
-        if held is None or fence.epoch < held.epoch or fence.base_len > len(held.session):
+        if held is None or held.owner is not owner:
+            return
+        if fence.epoch < held.epoch or fence.base_len > len(held.session):
             return
         if fence.epoch > held.epoch:
             self._stopped_jobs += held.rewind(fence.epoch, fence.base_len)
@@ -167,6 +176,7 @@ class TargetSessions:
         """Truncates a session and begins a new epoch; without an effect unless the epoch is newer."""
         held = self.table.get(fence.session_id)
         if held is None:
+            self._least_epochs.remember(fence.session_id, fence.epoch)
             return RolledBack(Fence(fence.session_id, fence.epoch, 0), 0, job_stopped=False)
         stopped = False
         if judge_rollback(fence, held.known) is Standing.CURRENT:
@@ -187,25 +197,37 @@ class TargetSessions:
             session = reopen(self._runner, None, spec.token_ids, spec.prompt_len)
             held = TargetSession(spec, fence.epoch, session, owner, reply, fence.base_len)
             self.table.add(fence.session_id, held)
+            self._least_epochs.forget(fence.session_id)
             return held
-        held.stop_job()
+        self._stopped_jobs += held.stop_job()
         held.session = reopen(self._runner, held.session, spec.token_ids, spec.prompt_len)
         held.spec, held.owner, held.reply, held.finish_reason = spec, owner, reply, None
         held.rewind(fence.epoch, fence.base_len)
         self.table.attach(fence.session_id)
         return held
 
+    def _resume(self, held: TargetSession, fence: Fence, step: Step) -> None:
+        """Begins the job of a repeated open anew, or goes on with it, when it was stopped with its stream."""
+        if held.task is not None:
+            return
+        if fence.base_len == len(held.session):
+            _check_depth(step.tree, held.spec, fence.base_len)
+            self._take(held, fence, step)
+        elif held.may_go_on:
+            self._start(fence.session_id, held, Step(EMPTY, 0, step.arrived_ns))
+
     def _take(self, held: TargetSession, fence: Fence, step: Step) -> None:
         if held.finish_reason is not None:
             raise ProtocolViolation(
                 f"the request has ended at {fence.base_len} tokens and takes no more steps", base_len=fence.base_len
             )
-        held.allow(fence.base_len, step.plain_budget)
+        is_repeat = fence.base_len == held.asked_len
+        held.allow(fence.base_len, step.plain_budget, is_repeat=is_repeat)
+        held.asked_len = fence.base_len
         if held.task is None:
             self._start(fence.session_id, held, step)
-        else:
-            # A verdict on just this length is under way, because the budget allowed it or because the step is a
-            # repetition: it becomes the step's own, and there will be one.
+        elif not is_repeat:
+            # A verdict on just this length is under way, because the budget allowed it: it becomes the step's own.
             held.task.tree, held.task.meter = step.tree, Meter(step.arrived_ns)
 
     def _start(self, session_id: bytes, held: TargetSession, step: Step) -> None:

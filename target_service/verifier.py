@@ -1,7 +1,7 @@
 """Verifies the proposals of all sessions in one forward: draw behind every row, walk, commit what was accepted.
 
 Knows no messages and no epochs; runs on the device thread. An empty proposal is plain decoding, a prompt is a proposal
-that has to wait for its tokens: there is one kind of step.
+that has to wait for its tokens: there is one kind of step. A full pool makes tasks wait; it ends none of them.
 """
 
 import time
@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from outrider.compute_times import ComputeTimes, Meter
-from outrider.engine.decoding import Allocate, Ask, Outcome, forward_and_draw, reserve
+from outrider.engine.decoding import Ask, Outcome, forward_and_draw
 from outrider.engine.runner import Feed, ModelRunner
 from outrider.engine.session import Session
 from outrider.engine.tree import TokenTree
 from outrider.errors import OutriderError
 from outrider.parameters import SessionSpec
 from target_service.acceptance import Verdict, settle, walk
+from target_service.room import Holdings, Room
 
 
 @dataclass(slots=True, eq=False)
@@ -41,14 +42,14 @@ class VerifyTask:
 class Verifier:
     """Makes one step of all verification tasks at a time."""
 
-    def __init__(self, runner: ModelRunner, with_room: Callable[[Allocate], None]) -> None:
-        """`with_room` makes room for an allocation when the pool is full; see outrider.engine.decoding.reserve."""
+    def __init__(self, runner: ModelRunner, holdings: Holdings) -> None:
+        """`holdings` are all sessions that hold blocks; see target_service.room."""
         self._runner = runner
-        self._with_room = with_room
+        self._room = Room(runner, holdings)
 
     def advance(self, tasks: Sequence[VerifyTask]) -> None:
         """One ragged forward over all tasks, and the verdicts that it allows."""
-        tasks = [task for task in tasks if self._is_ready(task)]
+        tasks = self._ready(tasks)
         before = [task.session.last_forward for task in tasks]
         started_ns = time.perf_counter_ns()
         outcomes = forward_and_draw(self._runner, [Ask(Feed(task.session, task.tree), task.spec) for task in tasks])
@@ -58,12 +59,28 @@ class Verifier:
                 task.meter.add(started_ns, ended_ns)
             self._settle(task, outcome)
 
-    def _is_ready(self, task: VerifyTask) -> bool:
+    def _ready(self, tasks: Sequence[VerifyTask]) -> list[VerifyTask]:
+        """The tasks that have their blocks; those that have to wait are asked again before the next forward."""
+        ages = self._room.ages()
+        served = [
+            task for task in sorted(tasks, key=lambda task: ages.get(task.session, len(ages))) if self._take(task)
+        ]
+        # Whoever made room for another has no part in this forward.
+        return [task for task in served if not (task.done or task.stopped)]
+
+    def _take(self, task: VerifyTask) -> bool:
+        """Gives a task the blocks of its step, without its proposal when there is no room for that; tells whether."""
+        if task.stopped:
+            return False
         try:
-            reserve(self._runner, Feed(task.session, task.tree), self._with_room)
+            tree = self._room.take(task.session, task.tree)
         except OutriderError as error:
             task.fail(error)
-        return not task.done
+            return False
+        if tree is None:
+            return False
+        task.tree = tree
+        return True
 
     def _settle(self, task: VerifyTask, outcome: Outcome) -> None:
         if isinstance(outcome, OutriderError):

@@ -1,7 +1,7 @@
 """Small things that many tests of services need: waiting, specs, and a device that runs only when it is told to."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from outrider.parameters import SamplingParameters, SessionSpec
@@ -9,11 +9,17 @@ from outrider.parameters import SamplingParameters, SessionSpec
 PATIENCE_S = 20.0
 
 
-async def eventually(condition: Callable[[], bool]) -> None:
-    """Waits until a condition holds; fails when that takes longer than PATIENCE_S."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - what is waited for happens in another thread or process
-            await asyncio.sleep(0.005)
+async def eventually(condition: Callable[[], bool | Awaitable[bool]], patience_s: float = PATIENCE_S) -> None:
+    """Waits until a condition holds, asking it or awaiting its answer; fails when that takes longer than patience_s.
+
+    The only place where a test sleeps: what is waited for happens in another thread or process and has no event.
+    """
+    async with asyncio.timeout(patience_s):
+        while True:
+            met = condition()
+            if met if isinstance(met, bool) else await met:
+                return
+            await asyncio.sleep(0.002)
 
 
 def spec_of(

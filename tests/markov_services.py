@@ -7,36 +7,16 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 import grpc
 from markov import EOS, NUM_TOKENS, MarkovModel
+from mischief import Mischief, refuse, spoil, stale
 
 from outrider import rpc
-from outrider.errors import CacheFull, PeerLost
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import draft_service_pb2_grpc, model_service_pb2_grpc, target_service_pb2_grpc, types_pb2
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import target_service_pb2 as target_pb
-
-
-class Mischief(Enum):
-    """One way to answer a request wrongly."""
-
-    LATE = auto()  # not before a rollback
-    FROZEN = auto()  # never, and rollbacks are not answered either
-    LOST = auto()  # the stream breaks
-    FULL = auto()  # no cache blocks
-    FORGET = auto()  # the session is unknown
-    TOO_MANY = auto()
-    OUTSIDE = auto()  # token ids past the vocabulary
-    BAD_PARENTS = auto()
-    FUTURE = auto()  # an answer to a message that was never sent
-    STALE_FIRST = auto()  # an answer of an older epoch before the right one
-    TWICE = auto()  # the right answer two times
-
-
-GARBAGE = (Mischief.TOO_MANY, Mischief.OUTSIDE, Mischief.BAD_PARENTS, Mischief.FUTURE)
 
 
 @dataclass
@@ -48,10 +28,13 @@ class Service(model_service_pb2_grpc.ModelServiceServicer):
     digests: tuple[int, ...] = (7,)
     instance_id: int = 1
     context_len: int = 512
+    block_count: int = 64
+    protocol_version: int = 1
     vocabulary_size: int = NUM_TOKENS
     mischief: dict[int, Mischief] = field(default_factory=dict)
     answers: int = 0
     sessions: int = 0
+    drafters_wanted: list[str] = field(default_factory=list)
     closed: int = 0
     rollbacks: list[int] = field(default_factory=list)
     rolled_back: asyncio.Event = field(default_factory=asyncio.Event)
@@ -63,7 +46,7 @@ class Service(model_service_pb2_grpc.ModelServiceServicer):
     ) -> model_pb.GetModelInfoResponse:
         """Describes the model."""
         return model_pb.GetModelInfoResponse(
-            protocol_version=1,
+            protocol_version=self.protocol_version,
             role=self.role,
             instance_id=self.instance_id,
             model_name="markov",
@@ -74,6 +57,8 @@ class Service(model_service_pb2_grpc.ModelServiceServicer):
             eos_token_ids=[EOS],
             max_draft_count=8,
             unacknowledged_window=16,
+            block_size=16,
+            block_count=self.block_count,
             drafters=["model"] if self.role == model_pb.SERVICE_ROLE_DRAFT else [],
         )
 
@@ -117,6 +102,7 @@ class DraftServicer(Service, draft_service_pb2_grpc.DraftServiceServicer):
                     self.closed += 1
                     return
                 if action == "open":
+                    self.drafters_wanted.append(request.open.drafter)
                     token_ids, seed = list(request.open.session.token_ids), request.open.session.seed
                     count = request.open.draft_count
                 else:
@@ -135,44 +121,33 @@ class DraftServicer(Service, draft_service_pb2_grpc.DraftServiceServicer):
     ) -> AsyncIterator[draft_pb.ProposeResponse]:
         """The answer, or what mischief makes of it."""
         mischief = self.next_mischief()
+        refuse(mischief)
+        if mischief is Mischief.LATE:
+            await self.rolled_back.wait()
+        if mischief is Mischief.FROZEN:
+            self.frozen = True
+            await asyncio.Event().wait()
+        answer = self.right_answer(fence, token_ids, seed, count)
+        if mischief is Mischief.STALE_FIRST:
+            yield stale(answer)
+        spoil(answer, mischief)
+        if mischief is Mischief.TWICE:
+            yield answer
+        yield answer
+
+    def right_answer(
+        self, fence: types_pb2.Fence, token_ids: list[int], seed: int, count: int
+    ) -> draft_pb.ProposeResponse:
+        """So many guesses behind the tokens."""
         prefix = list(token_ids)
         for _ in range(count):
             prefix.append(self.model.draw(prefix, seed))
-        right = draft_pb.ProposeResponse(
+        return draft_pb.ProposeResponse(
             fence=self.fence(fence, len(token_ids)),
             proposal=types_pb2.TokenTree(token_ids=prefix[len(token_ids) :]),
             cached_len=len(token_ids),
             times=types_pb2.ComputeTimes(compute_us=10 * count),
         )
-        match mischief:
-            case Mischief.LATE:
-                await self.rolled_back.wait()
-            case Mischief.FROZEN:
-                self.frozen = True
-                await asyncio.Event().wait()
-            case Mischief.LOST:
-                raise PeerLost("gone")
-            case Mischief.FULL:
-                raise CacheFull("no blocks")
-            case Mischief.FORGET:
-                right.tokens_wanted.known_len = 0
-            case Mischief.TOO_MANY:
-                right.proposal.token_ids.extend([1] * (count + 1))
-            case Mischief.OUTSIDE:
-                right.proposal.token_ids[:] = [NUM_TOKENS]
-            case Mischief.BAD_PARENTS:
-                right.proposal.parents[:] = [1] * len(right.proposal.token_ids)
-            case Mischief.FUTURE:
-                right.fence.base_len += 1
-            case Mischief.STALE_FIRST:
-                stale = draft_pb.ProposeResponse()
-                stale.CopyFrom(right)
-                stale.fence.epoch -= 1
-                stale.proposal.token_ids[:] = [1] * count
-                yield stale
-            case Mischief.TWICE:
-                yield right
-        yield right
 
 
 class TargetServicer(Service, target_service_pb2_grpc.TargetServiceServicer):
@@ -183,7 +158,7 @@ class TargetServicer(Service, target_service_pb2_grpc.TargetServiceServicer):
     ) -> AsyncIterator[target_pb.VerifyResponse]:
         """One session."""
         self.sessions += 1
-        session = MarkovSession(self)
+        session = MarkovSession(self, context)
         try:
             async for request in requests:
                 if request.WhichOneof("action") == "close":
@@ -198,8 +173,9 @@ class TargetServicer(Service, target_service_pb2_grpc.TargetServiceServicer):
 class MarkovSession:
     """A target session: the committed tokens and what has not been acknowledged yet."""
 
-    def __init__(self, service: TargetServicer) -> None:
+    def __init__(self, service: TargetServicer, context: grpc.aio.ServicerContext[object, object]) -> None:
         self.service = service
+        self.context = context
         self.token_ids: list[int] = []
         self.session = types_pb2.OpenSession()
         self.finished = False
@@ -237,8 +213,9 @@ class MarkovSession:
             response.tokens_wanted.known_len = 0
             yield response
             return
-        if mischief is Mischief.LOST:
-            raise PeerLost("gone")
+        refuse(mischief)
+        if mischief is Mischief.BROKEN:
+            await self.context.abort(grpc.StatusCode.UNAVAILABLE, "Stream removed (recvmsg:...)")
         if mischief is Mischief.FROZEN:
             await asyncio.Event().wait()
         rows: list[int] = []

@@ -7,14 +7,14 @@ Threads compute, one event loop serves; nothing is replaced by a stand-in. Servi
 on their port while the gateway runs.
 """
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
+from helpers import eventually
 
 from draft_service.server import start as start_draft
 from gateway.server import RunningGateway
@@ -114,11 +114,12 @@ class RunningStack:
         return await ModelServiceStub(self.channel(service.address)).GetModelInfo(model_pb.GetModelInfoRequest())
 
     async def quiet(self) -> None:
-        """Waits until neither service holds a session or a block; fails when that takes longer than ten seconds."""
-        async with asyncio.timeout(PATIENCE_S):
-            for service in filter(None, (self.target, self.draft)):
-                while not is_quiet(await self.info(service)):  # noqa: ASYNC110 - a service has no event for it
-                    await asyncio.sleep(0.005)
+        """Waits until no service that is running holds a session or a block, and checks that their pools are whole."""
+        for service in filter(None, (self.target, self.draft)):
+            await until_quiet(self.channel(service.address))
+            pool = service.runner.pool
+            await service.worker.call(pool.check_integrity)
+            assert pool.num_free == pool.num_blocks
 
     async def stop_draft(self) -> None:
         """Ends the draft service at once; its sessions are lost."""
@@ -141,19 +142,15 @@ class RunningStack:
             await running.stop(0)
 
 
-def is_quiet(info: model_pb.GetModelInfoResponse) -> bool:
-    """Whether a service holds nothing."""
-    return info.session_count == 0 and info.free_block_count == info.block_count
+async def until_quiet(channel: grpc.aio.Channel) -> None:
+    """Waits until the service behind a channel holds no session and no block."""
+    stub = ModelServiceStub(channel)
 
+    async def is_quiet() -> bool:
+        info = await stub.GetModelInfo(model_pb.GetModelInfoRequest())
+        return info.session_count == 0 and info.free_block_count == info.block_count > 0
 
-async def until(condition: Callable[[], bool | Awaitable[bool]]) -> None:
-    """Waits until a condition holds, for ten seconds at most."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            met = condition()
-            if met if isinstance(met, bool) else await met:
-                return
-            await asyncio.sleep(0.005)
+    await eventually(is_quiet)
 
 
 @asynccontextmanager
@@ -168,7 +165,10 @@ async def running_stack(
     draft_options: Mapping[str, Any] | None = None,
     target_options: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[RunningStack]:
-    """Starts a stack and stops it again. The last three override settings of the one process each."""
+    """Starts a stack and stops it again. The last three override settings of the one process each.
+
+    At the end of a test that has not failed, both services must have come to rest, with nothing held and pools whole.
+    """
     base = ModelServiceSettings(target, listen="127.0.0.1:0", dtype=dtype, threads=threads, kv_tokens=kv_tokens)
     stack = RunningStack(
         replace(base, **(target_options or {})),
@@ -182,5 +182,6 @@ async def running_stack(
         settings = GatewaySettings(stack.target.address, target, address, listen="127.0.0.1:0")
         stack.gateway = await start_gateway(replace(settings, **(gateway or {})))
         yield stack
+        await stack.quiet()
     finally:
         await stack.close()

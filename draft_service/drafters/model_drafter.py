@@ -51,7 +51,9 @@ class ModelDrafter:
 
     def advance(self, tasks: Sequence[DraftTask]) -> None:
         """One forward over all tasks, and one guess for each whose tokens are cached."""
-        tasks = [task for task in tasks if self._is_ready(task)]
+        served = [task for task in tasks if self._is_ready(task)]
+        # Whoever made room for another has no part in this forward.
+        tasks = [task for task in served if not (task.done or task.stopped)]
         before = [task.session.last_forward for task in tasks]
         started_ns = time.perf_counter_ns()
         outcomes = forward_and_draw(self._runner, [Ask(Feed(task.session), task.spec) for task in tasks])
@@ -62,6 +64,8 @@ class ModelDrafter:
             _take(task, outcome)
 
     def _is_ready(self, task: DraftTask) -> bool:
+        if task.stopped:
+            return False
         try:
             reserve(self._runner, Feed(task.session), self._with_room)
         except OutriderError as error:

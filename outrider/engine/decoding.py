@@ -1,6 +1,7 @@
 """One forward over many sessions and a token drawn behind every row: what the draft and the target do alike.
 
-Knows no messages, no acceptance and no lengths of requests. A session that cannot be served fails alone.
+Knows no messages, no acceptance and no lengths of requests. A session that cannot be served fails alone, and a tree's
+row that cannot be drawn fails nobody: it may be one that plain decoding would never have computed.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +29,11 @@ class Ask:
     spec: SessionSpec
 
 
-# Drawn tokens of a feed's rows, the root's first; None when its prompt is not finished; what went wrong otherwise.
+# Stands for the draw of a tree's row that has none; no vocabulary has it.
+UNDRAWN = -1
+
+# Drawn tokens of a feed's rows, the root's first; None when its prompt is not finished; what went wrong otherwise. Only
+# behind the root a row may be UNDRAWN.
 Outcome = list[int] | OutriderError | None
 
 
@@ -62,7 +67,7 @@ def reopen(runner: ModelRunner, session: Session | None, token_ids: Sequence[int
 
 
 def _draw_each(runner: ModelRunner, logits: Tensor, ready: Sequence[tuple[Ask, range]]) -> list[Outcome]:
-    """Draws for all sessions at once; when that fails, for each one alone, to find the one at fault."""
+    """Draws for all sessions at once; when that fails, for each row alone, to find those at fault."""
     if not ready:
         return []
     contexts = [_contexts(ask) for ask, _ in ready]
@@ -77,13 +82,16 @@ def _draw_each(runner: ModelRunner, logits: Tensor, ready: Sequence[tuple[Ask, r
     return [drawn[rows.start : rows.stop] for _, rows in ready]
 
 
-def _draw_alone(
-    runner: ModelRunner, logits: Tensor, contexts: Sequence[RowContext], keys: Sequence[int]
-) -> list[int] | OutriderError:
-    try:
-        return _draw(runner, logits, contexts, keys)
-    except ValueError as error:
-        return OutriderError(f"no token can be drawn behind {len(contexts[0].committed)} tokens: {error}")
+def _draw_alone(runner: ModelRunner, logits: Tensor, contexts: Sequence[RowContext], keys: Sequence[int]) -> Outcome:
+    drawn: list[int] = []
+    for row, (context, key) in enumerate(zip(contexts, keys, strict=True)):
+        try:
+            drawn += _draw(runner, logits[row : row + 1], [context], [key])
+        except ValueError as error:
+            if not row:
+                return OutriderError(f"no token can be drawn behind {len(context.committed)} tokens: {error}")
+            drawn.append(UNDRAWN)
+    return drawn
 
 
 def _draw(runner: ModelRunner, logits: Tensor, contexts: Sequence[RowContext], keys: Sequence[int]) -> list[int]:

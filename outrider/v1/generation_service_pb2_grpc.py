@@ -50,8 +50,8 @@ class GenerationServiceServicer:
         """Streams one message a round and a last one with the result. Cancelling the call frees everything within a round.
 
         A request that alone is more than the target's key-value cache holds is refused. Requests that fit one by one may
-        still fill it together: the one that finds no room then ends with RESOURCE_EXHAUSTED, reason KV_CACHE_FULL, perhaps
-        in the middle of its answer.
+        still fill it together: the later ones then wait for the earlier ones, perhaps in the middle of their answers, and
+        say what they would have said anyway.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -37,8 +37,8 @@ class GenerationServiceStub:
     """Streams one message a round and a last one with the result. Cancelling the call frees everything within a round.
 
     A request that alone is more than the target's key-value cache holds is refused. Requests that fit one by one may
-    still fill it together: the one that finds no room then ends with RESOURCE_EXHAUSTED, reason KV_CACHE_FULL, perhaps
-    in the middle of its answer.
+    still fill it together: the later ones then wait for the earlier ones, perhaps in the middle of their answers, and
+    say what they would have said anyway.
     """
 
 @_typing.type_check_only
@@ -50,8 +50,8 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     """Streams one message a round and a last one with the result. Cancelling the call frees everything within a round.
 
     A request that alone is more than the target's key-value cache holds is refused. Requests that fit one by one may
-    still fill it together: the one that finds no room then ends with RESOURCE_EXHAUSTED, reason KV_CACHE_FULL, perhaps
-    in the middle of its answer.
+    still fill it together: the later ones then wait for the earlier ones, perhaps in the middle of their answers, and
+    say what they would have said anyway.
     """
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -66,8 +66,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         """Streams one message a round and a last one with the result. Cancelling the call frees everything within a round.
 
         A request that alone is more than the target's key-value cache holds is refused. Requests that fit one by one may
-        still fill it together: the one that finds no room then ends with RESOURCE_EXHAUSTED, reason KV_CACHE_FULL, perhaps
-        in the middle of its answer.
+        still fill it together: the later ones then wait for the earlier ones, perhaps in the middle of their answers, and
+        say what they would have said anyway.
         """
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,128 +1,16 @@
 """Tests of draft_service.sessions and the model drafter without a thread: guesses, caches, stops, repetitions."""
 
 import os
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-import torch
-from helpers import SteppedDevice, spec_of
-from tiny_models import write_tiny_model
+from helpers import spec_of
+from stepped_draft import CONTEXT_LEN, PROMPT, SPEC, Draft, assert_like_fresh, continued, fresh_guesses
 
-from draft_service.drafters.model_drafter import DraftTask, ModelDrafter
-from draft_service.sessions import Answer, DraftSession, DraftSessions, Wanted
+from draft_service.sessions import Answer, Wanted
 from outrider.engine.runner import ModelRunner
 from outrider.errors import CacheFull, OutriderError
 from outrider.fencing import Fence
-from outrider.parameters import SessionSpec
-from outrider.sessions import SessionTable
-
-PROMPT = (5, 17, 200, 3, 90)
-CONTEXT_LEN = 64
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model", "qwen3", vocab_size=257, context_len=CONTEXT_LEN)
-
-
-@pytest.fixture(scope="module")
-def runner(folder: Path) -> ModelRunner:
-    return ModelRunner.load(str(folder), dtype="float32", kv_tokens=2048)
-
-
-class Draft:
-    """The sessions of a draft and their device; one session's answers in the order in which they came."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self.runner = runner
-        self.device = SteppedDevice[DraftTask]()
-        self.table = SessionTable[DraftSession](60.0)
-        self.sessions = DraftSessions(runner, self.table, self.device.submit)
-        self.drafter = ModelDrafter(runner, self.table.with_room)
-        self.answers: list[Answer | OutriderError] = []
-        self.session_id = os.urandom(16)
-
-    def fence(self, epoch: int, base_len: int) -> Fence:
-        return Fence(self.session_id, epoch, base_len)
-
-    def open(self, spec: SessionSpec, draft_count: int, epoch: int = 1) -> None:
-        fence = self.fence(epoch, len(spec.token_ids))
-        self.sessions.open(fence, spec, Wanted(draft_count, 0), self, self.answers.append)
-
-    def advance(self, epoch: int, base_len: int, token_ids: Sequence[int], draft_count: int) -> None:
-        wanted = Wanted(draft_count, 0)
-        self.sessions.advance(self.fence(epoch, base_len), tuple(token_ids), wanted, self.answers.append)
-
-    def step(self) -> bool:
-        """One step of all tasks."""
-        return self.device.step(self.drafter.advance)
-
-    def run(self) -> list[Answer]:
-        """Advances until nothing is to do; returns the answers since the last call, which must not be errors."""
-        self.device.run(self.drafter.advance)
-        answers, self.answers[:] = list(self.answers), []
-        assert all(isinstance(answer, Answer) for answer in answers), answers
-        return [answer for answer in answers if isinstance(answer, Answer)]
-
-    def guesses(self) -> tuple[int, ...]:
-        """The guesses of the one answer that is due."""
-        [answer] = self.run()
-        assert answer.proposal is not None
-        return answer.proposal.token_ids
-
-    @property
-    def held(self) -> DraftSession:
-        """The session."""
-        held = self.table.get(self.session_id)
-        assert held is not None
-        return held
-
-
-@pytest.fixture
-def draft(runner: ModelRunner) -> Iterator[Draft]:
-    made = Draft(runner)
-    yield made
-    made.table.clear()
-    runner.pool.check_integrity()
-    assert runner.pool.num_free == runner.pool.num_blocks
-
-
-def fresh_guesses(runner: ModelRunner, spec: SessionSpec, draft_count: int) -> tuple[int, ...]:
-    """What a new session guesses."""
-    alone = Draft(runner)
-    alone.open(spec, draft_count)
-    guesses = alone.guesses()
-    alone.table.clear()
-    return guesses
-
-
-def assert_like_fresh(draft: Draft) -> None:
-    """The cache holds bit for bit what a prefill of the same tokens computes."""
-    session = draft.held.session
-    keys, values = draft.runner.kv_state(session)
-    fresh = Draft(draft.runner)
-    fresh.open(spec_of(session.token_ids[: session.cached_len], 10**6), 0)
-    fresh.run()
-    fresh_keys, fresh_values = draft.runner.kv_state(fresh.held.session)
-    fresh.table.clear()
-    assert torch.equal(keys, fresh_keys[:, : session.cached_len])
-    assert torch.equal(values, fresh_values[:, : session.cached_len])
-
-
-SPEC = spec_of(PROMPT, 60, seed=11, eos=(), temperature=1.0)
-
-
-def continued(spec: SessionSpec, token_ids: Sequence[int]) -> SessionSpec:
-    """The spec with more committed tokens."""
-    return spec_of(
-        (*spec.token_ids, *token_ids),
-        spec.max_len,
-        seed=spec.seed,
-        eos=(),
-        prompt_len=spec.prompt_len,
-        temperature=spec.sampling.temperature,
-    )
 
 
 @pytest.mark.parametrize("draft_count", [1, 2, 5])
@@ -171,7 +59,7 @@ def test_reported_cache_counts_committed_tokens_only(draft: Draft) -> None:
 
 
 def test_a_repeated_request_is_answered_again(draft: Draft) -> None:
-    """Without a second effect, whether it opened or advanced the session; one under way is answered once."""
+    """The answer comes again without a second effect, after open and advance; one under way is answered once."""
     draft.open(SPEC, 3)
     draft.open(SPEC, 3)
     [first] = draft.run()
@@ -185,7 +73,7 @@ def test_a_repeated_request_is_answered_again(draft: Draft) -> None:
 
 
 def test_older_messages_are_dropped(draft: Draft) -> None:
-    """By epoch, and by length within an epoch."""
+    """Messages of an older epoch, and of a lower length within an epoch, do nothing."""
     draft.open(SPEC, 2, epoch=2)
     draft.advance(2, 7, [9, 8], 2)
     draft.run()
@@ -208,7 +96,7 @@ def test_missing_tokens_are_asked_for(draft: Draft) -> None:
 
 
 def test_a_request_that_is_overtaken_is_answered_with_what_there_is(draft: Draft) -> None:
-    """Exactly one answer each, in order."""
+    """Both requests get exactly one answer each, in order."""
     draft.open(SPEC, 6)
     draft.step()
     draft.step()
@@ -220,7 +108,7 @@ def test_a_request_that_is_overtaken_is_answered_with_what_there_is(draft: Draft
 
 
 def test_rollback_stops_a_running_job(draft: Draft) -> None:
-    """Between two steps: its answer is never sent, its guesses are gone, and the stop is counted."""
+    """The job ends between two steps, its answer is never sent, its guesses are gone, and the stop is counted."""
     draft.open(SPEC, 8)
     for _ in range(3):
         draft.step()
@@ -245,7 +133,7 @@ def test_rollback_is_idempotent(draft: Draft) -> None:
 
 
 def test_drafting_goes_on_after_a_rollback(draft: Draft) -> None:
-    """From the same length, with no new token, and with the guesses of a new session."""
+    """An advance without a new token at the same length gets the guesses of a new session."""
     draft.open(SPEC, 8)
     draft.step()
     draft.sessions.rollback(draft.fence(2, 5))
@@ -272,14 +160,14 @@ def test_nothing_is_guessed_past_an_end(draft: Draft) -> None:
 
 @pytest.mark.parametrize(("max_len", "count"), [(6, 0), (7, 1), (9, 3), (60, 8)])
 def test_the_last_token_is_left_to_the_target(draft: Draft, max_len: int, count: int) -> None:
-    """At most max_len - base_len - 1 guesses."""
+    """A proposal has at most max_len - base_len - 1 guesses."""
     draft.open(spec_of(PROMPT, max_len, eos=()), 8)
     assert len(draft.guesses()) == count
 
 
 @pytest.mark.parametrize(("length", "count"), [(CONTEXT_LEN - 3, 3), (CONTEXT_LEN, 0)])
 def test_no_guess_lies_past_the_context(draft: Draft, length: int, count: int) -> None:
-    """Whatever the request's own length allows."""
+    """The draft's context bounds a proposal, whatever the request's own length allows."""
     draft.open(spec_of(range(1, length + 1), 1000, eos=()), 8)
     assert len(draft.guesses()) == count
 

@@ -6,8 +6,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-import pytest
-from stack import request_of
+from stack import request_of, until_quiet
 
 from outrider.cli.stack import Stack, embedded_model, start_stack
 from outrider.rpc import open_channel
@@ -21,7 +20,7 @@ QUICK = RestartPolicy(first_s=0.05, longest_s=0.2)
 
 @asynccontextmanager
 async def served() -> AsyncIterator[tuple[GenerationServiceStub, Supervisor]]:
-    """The embedded pair as `outrider up` runs it, with a supervisor that restarts what dies."""
+    """The embedded pair as `outrider up` runs it, with a supervisor that restarts what dies; holds nothing at last."""
     reports: list[str] = []
     async with Supervisor(reports.append, lambda name, line: reports.append(f"{name}: {line}"), QUICK) as supervisor:
         addresses = await start_stack(supervisor, Stack(embedded_model("target"), embedded_model("draft")))
@@ -29,6 +28,10 @@ async def served() -> AsyncIterator[tuple[GenerationServiceStub, Supervisor]]:
         try:
             async with open_channel(addresses.gateway) as channel:
                 yield GenerationServiceStub(channel), supervisor
+            for address in (addresses.target, addresses.draft):
+                assert address is not None
+                async with open_channel(address) as channel:
+                    await until_quiet(channel)
         finally:
             watching.cancel()
             with suppress(asyncio.CancelledError):
@@ -72,8 +75,7 @@ async def eventually_speculates(stub: GenerationServiceStub) -> tuple[list[int],
                 return said, figures
 
 
-@pytest.mark.parametrize("resume", [signal.SIGCONT])
-async def test_a_frozen_draft_costs_one_deadline(resume: signal.Signals) -> None:
+async def test_a_frozen_draft_costs_one_deadline() -> None:
     """A draft that is stopped, not dead, misses its deadline; the request ends with the tokens of plain decoding."""
     async with served() as (stub, supervisor):
         plain, _ = await tokens(stub, draft_count=0)
@@ -89,6 +91,6 @@ async def test_a_frozen_draft_costs_one_deadline(resume: signal.Signals) -> None
                 if count == 3:
                     os.kill(pid, signal.SIGSTOP)
         finally:
-            os.kill(pid, resume)
+            os.kill(pid, signal.SIGCONT)
         assert said == plain
         assert pb.FALLBACK_REASON_DRAFT_LATE in reasons

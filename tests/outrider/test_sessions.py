@@ -99,11 +99,12 @@ def test_leaving_counts_for_the_owner_alone(table: SessionTable[Lodger], beds: l
 
 def test_a_close_of_an_older_epoch_has_no_say(table: SessionTable[Lodger], beds: list[str]) -> None:
     """The session belongs to whoever opened it last."""
-    taken(table, beds, "a").epoch = 3
-    table.close(Fence(b"a", 2, 1))
+    taken(table, beds, "a", owner="stream").epoch = 3
+    table.close(Fence(b"a", 2, 1), "stream")
+    table.close(Fence(b"a", 3, 1), "another stream")
     assert beds == ["a"]
-    table.close(Fence(b"a", 3, 1))
-    table.close(Fence(b"a", 3, 1))
+    table.close(Fence(b"a", 3, 1), "stream")
+    table.close(Fence(b"a", 3, 1), "stream")
     assert beds == []
 
 

@@ -1,0 +1,93 @@
+"""Blocks for the sessions of a target: leases end first, then later sessions give way. Decides nothing by itself.
+
+Who gives way is decided in target_service.preemption. A session that gives way keeps its tokens and loses its cache;
+its task goes on as soon as there is room, with the same logits, because a row's do not depend on how its prefix was
+computed. Belongs to the device thread.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from outrider.engine.decoding import Allocate, reserve
+from outrider.engine.runner import Feed, ModelRunner
+from outrider.engine.session import Session
+from outrider.engine.tree import EMPTY, TokenTree
+from outrider.errors import CacheFull, PromptTooLong
+from target_service.preemption import Holder, is_first, victims
+
+
+class Holding(Protocol):
+    """A session of the table."""
+
+    @property
+    def session(self) -> Session:
+        """What holds the blocks."""
+
+    @property
+    def task(self) -> object | None:
+        """The job under way."""
+
+
+class Holdings(Protocol):
+    """All sessions in the order of their first open; see outrider.sessions.SessionTable."""
+
+    def __iter__(self) -> Iterator[Holding]: ...
+
+    def with_room(self, allocate: Allocate) -> None:
+        """Calls `allocate`, ending leases as long as it raises CacheFull and there are some."""
+
+
+class Room:
+    """Finds blocks for one session at a time."""
+
+    def __init__(self, runner: ModelRunner, holdings: Holdings) -> None:
+        self._runner = runner
+        self._holdings = holdings
+
+    def ages(self) -> dict[Session, int]:
+        """The place of each session in the order of the first opens. Whoever came first has to ask first."""
+        return {holding.session: age for age, holding in enumerate(self._holdings)}
+
+    def take(self, session: Session, tree: TokenTree) -> TokenTree | None:
+        """Reserves what the next forward writes, and returns the tree, or EMPTY when only that fits; None means: wait.
+
+        Raises PromptTooLong for a session that would not fit into an empty pool, and InvalidRequest as runner.check.
+        """
+        self._check_size(session)
+        while True:
+            for wanted in (tree, EMPTY):
+                if self._reserve(session, wanted):
+                    return wanted
+            if not self._preempt(session):
+                return None
+
+    def _check_size(self, session: Session) -> None:
+        pool = self._runner.pool
+        size = pool.num_blocks * pool.block_size
+        if len(session) > size:
+            message = f"{len(session)} tokens are more than the key-value cache of {size} tokens holds"
+            raise PromptTooLong(message, tokens=len(session), kv_tokens=size)
+
+    def _reserve(self, session: Session, tree: TokenTree) -> bool:
+        try:
+            reserve(self._runner, Feed(session, tree), self._holdings.with_room)
+        except CacheFull:
+            return False
+        return True
+
+    def _preempt(self, session: Session) -> bool:
+        """Takes the blocks of those that give way; tells whether there is room now.
+
+        Raises CacheFull when the first of the running sessions finds none, so that nobody waits for nothing.
+        """
+        holdings = list(self._holdings)
+        asking = [holding.session for holding in holdings].index(session)
+        holders = [Holder(len(holding.session.table), holding.task is not None) for holding in holdings]
+        pool = self._runner.pool
+        num_needed = -(-len(session) // pool.block_size) - len(session.table)
+        chosen = victims(asking, max(num_needed - pool.num_free, 1), holders)
+        if chosen is None and is_first(asking, holders):
+            raise CacheFull(f"{pool} has no room for {len(session)} tokens, and no session holds what is missing")
+        for index in chosen or ():
+            holdings[index].session.free()
+        return chosen is not None

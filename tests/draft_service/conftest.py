@@ -1,0 +1,29 @@
+"""A tiny model and a draft over it, for tests without a server."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from stepped_draft import CONTEXT_LEN, Draft
+from tiny_models import write_tiny_model
+
+from outrider.engine.runner import ModelRunner
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model", "qwen3", vocab_size=257, context_len=CONTEXT_LEN)
+
+
+@pytest.fixture(scope="module")
+def runner(folder: Path) -> ModelRunner:
+    return ModelRunner.load(str(folder), dtype="float32", kv_tokens=2048)
+
+
+@pytest.fixture
+def draft(runner: ModelRunner) -> Iterator[Draft]:
+    made = Draft(runner)
+    yield made
+    made.table.clear()
+    runner.pool.check_integrity()
+    assert runner.pool.num_free == runner.pool.num_blocks

@@ -1,0 +1,94 @@
+"""Tests of target_service.room through the sessions: leases end first, then sessions take turns, and none fails."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers import spec_of
+from stepped_target import PROMPT, Target, plain
+
+from outrider.engine.runner import ModelRunner
+from outrider.engine.tree import EMPTY, TokenTree
+from outrider.errors import OutriderError, PromptTooLong
+from outrider.fencing import Fence
+from target_service.sessions import Answer, Step
+
+LATE = os.urandom(16)
+
+
+@pytest.fixture
+def small(folder: Path) -> Iterator[Target]:
+    target = Target(ModelRunner.load(str(folder), dtype="float32", kv_tokens=64))
+    yield target
+    target.table.clear()
+    target.runner.pool.check_integrity()
+    assert target.runner.pool.num_free == target.runner.pool.num_blocks
+
+
+def test_sessions_take_turns(small: Target, runner: ModelRunner) -> None:
+    """A lease ends first; then the later session waits for the earlier one, and both say what they say alone."""
+    specs = [spec_of((*PROMPT, number), 60, seed=number, eos=(), temperature=1.0) for number in range(4)]
+    ids = [os.urandom(16) for _ in specs]
+    small.session_id = ids[0]
+    small.open(specs[0])
+    small.run()
+    small.table.leave(ids[0], small)
+    for small.session_id, spec in zip(ids[1:], specs[1:], strict=True):
+        small.open(spec, budget=60)
+    small.run()
+    assert small.table.get(ids[0]) is None
+    for small.session_id, spec in zip(ids[1:], specs[1:], strict=True):
+        alone = Target(runner)
+        alone.open(spec, budget=60)
+        alone.run()
+        assert small.tokens == alone.tokens
+        assert len(small.tokens) == 60
+        alone.table.clear()
+
+
+def test_an_idle_session_gives_way_and_comes_back(small: Target, runner: ModelRunner) -> None:
+    """Its client may be slow; its tokens stay, and its next step computes the cache again."""
+    spec = spec_of(PROMPT, 60, eos=())
+    small.open(spec, budget=40)
+    small.run()
+    answers: list[Answer | OutriderError] = []
+    late = spec_of(range(1, 41), 60, eos=())
+    small.sessions.open(Fence(LATE, 1, 40), late, Step(EMPTY, 0, 0), answers, answers.append)
+    small.run()
+    assert [isinstance(answer, Answer) for answer in answers] == [True]
+    assert (small.held.session.cached_len, len(small.held.session.table)) == (0, 0)
+    length = len(small.tokens)
+    small.step(1, length)
+    assert len(small.run()) == 1
+    assert small.tokens == plain(runner, spec)[: length + 1]
+
+
+def test_a_proposal_without_room_is_decoded_plainly(small: Target, runner: ModelRunner) -> None:
+    """Another session has the block of the proposal's rows, and keeps it; nothing counts as evaluated."""
+    expected = plain(runner, spec_of(PROMPT, 64, eos=()))
+    small.open(spec_of(PROMPT, 64, eos=()))
+    small.run()
+    answers: list[Answer | OutriderError] = []
+    step = Step(TokenTree.chain(expected[47:51]), 0, 0)
+    late = spec_of(expected[:47], 64, eos=(), prompt_len=len(PROMPT))
+    small.sessions.open(Fence(LATE, 1, 47), late, step, answers, answers.append)
+    small.run()
+    [answer] = answers
+    assert isinstance(answer, Answer)
+    assert answer.verdict is not None
+    assert (answer.verdict.token_ids, answer.verdict.evaluated_count) == ((expected[47],), 0)
+    assert small.held.session.cached_len == 5
+
+
+def test_what_never_fits_is_refused_at_once(small: Target) -> None:
+    """And costs nobody else's cache."""
+    small.open(spec_of(PROMPT, 60, eos=()))
+    small.run()
+    errors: list[Answer | OutriderError] = []
+    small.sessions.open(Fence(LATE, 1, 70), spec_of(range(1, 71), 80), Step(EMPTY, 0, 0), errors, errors.append)
+    small.run()
+    assert [type(error) for error in errors] == [PromptTooLong]
+    assert "70 tokens are more than the key-value cache of 64 tokens" in str(errors[0])
+    assert small.table.get(LATE) is None
+    assert len(small.held.session.table) == 1

@@ -1,0 +1,36 @@
+"""Tests of target_service.preemption: who gives way to whom."""
+
+import pytest
+
+from target_service.preemption import Holder, is_first, victims
+
+RUNNING, IDLE, WAITING = Holder(3, True), Holder(2, False), Holder(0, True)
+
+
+@pytest.mark.parametrize(
+    ("asking", "num_missing", "holders", "expected"),
+    [
+        (0, 1, [RUNNING, RUNNING, RUNNING], [2]),
+        (0, 4, [RUNNING, RUNNING, RUNNING], [2, 1]),
+        (1, 4, [RUNNING, RUNNING, RUNNING], None),
+        (2, 1, [RUNNING, RUNNING, RUNNING], None),
+        (0, 1, [RUNNING, RUNNING, WAITING], [1]),
+        (1, 1, [RUNNING, RUNNING, IDLE], [2]),
+        (2, 1, [IDLE, IDLE, WAITING, RUNNING], [3]),
+        (2, 4, [IDLE, IDLE, WAITING, RUNNING], [3, 1]),
+        (2, 1, [IDLE, RUNNING, WAITING], None),
+        (0, 1, [WAITING], None),
+    ],
+)
+def test_later_sessions_give_way(
+    asking: int, num_missing: int, holders: list[Holder], expected: list[int] | None
+) -> None:
+    """The latest first, idle earlier ones only to the first of the running ones, and nobody for nothing."""
+    assert victims(asking, num_missing, holders) == expected
+
+
+def test_the_first_of_the_running_ones_never_waits_for_what_others_hold() -> None:
+    """So that one of them always makes progress."""
+    holders = [IDLE, WAITING, RUNNING, IDLE]
+    assert [is_first(asking, holders) for asking in range(4)] == [True, True, False, False]
+    assert victims(1, 7, holders) == [3, 2, 0]

@@ -1,0 +1,58 @@
+"""Every newer epoch that finds a job running stops it, and each stopped job is counted once."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import SteppedDevice, spec_of
+from tiny_models import write_tiny_model
+
+from outrider.engine.runner import ModelRunner
+from outrider.engine.tree import EMPTY
+from outrider.fencing import Fence
+from outrider.sessions import SessionTable
+from target_service.sessions import Step, TargetSession, TargetSessions
+from target_service.verifier import Verifier, VerifyTask
+
+SPEC = spec_of((5, 17, 200, 3, 90), 60, eos=())
+SESSION_ID = os.urandom(16)
+OWNER = object()
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> ModelRunner:
+    folder = write_tiny_model(tmp_path / "model", "qwen3", vocab_size=257, context_len=64)
+    return ModelRunner.load(str(folder), dtype="float32", kv_tokens=256)
+
+
+def _open(sessions: TargetSessions, epoch: int) -> None:
+    sessions.open(Fence(SESSION_ID, epoch, 5), SPEC, Step(EMPTY, 0, 0), OWNER, lambda answer: None)
+
+
+def _step(sessions: TargetSessions, epoch: int) -> None:
+    sessions.step(Fence(SESSION_ID, epoch, 5), Step(EMPTY, 0, 0), OWNER, lambda answer: None)
+
+
+def _acknowledge(sessions: TargetSessions, epoch: int) -> None:
+    sessions.acknowledge(Fence(SESSION_ID, epoch, 5), 0, OWNER, 0)
+
+
+def _roll_back(sessions: TargetSessions, epoch: int) -> None:
+    sessions.rollback(Fence(SESSION_ID, epoch, 5))
+
+
+@pytest.mark.parametrize("begin", [_open, _step, _acknowledge, _roll_back])
+def test_a_newer_epoch_counts_the_job_it_stops(
+    runner: ModelRunner, begin: Callable[[TargetSessions, int], None]
+) -> None:
+    """Whichever message begins it; without a running job nothing is counted."""
+    table = SessionTable[TargetSession](60.0)
+    device, verifier = SteppedDevice[VerifyTask](), Verifier(runner, table)
+    sessions = TargetSessions(runner, table, device.submit)
+    _open(sessions, 1)
+    begin(sessions, 2)
+    assert sessions.counts().stopped_jobs == 1
+    device.run(verifier.advance)
+    begin(sessions, 3)
+    assert sessions.counts().stopped_jobs == 1

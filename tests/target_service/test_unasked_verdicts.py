@@ -1,0 +1,67 @@
+"""Tests of target_service.sessions without a thread: how far a target goes on alone, and what moves or ends that."""
+
+import pytest
+from helpers import spec_of
+from stepped_target import PROMPT, Target, plain
+
+from target_service.sessions import UNACKNOWLEDGED_WINDOW
+
+
+@pytest.mark.parametrize("budget", [0, 1, 7])
+def test_unasked_verdicts_respect_the_budget(target: Target, budget: int) -> None:
+    """One for each token while the committed length is below base_len + 1 + budget; the tokens are plain decoding's."""
+    spec = spec_of(PROMPT, 60, seed=2, eos=(), temperature=1.0)
+    target.open(spec, budget=budget)
+    answers = target.run()
+    assert [answer.fence.base_len for answer in answers] == list(range(5, 6 + budget))
+    assert target.tokens == plain(target.runner, spec)[: 6 + budget]
+    assert all(answer.times.forward_count == 1 for answer in answers)
+
+
+def test_the_budget_counts_from_the_step_and_not_from_the_verdict(target: Target) -> None:
+    """Accepted tokens use up the budget of their own step."""
+    spec = spec_of(PROMPT, 60, eos=())
+    expected = plain(target.runner, spec)
+    target.open(spec)
+    target.run()
+    target.step(1, 6, expected[6:9], budget=5)
+    assert [answer.fence.base_len for answer in target.run()] == [6, 10, 11]
+
+
+def test_an_acknowledgement_moves_the_limit(target: Target) -> None:
+    """A target that ran into its limit goes on; one that is told 0 does not."""
+    target.open(spec_of(PROMPT, 60, eos=()), budget=2)
+    assert len(target.run()) == 3
+    target.acknowledge(1, 7, 4)
+    assert [answer.fence.base_len for answer in target.run()] == [8, 9, 10, 11]
+    assert [answer.fence.base_len for answer in target.held.verdicts] == [7, 8, 9, 10, 11]
+    target.acknowledge(1, 12, 0)
+    assert target.run() == []
+    assert target.held.verdicts == []
+    target.acknowledge(1, 11, 9)
+    target.acknowledge(1, 13, 9)
+    assert target.run() == []
+
+
+def test_the_window_ends_what_the_budget_allows(target: Target) -> None:
+    """A target never goes further than the window past the last acknowledged length."""
+    target.open(spec_of(PROMPT, 600, eos=()), budget=4096)
+    target.run()
+    assert len(target.tokens) == len(PROMPT) + UNACKNOWLEDGED_WINDOW
+    target.acknowledge(1, 100, 4096)
+    target.run()
+    assert len(target.tokens) == 100 + UNACKNOWLEDGED_WINDOW
+
+
+def test_a_step_takes_over_a_target_that_is_going_on_alone(target: Target) -> None:
+    """A proposal that comes between two unasked verdicts is verified at once."""
+    spec = spec_of(PROMPT, 60, eos=())
+    expected = plain(target.runner, spec)
+    target.open(spec, budget=50)
+    target.device.step(target.verifier.advance)
+    target.device.step(target.verifier.advance)
+    target.answers.clear()
+    target.step(1, 7, expected[7:10])
+    [answer] = target.run()
+    assert answer.verdict is not None
+    assert answer.verdict.accepted_rows == (1, 2, 3)
