@@ -29,7 +29,7 @@ PARAMETERS: tuple[dict[str, Any], ...] = (
     {"logit_bias": LIKELY_EOS, "ignore_eos": True},
     {"top_k": 50, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
 )
-DRAFT_COUNTS = (1, 4, 8, None)
+DRAFT_COUNTS = (3, 8, None)
 # Requests of these are long: no end may come before the draft has been restarted twice.
 LONG_PARAMETERS: tuple[dict[str, Any], ...] = (
     {"top_p": 0.9, "ignore_eos": True},
@@ -92,7 +92,7 @@ async def test_a_parameter_changes_no_token_by_speculation(parameters: dict[str,
 async def test_no_parameter_changes_a_token_by_speculation(parameters: dict[str, Any], dtype: str) -> None:
     """With each parameter at three temperatures, alone and sixteen at once, tokens are those of plain decoding."""
     async with running_stack(str(TARGET), str(TRAINED), dtype=dtype) as stack:
-        await check(stack, OPENINGS[:16], TEMPERATURES, DRAFT_COUNTS, parameters, max_tokens=48)
+        await check(stack, OPENINGS[:16], TEMPERATURES, DRAFT_COUNTS, parameters, max_tokens=32)
 
 
 async def check_restarts(stack: RunningStack, parameters: dict[str, Any], **fields: Any) -> None:
