@@ -77,5 +77,6 @@ async def test_bfloat16_weights_give_plain_decoding_and_transformers(drafts: dic
 @pytest.mark.grid
 @pytest.mark.parametrize("draft", DRAFTS)
 async def test_bfloat16_weights_give_plain_decoding_for_every_draft(draft: str, drafts: dict[str, Path]) -> None:
-    """With bfloat16 weights fifty stories are those of plain decoding, and of transformers but for near-ties."""
-    await check_bfloat16(draft, drafts[draft], OPENINGS, MANY_TOKENS, DRAFT_COUNTS)
+    """With bfloat16 weights stories are those of plain decoding, and of transformers but for near-ties."""
+    prompts = OPENINGS if draft == "trained" else OPENINGS[:16]
+    await check_bfloat16(draft, drafts[draft], prompts, MANY_TOKENS, DRAFT_COUNTS)

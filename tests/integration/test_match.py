@@ -29,7 +29,7 @@ PARAMETERS: tuple[dict[str, Any], ...] = (
     {"logit_bias": LIKELY_EOS, "ignore_eos": True},
     {"top_k": 50, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
 )
-DRAFT_COUNTS = (3, 8, None)
+DRAFT_COUNTS = (4, None)
 # Requests of these are long: no end may come before the draft has been restarted twice.
 LONG_PARAMETERS: tuple[dict[str, Any], ...] = (
     {"top_p": 0.9, "ignore_eos": True},
