@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from outrider.engine.kv_cache import BlockPool
 from outrider.parameters import SamplingParameters, SessionSpec
 
 PATIENCE_S = 20.0
@@ -20,6 +21,12 @@ async def eventually(condition: Callable[[], bool | Awaitable[bool]], patience_s
             if met if isinstance(met, bool) else await met:
                 return
             await asyncio.sleep(0.002)
+
+
+def check_empty(pool: BlockPool) -> None:
+    """Fails unless the pool's books balance and no session holds a block."""
+    pool.check_integrity()
+    assert pool.num_free == pool.num_blocks
 
 
 def spec_of(

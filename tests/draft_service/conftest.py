@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers import check_empty
 from stepped_draft import CONTEXT_LEN, Draft
 from tiny_models import write_tiny_model
 
@@ -25,5 +26,4 @@ def draft(runner: ModelRunner) -> Iterator[Draft]:
     made = Draft(runner)
     yield made
     made.table.clear()
-    runner.pool.check_integrity()
-    assert runner.pool.num_free == runner.pool.num_blocks
+    check_empty(runner.pool)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from helpers import PATIENCE_S, eventually, spec_of
+from helpers import PATIENCE_S, check_empty, eventually, spec_of
 from session_clients import DraftClient, channel_to
 from tiny_models import write_tiny_model
 
@@ -35,9 +35,7 @@ async def service(model: LoadedModel) -> AsyncIterator[RunningModelService]:
     running = await start_with(model, SETTINGS)
     yield running
     await running.stop(0)
-    pool = running.runner.pool
-    pool.check_integrity()
-    assert pool.num_free == pool.num_blocks
+    check_empty(running.runner.pool)
 
 
 @pytest.fixture

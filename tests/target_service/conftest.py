@@ -6,6 +6,7 @@ from pathlib import Path
 import grpc
 import pytest
 from embedded_target import SETTINGS
+from helpers import check_empty
 from session_clients import TargetClient, channel_to
 from stepped_target import VOCABULARY_SIZE, Target
 from tiny_models import write_tiny_model
@@ -32,8 +33,7 @@ def target(runner: ModelRunner) -> Iterator[Target]:
     made = Target(runner)
     yield made
     made.table.clear()
-    runner.pool.check_integrity()
-    assert runner.pool.num_free == runner.pool.num_blocks
+    check_empty(runner.pool)
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +46,7 @@ async def service(model: LoadedModel) -> AsyncIterator[RunningModelService]:
     running = await start_with(model, SETTINGS)
     yield running
     await running.stop(0)
-    pool = running.runner.pool
-    pool.check_integrity()
-    assert pool.num_free == pool.num_blocks
+    check_empty(running.runner.pool)
 
 
 @pytest.fixture
