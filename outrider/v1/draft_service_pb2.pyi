@@ -29,6 +29,7 @@ class ProposeRequest(_message.Message):
     OPEN_FIELD_NUMBER: _builtins.int
     ADVANCE_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
+    PING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def fence(self) -> _types_pb2.Fence:
         """Session, epoch, and the committed length after this message's tokens."""
@@ -45,6 +46,10 @@ class ProposeRequest(_message.Message):
     def close(self) -> _types_pb2.CloseSession:
         """Ends the session."""
 
+    @_builtins.property
+    def ping(self) -> _types_pb2.Ping:
+        """Measures the way."""
+
     def __init__(
         self,
         *,
@@ -52,12 +57,13 @@ class ProposeRequest(_message.Message):
         open: Global___DraftOpen | None = ...,
         advance: Global___DraftAdvance | None = ...,
         close: _types_pb2.CloseSession | None = ...,
+        ping: _types_pb2.Ping | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "advance", b"advance", "close", b"close", "fence", b"fence", "open", b"open"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "advance", b"advance", "close", b"close", "fence", b"fence", "open", b"open", "ping", b"ping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "advance", b"advance", "close", b"close", "fence", b"fence", "open", b"open"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "advance", b"advance", "close", b"close", "fence", b"fence", "open", b"open", "ping", b"ping"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["open", "advance", "close"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["open", "advance", "close", "ping"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
@@ -134,6 +140,7 @@ class ProposeResponse(_message.Message):
     FENCE_FIELD_NUMBER: _builtins.int
     PROPOSAL_FIELD_NUMBER: _builtins.int
     TOKENS_WANTED_FIELD_NUMBER: _builtins.int
+    PONG_FIELD_NUMBER: _builtins.int
     CACHED_LEN_FIELD_NUMBER: _builtins.int
     NUMERICS_ID_FIELD_NUMBER: _builtins.int
     TIMES_FIELD_NUMBER: _builtins.int
@@ -154,6 +161,10 @@ class ProposeResponse(_message.Message):
         """The draft lacks tokens."""
 
     @_builtins.property
+    def pong(self) -> _types_pb2.Pong:
+        """Answers a ping; the fields below are not set then."""
+
+    @_builtins.property
     def times(self) -> _types_pb2.ComputeTimes:
         """What the answer cost."""
 
@@ -163,15 +174,16 @@ class ProposeResponse(_message.Message):
         fence: _types_pb2.Fence | None = ...,
         proposal: _types_pb2.TokenTree | None = ...,
         tokens_wanted: _types_pb2.TokensWanted | None = ...,
+        pong: _types_pb2.Pong | None = ...,
         cached_len: _builtins.int = ...,
         numerics_id: _builtins.str = ...,
         times: _types_pb2.ComputeTimes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "fence", b"fence", "proposal", b"proposal", "times", b"times", "tokens_wanted", b"tokens_wanted"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "fence", b"fence", "pong", b"pong", "proposal", b"proposal", "times", b"times", "tokens_wanted", b"tokens_wanted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "cached_len", b"cached_len", "fence", b"fence", "numerics_id", b"numerics_id", "proposal", b"proposal", "times", b"times", "tokens_wanted", b"tokens_wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "cached_len", b"cached_len", "fence", b"fence", "numerics_id", b"numerics_id", "pong", b"pong", "proposal", b"proposal", "times", b"times", "tokens_wanted", b"tokens_wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["proposal", "tokens_wanted"]  # noqa: Y015
+    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["proposal", "tokens_wanted", "pong"]  # noqa: Y015
     _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_answer) -> _WhichOneofReturnType_answer | None: ...
 

@@ -354,6 +354,14 @@ class RoundFacts(_message.Message):
     DRAFT_COMPUTE_US_FIELD_NUMBER: _builtins.int
     VERIFY_COMPUTE_US_FIELD_NUMBER: _builtins.int
     ROUND_US_FIELD_NUMBER: _builtins.int
+    DRAFT_QUEUE_US_FIELD_NUMBER: _builtins.int
+    VERIFY_QUEUE_US_FIELD_NUMBER: _builtins.int
+    DRAFT_WAIT_US_FIELD_NUMBER: _builtins.int
+    VERIFY_WAIT_US_FIELD_NUMBER: _builtins.int
+    DRAFT_BYTES_FIELD_NUMBER: _builtins.int
+    VERIFY_BYTES_FIELD_NUMBER: _builtins.int
+    TARGET_REOPENS_FIELD_NUMBER: _builtins.int
+    NEW_NUMERICS_ID_FIELD_NUMBER: _builtins.int
     base_len: _builtins.int
     """Committed length, prompt included, before the round."""
     draft_count: _builtins.int
@@ -370,6 +378,24 @@ class RoundFacts(_message.Message):
     """Microseconds of the target's device time."""
     round_us: _builtins.int
     """Microseconds of the whole round, seen from the gateway."""
+    draft_queue_us: _builtins.int
+    """Microseconds that the draft's request lay in its service before the device took it up."""
+    verify_queue_us: _builtins.int
+    """The same for the target's."""
+    draft_wait_us: _builtins.int
+    """Microseconds from the gateway's request to the draft's answer. Without queue and compute time it is the way."""
+    verify_wait_us: _builtins.int
+    """Microseconds for which the gateway waited for the target's verdict, from its request if there was one."""
+    draft_bytes: _builtins.int
+    """Bytes of the messages between gateway and draft, both ways, without the transport's framing."""
+    verify_bytes: _builtins.int
+    """Bytes of the messages between gateway and target."""
+    target_reopens: _builtins.int
+    """How often the target's session was opened again in this round, because the target was lost, hung or had drifted."""
+    new_numerics_id: _builtins.str
+    """Numerics of the target in this round, set where it is another one than in the round before: from here on only the
+    distribution is promised.
+    """
     def __init__(
         self,
         *,
@@ -381,10 +407,18 @@ class RoundFacts(_message.Message):
         draft_compute_us: _builtins.int = ...,
         verify_compute_us: _builtins.int = ...,
         round_us: _builtins.int = ...,
+        draft_queue_us: _builtins.int = ...,
+        verify_queue_us: _builtins.int = ...,
+        draft_wait_us: _builtins.int = ...,
+        verify_wait_us: _builtins.int = ...,
+        draft_bytes: _builtins.int = ...,
+        verify_bytes: _builtins.int = ...,
+        target_reopens: _builtins.int = ...,
+        new_numerics_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_count", b"accepted_count", "base_len", b"base_len", "draft_compute_us", b"draft_compute_us", "draft_count", b"draft_count", "evaluated_count", b"evaluated_count", "fallback_reason", b"fallback_reason", "round_us", b"round_us", "verify_compute_us", b"verify_compute_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_count", b"accepted_count", "base_len", b"base_len", "draft_bytes", b"draft_bytes", "draft_compute_us", b"draft_compute_us", "draft_count", b"draft_count", "draft_queue_us", b"draft_queue_us", "draft_wait_us", b"draft_wait_us", "evaluated_count", b"evaluated_count", "fallback_reason", b"fallback_reason", "new_numerics_id", b"new_numerics_id", "round_us", b"round_us", "target_reopens", b"target_reopens", "verify_bytes", b"verify_bytes", "verify_compute_us", b"verify_compute_us", "verify_queue_us", b"verify_queue_us", "verify_wait_us", b"verify_wait_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -404,6 +438,8 @@ class Completion(_message.Message):
     NUMERICS_ID_FIELD_NUMBER: _builtins.int
     TEXT_DELTA_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    NUMERICS_IDS_FIELD_NUMBER: _builtins.int
+    SURVIVAL_FIELD_NUMBER: _builtins.int
     finish_reason: _types_pb2.FinishReason.ValueType
     """Why it ended."""
     seed: _builtins.int
@@ -411,7 +447,7 @@ class Completion(_message.Message):
     model_hash: _builtins.str
     """Digest of the target's configuration and weights."""
     numerics_id: _builtins.str
-    """Numerics of the target during the request."""
+    """Numerics of the target when the request ended; see numerics_ids."""
     text_delta: _builtins.str
     """Text that was held back and is final now. Comes after all text deltas."""
     @_builtins.property
@@ -426,6 +462,16 @@ class Completion(_message.Message):
     def timings(self) -> Global___Timings:
         """When things happened."""
 
+    @_builtins.property
+    def numerics_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Every numerics of the target that took part, in order. More than one means that the request was moved to a target
+        that computes differently: its tokens follow the target's distribution, but the seed alone does not repeat them.
+        """
+
+    @_builtins.property
+    def survival(self) -> Global___SurvivalFigures:
+        """What the request survived."""
+
     def __init__(
         self,
         *,
@@ -437,14 +483,42 @@ class Completion(_message.Message):
         numerics_id: _builtins.str = ...,
         text_delta: _builtins.str = ...,
         timings: Global___Timings | None = ...,
+        numerics_ids: _abc.Iterable[_builtins.str] | None = ...,
+        survival: Global___SurvivalFigures | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation", "survival", b"survival", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "model_hash", b"model_hash", "numerics_id", b"numerics_id", "seed", b"seed", "speculation", b"speculation", "text_delta", b"text_delta", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "model_hash", b"model_hash", "numerics_id", b"numerics_id", "numerics_ids", b"numerics_ids", "seed", b"seed", "speculation", b"speculation", "survival", b"survival", "text_delta", b"text_delta", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Completion: _TypeAlias = Completion  # noqa: Y015
+
+@_typing.final
+class SurvivalFigures(_message.Message):
+    """What a request survived without its client's noticing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TARGET_REOPENS_FIELD_NUMBER: _builtins.int
+    DRIFT_REPAIRS_FIELD_NUMBER: _builtins.int
+    target_reopens: _builtins.int
+    """Times that the session was opened again on a target, with the tokens committed so far."""
+    drift_repairs: _builtins.int
+    """Times that a service had cached another number of tokens than it should have; it was made to compute them again."""
+    def __init__(
+        self,
+        *,
+        target_reopens: _builtins.int = ...,
+        drift_repairs: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drift_repairs", b"drift_repairs", "target_reopens", b"target_reopens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SurvivalFigures: _TypeAlias = SurvivalFigures  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):

@@ -91,6 +91,10 @@ class GetModelInfoResponse(_message.Message):
     STOPPED_JOB_COUNT_FIELD_NUMBER: _builtins.int
     WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
     DRAFTERS_FIELD_NUMBER: _builtins.int
+    STALLED_US_FIELD_NUMBER: _builtins.int
+    PREEMPTION_COUNT_FIELD_NUMBER: _builtins.int
+    EVICTED_SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    EXPIRED_LEASE_COUNT_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of these messages that the service speaks. The first is 1."""
     role: Global___ServiceRole.ValueType
@@ -137,6 +141,16 @@ class GetModelInfoResponse(_message.Message):
     """
     weight_bytes: _builtins.int
     """Bytes of the weights in memory."""
+    stalled_us: _builtins.int
+    """Microseconds for which the device has had work and finished no piece of it: a forward or a job. 0 while it is idle.
+    A service that hangs still answers this call, so this is what tells a hanging one from a busy one.
+    """
+    preemption_count: _builtins.int
+    """Sessions that lost their cache to another session because the pool was full, and computed it again later."""
+    evicted_session_count: _builtins.int
+    """Leased sessions that were ended early to make room."""
+    expired_lease_count: _builtins.int
+    """Leased sessions that were ended because nobody came back in time."""
     @_builtins.property
     def vocabulary_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """One digest of (id, token) for every 1,024 ids, in order. Two models fit when these lists are equal."""
@@ -176,10 +190,14 @@ class GetModelInfoResponse(_message.Message):
         stopped_job_count: _builtins.int = ...,
         weight_bytes: _builtins.int = ...,
         drafters: _abc.Iterable[_builtins.str] | None = ...,
+        stalled_us: _builtins.int = ...,
+        preemption_count: _builtins.int = ...,
+        evicted_session_count: _builtins.int = ...,
+        expired_lease_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_size", b"block_size", "context_len", b"context_len", "device", b"device", "drafters", b"drafters", "eos_token_ids", b"eos_token_ids", "free_block_count", b"free_block_count", "instance_id", b"instance_id", "leased_session_count", b"leased_session_count", "max_draft_count", b"max_draft_count", "model_hash", b"model_hash", "model_name", b"model_name", "numerics_id", b"numerics_id", "parameter_count", b"parameter_count", "protocol_version", b"protocol_version", "role", b"role", "session_count", b"session_count", "stopped_job_count", b"stopped_job_count", "thread_count", b"thread_count", "unacknowledged_window", b"unacknowledged_window", "vocabulary_digests", b"vocabulary_digests", "vocabulary_size", b"vocabulary_size", "weight_bytes", b"weight_bytes", "weight_dtype", b"weight_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_size", b"block_size", "context_len", b"context_len", "device", b"device", "drafters", b"drafters", "eos_token_ids", b"eos_token_ids", "evicted_session_count", b"evicted_session_count", "expired_lease_count", b"expired_lease_count", "free_block_count", b"free_block_count", "instance_id", b"instance_id", "leased_session_count", b"leased_session_count", "max_draft_count", b"max_draft_count", "model_hash", b"model_hash", "model_name", b"model_name", "numerics_id", b"numerics_id", "parameter_count", b"parameter_count", "preemption_count", b"preemption_count", "protocol_version", b"protocol_version", "role", b"role", "session_count", b"session_count", "stalled_us", b"stalled_us", "stopped_job_count", b"stopped_job_count", "thread_count", b"thread_count", "unacknowledged_window", b"unacknowledged_window", "vocabulary_digests", b"vocabulary_digests", "vocabulary_size", b"vocabulary_size", "weight_bytes", b"weight_bytes", "weight_dtype", b"weight_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -30,6 +30,7 @@ class VerifyRequest(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     ACKNOWLEDGE_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
+    PING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def fence(self) -> _types_pb2.Fence:
         """Session, epoch, and the committed length that the gateway knows. Every message acknowledges all verdicts with a
@@ -52,6 +53,10 @@ class VerifyRequest(_message.Message):
     def close(self) -> _types_pb2.CloseSession:
         """Ends the session."""
 
+    @_builtins.property
+    def ping(self) -> _types_pb2.Ping:
+        """Measures the way."""
+
     def __init__(
         self,
         *,
@@ -60,12 +65,13 @@ class VerifyRequest(_message.Message):
         step: Global___TargetStep | None = ...,
         acknowledge: Global___Acknowledge | None = ...,
         close: _types_pb2.CloseSession | None = ...,
+        ping: _types_pb2.Ping | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "action", b"action", "close", b"close", "fence", b"fence", "open", b"open", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "action", b"action", "close", b"close", "fence", b"fence", "open", b"open", "ping", b"ping", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "action", b"action", "close", b"close", "fence", b"fence", "open", b"open", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "action", b"action", "close", b"close", "fence", b"fence", "open", b"open", "ping", b"ping", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["open", "step", "acknowledge", "close"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["open", "step", "acknowledge", "close", "ping"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
@@ -163,6 +169,7 @@ class VerifyResponse(_message.Message):
     FENCE_FIELD_NUMBER: _builtins.int
     VERDICT_FIELD_NUMBER: _builtins.int
     TOKENS_WANTED_FIELD_NUMBER: _builtins.int
+    PONG_FIELD_NUMBER: _builtins.int
     CACHED_LEN_FIELD_NUMBER: _builtins.int
     NUMERICS_ID_FIELD_NUMBER: _builtins.int
     TIMES_FIELD_NUMBER: _builtins.int
@@ -183,6 +190,10 @@ class VerifyResponse(_message.Message):
         """The target lacks tokens."""
 
     @_builtins.property
+    def pong(self) -> _types_pb2.Pong:
+        """Answers a ping; the fields below are not set then."""
+
+    @_builtins.property
     def times(self) -> _types_pb2.ComputeTimes:
         """What the answer cost."""
 
@@ -192,15 +203,16 @@ class VerifyResponse(_message.Message):
         fence: _types_pb2.Fence | None = ...,
         verdict: Global___Verdict | None = ...,
         tokens_wanted: _types_pb2.TokensWanted | None = ...,
+        pong: _types_pb2.Pong | None = ...,
         cached_len: _builtins.int = ...,
         numerics_id: _builtins.str = ...,
         times: _types_pb2.ComputeTimes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "fence", b"fence", "times", b"times", "tokens_wanted", b"tokens_wanted", "verdict", b"verdict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "fence", b"fence", "pong", b"pong", "times", b"times", "tokens_wanted", b"tokens_wanted", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "cached_len", b"cached_len", "fence", b"fence", "numerics_id", b"numerics_id", "times", b"times", "tokens_wanted", b"tokens_wanted", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "cached_len", b"cached_len", "fence", b"fence", "numerics_id", b"numerics_id", "pong", b"pong", "times", b"times", "tokens_wanted", b"tokens_wanted", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["verdict", "tokens_wanted"]  # noqa: Y015
+    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["verdict", "tokens_wanted", "pong"]  # noqa: Y015
     _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_answer) -> _WhichOneofReturnType_answer | None: ...
 
