@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 from gateway.deadline import DraftDeadline
 from gateway.draft_session import AbsentDraftSession, RemoteDraftSession
-from gateway.links import ServiceLink
 from gateway.pace import Pace
+from gateway.patience import Patience
 from gateway.policy import SpeculationPolicy
+from gateway.replicas import Replicas
 from gateway.requests import GenerationPlan, ServingLimits
 from gateway.rounds import TokenLog
 from gateway.speculation import DraftSession, TargetSession
@@ -19,11 +20,11 @@ class Backend:
     """The services behind the gateway; draft is None when none is configured."""
 
     tokenizer: Tokenizer
-    target: ServiceLink
-    draft: ServiceLink | None
+    target: Replicas
+    draft: Replicas | None
     policy: SpeculationPolicy
     deadline: DraftDeadline
-    answer_timeout_s: float
+    patience: Patience
 
     def limits(self) -> ServingLimits:
         """What a request may ask for now; raises PeerLost while the target is away."""
@@ -41,12 +42,16 @@ class Backend:
         """The planner of a request's rounds."""
         return Pace(self.policy, plan.draft_count, plan.spec.max_len, self.target.present().max_draft_count)
 
-    def target_session(self, plan: GenerationPlan, log: TokenLog, session_id: bytes) -> TargetSession:
-        """A target session that opens with its first round."""
-        return RemoteTargetSession(self.target, plan.spec, log, session_id, self.answer_timeout_s)
+    def target_session(
+        self, plan: GenerationPlan, log: TokenLog, session_id: bytes, expires_s: float | None
+    ) -> TargetSession:
+        """A target session that opens with its first round; expires_s as in RemoteTargetSession."""
+        return RemoteTargetSession(self.target, self.patience, plan.spec, log, session_id, expires_s)
 
-    def draft_session(self, plan: GenerationPlan, log: TokenLog, session_id: bytes, *, warm: bool) -> DraftSession:
+    def draft_session(
+        self, plan: GenerationPlan, log: TokenLog, session_id: bytes, expires_s: float | None, *, warm: bool
+    ) -> DraftSession:
         """A draft session that reads the prompt at once when warm."""
         if self.draft is None:
             return AbsentDraftSession()
-        return RemoteDraftSession(self.draft, self.deadline, plan.spec, log, session_id, warm, plan.drafter)
+        return RemoteDraftSession(self.draft, self.deadline, plan.spec, log, session_id, warm, plan.drafter, expires_s)

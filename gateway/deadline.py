@@ -1,4 +1,4 @@
-"""How long to wait for a draft: a multiple of its own usual time, so that no machine needs a setting. Pure."""
+"""How long to wait for a draft or a target: a multiple of its usual time, so that no machine needs a setting. Pure."""
 
 from dataclasses import dataclass
 
@@ -34,3 +34,24 @@ class DraftDeadline:
         """
         most_s = MISSED_MOST_S / self.factor
         self._mean_s = most_s if self._mean_s is None else max(self._mean_s, min(2 * self._mean_s, most_s))
+
+
+@dataclass(slots=True)
+class RoundDeadline:
+    """When to ask whether the target still works: factor times the moving average of its answers, within bounds.
+
+    Passing it costs one question and no request, so it may be short. `most_s` bounds what a slow start would teach.
+    """
+
+    least_s: float = 2.0
+    most_s: float = 30.0
+    factor: float = 20.0
+    _mean_s: float = 0.0
+
+    def seconds(self) -> float:
+        """Time to wait for a verdict before the target is looked at."""
+        return min(max(self.factor * self._mean_s, self.least_s), self.most_s)
+
+    def observe(self, answer_s: float) -> None:
+        """Learns from an answer."""
+        self._mean_s += 0.1 * (min(answer_s, self.most_s) - self._mean_s)

@@ -1,5 +1,6 @@
 """One request from what the client wrote to its last event. Knows text and rounds, neither protobuf nor gRPC."""
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -14,8 +15,6 @@ from gateway.stops import StopScanner
 from gateway.transcript import SpeculationFigures, SpokenToken, Transcript
 from outrider.errors import ProtocolViolation
 from outrider.parameters import FinishReason
-
-TARGET_PATIENCE_S = 1.0  # a target that restarts faster than this costs no request
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +35,29 @@ class CompletionEvent:
     seed: int
     figures: SpeculationFigures
     model_hash: str
-    numerics_id: str
+    numerics_ids: tuple[str, ...]
+    target_reopens: int
+    drift_repairs: int
     text_delta: str
     first_token_us: int
     total_us: int
 
 
-async def generate(ask: GenerationAsk, backend: Backend) -> AsyncGenerator[RoundEvent | CompletionEvent, None]:
+async def generate(
+    ask: GenerationAsk, backend: Backend, time_left_s: float | None = None
+) -> AsyncGenerator[RoundEvent | CompletionEvent, None]:
     """Yields an event for every round and then the completion. Both sessions are told to end before the completion
     comes, and also when the caller closes the generator early. Raises any OutriderError.
+
+    `time_left_s` is what the client's deadline leaves, and also becomes that of the services; None for no end.
     """
     started_ns = time.perf_counter_ns()
-    target = await backend.target.greeted(TARGET_PATIENCE_S)
+    expires_s = None if time_left_s is None else asyncio.get_running_loop().time() + time_left_s
+    target = await backend.target.greeted(backend.patience.rebuild_budget_s)
     plan = await check_request(ask, backend.tokenizer, backend.limits())
     transcript = Transcript(plan.spec.prompt_len, backend.tokenizer.detokenizer(), StopScanner(plan.stops))
     first_token_us = 0
-    async with aclosing(_rounds(plan, backend)) as rounds:
+    async with aclosing(_rounds(plan, backend, expires_s)) as rounds:
         async for committed in rounds:
             first_token_us = first_token_us or _microseconds_since(started_ns)
             yield RoundEvent(transcript.take(committed), committed)
@@ -67,20 +73,22 @@ async def generate(ask: GenerationAsk, backend: Backend) -> AsyncGenerator[Round
         seed=plan.spec.seed,
         figures=transcript.figures,
         model_hash=target.model_hash,
-        numerics_id=transcript.numerics_id,
+        numerics_ids=tuple(transcript.numerics_ids),
+        target_reopens=transcript.target_reopens,
+        drift_repairs=transcript.drift_repairs,
         text_delta=text_delta,
         first_token_us=first_token_us,
         total_us=_microseconds_since(started_ns),
     )
 
 
-def _rounds(plan: GenerationPlan, backend: Backend) -> AsyncGenerator[Round, None]:
+def _rounds(plan: GenerationPlan, backend: Backend, expires_s: float | None) -> AsyncGenerator[Round, None]:
     """The rounds of a checked request, over sessions of its own."""
     log = TokenLog(plan.spec.token_ids)
     session_id = secrets.token_bytes(16)
     pace = backend.pace(plan)
-    draft = backend.draft_session(plan, log, session_id, warm=pace.expects_draft())
-    return speculate(log, pace, backend.target_session(plan, log, session_id), draft)
+    draft = backend.draft_session(plan, log, session_id, expires_s, warm=pace.expects_draft())
+    return speculate(log, pace, backend.target_session(plan, log, session_id, expires_s), draft)
 
 
 def _microseconds_since(started_ns: int) -> int:

@@ -22,6 +22,7 @@ from outrider.v1.model_service_pb2_grpc import ModelServiceStub
 PROTOCOL_VERSION = 1
 ROLES = {pb.SERVICE_ROLE_DRAFT: "draft", pb.SERVICE_ROLE_TARGET: "target"}
 GREETING_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 1.0
 BACKOFF_S = (0.1, 2.0)
 # Failures in a row that open the breaker, and pauses between trials. A draft may be late now and then, and requests do
 # without it; a target is late only when it hangs, and then there is nothing else that a request could do.
@@ -60,11 +61,16 @@ class ModelInfo:
 class ServiceLink:
     """Channel and handshake of one service. `info` is None while the service is away or does not fit."""
 
-    def __init__(self, role: str, address: str, check: Callable[[ModelInfo], None]) -> None:
-        """Takes "draft" or "target", and a check that raises an OutriderError when the service does not fit."""
+    def __init__(
+        self, role: str, address: str, check: Callable[[ModelInfo], None], channel: grpc.aio.Channel | None = None
+    ) -> None:
+        """Takes "draft" or "target", and a check that raises an OutriderError when the service does not fit.
+
+        The link closes its channel, which is made from the address unless one is given.
+        """
         self.role = role
         self.address = address
-        self.channel = open_channel(address)
+        self.channel = channel or open_channel(address)
         self.info: ModelInfo | None = None
         self.misfit: OutriderError | None = None
         self.breaker = CircuitBreaker(*BREAKERS[role])
@@ -108,6 +114,15 @@ class ServiceLink:
             return await self._models.Rollback(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise error_from(error) from error
+
+    async def is_working(self, longest_stall_s: float) -> bool:
+        """Whether the service answers, is the one that was greeted, and its device gets on with what it has to do."""
+        try:
+            answer = await self._models.GetModelInfo(pb.GetModelInfoRequest(), timeout=PROBE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            log.info("service does not answer", service=self.role, address=self.address, status=error.code().name)
+            return False
+        return answer.instance_id == self._instance_id and answer.stalled_us <= longest_stall_s * 1e6
 
     def finish(self, goodbye: Coroutine[Any, Any, None]) -> None:
         """Ends a session in the background, so that no request waits for its services to take note of its end.

@@ -32,6 +32,18 @@ class FallbackReason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Way:
+    """What an answer cost beside computing: time in the service's queue, time of waiting here, and bytes both ways."""
+
+    queue_us: int = 0
+    wait_us: int = 0
+    num_bytes: int = 0
+
+
+NO_WAY = Way()
+
+
+@dataclass(frozen=True, slots=True)
 class Proposal:
     """Draft tokens as a tree behind the last committed token; row r is counted from 1 and 0 is the root."""
 
@@ -40,6 +52,8 @@ class Proposal:
     fallback_reason: FallbackReason | None = None
     compute_us: int = 0
     caught_up_count: int = 0  # committed tokens that the draft had to read before it could guess
+    way: Way = NO_WAY
+    drift_repairs: int = 0
 
     def parent(self, row: int) -> int:
         """Row that the given row hangs on; an empty list of parents means a chain."""
@@ -72,6 +86,9 @@ class Verdict:
     evaluated_count: int
     compute_us: int = 0
     numerics_id: str = ""
+    way: Way = NO_WAY
+    reopens: int = 0  # times that the session had to be opened again for this verdict
+    drift_repairs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +108,10 @@ class Round:
     round_us: int
     numerics_id: str
     caught_up_count: int = 0
+    draft_way: Way = NO_WAY
+    verify_way: Way = NO_WAY
+    target_reopens: int = 0
+    drift_repairs: int = 0
 
 
 class TokenLog:
@@ -137,6 +158,10 @@ class TokenLog:
             round_us=(self._started_ns - started_ns) // 1000,
             numerics_id=verdict.numerics_id,
             caught_up_count=proposal.caught_up_count,
+            draft_way=proposal.way,
+            verify_way=verdict.way,
+            target_reopens=verdict.reopens,
+            drift_repairs=proposal.drift_repairs + verdict.drift_repairs,
         )
 
 

@@ -13,9 +13,12 @@ import structlog
 from gateway.backend import Backend
 from gateway.deadline import DraftDeadline
 from gateway.links import ModelInfo, ServiceLink
+from gateway.patience import Patience
 from gateway.policy import SpeculationPolicy
+from gateway.readiness import report_readiness
+from gateway.replicas import Replicas
 from gateway.servicer import generation_service
-from gateway.settings import GatewaySettings
+from gateway.settings import GatewaySettings, addresses
 from gateway.tokenizer import Tokenizer
 from outrider import rpc
 from outrider.errors import NotReady, VocabularyMismatch
@@ -33,9 +36,12 @@ class RunningGateway:
     address: str
     backend: Backend
     server: rpc.RunningServer
+    readiness: asyncio.Task[None]
 
     async def stop(self, grace_s: float = rpc.DRAIN_S) -> None:
         """Takes no new requests, gives running ones grace_s to end, and closes the links."""
+        self.readiness.cancel()
+        await asyncio.wait({self.readiness})
         await self.server.stop(grace_s)
         await _close(self.backend)
 
@@ -57,20 +63,22 @@ async def start(settings: GatewaySettings) -> RunningGateway:
     except BaseException:
         await _close(backend)
         raise
-    return RunningGateway(server.address, backend, server)
+    reporting = report_readiness(backend.target, server.health, ("", *service))
+    return RunningGateway(server.address, backend, server, asyncio.create_task(reporting, name="readiness"))
 
 
 def _backend(settings: GatewaySettings, tokenizer: Tokenizer) -> Backend:
     vocabulary = tokenizer.vocabulary()
-    target = ServiceLink("target", settings.target, _fits(vocabulary, settings.tokenizer))
-    draft = ServiceLink("draft", settings.draft, _fits(vocabulary, settings.tokenizer)) if settings.draft else None
+    fits = _fits(vocabulary, settings.tokenizer)
+    target = Replicas([ServiceLink("target", address, fits) for address in addresses(settings.target)])
+    drafts = [ServiceLink("draft", address, fits) for address in addresses(settings.draft)]
     return Backend(
         tokenizer=tokenizer,
         target=target,
-        draft=draft,
+        draft=Replicas(drafts) if drafts else None,
         policy=SpeculationPolicy(),
         deadline=DraftDeadline(settings.draft_deadline_least_s, settings.draft_deadline_most_s),
-        answer_timeout_s=settings.answer_timeout_s,
+        patience=Patience(stall_s=settings.stall_s, rebuild_budget_s=settings.rebuild_budget_s),
     )
 
 
@@ -88,24 +96,24 @@ def _fits(vocabulary: Vocabulary, tokenizer: str) -> Callable[[ModelInfo], None]
     return check
 
 
-async def _await_target(link: ServiceLink, patience_s: float) -> None:
+async def _await_target(target: Replicas, patience_s: float) -> None:
     until_s = time.monotonic() + patience_s
-    while not await link.settled(min(PROGRESS_S, max(0.0, until_s - time.monotonic()))):
+    while not await target.settled(min(PROGRESS_S, max(0.0, until_s - time.monotonic()))):
         if time.monotonic() >= until_s:
-            raise NotReady(f"{link} did not answer within {patience_s:g} seconds", address=link.address)
-        log.warning("waiting for the target", address=link.address, seconds_left=round(until_s - time.monotonic()))
-    link.present()
+            raise NotReady(f"{target} did not answer within {patience_s:g} seconds", address=target.links[0].address)
+        log.warning("waiting", service=str(target), seconds_left=round(until_s - time.monotonic()))
+    target.present()
 
 
-async def _await_draft(link: ServiceLink, patience_s: float) -> None:
+async def _await_draft(draft: Replicas, patience_s: float) -> None:
     """Gives the draft a moment; raises only what its answer says about it, because later nobody would read it."""
-    if not await link.settled(patience_s):
-        log.warning("serving without the draft until it answers", address=link.address)
-    elif link.misfit is not None:
-        raise link.misfit
+    if not await draft.settled(patience_s):
+        log.warning("serving without the draft until it answers", service=str(draft))
+    elif draft.info is None and draft.misfit is not None:
+        raise draft.misfit
 
 
 async def _close(backend: Backend) -> None:
-    for link in (backend.target, backend.draft):
-        if link is not None:
-            await link.close()
+    for replicas in (backend.target, backend.draft):
+        if replicas is not None:
+            await replicas.close()

@@ -64,9 +64,14 @@ class GenerationServicer(GenerationServiceServicer):
             raise Overloaded(f"{self._active} requests are running, as many as this gateway takes at a time")
         self._active += 1
         try:
-            async with aclosing(generate(_ask(request), self._backend)) as events:
+            numerics_id = ""
+            async with aclosing(generate(_ask(request), self._backend, context.time_remaining())) as events:
                 async for event in events:
-                    message = _round(event) if isinstance(event, RoundEvent) else _completion(event)
+                    if isinstance(event, RoundEvent):
+                        message = _round(event, numerics_id)
+                        numerics_id = event.committed.numerics_id
+                    else:
+                        message = _completion(event)
                     await self._write(message, context)
         finally:
             self._active -= 1
@@ -111,8 +116,9 @@ def _ask(request: pb.GenerateRequest) -> GenerationAsk:
     )
 
 
-def _round(event: RoundEvent) -> pb.GenerateResponse:
+def _round(event: RoundEvent, previous_numerics_id: str) -> pb.GenerateResponse:
     committed = event.committed
+    has_moved = previous_numerics_id not in {"", committed.numerics_id}
     tokens = [
         pb.GeneratedToken(token_id=token.token_id, origin=ORIGINS[token.origin], text=token.text)
         for token in event.tokens
@@ -126,6 +132,14 @@ def _round(event: RoundEvent) -> pb.GenerateResponse:
         draft_compute_us=committed.draft_compute_us,
         verify_compute_us=committed.verify_compute_us,
         round_us=committed.round_us,
+        draft_queue_us=committed.draft_way.queue_us,
+        verify_queue_us=committed.verify_way.queue_us,
+        draft_wait_us=committed.draft_way.wait_us,
+        verify_wait_us=committed.verify_way.wait_us,
+        draft_bytes=committed.draft_way.num_bytes,
+        verify_bytes=committed.verify_way.num_bytes,
+        target_reopens=committed.target_reopens,
+        new_numerics_id=committed.numerics_id if has_moved else "",
     )
     text_delta = "".join(token.text for token in event.tokens)
     return pb.GenerateResponse(round=pb.Round(tokens=tokens, text_delta=text_delta, facts=facts))
@@ -148,7 +162,9 @@ def _completion(event: CompletionEvent) -> pb.GenerateResponse:
             fallback_rounds=figures.fallback_rounds,
         ),
         model_hash=event.model_hash,
-        numerics_id=event.numerics_id,
+        numerics_id=event.numerics_ids[-1],
+        numerics_ids=event.numerics_ids,
+        survival=pb.SurvivalFigures(target_reopens=event.target_reopens, drift_repairs=event.drift_repairs),
         text_delta=event.text_delta,
         timings=pb.Timings(first_token_us=event.first_token_us, total_us=event.total_us),
     )

@@ -5,9 +5,15 @@ from dataclasses import dataclass
 from outrider.addresses import check_address
 
 
+def addresses(text: str) -> tuple[str, ...]:
+    """The addresses in a list with commas, in order of preference."""
+    return tuple(address.strip() for address in text.split(",") if address.strip())
+
+
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """Settings of one gateway process; an empty draft address means that there is no draft service.
+    """Settings of one gateway process. `target` and `draft` are one address or several with commas, in order of
+    preference; an empty draft means that there is no draft service.
 
     Raises InvalidRequest about an address that is not HOST:PORT.
     """
@@ -19,13 +25,15 @@ class GatewaySettings:
     max_requests: int = 256
     target_wait_s: float = 300.0
     draft_wait_s: float = 5.0
-    answer_timeout_s: float = 60.0
+    stall_s: float = 30.0
+    rebuild_budget_s: float = 30.0
     client_stall_s: float = 30.0
     draft_deadline_least_s: float = 0.25
     draft_deadline_most_s: float = 5.0
 
     def __post_init__(self) -> None:
-        check_address("target", self.target)
-        if self.draft:
-            check_address("draft", self.draft)
+        for address in addresses(self.target) or [""]:
+            check_address("target", address)
+        for address in addresses(self.draft):
+            check_address("draft", address)
         check_address("listen", self.listen, least_port=0)

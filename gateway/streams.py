@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import grpc
 import structlog
+from google.protobuf.message import Message
 
 from outrider.errors import OutriderError, PeerLost
 from outrider.rpc import error_from, said_by_peer
@@ -20,8 +21,8 @@ LOST_STATUSES = frozenset({"UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED", "INT
 
 log = structlog.get_logger()
 
-Sent = TypeVar("Sent")
-Received = TypeVar("Received")
+Sent = TypeVar("Sent", bound=Message)
+Received = TypeVar("Received", bound=Message)
 
 
 class MessageStream(Generic[Sent, Received]):
@@ -34,6 +35,7 @@ class MessageStream(Generic[Sent, Received]):
         self._reading: asyncio.Task[Received | None] | None = None
         self._writing: asyncio.Task[None] | None = None
         self._has_left = False  # a message reached a connection
+        self._num_bytes = 0
 
     async def write(self, message: Sent, timeout_s: float) -> None:
         """Puts a message on its way behind the one before; raises TimeoutError when that has not left by then.
@@ -45,6 +47,7 @@ class MessageStream(Generic[Sent, Received]):
             await asyncio.wait({self._writing}, timeout=timeout_s)
             if not self._writing.done():
                 raise TimeoutError
+        self._num_bytes += message.ByteSize()
         self._writing = asyncio.create_task(self._write(message))
 
     async def read(self, timeout_s: float) -> Received:
@@ -58,7 +61,13 @@ class MessageStream(Generic[Sent, Received]):
         message = reading.result()
         if message is None:
             raise PeerLost(f"{self._peer} ended the session")
+        self._num_bytes += message.ByteSize()
         return message
+
+    def take_bytes(self) -> int:
+        """Bytes of the messages, both ways, since the last call."""
+        num_bytes, self._num_bytes = self._num_bytes, 0
+        return num_bytes
 
     async def close(self, last: Sent | None, timeout_s: float) -> None:
         """Sends a last message and waits until the other end has ended the call; cancels the call in any case."""

@@ -1,139 +1,214 @@
-"""The gateway's end of a target session: speculation's TargetSession over a stream of messages.
+"""The gateway's end of a target session: speculation's TargetSession, which outlives the targets that serve it.
 
-Every answer has a deadline of the application's own, because a frozen service still answers the transport's pings.
-Losing the target is an error of the request; only a target that asks for tokens is sent them again, a few times.
+The token log can rebuild the session anywhere, so a target that is lost, hangs, forgets or miscounts costs time and no
+token: the session is opened again with all tokens and the next epoch, on whichever replica is there. Sends no message
+itself.
 """
 
+import asyncio
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from gateway.links import ServiceLink
-from gateway.rounds import Proposal, TokenLog, Verdict
-from gateway.streams import MessageStream
-from outrider import wire
-from outrider.errors import PeerLost, ProtocolViolation
-from outrider.parameters import SessionSpec
-from outrider.v1 import target_service_pb2 as pb
-from outrider.v1 import types_pb2
-from outrider.v1.target_service_pb2_grpc import TargetServiceStub
+import structlog
 
-CLOSE_TIMEOUT_S = 2.0
-PROMPT_TOKEN_S = 0.1  # allowance for reading a token of a prompt that is not cached
-MAX_REOPENS = 3
+from gateway.links import ServiceLink
+from gateway.patience import Outage, Patience
+from gateway.replicas import Replicas
+from gateway.rounds import Proposal, TokenLog, Verdict, Way
+from gateway.target_stream import TargetStream
+from outrider import wire
+from outrider.errors import NotReady, OutriderError, PeerLost
+from outrider.parameters import SessionSpec
+from outrider.v1 import model_service_pb2, types_pb2
+from outrider.v1 import target_service_pb2 as pb
+
+ROLLBACK_TIMEOUT_S = 5.0
+PROMPT_TOKEN_S = 0.02  # allowance for reading a token that is not cached, before a working target is asked again
+MAX_REFUSALS = 3  # times in a round that a target may ask for tokens which it has just been given
+MAX_UNANSWERED = 8  # times in a row that a working target may leave a request unanswered, each twice as long
+MAX_DRIFT_REPAIRS = 3  # of one session: a service that goes on drifting only miscounts
+
+log = structlog.get_logger()
+
+
+class Unanswered(OutriderError):
+    """A target works, but a request of this session has no answer: a message was lost on the way."""
+
+
+@dataclass(slots=True)
+class Survived:
+    """What a session has been through so far."""
+
+    num_opens: int = 0
+    drift_repairs: int = 0
 
 
 class RemoteTargetSession:
-    """A session on the target service; opens with the first verify and closes with the context."""
+    """A session on a target service; opens with the first verify and closes with the context."""
 
     def __init__(
-        self, link: ServiceLink, spec: SessionSpec, log: TokenLog, session_id: bytes, answer_timeout_s: float
+        self,
+        replicas: Replicas,
+        patience: Patience,
+        spec: SessionSpec,
+        token_log: TokenLog,
+        session_id: bytes,
+        expires_s: float | None = None,
     ) -> None:
-        self._link = link
+        """`expires_s` is the end of the client's own patience on the running loop's clock; None for no end.
+
+        Raises PeerLost while all targets are away, because the weights have to stay those of the first one.
+        """
+        self._replicas = replicas
+        self._patience = patience
         self._spec = spec
-        self._log = log
+        self._log = token_log
         self._session_id = session_id
-        self._answer_timeout_s = answer_timeout_s
-        self._window = link.present().unacknowledged_window
-        self._stream: MessageStream[pb.VerifyRequest, pb.VerifyResponse] | None = None
+        self._expires_s = expires_s
+        self._model_hash = replicas.present().model_hash
+        self._stream: TargetStream | None = None
         self._epoch = 0
-        self._limit = 0  # committed length up to which the target may go on its own
+        self._has_drifted = False
+        self._num_unanswered = 0
+        self._survived = Survived()
 
     @property
     def outstanding(self) -> int:
         """Tokens that the target may still commit unasked."""
-        finished = self._log.finish_reason is not None
-        return 0 if finished else max(0, min(self._limit, self._spec.max_len) - len(self._log))
+        return self._stream.outstanding if self._stream is not None else 0
 
     async def __aenter__(self) -> Self:
-        """Raises PeerLost at once while the target hangs, as other requests have found out."""
-        breaker = self._link.breaker
-        if breaker.blocks(self._session_id):
-            raise PeerLost(f"{self._link} does not answer requests", address=self._link.address)
-        breaker.enter(self._session_id)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._link.breaker.left(self._session_id)
+        for link in self._replicas.links:
+            link.breaker.left(self._session_id)
         if self._stream is not None:
-            close = pb.VerifyRequest(fence=self._fence(), close=types_pb2.CloseSession())
-            self._link.finish(self._stream.close(close, CLOSE_TIMEOUT_S))
+            self._stream.finish()
 
     async def verify(self, proposal: Proposal, plain_budget: int) -> Verdict:
-        """Returns the verdict on the log's length; raises PeerLost, CacheFull, ProtocolViolation."""
-        plain_budget = min(plain_budget, max(0, self._window - 1))
-        for _ in range(MAX_REOPENS + 1):
-            opening = self._stream is None
-            await self._ask(proposal, plain_budget)
-            response = await self._answer(len(self._log) * PROMPT_TOKEN_S if opening else 0.0)
-            if response.WhichOneof("answer") == "verdict":
-                self._link.breaker.answered()
-                return _verdict(response)
-            await self._forget()
-        raise PeerLost(f"{self._link} lost the session {MAX_REOPENS + 1} times in one round")
+        """Returns the verdict on the log's length, whatever happens to targets within the budget for that.
 
-    async def _ask(self, proposal: Proposal, plain_budget: int) -> None:
-        """Opens, steps, or lets the target go on alone, whichever the round needs."""
-        if self._stream is not None and self.outstanding:
-            if plain_budget and 2 * self.outstanding <= plain_budget:
-                await self._send(pb.VerifyRequest(acknowledge=pb.Acknowledge(plain_budget=plain_budget)), plain_budget)
-            return
-        step = pb.TargetStep(proposal=wire.tree_message(proposal), plain_budget=plain_budget)
-        if self._stream is not None:
-            await self._send(pb.VerifyRequest(step=step), plain_budget)
-            return
-        self._epoch += 1
-        self._stream = MessageStream(TargetServiceStub(self._link.channel).Verify(), str(self._link))
-        session = wire.open_message(self._spec, self._log.tokens())
-        await self._send(pb.VerifyRequest(open=pb.TargetOpen(session=session, step=step)), plain_budget)
+        Raises PeerLost after it, and CacheFull and the like when a target says so.
+        """
+        loop = asyncio.get_running_loop()
+        started_s = loop.time()
+        opens, repairs = max(self._survived.num_opens, 1), self._survived.drift_repairs
+        response = await self._exchange(proposal, plain_budget)
+        wait_us = int(1e6 * (loop.time() - started_s))
+        if self._survived.num_opens == opens:
+            self._patience.deadline.observe(wait_us / 1e6)
+        self._look_for_drift(response)
+        num_bytes = self._stream.take_bytes() if self._stream is not None else 0
+        return _verdict(
+            response,
+            Way(response.times.queue_us, wait_us, num_bytes),
+            Survived(self._survived.num_opens - opens, self._survived.drift_repairs - repairs),
+        )
 
-    async def _send(self, request: pb.VerifyRequest, plain_budget: int) -> None:
-        """Sends a message on the log's length, and notes how far it lets the target go."""
-        request.fence.CopyFrom(self._fence())
-        self._limit = len(self._log) + 1 + plain_budget
-        if self._stream is not None:
+    async def _exchange(self, proposal: Proposal, plain_budget: int) -> pb.VerifyResponse:
+        """The answer of the first target that gives one."""
+        loop = asyncio.get_running_loop()
+        outage = Outage(self._patience.rebuild_budget_s, loop.time())
+        refusals = 0
+        while True:
+            stream = self._stream or await self._open(outage.until_s)
             try:
-                await self._stream.write(request, self._answer_timeout_s)
-            except TimeoutError:
-                raise self._hangs(f"took no message for {self._answer_timeout_s:g} seconds") from None
+                response = await self._attempt(stream, proposal, plain_budget)
+            except Unanswered as error:
+                await self._abandon(error)
+            except (PeerLost, NotReady) as error:
+                await self._abandon(error)
+                stream.peer.report_lost()
+                await asyncio.sleep(outage.pause_s(error, loop.time()))
+            else:
+                if response.WhichOneof("answer") == "verdict":
+                    self._num_unanswered = 0
+                    stream.peer.breaker.answered()
+                    return response
+                refusals += 1
+                if refusals > MAX_REFUSALS:
+                    raise PeerLost(f"{stream.peer} lost the session {refusals} times in one round")
+                await self._abandon(PeerLost(f"{stream.peer} does not know the session"))
 
-    async def _forget(self) -> None:
-        """Ends the stream of a session that the target no longer knows; the next round opens it again."""
-        if self._stream is not None:
-            await self._stream.close(None, CLOSE_TIMEOUT_S)
-        self._stream, self._limit = None, 0
+    async def _open(self, until_s: float) -> TargetStream:
+        """A stream on the first target that can take the session, in a new epoch; raises PeerLost when time is up."""
+        peer = await self._replicas.wait(self._session_id, self._model_hash, until_s)
+        peer.breaker.enter(self._session_id)
+        left_s = None if self._expires_s is None else self._expires_s - asyncio.get_running_loop().time()
+        patience_s = self._patience.deadline.most_s
+        self._stream = TargetStream(peer, self._spec, self._log, self._next_fence(), left_s, patience_s)
+        self._survived.num_opens += 1
+        return self._stream
 
-    async def _answer(self, allowance_s: float) -> pb.VerifyResponse:
-        """The answer on the log's length; what is older, or repeated, is dropped."""
-        if self._stream is None:
-            raise ProtocolViolation("the target session is not open")
-        timeout_s = self._answer_timeout_s + allowance_s
+    async def _attempt(self, stream: TargetStream, proposal: Proposal, plain_budget: int) -> pb.VerifyResponse:
+        """One request and its answer. A working target that owes it is asked once more; fencing makes that safe."""
+        if self._has_drifted:
+            await self._drop_cache(stream.peer)
+            stream = await self._open(asyncio.get_running_loop().time())
+        loop, deadline_s = asyncio.get_running_loop(), self._patience.deadline.seconds()
+        # A working target may take its time, for a long prompt or in a full pool.
+        allowance_s = deadline_s + PROMPT_TOKEN_S * len(self._log) * stream.is_opening
+        patient_until_s = loop.time() + 2**self._num_unanswered * allowance_s
+        asks = [stream.ask_again, stream.ask]
         while True:
             try:
-                response = await self._stream.read(timeout_s)
+                if len(asks) == 2 or (asks and loop.time() >= patient_until_s):
+                    await asks.pop()(proposal, plain_budget)
+                return await stream.receive(deadline_s)
             except TimeoutError:
-                raise self._hangs(f"gave no answer for {timeout_s:g} seconds") from None
-            fence = response.fence
-            if (fence.epoch, fence.base_len) == (self._epoch, len(self._log)):
-                return response
-            if fence.epoch > self._epoch or (fence.epoch == self._epoch and fence.base_len > len(self._log)):
-                raise ProtocolViolation(
-                    f"{self._link} answered epoch {fence.epoch}, length {fence.base_len}, but the session is at "
-                    f"epoch {self._epoch}, length {len(self._log)}"
-                )
+                await self._check_working(stream.peer)
+            if not asks and loop.time() >= patient_until_s + allowance_s:
+                raise self._unanswered(stream.peer)
 
-    def _hangs(self, what: str) -> PeerLost:
-        """The error for this request; the breaker spares the next ones from waiting as long."""
-        error = PeerLost(f"{self._link} {what}")
-        self._link.breaker.failed(self._session_id, error)
-        return error
+    async def _check_working(self, peer: ServiceLink) -> None:
+        """Raises PeerLost about a target that hangs; its breaker spares other requests from finding that out."""
+        if not await peer.is_working(self._patience.stall_s):
+            error = PeerLost(f"{peer} does not answer requests")
+            peer.breaker.failed(self._session_id, error)
+            raise error
 
-    def _fence(self) -> types_pb2.Fence:
+    def _unanswered(self, peer: ServiceLink) -> OutriderError:
+        self._num_unanswered += 1
+        if self._num_unanswered > MAX_UNANSWERED:
+            return PeerLost(f"{peer} works, but leaves the session without an answer")
+        return Unanswered(f"{peer} left a request unanswered")
+
+    def _look_for_drift(self, response: pb.VerifyResponse) -> None:
+        """After a verdict a target has cached all committed tokens but the last one."""
+        verdict = response.verdict
+        committed_len = len(self._log) + len(verdict.accepted_rows) + verdict.HasField("next_token_id")
+        if response.cached_len != committed_len - 1 and self._survived.drift_repairs < MAX_DRIFT_REPAIRS:
+            self._has_drifted = True
+            log.warning("cache drift", cached_len=response.cached_len, committed_len=committed_len)
+
+    async def _drop_cache(self, peer: ServiceLink) -> None:
+        """Makes the target forget all but the first token, so that the open that follows computes the rest again."""
+        self._survived.drift_repairs += 1
+        self._has_drifted = False
+        fence = self._next_fence()
+        fence.base_len = 1
+        await peer.rollback(model_service_pb2.RollbackRequest(fence=fence), ROLLBACK_TIMEOUT_S)
+        await self._forget()
+
+    async def _abandon(self, error: OutriderError) -> None:
+        log.warning("target session lost", reason=error.message, log_len=len(self._log))
+        await self._forget()
+
+    async def _forget(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            await stream.drop()
+
+    def _next_fence(self) -> types_pb2.Fence:
+        self._epoch += 1
         return types_pb2.Fence(session_id=self._session_id, epoch=self._epoch, base_len=len(self._log))
 
 
-def _verdict(response: pb.VerifyResponse) -> Verdict:
+def _verdict(response: pb.VerifyResponse, way: Way, survived: Survived) -> Verdict:
     verdict = response.verdict
     return Verdict(
         base_len=response.fence.base_len,
@@ -143,4 +218,7 @@ def _verdict(response: pb.VerifyResponse) -> Verdict:
         evaluated_count=verdict.evaluated_count,
         compute_us=response.times.compute_us,
         numerics_id=response.numerics_id,
+        way=way,
+        reopens=survived.num_opens,
+        drift_repairs=survived.drift_repairs,
     )

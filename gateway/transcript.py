@@ -60,12 +60,17 @@ class Transcript:
     scanner: StopScanner
     completion_tokens: int = 0
     finish_reason: FinishReason | None = None
-    numerics_id: str = ""
+    numerics_ids: list[str] = field(default_factory=list)
+    target_reopens: int = 0
+    drift_repairs: int = 0
     figures: SpeculationFigures = field(default_factory=SpeculationFigures)
 
     def take(self, committed: Round) -> tuple[SpokenToken, ...]:
         """The tokens of a round with their text. Tokens behind the one that completes a stop string do not exist."""
-        self.numerics_id = committed.numerics_id
+        if self.numerics_ids[-1:] != [committed.numerics_id]:
+            self.numerics_ids.append(committed.numerics_id)
+        self.target_reopens += committed.target_reopens
+        self.drift_repairs += committed.drift_repairs
         if committed.base_len > self.prompt_len:
             self.figures.add(committed)
         spoken = []

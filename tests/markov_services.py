@@ -40,6 +40,10 @@ class Service(model_service_pb2_grpc.ModelServiceServicer):
     rolled_back: asyncio.Event = field(default_factory=asyncio.Event)
     frozen: bool = False
     max_acknowledged: int = 0
+    stalled_us: int = 0
+    model_hash: str = "hash"
+    numerics_id: str = "markov"
+    drift: int = 0
 
     async def GetModelInfo(  # noqa: N802
         self, request: model_pb.GetModelInfoRequest, context: object
@@ -50,7 +54,9 @@ class Service(model_service_pb2_grpc.ModelServiceServicer):
             role=self.role,
             instance_id=self.instance_id,
             model_name="markov",
-            model_hash="hash",
+            model_hash=self.model_hash,
+            numerics_id=self.numerics_id,
+            stalled_us=self.stalled_us,
             context_len=self.context_len,
             vocabulary_size=self.vocabulary_size,
             vocabulary_digests=self.digests,
@@ -145,7 +151,7 @@ class DraftServicer(Service, draft_service_pb2_grpc.DraftServiceServicer):
         return draft_pb.ProposeResponse(
             fence=self.fence(fence, len(token_ids)),
             proposal=types_pb2.TokenTree(token_ids=prefix[len(token_ids) :]),
-            cached_len=len(token_ids),
+            cached_len=len(token_ids) - self.drift,
             times=types_pb2.ComputeTimes(compute_us=10 * count),
         )
 
@@ -207,7 +213,9 @@ class MarkovSession:
     ) -> AsyncIterator[target_pb.VerifyResponse]:
         """Follows the chain along the target's draws, as far as they agree."""
         base_len, mischief = len(self.token_ids), self.service.next_mischief()
-        response = target_pb.VerifyResponse(fence=self.service.fence(fence, base_len), numerics_id="markov")
+        response = target_pb.VerifyResponse(
+            fence=self.service.fence(fence, base_len), numerics_id=self.service.numerics_id
+        )
         if mischief is Mischief.FORGET:
             self.forgotten = True
             response.tokens_wanted.known_len = 0
@@ -230,6 +238,7 @@ class MarkovSession:
             rows.append(len(rows) + 1)
         response.verdict.accepted_rows[:] = rows
         response.verdict.evaluated_count = min(len(guesses), len(rows) + response.verdict.HasField("next_token_id"))
+        response.cached_len = len(self.token_ids) - 1 - self.service.drift
         if self.finished:
             ended_by_eos = self.token_ids[-1] == EOS
             response.verdict.finish_reason = (

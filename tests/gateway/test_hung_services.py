@@ -12,11 +12,13 @@ from markov_services import DraftServicer, TargetServicer, serving
 from mischief import Mischief
 
 from gateway.breaker import CircuitBreaker
-from gateway.deadline import DraftDeadline
+from gateway.deadline import DraftDeadline, RoundDeadline
 from gateway.draft_session import RemoteDraftSession
 from gateway.links import ModelInfo, ServiceLink
 from gateway.pace import Pace
+from gateway.patience import Patience
 from gateway.policy import SpeculationPolicy
+from gateway.replicas import Replicas
 from gateway.rounds import NOTHING, FallbackReason, Proposal, Round, TokenLog
 from gateway.speculation import speculate
 from gateway.target_session import RemoteTargetSession
@@ -32,7 +34,7 @@ SPEC = SessionSpec(PROMPT, len(PROMPT), SamplingParameters(), 9, MAX_LEN, frozen
 @pytest.fixture(autouse=True)
 def _short_goodbyes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Services that hang do not take note of a close."""
-    for session in ("draft_session", "target_session"):
+    for session in ("draft_session", "target_stream"):
         monkeypatch.setattr(f"gateway.{session}.CLOSE_TIMEOUT_S", 0.05)
 
 
@@ -57,7 +59,7 @@ class Pair:
     draft_link: ServiceLink
     clock: Clock = field(default_factory=Clock)
     deadline: DraftDeadline = field(default_factory=lambda: DraftDeadline(0.05, 0.05))
-    answer_timeout_s: float = 5.0
+    patience: Patience = field(default_factory=lambda: Patience(RoundDeadline(0.05, 0.05), rebuild_budget_s=0.3))
     num_sessions: int = 0
 
     def __post_init__(self) -> None:
@@ -70,13 +72,13 @@ class Pair:
 
     def target_session(self, log: TokenLog) -> RemoteTargetSession:
         """A target session with a name of its own."""
-        return RemoteTargetSession(self.target_link, SPEC, log, self.session_id(), self.answer_timeout_s)
+        return RemoteTargetSession(Replicas([self.target_link]), self.patience, SPEC, log, self.session_id())
 
     async def run(self) -> list[Round]:
         """A request with four guesses a round; its tokens are not looked at here."""
         log, session_id = TokenLog(PROMPT), self.session_id()
         pace = Pace(SpeculationPolicy(), 4, MAX_LEN, max_draft_count=8)
-        draft = RemoteDraftSession(self.draft_link, self.deadline, SPEC, log, session_id, warm=True)
+        draft = RemoteDraftSession(Replicas([self.draft_link]), self.deadline, SPEC, log, session_id, warm=True)
         return [committed async for committed in speculate(log, pace, self.target_session(log), draft)]
 
 
@@ -166,32 +168,33 @@ async def test_another_incarnation_of_the_draft_is_asked_at_once() -> None:
         assert any(committed.draft_count for committed in await pair.run())
 
 
-async def test_requests_behind_a_hung_target_are_told_at_once() -> None:
-    """One request waits for the target, and only one more at a time does after it; an answer lets all in again."""
+async def test_requests_behind_a_hung_target_wait_for_the_one_on_trial() -> None:
+    """One request at a time tries a target that hangs; the others send it nothing, and an answer lets all in again."""
     async with pair_of({}) as pair:
-        pair.answer_timeout_s = 0.05
-        pair.target.mischief = {1: Mischief.FROZEN, 2: Mischief.FROZEN}
-        for _ in range(2):
-            log = TokenLog(PROMPT)
-            async with pair.target_session(log) as trying:
-                for _ in range(2 if pair.target.answers else 0):
-                    with pytest.raises(PeerLost, match="does not answer requests"):
-                        await pair.target_session(TokenLog(PROMPT)).__aenter__()
-                with pytest.raises(PeerLost, match="gave no answer for"):
-                    await trying.verify(NOTHING, 0)
-        assert pair.target.answers == 2
-        pair.answer_timeout_s = 5.0
-        async with pair.target_session(TokenLog(PROMPT)) as trying:
-            await trying.verify(NOTHING, 0)
-            async with pair.target_session(TokenLog(PROMPT)) as other:
+        pair.target.mischief = dict.fromkeys(range(1, 1000), Mischief.FROZEN)
+        pair.target.stalled_us = 60_000_000
+        async with pair.target_session(TokenLog(PROMPT)) as trying, pair.target_session(TokenLog(PROMPT)) as other:
+            with pytest.raises(PeerLost, match="no target took the request over within"):
+                await trying.verify(NOTHING, 0)
+            assert pair.target_link.breaker.is_open
+            await eventually(lambda: pair.target_link.info is not None)
+            pair.target_link.breaker.enter(b"on trial")
+            asked = pair.target.answers
+            with pytest.raises(PeerLost, match="does not answer requests"):
                 await other.verify(NOTHING, 0)
+            assert pair.target.answers == asked
+            pair.target_link.breaker.left(b"on trial")
+            pair.target.mischief, pair.target.stalled_us = {}, 0
+            await trying.verify(NOTHING, 0)
+            await other.verify(NOTHING, 0)
+            assert not pair.target_link.breaker.is_open
 
 
 async def test_answers_between_faults_do_not_hide_them() -> None:
     """A draft that fails every second time rests between faults, because each may cost reading everything again."""
     async with pair_of(dict.fromkeys(range(2, 500, 2), Mischief.FULL)) as pair:
         log = TokenLog(PROMPT)
-        draft = RemoteDraftSession(pair.draft_link, DraftDeadline(), SPEC, log, b"draft", warm=False)
+        draft = RemoteDraftSession(Replicas([pair.draft_link]), DraftDeadline(), SPEC, log, b"draft", warm=False)
         rests = []
         async with draft:
             for number in range(8):

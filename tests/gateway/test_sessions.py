@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 from helpers import eventually
@@ -11,11 +11,13 @@ from markov import MarkovModel, plain_decoding
 from markov_services import DraftServicer, Service, TargetServicer, serving
 from mischief import GARBAGE, Mischief
 
-from gateway.deadline import DraftDeadline
+from gateway.deadline import DraftDeadline, RoundDeadline
 from gateway.draft_session import RemoteDraftSession
 from gateway.links import ModelInfo, ServiceLink, WrongService
 from gateway.pace import Pace
+from gateway.patience import Patience
 from gateway.policy import SpeculationPolicy
+from gateway.replicas import Replicas
 from gateway.rounds import FallbackReason, Round, TokenLog
 from gateway.speculation import speculate
 from gateway.target_session import RemoteTargetSession
@@ -37,15 +39,16 @@ class Pair:
     target_link: ServiceLink
     draft_link: ServiceLink
     deadline: DraftDeadline
-    answer_timeout_s: float = 5.0
+    patience: Patience = field(default_factory=Patience)
 
     async def rounds(self, draft_count: int | None = 4) -> AsyncIterator[Round]:
         """The rounds of one request."""
         spec = SessionSpec(PROMPT, len(PROMPT), SamplingParameters(), SEED, MAX_LEN, frozenset({0}), frozenset())
         log, session_id = TokenLog(PROMPT), b"0123456789abcdef"
         pace = Pace(SpeculationPolicy(), draft_count, MAX_LEN, max_draft_count=8)
-        target = RemoteTargetSession(self.target_link, spec, log, session_id, self.answer_timeout_s)
-        draft = RemoteDraftSession(self.draft_link, self.deadline, spec, log, session_id, pace.expects_draft())
+        target = RemoteTargetSession(Replicas([self.target_link]), self.patience, spec, log, session_id)
+        drafts = Replicas([self.draft_link])
+        draft = RemoteDraftSession(drafts, self.deadline, spec, log, session_id, pace.expects_draft())
         async with aclosing(speculate(log, pace, target, draft)) as rounds:
             async for committed in rounds:
                 yield committed
@@ -210,14 +213,13 @@ async def test_a_target_that_always_forgets_is_given_up() -> None:
         assert pair.target.answers < 10
 
 
-@pytest.mark.parametrize(("mischief", "words"), [(Mischief.LOST, "gone"), (Mischief.FROZEN, "no answer for")])
-async def test_a_lost_target_is_an_error(mischief: Mischief, words: str) -> None:
-    """A target whose stream breaks, or which does not answer in time, ends the request and both sessions."""
+@pytest.mark.parametrize("mischief", [Mischief.LOST, Mischief.BROKEN, Mischief.FROZEN])
+async def test_a_lost_target_gets_the_session_again(mischief: Mischief) -> None:
+    """A target whose stream breaks, or which leaves a request unanswered, costs no token and no request."""
     async with pair_of() as pair:
-        pair.target.mischief, pair.answer_timeout_s = {4: mischief}, 0.2
-        with pytest.raises(PeerLost, match=words):
-            await pair.run()
-        await gone(pair)
+        pair.target.mischief, pair.patience = {4: mischief}, Patience(RoundDeadline(0.05, 0.1))
+        rounds = await pair.run()
+        assert [committed.target_reopens for committed in rounds if committed.target_reopens] == [1]
 
 
 async def test_a_client_that_leaves_ends_both_sessions() -> None:

@@ -1,0 +1,93 @@
+"""The replicas of one service in order of preference, and which of them a session goes to. Knows no messages.
+
+The first that can be used is taken: this is failover, not balancing, so that the caches of a service stay warm and the
+figures that the policy learns are those of one machine.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+from gateway.links import ModelInfo, ServiceLink
+from outrider.errors import OutriderError, PeerLost
+
+# Links and breakers change with time and in several places, so who waits for them looks now and then.
+LOOK_S = 0.02
+
+
+class Replicas:
+    """One or more links of one role."""
+
+    def __init__(self, links: Sequence[ServiceLink]) -> None:
+        """Takes at least one link."""
+        self.links = tuple(links)
+
+    def __str__(self) -> str:
+        if len(self.links) == 1:
+            return str(self.links[0])
+        return f"The {self.links[0].role} services at {', '.join(link.address for link in self.links)}"
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """Who the first present service is; None while all are away."""
+        return next((link.info for link in self.links if link.info is not None), None)
+
+    @property
+    def misfit(self) -> OutriderError | None:
+        """Why the first service that answered but does not fit is not used."""
+        return next((link.misfit for link in self.links if link.misfit is not None), None)
+
+    def present(self) -> ModelInfo:
+        """As `info`; raises PeerLost while all are away, or the reason why none fits."""
+        if self.info is None:
+            raise self.misfit or PeerLost(f"{self} cannot be reached", address=self.links[0].address)
+        return self.info
+
+    def pick(self, session: object, model_hash: str | None = None) -> ServiceLink | None:
+        """The first link that is present, has the model wanted, and is not blocked for the session by its breaker."""
+        return next((link for link in self._with(model_hash) if not link.breaker.blocks(session)), None)
+
+    async def wait(self, session: object, model_hash: str, until_s: float) -> ServiceLink:
+        """As `pick`, but waits for one until the loop's clock says so; raises PeerLost then."""
+        loop = asyncio.get_running_loop()
+        while (link := self.pick(session, model_hash)) is None:
+            if loop.time() >= until_s:
+                raise self._reason(model_hash)
+            await asyncio.sleep(LOOK_S)
+        return link
+
+    async def settled(self, timeout_s: float) -> bool:
+        """Waits until a service has answered, fitting or not; tells whether one did in time."""
+        waits = {asyncio.create_task(link.settled(timeout_s)) for link in self.links}
+        try:
+            while waits:
+                done, waits = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                if any(task.result() for task in done):
+                    return True
+            return False
+        finally:
+            for task in waits:
+                task.cancel()
+
+    async def greeted(self, patience_s: float) -> ModelInfo:
+        """As `present`, but waits a little for services that are being greeted again."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + patience_s
+        while True:
+            if self.info or self.misfit or loop.time() >= until_s:
+                return self.present()
+            await asyncio.sleep(LOOK_S)
+
+    async def close(self) -> None:
+        """Closes all links."""
+        await asyncio.gather(*(link.close() for link in self.links))
+
+    def _with(self, model_hash: str | None) -> list[ServiceLink]:
+        return [link for link in self.links if link.info and model_hash in {None, link.info.model_hash}]
+
+    def _reason(self, model_hash: str) -> PeerLost:
+        """Why there is none: all are away, none has the same weights, or those that have hang."""
+        if self.info is None:
+            return PeerLost(f"{self} cannot be reached", address=self.links[0].address)
+        if not self._with(model_hash):
+            return PeerLost(f"{self}: none has the model with which the request began", model_hash=model_hash)
+        return PeerLost(f"{self} does not answer requests", address=self.links[0].address)
