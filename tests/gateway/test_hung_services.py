@@ -34,8 +34,8 @@ SPEC = SessionSpec(PROMPT, len(PROMPT), SamplingParameters(), 9, MAX_LEN, frozen
 @pytest.fixture(autouse=True)
 def _short_goodbyes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Services that hang do not take note of a close."""
-    for session in ("draft_session", "target_stream"):
-        monkeypatch.setattr(f"gateway.{session}.CLOSE_TIMEOUT_S", 0.05)
+    for stream in ("draft_stream", "target_stream"):
+        monkeypatch.setattr(f"gateway.{stream}.CLOSE_TIMEOUT_S", 0.05)
 
 
 @dataclass

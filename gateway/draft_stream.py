@@ -1,0 +1,92 @@
+"""One opening of a draft session: a stream on one draft. Decides nothing about faults.
+
+Answers are matched by (epoch, base_len), never by order. What the target must never see is stopped here.
+"""
+
+import asyncio
+
+from gateway.links import ServiceLink
+from gateway.rounds import Proposal, TokenLog, Way
+from gateway.streams import MessageStream
+from outrider import wire
+from outrider.errors import ProtocolViolation
+from outrider.parameters import SessionSpec
+from outrider.v1 import draft_service_pb2 as pb
+from outrider.v1 import types_pb2
+from outrider.v1.draft_service_pb2_grpc import DraftServiceStub
+
+CLOSE_TIMEOUT_S = 2.0
+
+
+class DraftStream:
+    """Messages of one session to and from one incarnation of a draft. `fence` on each names the session and epoch."""
+
+    def __init__(
+        self, peer: ServiceLink, spec: SessionSpec, token_log: TokenLog, drafter: str, timeout_s: float | None
+    ) -> None:
+        """Begins the call, which ends after timeout_s unless that is None. Raises PeerLost when the draft is away."""
+        self.peer = peer
+        self.instance_id = peer.present().instance_id
+        self.known_len = 0
+        """Committed tokens that were sent."""
+        self.cached_len = 0
+        """Committed tokens that the draft has read, as it said last."""
+        self._spec = spec
+        self._log = token_log
+        self._drafter = drafter
+        self._vocabulary_size = peer.present().vocabulary_size
+        self._messages: MessageStream[pb.ProposeRequest, pb.ProposeResponse] = MessageStream(
+            DraftServiceStub(peer.channel).Propose(timeout=timeout_s), str(peer)
+        )
+
+    async def ask(self, fence: types_pb2.Fence, draft_count: int, timeout_s: float) -> None:
+        """Opens the session, or tells the tokens that the draft does not know. Raises TimeoutError."""
+        if self.known_len == 0:
+            session = wire.open_message(self._spec, self._log.tokens())
+            opening = pb.DraftOpen(session=session, draft_count=draft_count, drafter=self._drafter)
+            request = pb.ProposeRequest(fence=fence, open=opening)
+        else:
+            advance = pb.DraftAdvance(token_ids=self._log.tokens(self.known_len), draft_count=draft_count)
+            request = pb.ProposeRequest(fence=fence, advance=advance)
+        self.known_len = len(self._log)
+        await self._messages.write(request, timeout_s)
+
+    async def answer(self, fence: types_pb2.Fence, until_s: float) -> pb.ProposeResponse:
+        """The answer to the last request, by the loop's clock; answers to earlier ones are dropped.
+
+        Raises TimeoutError, PeerLost, ProtocolViolation, and what the draft says.
+        """
+        loop, asked = asyncio.get_running_loop(), (fence.epoch, fence.base_len)
+        while True:
+            response = await self._messages.read(max(0.0, until_s - loop.time()))
+            answered = (response.fence.epoch, response.fence.base_len)
+            if answered == asked:
+                self.cached_len = response.cached_len
+                return response
+            if answered > asked:
+                raise ProtocolViolation(f"{self.peer} answered a message that was never sent")
+
+    def proposal(self, response: pb.ProposeResponse, draft_count: int, caught_up_count: int, wait_us: int) -> Proposal:
+        """The guesses of an answer; raises ProtocolViolation about what no draft may say."""
+        tree = response.proposal
+        token_ids, parents = tuple(tree.token_ids), tuple(tree.parents)
+        in_order = all(0 <= parent <= row for row, parent in enumerate(parents))
+        if len(token_ids) > draft_count or len(parents) not in {0, len(token_ids)} or not in_order:
+            raise ProtocolViolation(f"{self.peer} sent a malformed proposal")
+        if any(not 0 <= token_id < self._vocabulary_size for token_id in token_ids):
+            raise ProtocolViolation(f"{self.peer} proposed a token outside the vocabulary")
+        if tree.distributions:
+            raise ProtocolViolation(f"{self.peer} sent distributions, which match does not use")
+        way = Way(response.times.queue_us, wait_us, self._messages.take_bytes())
+        return Proposal(token_ids, parents, None, response.times.compute_us, caught_up_count, way)
+
+    async def drop(self) -> None:
+        """Ends the call without a word; the draft keeps the session on a lease."""
+        await self._messages.close(None, CLOSE_TIMEOUT_S)
+
+    def finish(self, fence: types_pb2.Fence) -> None:
+        """Ends the session and the call, in the background."""
+        # The log may have grown past the draft's context, where it takes no messages.
+        fence.base_len = max(self.known_len, 1)
+        close = pb.ProposeRequest(fence=fence, close=types_pb2.CloseSession())
+        self.peer.finish(self._messages.close(close, CLOSE_TIMEOUT_S))
