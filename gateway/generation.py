@@ -19,10 +19,11 @@ from outrider.parameters import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class RoundEvent:
-    """A round was committed."""
+    """A round was committed, by a target of new numerics when new_numerics_id is not empty."""
 
     tokens: tuple[SpokenToken, ...]
     committed: Round
+    new_numerics_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,9 @@ async def generate(
     async with aclosing(_rounds(plan, backend, expires_s)) as rounds:
         async for committed in rounds:
             first_token_us = first_token_us or _microseconds_since(started_ns)
-            yield RoundEvent(transcript.take(committed), committed)
+            num_numerics = max(1, len(transcript.numerics_ids))
+            tokens = transcript.take(committed)
+            yield RoundEvent(tokens, committed, "".join(transcript.numerics_ids[num_numerics:]))
             if transcript.finish_reason is not None:
                 break
     text_delta = transcript.finish()

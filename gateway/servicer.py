@@ -4,18 +4,18 @@ Nothing is decided here but that a gateway with enough to do says so at once, an
 not waited for without end.
 """
 
-import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
 
 import grpc
 
 from gateway.backend import Backend
+from gateway.client_writer import ClientWriter
 from gateway.generation import CompletionEvent, RoundEvent, generate
 from gateway.requests import GenerationAsk
 from gateway.rounds import FallbackReason, TokenOrigin
 from outrider import wire
-from outrider.errors import OutriderError, Overloaded
+from outrider.errors import Overloaded
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
 
@@ -33,14 +33,6 @@ FALLBACKS = {
     FallbackReason.DRAFT_CONTEXT: pb.FALLBACK_REASON_DRAFT_CONTEXT,
     FallbackReason.DRAFT_REFUSED: pb.FALLBACK_REASON_DRAFT_REFUSED,
 }
-
-
-class ClientStalled(OutriderError):
-    """The client must read what it asked for."""
-
-    status = "DEADLINE_EXCEEDED"
-    reason = "CLIENT_STALLED"
-    exit_code = 75
 
 
 class GenerationServicer(GenerationServiceServicer):
@@ -64,27 +56,15 @@ class GenerationServicer(GenerationServiceServicer):
             raise Overloaded(f"{self._active} requests are running, as many as this gateway takes at a time")
         self._active += 1
         try:
-            numerics_id = ""
-            async with aclosing(generate(_ask(request), self._backend, context.time_remaining())) as events:
+            async with (
+                aclosing(generate(_ask(request), self._backend, context.time_remaining())) as events,
+                ClientWriter(context, self._client_stall_s) as writer,
+            ):
                 async for event in events:
-                    if isinstance(event, RoundEvent):
-                        message = _round(event, numerics_id)
-                        numerics_id = event.committed.numerics_id
-                    else:
-                        message = _completion(event)
-                    await self._write(message, context)
+                    await writer.write(_round(event) if isinstance(event, RoundEvent) else _completion(event))
+                await writer.flush()
         finally:
             self._active -= 1
-
-    async def _write(
-        self, message: pb.GenerateResponse, context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
-    ) -> None:
-        """Writes a message; raises ClientStalled when there is no room for it for too long."""
-        try:
-            async with asyncio.timeout(self._client_stall_s):
-                await context.write(message)
-        except TimeoutError:
-            raise ClientStalled(f"The client read nothing for {self._client_stall_s:g} seconds") from None
 
 
 def generation_service(
@@ -116,9 +96,8 @@ def _ask(request: pb.GenerateRequest) -> GenerationAsk:
     )
 
 
-def _round(event: RoundEvent, previous_numerics_id: str) -> pb.GenerateResponse:
+def _round(event: RoundEvent) -> pb.GenerateResponse:
     committed = event.committed
-    has_moved = previous_numerics_id not in {"", committed.numerics_id}
     tokens = [
         pb.GeneratedToken(token_id=token.token_id, origin=ORIGINS[token.origin], text=token.text)
         for token in event.tokens
@@ -139,7 +118,7 @@ def _round(event: RoundEvent, previous_numerics_id: str) -> pb.GenerateResponse:
         draft_bytes=committed.draft_way.num_bytes,
         verify_bytes=committed.verify_way.num_bytes,
         target_reopens=committed.target_reopens,
-        new_numerics_id=committed.numerics_id if has_moved else "",
+        new_numerics_id=event.new_numerics_id,
     )
     text_delta = "".join(token.text for token in event.tokens)
     return pb.GenerateResponse(round=pb.Round(tokens=tokens, text_delta=text_delta, facts=facts))

@@ -122,7 +122,9 @@ def _result(message: pb.Completion) -> Result:
         first_token_us=message.timings.first_token_us,
         total_us=message.timings.total_us,
         model_hash=message.model_hash,
-        numerics_id=message.numerics_id,
+        numerics_ids=tuple(message.numerics_ids) or (message.numerics_id,),
+        target_reopens=message.survival.target_reopens,
+        drift_repairs=message.survival.drift_repairs,
     )
 
 

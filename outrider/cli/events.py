@@ -77,7 +77,10 @@ class Result:
     first_token_us: int
     total_us: int
     model_hash: str
-    numerics_id: str
+    numerics_ids: tuple[str, ...] = ("",)
+    """Numerics of all targets that took part, in order; more than one when the request was moved."""
+    target_reopens: int = 0
+    drift_repairs: int = 0
 
     @property
     def tokens_per_second(self) -> float:

@@ -56,6 +56,11 @@ def figures(result: Result) -> str:
         f"{told.fallback_rounds} fallback rounds",
         f"seed {result.seed}",
     ]
+    if result.target_reopens:
+        parts.append(f"{result.target_reopens} times opened again on a target")
+    if len(result.numerics_ids) > 1:
+        # Only then the seed does not repeat the text.
+        parts.append(f"moved between the numerics {' and '.join(result.numerics_ids)}")
     return ", ".join(parts)
 
 
@@ -136,7 +141,9 @@ class JsonView:
             "speculation": asdict(result.speculation),
             "timings": {"first_token_us": result.first_token_us, "total_us": result.total_us},
             "model_hash": result.model_hash,
-            "numerics_id": result.numerics_id,
+            "numerics_id": result.numerics_ids[-1],
+            "numerics_ids": result.numerics_ids,
+            "survival": {"target_reopens": result.target_reopens, "drift_repairs": result.drift_repairs},
         }
         self._output.write(json.dumps(answer, ensure_ascii=False) + "\n")
         self._output.flush()

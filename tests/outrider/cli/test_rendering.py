@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -24,7 +25,7 @@ RESULT = Result(
     first_token_us=1_000,
     total_us=100_000,
     model_hash="ab",
-    numerics_id="cpu-test",
+    numerics_ids=("cpu-test",),
 )
 TEXT = "Once upon a é time"
 
@@ -49,6 +50,14 @@ def test_figures_name_speed_acceptance_and_seed() -> None:
     assert figures(RESULT) == (
         "5 tokens, 50 tokens/s, 2 rounds, acceptance rate 0.50, mean acceptance length 2.00, 1 fallback rounds, seed 11"
     )
+
+
+def test_figures_say_what_the_request_survived() -> None:
+    """A request that was opened again says so, and so does one that another kind of target went on with."""
+    survived = replace(RESULT, target_reopens=2)
+    assert figures(survived).endswith("seed 11, 2 times opened again on a target")
+    moved = replace(survived, numerics_ids=("cpu-a", "cuda-b"))
+    assert figures(moved).endswith(", moved between the numerics cpu-a and cuda-b")
 
 
 def test_json_is_one_object() -> None:
