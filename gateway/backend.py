@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from gateway.deadline import DraftDeadline
 from gateway.draft_session import AbsentDraftSession, RemoteDraftSession
 from gateway.pace import Pace
-from gateway.patience import Patience
+from gateway.patience import Expiry, Patience
 from gateway.policy import SpeculationPolicy
 from gateway.replicas import Replicas
 from gateway.requests import GenerationPlan, ServingLimits
@@ -42,16 +42,14 @@ class Backend:
         """The planner of a request's rounds."""
         return Pace(self.policy, plan.draft_count, plan.spec.max_len, self.target.present().max_draft_count)
 
-    def target_session(
-        self, plan: GenerationPlan, log: TokenLog, session_id: bytes, expires_s: float | None
-    ) -> TargetSession:
-        """A target session that opens with its first round; expires_s as in RemoteTargetSession."""
-        return RemoteTargetSession(self.target, self.patience, plan.spec, log, session_id, expires_s)
+    def target_session(self, plan: GenerationPlan, log: TokenLog, session_id: bytes, expiry: Expiry) -> TargetSession:
+        """A target session that opens with its first round."""
+        return RemoteTargetSession(self.target, self.patience, plan.spec, log, session_id, expiry)
 
     def draft_session(
-        self, plan: GenerationPlan, log: TokenLog, session_id: bytes, expires_s: float | None, *, warm: bool
+        self, plan: GenerationPlan, log: TokenLog, session_id: bytes, expiry: Expiry, *, warm: bool
     ) -> DraftSession:
         """A draft session that reads the prompt at once when warm."""
         if self.draft is None:
             return AbsentDraftSession()
-        return RemoteDraftSession(self.draft, self.deadline, plan.spec, log, session_id, warm, plan.drafter, expires_s)
+        return RemoteDraftSession(self.draft, self.deadline, plan.spec, log, session_id, warm, plan.drafter, expiry)

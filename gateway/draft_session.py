@@ -14,6 +14,7 @@ import structlog
 from gateway.deadline import DraftDeadline
 from gateway.draft_stream import DraftStream
 from gateway.links import ModelInfo, ServiceLink
+from gateway.patience import NEVER, Expiry
 from gateway.replicas import Replicas
 from gateway.rounds import NOTHING, FallbackReason, Proposal, TokenLog
 from outrider.errors import CacheFull, InvalidRequest, OutriderError, PeerLost, ProtocolViolation
@@ -40,9 +41,8 @@ class RemoteDraftSession:
         session_id: bytes,
         warm: bool,
         drafter: str = "",
-        expires_s: float | None = None,
+        expiry: Expiry = NEVER,
     ) -> None:
-        """`expires_s` is the end of the client's patience on the running loop's clock; None for no end."""
         self._replicas = replicas
         self._deadline = deadline
         self._spec = spec
@@ -50,7 +50,7 @@ class RemoteDraftSession:
         self._session_id = session_id
         self._warm = warm
         self._drafter = drafter
-        self._expires_s = expires_s
+        self._expiry = expiry
         self._stream: DraftStream | None = None
         self._last = replicas.links[0]  # the draft that was asked last
         self._epoch = 0
@@ -147,8 +147,7 @@ class RemoteDraftSession:
             await self._forget()
         peer.breaker.enter(self._session_id)
         if self._stream is None:
-            left_s = None if self._expires_s is None else self._expires_s - asyncio.get_running_loop().time()
-            self._stream = DraftStream(peer, self._spec, self._log, self._drafter, left_s)
+            self._stream = DraftStream(peer, self._spec, self._log, self._drafter, self._expiry.left_s())
             self._epoch += 1
         await self._stream.ask(self._fence(), draft_count, timeout_s)
         return self._stream
@@ -191,7 +190,7 @@ class RemoteDraftSession:
         """Gives the session up after a fault; it is opened again when the draft may be asked again."""
         log.warning("draft session lost", service=str(self._last), reason=str(error) or "no answer")
         await self._forget()
-        if isinstance(error, CacheFull | InvalidRequest | ProtocolViolation):
+        if isinstance(error, CacheFull | InvalidRequest | ProtocolViolation) or self._expiry.has_come:
             self._last.breaker.left(self._session_id)
             return self._fault(FallbackReason.DRAFT_REFUSED)
         self._last.breaker.failed(self._session_id, error)

@@ -1,6 +1,5 @@
 """One request from what the client wrote to its last event. Knows text and rounds, neither protobuf nor gRPC."""
 
-import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -8,6 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from gateway.backend import Backend
+from gateway.patience import Expiry
 from gateway.requests import GenerationAsk, GenerationPlan, check_request
 from gateway.rounds import Round, TokenLog
 from gateway.speculation import speculate
@@ -53,12 +53,12 @@ async def generate(
     `time_left_s` is what the client's deadline leaves, and also becomes that of the services; None for no end.
     """
     started_ns = time.perf_counter_ns()
-    expires_s = None if time_left_s is None else asyncio.get_running_loop().time() + time_left_s
+    expiry = Expiry.after(time_left_s)
     target = await backend.target.greeted(backend.patience.rebuild_budget_s)
     plan = await check_request(ask, backend.tokenizer, backend.limits())
     transcript = Transcript(plan.spec.prompt_len, backend.tokenizer.detokenizer(), StopScanner(plan.stops))
     first_token_us = 0
-    async with aclosing(_rounds(plan, backend, expires_s)) as rounds:
+    async with aclosing(_rounds(plan, backend, expiry)) as rounds:
         async for committed in rounds:
             first_token_us = first_token_us or _microseconds_since(started_ns)
             num_numerics = max(1, len(transcript.numerics_ids))
@@ -85,13 +85,13 @@ async def generate(
     )
 
 
-def _rounds(plan: GenerationPlan, backend: Backend, expires_s: float | None) -> AsyncGenerator[Round, None]:
+def _rounds(plan: GenerationPlan, backend: Backend, expiry: Expiry) -> AsyncGenerator[Round, None]:
     """The rounds of a checked request, over sessions of its own."""
     log = TokenLog(plan.spec.token_ids)
     session_id = secrets.token_bytes(16)
     pace = backend.pace(plan)
-    draft = backend.draft_session(plan, log, session_id, expires_s, warm=pace.expects_draft())
-    return speculate(log, pace, backend.target_session(plan, log, session_id, expires_s), draft)
+    draft = backend.draft_session(plan, log, session_id, expiry, warm=pace.expects_draft())
+    return speculate(log, pace, backend.target_session(plan, log, session_id, expiry), draft)
 
 
 def _microseconds_since(started_ns: int) -> int:

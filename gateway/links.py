@@ -5,6 +5,7 @@ may be another model. A service that answers but does not fit is treated as abse
 """
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -77,6 +78,7 @@ class ServiceLink:
         self._instance_id = 0
         self._check = check
         self._models = ModelServiceStub(self.channel)
+        self._probe: asyncio.Task[float] | None = None
         self._goodbyes: set[asyncio.Task[None]] = set()
         self._lost = asyncio.Event()
         self._settled = asyncio.Event()
@@ -117,12 +119,19 @@ class ServiceLink:
 
     async def is_working(self, longest_stall_s: float) -> bool:
         """Whether the service answers, is the one that was greeted, and its device gets on with what it has to do."""
+        if self._probe is None or self._probe.done():
+            # All sessions that begin to doubt at the same time share one question.
+            self._probe = asyncio.create_task(self._stalled_s(), name=f"{self.role} probe")
+        return await asyncio.shield(self._probe) <= longest_stall_s
+
+    async def _stalled_s(self) -> float:
+        """Seconds for which the device has finished nothing; no end of them for a service that is not there."""
         try:
             answer = await self._models.GetModelInfo(pb.GetModelInfoRequest(), timeout=PROBE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             log.info("service does not answer", service=self.role, address=self.address, status=error.code().name)
-            return False
-        return answer.instance_id == self._instance_id and answer.stalled_us <= longest_stall_s * 1e6
+            return math.inf
+        return answer.stalled_us / 1e6 if answer.instance_id == self._instance_id else math.inf
 
     def finish(self, goodbye: Coroutine[Any, Any, None]) -> None:
         """Ends a session in the background, so that no request waits for its services to take note of its end.
@@ -135,8 +144,10 @@ class ServiceLink:
 
     async def close(self) -> None:
         """Ends the watch, waits for sessions that are ending, and closes the channel."""
-        self._monitor.cancel()
-        await asyncio.wait({self._monitor, *self._goodbyes})
+        ending = {self._monitor, *filter(None, [self._probe])}
+        for task in ending:
+            task.cancel()
+        await asyncio.wait({*ending, *self._goodbyes})
         await self.channel.close()
 
     async def _watch(self) -> None:

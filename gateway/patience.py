@@ -1,11 +1,47 @@
 """How long a request waits for its services, and when it gives up. Knows no services."""
 
+import asyncio
 from dataclasses import dataclass, field
+from typing import Self
 
 from gateway.deadline import RoundDeadline
 from outrider.errors import OutriderError, PeerLost
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+CLOCK_MARGIN_S = 0.01  # the transport counts a call's time by a clock of its own
+
+
+class RequestExpired(OutriderError):
+    """The client gave the request less time than it took."""
+
+    status = "DEADLINE_EXCEEDED"
+    reason = "REQUEST_EXPIRED"
+    exit_code = 75
+
+
+@dataclass(frozen=True, slots=True)
+class Expiry:
+    """The end of the client's own patience, on the running loop's clock; None for no end."""
+
+    at_s: float | None = None
+
+    @classmethod
+    def after(cls, time_left_s: float | None) -> Self:
+        """The end after so many seconds; None for no end."""
+        return cls(None if time_left_s is None else asyncio.get_running_loop().time() + time_left_s)
+
+    def left_s(self) -> float | None:
+        """Seconds that are left, which become the timeout of every call for this request; None for no limit."""
+        return None if self.at_s is None else max(0.0, self.at_s - asyncio.get_running_loop().time())
+
+    @property
+    def has_come(self) -> bool:
+        """Whether calls fail because of this, and not because of their services."""
+        left_s = self.left_s()
+        return left_s is not None and left_s <= CLOCK_MARGIN_S
+
+
+NEVER = Expiry()
 
 
 @dataclass(frozen=True, slots=True)

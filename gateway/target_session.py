@@ -13,7 +13,7 @@ from typing import Self
 import structlog
 
 from gateway.links import ServiceLink
-from gateway.patience import Outage, Patience
+from gateway.patience import NEVER, Expiry, Outage, Patience, RequestExpired
 from gateway.replicas import Replicas
 from gateway.rounds import Proposal, TokenLog, Verdict, Way
 from gateway.target_stream import TargetStream
@@ -54,18 +54,15 @@ class RemoteTargetSession:
         spec: SessionSpec,
         token_log: TokenLog,
         session_id: bytes,
-        expires_s: float | None = None,
+        expiry: Expiry = NEVER,
     ) -> None:
-        """`expires_s` is the end of the client's own patience on the running loop's clock; None for no end.
-
-        Raises PeerLost while all targets are away, because the weights have to stay those of the first one.
-        """
+        """Raises PeerLost while all targets are away, because the weights have to stay those of the first one."""
         self._replicas = replicas
         self._patience = patience
         self._spec = spec
         self._log = token_log
         self._session_id = session_id
-        self._expires_s = expires_s
+        self._expiry = expiry
         self._model_hash = replicas.present().model_hash
         self._stream: TargetStream | None = None
         self._epoch = 0
@@ -92,7 +89,7 @@ class RemoteTargetSession:
     async def verify(self, proposal: Proposal, plain_budget: int) -> Verdict:
         """Returns the verdict on the log's length, whatever happens to targets within the budget for that.
 
-        Raises PeerLost after it, and CacheFull and the like when a target says so.
+        Raises PeerLost after it, RequestExpired, and CacheFull and the like when a target says so.
         """
         loop = asyncio.get_running_loop()
         started_s = loop.time()
@@ -122,6 +119,8 @@ class RemoteTargetSession:
                 await self._abandon(error)
             except (PeerLost, NotReady) as error:
                 await self._abandon(error)
+                if self._expiry.has_come:
+                    raise RequestExpired("the request's own deadline has passed") from error
                 stream.peer.report_lost()
                 await asyncio.sleep(outage.pause_s(error, loop.time()))
             else:
@@ -138,8 +137,7 @@ class RemoteTargetSession:
         """A stream on the first target that can take the session, in a new epoch; raises PeerLost when time is up."""
         peer = await self._replicas.wait(self._session_id, self._model_hash, until_s)
         peer.breaker.enter(self._session_id)
-        left_s = None if self._expires_s is None else self._expires_s - asyncio.get_running_loop().time()
-        patience_s = self._patience.deadline.most_s
+        left_s, patience_s = self._expiry.left_s(), self._patience.deadline.most_s
         self._stream = TargetStream(peer, self._spec, self._log, self._next_fence(), left_s, patience_s)
         self._survived.num_opens += 1
         return self._stream

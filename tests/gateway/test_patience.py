@@ -3,7 +3,7 @@
 import pytest
 
 from gateway.deadline import RoundDeadline
-from gateway.patience import Outage
+from gateway.patience import Expiry, Outage
 from outrider.errors import PeerLost
 
 FAULT = PeerLost("The target service at here was lost")
@@ -43,3 +43,15 @@ def test_a_round_deadline_follows_the_answers_within_its_bounds() -> None:
     for _ in range(100):
         deadline.observe(1000.0)
     assert deadline.seconds() == 30.0
+
+
+async def test_a_requests_own_end_is_told_from_a_fault() -> None:
+    """What is left becomes the timeout of calls, so when nothing is left, a call that fails says nothing of a service."""
+    assert not Expiry.after(None).has_come
+    assert Expiry.after(None).left_s() is None
+    left_s = Expiry.after(5.0).left_s()
+    assert left_s is not None
+    assert 4.0 < left_s <= 5.0
+    assert not Expiry.after(5.0).has_come
+    assert Expiry.after(0.0).has_come
+    assert Expiry.after(-1.0).left_s() == 0.0
