@@ -46,7 +46,7 @@ def test_a_round_deadline_follows_the_answers_within_its_bounds() -> None:
 
 
 async def test_a_requests_own_end_is_told_from_a_fault() -> None:
-    """What is left becomes the timeout of calls, so when nothing is left, a call that fails says nothing of a service."""
+    """What is left is the timeout of calls; when nothing is left, a call that fails says nothing of a service."""
     assert not Expiry.after(None).has_come
     assert Expiry.after(None).left_s() is None
     left_s = Expiry.after(5.0).left_s()
