@@ -53,7 +53,7 @@ class Pace:
         self._max_len = max_len
         self._max_draft_count = max_draft_count
         self._next: Choice | None = None
-        self._reason: FallbackReason | None = None
+        self._stretch = Plan(0, 0)
         self._unasked = False
 
     def expects_draft(self) -> bool:
@@ -62,6 +62,10 @@ class Pace:
 
     def plan(self, log: TokenLog, outstanding: int, draft: DraftOutlook) -> Plan:
         """Plans the round on top of the log, while the target may still commit `outstanding` tokens unasked."""
+        if 2 * outstanding > self._stretch.plain_budget > 0:
+            # Nothing is sent in the first half of a stretch, so there is nothing to choose at every token.
+            self._unasked = True
+            return Plan(0, 0, self._stretch.fallback_reason)
         opening, limit = len(log) == log.prompt_len, min(self._max_draft_count, self._max_len - len(log) - 1)
         past_context = draft.context_len is not None and len(log) + 1 > draft.context_len
         ready = not (opening or outstanding or past_context or draft.obstacle)
@@ -76,7 +80,7 @@ class Pace:
             return self._plain(WAITING_BUDGET, draft.obstacle, opening)
         if outstanding or opening:
             # Choosing waits for the end of the stretch, or for the prompt's own pass.
-            return Plan(0, 0, None if opening else self._reason)
+            return Plan(0, 0, None if opening else self._stretch.fallback_reason)
         if choice.rounds > 1:
             self._next = replace(choice, rounds=choice.rounds - 1)
         room = limit if draft.context_len is None else draft.context_len - len(log)
@@ -88,7 +92,7 @@ class Pace:
             self._policy.observe(committed, unasked=self._unasked)
 
     def _plain(self, plain_budget: int, reason: FallbackReason | None = None, opening: bool = False) -> Plan:
-        self._reason = reason
+        self._stretch = Plan(0, plain_budget, reason)
         return Plan(0, plain_budget, None if opening else reason)
 
     def _choose(self, limit: int, *, ready: bool) -> Choice:
