@@ -7,13 +7,14 @@ import typer
 from gateway.server import start
 from gateway.settings import GatewaySettings
 from outrider.command_line import between, run_app, service_app
-from outrider.process import LogLevel, LogLevelFlag, StopWithStdinFlag, run_service
+from outrider.process import DrainFlag, LogLevel, LogLevelFlag, StopWithStdinFlag, run_service
+from outrider.rpc import DRAIN_S
 
 Target = Annotated[
     str, typer.Option(envvar="OUTRIDER_TARGET", help="HOST:PORT of the target; several with commas, the best first.")
 ]
 Tokenizer = Annotated[str, typer.Option(envvar="OUTRIDER_TOKENIZER", help="Folder or hub id of the target's model.")]
-Draft = Annotated[str, typer.Option(envvar="OUTRIDER_DRAFT", help="The same for the draft; empty for none.")]
+Draft = Annotated[str, typer.Option(envvar="OUTRIDER_DRAFT", help="HOST:PORT of the draft, or several; empty for none.")]
 Listen = Annotated[str, typer.Option(envvar="OUTRIDER_LISTEN", help="HOST:PORT; port 0 takes a free one.")]
 MaxRequests = Annotated[
     int,
@@ -33,11 +34,11 @@ DraftWait = Annotated[
         callback=between(0), envvar="OUTRIDER_DRAFT_WAIT_SECONDS", help="How long to wait for the draft at start."
     ),
 ]
-Stall = Annotated[
+TargetStall = Annotated[
     float,
     typer.Option(
         callback=between(0.1),
-        envvar="OUTRIDER_STALL_SECONDS",
+        envvar="OUTRIDER_TARGET_STALL_SECONDS",
         help="How long a target's device may finish nothing before the target counts as hung.",
     ),
 ]
@@ -70,9 +71,10 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter for each flag
     max_requests: MaxRequests = 256,
     target_wait_seconds: TargetWait = 300.0,
     draft_wait_seconds: DraftWait = 5.0,
-    stall_seconds: Stall = 30.0,
+    target_stall_seconds: TargetStall = 30.0,
     rebuild_budget_seconds: RebuildBudget = 30.0,
     client_stall_seconds: ClientStall = 30.0,
+    drain_seconds: DrainFlag = DRAIN_S,
     log_level: LogLevelFlag = LogLevel.INFO,
     stop_with_stdin: StopWithStdinFlag = False,
 ) -> None:
@@ -85,11 +87,17 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter for each flag
         max_requests=max_requests,
         target_wait_s=target_wait_seconds,
         draft_wait_s=draft_wait_seconds,
-        stall_s=stall_seconds,
+        stall_s=target_stall_seconds,
         rebuild_budget_s=rebuild_budget_seconds,
         client_stall_s=client_stall_seconds,
     )
-    run_service("gateway", lambda: start(settings), log_level=log_level.value, stop_with_stdin=stop_with_stdin)
+    run_service(
+        "gateway",
+        lambda: start(settings),
+        log_level=log_level.value,
+        stop_with_stdin=stop_with_stdin,
+        drain_s=drain_seconds,
+    )
 
 
 if __name__ == "__main__":
