@@ -28,7 +28,7 @@ async def start_with(model: LoadedModel, settings: ModelServiceSettings) -> Runn
     """Serves a model that is loaded already; the settings' model is not looked at."""
     table = SessionTable[DraftSession](settings.lease_s)
     drafter = ModelDrafter(model.runner, table.with_room)
-    worker = DeviceWorker[DraftTask](drafter.advance, device_setup(settings), "draft device")
+    worker = DeviceWorker[DraftTask](drafter.advance, device_setup(model), "draft device")
     sessions = DraftSessions(model.runner, table, worker.submit)
     facts = describe("draft", model, drafters=DRAFTERS)
     services = {**draft_service(facts, sessions, worker), **model_service(facts, sessions, worker)}

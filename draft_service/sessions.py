@@ -4,20 +4,18 @@ Everything here runs on the device thread, between two steps, so that no session
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from draft_service.drafters.model_drafter import DraftTask
 from outrider.compute_times import ComputeTimes, Meter
-from outrider.engine.decoding import reopen
 from outrider.engine.runner import ModelRunner
-from outrider.engine.session import Session
 from outrider.engine.tree import EMPTY, TokenTree
 from outrider.errors import OutriderError
-from outrider.fencing import Fence, Known, Standing, judge, judge_open, judge_rollback
-from outrider.least_epochs import LeastEpochs
+from outrider.fencing import Fence, Known, Standing, judge
 from outrider.model_servicer import RolledBack, ServiceCounts
 from outrider.parameters import SessionSpec
+from outrider.session_book import SessionBook, SessionRecord
 from outrider.sessions import SessionTable
 
 
@@ -44,20 +42,17 @@ class Wanted:
 
 
 @dataclass(slots=True, eq=False)
-class DraftSession:
+class DraftSession(SessionRecord[Answer, DraftTask]):
     """A session as the draft keeps it. Behind the committed tokens its `session` may hold guesses, as a cache."""
 
-    spec: SessionSpec
-    epoch: int
-    session: Session
-    owner: object
-    reply: Reply
-    committed_len: int
+    committed_len: int = field(init=False)
     asked_len: int = 0
     """base_len of the last request of this epoch, 0 before the first."""
-    task: DraftTask | None = None
     answer: Answer | None = None
     """The answer to the last request of this epoch, None while it is under way."""
+
+    def __post_init__(self) -> None:
+        self.committed_len = len(self.session)
 
     @property
     def known(self) -> Known:
@@ -71,22 +66,10 @@ class DraftSession:
 
     def rewind(self, epoch: int, length: int) -> bool:
         """Begins an epoch at a length, at most the committed one; tells whether a job was stopped."""
-        stopped = self.stop_job()
+        was_stopped = self.stop_job()
         self.session.truncate(length)
         self.epoch, self.committed_len, self.asked_len, self.answer = epoch, length, 0, None
-        return stopped
-
-    def stop_job(self) -> bool:
-        """Stops the running job; see Held."""
-        task, self.task = self.task, None
-        if task is not None:
-            task.stopped = True
-        return task is not None
-
-    def free(self) -> None:
-        """Stops the job and gives back the blocks."""
-        self.stop_job()
-        self.session.free()
+        return was_stopped
 
 
 class DraftSessions:
@@ -97,20 +80,17 @@ class DraftSessions:
     ) -> None:
         """`submit` hands a task to the device worker that advances it."""
         self.table = table
-        self._runner = runner
+        self._context_len = runner.context_len
         self._submit = submit
-        self._least_epochs = LeastEpochs()
-        self._stopped_jobs = 0
+        self._book = SessionBook(runner, table, DraftSession)
 
     def open(self, fence: Fence, spec: SessionSpec, wanted: Wanted, owner: object, reply: Reply) -> None:
         """Opens a session, or opens it again with a newer epoch, and asks for guesses."""
-        held = self.table.get(fence.session_id)
-        standing = judge_open(fence, held.known if held else None, self._least_epochs.get(fence.session_id))
+        standing, held = self._book.judge_open(fence)
         if standing is Standing.CURRENT:
-            self._draft(self._opened(held, fence, spec, owner, reply), fence, wanted)
+            self._draft(self._book.open(fence, spec, owner, reply), fence, wanted)
         elif standing is Standing.REPEAT and held is not None:
-            self.table.attach(fence.session_id)
-            held.owner, held.reply = owner, reply
+            self._book.take_up(fence, held, owner, reply)
             self._repeat(held, fence, wanted)
 
     def advance(self, fence: Fence, token_ids: tuple[int, ...], wanted: Wanted, owner: object, reply: Reply) -> None:
@@ -125,7 +105,7 @@ class DraftSessions:
             self._repeat(held, fence, wanted)
         elif standing is not Standing.STALE:
             if standing is Standing.REWIND:
-                self._stopped_jobs += held.rewind(fence.epoch, fence.base_len - len(token_ids))
+                self._book.rewind(held, fence.epoch, fence.base_len - len(token_ids))
             elif held.task is not None:
                 # The gateway has moved on; the request that it overtakes is answered with what there is.
                 held.task.finish()
@@ -134,37 +114,11 @@ class DraftSessions:
 
     def rollback(self, fence: Fence) -> RolledBack:
         """Truncates a session and begins a new epoch; without an effect unless the epoch is newer."""
-        held = self.table.get(fence.session_id)
-        if held is None:
-            self._least_epochs.remember(fence.session_id, fence.epoch)
-            return RolledBack(Fence(fence.session_id, fence.epoch, 0), 0, job_stopped=False)
-        stopped = False
-        if judge_rollback(fence, held.known) is Standing.CURRENT:
-            stopped = held.rewind(fence.epoch, min(fence.base_len, held.committed_len))
-            self._stopped_jobs += stopped
-        now = Fence(fence.session_id, held.epoch, held.committed_len)
-        return RolledBack(now, held.cached_len, stopped)
+        return self._book.rollback(fence)
 
     def counts(self) -> ServiceCounts:
         """Numbers for an observer; see outrider.model_servicer.Sessions."""
-        return ServiceCounts(self._runner.pool.num_free, len(self.table), self.table.num_leased, self._stopped_jobs)
-
-    def _opened(
-        self, held: DraftSession | None, fence: Fence, spec: SessionSpec, owner: object, reply: Reply
-    ) -> DraftSession:
-        """A session of the spec's tokens; a newer epoch starts over, with what is cached of them."""
-        if held is None:
-            session = reopen(self._runner, None, spec.token_ids, spec.prompt_len)
-            held = DraftSession(spec, fence.epoch, session, owner, reply, fence.base_len)
-            self.table.add(fence.session_id, held)
-            self._least_epochs.forget(fence.session_id)
-            return held
-        self._stopped_jobs += held.stop_job()
-        held.session = reopen(self._runner, held.session, spec.token_ids, spec.prompt_len)
-        held.spec, held.owner, held.reply = spec, owner, reply
-        held.rewind(fence.epoch, fence.base_len)
-        self.table.attach(fence.session_id)
-        return held
+        return self._book.counts()
 
     def _repeat(self, held: DraftSession, fence: Fence, wanted: Wanted) -> None:
         """Sends the last answer once more; one that is under way comes anyway, and one that was stopped begins anew."""
@@ -179,14 +133,14 @@ class DraftSessions:
         held.committed_len = held.asked_len = fence.base_len
         held.answer = None
         # The last token of a request is the target's alone, and no guess may lie past the draft's context.
-        room = min(held.spec.max_len - 1, self._runner.context_len) - fence.base_len
+        room = min(held.spec.max_len - 1, self._context_len) - fence.base_len
         held.task = DraftTask(
             session=held.session,
             spec=held.spec,
             draft_count=max(0, min(wanted.draft_count, room)),
             meter=Meter(wanted.arrived_ns),
             on_done=partial(self._on_done, fence, held),
-            on_failure=partial(self._on_failure, fence.session_id, held),
+            on_failure=partial(self._book.fail, fence.session_id, held),
         )
         self._submit(held.task)
 
@@ -195,9 +149,3 @@ class DraftSessions:
         proposal = TokenTree.chain(task.guesses) if task.guesses else EMPTY
         held.answer = Answer(fence, proposal, held.committed_len, held.cached_len, task.meter.times())
         held.reply(held.answer)
-
-    def _on_failure(self, session_id: bytes, held: DraftSession, error: OutriderError) -> None:
-        # A session that failed for want of room must not keep what it has.
-        held.task = None
-        self.table.drop(session_id)
-        held.reply(error)

@@ -32,6 +32,17 @@ def between(least: float, most: float = math.inf) -> Callable[[typer.CallbackPar
     return check
 
 
+def above(least: float) -> Callable[[typer.CallbackParam, Number], Number]:
+    """A callback of an option that raises InvalidRequest unless the value is more than `least` and finite."""
+
+    def check(param: typer.CallbackParam, value: Number) -> Number:
+        if value is not None and not least < value < math.inf:
+            raise InvalidRequest(param.opts[0], value, f"more than {least}, and finite")
+        return value
+
+    return check
+
+
 def refuse_together(option: str, value: object, others: Mapping[str, object]) -> None:
     """Raises InvalidRequest when an option is given with one that has no effect beside it; None means not given."""
     other = next((name for name, given in others.items() if given is not None), None)

@@ -5,27 +5,28 @@ Loading happens off the loop; from then on only the device thread touches the mo
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import grpc
 import structlog
 import torch
 
 from outrider import rpc
+from outrider.engine.checkpoints import find_checkpoint
 from outrider.engine.runner import ModelRunner
-from outrider.engine.weights import resolve
 from outrider.engine.worker import DeviceWorker
+from outrider.errors import NotReady
 from outrider.model_service_flags import ModelServiceSettings
 from outrider.model_servicer import ServiceFacts
+from outrider.process import exit_now
 from outrider.sessions import SessionTable
 from outrider.vocabulary import Vocabulary
+from outrider.watchdog import Watchdog
 
 log = structlog.get_logger()
-
-Services = Mapping[str, Callable[[grpc.aio.Server], None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +47,24 @@ class RunningModelService:
     table: SessionTable[Any]
     runner: ModelRunner
     facts: ServiceFacts
+    watching: asyncio.Task[None]
 
     async def stop(self, grace_s: float = rpc.DRAIN_S) -> None:
-        """Takes no new sessions, gives running ones grace_s to end, frees what is left, and ends the device thread."""
+        """Takes no new sessions, gives running ones grace_s to end, frees what is left, and ends the device thread.
+
+        Idempotent; a second call may shorten the grace of the first.
+        """
         await self.server.stop(grace_s)
-        await self.worker.call(self.table.clear)
+        # Where another call has ended the device, it has freed everything before.
+        with suppress(NotReady):
+            await self.worker.call(self.table.clear)
         await self.worker.close()
+        self.watching.cancel()
 
 
 def load_model(settings: ModelServiceSettings) -> LoadedModel:
     """Loads what the settings name; takes seconds, and raises ModelRefused and InvalidRequest."""
-    folder = resolve(settings.model)
-    vocabulary = Vocabulary.read(folder)
+    vocabulary = Vocabulary.read(find_checkpoint(settings.model).folder)
     runner = ModelRunner.load(
         settings.model,
         device=settings.device,
@@ -80,7 +87,7 @@ def describe(
 ) -> ServiceFacts:
     """The facts of a service; every call names another incarnation."""
     runner, identity = model.runner, model.runner.identity
-    weights = _weights(runner.model)
+    weights = runner.model.weights
     return ServiceFacts(
         role=role,
         instance_id=secrets.randbits(64),
@@ -103,9 +110,9 @@ def describe(
     )
 
 
-def device_setup(settings: ModelServiceSettings) -> Callable[[], None]:
+def device_setup(model: LoadedModel) -> Callable[[], None]:
     """What a device thread does first: torch keeps its number of threads for each thread that calls it."""
-    return partial(torch.set_num_threads, settings.threads)
+    return partial(torch.set_num_threads, model.runner.torch_threads)
 
 
 async def serve_model(
@@ -114,7 +121,7 @@ async def serve_model(
     facts: ServiceFacts,
     worker: DeviceWorker[Any],
     table: SessionTable[Any],
-    services: Services,
+    services: rpc.Services,
 ) -> RunningModelService:
     """Serves on the settings' address; raises AddressTaken, and then ends the device thread."""
     try:
@@ -122,21 +129,6 @@ async def serve_model(
     except BaseException:
         await worker.close()
         raise
-    return RunningModelService(server.address, server, worker, table, model.runner, facts)
-
-
-def _weights(part: object) -> list[torch.Tensor]:
-    """The weights of a model, tied ones once; the rotary tables are none."""
-    model: dict[str, object] = {name: value for name, value in vars(part).items() if name not in {"cos", "sin"}}
-    return list({id(tensor): tensor for value in model.values() for tensor in _tensors(value)}.values())
-
-
-def _tensors(part: object) -> list[torch.Tensor]:
-    """The tensors in a value, in the fields of a dataclass and in the items of a list."""
-    if isinstance(part, torch.Tensor):
-        return [part]
-    if isinstance(part, list):
-        return [tensor for item in part for tensor in _tensors(item)]
-    if is_dataclass(part):
-        return [tensor for each in fields(part) for tensor in _tensors(getattr(part, each.name))]
-    return []
+    watchdog = Watchdog(lambda: worker.stalled_us, settings.stall_s, server.say_not_serving, exit_now)
+    watching = asyncio.create_task(watchdog.watch())
+    return RunningModelService(server.address, server, worker, table, model.runner, facts, watching)

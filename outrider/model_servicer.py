@@ -10,18 +10,19 @@ from typing import Any, Protocol, TypeVar
 
 import grpc
 
-from outrider import wire
+from outrider import rpc, wire
+from outrider.errors import Overloaded
 from outrider.fencing import Fence
 from outrider.v1 import model_service_pb2 as pb
 from outrider.v1.model_service_pb2_grpc import ModelServiceServicer, add_ModelServiceServicer_to_server
 
 PROTOCOL_VERSION = 1
 MAX_DRAFT_COUNT = 32
+MAX_WAITING_JOBS = 4096
 
 ROLES = {"draft": pb.SERVICE_ROLE_DRAFT, "target": pb.SERVICE_ROLE_TARGET}
 
 T = TypeVar("T")
-Add = Callable[[grpc.aio.Server], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +51,15 @@ class ServiceFacts:
 
 @dataclass(frozen=True, slots=True)
 class ServiceCounts:
-    """What changes: free blocks, sessions, leased sessions, and jobs that a newer epoch has stopped."""
+    """What changes; the fields of GetModelInfoResponse that tell the state of the sessions and their cache."""
 
     free_blocks: int
     sessions: int
     leased_sessions: int
     stopped_jobs: int
+    preemptions: int
+    evicted_sessions: int
+    expired_leases: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,16 @@ class Sessions(Protocol):
 
 class Device(Protocol):
     """The device thread."""
+
+    @property
+    def stalled_us(self) -> int:
+        """Microseconds for which it has had work and finished no piece of it."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Jobs that wait for it."""
+        ...
 
     def call(self, fn: Callable[[], T]) -> Awaitable[T]:
         """Runs `fn` between two forwards."""
@@ -125,6 +139,10 @@ class ModelServicer(ModelServiceServicer):
             stopped_job_count=counts.stopped_jobs,
             weight_bytes=facts.weight_bytes,
             drafters=facts.drafters,
+            stalled_us=self._device.stalled_us,
+            preemption_count=counts.preemptions,
+            evicted_session_count=counts.evicted_sessions,
+            expired_lease_count=counts.expired_leases,
         )
 
     async def Rollback(  # noqa: N802 - the name is the protocol's
@@ -132,16 +150,22 @@ class ModelServicer(ModelServiceServicer):
     ) -> pb.RollbackResponse:
         """Takes a session back to a length."""
         fence = wire.fence_from(request.fence, self._facts.context_len)
-        rolled = await self._device.call(partial(self._sessions.rollback, fence))
+        rolled = await self._roll_back(fence)
         return pb.RollbackResponse(
             fence=wire.fence_message(rolled.fence, self._facts.instance_id),
             cached_len=rolled.cached_len,
             job_stopped=rolled.job_stopped,
         )
 
+    async def _roll_back(self, fence: Fence) -> RolledBack:
+        """Raises Overloaded when much waits for the device: unlike a message, a call has no stream to bound it."""
+        num_waiting = self._device.num_waiting
+        if num_waiting >= MAX_WAITING_JOBS:
+            raise Overloaded(f"{num_waiting} jobs wait for the device already", limit=MAX_WAITING_JOBS)
+        return await self._device.call(partial(self._sessions.rollback, fence))
 
-def model_service(facts: ServiceFacts, sessions: Sessions, device: Device) -> dict[str, Add]:
-    """The service for `outrider.rpc.serve`: its full name, and what adds it to a server."""
+
+def model_service(facts: ServiceFacts, sessions: Sessions, device: Device) -> rpc.Services:
+    """The service for `outrider.rpc.serve`."""
     servicer = ModelServicer(facts, sessions, device)
-    name = pb.DESCRIPTOR.services_by_name["ModelService"].full_name
-    return {name: lambda server: add_ModelServiceServicer_to_server(servicer, server)}
+    return rpc.service(pb.DESCRIPTOR, "ModelService", partial(add_ModelServiceServicer_to_server, servicer))

@@ -18,10 +18,14 @@ import structlog
 import typer
 
 from outrider import logs
+from outrider.command_line import between
 from outrider.errors import OutriderError
 from outrider.rpc import DRAIN_S
 
 log = structlog.get_logger()
+
+
+MAX_DRAIN_S = 86_400.0
 
 
 class LogLevel(StrEnum):
@@ -44,6 +48,17 @@ StopWithStdinFlag = Annotated[
 ]
 
 
+DrainFlag = Annotated[
+    float,
+    typer.Option(
+        "--drain-seconds",
+        callback=between(0, MAX_DRAIN_S),
+        envvar="OUTRIDER_DRAIN_SECONDS",
+        help="How long what is under way may take to end after the first SIGTERM.",
+    ),
+]
+
+
 class Service(Protocol):
     """What runs until it is stopped."""
 
@@ -58,16 +73,21 @@ class Service(Protocol):
 
 
 def run_service(
-    name: str, start: Callable[[], Awaitable[Service]], *, log_level: str = "info", stop_with_stdin: bool = False
+    name: str,
+    start: Callable[[], Awaitable[Service]],
+    *,
+    log_level: str = "info",
+    stop_with_stdin: bool = False,
+    drain_s: float = DRAIN_S,
 ) -> NoReturn:
-    """Runs a service until it is told to stop, and exits with 0.
+    """Runs a service until it is told to stop, drains it for at most drain_s seconds, and exits with 0.
 
     An OutriderError that keeps it from starting is the last line on stderr, one sentence for the operator, and names
     the exit code.
     """
     logs.configure(log_level)
     try:
-        asyncio.run(_run(name, start, stop_with_stdin))
+        asyncio.run(_run(name, start, stop_with_stdin, drain_s))
     except OutriderError as error:
         sys.stderr.write(f"{error.message}\n")
         sys.exit(error.exit_code)
@@ -78,7 +98,14 @@ def run_service(
     sys.exit(0)
 
 
-async def _run(name: str, start: Callable[[], Awaitable[Service]], stop_with_stdin: bool) -> None:
+def exit_now(code: int) -> NoReturn:
+    """Ends the process without waiting for its threads."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+async def _run(name: str, start: Callable[[], Awaitable[Service]], stop_with_stdin: bool, drain_s: float) -> None:
     stop = _StopRequest()
     stop.listen(with_stdin=stop_with_stdin)
     starting = asyncio.ensure_future(start())
@@ -86,12 +113,12 @@ async def _run(name: str, start: Callable[[], Awaitable[Service]], stop_with_std
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
         # A thread that loads a model cannot be interrupted, and there is nothing to drain yet.
-        _exit_now(0)
+        exit_now(0)
     service = await starting
     _announce(name, service.address)
     await stopping
     log.info("draining", service=name, reason=stop.reason)
-    await service.stop(DRAIN_S)
+    await service.stop(drain_s)
     log.info("stopped", service=name)
 
 
@@ -100,13 +127,6 @@ def _announce(name: str, address: str) -> None:
     sys.stdout.write(json.dumps(event) + "\n")
     sys.stdout.flush()
     log.info("listening", service=name, address=address)
-
-
-def _exit_now(code: int) -> NoReturn:
-    """Ends the process without waiting for its threads."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 class _StopRequest:
@@ -127,7 +147,7 @@ class _StopRequest:
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self.requested.is_set():
-            _exit_now(128 + number)
+            exit_now(128 + number)
         self._request(number.name)
 
     def _request(self, reason: str) -> None:

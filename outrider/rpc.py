@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
+from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -19,6 +20,7 @@ from outrider.rpc_guard import Guard, rpc_errors
 __all__ = [
     "AddressTaken",
     "RunningServer",
+    "Services",
     "channel_options",
     "error_from",
     "open_channel",
@@ -26,6 +28,7 @@ __all__ = [
     "said_by_peer",
     "serve",
     "server_options",
+    "service",
     "status_of",
 ]
 
@@ -36,6 +39,8 @@ PING_TIMEOUT_MS = 5_000
 DRAIN_S = 30.0
 
 Options = Sequence[tuple[str, int]]
+Services = Mapping[str, Callable[[grpc.aio.Server], None]]
+"""Full names of services, and what adds each to a server."""
 
 
 class AddressTaken(OutriderError):
@@ -68,7 +73,7 @@ def server_options() -> Options:
         ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
         ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -88,14 +93,23 @@ class RunningServer:
     server: grpc.aio.Server
     health: health.aio.HealthServicer
 
+    async def say_not_serving(self) -> None:
+        """Health says NOT_SERVING under every name, from now on; calls are taken as before."""
+        await self.health.enter_graceful_shutdown()
+
     async def stop(self, grace_s: float = DRAIN_S) -> None:
         """Says NOT_SERVING, takes no new calls, and cancels those that are not done after `grace_s`."""
-        await self.health.enter_graceful_shutdown()
+        await self.say_not_serving()
         await self.server.stop(grace_s)
 
 
-async def serve(listen: str, services: Mapping[str, Callable[[grpc.aio.Server], None]]) -> RunningServer:
-    """Starts a server of the given services (full names, and what adds each) with health and reflection.
+def service(file: FileDescriptor, name: str, add: Callable[[grpc.aio.Server], None]) -> Services:
+    """One service for `serve`, by its name in a protocol file."""
+    return {file.services_by_name[name].full_name: add}
+
+
+async def serve(listen: str, services: Services) -> RunningServer:
+    """Starts a server of the given services with health and reflection.
 
     `listen` is HOST:PORT, and port 0 takes a free one. Raises AddressTaken and InvalidRequest.
     """

@@ -22,6 +22,8 @@ BARE_STATUSES: dict[grpc.StatusCode, type[OutriderError]] = {
     grpc.StatusCode.UNAVAILABLE: PeerLost,
     grpc.StatusCode.CANCELLED: PeerLost,
     grpc.StatusCode.DEADLINE_EXCEEDED: PeerLost,
+    # Also what a write into a stream gets that the other side has just ended.
+    grpc.StatusCode.INTERNAL: PeerLost,
     grpc.StatusCode.UNIMPLEMENTED: ProtocolViolation,
 }
 # gRPC's own text for a message over the limit, on either side; no other field of its status tells this.

@@ -17,6 +17,7 @@ from outrider.errors import OutriderError
 # Longer than a service takes to drain: it ends by itself, killed is only what hangs.
 STOP_GRACE_S = 35.0
 READ_BYTES = 1 << 16
+MAX_LINE_BYTES = 1 << 20
 # gRPC's core writes lines of its own to stderr, for instance about a taken port; a child's last line is its sentence.
 CHILD_DEFAULTS = {"GRPC_VERBOSITY": "NONE"}
 
@@ -47,12 +48,15 @@ class Launch:
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """Lines of any length: StreamReader.readline refuses long ones, and a log line may be long."""
+    """Lines, and pieces of those that are too long to be held; StreamReader.readline would refuse these."""
     rest = b""
     while chunk := await stream.read(READ_BYTES):
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
             yield line.decode(errors="replace").rstrip("\r")
+        if len(rest) >= MAX_LINE_BYTES:
+            yield rest.decode(errors="replace")
+            rest = b""
     if rest:
         yield rest.decode(errors="replace")
 

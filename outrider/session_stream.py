@@ -6,13 +6,18 @@ looks like one that has ended its stream, so nothing may depend on which it was.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from outrider.errors import InvalidRequest, NotReady
+from outrider.errors import InvalidRequest, NotReady, Overloaded
 from outrider.fencing import Fence
+
+# Eight windows of unasked verdicts: a client that asks for all of them again a few times is still heard.
+MAX_UNSENT_ANSWERS = 2048
+MAX_UNFINISHED_JOBS = 16
 
 AnswerT = TypeVar("AnswerT")
 RequestT = TypeVar("RequestT")
@@ -21,6 +26,10 @@ T = TypeVar("T")
 
 class Device(Protocol):
     """The device thread."""
+
+    def post(self, job: Callable[[], None]) -> None:
+        """Runs a job between two forwards; nobody is told when."""
+        ...
 
     def call(self, fn: Callable[[], T]) -> Awaitable[T]:
         """Runs `fn` between two forwards; it is queued at once, whether anybody awaits it or not."""
@@ -32,8 +41,8 @@ class Leases(Protocol):
 
     lease_s: float
 
-    def leave(self, session_id: bytes, owner: object) -> bool:
-        """Begins a lease, if the session is there and the owner's."""
+    def leave(self, session_id: bytes, owner: object, lease_s: float) -> bool:
+        """Begins a lease of lease_s seconds, if the session is there and the owner's."""
         ...
 
     def sweep(self) -> int:
@@ -41,55 +50,91 @@ class Leases(Protocol):
         ...
 
 
+def _for_ever() -> None:
+    """No deadline."""
+
+
 class Outbox(Generic[AnswerT]):
-    """Answers on their way to one stream, in order; filled from any thread, emptied on the loop that made it."""
+    """Answers on their way to one stream, in order; filled from any thread, emptied on the loop that made it.
 
-    def __init__(self) -> None:
+    A client that leaves more than `most` of them unread is given up: `overflow` has the error then.
+    """
+
+    def __init__(self, most: int = MAX_UNSENT_ANSWERS) -> None:
         self._loop = asyncio.get_running_loop()
-        self._items: asyncio.Queue[AnswerT | Exception | None] = asyncio.Queue()
+        self._most = most
+        self._items: deque[AnswerT | Exception | None] = deque()
+        self._is_waking = False
+        self._wanted: asyncio.Future[None] | None = None
+        self.overflow: asyncio.Future[Overloaded] = self._loop.create_future()
 
-    def put(self, answer: AnswerT | Exception) -> None:
-        """Adds an answer, or the error that ends the stream."""
-        self._add(answer)
+    def put(self, answer: AnswerT | Exception | None) -> None:
+        """Adds an answer, the error that ends the stream, or None for its end behind the answers so far."""
+        if len(self._items) <= self._most:
+            self._items.append(answer)
+        # One wake serves all that is put before the loop gets to it. A loop that has been closed has no streams left.
+        if not self._is_waking and not self._loop.is_closed():
+            self._is_waking = True
+            self._loop.call_soon_threadsafe(self._wake)
 
-    def end(self) -> None:
-        """Ends the stream behind the answers so far."""
-        self._add(None)
+    async def get(self) -> AnswerT | None:
+        """The next answer, None at the end; raises the error that ends the stream."""
+        while not self._items:
+            self._wanted = self._loop.create_future()
+            await self._wanted
+        item = self._items.popleft()
+        if isinstance(item, Exception):
+            raise item
+        return item
 
-    async def answers(self) -> AsyncIterator[AnswerT]:
-        """Yields answers until the end; raises the error that ends the stream."""
-        while (item := await self._items.get()) is not None:
-            if isinstance(item, Exception):
-                raise item
-            yield item
-
-    def _add(self, item: AnswerT | Exception | None) -> None:
-        # A loop that has been closed has no streams left.
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+    def _wake(self) -> None:
+        # Before the looking, so that whatever is put from now on wakes again.
+        self._is_waking = False
+        if len(self._items) > self._most and not self.overflow.done():
+            message = f"the client has left {self._most} answers of this stream unread"
+            self.overflow.set_result(Overloaded(message, limit=self._most))
+        if self._wanted is not None and not self._wanted.done():
+            self._wanted.set_result(None)
 
 
 class SessionStream(Generic[RequestT, AnswerT]):
     """A stream and the one session that it carries; owns the session until another stream opens it again."""
 
-    def __init__(self, device: Device, leases: Leases) -> None:
+    def __init__(self, device: Device, leases: Leases, time_left_s: Callable[[], float | None] = _for_ever) -> None:
+        """`time_left_s` tells what is left of the client's deadline; None for no end."""
         self.outbox = Outbox[AnswerT]()
         self._device = device
         self._leases = leases
+        self._time_left_s = time_left_s
         self._session_id: bytes | None = None
+        self._num_jobs = 0
+        self._has_failed = False
 
-    def admit(self, fence: Fence, action: str | None, *, is_open: bool) -> None:
+    def admit(self, fence: Fence, action: str | None) -> str:
         """Checks what the protocol asks of any request: an action, an open first, and one session a stream.
 
-        Raises InvalidRequest.
+        Returns the action; raises InvalidRequest.
         """
         if action is None:
             raise InvalidRequest("action", "absent", "set")
-        if self._session_id is None and not is_open:
+        if self._session_id is None and action != "open":
             raise InvalidRequest("action", action, "open in the first message of a stream")
         if self._session_id not in {None, fence.session_id}:
             raise InvalidRequest("fence.session_id", fence.session_id.hex(), "that of the stream's first message")
         self._session_id = fence.session_id
+        return action
+
+    async def hand_over(self, job: Callable[[], None]) -> None:
+        """Queues a job for the device, behind the earlier ones; what it raises ends the stream.
+
+        Nobody is woken at its end, because the answer is what its client waits for; but every 16th is waited for, so
+        that a client cannot fill the device's queue.
+        """
+        self._num_jobs += 1
+        if self._num_jobs % MAX_UNFINISHED_JOBS:
+            self._device.post(partial(self._run, job))
+        else:
+            await self._device.call(partial(self._run, job))
 
     async def carry(
         self,
@@ -99,41 +144,74 @@ class SessionStream(Generic[RequestT, AnswerT]):
     ) -> None:
         """Hands requests to `handle` until it returns False, and writes the outbox, until the stream ends.
 
-        Raises what `handle` raised and what the outbox was given. Afterwards the session, unless it was closed, is on a
-        lease and has no job.
+        Raises what `handle` raised and what the outbox was given, and Overloaded about a client that does not read.
+        Afterwards the session, unless it was closed, is on a lease and has no job.
         """
         reader = asyncio.create_task(self._read(requests, handle))
+        writer = asyncio.create_task(self._write(write))
+        overflow = self.outbox.overflow
         try:
-            async for answer in self.outbox.answers():
-                await write(answer)
+            ends: set[asyncio.Future[None] | asyncio.Future[Overloaded]] = {writer, overflow}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if overflow.done():
+                raise overflow.result()
+            writer.result()
         finally:
             # Once cancelled, the reader queues no more jobs, so the lease begins behind its last one.
             reader.cancel()
-            leaving = asyncio.ensure_future(self._leave(self._queue_leave()))
-            await asyncio.wait({reader, leaving})
+            writer.cancel()
+            lease_s = self._lease_s()
+            leaving = asyncio.ensure_future(self._leave(self._queue_leave(lease_s), lease_s))
+            await asyncio.wait({reader, writer, leaving})
+
+    def _run(self, job: Callable[[], None]) -> None:
+        """On the device thread; behind a failure nothing of the stream has an effect."""
+        if self._has_failed:
+            return
+        try:
+            job()
+        except Exception as error:  # noqa: BLE001 - it is raised where the answers are written, behind earlier ones
+            self._has_failed = True
+            self.outbox.put(error)
+
+    async def _write(self, write: Callable[[AnswerT], Awaitable[None]]) -> None:
+        while (answer := await self.outbox.get()) is not None:
+            await write(answer)
 
     async def _read(self, requests: AsyncIterator[RequestT], handle: Callable[[RequestT], Awaitable[bool]]) -> None:
+        end: Exception | None = None
         try:
             async for request in requests:
                 if not await handle(request):
                     break
         except Exception as error:  # noqa: BLE001 - it is raised where the answers are written, behind earlier ones
-            self.outbox.put(error)
-        else:
-            self.outbox.end()
+            end = error
+        # What the jobs so far answer or raise at once goes before the end. A service that has stopped runs none.
+        with suppress(NotReady):
+            await self._device.call(_nothing)
+        self.outbox.put(end)
 
-    def _queue_leave(self) -> Awaitable[bool] | None:
+    def _lease_s(self) -> float:
+        """No lease outlasts the client's deadline, because nobody comes back after that."""
+        left_s = self._time_left_s()
+        return self._leases.lease_s if left_s is None else min(left_s, self._leases.lease_s)
+
+    def _queue_leave(self, lease_s: float) -> Awaitable[bool] | None:
         """Queues the lease at once, because a handler may be cancelled a second time."""
         # A service that has stopped has freed everything.
         with suppress(NotReady):
-            return self._device.call(partial(self._leases.leave, self._session_id or b"", self))
+            return self._device.call(partial(self._leases.leave, self._session_id or b"", self, lease_s))
         return None
 
-    async def _leave(self, leaving: Awaitable[bool] | None) -> None:
+    async def _leave(self, leaving: Awaitable[bool] | None, lease_s: float) -> None:
         if leaving is not None and await leaving:
-            asyncio.get_running_loop().call_later(self._leases.lease_s, self._sweep)
+            asyncio.get_running_loop().call_later(lease_s, self._sweep)
 
     def _sweep(self) -> None:
         """Ends the lease when its time has come; the device thread decides whether it has."""
         with suppress(NotReady):
             self._device.call(self._leases.sweep)
+
+
+def _nothing() -> None:
+    """A job whose end tells that those before it have ended."""

@@ -1,6 +1,7 @@
 """Keeps a set of services running: starts them, restarts what dies on the same port, stops them in reverse order.
 
-Knows nothing about models or the terminal. The one decision, how long to wait before a restart, is a pure function.
+Knows nothing about models or the terminal. What to do about a death, how long to wait before a restart or to give up,
+is decided by pure functions.
 """
 
 import asyncio
@@ -11,6 +12,9 @@ from types import TracebackType
 from typing import Self
 
 from outrider.service_process import Launch, ServiceFailed, ServiceProcess, ending
+
+# Wrong usage and bad configuration, of sysexits.h: only the operator can change what a restart would find again.
+HOPELESS_CODES = frozenset({64, 78})
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,11 @@ class RestartPolicy:
         if previous_s is None or ran_s >= self.healthy_s:
             return self.first_s
         return min(2 * previous_s, self.longest_s)
+
+    @staticmethod
+    def may_retry(code: int) -> bool:
+        """Whether a service whose restart ended with this exit code is tried once more."""
+        return code not in HOPELESS_CODES
 
 
 @dataclass(slots=True)
@@ -80,10 +89,16 @@ class Supervisor:
         return [service.address for service in started]
 
     async def watch(self) -> None:
-        """Restarts services that end, each on its own address, until it is cancelled."""
-        async with asyncio.TaskGroup() as group:
-            for service in self._services:
-                group.create_task(self._keep_alive(service))
+        """Restarts services that end, each on its own address, until it is cancelled.
+
+        Raises ServiceFailed about the first whose restart fails for a reason that only the operator can remove.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                for service in self._services:
+                    group.create_task(self._keep_alive(service))
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
 
     async def stop(self) -> None:
         """Stops all services, the last started first: who asks goes before who answers. Cancel `watch` before."""
@@ -120,6 +135,8 @@ class Supervisor:
             try:
                 service.process = await self._spawn(service.launch, service.address)
             except ServiceFailed as error:
+                if not self._policy.may_retry(error.code):
+                    raise
                 delay_s = self._policy.delay_s(delay_s, 0.0)
                 self._report(f"{error.message} The next attempt is in {delay_s:g} s.")
             else:

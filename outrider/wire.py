@@ -37,6 +37,8 @@ class Tree(Protocol):
 
 def fence_from(message: pb.Fence, context_len: int) -> Fence:
     """The fence of a request; raises InvalidRequest."""
+    if message.instance_id:
+        raise InvalidRequest("fence.instance_id", message.instance_id, "0 in a request")
     return check_fence(Fence(message.session_id, message.epoch, message.base_len), context_len)
 
 
@@ -92,10 +94,10 @@ def spec_from(message: pb.OpenSession, base_len: int, vocabulary_size: int) -> S
         raise InvalidRequest(SESSION + "token_ids", f"{len(message.token_ids)} tokens", f"base_len {base_len} tokens")
     check_range(SESSION + "prompt_len", message.prompt_len, 1, base_len)
     check_range(SESSION + "max_len", message.max_len, base_len + 1, 2**31 - 1)
-    if len(message.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest.too_many(
-            SESSION + "stop_token_ids", len(message.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids"
-        )
+    # Before anything is made of them: a list may fill a message.
+    for name, most in (("stop_token_ids", MAX_STOP_TOKEN_IDS), ("eos_token_ids", vocabulary_size)):
+        if len(getattr(message, name)) > most:
+            raise InvalidRequest.too_many(SESSION + name, len(getattr(message, name)), most, "ids")
     sampling = _session_sampling(message, vocabulary_size)
     return SessionSpec(
         token_ids=check_token_ids(SESSION + "token_ids", message.token_ids, vocabulary_size),
@@ -165,8 +167,10 @@ def check_range(field: str, value: int, least: int, most: int) -> int:
 def check_token_ids(field: str, token_ids: Iterable[int], vocabulary_size: int) -> tuple[int, ...]:
     """Returns the ids; raises InvalidRequest about the first outside the vocabulary."""
     checked = tuple(token_ids)
-    for index, token_id in enumerate(checked):
-        check_token_id(f"{field}.{index}", token_id, vocabulary_size)
+    # Names of single tokens are made only when one is at fault: a prompt has thousands.
+    if checked and not 0 <= min(checked) <= max(checked) < vocabulary_size:
+        for index, token_id in enumerate(checked):
+            check_token_id(f"{field}.{index}", token_id, vocabulary_size)
     return checked
 
 

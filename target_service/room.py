@@ -19,6 +19,9 @@ from target_service.preemption import Holder, is_first, victims
 class Holding(Protocol):
     """A session of the table."""
 
+    last_active: int
+    """Step of the device in which a job of it was last under way."""
+
     @property
     def session(self) -> Session:
         """What holds the blocks."""
@@ -36,6 +39,13 @@ class Holdings(Protocol):
     def with_room(self, allocate: Allocate) -> None:
         """Calls `allocate`, ending leases as long as it raises CacheFull and there are some."""
 
+    def count_preemption(self) -> None:
+        """Counts a session that loses its cache."""
+
+
+# A session whose draft is guessing has no job for the time of some steps, and would come back to an empty cache.
+GRACE_STEPS = 64
+
 
 class Room:
     """Finds blocks for one session at a time."""
@@ -43,10 +53,17 @@ class Room:
     def __init__(self, runner: ModelRunner, holdings: Holdings) -> None:
         self._runner = runner
         self._holdings = holdings
+        self._step = 0
 
-    def ages(self) -> dict[Session, int]:
+    def begin_step(self) -> dict[Session, int]:
         """The place of each session in the order of the first opens. Whoever came first has to ask first."""
-        return {holding.session: age for age, holding in enumerate(self._holdings)}
+        self._step += 1
+        ages = {}
+        for age, holding in enumerate(self._holdings):
+            ages[holding.session] = age
+            if holding.task is not None:
+                holding.last_active = self._step
+        return ages
 
     def take(self, session: Session, tree: TokenTree) -> TokenTree | None:
         """Reserves what the next forward writes, and returns the tree, or EMPTY when only that fits; None means: wait.
@@ -78,11 +95,13 @@ class Room:
     def _preempt(self, session: Session) -> bool:
         """Takes the blocks of those that give way; tells whether there is room now.
 
-        Raises CacheFull when the first of the running sessions finds none, so that nobody waits for nothing.
+        Raises CacheFull when the first of the active sessions finds none, so that nobody waits for nothing.
         """
         holdings = list(self._holdings)
         asking = [holding.session for holding in holdings].index(session)
-        holders = [Holder(len(holding.session.table), holding.task is not None) for holding in holdings]
+        holders = [
+            Holder(len(holding.session.table), holding.last_active + GRACE_STEPS >= self._step) for holding in holdings
+        ]
         pool = self._runner.pool
         num_needed = -(-len(session) // pool.block_size) - len(session.table)
         chosen = victims(asking, max(num_needed - pool.num_free, 1), holders)
@@ -90,4 +109,5 @@ class Room:
             raise CacheFull(f"{pool} has no room for {len(session)} tokens, and no session holds what is missing")
         for index in chosen or ():
             holdings[index].session.free()
+            self._holdings.count_preemption()
         return chosen is not None

@@ -26,7 +26,7 @@ async def start_with(model: LoadedModel, settings: ModelServiceSettings) -> Runn
     """Serves a model that is loaded already; the settings' model is not looked at."""
     table = SessionTable[TargetSession](settings.lease_s)
     verifier = Verifier(model.runner, table)
-    worker = DeviceWorker[VerifyTask](verifier.advance, device_setup(settings), "target device")
+    worker = DeviceWorker[VerifyTask](verifier.advance, device_setup(model), "target device")
     sessions = TargetSessions(model.runner, table, worker.submit)
     facts = describe("target", model, unacknowledged_window=UNACKNOWLEDGED_WINDOW)
     services = {**target_service(facts, sessions, worker), **model_service(facts, sessions, worker)}

@@ -9,15 +9,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from outrider.compute_times import ComputeTimes, Meter
-from outrider.engine.decoding import reopen
 from outrider.engine.runner import ModelRunner
-from outrider.engine.session import Session
 from outrider.engine.tree import EMPTY, TokenTree
 from outrider.errors import InvalidRequest, OutriderError, ProtocolViolation
-from outrider.fencing import Fence, Known, Standing, judge, judge_open, judge_rollback
-from outrider.least_epochs import LeastEpochs
+from outrider.fencing import Fence, Known, Standing, judge
 from outrider.model_servicer import RolledBack, ServiceCounts
 from outrider.parameters import FinishReason, SessionSpec
+from outrider.session_book import SessionBook, SessionRecord
 from outrider.sessions import SessionTable
 from target_service.acceptance import Verdict
 from target_service.verifier import VerifyTask
@@ -49,29 +47,38 @@ class Step:
 
 
 @dataclass(slots=True, eq=False)
-class TargetSession:
+class TargetSession(SessionRecord[Answer, VerifyTask]):
     """A session as the target keeps it. Its committed length is that of its tokens."""
 
-    spec: SessionSpec
-    epoch: int
-    session: Session
-    owner: object
-    reply: Reply
-    acknowledged_len: int
+    acknowledged_len: int = field(init=False)
     asked_len: int = 0
     """base_len of the last step of this epoch, 0 before the first."""
     limit: int = 0
     """Committed length up to which the target goes on unasked."""
     finish_reason: FinishReason | None = None
-    task: VerifyTask | None = None
     verdicts: list[Answer] = field(default_factory=list)
     """The unacknowledged ones, in order."""
+    last_active: int = 0
+    """See target_service.room."""
+
+    def __post_init__(self) -> None:
+        self.acknowledged_len = len(self.session)
 
     @property
     def known(self) -> Known:
         """What decides about a message."""
         answerable = frozenset(answer.fence.base_len for answer in self.verdicts)
         return Known(self.epoch, len(self.session), answerable, least_len=len(self.session))
+
+    @property
+    def committed_len(self) -> int:
+        """All tokens that it has."""
+        return len(self.session)
+
+    @property
+    def cached_len(self) -> int:
+        """Cached tokens; the last committed one does not count, because the next forward computes it again."""
+        return min(self.session.cached_len, len(self.session) - 1)
 
     @property
     def may_go_on(self) -> bool:
@@ -89,27 +96,15 @@ class TargetSession:
         limit = base_len + 1 + plain_budget if plain_budget else base_len
         self.limit = max(limit, self.limit) if is_repeat else limit
 
-    def rewind(self, epoch: int, base_len: int) -> bool:
+    def rewind(self, epoch: int, length: int) -> bool:
         """Begins an epoch at a length, at most the committed one; tells whether a job was stopped."""
-        stopped = self.stop_job()
-        if base_len < len(self.session):
+        was_stopped = self.stop_job()
+        if length < len(self.session):
             self.finish_reason = None
-            self.session.truncate(base_len)
+            self.session.truncate(length)
         self.epoch, self.acknowledged_len, self.limit = epoch, len(self.session), 0
         self.asked_len, self.verdicts = 0, []
-        return stopped
-
-    def stop_job(self) -> bool:
-        """Stops the running job; see Held."""
-        task, self.task = self.task, None
-        if task is not None:
-            task.stopped = True
-        return task is not None
-
-    def free(self) -> None:
-        """Stops the job and gives back the blocks."""
-        self.stop_job()
-        self.session.free()
+        return was_stopped
 
 
 class TargetSessions:
@@ -120,21 +115,19 @@ class TargetSessions:
     ) -> None:
         """`submit` hands a task to the device worker that advances it."""
         self.table = table
-        self._runner = runner
         self._submit = submit
-        self._least_epochs = LeastEpochs()
-        self._stopped_jobs = 0
+        self._book = SessionBook(runner, table, TargetSession)
 
     def open(self, fence: Fence, spec: SessionSpec, step: Step, owner: object, reply: Reply) -> None:
         """Opens a session, or opens it again with a newer epoch, and takes its first step."""
-        held = self.table.get(fence.session_id)
-        standing = judge_open(fence, held.known if held else None, self._least_epochs.get(fence.session_id))
+        standing, held = self._book.judge_open(fence)
         if standing is Standing.CURRENT:
             _check_depth(step.tree, spec, fence.base_len)
-            self._take(self._opened(held, fence, spec, owner, reply), fence, step)
+            held = self._book.open(fence, spec, owner, reply)
+            held.finish_reason = None
+            self._take(held, fence, step)
         elif standing is Standing.REPEAT and held is not None:
-            self.table.attach(fence.session_id)
-            held.owner, held.reply = owner, reply
+            self._book.take_up(fence, held, owner, reply)
             _repeat(held, fence)
             self._resume(held, fence, step)
 
@@ -145,14 +138,14 @@ class TargetSessions:
         standing = judge(fence, held.known if held else None, is_owner=is_owner)
         if held is None or standing is Standing.FUTURE:
             known_len = min(len(held.session), fence.base_len - 1) if held else 0
-            reply(Answer(fence, None, known_len, _cached_len(held), ComputeTimes()))
+            reply(Answer(fence, None, known_len, held.cached_len if held else 0, ComputeTimes()))
         elif standing is Standing.REPEAT:
             held.acknowledge(fence.base_len)
             _repeat(held, fence)
         elif standing is not Standing.STALE:
             _check_depth(step.tree, held.spec, fence.base_len)
             if standing is Standing.REWIND:
-                self._stopped_jobs += held.rewind(fence.epoch, fence.base_len)
+                self._book.rewind(held, fence.epoch, fence.base_len)
             held.acknowledge(fence.base_len)
             self._take(held, fence, step)
 
@@ -164,7 +157,7 @@ class TargetSessions:
         if fence.epoch < held.epoch or fence.base_len > len(held.session):
             return
         if fence.epoch > held.epoch:
-            self._stopped_jobs += held.rewind(fence.epoch, fence.base_len)
+            self._book.rewind(held, fence.epoch, fence.base_len)
         if fence.base_len < held.acknowledged_len:
             return
         held.acknowledge(fence.base_len)
@@ -174,37 +167,11 @@ class TargetSessions:
 
     def rollback(self, fence: Fence) -> RolledBack:
         """Truncates a session and begins a new epoch; without an effect unless the epoch is newer."""
-        held = self.table.get(fence.session_id)
-        if held is None:
-            self._least_epochs.remember(fence.session_id, fence.epoch)
-            return RolledBack(Fence(fence.session_id, fence.epoch, 0), 0, job_stopped=False)
-        stopped = False
-        if judge_rollback(fence, held.known) is Standing.CURRENT:
-            stopped = held.rewind(fence.epoch, min(fence.base_len, len(held.session)))
-            self._stopped_jobs += stopped
-        now = Fence(fence.session_id, held.epoch, len(held.session))
-        return RolledBack(now, _cached_len(held), stopped)
+        return self._book.rollback(fence)
 
     def counts(self) -> ServiceCounts:
         """Numbers for an observer; see outrider.model_servicer.Sessions."""
-        return ServiceCounts(self._runner.pool.num_free, len(self.table), self.table.num_leased, self._stopped_jobs)
-
-    def _opened(
-        self, held: TargetSession | None, fence: Fence, spec: SessionSpec, owner: object, reply: Reply
-    ) -> TargetSession:
-        """A session of the spec's tokens; a newer epoch starts over, with what is cached of them."""
-        if held is None:
-            session = reopen(self._runner, None, spec.token_ids, spec.prompt_len)
-            held = TargetSession(spec, fence.epoch, session, owner, reply, fence.base_len)
-            self.table.add(fence.session_id, held)
-            self._least_epochs.forget(fence.session_id)
-            return held
-        self._stopped_jobs += held.stop_job()
-        held.session = reopen(self._runner, held.session, spec.token_ids, spec.prompt_len)
-        held.spec, held.owner, held.reply, held.finish_reason = spec, owner, reply, None
-        held.rewind(fence.epoch, fence.base_len)
-        self.table.attach(fence.session_id)
-        return held
+        return self._book.counts()
 
     def _resume(self, held: TargetSession, fence: Fence, step: Step) -> None:
         """Begins the job of a repeated open anew, or goes on with it, when it was stopped with its stream."""
@@ -237,13 +204,13 @@ class TargetSessions:
             tree=step.tree,
             meter=Meter(step.arrived_ns),
             on_verdict=partial(self._on_verdict, session_id, held),
-            on_failure=partial(self._on_failure, session_id, held),
+            on_failure=partial(self._book.fail, session_id, held),
         )
         self._submit(held.task)
 
     def _on_verdict(self, session_id: bytes, held: TargetSession, verdict: Verdict, times: ComputeTimes) -> None:
         fence = Fence(session_id, held.epoch, verdict.base_len)
-        answer = Answer(fence, verdict, verdict.base_len, _cached_len(held), times)
+        answer = Answer(fence, verdict, verdict.base_len, held.cached_len, times)
         held.verdicts.append(answer)
         held.finish_reason = verdict.finish_reason
         task = held.task
@@ -253,23 +220,12 @@ class TargetSessions:
             held.task = None if task.done else task
         held.reply(answer)
 
-    def _on_failure(self, session_id: bytes, held: TargetSession, error: OutriderError) -> None:
-        # A session that failed for want of room must not keep what it has: its gateway opens it again.
-        held.task = None
-        self.table.drop(session_id)
-        held.reply(error)
-
 
 def _repeat(held: TargetSession, fence: Fence) -> None:
     """Sends the verdicts from a length on once more; one that is under way comes anyway."""
     for answer in held.verdicts:
         if answer.fence.base_len >= fence.base_len:
             held.reply(answer)
-
-
-def _cached_len(held: TargetSession | None) -> int:
-    """Cached tokens; the last committed one does not count, because the next forward computes it again."""
-    return min(held.session.cached_len, len(held.session) - 1) if held else 0
 
 
 def _check_depth(tree: TokenTree, spec: SessionSpec, base_len: int) -> None:

@@ -47,9 +47,11 @@ class Verifier:
         self._runner = runner
         self._room = Room(runner, holdings)
 
-    def advance(self, tasks: Sequence[VerifyTask]) -> None:
-        """One ragged forward over all tasks, and the verdicts that it allows."""
+    def advance(self, tasks: Sequence[VerifyTask]) -> bool:
+        """One ragged forward over all tasks that have room, and the verdicts that it allows; False when none has."""
         tasks = self._ready(tasks)
+        if not tasks:
+            return False
         before = [task.session.last_forward for task in tasks]
         started_ns = time.perf_counter_ns()
         outcomes = forward_and_draw(self._runner, [Ask(Feed(task.session, task.tree), task.spec) for task in tasks])
@@ -58,10 +60,11 @@ class Verifier:
             if task.session.last_forward != last_forward:
                 task.meter.add(started_ns, ended_ns)
             self._settle(task, outcome)
+        return True
 
     def _ready(self, tasks: Sequence[VerifyTask]) -> list[VerifyTask]:
         """The tasks that have their blocks; those that have to wait are asked again before the next forward."""
-        ages = self._room.ages()
+        ages = self._room.begin_step()
         served = [
             task for task in sorted(tasks, key=lambda task: ages.get(task.session, len(ages))) if self._take(task)
         ]

@@ -49,8 +49,8 @@ class ModelDrafter:
         self._runner = runner
         self._with_room = with_room
 
-    def advance(self, tasks: Sequence[DraftTask]) -> None:
-        """One forward over all tasks, and one guess for each whose tokens are cached."""
+    def advance(self, tasks: Sequence[DraftTask]) -> bool:
+        """One forward over all tasks, and one guess for each whose tokens are cached; no task ever waits."""
         served = [task for task in tasks if self._is_ready(task)]
         # Whoever made room for another has no part in this forward.
         tasks = [task for task in served if not (task.done or task.stopped)]
@@ -62,6 +62,7 @@ class ModelDrafter:
             if task.session.last_forward != last_forward:
                 task.meter.add(started_ns, ended_ns)
             _take(task, outcome)
+        return True
 
     def _is_ready(self, task: DraftTask) -> bool:
         if task.stopped:

@@ -8,6 +8,7 @@ is freed under a running forward. Tasks that arrive during a forward join the ne
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -16,6 +17,10 @@ import structlog
 from outrider.errors import NotReady, OutriderError
 
 log = structlog.get_logger()
+
+NO_WAIT_S = 0.0
+# What tasks wait for is another session's next message, which is a job, or its end, which may come without one.
+SHORT_WAIT_S = 0.001
 
 T = TypeVar("T")
 Value = TypeVar("Value")
@@ -45,16 +50,21 @@ TaskT = TypeVar("TaskT", bound=Task)
 class DeviceWorker(Generic[TaskT]):
     """A thread that calls `advance` with all active tasks, over and over while there are any.
 
-    `advance` makes one step of each task and handles the faults of single ones. When it raises, all of its tasks fail.
+    `advance` makes one step of each task, handles the faults of single ones, and tells whether it could do anything; if
+    not, the tasks wait for a job, or for a moment. When it raises, all of its tasks fail.
     """
 
     def __init__(
-        self, advance: Callable[[Sequence[TaskT]], None], setup: Callable[[], None] | None = None, name: str = "device"
+        self,
+        advance: Callable[[Sequence[TaskT]], bool],
+        setup: Callable[[], None] | None = None,
+        name: str = "device",
+        clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """Starts the thread, which first calls `setup`."""
-        self.progress = 0
-        """Counts iterations; stands still while there is nothing to do, or when the device hangs."""
         self._advance = advance
+        self._clock_ns = clock_ns
+        self._unfinished_since_ns: int | None = None
         self._active: list[TaskT] = []
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = False
@@ -70,6 +80,16 @@ class DeviceWorker(Generic[TaskT]):
     def num_waiting(self) -> int:
         """Jobs that wait for the end of the running step or job."""
         return self._jobs.qsize()
+
+    @property
+    def stalled_us(self) -> int:
+        """Microseconds for which there has been work and no piece of it, a job or a step, was finished; 0 when idle."""
+        since_ns = self._unfinished_since_ns
+        return 0 if since_ns is None else max(0, self._clock_ns() - since_ns) // 1000
+
+    def post(self, job: Callable[[], None]) -> None:
+        """Queues a job that nobody waits for; it must not raise. Raises NotReady after `close`."""
+        self._put(job)
 
     def call(self, fn: Callable[[], T]) -> asyncio.Future[T]:
         """Queues `fn` at once, behind what is queued already; the future has its result or its exception.
@@ -104,38 +124,56 @@ class DeviceWorker(Generic[TaskT]):
     def _put(self, job: Callable[[], None]) -> None:
         if self._closed:
             raise NotReady("the service is stopping")
+        if self._unfinished_since_ns is None:
+            # The thread sets this too when it wakes up; a thread that never does must not look idle.
+            self._unfinished_since_ns = self._clock_ns()
         self._jobs.put(job)
 
     def _run(self, setup: Callable[[], None] | None) -> None:
         if setup is not None:
             setup()
-        while self._run_jobs():
+        could_step = True
+        while self._run_jobs(NO_WAIT_S if could_step else SHORT_WAIT_S):
             self._active = [task for task in self._active if not (task.done or task.stopped)]
             if self._active:
-                self._step(list(self._active))
-            self.progress += 1
+                could_step = self._step(list(self._active))
+                self._unfinished_since_ns = self._clock_ns()
         self._fail(self._active, NotReady("the service is stopping"))
 
-    def _run_jobs(self) -> bool:
-        """Runs what is queued, waiting for the first job when there is no task; tells whether to go on."""
-        may_wait = not self._active
+    def _run_jobs(self, wait_s: float) -> bool:
+        """Runs what is queued, waiting for the first job as long as there is no task; tells whether to go on.
+
+        With tasks, it waits for wait_s at most.
+        """
+        timeout_s: float | None = wait_s
+        if not self._active:
+            self._unfinished_since_ns, timeout_s = None, None
         while True:
             try:
-                job = self._jobs.get(block=may_wait)
+                job = self._jobs.get(block=timeout_s != NO_WAIT_S, timeout=timeout_s)
             except queue.Empty:
                 return True
+            self._unfinished_since_ns = self._clock_ns()
             if job is None:
                 return False
-            job()
-            may_wait = False
+            self._run_job(job)
+            timeout_s = NO_WAIT_S
 
-    def _step(self, tasks: Sequence[TaskT]) -> None:
+    def _run_job(self, job: Callable[[], None]) -> None:
         try:
-            self._advance(tasks)
+            job()
+        except Exception:
+            # The thread serves every session: it outlives a job that breaks its promise not to raise.
+            log.exception("a job failed")
+
+    def _step(self, tasks: Sequence[TaskT]) -> bool:
+        try:
+            return self._advance(tasks)
         except Exception:
             # The thread serves every session: it outlives whatever a batch does to itself.
             log.exception("a batch failed", num_tasks=len(tasks))
             self._fail(tasks, OutriderError("the computation of a batch failed"))
+            return True
 
     def _fail(self, tasks: Sequence[TaskT], error: OutriderError) -> None:
         for task in tasks:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import pytest
+import structlog
 
 from outrider.errors import CacheFull
 from outrider.fencing import Fence
@@ -75,6 +76,19 @@ def test_a_lease_ends_when_its_time_has_come(table: SessionTable[Lodger], beds: 
     assert table.sweep() == 1
     assert beds == ["b", "c"]
     assert (len(table), table.num_leased) == (2, 1)
+
+
+def test_a_shorter_lease_ends_earlier(table: SessionTable[Lodger], beds: list[str], clock: Clock) -> None:
+    """Though it began later; a lease of no time ends at once."""
+    for name in ("a", "b", "c"):
+        taken(table, beds, name, owner="stream")
+    table.leave(b"a", "stream")
+    table.leave(b"b", "stream", 3.0)
+    table.leave(b"c", "stream", 0.0)
+    assert table.sweep() == 1
+    clock.now += 3
+    assert table.sweep() == 1
+    assert beds == ["a"]
 
 
 def test_a_session_taken_up_again_is_not_swept(table: SessionTable[Lodger], beds: list[str], clock: Clock) -> None:
@@ -164,3 +178,59 @@ def test_an_id_is_held_once(table: SessionTable[Lodger], beds: list[str]) -> Non
     taken(table, beds, "a")
     with pytest.raises(ValueError, match="held already"):
         table.add(b"a", Lodger(beds))
+
+
+def test_how_leases_end_is_counted(table: SessionTable[Lodger], beds: list[str], clock: Clock) -> None:
+    """Early for want of room, late because nobody came; one that is taken up or closed counts as neither."""
+    for name in ("evicted", "expired", "taken up", "closed"):
+        taken(table, beds, name, owner="stream")
+        table.leave(name.encode(), "stream")
+        clock.now += 1
+    table.evict_oldest()
+    table.attach(b"taken up")
+    table.close(Fence(b"closed", 1, 1), "stream")
+    clock.now += 100
+    table.sweep()
+    table.count_preemption()
+    assert (table.num_evicted, table.num_expired, table.num_preempted) == (1, 1, 1)
+    assert beds == ["taken up"]
+
+
+def test_leases_give_way_when_there_are_too_many_sessions(beds: list[str], clock: Clock) -> None:
+    """The longest lease first, whatever room its session takes; without a lease, nobody."""
+    table = SessionTable[Lodger](10.0, clock, max_sessions=3)
+    for name in ("a", "b", "c"):
+        taken(table, beds, name)
+    table.lease(b"b")
+    table.lease(b"a")
+    taken(table, beds, "d")
+    assert beds == ["a", "c", "d"]
+    taken(table, beds, "e")
+    taken(table, beds, "f")
+    assert beds == ["c", "d", "e", "f"]
+    assert table.num_evicted == 2
+
+
+def test_leases_and_their_ends_are_logged(table: SessionTable[Lodger], beds: list[str], clock: Clock) -> None:
+    """Each with enough of the session's id to find it in other logs, and never all of it."""
+    name = "0123456789abcdef"
+    with structlog.testing.capture_logs() as lines:
+        taken(table, beds, name)
+        table.lease(name.encode())
+        table.attach(name.encode())
+        table.lease(name.encode())
+        clock.now += 10
+        table.sweep()
+        taken(table, beds, name)
+        table.lease(name.encode())
+        table.evict_oldest()
+    events = [line["event"] for line in lines]
+    assert events == [
+        "lease begun",
+        "lease taken up",
+        "lease begun",
+        "lease expired",
+        "lease begun",
+        "leased session evicted",
+    ]
+    assert {line["session"] for line in lines} == {name[:4].encode().hex()}

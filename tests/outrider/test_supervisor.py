@@ -123,6 +123,16 @@ async def test_long_lines_are_read(supervisor: Supervisor) -> None:
         await supervisor.start(launch(LONG_LINE))
 
 
+async def test_lines_without_an_end_are_not_held(supervisor: Supervisor, record: Record) -> None:
+    """They come in pieces, none of them much longer than a megabyte, and nothing of them is lost."""
+    endless = LONG_LINE.replace("200_000", "5_000_000")
+    with pytest.raises(ServiceFailed) as failure:
+        await supervisor.start(launch(endless))
+    pieces = [line for _, line in record.log]
+    assert max(map(len, pieces)) < 1_200_000
+    assert sum(map(len, pieces)) + failure.value.message.count("x") == 5_000_000
+
+
 async def test_dead_service_comes_back_on_its_port(supervisor: Supervisor, record: Record) -> None:
     """SIGKILL twice: each time the service is back on the same address, and each death and return is told."""
     [address] = await supervisor.start(launch(SERVES, "draft"))
@@ -148,6 +158,46 @@ async def test_keeps_trying_when_a_restart_fails(supervisor: Supervisor, record:
     os.kill(supervisor.pid("target"), signal.SIGKILL)
     await record.until("is back")
     assert "The disk is busy." in record.reports[1]
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+
+
+@pytest.mark.parametrize("code", [64, 78])
+async def test_gives_up_what_a_restart_cannot_change(
+    supervisor: Supervisor, record: Record, tmp_path: Path, code: int
+) -> None:
+    """A restart that ends with wrong usage or bad configuration ends the watch, with the child's sentence and code."""
+    mark = tmp_path / "mark"
+    once = f"import os, sys\nif os.path.exists('{mark}'): print('It is a Mamba.', file=sys.stderr); sys.exit({code})\n"
+    await supervisor.start(launch(SERVES, "draft"), launch(once + SERVES, "target"))
+    watching = asyncio.create_task(supervisor.watch())
+    mark.touch()
+    os.kill(supervisor.pid("target"), signal.SIGKILL)
+    with pytest.raises(ServiceFailed, match="It is a Mamba") as failure:
+        await asyncio.wait_for(watching, 30)
+    assert failure.value.code == code
+    assert len(record.reports) == 1
+
+
+EXITS_ONCE = """
+import os, sys
+mark = "MARK"
+if not os.path.exists(mark):
+    open(mark, "w").close()
+    import json
+    print(json.dumps({"event": "listening", "address": "127.0.0.1:1"}), flush=True)
+    os._exit(70)
+"""
+
+
+async def test_a_service_that_gave_itself_up_is_started_again(
+    supervisor: Supervisor, record: Record, tmp_path: Path
+) -> None:
+    """Exit code 70 is what a watchdog leaves: another incarnation may do better."""
+    await supervisor.start(launch(EXITS_ONCE.replace("MARK", str(tmp_path / "mark")) + SERVES, "target"))
+    watching = asyncio.create_task(supervisor.watch())
+    await record.until("is back")
+    assert "ended with code 70" in record.reports[0]
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
 

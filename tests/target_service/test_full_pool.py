@@ -12,6 +12,7 @@ from outrider.engine.runner import ModelRunner
 from outrider.engine.tree import EMPTY, TokenTree
 from outrider.errors import OutriderError, PromptTooLong
 from outrider.fencing import Fence
+from target_service.room import GRACE_STEPS
 from target_service.sessions import Answer, Step
 
 LATE = os.urandom(16)
@@ -38,6 +39,9 @@ def test_sessions_take_turns(small: Target, runner: ModelRunner) -> None:
         small.open(spec, budget=60)
     small.run()
     assert small.table.get(ids[0]) is None
+    counts = small.sessions.counts()
+    assert (counts.evicted_sessions, counts.expired_leases) == (1, 0)
+    assert counts.preemptions > 0
     for small.session_id, spec in zip(ids[1:], specs[1:], strict=True):
         alone = Target(runner)
         alone.open(spec, budget=60)
@@ -62,6 +66,22 @@ def test_an_idle_session_gives_way_and_comes_back(small: Target, runner: ModelRu
     small.step(1, length)
     assert len(small.run()) == 1
     assert small.tokens == plain(runner, spec)[: length + 1]
+
+
+def test_a_session_whose_draft_is_guessing_keeps_its_cache(small: Target) -> None:
+    """It has no job for some steps; a later session waits that long, and not for ever."""
+    small.open(spec_of(PROMPT, 60, eos=()), budget=40)
+    small.run()
+    answers: list[Answer | OutriderError] = []
+    late = spec_of(range(1, 41), 60, eos=())
+    small.sessions.open(Fence(LATE, 1, 40), late, Step(EMPTY, 0, 0), answers, answers.append)
+    for _ in range(GRACE_STEPS):
+        small.device.step(small.verifier.advance)
+    assert (answers, small.held.session.cached_len) == ([], 45)
+    small.step(1, 46)
+    assert len(small.run()) == 1
+    assert small.sessions.counts().preemptions == 1
+    assert len(answers) == 1
 
 
 def test_a_proposal_without_room_is_decoded_plainly(small: Target, runner: ModelRunner) -> None:

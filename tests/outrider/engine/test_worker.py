@@ -37,7 +37,7 @@ class Machine:
     threads: set[int] = field(default_factory=set)
     before_step: Callable[[], None] | None = None
 
-    def advance(self, tasks: Sequence[Counting]) -> None:
+    def advance(self, tasks: Sequence[Counting]) -> bool:
         """One step of every task."""
         self.threads.add(threading.get_ident())
         if self.before_step is not None:
@@ -46,6 +46,7 @@ class Machine:
         for task in tasks:
             task.made += 1
             task.done = task.made == task.steps
+        return True
 
 
 @asynccontextmanager
@@ -167,10 +168,86 @@ async def test_closing_fails_what_is_active_and_refuses_what_comes() -> None:
         worker.call(lambda: None)
 
 
-async def test_progress_counts_iterations() -> None:
-    """A watchdog can tell a working device from a hanging one."""
+async def test_a_job_that_breaks_its_promise_harms_nobody() -> None:
+    """A posted job must not raise; when it does, the thread goes on."""
+
+    def explode() -> None:
+        raise RuntimeError("secret of the job")
+
     async with working(Machine()) as worker:
-        before = worker.progress
-        task = Counting(5)
+        worker.post(explode)
+        assert await worker.call(lambda: 3) == 3
+
+
+@dataclass
+class Clock:
+    """A clock of nanoseconds that stands still until it is told to go on."""
+
+    now_ns: int = 1_000
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+@pytest.mark.parametrize("piece", ["job", "step"])
+async def test_a_device_that_finishes_nothing_is_stalled(piece: str) -> None:
+    """For as long as the job or step under way takes, whatever waits behind it; idleness is no stall."""
+    clock, machine = Clock(), Machine()
+    entered, gate = threading.Event(), threading.Event()
+    worker, task = DeviceWorker[Counting](machine.advance, clock_ns=clock), Counting(1)
+
+    def pause() -> None:
+        entered.set()
+        gate.wait(PATIENCE_S)
+
+    def is_idle() -> bool:
+        clock.now_ns += 5_000_000
+        return worker.stalled_us == 0
+
+    await worker.call(lambda: None)
+    await eventually(is_idle)
+    if piece == "job":
+        worker.post(pause)
+    else:
+        machine.before_step = pause
         worker.submit(task)
-        await eventually(lambda: worker.progress >= before + 5)
+    await asyncio.to_thread(entered.wait, PATIENCE_S)
+    waiting = worker.call(lambda: None)
+    clock.now_ns += 7_000
+    assert worker.stalled_us == 7
+    gate.set()
+    await waiting
+    await eventually(is_idle)
+    await worker.close()
+
+
+async def test_a_thread_that_does_not_begin_is_stalled() -> None:
+    """What waits for it may wait for ever, and somebody has to notice."""
+    clock, gate = Clock(), threading.Event()
+    worker = DeviceWorker[Counting](Machine().advance, setup=lambda: gate.wait(PATIENCE_S), clock_ns=clock)
+    assert worker.stalled_us == 0
+    worker.post(lambda: None)
+    clock.now_ns += 3_000
+    assert worker.stalled_us == 3
+    gate.set()
+    await worker.close()
+
+
+async def test_tasks_that_cannot_step_wait_for_a_job() -> None:
+    """They are asked again and again, and behind every job; the device is not stalled, and nothing is lost."""
+    machine, has_room = Machine(), threading.Event()
+    num_refused = []
+
+    def advance(tasks: Sequence[Counting]) -> bool:
+        if not has_room.is_set():
+            num_refused.append(len(tasks))
+            return False
+        return machine.advance(tasks)
+
+    worker, task = DeviceWorker[Counting](advance), Counting(3)
+    worker.submit(task)
+    await eventually(lambda: len(num_refused) > 2)
+    await worker.call(has_room.set)
+    await eventually(lambda: task.done)
+    assert task.made == 3
+    await worker.close()

@@ -1,0 +1,130 @@
+"""Almost right messages over real streams: answered or refused by name, nothing kept, and nobody else disturbed."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+from garbage import check_refusal, conversation, draft_messages, fence, garbled, target_messages
+from google.protobuf.message import Message
+from helpers import eventually, spec_of
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from session_clients import DraftClient, TargetClient
+from tiny_models import write_tiny_model
+
+from draft_service.server import start as start_draft
+from outrider.errors import OutriderError, PeerLost
+from outrider.model_service import RunningModelService
+from outrider.model_service_flags import ModelServiceSettings
+from outrider.rpc import error_from, open_channel
+from outrider.v1 import model_service_pb2 as model_pb
+from outrider.v1.model_service_pb2_grpc import ModelServiceStub
+from target_service.server import start as start_target
+
+SPEC = spec_of((5, 6, 7), 60, eos=())
+START = {"draft": start_draft, "target": start_target}
+MESSAGES = {"draft": draft_messages(), "target": target_messages()}
+# A failing example is a handful of messages already, and each takes a round trip to try.
+GARBAGE = settings(
+    max_examples=300,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+)
+
+
+@dataclass
+class Attacked:
+    """A service on a loop of its own, which runs while a test awaits something on it."""
+
+    role: str
+    runner: asyncio.Runner
+    service: RunningModelService
+    channel: grpc.aio.Channel
+
+    def client(self) -> Any:
+        """A stream to it."""
+        return (DraftClient if self.role == "draft" else TargetClient)(self.channel)
+
+    async def bystander(self, garbage: list[Message]) -> list[Any]:
+        """The answers to a well-behaved client that has a session open while somebody else sends garbage."""
+        client = self.client()
+        await (client.open(SPEC, 3) if self.role == "draft" else client.open(SPEC))
+        try:
+            answers = [await client.read()]
+            await self.converse(garbage)
+            await (client.advance(1, 4, [9], 3) if self.role == "draft" else client.step(1, 4, [9, 9]))
+            answers.append(await client.read())
+            await client.close(1)
+        finally:
+            client.call.cancel()
+        return [getattr(answer, answer.WhichOneof("answer")) for answer in answers]
+
+    async def converse(self, messages: list[Message]) -> None:
+        """Sends messages on one stream and reads to its end, which must be a good or a documented one."""
+        client = self.client()
+        try:
+            for message in messages:
+                await client.send(message)
+            await client.call.done_writing()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            # The service has ended the stream before it was sent everything; why is read below.
+            pass
+        try:
+            while True:
+                await client.read()
+        except (EOFError, PeerLost):
+            # gRPC's own word, PeerLost here, is what a client gets whose write has met the end of its stream.
+            pass
+        except OutriderError as error:
+            check_refusal(error)
+
+    async def quiet(self) -> None:
+        """Waits until nothing is held, and checks the books of the pool."""
+        pool = self.service.runner.pool
+        await eventually(lambda: len(self.service.table) == 0 and pool.num_free == pool.num_blocks)
+        await self.service.worker.call(pool.check_integrity)
+
+
+@pytest.fixture(scope="module", params=["draft", "target"])
+def attacked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+    """A service of a tiny model, whose leases end at once."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("tiny") / "m", "llama", vocab_size=257, context_len=640)
+    model = ModelServiceSettings(str(folder), dtype="float32", kv_tokens=2048, lease_s=0.001)
+    with asyncio.Runner() as runner:
+        service = runner.run(START[request.param](model))
+
+        async def connect() -> grpc.aio.Channel:
+            return open_channel(service.address)
+
+        channel = runner.run(connect())
+        yield Attacked(request.param, runner, service, channel)
+        runner.run(channel.close())
+        runner.run(service.stop(0))
+
+
+@GARBAGE
+@given(data=st.data())
+def test_garbage_harms_nobody(attacked: Attacked, data: st.DataObject) -> None:
+    """Whatever is sent on one stream, the answers on another are the same, and nothing stays behind."""
+    expected = attacked.runner.run(attacked.bystander([]))
+    garbage = data.draw(conversation(MESSAGES[attacked.role]))
+    assert attacked.runner.run(attacked.bystander(garbage)) == expected
+    attacked.runner.run(attacked.quiet())
+
+
+@settings(GARBAGE, max_examples=50)
+@given(request=garbled(model_pb.RollbackRequest(fence=fence(5))))
+def test_garbled_rollbacks_are_answered_or_refused(attacked: Attacked, request: Message) -> None:
+    """A call has no stream to end, so each stands for itself."""
+
+    async def roll_back() -> None:
+        try:
+            await ModelServiceStub(attacked.channel).Rollback(request)
+        except grpc.aio.AioRpcError as error:
+            check_refusal(error_from(error))
+
+    attacked.runner.run(roll_back())

@@ -1,0 +1,106 @@
+"""What bounds clients of a target service: unread answers, streams, rollbacks that wait; and what they leave."""
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import grpc
+import pytest
+from embedded_target import PROMPT, SETTINGS
+from helpers import PATIENCE_S, check_empty, eventually, spec_of
+from session_clients import TargetClient, channel_to
+
+from outrider import model_servicer, session_servicer
+from outrider.errors import Overloaded
+from outrider.model_service import LoadedModel, RunningModelService
+from target_service.server import start_with
+
+
+async def block(service: RunningModelService) -> tuple["asyncio.Future[object]", threading.Event]:
+    """Holds the device until the event is set; the future is done then."""
+    gate, entered = threading.Event(), threading.Event()
+    blocked = service.worker.call(lambda: (entered.set(), gate.wait(PATIENCE_S)))
+    await asyncio.to_thread(entered.wait, PATIENCE_S)
+    return blocked, gate
+
+
+async def read_to_the_end(client: TargetClient) -> None:
+    """Reads whatever comes; raises what ends the stream."""
+    while True:
+        await client.read()
+
+
+async def test_a_client_that_repeats_and_never_reads_is_given_up(
+    client: TargetClient, channel: grpc.aio.Channel, service: RunningModelService
+) -> None:
+    """Its job and its stream end with RESOURCE_EXHAUSTED, its session is on a lease, and others are served."""
+    spec = spec_of(PROMPT, 300, eos=())
+    await client.open(spec, plain_budget=255)
+    await eventually(lambda: all(len(held.verdicts) == 256 for held in service.table) and len(service.table) == 1)
+    blocked, gate = await block(service)
+    for _ in range(15):
+        await client.step(1, len(PROMPT))
+    await eventually(lambda: service.worker.num_waiting == 15)
+    gate.set()
+    await blocked
+    await eventually(lambda: service.table.num_leased == 1)
+    other = TargetClient(channel)
+    await other.open(spec_of(PROMPT))
+    await other.verdict()
+    await other.close(1)
+    with pytest.raises(Overloaded, match="has left 2048 answers of this stream unread"):
+        await read_to_the_end(client)
+    assert await client.call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_streams_are_bounded(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One too many is refused by name, and one that ends makes room."""
+    monkeypatch.setattr(session_servicer, "MAX_STREAMS", 2)
+    running = await start_with(model, SETTINGS)
+    async with channel_to(running.address) as channel:
+        clients = [TargetClient(channel) for _ in range(2)]
+        for client in clients:
+            await client.open(spec_of(PROMPT))
+            await client.verdict()
+        late = TargetClient(channel)
+        with pytest.raises(Overloaded, match="2 sessions have a stream already"):
+            await late.read()
+        await clients[0].close(1)
+        again = TargetClient(channel)
+        await again.open(spec_of(PROMPT))
+        await again.verdict()
+        for client in (again, clients[1]):
+            await client.close(1)
+    await running.stop(0)
+
+
+async def test_rollbacks_that_wait_are_bounded(
+    client: TargetClient, service: RunningModelService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that does not come round to them refuses further ones at once."""
+    monkeypatch.setattr(model_servicer, "MAX_WAITING_JOBS", 3)
+    blocked, gate = await block(service)
+    waiting = [asyncio.ensure_future(client.rollback(epoch, 1)) for epoch in (1, 2, 3)]
+    await eventually(lambda: service.worker.num_waiting == 3)
+    with pytest.raises(Overloaded, match="3 jobs wait for the device already"):
+        await client.rollback(4, 1)
+    gate.set()
+    await blocked
+    assert [rolled.cached_len for rolled in await asyncio.gather(*waiting)] == [0, 0, 0]
+
+
+async def test_what_happened_to_leases_is_reported(model: LoadedModel) -> None:
+    """An eviction for want of room and an expired lease are told apart by GetModelInfo; a second stop does nothing."""
+    running = await start_with(model, replace(SETTINGS, lease_s=0.05))
+    async with channel_to(running.address) as channel:
+        client = TargetClient(channel)
+        await client.open(spec_of(PROMPT))
+        await client.verdict()
+        client.call.cancel()
+        await eventually(lambda: running.table.num_expired == 1)
+        info = await TargetClient(channel).info()
+        assert (info.expired_lease_count, info.evicted_session_count, info.preemption_count) == (1, 0, 0)
+        assert info.stalled_us >= 0
+    await asyncio.gather(running.stop(30), running.stop(0))
+    await running.stop(0)
+    check_empty(running.runner.pool)
