@@ -6,7 +6,7 @@ SETUP := $(VENV)/.setup-done
 KERNELS := $(wildcard outrider/engine/ops/kernels/*.[ch])
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-grid check proto models bench clean
+.PHONY: help setup run test test-grid check proto models bench bench-sized clean
 
 help: ## lists the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -54,8 +54,11 @@ stubs = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iprot
 models: $(SETUP) ## checks the embedded pair: sizes, digests, and that both load
 	@$(BIN)/python models/check.py
 
-bench: $(SETUP) ## measures plain and speculative decoding of the embedded pair
-	@$(BIN)/python -m bench.speed
+bench: $(SETUP) ## measures what a round of the embedded pair costs, part by part
+	@$(BIN)/outrider bench rounds
+
+bench-sized: $(SETUP) ## the same with a target of 200 million parameters that says the same
+	@$(BIN)/outrider bench rounds --target sized:200m --tokens 64 --turns 3
 
 clean: ## removes what was built, but leaves .venv
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis $(SETUP)

@@ -1,25 +1,16 @@
 """Real processes to measure, as `outrider generate` starts them. Knows nothing about what is measured."""
 
-import argparse
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from outrider.cli.stack import Stack, start_stack
+from outrider.cli.running import Interrupts, note, service_log
+from outrider.cli.stack import Addresses, Stack, start_stack
 from outrider.supervisor import Supervisor
 
 
 @asynccontextmanager
-async def served(options: argparse.Namespace) -> AsyncIterator[str]:
-    """Serves the pair that the options name, and yields the gateway's address."""
-    stack = Stack(options.target, options.draft, dtype=options.dtype, threads=options.threads)
-    async with Supervisor(_report, _log) as supervisor:
-        yield (await start_stack(supervisor, stack)).gateway
-
-
-def _report(sentence: str) -> None:
-    print(sentence, file=sys.stderr)
-
-
-def _log(name: str, line: str) -> None:
-    print(f"{name}: {line}", file=sys.stderr)
+async def served(stack: Stack, interrupts: Interrupts) -> AsyncIterator[Addresses]:
+    """Serves a pair and yields where its processes answer; a second signal ends them at once."""
+    async with Supervisor(note, service_log) as supervisor:
+        interrupts.urgent = supervisor.kill
+        yield await start_stack(supervisor, stack)

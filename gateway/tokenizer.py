@@ -9,6 +9,7 @@ from pathlib import Path
 
 import tokenizers
 
+from outrider.embedded_models import unsized
 from outrider.errors import ModelRefused
 from outrider.vocabulary import Vocabulary
 
@@ -22,9 +23,13 @@ class Tokenizer:
     """The tokenizer of a model."""
 
     def __init__(self, model: str) -> None:
-        """Reads tokenizer.json of a local folder, or of a model on the hub. Raises ModelRefused."""
+        """Reads tokenizer.json of a local folder, of a model on the hub, or of the one inside a sized model.
+
+        Raises ModelRefused.
+        """
+        source = unsized(model)
         try:
-            self._tokenizer = _read(model)
+            self._tokenizer = _read(source)
         except Exception as error:  # the library raises bare Exception
             raise ModelRefused(f"{model} has no tokenizer.json that can be read: {error}", model=model) from error
         added = self._tokenizer.get_added_tokens_decoder()

@@ -13,11 +13,15 @@ from typing import Annotated
 import typer
 
 from outrider.addresses import check_address
-from outrider.command_line import between, service_app
+from outrider.command_line import above, between, service_app
 from outrider.errors import ModelRefused
-from outrider.process import LogLevel, LogLevelFlag, Service, StopWithStdinFlag, run_service
+from outrider.process import DrainFlag, LogLevel, LogLevelFlag, Service, StopWithStdinFlag, run_service
+from outrider.rpc import DRAIN_S
+from outrider.sized_presets import parse
 
 DEFAULT_LEASE_S = 60.0
+# A forward of 512 rows of a large model on a CPU may take a minute.
+DEFAULT_STALL_S = 120.0
 # As many as the compiled kernels' thread pool takes.
 MAX_THREADS = 256
 
@@ -27,11 +31,15 @@ def available_cpus() -> int:
     return min(len(os.sched_getaffinity(0)), MAX_THREADS)
 
 
-def check_model(option: str, model: str) -> str:
-    """Returns a model that may be a folder or a hub id; raises ModelRefused about a path that is no folder.
+def check_model(option: str, model: str, role: str = "target") -> str:
+    """Returns a model that may be a folder or a hub id, and a sized one of this role by its explicit name.
 
-    The engine says so too, but knows the model only, and not by which option it was named.
+    Raises ModelRefused about a path that is no folder and an unknown preset. The engine says so too, but knows the
+    model only, and not by which option it was named.
     """
+    sized = parse(model, role)
+    if sized is not None:
+        return sized.name
     # Unlike Path.expanduser, this leaves the home of a user that does not exist as it is.
     path = Path(os.path.expanduser(model))
     looks_like_path = path.is_absolute() or model.startswith((".", "~")) or path.exists()
@@ -61,12 +69,13 @@ class ModelServiceSettings:
     threads: int = 1
     kv_tokens: int | None = None
     lease_s: float = DEFAULT_LEASE_S
+    stall_s: float = DEFAULT_STALL_S
 
     def __post_init__(self) -> None:
         check_address("listen", self.listen, least_port=0)
 
 
-Model = Annotated[str, typer.Option(envvar="OUTRIDER_MODEL", help="Folder or hub id of the model.")]
+Model = Annotated[str, typer.Option(envvar="OUTRIDER_MODEL", help="Folder or hub id of the model, or sized:PRESET.")]
 Listen = Annotated[str, typer.Option(envvar="OUTRIDER_LISTEN", help="HOST:PORT; port 0 takes a free one.")]
 Device = Annotated[str, typer.Option(envvar="OUTRIDER_DEVICE", help="cpu or cuda:N.")]
 DtypeFlag = Annotated[Dtype, typer.Option(envvar="OUTRIDER_DTYPE", help="Type of the weights in memory.")]
@@ -85,6 +94,14 @@ LeaseSeconds = Annotated[
         callback=between(0), envvar="OUTRIDER_LEASE_SECONDS", help="How long a session outlives a broken stream."
     ),
 ]
+StallSeconds = Annotated[
+    float,
+    typer.Option(
+        callback=above(0),
+        envvar="OUTRIDER_STALL_SECONDS",
+        help="A device that has work and finishes none of it for this long is given up, and the process exits with 70.",
+    ),
+]
 
 
 def model_service_app(role: str, port: int, start: Callable[[ModelServiceSettings], Awaitable[Service]]) -> typer.Typer:
@@ -101,11 +118,21 @@ def model_service_app(role: str, port: int, start: Callable[[ModelServiceSetting
         threads: Threads = available_cpus(),  # noqa: B008 - does not change while the process runs
         kv_tokens: KvTokens = None,
         lease_seconds: LeaseSeconds = DEFAULT_LEASE_S,
+        stall_seconds: StallSeconds = DEFAULT_STALL_S,
+        drain_seconds: DrainFlag = DRAIN_S,
         log_level: LogLevelFlag = LogLevel.INFO,
         stop_with_stdin: StopWithStdinFlag = False,
     ) -> None:
-        check_model("--model", model)
-        settings = ModelServiceSettings(model, listen, device, dtype.value, threads, kv_tokens, lease_seconds)
-        run_service(role, lambda: start(settings), log_level=log_level.value, stop_with_stdin=stop_with_stdin)
+        model = check_model("--model", model, role)
+        settings = ModelServiceSettings(
+            model, listen, device, dtype.value, threads, kv_tokens, lease_seconds, stall_seconds
+        )
+        run_service(
+            role,
+            lambda: start(settings),
+            log_level=log_level.value,
+            stop_with_stdin=stop_with_stdin,
+            drain_s=drain_seconds,
+        )
 
     return app

@@ -3,7 +3,7 @@
 import typer
 
 from outrider.addresses import check_address
-from outrider.cli import options
+from outrider.cli import bench, options
 from outrider.cli.client import check_size
 from outrider.cli.events import Ask
 from outrider.cli.generate import choose_view, generation, read_prompt
@@ -24,6 +24,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench.app, name="bench")
 
 
 @app.command()

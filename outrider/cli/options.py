@@ -76,7 +76,7 @@ NoSpeculation = Annotated[bool, typer.Option("--no-speculation", help="Decode pl
 Target = Annotated[
     str | None,
     typer.Option(
-        help="Folder or hub id of the model that decides. Default: the embedded one.",
+        help="Folder or hub id of the model that decides, or sized:PRESET. Default: the embedded one.",
         metavar="MODEL",
         show_default=False,
     ),
@@ -84,7 +84,8 @@ Target = Annotated[
 Draft = Annotated[
     str | None,
     typer.Option(
-        help="Folder or hub id of the model that guesses. Default: the embedded one, with the embedded target only.",
+        help="Folder or hub id of the model that guesses, or sized:PRESET. Default: the embedded one, if the target is "
+        "embedded or sized.",
         metavar="MODEL",
         show_default=False,
     ),

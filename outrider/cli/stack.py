@@ -2,16 +2,15 @@
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-from outrider.errors import ModelRefused
+from outrider.embedded_models import embedded_model
 from outrider.model_service_flags import check_model
 from outrider.service_process import Launch
+from outrider.sized_presets import parse
 from outrider.supervisor import Supervisor
 
 HOST = "127.0.0.1"
 GATEWAY_PORT, DRAFT_PORT, TARGET_PORT = 50050, 50051, 50052
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,29 +38,19 @@ class Addresses:
     draft: str | None
 
 
-def embedded_model(role: str) -> str:
-    """Folder of the embedded model, in the repository or in the working directory. Raises ModelRefused."""
-    folders = [place / "models" / role for place in (REPOSITORY, Path.cwd())]
-    for folder in folders:
-        if (folder / "config.json").is_file():
-            return str(folder)
-    raise ModelRefused(f"There is no embedded {role} model in {folders[0]}; name a model with --{role}.")
-
-
 def choose_models(target: str | None, draft: str | None, *, no_draft: bool) -> tuple[str, str | None]:
-    """The pair to serve. The embedded draft fits the embedded target alone, so another target needs a draft of its own.
+    """The pair to serve; sized models by their explicit names. Another target than these needs a draft of its own.
 
-    Raises ModelRefused when an embedded model is wanted and missing, and about a path that is no folder.
+    The embedded draft fits the embedded target and the sized ones, which have its vocabulary. Raises ModelRefused when
+    an embedded model is wanted and missing, and about a path that is no folder.
     """
-    if target is not None:
-        check_model("--target", target)
+    is_own = target is None or parse(target) is not None
+    target = embedded_model("target") if target is None else check_model("--target", target)
     if draft is not None:
-        check_model("--draft", draft)
+        draft = check_model("--draft", draft, "draft")
     if no_draft:
-        return target or embedded_model("target"), None
-    if target is None:
-        return embedded_model("target"), draft or embedded_model("draft")
-    return target, draft
+        return target, None
+    return target, draft or (embedded_model("draft") if is_own else None)
 
 
 def model_launch(role: str, stack: Stack) -> Launch:

@@ -6,7 +6,7 @@ from typing import Annotated
 import pytest
 import typer
 
-from outrider.command_line import between, refuse_together, run_app, service_app
+from outrider.command_line import above, between, refuse_together, run_app, service_app
 from outrider.errors import CacheFull, InvalidRequest
 
 
@@ -19,13 +19,14 @@ def ended(app: typer.Typer, *words: str, monkeypatch: pytest.MonkeyPatch) -> int
 
 
 def numbers_app() -> typer.Typer:
-    """Takes --count from 1 to 4 and --seconds from 0, and runs out of memory for 4."""
+    """Takes --count from 1 to 4, --seconds from 0 and --limit above 0, and runs out of memory for 4."""
     app = service_app()
 
     @app.command()
     def command(
         count: Annotated[int | None, typer.Option(callback=between(1, 4))] = None,
         seconds: Annotated[float, typer.Option(callback=between(0))] = 0.0,
+        limit: Annotated[float, typer.Option(callback=above(0))] = 1.0,
     ) -> None:
         if count == 4:
             raise CacheFull("no block is free")
@@ -42,6 +43,10 @@ def numbers_app() -> typer.Typer:
         (["--count", "5"], 64, "program: --count is 5, but must be in [1, 4]\n"),
         (["--seconds", "-0.5"], 64, "program: --seconds is -0.5, but must be at least 0\n"),
         (["--seconds", "nan"], 64, "program: --seconds is nan, but must be at least 0\n"),
+        (["--limit", "0"], 64, "program: --limit is 0.0, but must be more than 0, and finite\n"),
+        (["--limit", "nan"], 64, "program: --limit is nan, but must be more than 0, and finite\n"),
+        (["--limit", "inf"], 64, "program: --limit is inf, but must be more than 0, and finite\n"),
+        (["--limit", "0.001"], 0, ""),
         (["--count", "4"], 75, "program: no block is free\n"),
     ],
 )

@@ -36,6 +36,14 @@ def test_a_model_is_a_folder_or_a_hub_id(tmp_path: Path) -> None:
             check_model("--model", path)
 
 
+def test_a_sized_model_is_one_of_the_service_s_own_role() -> None:
+    """The size that both roles have; the explicit name goes on from here."""
+    assert check_model("--model", "sized:1b", "draft") == "sized:draft-1b"
+    assert check_model("--model", "sized:1b", "target") == "sized:target-1b"
+    with pytest.raises(ModelRefused, match="10m, 100m, 600m, 1b for a draft"):
+        check_model("--model", "sized:", "draft")
+
+
 def test_the_address_is_checked_before_a_model_is_loaded() -> None:
     """Settings with an address that is none do not exist."""
     with pytest.raises(InvalidRequest, match="listen is 'localhost', but must be HOST:PORT"):

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli import stack as stacks
-from outrider.cli.stack import Stack, choose_models, embedded_model, gateway_launch, model_launch
+from outrider import embedded_models
+from outrider.cli.stack import Stack, choose_models, gateway_launch, model_launch
 from outrider.cli.up import check_ports
+from outrider.embedded_models import embedded_model
 from outrider.errors import ModelRefused, NotReady
 
 PAIR = Stack("models/target", "models/draft", threads=4, draft_threads=1)
@@ -26,9 +27,20 @@ def test_another_target_has_no_draft_unless_named() -> None:
     assert choose_models("big", "small", no_draft=True) == ("big", None)
 
 
+def test_a_sized_target_takes_the_embedded_draft() -> None:
+    """It has the same vocabulary; a preset of both roles means that of its option, in every later place."""
+    target, draft = choose_models("sized:1b", None, no_draft=False)
+    assert (target, Path(draft or "").name) == ("sized:target-1b", "draft")
+    assert choose_models("sized:200m@3", "sized:1b", no_draft=False) == ("sized:target-200m@3", "sized:draft-1b")
+    assert choose_models("sized:draft-1b", "sized:1b", no_draft=True) == ("sized:draft-1b", None)
+    with pytest.raises(ModelRefused, match="200m, 1b, 3b, 8b, 32b for a target") as refusal:
+        choose_models(None, "sized:7b", no_draft=False)
+    assert refusal.value.exit_code == 78
+
+
 def test_missing_embedded_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sentence says where it was looked for and which option names another."""
-    monkeypatch.setattr(stacks, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(embedded_models, "REPOSITORY", tmp_path)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelRefused, match="name a model with --draft") as refusal:
         embedded_model("draft")

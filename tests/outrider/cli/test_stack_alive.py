@@ -19,7 +19,7 @@ from stack import until_quiet
 
 from outrider.cli.client import generate
 from outrider.cli.events import Ask, Result, Round
-from outrider.cli.stack import embedded_model
+from outrider.embedded_models import embedded_model
 from outrider.rpc import open_channel
 
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()")
@@ -181,12 +181,23 @@ async def test_no_service_outlives_a_killed_parent() -> None:
             await ended(pid)
 
 
-def refused_model(folder: Path) -> str:
-    """The embedded target, but of a kind that cannot be served."""
-    for path in Path(embedded_model("target")).iterdir():
+REFUSED_CONFIG = '{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}'
+
+
+def linked_model(folder: Path) -> str:
+    """The embedded target, but for a configuration of its own."""
+    target = Path(embedded_model("target"))
+    for path in target.iterdir():
         if path.name != "config.json":
             (folder / path.name).symlink_to(path)
-    (folder / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
+    (folder / "config.json").write_bytes((target / "config.json").read_bytes())
+    return str(folder)
+
+
+def refused_model(folder: Path) -> str:
+    """The embedded target, but of a kind that cannot be served."""
+    linked_model(folder)
+    (folder / "config.json").write_text(REFUSED_CONFIG)
     return str(folder)
 
 
@@ -198,6 +209,17 @@ async def test_refused_model_ends_up_with_its_sentence(tmp_path: Path) -> None:
     [*_, sentence] = notes.decode().splitlines()
     assert sentence.startswith("outrider: The target service ended with code 78 before it was ready:")
     assert "amba" in sentence
+
+
+async def test_a_restart_that_is_hopeless_ends_up(tmp_path: Path) -> None:
+    """The model was replaced by one that cannot be served: `up` ends with that sentence and code, and tries no more."""
+    async with running_up("--no-draft", "--target", linked_model(tmp_path)) as up:
+        (tmp_path / "config.json").write_text(REFUSED_CONFIG)
+        os.kill(up.child("target_service"), signal.SIGKILL)
+        _, notes = await asyncio.wait_for(up.process.communicate(), READY_S)
+        assert up.process.returncode == 78
+    [*_, sentence] = notes.decode().splitlines()
+    assert sentence.startswith("outrider: The target service ended with code 78 before it was ready:")
 
 
 async def test_taken_port_is_told_before_anything_starts() -> None:
