@@ -14,7 +14,7 @@ Target = Annotated[
     str, typer.Option(envvar="OUTRIDER_TARGET", help="HOST:PORT of the target; several with commas, the best first.")
 ]
 Tokenizer = Annotated[str, typer.Option(envvar="OUTRIDER_TOKENIZER", help="Folder or hub id of the target's model.")]
-Draft = Annotated[str, typer.Option(envvar="OUTRIDER_DRAFT", help="HOST:PORT of the draft, or several; empty for none.")]
+Draft = Annotated[str, typer.Option(envvar="OUTRIDER_DRAFT", help="HOST:PORT of the draft, or several, or empty.")]
 Listen = Annotated[str, typer.Option(envvar="OUTRIDER_LISTEN", help="HOST:PORT; port 0 takes a free one.")]
 MaxRequests = Annotated[
     int,

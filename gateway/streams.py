@@ -1,11 +1,13 @@
 """One bidirectional call of one session. Knows nothing of sessions, only of messages, deadlines and ends.
 
-Three habits of grpc.aio shape it. Cancelling a read or a write cancels the whole call, so both are tasks that outlive a
-deadline and a caller that leaves, and a read is taken up by the next one. Dropping a call object does not cancel it, so
-`close` always does. A call that has ended answers a write with InvalidStateError; a read tells the true reason.
+Three habits of grpc.aio shape it. Cancelling a read or a write cancels the whole call, so both happen in tasks that
+outlive a deadline and a caller that leaves; one task reads for the whole life of the call, which is cheaper than one a
+message. Dropping a call object does not cancel it, so `close` always does. A call that has ended answers a write with
+InvalidStateError; a read tells the true reason.
 """
 
 import asyncio
+from collections import deque
 from contextlib import suppress
 from typing import Any, Generic, TypeVar, cast
 
@@ -18,6 +20,7 @@ from outrider.rpc import error_from, said_by_peer
 
 # What gRPC itself says of a call whose connection or process is gone, by the version and by what lies between.
 LOST_STATUSES = frozenset({"UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "UNKNOWN"})
+MAX_UNREAD = 1024  # messages that may wait here; more wait in the transport
 
 log = structlog.get_logger()
 
@@ -32,7 +35,10 @@ class MessageStream(Generic[Sent, Received]):
         """Takes a call that has just begun, and the name of its other end for messages to people."""
         self._call = call
         self._peer = peer
-        self._reading: asyncio.Task[Received | None] | None = None
+        self._unread: deque[Received] = deque()
+        self._end: OutriderError | None = None  # why nothing comes behind what is unread
+        self._changed: asyncio.Future[None] | None = None  # somebody waits for a message, or for room
+        self._reading = asyncio.create_task(self._read())
         self._writing: asyncio.Task[None] | None = None
         self._has_left = False  # a message reached a connection
         self._num_bytes = 0
@@ -52,15 +58,13 @@ class MessageStream(Generic[Sent, Received]):
 
     async def read(self, timeout_s: float) -> Received:
         """Next message; raises TimeoutError when it takes longer, PeerLost when the other end has ended the call."""
-        if self._reading is None:
-            self._reading = asyncio.create_task(self._read())
-        done, _ = await asyncio.wait({self._reading}, timeout=timeout_s)
-        if not done:
-            raise TimeoutError
-        reading, self._reading = self._reading, None
-        message = reading.result()
-        if message is None:
-            raise PeerLost(f"{self._peer} ended the session")
+        if not self._unread and self._end is None:
+            await self._change(timeout_s)
+        if not self._unread:
+            raise self._end or TimeoutError
+        if len(self._unread) == MAX_UNREAD:
+            self._tell()
+        message = self._unread.popleft()
         self._num_bytes += message.ByteSize()
         return message
 
@@ -82,7 +86,6 @@ class MessageStream(Generic[Sent, Received]):
             for task in filter(None, (self._reading, self._writing)):
                 task.add_done_callback(_retrieve)
                 task.cancel()
-            self._reading = None
 
     async def _say_goodbye(self, last: Sent, timeout_s: float) -> None:
         await self.write(last, timeout_s)
@@ -91,9 +94,7 @@ class MessageStream(Generic[Sent, Received]):
         with suppress(asyncio.InvalidStateError):
             await self._call.done_writing()
         while True:
-            reading, self._reading = self._reading or asyncio.create_task(self._read()), None
-            if await reading is None:
-                return
+            await self.read(timeout_s)
 
     async def _write(self, message: Sent) -> None:
         # Whatever ends the call here is what the next read raises.
@@ -101,17 +102,38 @@ class MessageStream(Generic[Sent, Received]):
             await self._call.write(message)
             self._has_left = True
 
-    async def _read(self) -> Received | None:
-        """One message, or None at the end."""
+    async def _read(self) -> None:
+        """Takes messages in until the call ends."""
         try:
-            message = await self._call.read()
+            while (message := await self._call.read()) is not grpc.aio.EOF:
+                self._unread.append(cast("Received", message))
+                self._tell()
+                while len(self._unread) >= MAX_UNREAD:
+                    await self._change(None)
+            self._end = PeerLost(f"{self._peer} ended the session")
         except grpc.aio.AioRpcError as error:
-            raise self._failure(error) from error
+            self._end = self._failure(error)
         except asyncio.CancelledError:
-            if self._call.cancelled():
-                raise PeerLost(f"the session with {self._peer} was cancelled on this side") from None
-            raise
-        return None if message is grpc.aio.EOF else cast("Received", message)
+            self._end = PeerLost(f"the session with {self._peer} was cancelled on this side")
+            if not self._call.cancelled():
+                raise
+        finally:
+            self._tell()
+
+    async def _change(self, timeout_s: float | None) -> None:
+        """Waits until `_tell`, or until the time is over."""
+        loop = asyncio.get_running_loop()
+        changed = self._changed = loop.create_future()
+        timer = None if timeout_s is None else loop.call_later(timeout_s, _settle, changed)
+        try:
+            await changed
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def _tell(self) -> None:
+        if self._changed is not None:
+            _settle(self._changed)
 
     def _failure(self, error: grpc.aio.AioRpcError) -> OutriderError:
         """What the peer stated, as it is; for a failure of gRPC's own, a sentence that names the peer."""
@@ -121,6 +143,11 @@ class MessageStream(Generic[Sent, Received]):
         log.info("stream lost", service=self._peer, status=status, details=error.details())
         what = "was lost in the middle of the request" if self._has_left else "cannot be reached"
         return PeerLost(f"{self._peer} {what}", status=status)
+
+
+def _settle(changed: "asyncio.Future[None]") -> None:
+    if not changed.done():
+        changed.set_result(None)
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:
