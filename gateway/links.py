@@ -160,11 +160,12 @@ class ServiceLink:
 
     async def _greet(self) -> None:
         """Asks until an answer comes, ever more slowly, and not in step with other gateways."""
-        self._lost.clear()
         delay_s, longest_s = BACKOFF_S
         while not await self._ask():
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
             delay_s = min(2 * delay_s, longest_s)
+        # What sessions have reported in the meantime is the loss that is over now.
+        self._lost.clear()
 
     async def _ask(self) -> bool:
         """One handshake; tells whether the service answered, fitting or not."""
