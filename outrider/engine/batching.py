@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.kv_cache import Slots
@@ -19,6 +20,7 @@ from outrider.engine.tree import EMPTY, TokenTree
 
 # What a session gets at least when many wait: fewer rows would not fill the kernels' tiles.
 MIN_SHARE = 16
+Ints = NDArray[np.int64] | NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,9 @@ def share_rows(feeds: Sequence[Feed], max_rows: int) -> list[int]:
     Feeds are served in the order of their last forward, so that none starves; each gets its fair share before the
     first takes what is left. A tree is never divided from the last committed token, whose logits it continues.
     """
+    needs = [feed.num_committed + len(feed.tree) for feed in feeds]
+    if sum(needs) <= max_rows:
+        return needs
     order = sorted(range(len(feeds)), key=lambda index: feeds[index].session.last_forward)
     grants = [0] * len(feeds)
     left = max_rows
@@ -73,7 +78,7 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
     """The plan of a forward in which feed i has grants[i] rows, in feed order; its slots must have been reserved."""
     rows = _Rows()
     ranges = [rows.add(feed, grant) if grant else None for feed, grant in zip(feeds, grants, strict=True)]
-    return Batch(rows.plan(device), torch.from_numpy(np.asarray(rows.wanted, dtype=np.int64)).to(device), ranges)
+    return rows.batch(device, ranges)
 
 
 class _Rows:
@@ -90,12 +95,14 @@ class _Rows:
 
     def add(self, feed: Feed, grant: int) -> range | None:
         """Adds the rows of a feed; returns where its logits will be when they are all there."""
-        start = feed.session.next_position
-        complete = grant == feed.num_committed + len(feed.tree)
-        tree = feed.tree if complete else EMPTY
+        session, tree = feed.session, feed.tree
+        start = session.next_position
+        complete = grant == feed.num_committed + len(tree)
+        if not complete:
+            tree = EMPTY
         stop = start + grant - len(tree)
-        slots = feed.session.table.slots(0, stop + len(tree))
-        self.token_ids += feed.session.token_ids[start:stop]
+        slots = session.table.slots(0, stop + len(tree))
+        self.token_ids += session.token_ids[start:stop]
         self.token_ids += tree.token_ids
         self.positions += range(start, stop)
         self.positions += [stop - 1 + depth for depth in tree.depths[1:]]
@@ -109,33 +116,51 @@ class _Rows:
 
     def _add_lists(self, tree: TokenTree, slots: Slots, stop: int, num_committed: int) -> None:
         self.key_starts += [self.num_keys] * num_committed
+        if tree.is_chain:
+            # The slots of a chain lie in a row, and need no gathering.
+            self.key_starts += [self.num_keys] * len(tree)
+            self._add_list(slots)
+            return
         row_starts = [-1] * len(tree)
         for leaf in tree.leaves():
             path = tree.path(leaf)
             for row in path:
                 if row_starts[row - 1] < 0:
                     row_starts[row - 1] = self.num_keys
-            # Of the path of a chain the slots lie in a row, and need no gathering.
-            is_chain = len(path) == leaf
-            keys = (
-                slots[: stop + leaf] if is_chain else np.append(slots[:stop], slots[[stop + row - 1 for row in path]])
-            )
-            self.key_lists.append(keys)
-            self.num_keys += len(keys)
+            self._add_list(np.append(slots[:stop], slots[[stop + row - 1 for row in path]]))
         self.key_starts += row_starts
 
-    def plan(self, device: torch.device) -> RowPlan:
-        """The rows as tensors: those of one type travel together."""
-        table = np.array([self.token_ids, self.positions, self.key_starts], dtype=np.int64)
-        token_ids, positions, key_starts = torch.from_numpy(table).to(device).unbind()
-        key_slots = np.concatenate(self.key_lists, dtype=np.int32, casting="same_kind")
-        key_counts = (table[1] + 1).astype(np.int32)
-        return RowPlan(
+    def _add_list(self, keys: Slots) -> None:
+        self.key_lists.append(keys)
+        self.num_keys += len(keys)
+
+    def batch(self, device: torch.device, ranges: list[range | None]) -> Batch:
+        """The rows as tensors: those of one type travel together, because each tensor costs as much as many rows."""
+        num_rows = len(self.token_ids)
+        longs = np.array(self.token_ids + self.positions + self.key_starts + self.wanted, dtype=np.int64)
+        token_ids, positions, key_starts, wanted = _split(longs, device, num_rows, num_rows, num_rows)
+        counts = longs[num_rows : 2 * num_rows] + 1
+        ints = np.concatenate((counts, *self.key_lists), dtype=np.int32, casting="same_kind")
+        key_counts, key_slots = _split(ints, device, num_rows)
+        slots = self.slots[0] if len(self.slots) == 1 else np.concatenate(self.slots)
+        plan = RowPlan(
             token_ids=token_ids,
             positions=positions,
-            slots=torch.from_numpy(np.concatenate(self.slots)).to(device),
-            key_slots=torch.from_numpy(key_slots).to(device),
+            slots=_tensor(slots, device),
+            key_slots=key_slots,
             key_starts=key_starts,
-            key_counts=torch.from_numpy(key_counts).to(device),
-            max_key_count=int(key_counts.max()),
+            key_counts=key_counts,
+            max_key_count=max(self.positions) + 1,
         )
+        return Batch(plan, wanted, ranges)
+
+
+def _split(array: Ints, device: torch.device, *sizes: int) -> tuple[Tensor, ...]:
+    """Views of these sizes, and one of the rest."""
+    return _tensor(array, device).split_with_sizes((*sizes, len(array) - sum(sizes)))
+
+
+def _tensor(array: Ints, device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(array)
+    # Asking for the device that it is on already would cost as much as making it.
+    return tensor if device.type == "cpu" else tensor.to(device)

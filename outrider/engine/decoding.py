@@ -6,14 +6,15 @@ row that cannot be drawn fails nobody: it may be one that plain decoding would n
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import islice
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from outrider.engine.noise import Purpose, noise_key
 from outrider.engine.runner import Feed, ModelRunner
-from outrider.engine.sampling import RowContext, transform
+from outrider.engine.sampling import RowContext, divisor, is_plain, transform
 from outrider.engine.session import Session
 from outrider.errors import OutriderError
 from outrider.parameters import SessionSpec
@@ -68,23 +69,45 @@ def reopen(runner: ModelRunner, session: Session | None, token_ids: Sequence[int
 
 def _draw_each(runner: ModelRunner, logits: Tensor, ready: Sequence[tuple[Ask, range]]) -> list[Outcome]:
     """Draws for all sessions at once; when that fails, for each row alone, to find those at fault."""
-    if not ready:
-        return []
-    contexts = [_contexts(ask) for ask, _ in ready]
-    keys = [_keys(ask) for ask, _ in ready]
+    groups: dict[bool, list[int]] = {}
+    for number, (ask, _) in enumerate(ready):
+        groups.setdefault(_is_plain(ask), []).append(number)
     try:
-        drawn = _draw(runner, logits, list(chain.from_iterable(contexts)), list(chain.from_iterable(keys)))
+        if len(groups) == 1:
+            return _draw_group(runner, logits, [ask for ask, _ in ready], *groups)
+        drawn: dict[int, Outcome] = {}
+        for is_plain, numbers in groups.items():
+            part = torch.cat([logits[ready[number][1].start : ready[number][1].stop] for number in numbers])
+            asks = [ready[number][0] for number in numbers]
+            drawn |= zip(numbers, _draw_group(runner, part, asks, is_plain), strict=True)
+        return [drawn[number] for number in range(len(ready))]
     except ValueError:
-        return [
-            _draw_alone(runner, logits[rows.start : rows.stop], own_contexts, own_keys)
-            for (_, rows), own_contexts, own_keys in zip(ready, contexts, keys, strict=True)
-        ]
-    return [drawn[rows.start : rows.stop] for _, rows in ready]
+        return [_draw_alone(runner, logits[rows.start : rows.stop], ask) for ask, rows in ready]
 
 
-def _draw_alone(runner: ModelRunner, logits: Tensor, contexts: Sequence[RowContext], keys: Sequence[int]) -> Outcome:
+def _is_plain(ask: Ask) -> bool:
+    has_ends = bool(ask.spec.eos_token_ids or ask.spec.stop_token_ids)
+    # Every row behind the root stands on more output than the root, so it is as plain.
+    return is_plain(ask.spec.sampling, len(ask.feed.session) - ask.spec.prompt_len, has_ends)
+
+
+def _draw_group(runner: ModelRunner, logits: Tensor, asks: Sequence[Ask], plain: bool) -> list[Outcome]:
+    """Drawn tokens of each ask, whose rows follow each other in logits; raises ValueError."""
+    keys = [key for ask in asks for key in _keys(ask)]
+    if plain:
+        temperatures = [divisor(ask.spec.sampling) for ask in asks for _ in ask.feed.tree.depths]
+        column = torch.from_numpy(np.array(temperatures, dtype=np.float64)).to(runner.device)
+        ids = runner.ops.choose(logits, column, _key_column(runner, keys), runner.vocabulary_size)
+        drawn: list[int] = ids.tolist()
+    else:
+        drawn = _draw(runner, logits, [context for ask in asks for context in _contexts(ask)], keys)
+    rest = iter(drawn)
+    return [list(islice(rest, len(ask.feed.tree) + 1)) for ask in asks]
+
+
+def _draw_alone(runner: ModelRunner, logits: Tensor, ask: Ask) -> Outcome:
     drawn: list[int] = []
-    for row, (context, key) in enumerate(zip(contexts, keys, strict=True)):
+    for row, (context, key) in enumerate(zip(_contexts(ask), _keys(ask), strict=True)):
         try:
             drawn += _draw(runner, logits[row : row + 1], [context], [key])
         except ValueError as error:
@@ -96,8 +119,13 @@ def _draw_alone(runner: ModelRunner, logits: Tensor, contexts: Sequence[RowConte
 
 def _draw(runner: ModelRunner, logits: Tensor, contexts: Sequence[RowContext], keys: Sequence[int]) -> list[int]:
     scores = transform(logits, contexts, runner.vocabulary_size, runner.ops)
-    drawn: list[int] = runner.ops.draw(scores, torch.tensor(keys, device=runner.device)).tolist()
+    drawn: list[int] = runner.ops.draw(scores, _key_column(runner, keys)).tolist()
     return drawn
+
+
+def _key_column(runner: ModelRunner, keys: Sequence[int]) -> Tensor:
+    # By way of numpy, because torch takes ten times as long to read a short list.
+    return torch.from_numpy(np.array(keys, dtype=np.int64)).to(runner.device)
 
 
 def _contexts(ask: Ask) -> list[RowContext]:

@@ -25,13 +25,16 @@ class Linear:
     bias: Tensor | None
 
     @classmethod
-    def take(cls, tensors: dict[str, Tensor], prefix: str, *names: str) -> Self:
+    def take(cls, ops: Ops, tensors: dict[str, Tensor], prefix: str, *names: str) -> Self:
         """Takes the named layers out of `tensors` and stacks them into one, so that one product serves them all."""
         weights = [tensors.pop(f"{prefix}{name}.weight") for name in names]
         biases = [tensors.pop(f"{prefix}{name}.bias") for name in names if f"{prefix}{name}.bias" in tensors]
-        if len(names) == 1:
-            return cls(weights[0], biases[0] if biases else None)
-        return cls(torch.cat(weights), torch.cat(biases) if biases else None)
+        return cls(ops.stack(weights), torch.cat(biases) if biases else None)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Its tensors."""
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +51,25 @@ class Layer:
     down: Linear
 
     @classmethod
-    def take(cls, tensors: dict[str, Tensor], prefix: str) -> Self:
+    def take(cls, ops: Ops, tensors: dict[str, Tensor], prefix: str) -> Self:
         """Takes one layer's tensors out of `tensors`, so that their separate copies are freed as they are fused."""
         return cls(
             input_norm=tensors.pop(f"{prefix}input_layernorm.weight"),
-            qkv=Linear.take(tensors, f"{prefix}self_attn.", "q_proj", "k_proj", "v_proj"),
+            qkv=Linear.take(ops, tensors, f"{prefix}self_attn.", "q_proj", "k_proj", "v_proj"),
             query_norm=tensors.pop(f"{prefix}self_attn.q_norm.weight", None),
             key_norm=tensors.pop(f"{prefix}self_attn.k_norm.weight", None),
-            output=Linear.take(tensors, f"{prefix}self_attn.", "o_proj"),
+            output=Linear.take(ops, tensors, f"{prefix}self_attn.", "o_proj"),
             post_norm=tensors.pop(f"{prefix}post_attention_layernorm.weight"),
-            gate_up=Linear.take(tensors, f"{prefix}mlp.", "gate_proj", "up_proj"),
-            down=Linear.take(tensors, f"{prefix}mlp.", "down_proj"),
+            gate_up=Linear.take(ops, tensors, f"{prefix}mlp.", "gate_proj", "up_proj"),
+            down=Linear.take(ops, tensors, f"{prefix}mlp.", "down_proj"),
         )
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Its tensors."""
+        norms = (self.input_norm, self.query_norm, self.key_norm, self.post_norm)
+        linears = (self.qkv, self.output, self.gate_up, self.down)
+        return [norm for norm in norms if norm is not None] + [tensor for each in linears for tensor in each.weights]
 
 
 class Transformer:
@@ -69,12 +79,21 @@ class Transformer:
         """Takes the checkpoint's tensors (outrider.engine.weights.load_tensors) and empties the dictionary."""
         self.config = config
         self.ops = ops
-        self.embedding = tensors.pop("model.embed_tokens.weight")
-        self.head = tensors.pop("lm_head.weight", self.embedding)
+        embedding = tensors.pop("model.embed_tokens.weight")
         self.norm = tensors.pop("model.norm.weight")
-        self.layers = [Layer.take(tensors, f"model.layers.{index}.") for index in range(config.num_layers)]
+        # Taken in the order in which a forward reads them, the product with the vocabulary last.
+        self.layers = [Layer.take(ops, tensors, f"model.layers.{index}.") for index in range(config.num_layers)]
+        head = tensors.pop("lm_head.weight", None)
+        self.head = ops.stack([embedding if head is None else head])
+        self.embedding = self.head if head is None else embedding
         self.cos, self.sin = rotary_tables(config, self.embedding.device)
         self.scale = config.head_dim**-0.5
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Its tensors, a tied matrix once; the rotary tables are none."""
+        outer = [self.embedding, self.norm] + ([] if self.head is self.embedding else [self.head])
+        return outer + [tensor for layer in self.layers for tensor in layer.weights]
 
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
         """Computes the rows of the plan, stores their keys and values, returns logits [len(wanted), V] float32.
@@ -103,7 +122,8 @@ class Transformer:
         return self._linear(layer.output, self.ops.attention(query, plan, keys, values, self.scale))
 
     def _norm_heads(self, heads: Tensor, weight: Tensor) -> Tensor:
-        rows = heads.reshape(-1, self.config.head_dim)
+        # A single group is a view whose rows lie apart, and operations want them together.
+        rows = heads.reshape(-1, self.config.head_dim).contiguous()
         return self.ops.rms_norm(rows, weight, self.config.norm_epsilon).view(heads.shape)
 
     def _linear(self, linear: Linear, x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ within 2 units in the last place of the value or of 1, whichever is larger: near
 tests/outrider/engine/noise_vectors.json holds test vectors.
 """
 
+import functools
 from enum import IntEnum
 
 import numpy as np
@@ -42,10 +43,15 @@ def noise_key(seed: int, position: int, purpose: Purpose) -> int:
     `position` is the absolute index of the token to be drawn: the length of its prefix, prompt included. `seed` may
     be any integer and counts modulo 2**64.
     """
-    key = _mix((seed + GAMMA) & MASK)
-    key = _mix((key + GAMMA * (position + 1)) & MASK)
+    key = _mix((_seed_word(seed) + GAMMA * (position + 1)) & MASK)
     key = _mix((key + GAMMA * (purpose + 1)) & MASK)
     return _signed(key)
+
+
+@functools.lru_cache(maxsize=1024)
+def _seed_word(seed: int) -> int:
+    """Kept, because all draws of a request begin with it."""
+    return _mix((seed + GAMMA) & MASK)
 
 
 def hash_words(keys: Tensor, num_tokens: int) -> Tensor:
@@ -90,9 +96,10 @@ def numpy_gumbel(keys: Words, num_tokens: int) -> Floats:
 
 def _mix(word: int) -> int:
     """The finaliser of splitmix64 (Steele, Lea and Flood, 2014): a bijection of 64 bits."""
-    for shift, multiplier in zip(SHIFTS, (*MULTIPLIERS, 1), strict=True):
-        word = ((word ^ (word >> shift)) * multiplier) & MASK
-    return word
+    # Not a loop: this runs for every token that anyone draws.
+    word = ((word ^ (word >> SHIFTS[0])) * MULTIPLIERS[0]) & MASK
+    word = ((word ^ (word >> SHIFTS[1])) * MULTIPLIERS[1]) & MASK
+    return word ^ (word >> SHIFTS[2])
 
 
 def _signed(word: int) -> int:

@@ -4,11 +4,12 @@ Everything here is elementwise, so a row's result does not depend on the other r
 """
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.parameters import SamplingParameters
@@ -40,7 +41,9 @@ class RowContext:
 
 def is_edited(row: RowContext) -> bool:
     """Whether `edit` would change anything but the temperature of a row."""
-    return bool(row.sampling.logit_bias) or (_is_too_short(row) and bool(row.end_token_ids)) or _has_penalties(row)
+    return (
+        bool(row.sampling.logit_bias) or (_is_too_short(row) and bool(row.end_token_ids)) or has_penalties(row.sampling)
+    )
 
 
 def edit(scores: Tensor, rows: Sequence[RowContext]) -> Tensor:
@@ -52,7 +55,7 @@ def edit(scores: Tensor, rows: Sequence[RowContext]) -> Tensor:
     _bias(wide, rows)
     sessions: dict[tuple[int, int], list[int]] = {}
     for number, row in enumerate(rows):
-        if _has_penalties(row):
+        if has_penalties(row.sampling):
             sessions.setdefault((id(row.committed), row.prompt_len), []).append(number)
     for numbers in sessions.values():
         _penalise(wide, numbers, [rows[number] for number in numbers])
@@ -94,17 +97,17 @@ def _penalise(scores: Tensor, numbers: Sequence[int], rows: Sequence[RowContext]
 def _occurrences(rows: Sequence[RowContext], num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """The N tokens that occurred in a session: ids [N], whether in the prompt [N], how often in the output [R, N]."""
     committed, prompt_len = rows[0].committed, rows[0].prompt_len
-    prompt = frozenset(committed[:prompt_len])
-    output = Counter(committed[prompt_len:])
-    seen = prompt.union(output, *(row.path for row in rows))
-    columns = {token_id: column for column, token_id in enumerate(sorted(seen)) if token_id < num_tokens}
-    counts = torch.tensor([[output[token_id] for token_id in columns]], dtype=torch.int64).repeat(len(rows), 1)
-    for number, row in enumerate(rows):
-        for token_id in row.path:
-            if token_id in columns:
-                counts[number, columns[token_id]] += 1
-    in_prompt = torch.tensor([token_id in prompt for token_id in columns], dtype=torch.bool)
-    return torch.tensor(list(columns), dtype=torch.int64), in_prompt, counts
+    in_prompt = _counts(committed[:prompt_len], num_tokens) > 0
+    in_output = _counts(committed[prompt_len:], num_tokens)
+    counts = np.stack([in_output + _counts(row.path, num_tokens) if row.path else in_output for row in rows])
+    token_ids = np.flatnonzero(in_prompt | counts.any(axis=0))
+    return torch.from_numpy(token_ids), torch.from_numpy(in_prompt[token_ids]), torch.from_numpy(counts[:, token_ids])
+
+
+def _counts(token_ids: Sequence[int], num_tokens: int) -> NDArray[np.int64]:
+    """How often each token occurs [num_tokens]; ids without a logit are left out."""
+    # Counted anew each time, because numpy is faster at that than Python is at keeping the counts of every prefix.
+    return np.bincount(np.array(token_ids, dtype=np.int64), minlength=num_tokens)[:num_tokens]
 
 
 def column(values: Sequence[float], like: Tensor) -> Tensor:
@@ -112,8 +115,8 @@ def column(values: Sequence[float], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
 
 
-def _has_penalties(row: RowContext) -> bool:
-    wanted = row.sampling
+def has_penalties(wanted: SamplingParameters) -> bool:
+    """Whether any token that occurred is penalised."""
     return wanted.repetition_penalty != 1 or wanted.presence_penalty != 0 or wanted.frequency_penalty != 0
 
 

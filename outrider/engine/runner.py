@@ -6,21 +6,22 @@ lengths are known to the host, and logits stay on the device.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from outrider.engine.batching import Feed, build_batch, share_rows
+from outrider.engine.checkpoints import find_checkpoint
+from outrider.engine.fused import fused
 from outrider.engine.kv_cache import BLOCK_SIZE, BlockPool, BlockTable, KVCache
 from outrider.engine.model import Transformer
 from outrider.engine.model_config import ModelConfig
 from outrider.engine.ops import Ops, choose_ops
-from outrider.engine.ops.native import MAX_THREADS
+from outrider.engine.ops.native import MAX_THREADS, NativeOps
 from outrider.engine.session import Session
 from outrider.engine.tree import EMPTY
-from outrider.engine.weights import DTYPES, load_tensors, model_hash, resolve
+from outrider.engine.weights import DTYPES
 from outrider.errors import InvalidRequest, ModelRefused, PromptTooLong
 
 __all__ = ["Feed", "ForwardResult", "ModelRunner"]
@@ -45,7 +46,7 @@ class ModelIdentity:
     """What tells one loaded model from another."""
 
     model_name: str
-    """Last part of the folder or hub id."""
+    """Last part of the folder or hub id, or the name of a sized model."""
     model_hash: str
     dtype: str
     num_threads: int
@@ -57,7 +58,7 @@ class ModelRunner:
     """Runs forwards over many sessions at once."""
 
     def __init__(self, model: Transformer, identity: ModelIdentity, kv_tokens: int, max_rows: int = MAX_ROWS) -> None:
-        self.model = model
+        self.model = fused(model)
         self.identity = identity
         self.max_rows = max_rows
         config, weight = model.config, model.embedding
@@ -81,7 +82,7 @@ class ModelRunner:
         kv_tokens: int | None = None,
         vocabulary_size: int | None = None,
     ) -> Self:
-        """Loads a local folder or hub id.
+        """Loads a local folder, a hub id, or a sized model (outrider.sized_presets).
 
         dtype, "bfloat16" or "float32", is that of the weights in memory, whatever the file holds. kv_tokens is the
         size of the cache in tokens; by default as many as 512 MiB hold, and at least one full context.
@@ -94,16 +95,15 @@ class ModelRunner:
             raise InvalidRequest("num_threads", num_threads, f"in [1, {MAX_THREADS}]")
         if kv_tokens is not None and kv_tokens < 1:
             raise InvalidRequest("kv_tokens", kv_tokens, "at least 1")
-        folder = resolve(model)
-        config = ModelConfig.read(folder)
+        checkpoint = find_checkpoint(model)
+        config = checkpoint.config
         size = config.vocab_size if vocabulary_size is None else vocabulary_size
         if not 1 <= size <= config.vocab_size:
-            message = f"{folder}: the tokenizer knows {size} ids, but the model embeds {config.vocab_size}"
+            message = f"{model}: the tokenizer knows {size} ids, but the model embeds {config.vocab_size}"
             raise ModelRefused(message, vocabulary_size=size, vocab_size=config.vocab_size)
-        tensors = load_tensors(folder, config, torch_device, DTYPES[dtype])
+        tensors = checkpoint.load(torch_device, DTYPES[dtype])
         transformer = Transformer(config, tensors, choose_ops(torch_device, num_threads))
-        name = model if not Path(model).expanduser().is_dir() else folder.resolve().name
-        identity = ModelIdentity(name.rsplit("/", 1)[-1], model_hash(folder), dtype, num_threads, size)
+        identity = ModelIdentity(checkpoint.name, checkpoint.digest(), dtype, num_threads, size)
         return cls(transformer, identity, kv_tokens or default_kv_tokens(config, torch_device, DTYPES[dtype]))
 
     @property
@@ -115,6 +115,12 @@ class ModelRunner:
     def ops(self) -> Ops:
         """The operations of this device."""
         return self.model.ops
+
+    @property
+    def torch_threads(self) -> int:
+        """Threads that torch should use on the device thread (torch.set_num_threads holds for the calling thread)."""
+        # Compiled kernels have their own, and torch's would only wait for each other at every small operation.
+        return 1 if isinstance(self.ops, NativeOps) else self.identity.num_threads
 
     @property
     def device(self) -> torch.device:
@@ -197,7 +203,7 @@ class ModelRunner:
 
     def _check_ids(self, token_ids: Sequence[int]) -> None:
         # An id without a row in the embedding would stop an accelerator for all sessions, not only for this one.
-        for extreme in (min(token_ids, default=0), max(token_ids, default=0)):
+        for extreme in (min(token_ids), max(token_ids)) if token_ids else ():
             if not 0 <= extreme < self.config.vocab_size:
                 raise InvalidRequest("token_ids", extreme, f"in [0, {self.config.vocab_size})")
 

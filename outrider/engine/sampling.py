@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from outrider.engine.heat import collapse, heat
 from outrider.engine.ops import Ops
-from outrider.engine.penalties import RowContext, column, edit, is_edited
+from outrider.engine.penalties import RowContext, column, edit, has_penalties, is_edited
+from outrider.parameters import SamplingParameters
 
-__all__ = ["RowContext", "transform"]
+__all__ = ["RowContext", "divisor", "is_plain", "transform"]
 
 # Below this a temperature would become 0 in float32.
 SMALLEST = torch.finfo(torch.float32).tiny
@@ -49,22 +51,33 @@ def transform(logits: Tensor, rows: Sequence[RowContext], vocabulary_size: int, 
     return scores
 
 
+def is_plain(sampling: SamplingParameters, output_len: int, has_ends: bool) -> bool:
+    """Whether `transform` would apply a temperature and nothing else; then `Ops.choose` draws the same without it.
+
+    output_len counts the tokens of the row's prefix that are output; has_ends tells whether min_tokens holds any back.
+    """
+    cuts = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    is_short = has_ends and output_len < sampling.min_tokens
+    edits = is_short or bool(sampling.logit_bias) or has_penalties(sampling)
+    return not edits and (sampling.temperature == 0 or not cuts)
+
+
+def divisor(sampling: SamplingParameters) -> float:
+    """The temperature to divide scores by, 0 for none but the best token."""
+    return max(sampling.temperature, SMALLEST) if sampling.temperature else 0.0
+
+
 def _edit(scores: Tensor, rows: Sequence[RowContext], _ops: Ops) -> Tensor:
     return edit(scores, rows)
 
 
 def _heat(scores: Tensor, rows: Sequence[RowContext], _ops: Ops) -> Tensor:
-    """Divides by the temperature. The best score becomes exactly 0, and stays so at any temperature."""
-    temperatures = column([max(row.sampling.temperature, SMALLEST) for row in rows], scores).float()
-    return (scores - scores.amax(dim=-1, keepdim=True)) / temperatures
+    temperatures = column([max(row.sampling.temperature, SMALLEST) for row in rows], scores)
+    return heat(scores, temperatures.float())
 
 
 def _collapse(scores: Tensor, _rows: Sequence[RowContext], _ops: Ops) -> Tensor:
-    """Temperature 0: score 0 for the lowest id among the best tokens, -inf for all others."""
-    best = scores.argmax(dim=-1, keepdim=True)
-    peak = scores.gather(-1, best)
-    # The difference is NaN, and not 0, in a row without a finite score; the draw then refuses the row.
-    return torch.full_like(scores, -torch.inf).scatter(-1, best, peak - peak)
+    return collapse(scores)
 
 
 def _cut_top_k(scores: Tensor, rows: Sequence[RowContext], _ops: Ops) -> Tensor:

@@ -32,6 +32,11 @@ class TokenTree:
             depths.append(depths[parent] + 1)
         object.__setattr__(self, "depths", tuple(depths))
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether every row's parent is the row before it; the empty tree is a chain."""
+        return self.parents == tuple(range(len(self.parents)))
+
     @classmethod
     def chain(cls, token_ids: Sequence[int]) -> Self:
         """The tree of width one."""

@@ -4,6 +4,7 @@ On the CPU every row of every result is bitwise independent of the number of row
 the number of threads. No such promise holds for `eager` on CUDA.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -28,6 +29,10 @@ class Ops(Protocol):
     @property
     def name(self) -> str:
         """The kernel set as it stands in the numerics id, for instance "native-v4"."""
+        ...
+
+    def stack(self, weights: Sequence[Tensor]) -> Tensor:
+        """One matrix of the rows of all weights [N, K], where `linear` reads it fastest; may be the only one itself."""
         ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -77,6 +82,14 @@ class Ops(Protocol):
 
         scores [R, V] float32 up to a constant, keys [R] int64 (outrider.engine.noise). -inf never wins. Raises
         ValueError where a row has no finite score, NaN or +inf (so does softmax).
+        """
+        ...
+
+    def choose(self, logits: Tensor, temperatures: Tensor, keys: Tensor, num_tokens: int) -> Tensor:
+        """Ids [R] int64 of what `draw` draws from the first num_tokens of logits [R, V] at temperatures [R] float64.
+
+        Scores are logits at temperature 1, and outrider.engine.heat otherwise, with the same bits as
+        outrider.engine.sampling.transform. Raises ValueError like draw.
         """
         ...
 

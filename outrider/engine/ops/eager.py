@@ -3,12 +3,13 @@
 On CUDA products run in the type of the weights; on the CPU weights are widened to float32, as the compiled kernels do.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from outrider.engine.heat import collapse, heat
 from outrider.engine.noise import gumbel
 from outrider.engine.plan import RowPlan
 
@@ -20,6 +21,10 @@ class EagerOps:
     """Operations in torch; see outrider.engine.ops.Ops for shapes."""
 
     name = "eager"
+
+    def stack(self, weights: Sequence[Tensor]) -> Tensor:
+        """weights [N, K] -> [sum of N, K]."""
+        return weights[0] if len(weights) == 1 else torch.cat(list(weights))
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [R, K], weight [N, K] -> [R, N] float32."""
@@ -75,6 +80,13 @@ class EagerOps:
             noise = gumbel(keys[rows], scores.shape[1])
             ids[rows] = torch.argmax(scores[rows].double() + noise, dim=-1)
         return ids
+
+    def choose(self, logits: Tensor, temperatures: Tensor, keys: Tensor, num_tokens: int) -> Tensor:
+        """logits [R, V], temperatures [R], keys [R] -> ids [R]."""
+        scores, column = logits[:, :num_tokens], temperatures[:, None]
+        # Every row is computed all three ways, because asking which it needs would wait for the device.
+        heated = torch.where(column == 1, scores, heat(scores, column.float()))
+        return self.draw(torch.where(column == 0, collapse(scores), heated), keys)
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -21,10 +21,61 @@ _ARGUMENTS: dict[str, list[type]] = {
     "outrider_attention": [*[_POINTER] * 8, *[_SIZE] * 5, _FLOAT],
     "outrider_silu_multiply": [*[_POINTER] * 3, *[_SIZE] * 2],
     "outrider_draw": [*[_POINTER] * 5, *[_SIZE] * 3],
+    "outrider_choose": [*[_POINTER] * 7, *[_SIZE] * 4],
     "outrider_draw_stretch": [],
     "outrider_softmax": [*[_POINTER] * 4, *[_SIZE] * 2],
+    "outrider_forward_floats": [_POINTER, _SIZE],
+    "outrider_forward": [*[_POINTER] * 7],
 }
-_RESULTS: dict[str, type] = {"outrider_pool_create": _POINTER, "outrider_draw_stretch": _SIZE}
+_RESULTS: dict[str, type] = {
+    "outrider_pool_create": _POINTER,
+    "outrider_draw": _SIZE,
+    "outrider_choose": _SIZE,
+    "outrider_draw_stretch": _SIZE,
+    "outrider_forward_floats": _SIZE,
+}
+
+
+class MatrixFields(ctypes.Structure):
+    """`matrix` of kernels/forward.c."""
+
+    _fields_ = (
+        ("weight", _POINTER),
+        ("bias", _POINTER),
+        ("num_inputs", _SIZE),
+        ("num_outputs", _SIZE),
+        ("is_bf16", _SIZE),
+    )
+
+
+class LayerFields(ctypes.Structure):
+    """`layer` of kernels/forward.c."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("input_norm", "query_norm", "key_norm", "post_norm")),
+        *((name, MatrixFields) for name in ("qkv", "output", "gate_up", "down")),
+    )
+
+
+class DecoderFields(ctypes.Structure):
+    """`decoder` of kernels/forward.c."""
+
+    _fields_ = (
+        *((name, MatrixFields) for name in ("embedding", "head")),
+        *((name, _POINTER) for name in ("norm", "cos", "sin", "layers")),
+        *((name, _SIZE) for name in ("num_layers", "num_heads", "num_groups", "head_dim")),
+        *((name, _FLOAT) for name in ("epsilon", "scale")),
+    )
+
+
+class PlanFields(ctypes.Structure):
+    """`row_plan` of kernels/forward.c."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("token_ids", "positions", "slots", "key_slots", "key_starts", "key_counts")),
+        ("wanted", _POINTER),
+        *((name, _SIZE) for name in ("num_rows", "max_key_count", "num_wanted")),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 Each row is copied before it is computed, because libraries may also choose their order of additions by the address.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -19,6 +20,10 @@ class ReferenceOps:
 
     def __init__(self) -> None:
         self._eager = EagerOps()
+
+    def stack(self, weights: Sequence[Tensor]) -> Tensor:
+        """weights [N, K] -> [sum of N, K]."""
+        return self._eager.stack(weights)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [R, K], weight [N, K] -> [R, N] float32."""
@@ -81,6 +86,14 @@ class ReferenceOps:
         output = torch.empty_like(keys)
         for row in range(scores.shape[0]):
             output[row] = self._eager.draw(_copy(scores, row), keys[row : row + 1])[0]
+        return output
+
+    def choose(self, logits: Tensor, temperatures: Tensor, keys: Tensor, num_tokens: int) -> Tensor:
+        """logits [R, V], temperatures [R], keys [R] -> ids [R]."""
+        output = torch.empty_like(keys)
+        for row in range(logits.shape[0]):
+            one = slice(row, row + 1)
+            output[row] = self._eager.choose(_copy(logits, row), temperatures[one], keys[one], num_tokens)[0]
         return output
 
 

@@ -3,13 +3,15 @@
  * Keys are taken in list order, in chunks of CHUNK counted from the start of the row's own list, with the online
  * softmax of Milakov and Gimelshein (2018). A row's result therefore depends on its list alone, never on the other
  * rows. */
+#include "kernels.h"
 #include "lanes.h"
-#include "pool.h"
 
 #include <math.h>
 
 #define CHUNK 64
 #define MAX_HEAD_DIM 512
+/* Heads that read the same keys and values advance together: alone, one waits for its own last addition. */
+#define TOGETHER 2
 
 typedef struct {
     const float *query;
@@ -53,11 +55,6 @@ INLINE void score_chunk(const attention_job *job, const float *query, const floa
     for (int key = count; key < CHUNK; key++) scores[key] = -INFINITY;
 }
 
-INLINE float highest_of(const float scores[CHUNK], float highest) {
-    for (int key = 0; key < CHUNK; key++) highest = scores[key] > highest ? scores[key] : highest;
-    return highest;
-}
-
 /* Turns scores into weights e^(score - highest) in place and returns their sum. */
 INLINE float weigh(float scores[CHUNK], float highest) {
     lanes16 total = {0};
@@ -73,52 +70,97 @@ INLINE float weigh(float scores[CHUNK], float highest) {
     return sum(total);
 }
 
+/* What one head has gathered so far. */
+typedef struct {
+    float total[MAX_HEAD_DIM], scores[CHUNK];
+    float highest, weight_sum, keep;
+} head_state;
+
 /* total[d] = total[d] * keep + sum over keys of weight * value[d], keys in order, for four registers of elements. */
-INLINE void add_values(float *total, float keep, const float weights[CHUNK], const float *base, const int32_t *slots,
-                       int count, int64_t stride, int64_t left) {
-    floats sums[4];
+INLINE void add_values(head_state *heads, int num_heads, int64_t d, const float *base, const int32_t *slots, int count,
+                       int64_t stride, int64_t left) {
+    floats sums[TOGETHER][4];
     UNROLL
-    for (int part = 0; part < 4; part++) sums[part] = load(total + part * WIDTH) * keep;
-    for (int key = 0; key < count; key++) {
-        const float *value = base + slots[key] * stride;
+    for (int head = 0; head < num_heads; head++) {
         UNROLL
         for (int part = 0; part < 4; part++)
-            sums[part] = fused(splat(weights[key]), load_upto(value + part * WIDTH, left - part * WIDTH), sums[part]);
+            sums[head][part] = load(heads[head].total + d + part * WIDTH) * heads[head].keep;
+    }
+    for (int key = 0; key < count; key++) {
+        const float *value = base + d + slots[key] * stride;
+        UNROLL
+        for (int part = 0; part < 4; part++) {
+            const floats values = load_upto(value + part * WIDTH, left - part * WIDTH);
+            UNROLL
+            for (int head = 0; head < num_heads; head++)
+                sums[head][part] = fused(splat(heads[head].scores[key]), values, sums[head][part]);
+        }
     }
     UNROLL
-    for (int part = 0; part < 4; part++) store(total + part * WIDTH, sums[part]);
+    for (int head = 0; head < num_heads; head++) {
+        UNROLL
+        for (int part = 0; part < 4; part++) store(heads[head].total + d + part * WIDTH, sums[head][part]);
+    }
 }
 
 /* The whole registers of a head first, with a constant that the loads above are simplified for. */
-INLINE void add_heads_values(const attention_job *job, float *total, float keep, const float weights[CHUNK],
-                             const float *base, const int32_t *slots, int count) {
+INLINE void add_heads_values(const attention_job *job, head_state *heads, int num_heads, const float *base,
+                             const int32_t *slots, int count) {
     const int64_t stride = job->num_groups * job->head_dim;
     int64_t d = 0;
     for (; d + 4 * WIDTH <= job->head_dim; d += 4 * WIDTH)
-        add_values(total + d, keep, weights, base + d, slots, count, stride, 4 * WIDTH);
-    if (d < job->head_dim) add_values(total + d, keep, weights, base + d, slots, count, stride, job->head_dim - d);
+        add_values(heads, num_heads, d, base, slots, count, stride, 4 * WIDTH);
+    if (d < job->head_dim) add_values(heads, num_heads, d, base, slots, count, stride, job->head_dim - d);
+}
+
+/* Turns the chunk's scores into weights, against the highest score so far. */
+INLINE void weigh_chunk(head_state *head) {
+    const float before = head->highest, highest = greatest_float(head->scores, CHUNK);
+    head->highest = highest > before ? highest : before;
+    head->keep = exponential(splat(before) - head->highest)[0];
+    head->weight_sum = head->weight_sum * head->keep + weigh(head->scores, head->highest);
+}
+
+/* num_heads heads from `head` on, all of one group. */
+INLINE void attend_heads(const attention_job *job, int64_t row, int64_t head, int num_heads) {
+    const int64_t head_dim = job->head_dim, place = (row * job->num_heads + head) * head_dim;
+    const int64_t offset = head / (job->num_heads / job->num_groups) * head_dim;
+    const int32_t *slots = job->key_slots + job->key_starts[row];
+    head_state heads[TOGETHER];
+    for (int each = 0; each < num_heads; each++) {
+        memset(heads[each].total, 0, sizeof heads[each].total);
+        heads[each].highest = -INFINITY;
+        heads[each].weight_sum = 0.0f;
+    }
+    for (int64_t start = 0; start < job->key_counts[row]; start += CHUNK) {
+        const int64_t left = job->key_counts[row] - start;
+        const int count = left < CHUNK ? (int)left : CHUNK;
+        for (int each = 0; each < num_heads; each++) {
+            score_chunk(job, job->query + place + each * head_dim, job->keys + offset, slots + start, count,
+                        heads[each].scores);
+            weigh_chunk(&heads[each]);
+        }
+        add_heads_values(job, heads, num_heads, job->values + offset, slots + start, count);
+    }
+    for (int each = 0; each < num_heads; each++) {
+        float *output = job->output + place + each * head_dim;
+        for (int64_t d = 0; d < head_dim; d += WIDTH)
+            store_upto(output + d, load_upto(heads[each].total + d, head_dim - d) / heads[each].weight_sum, head_dim - d);
+    }
+}
+
+static int64_t items_of_a_group(int64_t num_heads, int64_t num_groups) {
+    return (num_heads / num_groups + TOGETHER - 1) / TOGETHER;
 }
 
 static void attend(const void *argument, uint32_t index) {
     const attention_job *job = argument;
-    const int64_t row = index / job->num_heads, head = index % job->num_heads, head_dim = job->head_dim;
-    const int64_t offset = head / (job->num_heads / job->num_groups) * head_dim;
-    const float *query = job->query + (row * job->num_heads + head) * head_dim;
-    const int32_t *slots = job->key_slots + job->key_starts[row];
-    float total[MAX_HEAD_DIM] = {0}, scores[CHUNK];
-    float highest = -INFINITY, weight_sum = 0.0f;
-    for (int64_t start = 0; start < job->key_counts[row]; start += CHUNK) {
-        const int64_t left = job->key_counts[row] - start;
-        const int count = left < CHUNK ? (int)left : CHUNK;
-        score_chunk(job, query, job->keys + offset, slots + start, count, scores);
-        const float before = highest;
-        highest = highest_of(scores, before);
-        const float keep = exponential(splat(before) - highest)[0];
-        weight_sum = weight_sum * keep + weigh(scores, highest);
-        add_heads_values(job, total, keep, scores, job->values + offset, slots + start, count);
-    }
-    float *output = job->output + (row * job->num_heads + head) * head_dim;
-    for (int64_t d = 0; d < head_dim; d++) output[d] = total[d] / weight_sum;
+    const int64_t heads_of_a_group = job->num_heads / job->num_groups;
+    const int64_t items = items_of_a_group(job->num_heads, job->num_groups), item = index % items;
+    const int64_t group = index / items % job->num_groups, row = index / items / job->num_groups;
+    const int64_t head = group * heads_of_a_group + item * TOGETHER;
+    if (item * TOGETHER + TOGETHER <= heads_of_a_group) attend_heads(job, row, head, TOGETHER);
+    else attend_heads(job, row, head, 1);
 }
 
 /* query [num_rows, num_heads, head_dim], caches [slots, num_groups, head_dim], output like query. */
@@ -128,6 +170,6 @@ void outrider_attention(pool *threads, const float *query, const float *keys, co
                         int64_t max_key_count, float scale) {
     const attention_job job = {query,     keys,       values,   key_slots, key_starts, key_counts, output,
                                num_heads, num_groups, head_dim, scale};
-    const uint32_t num_items = (uint32_t)(num_rows * num_heads);
-    pool_run_costing(threads, attend, &job, num_items, 2.0 * num_items * (double)(head_dim * max_key_count));
+    const uint32_t num_items = (uint32_t)(num_rows * num_groups * items_of_a_group(num_heads, num_groups));
+    pool_run_costing(threads, attend, &job, num_items, 2.0 * (double)(num_rows * num_heads * head_dim * max_key_count));
 }

@@ -3,8 +3,8 @@
  *
  * The noise is that of outrider/engine/noise.py: word = mix(key + G * (token + 1)), u = ((word >> 12) + 0.5) * 2^-52,
  * gumbel = -log(-log(u)). The finaliser is that of splitmix64 (Steele, Lea and Flood, 2014). */
+#include "kernels.h"
 #include "lanes.h"
-#include "pool.h"
 
 #include <math.h>
 
@@ -19,6 +19,8 @@
 #define LN2 0.693147180559945309417
 /* Far more than the rounding of a score plus noise, far less than the gaps it decides about. */
 #define MARGIN 1e-6
+/* Above every noise: the largest uniform is 1 - 2^-53, whose noise is 36.74. */
+#define MOST_NOISE 37.0
 
 typedef struct {
     const float *scores;
@@ -102,6 +104,8 @@ INLINE void consider(const double *sums, int64_t first, int count, double *best,
 
 static void draw_block(const draw_job *job, int64_t row, int64_t first, int64_t end, double *best, int64_t *id) {
     const float *scores = job->scores + row * job->num_tokens;
+    const int64_t count = end - first < BLOCK ? end - first : BLOCK;
+    if (greatest_float(scores + first, count) + MOST_NOISE <= *best) return;
     const uint64_t key = (uint64_t)job->keys[row];
     doubles uniforms[BLOCK / DWIDTH], widened[BLOCK / DWIDTH], bound = splat_double(-INFINITY);
     for (int part = 0; part < BLOCK / DWIDTH; part++) {
@@ -135,12 +139,32 @@ static void draw_stretch(const void *argument, uint32_t index) {
     job->ids[index] = faults ? -2 : id;
 }
 
-/* scores [num_rows, num_tokens], keys [num_rows]; best and ids [num_rows, stretches] name stretch winners. */
-void outrider_draw(pool *threads, const float *scores, const int64_t *keys, double *best, int64_t *ids,
-                   int64_t num_rows, int64_t num_tokens, int64_t stretches) {
+/* Leaves each row's winner in front of its stretches' and returns how many rows have none. */
+static int64_t settle(const draw_job *job, int64_t num_rows) {
+    int64_t faults = 0;
+    for (int64_t row = 0; row < num_rows; row++) {
+        const double *best = job->best + row * job->stretches;
+        const int64_t *ids = job->ids + row * job->stretches;
+        int64_t winner = 0, fault = 0;
+        for (int64_t stretch = 0; stretch < job->stretches; stretch++) {
+            /* A strict comparison: ties between stretches go to the lowest id as well. */
+            if (best[stretch] > best[winner]) winner = stretch;
+            fault |= ids[stretch] == -2;
+        }
+        faults += fault || ids[winner] == -1;
+        job->ids[row] = ids[winner];
+    }
+    return faults;
+}
+
+/* scores [num_rows, num_tokens], keys [num_rows]; best and ids [num_rows, stretches] are for the stretches' winners, and
+ * afterwards ids begins with the winners of the rows. Returns the number of rows without a sound winner. */
+int64_t outrider_draw(pool *threads, const float *scores, const int64_t *keys, double *best, int64_t *ids,
+                      int64_t num_rows, int64_t num_tokens, int64_t stretches) {
     const draw_job job = {scores, keys, num_tokens, stretches, best, ids};
     pool_run_costing(threads, draw_stretch, &job, (uint32_t)(num_rows * stretches),
                      8.0 * (double)(num_rows * num_tokens));
+    return settle(&job, num_rows);
 }
 
 int64_t outrider_draw_stretch(void) { return STRETCH; }

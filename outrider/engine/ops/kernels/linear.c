@@ -2,8 +2,8 @@
  *
  * Every output element is one dot product: sixteen partial sums, step sixteen along k, summed by sum4. Tiles only
  * decide how many dot products advance together, so the same bits come out for any number of rows, tile and thread. */
+#include "kernels.h"
 #include "lanes.h"
-#include "pool.h"
 
 /* Sums of a tile, its weights and one x must fit the registers: 32 of 64 bytes with AVX-512, less elsewhere. */
 #if REGISTER_BYTES == 64
@@ -13,18 +13,21 @@
 #define TILE_OUTPUTS 2
 #define TILE_ROWS 3
 #endif
-/* An item is an eighth of a thread's share, so that a late thread can be relieved, within limits: reading starts anew
- * with each item, and its weights should stay in the second-level cache from one block of rows to the next. */
-#define ITEMS_PER_THREAD 8
+/* The first three quarters of the outputs come in large items, because reading starts anew with each one; the rest in
+ * small ones, so that no thread waits long for the last. Where the weights are read again for the next block of rows, an
+ * item of them stays in the second-level cache. */
+#define LARGE_ITEMS_PER_THREAD 4
+#define SMALL_ITEMS_OF_A_LARGE 4
 #define MIN_ITEM_BYTES 16384
-#define MAX_ITEM_BYTES 262144
+#define MAX_ITEM_BYTES 1048576
+#define MAX_REREAD_ITEM_BYTES 262144
 
 typedef struct {
     const float *x;
     const void *weight;
     const float *bias;
     float *output;
-    int64_t num_rows, num_inputs, num_outputs, item_outputs;
+    int64_t num_rows, num_inputs, num_outputs, num_large, large_outputs, small_outputs;
 } linear_job;
 
 INLINE const char *weight_at(const linear_job *job, int64_t output, int64_t k, int is_bf16) {
@@ -115,8 +118,10 @@ INLINE void tiles(const linear_job *job, int64_t row, int64_t from, int64_t to, 
 }
 
 INLINE void item(const linear_job *job, uint32_t index, int is_bf16) {
-    const int64_t from = index * job->item_outputs;
-    const int64_t to = from + job->item_outputs < job->num_outputs ? from + job->item_outputs : job->num_outputs;
+    const int64_t num_small = index < job->num_large ? 0 : index - job->num_large;
+    const int64_t size = index < job->num_large ? job->large_outputs : job->small_outputs;
+    const int64_t from = (index - num_small) * job->large_outputs + num_small * job->small_outputs;
+    const int64_t to = from + size < job->num_outputs ? from + size : job->num_outputs;
     int64_t row = 0;
     for (; row + TILE_ROWS <= job->num_rows; row += TILE_ROWS) tiles(job, row, from, to, TILE_ROWS, is_bf16);
     switch (job->num_rows - row) {
@@ -135,19 +140,25 @@ static void item_bf16(const void *job, uint32_t index) { item(job, index, 1); }
 static void item_f32(const void *job, uint32_t index) { item(job, index, 0); }
 
 /* A multiple of TILE_OUTPUTS, at least one tile. */
-static int64_t outputs_of_an_item(const pool *threads, int64_t num_outputs, int64_t row_bytes) {
-    int64_t bytes = num_outputs * row_bytes / (ITEMS_PER_THREAD * pool_num_threads(threads));
-    bytes = bytes < MIN_ITEM_BYTES ? MIN_ITEM_BYTES : bytes > MAX_ITEM_BYTES ? MAX_ITEM_BYTES : bytes;
-    const int64_t outputs = bytes / row_bytes / TILE_OUTPUTS * TILE_OUTPUTS;
-    return outputs > TILE_OUTPUTS ? outputs : TILE_OUTPUTS;
+static int64_t whole_tiles(int64_t outputs) {
+    return outputs < 2 * TILE_OUTPUTS ? TILE_OUTPUTS : outputs / TILE_OUTPUTS * TILE_OUTPUTS;
+}
+
+static int64_t outputs_of_a_large_item(const pool *threads, const linear_job *job, int64_t row_bytes) {
+    const int64_t most = job->num_rows > TILE_ROWS ? MAX_REREAD_ITEM_BYTES : MAX_ITEM_BYTES;
+    const int64_t bytes = job->num_outputs * row_bytes / (LARGE_ITEMS_PER_THREAD * pool_num_threads(threads));
+    return whole_tiles((bytes < MIN_ITEM_BYTES ? MIN_ITEM_BYTES : bytes > most ? most : bytes) / row_bytes);
 }
 
 /* x [num_rows, num_inputs], weight [num_outputs, num_inputs] bfloat16 or float32, bias [num_outputs] or NULL. */
 void outrider_linear(pool *threads, const float *x, const void *weight, int is_bf16, const float *bias, float *output,
                      int64_t num_rows, int64_t num_inputs, int64_t num_outputs) {
-    const int64_t item_outputs = outputs_of_an_item(threads, num_outputs, num_inputs * (is_bf16 ? 2 : 4));
-    const linear_job job = {x, weight, bias, output, num_rows, num_inputs, num_outputs, item_outputs};
-    const uint32_t num_items = (uint32_t)((num_outputs + item_outputs - 1) / item_outputs);
+    linear_job job = {x, weight, bias, output, num_rows, num_inputs, num_outputs, 0, 0, 0};
+    job.large_outputs = outputs_of_a_large_item(threads, &job, num_inputs * (is_bf16 ? 2 : 4));
+    job.small_outputs = whole_tiles(job.large_outputs / SMALL_ITEMS_OF_A_LARGE);
+    job.num_large = num_outputs * 3 / 4 / job.large_outputs;
+    const int64_t rest = num_outputs - job.num_large * job.large_outputs;
+    const uint32_t num_items = (uint32_t)(job.num_large + (rest + job.small_outputs - 1) / job.small_outputs);
     pool_run_costing(threads, is_bf16 ? item_bf16 : item_f32, &job, num_items,
                      (double)num_rows * (double)num_inputs * (double)num_outputs);
 }

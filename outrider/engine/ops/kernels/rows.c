@@ -1,6 +1,6 @@
 /* What happens to a row element by element: norm, rotation, gate. Each row by itself. */
+#include "kernels.h"
 #include "lanes.h"
-#include "pool.h"
 
 #include <math.h>
 
@@ -27,19 +27,22 @@ typedef struct {
     int64_t width;
 } gate_job;
 
-static void norm_row(const void *argument, uint32_t row) {
-    const norm_job *job = argument;
-    const float *x = job->x + row * job->width;
-    float *output = job->output + row * job->width;
+void norm_one(const float *x, const float *weight, float *output, int64_t width, float epsilon) {
     lanes16 squares = {{{0}}};
     int64_t i = 0;
-    for (; i + LANES <= job->width; i += LANES) squares = add_products(squares, x + i, x + i);
-    if (i < job->width) squares = add_last_products(squares, x + i, x + i, job->width - i);
-    const float scale = 1.0f / sqrtf(sum(squares) / (float)job->width + job->epsilon);
-    for (i = 0; i < job->width; i += WIDTH) {
-        const int64_t left = job->width - i;
-        store_upto(output + i, load_upto(x + i, left) * scale * load_upto(job->weight + i, left), left);
+    for (; i + LANES <= width; i += LANES) squares = add_products(squares, x + i, x + i);
+    if (i < width) squares = add_last_products(squares, x + i, x + i, width - i);
+    const float scale = 1.0f / sqrtf(sum(squares) / (float)width + epsilon);
+    for (i = 0; i < width; i += WIDTH) {
+        const int64_t left = width - i;
+        store_upto(output + i, load_upto(x + i, left) * scale * load_upto(weight + i, left), left);
     }
+}
+
+static void norm_row(const void *argument, uint32_t row) {
+    const norm_job *job = argument;
+    const int64_t offset = row * job->width;
+    norm_one(job->x + offset, job->weight, job->output + offset, job->width, job->epsilon);
 }
 
 /* Pairs element i with i + head_dim / 2, as Hugging Face's rotate_half does. */

@@ -1,0 +1,50 @@
+"""Memory for weights, in huge pages where the system has them. Cuts pieces off and never takes one back.
+
+A forward reads every weight once, in the order in which they were placed; with pages of 4 KiB looking up their
+addresses costs a tenth of that time.
+"""
+
+import contextlib
+import mmap
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+HUGE_PAGE_BYTES = 2 << 20
+# Address space only: memory is taken when it is written to.
+CHUNK_BYTES = 256 << 20
+CACHE_LINE_BYTES = 64
+
+
+class Arena:
+    """Hands out tensors side by side; the memory lives as long as any of them."""
+
+    def __init__(self) -> None:
+        self._chunk = memoryview(b"")
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor whose values are zero or anything else, at the beginning of a cache line."""
+        num_bytes = prod(shape) * dtype.itemsize
+        if not num_bytes:
+            return torch.empty(*shape, dtype=dtype)
+        if num_bytes > len(self._chunk):
+            self._chunk = _map(max(num_bytes, CHUNK_BYTES))
+        tensor = torch.frombuffer(self._chunk[:num_bytes], dtype=dtype).view(*shape)
+        self._chunk = self._chunk[-(-num_bytes // CACHE_LINE_BYTES) * CACHE_LINE_BYTES :]
+        return tensor
+
+
+def _map(num_bytes: int) -> memoryview:
+    """Zeroed memory that begins with a huge page."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return memoryview(bytearray(num_bytes))
+    # Private: the kernel gives shared memory other pages.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=flags)
+    with contextlib.suppress(OSError):
+        # A kernel without huge pages refuses, and ordinary ones do as well.
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    return memoryview(memory)[-address % HUGE_PAGE_BYTES :]

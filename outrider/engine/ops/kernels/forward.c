@@ -1,0 +1,157 @@
+/* A whole forward in one call: the operations of outrider/engine/model.py in the same order, by the same kernels, and so
+ * with the same bits. Not another model: what differs from Python is only that nothing happens between two operations.
+ *
+ * All arguments are described by plain structures, whose twins stand in outrider/engine/ops/library.py. */
+#include "kernels.h"
+#include "lanes.h"
+
+typedef struct {
+    const void *weight;
+    const float *bias;
+    int64_t num_inputs, num_outputs;
+    int64_t is_bf16;
+} matrix;
+
+typedef struct {
+    const float *input_norm, *query_norm, *key_norm, *post_norm;
+    matrix qkv, output, gate_up, down;
+} layer;
+
+typedef struct {
+    matrix embedding, head;
+    const float *norm, *cos, *sin;
+    const layer *layers;
+    int64_t num_layers, num_heads, num_groups, head_dim;
+    float epsilon, scale;
+} decoder;
+
+typedef struct {
+    const int64_t *token_ids, *positions, *slots;
+    const int32_t *key_slots;
+    const int64_t *key_starts;
+    const int32_t *key_counts;
+    const int64_t *wanted;
+    int64_t num_rows, max_key_count, num_wanted;
+} row_plan;
+
+/* Activations of all rows, in one piece of memory that the caller keeps. */
+typedef struct {
+    float *x, *normed, *qkv, *query, *attended, *gate_up, *gated, *product;
+} activations;
+
+typedef struct {
+    const decoder *model;
+    const layer *layer;
+    float *qkv;
+} head_norm_job;
+
+static int64_t hidden_size(const decoder *model) { return model->embedding.num_inputs; }
+
+static int64_t query_size(const decoder *model) { return model->num_heads * model->head_dim; }
+
+static int64_t mlp_size(const decoder *model) {
+    int64_t size = 0;
+    for (int64_t index = 0; index < model->num_layers; index++) size = model->layers[index].down.num_inputs;
+    return size;
+}
+
+static int64_t qkv_size(const decoder *model) { return (model->num_heads + 2 * model->num_groups) * model->head_dim; }
+
+/* Cuts `floats` into the activations of num_rows rows; returns how many floats they take. */
+static int64_t lay_out(const decoder *model, int64_t num_rows, float *floats, activations *parts) {
+    const int64_t hidden = hidden_size(model), mlp = mlp_size(model), query = query_size(model);
+    const int64_t sizes[] = {hidden, hidden, qkv_size(model), query, query, 2 * mlp, mlp, hidden};
+    float **const places[] = {&parts->x,        &parts->normed,  &parts->qkv,   &parts->query,
+                              &parts->attended, &parts->gate_up, &parts->gated, &parts->product};
+    int64_t used = 0;
+    for (int part = 0; part < 8; part++) {
+        *places[part] = floats == 0 ? 0 : floats + used;
+        used += num_rows * sizes[part];
+    }
+    return used;
+}
+
+int64_t outrider_forward_floats(const decoder *model, int64_t num_rows) {
+    activations parts;
+    return lay_out(model, num_rows, 0, &parts);
+}
+
+static void embed(const decoder *model, const row_plan *plan, float *x) {
+    const int64_t hidden = hidden_size(model);
+    for (int64_t row = 0; row < plan->num_rows; row++, x += hidden) {
+        const int64_t offset = plan->token_ids[row] * hidden;
+        const float *floats = (const float *)model->embedding.weight + offset;
+        const uint16_t *halves = (const uint16_t *)model->embedding.weight + offset;
+        for (int64_t i = 0; i < hidden; i += WIDTH) {
+            const int64_t left = hidden - i;
+            store_upto(x + i, model->embedding.is_bf16 ? load_bf16_upto(halves + i, left) : load_upto(floats + i, left),
+                       left);
+        }
+    }
+}
+
+static void multiply(pool *threads, const matrix *m, const float *x, float *output, int64_t num_rows) {
+    outrider_linear(threads, x, m->weight, (int)m->is_bf16, m->bias, output, num_rows, m->num_inputs, m->num_outputs);
+}
+
+static void add(float *x, const float *addend, int64_t count) {
+    for (int64_t i = 0; i < count; i++) x[i] += addend[i];
+}
+
+static void norm_heads(const void *argument, uint32_t row) {
+    const head_norm_job *job = argument;
+    const decoder *model = job->model;
+    float *head = job->qkv + row * qkv_size(model);
+    for (int64_t index = 0; index < model->num_heads + model->num_groups; index++, head += model->head_dim) {
+        const float *weight = index < model->num_heads ? job->layer->query_norm : job->layer->key_norm;
+        norm_one(head, weight, head, model->head_dim, model->epsilon);
+    }
+}
+
+static void attend(pool *threads, const decoder *model, const layer *layer, const row_plan *plan,
+                   const activations *at, float *keys, float *values) {
+    const int64_t head_dim = model->head_dim, row = qkv_size(model), num_rows = plan->num_rows;
+    const int64_t strides[] = {row, head_dim, row, head_dim, row, head_dim};
+    float *key = at->qkv + query_size(model), *value = key + model->num_groups * head_dim;
+    if (layer->query_norm != 0) {
+        const head_norm_job job = {model, layer, at->qkv};
+        pool_run_costing(threads, norm_heads, &job, (uint32_t)num_rows, (double)(num_rows * row));
+    }
+    outrider_rotate_and_store(threads, at->qkv, key, value, strides, plan->positions, plan->slots, model->cos,
+                              model->sin, at->query, keys, values, num_rows, model->num_heads, model->num_groups,
+                              head_dim);
+    outrider_attention(threads, at->query, keys, values, plan->key_slots, plan->key_starts, plan->key_counts,
+                       at->attended, num_rows, model->num_heads, model->num_groups, head_dim, plan->max_key_count,
+                       model->scale);
+}
+
+static void run_layer(pool *threads, const decoder *model, const layer *layer, const row_plan *plan,
+                      const activations *at, float *keys, float *values) {
+    const int64_t hidden = hidden_size(model), num_rows = plan->num_rows;
+    outrider_rms_norm(threads, at->x, layer->input_norm, at->normed, num_rows, hidden, model->epsilon);
+    multiply(threads, &layer->qkv, at->normed, at->qkv, num_rows);
+    attend(threads, model, layer, plan, at, keys, values);
+    multiply(threads, &layer->output, at->attended, at->product, num_rows);
+    add(at->x, at->product, num_rows * hidden);
+    outrider_rms_norm(threads, at->x, layer->post_norm, at->normed, num_rows, hidden, model->epsilon);
+    multiply(threads, &layer->gate_up, at->normed, at->gate_up, num_rows);
+    outrider_silu_multiply(threads, at->gate_up, at->gated, num_rows, layer->down.num_inputs);
+    multiply(threads, &layer->down, at->gated, at->product, num_rows);
+    add(at->x, at->product, num_rows * hidden);
+}
+
+/* keys and values [num_layers] point to caches [slots, num_groups, head_dim]; scratch holds as many floats as
+ * outrider_forward_floats says; logits [num_wanted, vocabulary]. */
+void outrider_forward(pool *threads, const decoder *model, const row_plan *plan, float *const *keys,
+                      float *const *values, float *scratch, float *logits) {
+    const int64_t hidden = hidden_size(model);
+    activations at;
+    lay_out(model, plan->num_rows, scratch, &at);
+    embed(model, plan, at.x);
+    for (int64_t index = 0; index < model->num_layers; index++)
+        run_layer(threads, model, &model->layers[index], plan, &at, keys[index], values[index]);
+    for (int64_t row = 0; row < plan->num_wanted; row++)
+        memcpy(at.product + row * hidden, at.x + plan->wanted[row] * hidden, (size_t)hidden * sizeof(float));
+    outrider_rms_norm(threads, at.product, model->norm, at.normed, plan->num_wanted, hidden, model->epsilon);
+    multiply(threads, &model->head, at.normed, logits, plan->num_wanted);
+}
