@@ -4,6 +4,7 @@ A cycle belongs to one prompt: some samples of every instrument, some pings, the
 in another order each time. Tokens are compared at once, because a figure about other tokens would be about nothing.
 """
 
+import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -23,6 +24,9 @@ from outrider.errors import OutriderError
 from outrider.parameters import SessionSpec
 from outrider.rpc import open_channel
 from outrider.v1 import generation_service_pb2 as pb
+
+# About as long as a service computes in a round of a small pair: a processor that has nothing to do sleeps in it.
+PAUSE_S = 0.002
 
 
 class TokensDiffer(OutriderError):
@@ -80,7 +84,7 @@ class Campaign:
         return await request(self._channels.gateway, occasion, spec, self._settings[occasion.setting])
 
     async def _ping(self, spec: SessionSpec) -> list[PingSample]:
-        """Pings on a session of each service, by turns."""
+        """Pings on a session of each service, by turns: close together, and after pauses like those of rounds."""
         target, draft = TargetStream(self._channels.target, spec), DraftStream(self._channels.draft, spec)
         await target.open()
         await draft.open()
@@ -88,6 +92,10 @@ class Campaign:
         ways: dict[str, Callable[[], Awaitable[float]]] = {TARGET: target.ping_ms, DRAFT: draft.ping_ms}
         for _ in range(self._plan.pings):
             samples += [PingSample(role, await ping_ms()) for role, ping_ms in ways.items()]
+        for _ in range(self._plan.pings):
+            for role, ping_ms in ways.items():
+                await asyncio.sleep(PAUSE_S)
+                samples.append(PingSample(role, await ping_ms(), rested=True))
         await target.end()
         await draft.end()
         return samples

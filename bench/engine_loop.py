@@ -35,9 +35,8 @@ def spec_of(token_ids: Sequence[int], seed: int, temperature: float, max_tokens:
 class EngineLoop:
     """One model with sessions of the wanted lengths, which stay cached between the samples."""
 
-    def __init__(self, runner: ModelRunner, num_threads: int) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._num_threads = num_threads
         self._sessions: dict[int, Session] = {}
 
     @property
@@ -51,7 +50,7 @@ class EngineLoop:
 
     def step_ms(self, point: StepPoint) -> float:
         """Milliseconds of one forward over the last committed token and a chain behind it, with the draws."""
-        torch.set_num_threads(self._num_threads)
+        torch.set_num_threads(self._runner.torch_threads)
         session = self._session(point.context_len)
         spec = spec_of(session.token_ids, 0, point.temperature, point.rows + 1)
         tree = TokenTree.chain([self._token_id(index) for index in range(point.rows - 1)])
@@ -63,7 +62,7 @@ class EngineLoop:
 
     def plain(self, spec: SessionSpec) -> tuple[list[int], list[float]]:
         """Decodes a request to its limit; returns its tokens and, for each, the seconds since the beginning."""
-        torch.set_num_threads(self._num_threads)
+        torch.set_num_threads(self._runner.torch_threads)
         session = self._runner.open(spec.token_ids, spec.prompt_len)
         started, times_s = time.perf_counter(), []
         try:

@@ -26,7 +26,7 @@ class Instruments:
         names = {TARGET: plan.stack.target, DRAFT: plan.stack.draft or ""}
         models = {role: self._load(name, self._threads[role]) for role, name in names.items()}
         dtype = DTYPES[plan.stack.dtype]
-        self.loops = {role: EngineLoop(model.runner, self._threads[role]) for role, model in models.items()}
+        self.loops = {role: EngineLoop(model.runner) for role, model in models.items()}
         self.shapes = {role: _shape(model, dtype.itemsize) for role, model in models.items()}
         memory_bytes = plan.memory_bytes or past_caches()
         # Past the caches more bytes do not come faster, so a large model needs no second copy of its size.

@@ -84,7 +84,12 @@ def _pings(summary: Summary) -> str:
     unit_ms = summary.step_ms(TARGET, 1).median
     return markdown(
         ("stream", "ms, median (quartiles)", "R, in target steps"),
-        [(role, summary.ping_ms(role).show(".3f"), f"{summary.ping_ms(role).median / unit_ms:.3f}") for role in ROLES],
+        [
+            (f"{role}{', after a pause' if rested else ''}", found.show(".3f"), f"{found.median / unit_ms:.3f}")
+            for rested in (False, True)
+            for role in ROLES
+            for found in [summary.ping_ms(role, rested=rested)]
+        ],
     )
 
 

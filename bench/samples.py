@@ -54,6 +54,8 @@ class PingSample:
 
     role: str
     ms: float
+    rested: bool = False
+    """Whether it came after a pause instead of right behind another."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,9 +99,9 @@ class Summary:
         heat = self.temperatures[0] if temperature is None else temperature
         return self.steps()[StepPoint(role, rows, CONTEXT_LEN, heat)]
 
-    def ping_ms(self, role: str) -> Spread:
-        """Empty round trips on a role's stream."""
-        return spread(each.ms for each in self.measurements.pings if each.role == role)
+    def ping_ms(self, role: str, *, rested: bool = False) -> Spread:
+        """Empty round trips on a role's stream, one behind the other or each after a pause."""
+        return spread(each.ms for each in self.measurements.pings if (each.role, each.rested) == (role, rested))
 
     def costs(self, temperature: float) -> Costs:
         """What the formulas need, at one temperature."""

@@ -92,8 +92,10 @@ def _rounds(summary: Summary) -> Iterator[Verdict]:
     if not rounds:
         return
     overhead_ms = median(parts(each).overhead for each in rounds)
-    pings_ms = summary.ping_ms(TARGET).median + summary.ping_ms(DRAFT).median
-    yield Verdict("gateway overhead a round, ms, two pings + 0.25", overhead_ms, pings_ms + OVERHEAD_MS, True)
+    for rested in (False, True):
+        pings_ms = sum(summary.ping_ms(role, rested=rested).median for role in (TARGET, DRAFT))
+        what = f"gateway overhead a round, ms, two pings{' after a pause' if rested else ''} + {OVERHEAD_MS}"
+        yield Verdict(what, overhead_ms, pings_ms + OVERHEAD_MS, True)
     yield Verdict("most bytes a hop, both ways", max(map(hop_bytes, rounds)), HOP_BYTES, True)
 
 

@@ -61,6 +61,7 @@ def summary() -> Summary:
         found.operators += [OperatorSample(role, rows, 30.0) for role in (TARGET, DRAFT) for rows in (1, 5)]
         found.steps += [StepSample(StepPoint(*place, CONTEXT_LEN, 0.0), ms) for place, ms in STEP_MS.items()]
         found.pings += [PingSample(role, 0.2) for role in (TARGET, DRAFT)]
+        found.pings += [PingSample(role, 0.3, rested=True) for role in (TARGET, DRAFT)]
         # A noisy turn slows all settings down alike, so no ratio may show it.
         found.requests += [
             request_of(BARE, turn, 0.108 * noise),
