@@ -6,7 +6,7 @@ SETUP := $(VENV)/.setup-done
 KERNELS := $(wildcard outrider/engine/ops/kernels/*.[ch])
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-grid check proto models bench bench-sized clean
+.PHONY: help setup run test test-grid test-fencing check proto models bench bench-sized clean
 
 help: ## lists the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ test: $(SETUP) ## all tests but the full exactness grid
 
 test-grid: $(SETUP) ## the full exactness grid
 	$(BIN)/python -m pytest -m grid
+
+test-fencing: $(SETUP) ## gateway and services in 20,000 worlds where messages and processes fail; ten minutes
+	OUTRIDER_FENCING_EXAMPLES=20000 $(BIN)/python -m pytest tests/gateway/test_fencing_model.py -k weather --timeout=7200
 
 check: $(SETUP) ## style, types, import rule, protocol, and whether the stubs are those of the protocol
 	$(BIN)/ruff check .

@@ -42,14 +42,22 @@ class Replicas:
             raise self.misfit or PeerLost(f"{self} cannot be reached", address=self.links[0].address)
         return self.info
 
-    def pick(self, session: object, model_hash: str | None = None) -> ServiceLink | None:
-        """The first link that is present, has the model wanted, and is not blocked for the session by its breaker."""
-        return next((link for link in self._with(model_hash) if not link.breaker.blocks(session)), None)
+    def pick(
+        self, session: object, model_hash: str | None = None, failed: ServiceLink | None = None
+    ) -> ServiceLink | None:
+        """The first link that is present, has the model wanted, and is not blocked for the session by its breaker.
 
-    async def wait(self, session: object, model_hash: str, until_s: float) -> ServiceLink:
+        The one that has just failed comes last: a device that hangs does not keep its service from being greeted.
+        """
+        links = sorted(self._with(model_hash), key=lambda link: link is failed)
+        return next((link for link in links if not link.breaker.blocks(session)), None)
+
+    async def wait(
+        self, session: object, model_hash: str, until_s: float, failed: ServiceLink | None = None
+    ) -> ServiceLink:
         """As `pick`, but waits for one until the loop's clock says so; raises PeerLost then."""
         loop = asyncio.get_running_loop()
-        while (link := self.pick(session, model_hash)) is None:
+        while (link := self.pick(session, model_hash, failed)) is None:
             if loop.time() >= until_s:
                 raise self._reason(model_hash)
             await asyncio.sleep(LOOK_S)

@@ -65,6 +65,7 @@ class RemoteTargetSession:
         self._expiry = expiry
         self._model_hash = replicas.present().model_hash
         self._stream: TargetStream | None = None
+        self._failed: ServiceLink | None = None  # the target that served the session last, and no longer does
         self._epoch = 0
         self._has_drifted = False
         self._num_unanswered = 0
@@ -96,8 +97,6 @@ class RemoteTargetSession:
         opens, repairs = max(self._survived.num_opens, 1), self._survived.drift_repairs
         response = await self._exchange(proposal, plain_budget)
         wait_us = int(1e6 * (loop.time() - started_s))
-        if self._survived.num_opens == opens:
-            self._patience.deadline.observe(wait_us / 1e6)
         self._look_for_drift(response)
         num_bytes = self._stream.take_bytes() if self._stream is not None else 0
         return _verdict(
@@ -135,7 +134,7 @@ class RemoteTargetSession:
 
     async def _open(self, until_s: float) -> TargetStream:
         """A stream on the first target that can take the session, in a new epoch; raises PeerLost when time is up."""
-        peer = await self._replicas.wait(self._session_id, self._model_hash, until_s)
+        peer = await self._replicas.wait(self._session_id, self._model_hash, until_s, self._failed)
         peer.breaker.enter(self._session_id)
         left_s, patience_s = self._expiry.left_s(), self._patience.deadline.most_s
         self._stream = TargetStream(peer, self._spec, self._log, self._next_fence(), left_s, patience_s)
@@ -148,15 +147,20 @@ class RemoteTargetSession:
             await self._drop_cache(stream.peer)
             stream = await self._open(asyncio.get_running_loop().time())
         loop, deadline_s = asyncio.get_running_loop(), self._patience.deadline.seconds()
+        started_s = loop.time()
         # A working target may take its time, for a long prompt or in a full pool.
         allowance_s = deadline_s + PROMPT_TOKEN_S * len(self._log) * stream.is_opening
-        patient_until_s = loop.time() + 2**self._num_unanswered * allowance_s
+        patient_until_s = started_s + 2**self._num_unanswered * allowance_s
         asks = [stream.ask_again, stream.ask]
         while True:
             try:
                 if len(asks) == 2 or (asks and loop.time() >= patient_until_s):
                     await asks.pop()(proposal, plain_budget)
-                return await stream.receive(deadline_s)
+                was_opening, response = stream.is_opening, await stream.receive(deadline_s)
+                if asks and not was_opening:
+                    # Prompts and repairs say nothing about how long a round takes.
+                    self._patience.deadline.observe(loop.time() - started_s)
+                return response
             except TimeoutError:
                 await self._check_working(stream.peer)
             if not asks and loop.time() >= patient_until_s + allowance_s:
@@ -194,6 +198,8 @@ class RemoteTargetSession:
 
     async def _abandon(self, error: OutriderError) -> None:
         log.warning("target session lost", reason=error.message, log_len=len(self._log))
+        if self._stream is not None:
+            self._failed = self._stream.peer
         await self._forget()
 
     async def _forget(self) -> None:

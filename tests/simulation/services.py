@@ -1,0 +1,171 @@
+"""The processes of a simulated world: real servicers over real sessions and engines, which die, stand still and return.
+
+Every incarnation begins with an empty table and a whole pool, as a process does. Decides nothing about when.
+"""
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import structlog
+from simulation.device import InlineDevice
+from simulation.loop import VirtualLoop, context_of
+from simulation.models import Weights
+from simulation.transport import Network, Server
+from simulation.weather import Fault, Kind
+
+from draft_service.drafters.model_drafter import ModelDrafter
+from draft_service.server import DRAFTERS
+from draft_service.servicer import draft_service
+from draft_service.sessions import DraftSessions
+from outrider.engine.runner import ModelRunner
+from outrider.model_service import LoadedModel, describe
+from outrider.model_servicer import model_service
+from outrider.sessions import SessionTable
+from target_service import sessions as target_sessions
+from target_service.servicer import target_service
+from target_service.sessions import TargetSessions
+from target_service.verifier import Verifier
+
+STEPS_S = (0.0, 0.0005, 0.002)
+GRACE_S = 5.0
+
+log = structlog.get_logger()
+
+
+class Process:
+    """A draft or target service at one address, over all its incarnations."""
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        network: Network,
+        dice: random.Random,
+        role: str,
+        address: str,
+        weights: Weights,
+        kv_tokens: int,
+        lease_s: float,
+    ) -> None:
+        self.address = address
+        self.role = role
+        self._loop = loop
+        self._network = network
+        self._dice = dice
+        self._weights = weights
+        self._kv_tokens = kv_tokens
+        self._lease_s = lease_s
+        self._num_starts = 0
+        self._is_up = False
+        self._is_healed = False
+        self.runner: ModelRunner
+        self.table: SessionTable[Any]
+        self.device: InlineDevice
+        self.server: Server
+
+    @property
+    def hosts(self) -> tuple[str, str]:
+        """The hosts of this incarnation: its loop and its device."""
+        host = f"{self.address}#{self._num_starts}"
+        return host, f"{host} device"
+
+    async def start(self) -> None:
+        """A new incarnation; without an effect while there is one."""
+        if self._is_up:
+            return
+        self._is_up = True
+        self._num_starts += 1
+        host, device_host = self.hosts
+        self.runner = self._weights.runner(self._kv_tokens)
+        self.table = SessionTable[Any](self._lease_s, clock=self._loop.time)
+        self.device = InlineDevice(self._loop, device_host, self._advance(), self._step_s, _complain)
+        self.server = Server(self._loop, host)
+        for add in self._services().values():
+            add(self.server)  # type: ignore[arg-type]
+        await self.server.guarded()
+        self._network.listen(self.address, self.server)
+
+    def strike(self, fault: Fault) -> None:
+        """Lets a fault of a process happen, and end after its duration."""
+        if not self._is_up:
+            return
+        if fault.kind in {Kind.KILL, Kind.KILL_AFTER}:
+            self.kill(fault.duration_s)
+        elif fault.kind is Kind.FREEZE:
+            self._loop.freeze(self.hosts)
+            self._later(fault.duration_s, partial(self._loop.thaw, self.hosts))
+        elif fault.kind is Kind.HANG:
+            self.device.hang()
+            self._later(fault.duration_s, self.device.recover)
+        elif fault.kind is Kind.DRAIN:
+            self.server.accepts = False
+            self._network.go_away(self.address)
+            self._later(min(fault.duration_s, GRACE_S), partial(self._kill_if, self._num_starts, fault.duration_s))
+        elif fault.kind is Kind.CUT:
+            self.server.accepts = False
+            self._network.cut(self.address)
+            self._later(fault.duration_s, partial(self._accept_if, self._num_starts))
+
+    def kill(self, absent_s: float) -> None:
+        """The process is gone at once, and another starts after a while."""
+        self._is_up = False
+        self.server.accepts = False
+        self._network.cut(self.address)
+        self.device.kill()
+        self._loop.thaw(self.hosts)
+        for call in list(self.server.calls):
+            call.leave()
+        self._later(absent_s, self._restart)
+
+    def heal(self) -> None:
+        """Whatever was wrong is over for good; a process that is away is back soon."""
+        self._is_healed = True
+        self._loop.thaw(self.hosts)
+        self.device.recover()
+        self.server.accepts = self._is_up
+        if not self._is_up:
+            self._restart()
+
+    def _restart(self) -> None:
+        self._loop.create_task(self.start(), context=context_of(""))
+
+    def _kill_if(self, num_starts: int, absent_s: float) -> None:
+        if self._is_up and self._num_starts == num_starts and not self._is_healed:
+            self.kill(absent_s)
+
+    def _accept_if(self, num_starts: int) -> None:
+        if self._is_up and self._num_starts == num_starts:
+            self.server.accepts = True
+
+    def _later(self, delay_s: float, happen: Callable[[], object]) -> None:
+        self._loop.call_later(delay_s, happen, context=context_of(""))
+
+    def _step_s(self) -> float:
+        return self._dice.choice(STEPS_S)
+
+    def _advance(self) -> Callable[[Any], None]:
+        if self.role == "target":
+            return Verifier(self.runner, self.table).advance
+        return ModelDrafter(self.runner, self.table.with_room).advance
+
+    def _services(self) -> dict[str, Callable[[Any], None]]:
+        model = LoadedModel(self.runner, self._weights.vocabulary)
+        if self.role == "target":
+            window = target_sessions.UNACKNOWLEDGED_WINDOW
+            facts = describe("target", model, unacknowledged_window=window)
+            targets = TargetSessions(self.runner, self.table, self.device.submit)
+            return {
+                **target_service(facts, targets, self.device),  # type: ignore[arg-type]
+                **model_service(facts, targets, self.device),
+            }
+        facts = describe("draft", model, drafters=DRAFTERS)
+        drafts = DraftSessions(self.runner, self.table, self.device.submit)
+        return {
+            **draft_service(facts, drafts, self.device),  # type: ignore[arg-type]
+            **model_service(facts, drafts, self.device),
+        }
+
+
+def _complain(error: BaseException) -> None:
+    log.error("a batch failed", error=repr(error))
