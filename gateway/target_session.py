@@ -35,6 +35,8 @@ log = structlog.get_logger()
 class Unanswered(OutriderError):
     """A target works, but a request of this session has no answer: a message was lost on the way."""
 
+    reason = "UNANSWERED"
+
 
 @dataclass(slots=True)
 class Survived:

@@ -81,8 +81,8 @@ def _error_info(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | No
 
 
 def _classes(kind: type[OutriderError] = OutriderError) -> dict[str, type[OutriderError]]:
-    """Error classes by reason, those included that other modules define."""
-    return {found.reason: found for found in _family(kind)}
+    """Error classes by the reason that each states itself, those included that other modules define."""
+    return {found.reason: found for found in _family(kind) if "reason" in vars(found)}
 
 
 def _family(kind: type[OutriderError]) -> Iterator[type[OutriderError]]:

@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
+import gateway.__main__ as gateway_main
+import outrider.cli.up as outrider_up
 from outrider import rpc
 from outrider.errors import InvalidRequest, OutriderError, PeerLost
 from outrider.v1 import model_service_pb2 as pb
@@ -13,6 +15,9 @@ from outrider.v1.model_service_pb2_grpc import (
     ModelServiceStub,
     add_ModelServiceServicer_to_server,
 )
+
+# Packages of ours; importing the two above brings in every module that defines an error.
+HOUSE = (gateway_main.__name__.partition(".")[0], outrider_up.__name__.partition(".")[0])
 
 
 class LosesItsPeer(ModelServiceServicer):
@@ -68,3 +73,27 @@ async def test_other_exhausted_resources_stay_what_they_are() -> None:
     error = rpc.error_from(grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, empty, empty, "too many pings"))
     assert type(error) is OutriderError
     assert error.message == "RESOURCE_EXHAUSTED: too many pings"
+
+
+class Borrowing(OutriderError):
+    """A class without a reason of its own: it must not be taken for the class whose reason it inherits."""
+
+
+def test_a_class_without_a_reason_of_its_own_stands_for_nothing() -> None:
+    """An unexpected error arrives as what it is, whichever subclasses the receiving process happens to have."""
+    status = rpc.status_of(OutriderError("internal error"))
+    call = grpc.aio.AioRpcError(
+        status.code, grpc.aio.Metadata(), grpc.aio.Metadata(*status.trailing_metadata), status.details
+    )
+    assert type(rpc.error_from(call)) is OutriderError
+
+
+def test_every_error_has_a_reason_of_its_own() -> None:
+    """A reason that two classes share would turn one into the other on its way through gRPC."""
+    kinds = [kind for kind in family(OutriderError) if kind is not Borrowing and kind.__module__.startswith(HOUSE)]
+    assert len({kind.reason for kind in kinds}) == len(kinds) > 15
+
+
+def family(kind: type[OutriderError]) -> list[type[OutriderError]]:
+    """A class and all its subclasses."""
+    return [kind, *(found for child in kind.__subclasses__() for found in family(child))]
