@@ -80,8 +80,12 @@ class Summary:
         return Bandwidth(reader, max(speeds[reader]), max(median(values) for values in speeds.values()))
 
     def floor_ms(self, role: str) -> float:
-        """Bytes of a model's weights over the bandwidth at which as many bytes were read at best."""
-        return self.shapes[role].step_bytes / self.bandwidth(role).fastest * 1e3
+        """A model's weights over the bandwidth at which as many bytes, or more than any cache holds, were read.
+
+        The faster of the two counts: what could be read past all caches could be read with them.
+        """
+        fastest = max(self.bandwidth(buffer).fastest for buffer in (role, MEMORY))
+        return self.shapes[role].step_bytes / fastest * 1e3
 
     def operators_ms(self, role: str, rows: int) -> Spread:
         """The step in PyTorch's operators."""

@@ -52,26 +52,36 @@ def verdicts(summary: Summary) -> list[Verdict]:
     return [*found, *_rounds(summary)]
 
 
+def is_small(summary: Summary) -> bool:
+    """Whether a target pass costs as much as a round trip: then no target asks that speculation pays."""
+    return summary.shapes[TARGET].step_bytes < SMALL_TARGET_BYTES
+
+
 def _engine(summary: Summary) -> Iterator[Verdict]:
     one, five = summary.step_ms(TARGET, 1).median, summary.step_ms(TARGET, 5).median
-    yield Verdict("target step, one row, over bytes / bandwidth", one / summary.floor_ms(TARGET), STEP_OVER_FLOOR, True)
-    yield Verdict("target step, five rows over one row", five / one, FIVE_ROWS_OVER_ONE, True)
-    if summary.shapes[TARGET].step_bytes < SMALL_TARGET_BYTES:
+    if is_small(summary):
         yield Verdict("target step, one row, ms", one, SMALL_STEP_MS, True)
         yield Verdict("target step, five rows, ms", five, SMALL_FIVE_ROWS_MS, True)
+    else:
+        over_floor = one / summary.floor_ms(TARGET)
+        yield Verdict("target step, one row, over bytes / bandwidth", over_floor, STEP_OVER_FLOOR, True)
+        yield Verdict("target step, five rows over one row", five / one, FIVE_ROWS_OVER_ONE, True)
     if summary.shapes[DRAFT].step_bytes < SMALL_DRAFT_BYTES:
         yield Verdict("draft step, ms", summary.step_ms(DRAFT, 1).median, SMALL_DRAFT_STEP_MS, True)
 
 
 def _gateway(summary: Summary, temperature: float) -> Iterator[Verdict]:
     at = f"temperature {temperature:g}"
-    plain = summary.over(PLAIN, BARE, temperature).median
-    yield Verdict(f"plain through the gateway over the bare loop, {at}", plain, PLAIN_OVER_BARE)
+    if not is_small(summary):
+        plain = summary.over(PLAIN, BARE, temperature).median
+        yield Verdict(f"plain through the gateway over the bare loop, {at}", plain, PLAIN_OVER_BARE)
     if AUTO in summary.settings:
         yield Verdict(f"auto over plain, {at}", summary.over(AUTO, PLAIN, temperature).median, AUTO_OVER_PLAIN)
 
 
 def _speculation(summary: Summary, temperature: float) -> Iterator[Verdict]:
+    if is_small(summary):
+        return
     best = summary.best(temperature)
     at = f"{best}, temperature {temperature:g}"
     speedup = summary.over(best, PLAIN, temperature).median

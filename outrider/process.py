@@ -5,6 +5,7 @@ SIGINT, or the end of stdin when that is asked for, drains and exits 0; a second
 """
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -115,6 +116,9 @@ async def _run(name: str, start: Callable[[], Awaitable[Service]], stop_with_std
         # A thread that loads a model cannot be interrupted, and there is nothing to drain yet.
         exit_now(0)
     service = await starting
+    # What was imported stays for ever; looking through all of it again now and then would hold up a round.
+    gc.collect()
+    gc.freeze()
     _announce(name, service.address)
     await stopping
     log.info("draining", service=name, reason=stop.reason)

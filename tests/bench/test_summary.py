@@ -17,7 +17,8 @@ def test_the_fastest_read_sets_the_floor() -> None:
     found.measurements.reads += [ReadSample(TARGET, "torch.sum", 200_000_000, 50.0)] * 9
     assert found.bandwidth(TARGET) == Bandwidth("torch.sum", pytest.approx(40e9), pytest.approx(25e9))
     assert found.floor_ms(TARGET) == pytest.approx(5.0)
-    assert found.floor_ms(DRAFT) == pytest.approx(0.1)
+    # A buffer past all caches was read at 40 GB/s, faster than the 20 of one as small as the draft.
+    assert found.floor_ms(DRAFT) == pytest.approx(0.05)
 
 
 def test_a_busy_machine_is_told() -> None:
