@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from gateway.deadline import DraftDeadline
 from gateway.draft_session import AbsentDraftSession, RemoteDraftSession
+from gateway.links import ModelInfo
 from gateway.pace import Pace
 from gateway.patience import Expiry, Patience
 from gateway.policy import SpeculationPolicy
@@ -26,9 +27,8 @@ class Backend:
     deadline: DraftDeadline
     patience: Patience
 
-    def limits(self) -> ServingLimits:
-        """What a request may ask for now; raises PeerLost while the target is away."""
-        target = self.target.present()
+    def limits(self, target: ModelInfo) -> ServingLimits:
+        """What a request may ask for of this target."""
         return ServingLimits(
             context_len=target.context_len,
             kv_tokens=target.kv_tokens,
@@ -38,13 +38,15 @@ class Backend:
             drafters=self.draft.info.drafters if self.draft and self.draft.info else (),
         )
 
-    def pace(self, plan: GenerationPlan) -> Pace:
+    def pace(self, plan: GenerationPlan, target: ModelInfo) -> Pace:
         """The planner of a request's rounds."""
-        return Pace(self.policy, plan.draft_count, plan.spec.max_len, self.target.present().max_draft_count)
+        return Pace(self.policy, plan.draft_count, plan.spec.max_len, target.max_draft_count)
 
-    def target_session(self, plan: GenerationPlan, log: TokenLog, session_id: bytes, expiry: Expiry) -> TargetSession:
-        """A target session that opens with its first round."""
-        return RemoteTargetSession(self.target, self.patience, plan.spec, log, session_id, expiry)
+    def target_session(
+        self, plan: GenerationPlan, log: TokenLog, session_id: bytes, target: ModelInfo, expiry: Expiry
+    ) -> TargetSession:
+        """A session that opens with its first round, on this target or a replica of it."""
+        return RemoteTargetSession(self.target, self.patience, plan.spec, log, session_id, target.model_hash, expiry)
 
     def draft_session(
         self, plan: GenerationPlan, log: TokenLog, session_id: bytes, expiry: Expiry, *, warm: bool

@@ -17,7 +17,7 @@ from gateway.links import ModelInfo, ServiceLink
 from gateway.patience import NEVER, Expiry
 from gateway.replicas import Replicas
 from gateway.rounds import NOTHING, FallbackReason, Proposal, TokenLog
-from outrider.errors import CacheFull, InvalidRequest, OutriderError, PeerLost, ProtocolViolation
+from outrider.errors import NotReady, OutriderError, PeerLost, ProtocolViolation
 from outrider.parameters import SessionSpec
 from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1 import model_service_pb2, types_pb2
@@ -190,7 +190,7 @@ class RemoteDraftSession:
         """Gives the session up after a fault; it is opened again when the draft may be asked again."""
         log.warning("draft session lost", service=str(self._last), reason=str(error) or "no answer")
         await self._forget()
-        if isinstance(error, CacheFull | InvalidRequest | ProtocolViolation) or self._expiry.has_come:
+        if not isinstance(error, PeerLost | NotReady | TimeoutError) or self._expiry.has_come:
             self._last.breaker.left(self._session_id)
             return self._fault(FallbackReason.DRAFT_REFUSED)
         self._last.breaker.failed(self._session_id, error)

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from gateway.backend import Backend
+from gateway.links import ModelInfo
 from gateway.patience import Expiry
 from gateway.requests import GenerationAsk, GenerationPlan, check_request
 from gateway.rounds import Round, TokenLog
@@ -55,10 +56,10 @@ async def generate(
     started_ns = time.perf_counter_ns()
     expiry = Expiry.after(time_left_s)
     target = await backend.target.greeted(backend.patience.rebuild_budget_s)
-    plan = await check_request(ask, backend.tokenizer, backend.limits())
+    plan = await check_request(ask, backend.tokenizer, backend.limits(target))
     transcript = Transcript(plan.spec.prompt_len, backend.tokenizer.detokenizer(), StopScanner(plan.stops))
     first_token_us = 0
-    async with aclosing(_rounds(plan, backend, expiry)) as rounds:
+    async with aclosing(_rounds(plan, backend, target, expiry)) as rounds:
         async for committed in rounds:
             first_token_us = first_token_us or _microseconds_since(started_ns)
             num_numerics = max(1, len(transcript.numerics_ids))
@@ -85,13 +86,13 @@ async def generate(
     )
 
 
-def _rounds(plan: GenerationPlan, backend: Backend, expiry: Expiry) -> AsyncGenerator[Round, None]:
+def _rounds(plan: GenerationPlan, backend: Backend, target: ModelInfo, expiry: Expiry) -> AsyncGenerator[Round, None]:
     """The rounds of a checked request, over sessions of its own."""
     log = TokenLog(plan.spec.token_ids)
     session_id = secrets.token_bytes(16)
-    pace = backend.pace(plan)
+    pace = backend.pace(plan, target)
     draft = backend.draft_session(plan, log, session_id, expiry, warm=pace.expects_draft())
-    return speculate(log, pace, backend.target_session(plan, log, session_id, expiry), draft)
+    return speculate(log, pace, backend.target_session(plan, log, session_id, target, expiry), draft)
 
 
 def _microseconds_since(started_ns: int) -> int:

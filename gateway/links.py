@@ -8,6 +8,7 @@ import asyncio
 import math
 import random
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +79,7 @@ class ServiceLink:
         self._instance_id = 0
         self._check = check
         self._models = ModelServiceStub(self.channel)
-        self._probe: asyncio.Task[float] | None = None
+        self._probe: asyncio.Task[float | None] | None = None
         self._goodbyes: set[asyncio.Task[None]] = set()
         self._lost = asyncio.Event()
         self._settled = asyncio.Event()
@@ -106,8 +107,8 @@ class ServiceLink:
 
     async def settled(self, timeout_s: float) -> bool:
         """Waits while the service is away; tells whether it answered in time, fitting or not."""
-        await asyncio.wait({waiting := asyncio.create_task(self._settled.wait())}, timeout=timeout_s)
-        waiting.cancel()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._settled.wait(), timeout_s)
         return self._settled.is_set()
 
     async def rollback(self, request: pb.RollbackRequest, timeout_s: float) -> pb.RollbackResponse:
@@ -117,19 +118,24 @@ class ServiceLink:
         except grpc.aio.AioRpcError as error:
             raise error_from(error) from error
 
-    async def is_working(self, longest_stall_s: float) -> bool:
-        """Whether the service answers, is the one that was greeted, and its device gets on with what it has to do."""
+    async def stalled_s(self) -> float | None:
+        """Seconds for which the device has had work and finished none; no end of them for a service that is not there.
+
+        None when it takes no new calls. It may be draining, and finish what is under way; if it has ended, every stream
+        says so itself.
+        """
         if self._probe is None or self._probe.done():
             # All sessions that begin to doubt at the same time share one question.
             self._probe = asyncio.create_task(self._stalled_s(), name=f"{self.role} probe")
-        return await asyncio.shield(self._probe) <= longest_stall_s
+        return await asyncio.shield(self._probe)
 
-    async def _stalled_s(self) -> float:
-        """Seconds for which the device has finished nothing; no end of them for a service that is not there."""
+    async def _stalled_s(self) -> float | None:
         try:
             answer = await self._models.GetModelInfo(pb.GetModelInfoRequest(), timeout=PROBE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             log.info("service does not answer", service=self.role, address=self.address, status=error.code().name)
+            return None if error.code() is grpc.StatusCode.UNAVAILABLE else math.inf
+        if answer is None:
             return math.inf
         return answer.stalled_us / 1e6 if answer.instance_id == self._instance_id else math.inf
 
@@ -195,9 +201,12 @@ class ServiceLink:
         finally:
             for task in tasks:
                 task.cancel()
-        self.info = None
+        self.info = self.misfit = None
 
-    def _read(self, answer: pb.GetModelInfoResponse) -> ModelInfo:
+    def _read(self, answer: pb.GetModelInfoResponse | None) -> ModelInfo:
+        if answer is None:
+            # This is how grpc.aio says that a message could not be parsed.
+            raise WrongService(f"{self} answered with a message that is not valid", address=self.address)
         if answer.protocol_version != PROTOCOL_VERSION:
             raise WrongService(
                 f"{self} speaks version {answer.protocol_version} of the protocol, but version {PROTOCOL_VERSION} is "

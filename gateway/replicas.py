@@ -6,12 +6,25 @@ figures that the policy learns are those of one machine.
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from gateway.links import ModelInfo, ServiceLink
 from outrider.errors import OutriderError, PeerLost
 
 # Links and breakers change with time and in several places, so who waits for them looks now and then.
 LOOK_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a session needs of a service: the weights with which it began, and room for its longest sequence."""
+
+    model_hash: str
+    max_len: int
+
+    def met_by(self, info: ModelInfo) -> bool:
+        """Whether a service can take the session."""
+        return info.model_hash == self.model_hash and self.max_len <= min(info.context_len, info.kv_tokens)
 
 
 class Replicas:
@@ -42,24 +55,20 @@ class Replicas:
             raise self.misfit or PeerLost(f"{self} cannot be reached", address=self.links[0].address)
         return self.info
 
-    def pick(
-        self, session: object, model_hash: str | None = None, failed: ServiceLink | None = None
-    ) -> ServiceLink | None:
-        """The first link that is present, has the model wanted, and is not blocked for the session by its breaker.
+    def pick(self, session: object, need: Need | None = None, failed: ServiceLink | None = None) -> ServiceLink | None:
+        """The first link that is present, meets the need, and is not blocked for the session by its breaker.
 
         The one that has just failed comes last: a device that hangs does not keep its service from being greeted.
         """
-        links = sorted(self._with(model_hash), key=lambda link: link is failed)
+        links = sorted(self._meeting(need), key=lambda link: link is failed)
         return next((link for link in links if not link.breaker.blocks(session)), None)
 
-    async def wait(
-        self, session: object, model_hash: str, until_s: float, failed: ServiceLink | None = None
-    ) -> ServiceLink:
+    async def wait(self, session: object, need: Need, until_s: float, failed: ServiceLink | None = None) -> ServiceLink:
         """As `pick`, but waits for one until the loop's clock says so; raises PeerLost then."""
         loop = asyncio.get_running_loop()
-        while (link := self.pick(session, model_hash, failed)) is None:
+        while (link := self.pick(session, need, failed)) is None:
             if loop.time() >= until_s:
-                raise self._reason(model_hash)
+                raise self._reason(need)
             await asyncio.sleep(LOOK_S)
         return link
 
@@ -81,7 +90,7 @@ class Replicas:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + patience_s
         while True:
-            if self.info or self.misfit or loop.time() >= until_s:
+            if self.info or all(link.misfit for link in self.links) or loop.time() >= until_s:
                 return self.present()
             await asyncio.sleep(LOOK_S)
 
@@ -89,13 +98,15 @@ class Replicas:
         """Closes all links."""
         await asyncio.gather(*(link.close() for link in self.links))
 
-    def _with(self, model_hash: str | None) -> list[ServiceLink]:
-        return [link for link in self.links if link.info and model_hash in {None, link.info.model_hash}]
+    def _meeting(self, need: Need | None) -> list[ServiceLink]:
+        return [link for link in self.links if link.info and (need is None or need.met_by(link.info))]
 
-    def _reason(self, model_hash: str) -> PeerLost:
-        """Why there is none: all are away, none has the same weights, or those that have hang."""
+    def _reason(self, need: Need) -> PeerLost:
+        """Why there is none: all are away, none has the same weights, or room, or those that have hang."""
         if self.info is None:
             return PeerLost(f"{self} cannot be reached", address=self.links[0].address)
-        if not self._with(model_hash):
-            return PeerLost(f"{self}: none has the model with which the request began", model_hash=model_hash)
+        if not any(link.info and link.info.model_hash == need.model_hash for link in self.links):
+            return PeerLost(f"{self}: none has the model with which the request began", model_hash=need.model_hash)
+        if not self._meeting(need):
+            return PeerLost(f"{self}: none has room for the {need.max_len} tokens of the request", max_len=need.max_len)
         return PeerLost(f"{self} does not answer requests", address=self.links[0].address)

@@ -106,11 +106,17 @@ class MessageStream(Generic[Sent, Received]):
         """Takes messages in until the call ends."""
         try:
             while (message := await self._call.read()) is not grpc.aio.EOF:
+                if message is None:
+                    # This is how grpc.aio says that a message could not be parsed.
+                    raise PeerLost(f"{self._peer} sent a message that is not valid")
                 self._unread.append(cast("Received", message))
                 self._tell()
                 while len(self._unread) >= MAX_UNREAD:
                     await self._change(None)
             self._end = PeerLost(f"{self._peer} ended the session")
+        except PeerLost as error:
+            self._end = error
+            self._call.cancel()
         except grpc.aio.AioRpcError as error:
             self._end = self._failure(error)
         except asyncio.CancelledError:

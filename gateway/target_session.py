@@ -14,7 +14,7 @@ import structlog
 
 from gateway.links import ServiceLink
 from gateway.patience import NEVER, Expiry, Outage, Patience, RequestExpired
-from gateway.replicas import Replicas
+from gateway.replicas import Need, Replicas
 from gateway.rounds import Proposal, TokenLog, Verdict, Way
 from gateway.target_stream import TargetStream
 from outrider import wire
@@ -25,6 +25,7 @@ from outrider.v1 import target_service_pb2 as pb
 
 ROLLBACK_TIMEOUT_S = 5.0
 PROMPT_TOKEN_S = 0.02  # allowance for reading a token that is not cached, before a working target is asked again
+LONGEST_ALLOWANCE_S = 120.0
 MAX_REFUSALS = 3  # times in a round that a target may ask for tokens which it has just been given
 MAX_UNANSWERED = 8  # times in a row that a working target may leave a request unanswered, each twice as long
 MAX_DRIFT_REPAIRS = 3  # of one session: a service that goes on drifting only miscounts
@@ -56,16 +57,17 @@ class RemoteTargetSession:
         spec: SessionSpec,
         token_log: TokenLog,
         session_id: bytes,
+        model_hash: str,
         expiry: Expiry = NEVER,
     ) -> None:
-        """Raises PeerLost while all targets are away, because the weights have to stay those of the first one."""
+        """`model_hash` names the weights with which the request began; no others go on with it."""
         self._replicas = replicas
         self._patience = patience
         self._spec = spec
         self._log = token_log
         self._session_id = session_id
         self._expiry = expiry
-        self._model_hash = replicas.present().model_hash
+        self._need = Need(model_hash, spec.max_len)
         self._stream: TargetStream | None = None
         self._failed: ServiceLink | None = None  # the target that served the session last, and no longer does
         self._epoch = 0
@@ -87,7 +89,7 @@ class RemoteTargetSession:
         for link in self._replicas.links:
             link.breaker.left(self._session_id)
         if self._stream is not None:
-            self._stream.finish()
+            self._stream.finish(self._fence())
 
     async def verify(self, proposal: Proposal, plain_budget: int) -> Verdict:
         """Returns the verdict on the log's length, whatever happens to targets within the budget for that.
@@ -113,6 +115,8 @@ class RemoteTargetSession:
         outage = Outage(self._patience.rebuild_budget_s, loop.time())
         refusals = 0
         while True:
+            if self._has_drifted:
+                await self._drop_cache()
             stream = self._stream or await self._open(outage.until_s)
             try:
                 response = await self._attempt(stream, proposal, plain_budget)
@@ -122,6 +126,8 @@ class RemoteTargetSession:
                 await self._abandon(error)
                 if self._expiry.has_come:
                     raise RequestExpired("the request's own deadline has passed") from error
+                # Another session may try this target, wherever this one goes on.
+                stream.peer.breaker.left(self._session_id)
                 stream.peer.report_lost()
                 await asyncio.sleep(outage.pause_s(error, loop.time()))
             else:
@@ -136,7 +142,7 @@ class RemoteTargetSession:
 
     async def _open(self, until_s: float) -> TargetStream:
         """A stream on the first target that can take the session, in a new epoch; raises PeerLost when time is up."""
-        peer = await self._replicas.wait(self._session_id, self._model_hash, until_s, self._failed)
+        peer = await self._replicas.wait(self._session_id, self._need, until_s, self._failed)
         peer.breaker.enter(self._session_id)
         left_s, patience_s = self._expiry.left_s(), self._patience.deadline.most_s
         self._stream = TargetStream(peer, self._spec, self._log, self._next_fence(), left_s, patience_s)
@@ -145,14 +151,12 @@ class RemoteTargetSession:
 
     async def _attempt(self, stream: TargetStream, proposal: Proposal, plain_budget: int) -> pb.VerifyResponse:
         """One request and its answer. A working target that owes it is asked once more; fencing makes that safe."""
-        if self._has_drifted:
-            await self._drop_cache(stream.peer)
-            stream = await self._open(asyncio.get_running_loop().time())
         loop, deadline_s = asyncio.get_running_loop(), self._patience.deadline.seconds()
         started_s = loop.time()
         # A working target may take its time, for a long prompt or in a full pool.
         allowance_s = deadline_s + PROMPT_TOKEN_S * len(self._log) * stream.is_opening
-        patient_until_s = started_s + 2**self._num_unanswered * allowance_s
+        allowance_s = min(2**self._num_unanswered * allowance_s, LONGEST_ALLOWANCE_S)
+        patient_until_s = started_s + allowance_s
         asks = [stream.ask_again, stream.ask]
         while True:
             try:
@@ -164,16 +168,27 @@ class RemoteTargetSession:
                     self._patience.deadline.observe(loop.time() - started_s)
                 return response
             except TimeoutError:
-                await self._check_working(stream.peer)
+                if not await self._is_known_to_work(stream.peer):
+                    continue
+                if asks and not stream.is_opening:
+                    self._patience.deadline.missed()
             if not asks and loop.time() >= patient_until_s + allowance_s:
                 raise self._unanswered(stream.peer)
 
-    async def _check_working(self, peer: ServiceLink) -> None:
-        """Raises PeerLost about a target that hangs; its breaker spares other requests from finding that out."""
-        if not await peer.is_working(self._patience.stall_s):
+    async def _is_known_to_work(self, peer: ServiceLink) -> bool:
+        """Raises PeerLost about a target that hangs; its breaker spares other requests from finding that out.
+
+        False when it takes no calls: while it drains its streams go on, and they end when it does.
+        """
+        stalled_s = await peer.stalled_s()
+        if stalled_s is None:
+            return False
+        if stalled_s > self._patience.stall_s:
             error = PeerLost(f"{peer} does not answer requests")
             peer.breaker.failed(self._session_id, error)
             raise error
+        peer.breaker.answered()
+        return True
 
     def _unanswered(self, peer: ServiceLink) -> OutriderError:
         self._num_unanswered += 1
@@ -189,13 +204,18 @@ class RemoteTargetSession:
             self._has_drifted = True
             log.warning("cache drift", cached_len=response.cached_len, committed_len=committed_len)
 
-    async def _drop_cache(self, peer: ServiceLink) -> None:
+    async def _drop_cache(self) -> None:
         """Makes the target forget all but the first token, so that the open that follows computes the rest again."""
-        self._survived.drift_repairs += 1
         self._has_drifted = False
+        if self._stream is None:
+            return
+        self._survived.drift_repairs += 1
         fence = self._next_fence()
         fence.base_len = 1
-        await peer.rollback(model_service_pb2.RollbackRequest(fence=fence), ROLLBACK_TIMEOUT_S)
+        try:
+            await self._stream.peer.rollback(model_service_pb2.RollbackRequest(fence=fence), ROLLBACK_TIMEOUT_S)
+        except OutriderError as error:
+            log.warning("rollback failed", service=str(self._stream.peer), reason=error.message)
         await self._forget()
 
     async def _abandon(self, error: OutriderError) -> None:
@@ -211,6 +231,9 @@ class RemoteTargetSession:
 
     def _next_fence(self) -> types_pb2.Fence:
         self._epoch += 1
+        return self._fence()
+
+    def _fence(self) -> types_pb2.Fence:
         return types_pb2.Fence(session_id=self._session_id, epoch=self._epoch, base_len=len(self._log))
 
 

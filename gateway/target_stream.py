@@ -101,9 +101,9 @@ class TargetStream:
         """Ends the call without a word; the target keeps the session on a lease."""
         await self._messages.close(None, CLOSE_TIMEOUT_S)
 
-    def finish(self) -> None:
-        """Ends the session and the call, in the background."""
-        close = pb.VerifyRequest(fence=self._fence(), close=types_pb2.CloseSession())
+    def finish(self, fence: types_pb2.Fence) -> None:
+        """Ends the session and the call, in the background; the fence has the session's newest epoch."""
+        close = pb.VerifyRequest(fence=fence, close=types_pb2.CloseSession())
         self.peer.finish(self._messages.close(close, CLOSE_TIMEOUT_S))
 
     async def _send(self, request: pb.VerifyRequest, plain_budget: int) -> None:

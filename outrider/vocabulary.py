@@ -48,6 +48,8 @@ class Vocabulary:
         """One sentence about the first difference, or None when the two are the same."""
         if self.size != other.size:
             return f"The vocabularies have {self.size} and {other.size} ids."
+        if len(self.digests) != len(other.digests):
+            return f"The vocabularies of {self.size} ids have {len(self.digests)} and {len(other.digests)} digests."
         for number, (own, others) in enumerate(zip(self.digests, other.digests, strict=True)):
             if own != others:
                 first = number * IDS_PER_DIGEST

@@ -36,6 +36,7 @@ class Service(model_service_pb2_grpc.ModelServiceServicer):
     sessions: int = 0
     drafters_wanted: list[str] = field(default_factory=list)
     closed: int = 0
+    last_closed_epoch: int = 0
     rollbacks: list[int] = field(default_factory=list)
     rolled_back: asyncio.Event = field(default_factory=asyncio.Event)
     frozen: bool = False
@@ -169,6 +170,7 @@ class TargetServicer(Service, target_service_pb2_grpc.TargetServiceServicer):
             async for request in requests:
                 if request.WhichOneof("action") == "close":
                     self.closed += 1
+                    self.last_closed_epoch = request.fence.epoch
                     return
                 async for response in session.take(request):
                     yield response

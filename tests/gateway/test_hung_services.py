@@ -72,7 +72,7 @@ class Pair:
 
     def target_session(self, log: TokenLog) -> RemoteTargetSession:
         """A target session with a name of its own."""
-        return RemoteTargetSession(Replicas([self.target_link]), self.patience, SPEC, log, self.session_id())
+        return RemoteTargetSession(Replicas([self.target_link]), self.patience, SPEC, log, self.session_id(), "hash")
 
     async def run(self) -> list[Round]:
         """A request with four guesses a round; its tokens are not looked at here."""

@@ -36,7 +36,7 @@ class Request:
         spec = SessionSpec(PROMPT, len(PROMPT), SamplingParameters(), 9, 60, frozenset({0}), frozenset())
         self.log = TokenLog(PROMPT)
         patience = Patience(RoundDeadline(0.5, 0.5), rebuild_budget_s=0.2)
-        session = RemoteTargetSession(Replicas([link]), patience, spec, self.log, os.urandom(16))
+        session = RemoteTargetSession(Replicas([link]), patience, spec, self.log, os.urandom(16), "hash")
         self.session = await self._parts.enter_async_context(session)
         return self
 

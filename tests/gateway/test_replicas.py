@@ -43,7 +43,7 @@ class World:
         """The rounds of one request."""
         log = TokenLog(PROMPT)
         pace = Pace(SpeculationPolicy(), draft_count, MAX_LEN, max_draft_count=8)
-        target = RemoteTargetSession(self.target, self.patience, SPEC, log, b"0123456789abcdef")
+        target = RemoteTargetSession(self.target, self.patience, SPEC, log, b"0123456789abcdef", "hash")
         deadline = DraftDeadline(0.5, 0.5)
         draft = RemoteDraftSession(self.draft, deadline, SPEC, log, b"0123456789abcdef", warm=draft_count > 0)
         async with aclosing(speculate(log, pace, target, draft)) as rounds:

@@ -46,7 +46,7 @@ class Pair:
         spec = SessionSpec(PROMPT, len(PROMPT), SamplingParameters(), SEED, MAX_LEN, frozenset({0}), frozenset())
         log, session_id = TokenLog(PROMPT), b"0123456789abcdef"
         pace = Pace(SpeculationPolicy(), draft_count, MAX_LEN, max_draft_count=8)
-        target = RemoteTargetSession(Replicas([self.target_link]), self.patience, spec, log, session_id)
+        target = RemoteTargetSession(Replicas([self.target_link]), self.patience, spec, log, session_id, "hash")
         drafts = Replicas([self.draft_link])
         draft = RemoteDraftSession(drafts, self.deadline, spec, log, session_id, pace.expects_draft())
         async with aclosing(speculate(log, pace, target, draft)) as rounds:

@@ -59,3 +59,9 @@ def test_folders_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ModelRefused, match="cannot be read"):
         Vocabulary.read(tmp_path)
+
+
+def test_digests_of_another_number_are_a_difference() -> None:
+    """A peer may send anything; it is told from ours, and nothing fails."""
+    vocabulary = Vocabulary(12, (7,))
+    assert vocabulary.difference(Vocabulary(12, (7, 8))) == "The vocabularies of 12 ids have 1 and 2 digests."
