@@ -18,7 +18,7 @@ from outrider import rpc
 from outrider.engine.checkpoints import find_checkpoint
 from outrider.engine.runner import ModelRunner
 from outrider.engine.worker import DeviceWorker
-from outrider.errors import NotReady
+from outrider.errors import NotReady, OutriderError
 from outrider.model_service_flags import ModelServiceSettings
 from outrider.model_servicer import ServiceFacts
 from outrider.process import exit_now
@@ -27,6 +27,10 @@ from outrider.vocabulary import Vocabulary
 from outrider.watchdog import Watchdog
 
 log = structlog.get_logger()
+
+# After the grace at most one forward is under way, and nobody wants it any more. Together with the default grace it is
+# less than outrider.service_process.STOP_GRACE_S, so that a supervisor hears the reason before it kills.
+DEVICE_PATIENCE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +56,25 @@ class RunningModelService:
     async def stop(self, grace_s: float = rpc.DRAIN_S) -> None:
         """Takes no new sessions, gives running ones grace_s to end, frees what is left, and ends the device thread.
 
-        Idempotent; a second call may shorten the grace of the first.
+        Idempotent; a second call may shorten the grace of the first. Raises OutriderError when the device does not
+        come to an end within DEVICE_PATIENCE_S after the grace; what is left then ends as soon as the device answers.
         """
+        # gRPC cancels the calls and does not wait for their handlers, each of which waits for the device.
         await self.server.stop(grace_s)
+        try:
+            async with asyncio.timeout(DEVICE_PATIENCE_S):
+                await asyncio.shield(self._end_device())
+        except TimeoutError:
+            raise OutriderError(f"the device has not answered for {DEVICE_PATIENCE_S} s after the grace") from None
+        finally:
+            # Whoever stops a service is told how that went, and must not be ended by it later.
+            self.watching.cancel()
+
+    async def _end_device(self) -> None:
         # Where another call has ended the device, it has freed everything before.
         with suppress(NotReady):
             await self.worker.call(self.table.clear)
         await self.worker.close()
-        self.watching.cancel()
 
 
 def load_model(settings: ModelServiceSettings) -> LoadedModel:

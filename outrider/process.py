@@ -1,7 +1,8 @@
 """The main of every service: starts it, says where it listens, and stops it in order. Knows no service, and no torch.
 
 Standard output carries one line of JSON, when the service serves; everything else goes to stderr. The first SIGTERM or
-SIGINT, or the end of stdin when that is asked for, drains and exits 0; a second signal exits at once.
+SIGINT, or the end of stdin when that is asked for, drains and exits 0; a second signal exits at once, and so does a
+service that cannot be drained.
 """
 
 import asyncio
@@ -122,7 +123,12 @@ async def _run(name: str, start: Callable[[], Awaitable[Service]], stop_with_std
     _announce(name, service.address)
     await stopping
     log.info("draining", service=name, reason=stop.reason)
-    await service.stop(drain_s)
+    try:
+        await service.stop(drain_s)
+    except OutriderError as error:
+        log.error("not stopped in order", service=name, reason=error.message)
+        # What did not end may keep a thread, for which the interpreter would wait.
+        exit_now(error.exit_code)
     log.info("stopped", service=name)
 
 

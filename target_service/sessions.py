@@ -128,8 +128,7 @@ class TargetSessions:
             self._take(held, fence, step)
         elif standing is Standing.REPEAT and held is not None:
             self._book.take_up(fence, held, owner, reply)
-            _repeat(held, fence)
-            self._resume(held, fence, step)
+            self._repeat(held, fence, step)
 
     def step(self, fence: Fence, step: Step, owner: object, reply: Reply) -> None:
         """Verifies a proposal, answers a step again, or asks for tokens."""
@@ -141,7 +140,7 @@ class TargetSessions:
             reply(Answer(fence, None, known_len, held.cached_len if held else 0, ComputeTimes()))
         elif standing is Standing.REPEAT:
             held.acknowledge(fence.base_len)
-            _repeat(held, fence)
+            self._repeat(held, fence, step)
         elif standing is not Standing.STALE:
             _check_depth(step.tree, held.spec, fence.base_len)
             if standing is Standing.REWIND:
@@ -162,8 +161,7 @@ class TargetSessions:
             return
         held.acknowledge(fence.base_len)
         held.allow(fence.base_len, plain_budget)
-        if held.task is None and held.may_go_on:
-            self._start(fence.session_id, held, Step(EMPTY, plain_budget, arrived_ns))
+        self._go_on(fence.session_id, held, arrived_ns)
 
     def rollback(self, fence: Fence) -> RolledBack:
         """Truncates a session and begins a new epoch; without an effect unless the epoch is newer."""
@@ -173,15 +171,24 @@ class TargetSessions:
         """Numbers for an observer; see outrider.model_servicer.Sessions."""
         return self._book.counts()
 
-    def _resume(self, held: TargetSession, fence: Fence, step: Step) -> None:
-        """Begins the job of a repeated open anew, or goes on with it, when it was stopped with its stream."""
-        if held.task is not None:
-            return
-        if fence.base_len == len(held.session):
+    def _repeat(self, held: TargetSession, fence: Fence, step: Step) -> None:
+        """Sends the verdicts from a length on once more, and goes on as far as the repetition allows.
+
+        A verdict that is under way comes anyway; one whose job was stopped with its stream is begun anew.
+        """
+        if fence.base_len < len(held.session):
+            for answer in held.verdicts:
+                if answer.fence.base_len >= fence.base_len:
+                    held.reply(answer)
+            held.allow(fence.base_len, step.plain_budget, is_repeat=True)
+            self._go_on(fence.session_id, held, step.arrived_ns)
+        elif held.task is None:
             _check_depth(step.tree, held.spec, fence.base_len)
             self._take(held, fence, step)
-        elif held.may_go_on:
-            self._start(fence.session_id, held, Step(EMPTY, 0, step.arrived_ns))
+
+    def _go_on(self, session_id: bytes, held: TargetSession, arrived_ns: int) -> None:
+        if held.task is None and held.may_go_on:
+            self._start(session_id, held, Step(EMPTY, 0, arrived_ns))
 
     def _take(self, held: TargetSession, fence: Fence, step: Step) -> None:
         if held.finish_reason is not None:
@@ -219,13 +226,6 @@ class TargetSessions:
             task.tree, task.meter, task.done = EMPTY, Meter(), not held.may_go_on
             held.task = None if task.done else task
         held.reply(answer)
-
-
-def _repeat(held: TargetSession, fence: Fence) -> None:
-    """Sends the verdicts from a length on once more; one that is under way comes anyway."""
-    for answer in held.verdicts:
-        if answer.fence.base_len >= fence.base_len:
-            held.reply(answer)
 
 
 def _check_depth(tree: TokenTree, spec: SessionSpec, base_len: int) -> None:

@@ -13,6 +13,7 @@ from outrider.engine.decoding import Ask, Outcome, forward_and_draw
 from outrider.engine.runner import Feed, ModelRunner
 from outrider.engine.session import Session
 from outrider.engine.tree import TokenTree
+from outrider.engine.worker import own_fault
 from outrider.errors import OutriderError
 from outrider.parameters import SessionSpec
 from target_service.acceptance import Verdict, settle, walk
@@ -48,7 +49,10 @@ class Verifier:
         self._room = Room(runner, holdings)
 
     def advance(self, tasks: Sequence[VerifyTask]) -> bool:
-        """One ragged forward over all tasks that have room, and the verdicts that it allows; False when none has."""
+        """One ragged forward over all tasks that have room, and the verdicts that it allows; False when none has.
+
+        When it raises, no session has changed but for what is cached: see outrider.engine.worker.
+        """
         tasks = self._ready(tasks)
         if not tasks:
             return False
@@ -59,7 +63,9 @@ class Verifier:
         for task, last_forward, outcome in zip(tasks, before, outcomes, strict=True):
             if task.session.last_forward != last_forward:
                 task.meter.add(started_ns, ended_ns)
-            self._settle(task, outcome)
+            # A verdict that was given must not be given again, so what fails from here on fails alone.
+            with own_fault(task):
+                self._settle(task, outcome)
         return True
 
     def _ready(self, tasks: Sequence[VerifyTask]) -> list[VerifyTask]:

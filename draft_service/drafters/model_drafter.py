@@ -12,6 +12,7 @@ from outrider.compute_times import Meter
 from outrider.engine.decoding import Allocate, Ask, Outcome, forward_and_draw, reserve
 from outrider.engine.runner import Feed, ModelRunner
 from outrider.engine.session import Session
+from outrider.engine.worker import own_fault
 from outrider.errors import OutriderError
 from outrider.parameters import SessionSpec
 
@@ -50,7 +51,10 @@ class ModelDrafter:
         self._with_room = with_room
 
     def advance(self, tasks: Sequence[DraftTask]) -> bool:
-        """One forward over all tasks, and one guess for each whose tokens are cached; no task ever waits."""
+        """One forward over all tasks, and one guess for each whose tokens are cached; no task ever waits.
+
+        When it raises, no session has changed but for what is cached: see outrider.engine.worker.
+        """
         served = [task for task in tasks if self._is_ready(task)]
         # Whoever made room for another has no part in this forward.
         tasks = [task for task in served if not (task.done or task.stopped)]
@@ -61,7 +65,9 @@ class ModelDrafter:
         for task, last_forward, outcome in zip(tasks, before, outcomes, strict=True):
             if task.session.last_forward != last_forward:
                 task.meter.add(started_ns, ended_ns)
-            _take(task, outcome)
+            # A guess that was made must not be made again, so what fails from here on fails alone.
+            with own_fault(task):
+                _take(task, outcome)
         return True
 
     def _is_ready(self, task: DraftTask) -> bool:

@@ -9,7 +9,8 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 import structlog
@@ -47,11 +48,24 @@ class Task(Protocol):
 TaskT = TypeVar("TaskT", bound=Task)
 
 
+@contextmanager
+def own_fault(task: Task) -> Iterator[None]:
+    """Ends a task with the unexpected error that is raised inside; nobody else's step is touched by it."""
+    try:
+        yield
+    except Exception:
+        # The thread serves every session, and what a bug says is for the log and not for a client.
+        log.exception("a step failed")
+        if not (task.done or task.stopped):
+            task.fail(OutriderError("the computation of a step failed"))
+
+
 class DeviceWorker(Generic[TaskT]):
     """A thread that calls `advance` with all active tasks, over and over while there are any.
 
     `advance` makes one step of each task, handles the faults of single ones, and tells whether it could do anything; if
-    not, the tasks wait for a job, or for a moment. When it raises, all of its tasks fail.
+    not, the tasks wait for a job, or for a moment. It may raise only as long as none of its tasks has made the step:
+    then each of them is advanced alone, so that only those end whose own step fails.
     """
 
     def __init__(
@@ -138,7 +152,10 @@ class DeviceWorker(Generic[TaskT]):
             if self._active:
                 could_step = self._step(list(self._active))
                 self._unfinished_since_ns = self._clock_ns()
-        self._fail(self._active, NotReady("the service is stopping"))
+        for task in self._active:
+            if not (task.done or task.stopped):
+                task.fail(NotReady("the service is stopping"))
+        self._active = []
 
     def _run_jobs(self, wait_s: float) -> bool:
         """Runs what is queued, waiting for the first job as long as there is no task; tells whether to go on.
@@ -167,19 +184,25 @@ class DeviceWorker(Generic[TaskT]):
             log.exception("a job failed")
 
     def _step(self, tasks: Sequence[TaskT]) -> bool:
+        if len(tasks) == 1:
+            return self._step_alone(tasks[0])
         try:
             return self._advance(tasks)
         except Exception:
-            # The thread serves every session: it outlives whatever a batch does to itself.
+            # One of them may be at fault, or none, because it was too much at once: the others must not pay for that.
             log.exception("a batch failed", num_tasks=len(tasks))
-            self._fail(tasks, OutriderError("the computation of a batch failed"))
-            return True
+        could_step = [self._step_alone(task) for task in tasks]
+        return any(could_step)
 
-    def _fail(self, tasks: Sequence[TaskT], error: OutriderError) -> None:
-        for task in tasks:
-            if not (task.done or task.stopped):
-                task.fail(error)
-        self._active = []
+    def _step_alone(self, task: TaskT) -> bool:
+        """One step of one task, unless it has ended by now; when that raises, the task fails."""
+        if task.done or task.stopped:
+            return False
+        # Each is a piece of work, and all of them together may take as long as a stall.
+        self._unfinished_since_ns = self._clock_ns()
+        with own_fault(task):
+            return self._advance([task])
+        return True
 
 
 def _deliver(

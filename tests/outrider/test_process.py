@@ -139,6 +139,23 @@ async def test_a_bug_is_logged_and_ends_with_70(spawn: Spawn) -> None:
     assert err.splitlines()[-1] == "The test service failed: KeyError."
 
 
+async def test_a_service_that_cannot_be_drained_exits_at_once(spawn: Spawn) -> None:
+    """With one line and the code of its error, although a thread hangs for which the interpreter would wait."""
+    script = """
+import threading
+async def draining():
+    threading.Thread(target=threading.Event().wait).start()
+    raise ModelRefused("the device hangs")
+"""
+    child = await spawn(script)
+    await until_listening(child)
+    child.send_signal(signal.SIGTERM)
+    code, _, err = await ended(child)
+    assert code == 78
+    assert "the device hangs" in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
 async def test_a_service_that_is_starting_can_be_stopped(spawn: Spawn) -> None:
     """Even while a thread loads something that cannot be interrupted."""
     script = """

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from simulation.loop import VirtualLoop, context_of
 
-from outrider.engine.worker import Task
-from outrider.errors import NotReady, OutriderError
+from outrider.engine.worker import Task, own_fault
+from outrider.errors import NotReady
 
 T = TypeVar("T")
 
@@ -144,8 +144,8 @@ class InlineDevice:
             self._on_fault(error)
             for task in tasks:
                 if not (task.done or task.stopped):
-                    task.fail(OutriderError("the computation of a batch failed"))
-            self._active = []
+                    with own_fault(task):
+                        self._advance([task])
         self._turn()
 
 

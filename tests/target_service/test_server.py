@@ -147,7 +147,7 @@ async def test_a_long_prompt_does_not_hold_up_the_others(client: TargetClient, c
     await other.close(1)
 
 
-async def test_a_failing_batch_ends_its_streams_and_the_service_goes_on(
+async def test_a_failing_step_ends_its_stream_and_the_service_goes_on(
     client: TargetClient, channel: grpc.aio.Channel, service: RunningModelService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No Python text leaves, nothing stays held, and the next session is served."""

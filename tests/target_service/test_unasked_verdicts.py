@@ -43,6 +43,59 @@ def test_an_acknowledgement_moves_the_limit(target: Target) -> None:
     assert target.run() == []
 
 
+@pytest.mark.parametrize(("budget", "last"), [(0, 7), (1, 7), (9, 15)])
+def test_a_repeated_step_moves_the_limit_and_takes_nothing_back(target: Target, budget: int, last: int) -> None:
+    """Its verdicts are given once more and not made once more; then the target goes on as far as was asked now."""
+    spec = spec_of(PROMPT, 60, seed=2, eos=(), temperature=1.0)
+    expected = plain(target.runner, spec)
+    target.open(spec, budget=2)
+    first = target.run()
+    assert [answer.fence.base_len for answer in first] == [5, 6, 7]
+    target.step(1, 6, budget=budget)
+    again = target.run()
+    assert again[:2] == first[1:]
+    assert [answer.fence.base_len for answer in again] == list(range(6, last + 1))
+    assert target.tokens == expected[: last + 1]
+    target.step(1, 7)
+    assert target.run() == again[1:]
+
+
+def test_a_repeated_step_makes_room_in_the_window(target: Target) -> None:
+    """It acknowledges what comes before it, so a target that the window held up goes on to its limit."""
+    target.open(spec_of(PROMPT, 600, eos=()), budget=4096)
+    target.run()
+    target.step(1, 100)
+    assert [answer.fence.base_len for answer in target.run()][-1] == 100 + UNACKNOWLEDGED_WINDOW - 1
+
+
+def test_a_repeated_step_does_not_disturb_a_target_that_is_going_on(target: Target) -> None:
+    """The job under way goes on to the new limit, and no verdict is given twice behind the repetition."""
+    target.open(spec_of(PROMPT, 60, eos=()), budget=6)
+    target.device.step(target.verifier.advance)
+    target.device.step(target.verifier.advance)
+    target.answers.clear()
+    target.step(1, 6, budget=9)
+    assert [answer.fence.base_len for answer in target.run()] == list(range(6, 16))
+
+
+def test_a_repeated_step_behind_the_end_goes_on_with_nothing(target: Target) -> None:
+    """The request is over, however much the repetition would allow."""
+    target.open(spec_of(PROMPT, 8, eos=()), budget=2)
+    first = target.run()
+    assert target.held.finish_reason is not None
+    target.step(1, 7, budget=9)
+    assert target.run() == first[2:]
+
+
+def test_a_repeated_open_moves_the_limit(target: Target) -> None:
+    """As a repeated step does."""
+    spec = spec_of(PROMPT, 60, eos=())
+    target.open(spec, budget=1)
+    assert len(target.run()) == 2
+    target.open(spec, budget=4)
+    assert [answer.fence.base_len for answer in target.run()] == [5, 6, 7, 8, 9]
+
+
 def test_the_window_ends_what_the_budget_allows(target: Target) -> None:
     """A target never goes further than the window past the last acknowledged length."""
     target.open(spec_of(PROMPT, 600, eos=()), budget=4096)

@@ -1,52 +1,16 @@
-"""Tests of outrider.engine.worker: one thread, jobs between steps, and faults that stay where they are."""
+"""Tests of outrider.engine.worker: one thread, jobs between steps, and when it is stalled."""
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 
 import pytest
+from counting import Clock, Counting, Machine
 from helpers import PATIENCE_S, eventually
 
 from outrider.engine.worker import DeviceWorker
-from outrider.errors import NotReady, OutriderError
-
-
-@dataclass(eq=False)
-class Counting:
-    """A task of a number of steps."""
-
-    steps: int
-    name: str = ""
-    done: bool = False
-    stopped: bool = False
-    made: int = 0
-    error: OutriderError | None = None
-
-    def fail(self, error: OutriderError) -> None:
-        """Remembers."""
-        self.done, self.error = True, error
-
-
-@dataclass
-class Machine:
-    """Advances tasks and keeps a diary; `before_step` runs on the device thread before each step."""
-
-    diary: list[list[str]] = field(default_factory=list)
-    threads: set[int] = field(default_factory=set)
-    before_step: Callable[[], None] | None = None
-
-    def advance(self, tasks: Sequence[Counting]) -> bool:
-        """One step of every task."""
-        self.threads.add(threading.get_ident())
-        if self.before_step is not None:
-            self.before_step()
-        self.diary.append([task.name for task in tasks])
-        for task in tasks:
-            task.made += 1
-            task.done = task.made == task.steps
-        return True
+from outrider.errors import NotReady
 
 
 @asynccontextmanager
@@ -134,26 +98,6 @@ async def test_jobs_run_in_order_even_when_nobody_waits() -> None:
     assert order == [0, 1, 2]
 
 
-async def test_a_failing_batch_fails_its_tasks_and_nothing_else() -> None:
-    """The error names no Python text, and the next task is served."""
-    machine = Machine()
-
-    def explode() -> None:
-        raise RuntimeError("secret of the batch")
-
-    machine.before_step = explode
-    broken = [Counting(1, "a"), Counting(1, "b")]
-    async with working(machine) as worker:
-        await worker.call(lambda: [worker.submit(task) for task in broken])
-        await eventually(lambda: all(task.done for task in broken))
-        machine.before_step = None
-        after = Counting(1)
-        worker.submit(after)
-        await eventually(lambda: after.done)
-    assert [str(task.error) for task in broken] == ["the computation of a batch failed"] * 2
-    assert after.error is None
-
-
 async def test_closing_fails_what_is_active_and_refuses_what_comes() -> None:
     """Nobody waits for ever."""
     machine = Machine()
@@ -177,16 +121,6 @@ async def test_a_job_that_breaks_its_promise_harms_nobody() -> None:
     async with working(Machine()) as worker:
         worker.post(explode)
         assert await worker.call(lambda: 3) == 3
-
-
-@dataclass
-class Clock:
-    """A clock of nanoseconds that stands still until it is told to go on."""
-
-    now_ns: int = 1_000
-
-    def __call__(self) -> int:
-        return self.now_ns
 
 
 @pytest.mark.parametrize("piece", ["job", "step"])

@@ -1,0 +1,94 @@
+"""A forward that raises, with the device's own thread: the guesses of the others are those of a session alone."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import pytest
+from helpers import check_empty, eventually, spec_of
+from stepped_draft import fresh_guesses
+from structlog.testing import capture_logs
+
+from draft_service.drafters.model_drafter import DraftTask, ModelDrafter
+from draft_service.sessions import Answer, DraftSession, DraftSessions, Wanted
+from outrider.engine.runner import Feed, ForwardResult, ModelRunner
+from outrider.engine.worker import DeviceWorker
+from outrider.errors import OutriderError
+from outrider.fencing import Fence
+from outrider.sessions import SessionTable
+
+DRAFT_COUNT = 6
+SPECS = [spec_of((5, 17, first, 3, 90), 40, seed=first, eos=(), temperature=0.9) for first in (200, 111, 30)]
+
+
+async def answers_of(
+    runner: ModelRunner, spoil: Callable[[int, Answer | OutriderError], None]
+) -> tuple[list[list[Answer | OutriderError]], list[str]]:
+    """What sessions that begin in one batch get, and what is logged; `spoil` may raise instead of an answer."""
+    table = SessionTable[DraftSession](60.0)
+    worker = DeviceWorker[DraftTask](ModelDrafter(runner, table.with_room).advance)
+    sessions = DraftSessions(runner, table, worker.submit)
+    answers: list[list[Answer | OutriderError]] = [[] for _ in SPECS]
+
+    def reply(number: int, answer: Answer | OutriderError) -> None:
+        spoil(number, answer)
+        answers[number].append(answer)
+
+    def open_all() -> None:
+        for number, spec in enumerate(SPECS):
+            fence = Fence(bytes([number] * 16), 1, len(spec.token_ids))
+            sessions.open(fence, spec, Wanted(DRAFT_COUNT, 0), None, partial(reply, number))
+
+    # Tracebacks on a terminal take longer to print than everything else here.
+    with capture_logs() as logs:
+        await worker.call(open_all)
+        await eventually(lambda: worker.call(lambda: all(held.task is None for held in table)))
+        await worker.call(table.clear)
+        await worker.close()
+    check_empty(runner.pool)
+    return answers, [line["event"] for line in logs if line["log_level"] == "error"]
+
+
+def _spoil_nothing(_number: int, _answer: Answer | OutriderError) -> None:
+    """Every answer is given."""
+
+
+@pytest.mark.parametrize("culprit", [None, 1])
+async def test_only_the_culprit_gets_no_guesses(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, culprit: int | None
+) -> None:
+    """Where every forward of several raises, and where one session's own does."""
+    expected = [fresh_guesses(runner, spec, DRAFT_COUNT) for spec in SPECS]
+    forward = runner.forward
+
+    def spoiled(feeds: Sequence[Feed]) -> ForwardResult:
+        result = forward(feeds)
+        first_ids = [feed.session.token_ids[2] for feed in feeds]
+        if len(feeds) > 1 or (culprit is not None and first_ids == [SPECS[culprit].token_ids[2]]):
+            raise RuntimeError("secret of the device")
+        return result
+
+    monkeypatch.setattr(runner, "forward", spoiled)
+    answers, _ = await answers_of(runner, _spoil_nothing)
+    for number, [answer] in enumerate(answers):
+        if number == culprit:
+            assert str(answer) == "the computation of a step failed"
+        else:
+            assert isinstance(answer, Answer)
+            assert answer.proposal is not None
+            assert answer.proposal.token_ids == expected[number]
+
+
+async def test_an_answer_that_cannot_be_given_takes_no_other_with_it(runner: ModelRunner) -> None:
+    """All three are ready behind the same forward, which is not made again."""
+
+    def spoil(number: int, answer: Answer | OutriderError) -> None:
+        if number == 0 and isinstance(answer, Answer):
+            raise KeyError("secret of the reply")
+
+    expected = [fresh_guesses(runner, spec, DRAFT_COUNT) for spec in SPECS]
+    (_, *others), logged = await answers_of(runner, spoil)
+    assert logged == ["a step failed"]
+    for [answer], guesses in zip(others, expected[1:], strict=True):
+        assert isinstance(answer, Answer)
+        assert answer.proposal is not None
+        assert answer.proposal.token_ids == guesses
