@@ -24,7 +24,7 @@ from outrider.v1.model_service_pb2_grpc import ModelServiceStub
 PROTOCOL_VERSION = 1
 ROLES = {pb.SERVICE_ROLE_DRAFT: "draft", pb.SERVICE_ROLE_TARGET: "target"}
 GREETING_TIMEOUT_S = 5.0
-PROBE_TIMEOUT_S = 1.0
+PROBE_TIMEOUT_S = 2.0
 BACKOFF_S = (0.1, 2.0)
 # Failures in a row that open the breaker, and pauses between trials. A draft may be late now and then, and requests do
 # without it; a target is late only when it hangs, and then there is nothing else that a request could do.

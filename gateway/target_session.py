@@ -169,9 +169,11 @@ class RemoteTargetSession:
                 return response
             except TimeoutError:
                 if not await self._is_known_to_work(stream.peer):
+                    if loop.time() >= patient_until_s and self._has_spare(stream.peer):
+                        raise Unanswered(f"{stream.peer} takes no calls, and a spare is there") from None
                     continue
                 if asks and not stream.is_opening:
-                    self._patience.deadline.missed()
+                    self._patience.deadline.missed(deadline_s)
             if not asks and loop.time() >= patient_until_s + allowance_s:
                 raise self._unanswered(stream.peer)
 
@@ -189,6 +191,10 @@ class RemoteTargetSession:
             raise error
         peer.breaker.answered()
         return True
+
+    def _has_spare(self, peer: ServiceLink) -> bool:
+        other = self._replicas.pick(self._session_id, self._need, failed=peer)
+        return other is not None and other is not peer
 
     def _unanswered(self, peer: ServiceLink) -> OutriderError:
         self._num_unanswered += 1

@@ -62,7 +62,9 @@ def test_a_missed_round_deadline_doubles_and_answers_shorten_it_again() -> None:
     deadline = RoundDeadline()
     waits = []
     for _ in range(5):
-        deadline.missed()
+        waited_s = deadline.seconds()
+        deadline.missed(waited_s)
+        deadline.missed(waited_s)
         waits.append(deadline.seconds())
     assert waits == [4.0, 8.0, 16.0, 30.0, 30.0]
     for _ in range(30):
