@@ -37,9 +37,9 @@ class Arena:
 
 
 def _map(num_bytes: int) -> memoryview:
-    """Zeroed memory that begins with a huge page."""
+    """Zeroed memory that begins with a huge page, or with an ordinary one where the system has no others."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return memoryview(bytearray(num_bytes))
+        return memoryview(mmap.mmap(-1, num_bytes))
     # Private: the kernel gives shared memory other pages.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=flags)
