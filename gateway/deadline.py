@@ -55,11 +55,3 @@ class RoundDeadline:
     def observe(self, answer_s: float) -> None:
         """Learns from an answer."""
         self._mean_s += 0.1 * (min(answer_s, self.most_s) - self._mean_s)
-
-    def missed(self, waited_s: float) -> None:
-        """Learns from a deadline that passed although the target works: either it is slow, or a message was lost.
-
-        So the next deadline is twice as long, however many requests have waited, and answers make it short again if the
-        target is not slow.
-        """
-        self._mean_s = max(self._mean_s, min(2 * waited_s, self.most_s) / self.factor)

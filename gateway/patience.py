@@ -46,11 +46,14 @@ NEVER = Expiry()
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """With a target: seconds until it is looked at, for which its device may finish nothing, and may be away."""
+    """With a target: until it is looked at; seconds for which its device may finish nothing, it may be away, and it may
+    work without an answer before the session is opened again.
+    """
 
     deadline: RoundDeadline = field(default_factory=RoundDeadline)
     stall_s: float = 30.0
     rebuild_budget_s: float = 30.0
+    answer_s: float = 60.0
 
 
 class Outage:

@@ -25,9 +25,10 @@ from outrider.v1 import target_service_pb2 as pb
 
 ROLLBACK_TIMEOUT_S = 5.0
 PROMPT_TOKEN_S = 0.02  # allowance for reading a token that is not cached, before a working target is asked again
-LONGEST_ALLOWANCE_S = 120.0
+MOST_TIMES_AS_LONG = 10
+LEAST_WAIT_S = 0.001
 MAX_REFUSALS = 3  # times in a round that a target may ask for tokens which it has just been given
-MAX_UNANSWERED = 8  # times in a row that a working target may leave a request unanswered, each twice as long
+MAX_UNANSWERED = 8  # times in a row that a working target may leave a request unanswered, each twice as long; an hour
 MAX_DRIFT_REPAIRS = 3  # of one session: a service that goes on drifting only miscounts
 
 log = structlog.get_logger()
@@ -150,32 +151,33 @@ class RemoteTargetSession:
         return self._stream
 
     async def _attempt(self, stream: TargetStream, proposal: Proposal, plain_budget: int) -> pb.VerifyResponse:
-        """One request and its answer. A working target that owes it is asked once more; fencing makes that safe."""
+        """One request and its answer. A working target that owes it is asked again; fencing makes that safe."""
         loop, deadline_s = asyncio.get_running_loop(), self._patience.deadline.seconds()
-        started_s = loop.time()
+        started_s, was_opening = loop.time(), stream.is_opening
         # A working target may take its time, for a long prompt or in a full pool.
-        allowance_s = deadline_s + PROMPT_TOKEN_S * len(self._log) * stream.is_opening
-        allowance_s = min(2**self._num_unanswered * allowance_s, LONGEST_ALLOWANCE_S)
-        patient_until_s = started_s + allowance_s
-        asks = [stream.ask_again, stream.ask]
+        allowance_s = deadline_s + PROMPT_TOKEN_S * len(self._log) * was_opening
+        ask, ask_at_s, num_asked = stream.ask, started_s, 0
         while True:
             try:
-                if len(asks) == 2 or (asks and loop.time() >= patient_until_s):
-                    await asks.pop()(proposal, plain_budget)
-                was_opening, response = stream.is_opening, await stream.receive(deadline_s)
-                if asks and not was_opening:
-                    # Prompts and repairs say nothing about how long a round takes.
-                    self._patience.deadline.observe(loop.time() - started_s)
-                return response
+                if loop.time() >= ask_at_s:
+                    await ask(proposal, plain_budget)
+                    ask, ask_at_s, num_asked = stream.ask_again, loop.time() + 2**num_asked * allowance_s, num_asked + 1
+                response = await stream.receive(min(deadline_s, max(ask_at_s - loop.time(), LEAST_WAIT_S)))
             except TimeoutError:
-                if not await self._is_known_to_work(stream.peer):
-                    if loop.time() >= patient_until_s and self._has_spare(stream.peer):
-                        raise Unanswered(f"{stream.peer} takes no calls, and a spare is there") from None
-                    continue
-                if asks and not stream.is_opening:
-                    self._patience.deadline.missed(deadline_s)
-            if not asks and loop.time() >= patient_until_s + allowance_s:
-                raise self._unanswered(stream.peer)
+                await self._check_working(stream.peer, loop.time() - started_s, allowance_s)
+                continue
+            if num_asked == 1 and not was_opening:
+                # Prompts and repetitions say nothing about how long a round takes.
+                self._patience.deadline.observe(loop.time() - started_s)
+            return response
+
+    async def _check_working(self, peer: ServiceLink, waited_s: float, allowance_s: float) -> None:
+        """Raises PeerLost about a target that hangs, and Unanswered when it is better to open the session again."""
+        if await self._is_known_to_work(peer):
+            if waited_s >= min(2**self._num_unanswered, MOST_TIMES_AS_LONG) * self._patience.answer_s + allowance_s:
+                raise self._unanswered(peer)
+        elif waited_s >= allowance_s and self._has_spare(peer):
+            raise Unanswered(f"{peer} takes no calls, and a spare is there")
 
     async def _is_known_to_work(self, peer: ServiceLink) -> bool:
         """Raises PeerLost about a target that hangs; its breaker spares other requests from finding that out.

@@ -55,18 +55,3 @@ async def test_a_requests_own_end_is_told_from_a_fault() -> None:
     assert not Expiry.after(5.0).has_come
     assert Expiry.after(0.0).has_come
     assert Expiry.after(-1.0).left_s() == 0.0
-
-
-def test_a_missed_round_deadline_doubles_and_answers_shorten_it_again() -> None:
-    """A target whose rounds are slow is soon left in peace; one lost message is forgotten after a few rounds."""
-    deadline = RoundDeadline()
-    waits = []
-    for _ in range(5):
-        waited_s = deadline.seconds()
-        deadline.missed(waited_s)
-        deadline.missed(waited_s)
-        waits.append(deadline.seconds())
-    assert waits == [4.0, 8.0, 16.0, 30.0, 30.0]
-    for _ in range(30):
-        deadline.observe(0.01)
-    assert deadline.seconds() == 2.0

@@ -91,7 +91,7 @@ async def test_a_target_that_works_is_open_to_all() -> None:
         slow = target(mischief={1: Mischief.FROZEN})
         link, _ = await links.to(slow)
         link.breaker.failed(b"earlier", PeerLost("hung"))
-        patience = Patience(RoundDeadline(0.3, 0.3), rebuild_budget_s=5.0)
+        patience = Patience(RoundDeadline(0.3, 0.3), rebuild_budget_s=5.0, answer_s=0.5)
         async with session([link], patience=patience) as on_trial, session([link], patience=patience) as other:
             waiting = asyncio.create_task(on_trial.verify(NOTHING, 0))
             await eventually(lambda: slow.answers == 1)

@@ -217,7 +217,7 @@ async def test_a_target_that_always_forgets_is_given_up() -> None:
 async def test_a_lost_target_gets_the_session_again(mischief: Mischief) -> None:
     """A target whose stream breaks, or which leaves a request unanswered, costs no token and no request."""
     async with pair_of() as pair:
-        pair.target.mischief, pair.patience = {4: mischief}, Patience(RoundDeadline(0.05, 0.1))
+        pair.target.mischief, pair.patience = {4: mischief}, Patience(RoundDeadline(0.05, 0.1), answer_s=0.1)
         rounds = await pair.run()
         assert [committed.target_reopens for committed in rounds if committed.target_reopens] == [1]
 
