@@ -15,7 +15,7 @@ from gateway.rounds import Round
 MAX_DRAFT_COUNT = 8
 FIRST_GUESS = 4  # before anything is known
 PLAIN_PROBE_ROUNDS = 64  # speculative rounds between two looks at what plain decoding costs
-PROBE_COST = 0.02  # share of the time that probes, which look for a faster draft, may cost
+PROBE_COST = 0.005  # share of the time that probes, which look for a faster draft, may cost
 PROBE_TOKENS = (32, 2048)  # least and most plain tokens between two probes
 PROBE_ROUNDS = 4  # a draft that has to catch up in the first one is warm in the others
 LARGE_CATCH_UP = 16  # a draft that had to read more than this says nothing about the cost of a step
