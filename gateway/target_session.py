@@ -27,6 +27,7 @@ ROLLBACK_TIMEOUT_S = 5.0
 PROMPT_TOKEN_S = 0.02  # allowance for reading a token that is not cached, before a working target is asked again
 MOST_TIMES_AS_LONG = 10
 LEAST_WAIT_S = 0.001
+MAX_OUTAGES = 4  # in a round, each with a budget of its own because a target was found working in between
 MAX_REFUSALS = 3  # times in a round that a target may ask for tokens which it has just been given
 MAX_UNANSWERED = 8  # times in a row that a working target may leave a request unanswered, each twice as long; an hour
 MAX_DRIFT_REPAIRS = 3  # of one session: a service that goes on drifting only miscounts
@@ -73,6 +74,7 @@ class RemoteTargetSession:
         self._failed: ServiceLink | None = None  # the target that served the session last, and no longer does
         self._epoch = 0
         self._has_drifted = False
+        self._has_worked = False  # the target was found working since the session was opened on it
         self._num_unanswered = 0
         self._survived = Survived()
 
@@ -114,7 +116,7 @@ class RemoteTargetSession:
         """The answer of the first target that gives one."""
         loop = asyncio.get_running_loop()
         outage = Outage(self._patience.rebuild_budget_s, loop.time())
-        refusals = 0
+        refusals, outages = 0, 1
         while True:
             if self._has_drifted:
                 await self._drop_cache()
@@ -130,6 +132,9 @@ class RemoteTargetSession:
                 # Another session may try this target, wherever this one goes on.
                 stream.peer.breaker.left(self._session_id)
                 stream.peer.report_lost()
+                if self._has_worked and outages < MAX_OUTAGES:
+                    # The budget is for the time without a target, and until now there was one.
+                    outage, outages = Outage(self._patience.rebuild_budget_s, loop.time()), outages + 1
                 await asyncio.sleep(outage.pause_s(error, loop.time()))
             else:
                 if response.WhichOneof("answer") == "verdict":
@@ -148,6 +153,7 @@ class RemoteTargetSession:
         left_s, patience_s = self._expiry.left_s(), self._patience.deadline.most_s
         self._stream = TargetStream(peer, self._spec, self._log, self._next_fence(), left_s, patience_s)
         self._survived.num_opens += 1
+        self._has_worked = False
         return self._stream
 
     async def _attempt(self, stream: TargetStream, proposal: Proposal, plain_budget: int) -> pb.VerifyResponse:
@@ -192,6 +198,7 @@ class RemoteTargetSession:
             peer.breaker.failed(self._session_id, error)
             raise error
         peer.breaker.answered()
+        self._has_worked = True
         return True
 
     def _has_spare(self, peer: ServiceLink) -> bool:

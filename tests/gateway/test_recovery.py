@@ -100,6 +100,23 @@ async def test_a_target_that_works_is_open_to_all() -> None:
             await waiting
 
 
+async def test_the_budget_is_for_the_time_without_a_target() -> None:
+    """A session that lost a stream, and waited for a target that worked until it hung, has its whole budget again."""
+    async with Links() as links:
+        service = target(mischief={2: Mischief.BROKEN, 3: Mischief.FROZEN})
+        link, _ = await links.to(service)
+        log = TokenLog(PROMPT)
+        async with session([link], log) as one:
+            log.commit(NOTHING, await one.verify(NOTHING, 0))
+            waiting = asyncio.create_task(one.verify(NOTHING, 0))
+            await eventually(lambda: service.answers == 3)
+            # Longer than the budget, which the broken stream has begun.
+            asyncio.get_running_loop().call_later(0.7, setattr, service, "stalled_us", 60_000_000)
+            await eventually(lambda: link.breaker.is_open)
+            service.stalled_us = 0
+            assert (await waiting).reopens == 2
+
+
 async def test_a_draft_that_sends_no_valid_message_costs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rounds are plain, and the tokens are those of plain decoding."""
 
@@ -208,8 +225,7 @@ async def test_a_spare_without_room_is_not_asked() -> None:
     async with Links() as links:
         small = target(instance_id=2, context_len=MAX_LEN - 1)
         (link, life), (spare, _) = await links.to(target(instance_id=1)), await links.to(small)
-        log = TokenLog(PROMPT)
-        async with session([link, spare], log) as one:
+        async with session([link, spare], log := TokenLog(PROMPT)) as one:
             log.commit(NOTHING, await one.verify(NOTHING, 0))
             await life.aclose()
             with pytest.raises(PeerLost, match="none has room for the 40 tokens of the request"):
