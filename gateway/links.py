@@ -94,12 +94,6 @@ class ServiceLink:
             raise self.misfit or PeerLost(f"{self} cannot be reached", address=self.address)
         return self.info
 
-    async def greeted(self, patience_s: float) -> ModelInfo:
-        """As `present`, but waits a little for a service that is just being greeted again."""
-        if self.info is None:
-            await self.settled(patience_s)
-        return self.present()
-
     def report_lost(self) -> None:
         """Tells the link that a session has lost its service; it counts as away until it has been greeted again."""
         self.info = None

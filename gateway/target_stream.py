@@ -60,7 +60,7 @@ class TargetStream:
 
     async def ask(self, proposal: Proposal, plain_budget: int) -> None:
         """Opens, steps, or lets the target go on alone, whichever the round needs. Raises TimeoutError."""
-        budget = min(plain_budget, max(0, self._window - 1))
+        budget = self._within_window(plain_budget)
         if self.is_opening or not self.outstanding:
             await self.ask_again(proposal, plain_budget)
         elif budget and 2 * self.outstanding <= budget:
@@ -68,7 +68,7 @@ class TargetStream:
 
     async def ask_again(self, proposal: Proposal, plain_budget: int) -> None:
         """Opens, or asks for the verdict on the log's length, which a target that has given it gives once more."""
-        budget = min(plain_budget, max(0, self._window - 1))
+        budget = self._within_window(plain_budget)
         step = pb.TargetStep(proposal=wire.tree_message(proposal), plain_budget=budget)
         if self.is_opening:
             session = wire.open_message(self._spec, self._log.tokens())
@@ -111,6 +111,9 @@ class TargetStream:
         request.fence.CopyFrom(self._fence())
         self._limit = len(self._log) + 1 + plain_budget
         await self._messages.write(request, self._write_timeout_s)
+
+    def _within_window(self, plain_budget: int) -> int:
+        return min(plain_budget, max(0, self._window - 1))
 
     def _fence(self) -> types_pb2.Fence:
         return types_pb2.Fence(session_id=self._session_id, epoch=self._epoch, base_len=len(self._log))
