@@ -5,7 +5,7 @@ Loading happens off the loop; from then on only the device thread touches the mo
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from outrider.engine.worker import DeviceWorker
 from outrider.errors import NotReady, OutriderError
 from outrider.model_service_flags import ModelServiceSettings
 from outrider.model_servicer import ServiceFacts
+from outrider.parameters import Rule
 from outrider.process import exit_now
 from outrider.sessions import SessionTable
 from outrider.vocabulary import Vocabulary
@@ -31,6 +32,7 @@ log = structlog.get_logger()
 # After the grace at most one forward is under way, and nobody wants it any more. Together with the default grace it is
 # less than outrider.service_process.STOP_GRACE_S, so that a supervisor hears the reason before it kills.
 DEVICE_PATIENCE_S = 3.0
+NO_DRAFTERS: Mapping[str, frozenset[Rule]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +81,10 @@ class RunningModelService:
 
 def load_model(settings: ModelServiceSettings) -> LoadedModel:
     """Loads what the settings name; takes seconds, and raises ModelRefused and InvalidRequest."""
-    vocabulary = Vocabulary.read(find_checkpoint(settings.model).folder)
+    checkpoint = find_checkpoint(settings.model)
+    vocabulary = Vocabulary.read(checkpoint.folder)
     runner = ModelRunner.load(
-        settings.model,
+        checkpoint,
         device=settings.device,
         dtype=settings.dtype,
         num_threads=settings.threads,
@@ -98,7 +101,11 @@ async def load_model_aside(settings: ModelServiceSettings) -> LoadedModel:
 
 
 def describe(
-    role: str, model: LoadedModel, *, unacknowledged_window: int = 0, drafters: tuple[str, ...] = ()
+    role: str,
+    model: LoadedModel,
+    *,
+    unacknowledged_window: int = 0,
+    drafters: Mapping[str, frozenset[Rule]] = NO_DRAFTERS,
 ) -> ServiceFacts:
     """The facts of a service; every call names another incarnation."""
     runner, identity = model.runner, model.runner.identity
@@ -121,7 +128,7 @@ def describe(
         block_size=runner.pool.block_size,
         block_count=runner.pool.num_blocks,
         unacknowledged_window=unacknowledged_window,
-        drafters=drafters,
+        drafters=dict(drafters),
     )
 
 

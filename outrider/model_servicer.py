@@ -3,8 +3,8 @@
 Rollback is decided by the service's sessions, on the device thread, between two steps of the running job.
 """
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -13,8 +13,10 @@ import grpc
 from outrider import rpc, wire
 from outrider.errors import Overloaded
 from outrider.fencing import Fence
+from outrider.parameters import Rule
 from outrider.v1 import model_service_pb2 as pb
 from outrider.v1.model_service_pb2_grpc import ModelServiceServicer, add_ModelServiceServicer_to_server
+from outrider.wire_acceptance import RULES
 
 PROTOCOL_VERSION = 1
 MAX_DRAFT_COUNT = 32
@@ -46,7 +48,8 @@ class ServiceFacts:
     block_size: int
     block_count: int
     unacknowledged_window: int = 0
-    drafters: tuple[str, ...] = ()
+    drafters: Mapping[str, frozenset[Rule]] = field(default_factory=dict)
+    """The rules that each can serve, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +141,8 @@ class ModelServicer(ModelServiceServicer):
             leased_session_count=counts.leased_sessions,
             stopped_job_count=counts.stopped_jobs,
             weight_bytes=facts.weight_bytes,
-            drafters=facts.drafters,
+            drafters=list(facts.drafters),
+            drafter_offers=_offers(facts.drafters),
             stalled_us=self._device.stalled_us,
             preemption_count=counts.preemptions,
             evicted_session_count=counts.evicted_sessions,
@@ -163,6 +167,13 @@ class ModelServicer(ModelServiceServicer):
         if num_waiting >= MAX_WAITING_JOBS:
             raise Overloaded(f"{num_waiting} jobs wait for the device already", limit=MAX_WAITING_JOBS)
         return await self._device.call(partial(self._sessions.rollback, fence))
+
+
+def _offers(drafters: Mapping[str, frozenset[Rule]]) -> list[pb.DrafterOffer]:
+    return [
+        pb.DrafterOffer(name=name, rules=[RULES[rule] for rule in Rule if rule in rules])
+        for name, rules in drafters.items()
+    ]
 
 
 def model_service(facts: ServiceFacts, sessions: Sessions, device: Device) -> rpc.Services:

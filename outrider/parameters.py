@@ -5,7 +5,7 @@ the field, the value and the limit.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, Self
 
@@ -15,11 +15,14 @@ from pydantic_core import ErrorDetails
 from outrider.errors import InvalidRequest
 
 MAX_STOP_TOKEN_IDS = 64
+MAX_LOGPROB_COUNT = 20
+MAX_BANNED_SEQUENCES, MAX_BANNED_LEN = 256, 64
 # pydantic puts this behind the key of a mapping when the key is at fault and not its value.
 KEY_MARK = "[key]"
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Bias = Annotated[float, Field(allow_inf_nan=False, ge=-100, le=100)]
+Share = Annotated[float, Field(allow_inf_nan=False, gt=0, le=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -65,6 +68,43 @@ class SamplingParameters(Parameters):
     ignore_eos: bool = False
 
 
+class Rule(StrEnum):
+    """How the target decides which draft tokens to keep; see types.proto."""
+
+    MATCH = "match"
+    RATIO = "ratio"
+    BLOCK = "block"
+    LENIENT = "lenient"
+    TYPICAL = "typical"
+
+    @property
+    def needs_distributions(self) -> bool:
+        """Whether a proposal must say which distributions its tokens were drawn from, with noise of their own."""
+        return self in {Rule.RATIO, Rule.BLOCK, Rule.LENIENT}
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the output follows the target's own distribution."""
+        return self not in {Rule.LENIENT, Rule.TYPICAL}
+
+
+class Acceptance(Parameters):
+    """A rule and its settings, which hold for the rule of their name only."""
+
+    rule: Rule = Rule.MATCH
+    lenience: Share = 0.5
+    typical_epsilon: Share = 0.09
+    typical_delta: Share = 0.3
+
+    @property
+    def settings(self) -> dict[str, float]:
+        """The settings that the rule reads, by name."""
+        return {name: getattr(self, name) for name in SETTINGS.get(self.rule, ())}
+
+
+SETTINGS = {Rule.LENIENT: ("lenience",), Rule.TYPICAL: ("typical_epsilon", "typical_delta")}
+
+
 class FinishReason(StrEnum):
     """Why a request ended. The first two are tokens, the third is text, the last is the request's own limit."""
 
@@ -85,3 +125,26 @@ class SessionSpec:
     max_len: int
     eos_token_ids: frozenset[int]
     stop_token_ids: frozenset[int]
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    banned: tuple[tuple[int, ...], ...] = ()
+    """Sequences whose last token cannot be drawn behind the others."""
+    logprob_count: int | None = None
+    """Alternatives to every token's log-probability; None for no log-probabilities."""
+    prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of a token under the raw logits, and the most probable tokens there in falling order."""
+
+    logprob: float
+    top_token_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DraftDistribution:
+    """Exactly the law that a draft token was drawn from: the probability of an id is its weight over their sum."""
+
+    token_ids: tuple[int, ...]
+    weights: tuple[int, ...]

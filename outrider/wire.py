@@ -1,13 +1,22 @@
 """Between messages and plain values. Checks every range that types.proto states; knows no model and no session."""
 
 from collections.abc import Iterable
-from typing import Protocol
 
+from outrider.checks import check_count, check_range, check_token_id, check_token_ids
 from outrider.compute_times import ComputeTimes
-from outrider.errors import InvalidRequest, Unsupported
+from outrider.errors import InvalidRequest
 from outrider.fencing import Fence, check_fence
-from outrider.parameters import MAX_STOP_TOKEN_IDS, FinishReason, SamplingParameters, SessionSpec
+from outrider.parameters import (
+    MAX_BANNED_LEN,
+    MAX_BANNED_SEQUENCES,
+    MAX_LOGPROB_COUNT,
+    MAX_STOP_TOKEN_IDS,
+    FinishReason,
+    SamplingParameters,
+    SessionSpec,
+)
 from outrider.v1 import types_pb2 as pb
+from outrider.wire_acceptance import RULES, acceptance_from, settings_message
 
 SESSION = "session."
 
@@ -17,22 +26,6 @@ FINISH_REASONS = {
     FinishReason.STOP_STRING: pb.FINISH_REASON_STOP_STRING,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
 }
-RULES = {pb.ACCEPTANCE_RULE_UNSPECIFIED: "match", pb.ACCEPTANCE_RULE_MATCH: "match"}
-RULE_NAMES = {pb.ACCEPTANCE_RULE_RATIO: "ratio", pb.ACCEPTANCE_RULE_BLOCK: "block"}
-
-
-class Tree(Protocol):
-    """A proposal, whatever class it has where it was made; parents may be empty for a chain."""
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Draft token of each row."""
-        ...
-
-    @property
-    def parents(self) -> tuple[int, ...]:
-        """Parent of each row, 0 for the root."""
-        ...
 
 
 def fence_from(message: pb.Fence, context_len: int) -> Fence:
@@ -58,14 +51,6 @@ def sampling_message(sampling: SamplingParameters) -> pb.SamplingParameters:
     return pb.SamplingParameters(**sampling.model_dump())
 
 
-def rule_from(rule: pb.AcceptanceRule.ValueType, field: str) -> str:
-    """Name of an acceptance rule; raises Unsupported unless it is `match`."""
-    if rule not in RULES:
-        name = RULE_NAMES.get(rule, str(rule))
-        raise Unsupported(f"{field} {name} is not served yet; only match is", field=field, value=name)
-    return RULES[rule]
-
-
 def open_message(spec: SessionSpec, token_ids: Iterable[int]) -> pb.OpenSession:
     """What opens a session whose committed tokens are `token_ids`; those of the spec are only the prompt."""
     return pb.OpenSession(
@@ -73,31 +58,29 @@ def open_message(spec: SessionSpec, token_ids: Iterable[int]) -> pb.OpenSession:
         prompt_len=spec.prompt_len,
         sampling=sampling_message(spec.sampling),
         seed=spec.seed,
-        rule=pb.ACCEPTANCE_RULE_MATCH,
+        rule=RULES[spec.acceptance.rule],
         max_len=spec.max_len,
         eos_token_ids=sorted(spec.eos_token_ids),
         stop_token_ids=sorted(spec.stop_token_ids),
+        logprob_count=spec.logprob_count,
+        prompt_logprobs=spec.prompt_logprobs,
+        banned_sequences=[pb.TokenIds(token_ids=sequence) for sequence in spec.banned],
+        acceptance=settings_message(spec.acceptance),
     )
 
 
 def spec_from(message: pb.OpenSession, base_len: int, vocabulary_size: int) -> SessionSpec:
-    """The session that a message opens. Raises InvalidRequest and Unsupported.
+    """The session that a message opens. Raises InvalidRequest.
 
     Whether max_len fits into a context is left to the service: a draft may have a shorter one than the request.
     """
-    rule_from(message.rule, SESSION + "rule")
-    if message.HasField("logprob_count"):
-        raise Unsupported(
-            f"{SESSION}logprob_count is not served yet and must be absent", field=SESSION + "logprob_count"
-        )
     if len(message.token_ids) != base_len:
         raise InvalidRequest(SESSION + "token_ids", f"{len(message.token_ids)} tokens", f"base_len {base_len} tokens")
     check_range(SESSION + "prompt_len", message.prompt_len, 1, base_len)
     check_range(SESSION + "max_len", message.max_len, base_len + 1, 2**31 - 1)
     # Before anything is made of them: a list may fill a message.
     for name, most in (("stop_token_ids", MAX_STOP_TOKEN_IDS), ("eos_token_ids", vocabulary_size)):
-        if len(getattr(message, name)) > most:
-            raise InvalidRequest.too_many(SESSION + name, len(getattr(message, name)), most, "ids")
+        check_count(SESSION + name, len(getattr(message, name)), most, "ids")
     sampling = _session_sampling(message, vocabulary_size)
     return SessionSpec(
         token_ids=check_token_ids(SESSION + "token_ids", message.token_ids, vocabulary_size),
@@ -107,7 +90,35 @@ def spec_from(message: pb.OpenSession, base_len: int, vocabulary_size: int) -> S
         max_len=message.max_len,
         eos_token_ids=frozenset(check_token_ids(SESSION + "eos_token_ids", message.eos_token_ids, vocabulary_size)),
         stop_token_ids=frozenset(check_token_ids(SESSION + "stop_token_ids", message.stop_token_ids, vocabulary_size)),
+        acceptance=acceptance_from(message.rule, message.acceptance, SESSION + "rule", SESSION + "acceptance."),
+        banned=_banned(message, vocabulary_size),
+        logprob_count=_logprob_count(message),
+        prompt_logprobs=message.prompt_logprobs,
     )
+
+
+def _banned(message: pb.OpenSession, vocabulary_size: int) -> tuple[tuple[int, ...], ...]:
+    """The sequences that must not occur."""
+    field = SESSION + "banned_sequences"
+    check_count(field, len(message.banned_sequences), MAX_BANNED_SEQUENCES, "sequences")
+    for index, sequence in enumerate(message.banned_sequences):
+        if not 1 <= len(sequence.token_ids) <= MAX_BANNED_LEN:
+            raise InvalidRequest(
+                f"{field}.{index}", f"{len(sequence.token_ids)} ids", f"1 to {MAX_BANNED_LEN} ids long"
+            )
+    return tuple(
+        check_token_ids(f"{field}.{index}", sequence.token_ids, vocabulary_size)
+        for index, sequence in enumerate(message.banned_sequences)
+    )
+
+
+def _logprob_count(message: pb.OpenSession) -> int | None:
+    """How many alternatives; None for no log-probabilities."""
+    if message.HasField("logprob_count"):
+        return check_range(SESSION + "logprob_count", message.logprob_count, 0, MAX_LOGPROB_COUNT)
+    if message.prompt_logprobs:
+        raise InvalidRequest(SESSION + "prompt_logprobs", True, "false without logprob_count")
+    return None
 
 
 def _session_sampling(message: pb.OpenSession, vocabulary_size: int) -> SamplingParameters:
@@ -119,27 +130,6 @@ def _session_sampling(message: pb.OpenSession, vocabulary_size: int) -> Sampling
     if sampling.ignore_eos and message.eos_token_ids:
         raise InvalidRequest(SESSION + "eos_token_ids", list(message.eos_token_ids), "empty under sampling.ignore_eos")
     return sampling
-
-
-def tree_from(message: pb.TokenTree, vocabulary_size: int, max_rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Token ids and parents of a proposal, the parents of a chain filled in. Raises InvalidRequest."""
-    num_rows = len(message.token_ids)
-    if num_rows > max_rows:
-        raise InvalidRequest.too_many("proposal.token_ids", num_rows, max_rows, "rows")
-    if message.distributions:
-        raise InvalidRequest("proposal.distributions", f"{len(message.distributions)} entries", "empty under match")
-    if len(message.parents) not in {0, num_rows}:
-        raise InvalidRequest("proposal.parents", f"{len(message.parents)} entries", f"empty or {num_rows} entries")
-    for row, parent in enumerate(message.parents):
-        check_range(f"proposal.parents.{row}", parent, 0, row)
-    token_ids = check_token_ids("proposal.token_ids", message.token_ids, vocabulary_size)
-    return token_ids, tuple(message.parents) or tuple(range(num_rows))
-
-
-def tree_message(tree: Tree) -> pb.TokenTree:
-    """A proposal to send; a chain travels without its parents."""
-    is_chain = tuple(tree.parents) == tuple(range(len(tree.token_ids)))
-    return pb.TokenTree(token_ids=tree.token_ids, parents=() if is_chain else tree.parents)
 
 
 def times_message(times: ComputeTimes) -> pb.ComputeTimes:
@@ -155,27 +145,3 @@ def finish_reason(message: pb.FinishReason.ValueType) -> FinishReason | None:
 def finish_reason_message(reason: FinishReason | None) -> pb.FinishReason.ValueType:
     """The reason to send; unspecified while the request goes on."""
     return pb.FINISH_REASON_UNSPECIFIED if reason is None else FINISH_REASONS[reason]
-
-
-def check_range(field: str, value: int, least: int, most: int) -> int:
-    """Returns the value; raises InvalidRequest outside [least, most]."""
-    if not least <= value <= most:
-        raise InvalidRequest(field, value, f"in [{least}, {most}]")
-    return value
-
-
-def check_token_ids(field: str, token_ids: Iterable[int], vocabulary_size: int) -> tuple[int, ...]:
-    """Returns the ids; raises InvalidRequest about the first outside the vocabulary."""
-    checked = tuple(token_ids)
-    # Names of single tokens are made only when one is at fault: a prompt has thousands.
-    if checked and not 0 <= min(checked) <= max(checked) < vocabulary_size:
-        for index, token_id in enumerate(checked):
-            check_token_id(f"{field}.{index}", token_id, vocabulary_size)
-    return checked
-
-
-def check_token_id(field: str, token_id: int, vocabulary_size: int) -> int:
-    """Returns the id; raises InvalidRequest outside the vocabulary."""
-    if not 0 <= token_id < vocabulary_size:
-        raise InvalidRequest(field, token_id, f"a token id in [0, {vocabulary_size})")
-    return token_id

@@ -103,6 +103,9 @@ class GenerateRequest(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     LOGPROB_COUNT_FIELD_NUMBER: _builtins.int
+    SAMPLE_COUNT_FIELD_NUMBER: _builtins.int
+    BANNED_WORDS_FIELD_NUMBER: _builtins.int
+    ECHO_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text, encoded with the target's tokenizer. Must not be empty."""
     max_tokens: _builtins.int
@@ -112,9 +115,19 @@ class GenerateRequest(_message.Message):
     seed: _builtins.int
     """Seed of the request's noise. Default: a random one, named in the completion."""
     logprob_count: _builtins.int
-    """Number of alternatives whose log-probabilities are wanted, in [0, 20]. Not served yet: refused when set."""
+    """Number of alternatives whose log-probabilities are wanted with every token, in [0, 20]; absent for no
+    log-probabilities at all.
+    """
+    sample_count: _builtins.int
+    """Samples of the answer, in [1, 8]. Default 1. Each draws with a seed of its own, which its completion names: the
+    first with the request's, so that it says what it would say alone. Their messages mix, and each tells its sample.
+    """
+    echo: _builtins.bool
+    """Whether the log-probabilities of the prompt's own tokens are wanted, and the prompt's tokens with their text. They
+    come in the first message of sample 0. Refused without logprob_count.
+    """
     @_builtins.property
-    def token_ids(self) -> Global___TokenIds:
+    def token_ids(self) -> _types_pb2.TokenIds:
         """Token ids, taken as they are."""
 
     @_builtins.property
@@ -133,11 +146,17 @@ class GenerateRequest(_message.Message):
     def speculation(self) -> Global___SpeculationSettings:
         """Whether and how to speculate."""
 
+    @_builtins.property
+    def banned_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Words that must not occur, as their usual token sequences, with and without a space before them. At most 64, each of
+        1 to 256 characters and of at most 64 tokens.
+        """
+
     def __init__(
         self,
         *,
         text: _builtins.str = ...,
-        token_ids: Global___TokenIds | None = ...,
+        token_ids: _types_pb2.TokenIds | None = ...,
         max_tokens: _builtins.int | None = ...,
         sampling: _types_pb2.SamplingParameters | None = ...,
         seed: _builtins.int | None = ...,
@@ -145,15 +164,20 @@ class GenerateRequest(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         speculation: Global___SpeculationSettings | None = ...,
         logprob_count: _builtins.int | None = ...,
+        sample_count: _builtins.int | None = ...,
+        banned_words: _abc.Iterable[_builtins.str] | None = ...,
+        echo: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_max_tokens", b"_max_tokens", "_seed", b"_seed", "logprob_count", b"logprob_count", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_max_tokens", b"_max_tokens", "_sample_count", b"_sample_count", "_seed", b"_seed", "logprob_count", b"logprob_count", "max_tokens", b"max_tokens", "prompt", b"prompt", "sample_count", b"sample_count", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_max_tokens", b"_max_tokens", "_seed", b"_seed", "logprob_count", b"logprob_count", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_max_tokens", b"_max_tokens", "_sample_count", b"_sample_count", "_seed", b"_seed", "banned_words", b"banned_words", "echo", b"echo", "logprob_count", b"logprob_count", "max_tokens", b"max_tokens", "prompt", b"prompt", "sample_count", b"sample_count", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprob_count: _TypeAlias = _typing.Literal["logprob_count"]  # noqa: Y015
     _WhichOneofArgType__logprob_count: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__sample_count: _TypeAlias = _typing.Literal["sample_count"]  # noqa: Y015
+    _WhichOneofArgType__sample_count: _TypeAlias = _typing.Literal["_sample_count", b"_sample_count"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
@@ -163,35 +187,13 @@ class GenerateRequest(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sample_count) -> _WhichOneofReturnType__sample_count | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
-
-@_typing.final
-class TokenIds(_message.Message):
-    """Token ids of a prompt."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ids in [0, vocabulary_size), at least one."""
-
-    def __init__(
-        self,
-        *,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class SpeculationSettings(_message.Message):
@@ -203,6 +205,7 @@ class SpeculationSettings(_message.Message):
     DRAFT_COUNT_FIELD_NUMBER: _builtins.int
     RULE_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
+    ACCEPTANCE_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """Whether the draft is used at all. Default true."""
     draft_count: _builtins.int
@@ -210,7 +213,13 @@ class SpeculationSettings(_message.Message):
     rule: _types_pb2.AcceptanceRule.ValueType
     """How the target accepts. Default `match`."""
     drafter: _builtins.str
-    """Name of the drafter, one of those that the draft service offers; empty for its own choice."""
+    """Name of the drafter, one of those that the draft service offers; empty for its own choice. One that cannot serve
+    the rule is refused.
+    """
+    @_builtins.property
+    def acceptance(self) -> _types_pb2.AcceptanceSettings:
+        """Settings of the rules `lenient` and `typical`; refused under any other rule unless absent."""
+
     def __init__(
         self,
         *,
@@ -218,10 +227,11 @@ class SpeculationSettings(_message.Message):
         draft_count: _builtins.int | None = ...,
         rule: _types_pb2.AcceptanceRule.ValueType = ...,
         drafter: _builtins.str = ...,
+        acceptance: _types_pb2.AcceptanceSettings | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_draft_count", b"_draft_count", "_enabled", b"_enabled", "draft_count", b"draft_count", "enabled", b"enabled"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_draft_count", b"_draft_count", "_enabled", b"_enabled", "acceptance", b"acceptance", "draft_count", b"draft_count", "enabled", b"enabled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft_count", b"_draft_count", "_enabled", b"_enabled", "draft_count", b"draft_count", "drafter", b"drafter", "enabled", b"enabled", "rule", b"rule"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft_count", b"_draft_count", "_enabled", b"_enabled", "acceptance", b"acceptance", "draft_count", b"draft_count", "drafter", b"drafter", "enabled", b"enabled", "rule", b"rule"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__draft_count: _TypeAlias = _typing.Literal["draft_count"]  # noqa: Y015
     _WhichOneofArgType__draft_count: _TypeAlias = _typing.Literal["_draft_count", b"_draft_count"]  # noqa: Y015
@@ -275,8 +285,12 @@ class Round(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     TEXT_DELTA_FIELD_NUMBER: _builtins.int
     FACTS_FIELD_NUMBER: _builtins.int
+    SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     text_delta: _builtins.str
     """The text that these tokens completed: never half a character, never text that may still become a stop string."""
+    sample_index: _builtins.int
+    """Which of the samples, in [0, sample_count)."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___GeneratedToken]:
         """The tokens, in order."""
@@ -285,20 +299,62 @@ class Round(_message.Message):
     def facts(self) -> Global___RoundFacts:
         """How they came about."""
 
+    @_builtins.property
+    def prompt_tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptToken]:
+        """The prompt's tokens, on the first message of sample 0, when the request asked for an echo. All but the first have a
+        log-probability.
+        """
+
     def __init__(
         self,
         *,
         tokens: _abc.Iterable[Global___GeneratedToken] | None = ...,
         text_delta: _builtins.str = ...,
         facts: Global___RoundFacts | None = ...,
+        sample_index: _builtins.int = ...,
+        prompt_tokens: _abc.Iterable[Global___PromptToken] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "text_delta", b"text_delta", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "prompt_tokens", b"prompt_tokens", "sample_index", b"sample_index", "text_delta", b"text_delta", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Round: _TypeAlias = Round  # noqa: Y015
+
+@_typing.final
+class PromptToken(_message.Message):
+    """One token of the prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    """Its id."""
+    text: _builtins.str
+    """Its share of the prompt's text as the tokenizer decodes it; empty while a character is incomplete."""
+    @_builtins.property
+    def logprob(self) -> _types_pb2.TokenLogprob:
+        """Its log-probability and those of the alternatives."""
+
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        text: _builtins.str = ...,
+        logprob: _types_pb2.TokenLogprob | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__logprob: _TypeAlias = _typing.Literal["logprob"]  # noqa: Y015
+    _WhichOneofArgType__logprob: _TypeAlias = _typing.Literal["_logprob", b"_logprob"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprob) -> _WhichOneofReturnType__logprob | None: ...
+
+Global___PromptToken: _TypeAlias = PromptToken  # noqa: Y015
 
 @_typing.final
 class GeneratedToken(_message.Message):
@@ -318,9 +374,7 @@ class GeneratedToken(_message.Message):
     """Its share of text_delta; empty while a character is incomplete."""
     @_builtins.property
     def logprob(self) -> _types_pb2.TokenLogprob:
-        """Its log-probability and those of the alternatives, when the request asked for them with logprob_count. Not served
-        yet: never set.
-        """
+        """Its log-probability and those of the alternatives, when the request asked for them with logprob_count."""
 
     def __init__(
         self,
@@ -440,6 +494,9 @@ class Completion(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     NUMERICS_IDS_FIELD_NUMBER: _builtins.int
     SURVIVAL_FIELD_NUMBER: _builtins.int
+    SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
+    RULE_FIELD_NUMBER: _builtins.int
+    ACCEPTANCE_FIELD_NUMBER: _builtins.int
     finish_reason: _types_pb2.FinishReason.ValueType
     """Why it ended."""
     seed: _builtins.int
@@ -450,6 +507,10 @@ class Completion(_message.Message):
     """Numerics of the target when the request ended; see numerics_ids."""
     text_delta: _builtins.str
     """Text that was held back and is final now. Comes after all text deltas."""
+    sample_index: _builtins.int
+    """Which of the samples, in [0, sample_count)."""
+    rule: _types_pb2.AcceptanceRule.ValueType
+    """The rule that decided. With `lenient` and `typical` the answer does not follow the target's distribution."""
     @_builtins.property
     def usage(self) -> Global___Usage:
         """Tokens in and out."""
@@ -472,6 +533,10 @@ class Completion(_message.Message):
     def survival(self) -> Global___SurvivalFigures:
         """What the request survived."""
 
+    @_builtins.property
+    def acceptance(self) -> _types_pb2.AcceptanceSettings:
+        """The settings that were used with `lenient` and `typical`, filled in; absent under any other rule."""
+
     def __init__(
         self,
         *,
@@ -485,10 +550,13 @@ class Completion(_message.Message):
         timings: Global___Timings | None = ...,
         numerics_ids: _abc.Iterable[_builtins.str] | None = ...,
         survival: Global___SurvivalFigures | None = ...,
+        sample_index: _builtins.int = ...,
+        rule: _types_pb2.AcceptanceRule.ValueType = ...,
+        acceptance: _types_pb2.AcceptanceSettings | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation", "survival", b"survival", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "speculation", b"speculation", "survival", b"survival", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "model_hash", b"model_hash", "numerics_id", b"numerics_id", "numerics_ids", b"numerics_ids", "seed", b"seed", "speculation", b"speculation", "survival", b"survival", "text_delta", b"text_delta", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "finish_reason", b"finish_reason", "model_hash", b"model_hash", "numerics_id", b"numerics_id", "numerics_ids", b"numerics_ids", "rule", b"rule", "sample_index", b"sample_index", "seed", b"seed", "speculation", b"speculation", "survival", b"survival", "text_delta", b"text_delta", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -47,7 +47,8 @@ class GenerationServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Streams one message a round and a last one with the result. Cancelling the call frees everything within a round.
+        """Streams one message a round and a last one with the result, for each of the n samples. Cancelling the call frees
+        everything within a round.
 
         A request that alone is more than the target's key-value cache holds is refused. Requests that fit one by one may
         still fill it together: the later ones then wait for the earlier ones, perhaps in the middle of their answers, and

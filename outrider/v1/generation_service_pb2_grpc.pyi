@@ -34,7 +34,8 @@ class GenerationServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GenerationServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_generation_service_pb2.GenerateRequest, _generation_service_pb2.GenerateResponse]
-    """Streams one message a round and a last one with the result. Cancelling the call frees everything within a round.
+    """Streams one message a round and a last one with the result, for each of the n samples. Cancelling the call frees
+    everything within a round.
 
     A request that alone is more than the target's key-value cache holds is refused. Requests that fit one by one may
     still fill it together: the later ones then wait for the earlier ones, perhaps in the middle of their answers, and
@@ -47,7 +48,8 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generation_service_pb2.GenerateRequest, _generation_service_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Streams one message a round and a last one with the result. Cancelling the call frees everything within a round.
+    """Streams one message a round and a last one with the result, for each of the n samples. Cancelling the call frees
+    everything within a round.
 
     A request that alone is more than the target's key-value cache holds is refused. Requests that fit one by one may
     still fill it together: the later ones then wait for the earlier ones, perhaps in the middle of their answers, and
@@ -63,7 +65,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_service_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_service_pb2.GenerateResponse], _abc.AsyncIterator[_generation_service_pb2.GenerateResponse]]:
-        """Streams one message a round and a last one with the result. Cancelling the call frees everything within a round.
+        """Streams one message a round and a last one with the result, for each of the n samples. Cancelling the call frees
+        everything within a round.
 
         A request that alone is more than the target's key-value cache holds is refused. Requests that fit one by one may
         still fill it together: the later ones then wait for the earlier ones, perhaps in the middle of their answers, and

@@ -95,6 +95,7 @@ class GetModelInfoResponse(_message.Message):
     PREEMPTION_COUNT_FIELD_NUMBER: _builtins.int
     EVICTED_SESSION_COUNT_FIELD_NUMBER: _builtins.int
     EXPIRED_LEASE_COUNT_FIELD_NUMBER: _builtins.int
+    DRAFTER_OFFERS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of these messages that the service speaks. The first is 1."""
     role: Global___ServiceRole.ValueType
@@ -163,6 +164,10 @@ class GetModelInfoResponse(_message.Message):
     def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the drafters that a draft service offers; empty from a target service."""
 
+    @_builtins.property
+    def drafter_offers(self) -> _containers.RepeatedCompositeFieldContainer[Global___DrafterOffer]:
+        """The drafters again, each with the rules that it can serve; empty from a target service."""
+
     def __init__(
         self,
         *,
@@ -194,14 +199,43 @@ class GetModelInfoResponse(_message.Message):
         preemption_count: _builtins.int = ...,
         evicted_session_count: _builtins.int = ...,
         expired_lease_count: _builtins.int = ...,
+        drafter_offers: _abc.Iterable[Global___DrafterOffer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_size", b"block_size", "context_len", b"context_len", "device", b"device", "drafters", b"drafters", "eos_token_ids", b"eos_token_ids", "evicted_session_count", b"evicted_session_count", "expired_lease_count", b"expired_lease_count", "free_block_count", b"free_block_count", "instance_id", b"instance_id", "leased_session_count", b"leased_session_count", "max_draft_count", b"max_draft_count", "model_hash", b"model_hash", "model_name", b"model_name", "numerics_id", b"numerics_id", "parameter_count", b"parameter_count", "preemption_count", b"preemption_count", "protocol_version", b"protocol_version", "role", b"role", "session_count", b"session_count", "stalled_us", b"stalled_us", "stopped_job_count", b"stopped_job_count", "thread_count", b"thread_count", "unacknowledged_window", b"unacknowledged_window", "vocabulary_digests", b"vocabulary_digests", "vocabulary_size", b"vocabulary_size", "weight_bytes", b"weight_bytes", "weight_dtype", b"weight_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_size", b"block_size", "context_len", b"context_len", "device", b"device", "drafter_offers", b"drafter_offers", "drafters", b"drafters", "eos_token_ids", b"eos_token_ids", "evicted_session_count", b"evicted_session_count", "expired_lease_count", b"expired_lease_count", "free_block_count", b"free_block_count", "instance_id", b"instance_id", "leased_session_count", b"leased_session_count", "max_draft_count", b"max_draft_count", "model_hash", b"model_hash", "model_name", b"model_name", "numerics_id", b"numerics_id", "parameter_count", b"parameter_count", "preemption_count", b"preemption_count", "protocol_version", b"protocol_version", "role", b"role", "session_count", b"session_count", "stalled_us", b"stalled_us", "stopped_job_count", b"stopped_job_count", "thread_count", b"thread_count", "unacknowledged_window", b"unacknowledged_window", "vocabulary_digests", b"vocabulary_digests", "vocabulary_size", b"vocabulary_size", "weight_bytes", b"weight_bytes", "weight_dtype", b"weight_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetModelInfoResponse: _TypeAlias = GetModelInfoResponse  # noqa: Y015
+
+@_typing.final
+class DrafterOffer(_message.Message):
+    """A way to guess that a draft service offers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    RULES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name."""
+    @_builtins.property
+    def rules(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.AcceptanceRule.ValueType]:
+        """The rules that its proposals fit. A session that asks for another one is refused."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        rules: _abc.Iterable[_types_pb2.AcceptanceRule.ValueType] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "rules", b"rules"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrafterOffer: _TypeAlias = DrafterOffer  # noqa: Y015
 
 @_typing.final
 class RollbackRequest(_message.Message):

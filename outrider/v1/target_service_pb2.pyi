@@ -231,6 +231,7 @@ class Verdict(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     EVALUATED_COUNT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     next_token_id: _builtins.int
     """The target's own token behind the accepted rows: a correction when a draft token was rejected there, a bonus when
     the proposal ended there. Absent when the request ended within the accepted rows.
@@ -247,6 +248,10 @@ class Verdict(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprob]:
         """One entry for each committed token of this verdict when the request asked for log-probabilities."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprob]:
+        """One entry for each token of the prompt but the first, on the first verdict, when the request asked for them."""
+
     def __init__(
         self,
         *,
@@ -255,10 +260,11 @@ class Verdict(_message.Message):
         finish_reason: _types_pb2.FinishReason.ValueType = ...,
         evaluated_count: _builtins.int = ...,
         logprobs: _abc.Iterable[_types_pb2.TokenLogprob] | None = ...,
+        prompt_logprobs: _abc.Iterable[_types_pb2.TokenLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id", "next_token_id", b"next_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id", "accepted_rows", b"accepted_rows", "evaluated_count", b"evaluated_count", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "next_token_id", b"next_token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id", "accepted_rows", b"accepted_rows", "evaluated_count", b"evaluated_count", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "next_token_id", b"next_token_id", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__next_token_id: _TypeAlias = _typing.Literal["next_token_id"]  # noqa: Y015
     _WhichOneofArgType__next_token_id: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id"]  # noqa: Y015

@@ -32,9 +32,13 @@ class _AcceptanceRuleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Accept
     token for token that of plain decoding with the same seed.
     """
     ACCEPTANCE_RULE_RATIO: _AcceptanceRule.ValueType  # 2
-    """Rejection sampling (Leviathan et al. 2023, Chen et al. 2023). Follows the target's distribution. Not served yet."""
+    """Rejection sampling (Leviathan et al. 2023, Chen et al. 2023). Follows the target's distribution."""
     ACCEPTANCE_RULE_BLOCK: _AcceptanceRule.ValueType  # 3
-    """Block verification (Sun et al. 2024). Follows the target's distribution. Not served yet."""
+    """Block verification (Sun et al. 2024). Follows the target's distribution."""
+    ACCEPTANCE_RULE_LENIENT: _AcceptanceRule.ValueType  # 4
+    """Rejection sampling that favours the draft by a factor (Leviathan et al. 2023, appendix). Not exact."""
+    ACCEPTANCE_RULE_TYPICAL: _AcceptanceRule.ValueType  # 5
+    """Typical acceptance (Cai et al. 2024, Medusa). Not exact."""
 
 class AcceptanceRule(_AcceptanceRule, metaclass=_AcceptanceRuleEnumTypeWrapper):
     """How the target decides which draft tokens to keep."""
@@ -46,9 +50,13 @@ ACCEPTANCE_RULE_MATCH: AcceptanceRule.ValueType  # 1
 token for token that of plain decoding with the same seed.
 """
 ACCEPTANCE_RULE_RATIO: AcceptanceRule.ValueType  # 2
-"""Rejection sampling (Leviathan et al. 2023, Chen et al. 2023). Follows the target's distribution. Not served yet."""
+"""Rejection sampling (Leviathan et al. 2023, Chen et al. 2023). Follows the target's distribution."""
 ACCEPTANCE_RULE_BLOCK: AcceptanceRule.ValueType  # 3
-"""Block verification (Sun et al. 2024). Follows the target's distribution. Not served yet."""
+"""Block verification (Sun et al. 2024). Follows the target's distribution."""
+ACCEPTANCE_RULE_LENIENT: AcceptanceRule.ValueType  # 4
+"""Rejection sampling that favours the draft by a factor (Leviathan et al. 2023, appendix). Not exact."""
+ACCEPTANCE_RULE_TYPICAL: AcceptanceRule.ValueType  # 5
+"""Typical acceptance (Cai et al. 2024, Medusa). Not exact."""
 Global___AcceptanceRule: _TypeAlias = AcceptanceRule  # noqa: Y015
 
 class _FinishReason:
@@ -143,8 +151,8 @@ class TokenTree(_message.Message):
 
     @_builtins.property
     def distributions(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftDistribution]:
-        """The law that each parent's children were drawn from, for the rules `ratio` and `block`; one entry a row, in row
-        order, of the row's parent. Empty under `match`, which needs token ids only; refused there when it is not.
+        """The law that each row's token was drawn from, for the rules `ratio`, `block` and `lenient`; one entry a row, in row
+        order. Empty under `match` and `typical`, which need token ids only; refused there when it is not.
         """
 
     def __init__(
@@ -172,11 +180,11 @@ class DraftDistribution(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids of the support, without repetition."""
+        """Token ids of the support, without repetition, the row's own token among them. At most 256."""
 
     @_builtins.property
     def weights(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Integer weight of each id, at least 1. The probability of an id is its weight over the sum of all weights."""
+        """Integer weight of each id, in [1, 65535]. The probability of an id is its weight over the sum of all weights."""
 
     def __init__(
         self,
@@ -194,8 +202,8 @@ Global___DraftDistribution: _TypeAlias = DraftDistribution  # noqa: Y015
 
 @_typing.final
 class SamplingParameters(_message.Message):
-    """How a row of logits becomes a distribution. The transforms apply in this order: logit bias, minimum length;
-    repetition penalty; presence and frequency penalties; temperature; top-k; top-p; min-p.
+    """How a row of logits becomes a distribution. The transforms apply in this order: logit bias, banned sequences (see
+    OpenSession), minimum length; repetition penalty; presence and frequency penalties; temperature; top-k; top-p; min-p.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -326,6 +334,9 @@ class OpenSession(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROB_COUNT_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    BANNED_SEQUENCES_FIELD_NUMBER: _builtins.int
+    ACCEPTANCE_FIELD_NUMBER: _builtins.int
     prompt_len: _builtins.int
     """How many of token_ids are the prompt, in [1, base_len]."""
     seed: _builtins.int
@@ -337,8 +348,12 @@ class OpenSession(_message.Message):
     context_len. A draft, whose context may be shorter, takes any, and its guesses end there or with its own context.
     """
     logprob_count: _builtins.int
-    """Number of alternatives whose log-probabilities are wanted with every token, in [0, 20]; absent for none.
-    Not served yet: a service refuses a request that sets it.
+    """Number of alternatives whose log-probabilities are wanted with every token, in [0, 20]; absent for no
+    log-probabilities at all. A draft ignores it.
+    """
+    prompt_logprobs: _builtins.bool
+    """Whether the log-probabilities of the prompt's own tokens are wanted too, with the first verdict on a session of
+    nothing but the prompt. Refused without logprob_count. A draft ignores it.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -356,6 +371,16 @@ class OpenSession(_message.Message):
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end the request as a stop. At most 64."""
 
+    @_builtins.property
+    def banned_sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
+        """Token sequences that must not occur: the last token of each cannot be drawn where the ones before it precede,
+        whether in the prompt or in the output. At most 256, each of 1 to 64 ids.
+        """
+
+    @_builtins.property
+    def acceptance(self) -> Global___AcceptanceSettings:
+        """Settings of the rules `lenient` and `typical`; refused under any other rule unless absent."""
+
     def __init__(
         self,
         *,
@@ -368,16 +393,84 @@ class OpenSession(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprob_count: _builtins.int | None = ...,
+        prompt_logprobs: _builtins.bool = ...,
+        banned_sequences: _abc.Iterable[Global___TokenIds] | None = ...,
+        acceptance: Global___AcceptanceSettings | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "logprob_count", b"logprob_count", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "acceptance", b"acceptance", "logprob_count", b"logprob_count", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "eos_token_ids", b"eos_token_ids", "logprob_count", b"logprob_count", "max_len", b"max_len", "prompt_len", b"prompt_len", "rule", b"rule", "sampling", b"sampling", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "acceptance", b"acceptance", "banned_sequences", b"banned_sequences", "eos_token_ids", b"eos_token_ids", "logprob_count", b"logprob_count", "max_len", b"max_len", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "rule", b"rule", "sampling", b"sampling", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprob_count: _TypeAlias = _typing.Literal["logprob_count"]  # noqa: Y015
     _WhichOneofArgType__logprob_count: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprob_count) -> _WhichOneofReturnType__logprob_count | None: ...
 
 Global___OpenSession: _TypeAlias = OpenSession  # noqa: Y015
+
+@_typing.final
+class TokenIds(_message.Message):
+    """A sequence of token ids."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ids in [0, vocabulary_size), at least one."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
+
+@_typing.final
+class AcceptanceSettings(_message.Message):
+    """How far the rules that are not exact may go. Each field belongs to one rule and is refused under the others."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LENIENCE_FIELD_NUMBER: _builtins.int
+    TYPICAL_EPSILON_FIELD_NUMBER: _builtins.int
+    TYPICAL_DELTA_FIELD_NUMBER: _builtins.int
+    lenience: _builtins.float
+    """`lenient`: draft probabilities are multiplied by this before the test, in (0, 1]. 1 is `ratio`. Default 0.5."""
+    typical_epsilon: _builtins.float
+    """`typical`: a draft token is typical when the target's probability of it is above epsilon, in (0, 1]. Default 0.09."""
+    typical_delta: _builtins.float
+    """`typical`: or above delta times exp(-entropy) of the target's distribution, in (0, 1]. Default 0.3."""
+    def __init__(
+        self,
+        *,
+        lenience: _builtins.float | None = ...,
+        typical_epsilon: _builtins.float | None = ...,
+        typical_delta: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lenience", b"_lenience", "_typical_delta", b"_typical_delta", "_typical_epsilon", b"_typical_epsilon", "lenience", b"lenience", "typical_delta", b"typical_delta", "typical_epsilon", b"typical_epsilon"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lenience", b"_lenience", "_typical_delta", b"_typical_delta", "_typical_epsilon", b"_typical_epsilon", "lenience", b"lenience", "typical_delta", b"typical_delta", "typical_epsilon", b"typical_epsilon"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__lenience: _TypeAlias = _typing.Literal["lenience"]  # noqa: Y015
+    _WhichOneofArgType__lenience: _TypeAlias = _typing.Literal["_lenience", b"_lenience"]  # noqa: Y015
+    _WhichOneofReturnType__typical_delta: _TypeAlias = _typing.Literal["typical_delta"]  # noqa: Y015
+    _WhichOneofArgType__typical_delta: _TypeAlias = _typing.Literal["_typical_delta", b"_typical_delta"]  # noqa: Y015
+    _WhichOneofReturnType__typical_epsilon: _TypeAlias = _typing.Literal["typical_epsilon"]  # noqa: Y015
+    _WhichOneofArgType__typical_epsilon: _TypeAlias = _typing.Literal["_typical_epsilon", b"_typical_epsilon"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lenience) -> _WhichOneofReturnType__lenience | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__typical_delta) -> _WhichOneofReturnType__typical_delta | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__typical_epsilon) -> _WhichOneofReturnType__typical_epsilon | None: ...
+
+Global___AcceptanceSettings: _TypeAlias = AcceptanceSettings  # noqa: Y015
 
 @_typing.final
 class CloseSession(_message.Message):

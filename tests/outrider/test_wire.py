@@ -1,32 +1,35 @@
 """Tests of outrider.wire: what is sent is what arrives, and what is out of range is named."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
 import pytest
 from helpers import spec_of
 
 from outrider import wire
-from outrider.errors import InvalidRequest, Unsupported
-from outrider.parameters import FinishReason, SamplingParameters
+from outrider.errors import InvalidRequest
+from outrider.parameters import Acceptance, FinishReason, Rule, SamplingParameters
 from outrider.v1 import types_pb2 as pb
 
-SPEC = spec_of(
+SAMPLING = spec_of(
     (1, 2, 3), 40, seed=-5, eos=(), stops=(4,), temperature=0.5, top_k=3, top_p=0.9, min_p=0.1,
     repetition_penalty=1.5, presence_penalty=-1.0, frequency_penalty=0.5, logit_bias={2: -3.5}, min_tokens=2,
     ignore_eos=True,
 )  # fmt: skip
+SPEC = replace(
+    SAMPLING,
+    acceptance=Acceptance(rule=Rule.LENIENT, lenience=0.25),
+    banned=((7,), (1, 2, 9)),
+    logprob_count=3,
+    prompt_logprobs=True,
+)
 WITH_EOS = spec_of((1, 2, 3), 40, eos=(0, 9))
 
 
 def test_a_session_arrives_as_it_was_sent() -> None:
     """Every field of the spec survives; the tokens are those of the log, not of the prompt."""
     message = pb.OpenSession.FromString(wire.open_message(SPEC, (1, 2, 3, 8)).SerializeToString())
-    arrived = wire.spec_from(message, base_len=4, vocabulary_size=10)
-    assert arrived.token_ids == (1, 2, 3, 8)
-    assert (arrived.prompt_len, arrived.seed, arrived.max_len) == (3, -5, 40)
-    assert arrived.sampling == SPEC.sampling
-    assert (arrived.eos_token_ids, arrived.stop_token_ids) == (SPEC.eos_token_ids, SPEC.stop_token_ids)
+    assert wire.spec_from(message, base_len=4, vocabulary_size=10) == replace(SPEC, token_ids=(1, 2, 3, 8))
 
 
 def test_eos_ids_arrive_as_they_were_sent() -> None:
@@ -87,48 +90,71 @@ def test_min_tokens_may_be_all_of_the_output() -> None:
     assert wire.spec_from(message, base_len=4, vocabulary_size=10).sampling.min_tokens == 37
 
 
-@pytest.mark.parametrize("change", [{"rule": pb.ACCEPTANCE_RULE_RATIO}, {"rule": 77}, {"logprob_count": 0}])
-def test_what_comes_later_is_refused(change: dict[str, int]) -> None:
-    """Other rules and log-probabilities are not served yet, and not silently ignored."""
+@pytest.mark.parametrize("count", [-1, 21, 2**31 - 1])
+def test_a_number_of_alternatives_out_of_range_is_named(count: int) -> None:
+    """Twenty are the most."""
     message = wire.open_message(SPEC, SPEC.token_ids)
-    for name, value in change.items():
-        setattr(message, name, value)
-    with pytest.raises(Unsupported):
+    message.logprob_count = count
+    with pytest.raises(InvalidRequest, match=rf"^session\.logprob_count is {count}, but must be in \[0, 20\]$"):
         wire.spec_from(message, base_len=3, vocabulary_size=10)
 
 
-@dataclass(frozen=True)
-class Tree:
-    """A proposal."""
+@pytest.mark.parametrize("count", [None, 0, 20])
+def test_no_alternatives_are_not_no_log_probabilities(count: int | None) -> None:
+    """An explicit 0 asks for the token's own number."""
+    message = wire.open_message(replace(SPEC, logprob_count=count, prompt_logprobs=False), SPEC.token_ids)
+    assert wire.spec_from(message, base_len=3, vocabulary_size=10).logprob_count == count
 
-    token_ids: tuple[int, ...]
-    parents: tuple[int, ...]
 
-
-@pytest.mark.parametrize("parents", [(0, 1, 2), (0, 0, 1), ()])
-def test_trees_arrive_as_they_were_sent(parents: tuple[int, ...]) -> None:
-    """A chain travels without parents and arrives with them."""
-    message = wire.tree_message(Tree((4, 5, 6), parents))
-    assert bool(message.parents) == (parents == (0, 0, 1))
-    assert wire.tree_from(message, 10, 8) == ((4, 5, 6), parents or (0, 1, 2))
+def test_a_prompt_alone_has_no_log_probabilities() -> None:
+    """They come with those of the output, or not at all."""
+    message = wire.open_message(SPEC, SPEC.token_ids)
+    message.ClearField("logprob_count")
+    message.prompt_logprobs = True
+    with pytest.raises(InvalidRequest, match=r"session\.prompt_logprobs is True, .* without logprob_count"):
+        wire.spec_from(message, base_len=3, vocabulary_size=10)
 
 
 @pytest.mark.parametrize(
-    ("message", "field"),
+    ("banned", "field"),
     [
-        (pb.TokenTree(token_ids=[1] * 9), "proposal.token_ids"),
-        (pb.TokenTree(token_ids=[10]), "proposal.token_ids.0"),
-        (pb.TokenTree(token_ids=[1, 2], parents=[0]), "proposal.parents"),
-        (pb.TokenTree(token_ids=[1, 2], parents=[0, 2]), "proposal.parents.1"),
-        (pb.TokenTree(token_ids=[1, 2], parents=[-1, 1]), "proposal.parents.0"),
-        (pb.TokenTree(token_ids=[1], distributions=[pb.DraftDistribution()]), "proposal.distributions"),
+        ([[1]] * 257, "session.banned_sequences"),
+        ([[1], []], "session.banned_sequences.1"),
+        ([[1], [2] * 65], "session.banned_sequences.1"),
+        ([[1, 10]], "session.banned_sequences.0.1"),
+        ([[3], [4, -1, 5]], "session.banned_sequences.1.1"),
     ],
 )
-def test_malformed_proposals_are_refused(message: pb.TokenTree, field: str) -> None:
-    """Too many rows, unknown tokens, children before parents, distributions under match."""
+def test_banned_sequences_out_of_range_are_named(banned: list[list[int]], field: str) -> None:
+    """Too many, empty, too long, or with ids that the model does not know."""
+    message = wire.open_message(replace(SPEC, banned=()), SPEC.token_ids)
+    message.banned_sequences.extend(pb.TokenIds(token_ids=sequence) for sequence in banned)
     with pytest.raises(InvalidRequest) as caught:
-        wire.tree_from(message, vocabulary_size=10, max_rows=8)
+        wire.spec_from(message, base_len=3, vocabulary_size=10)
     assert caught.value.metadata["field"] == field
+    assert caught.value.metadata["limit"]
+
+
+def test_the_most_that_may_be_banned_arrives() -> None:
+    """256 sequences of 64 ids."""
+    spec = replace(SPEC, banned=tuple((number % 10,) * 64 for number in range(256)))
+    assert wire.spec_from(wire.open_message(spec, SPEC.token_ids), 3, 10).banned == spec.banned
+
+
+def test_a_rule_that_is_none_is_named() -> None:
+    """A number of a newer protocol."""
+    message = wire.open_message(SPEC, SPEC.token_ids)
+    message.rule = 77  # type: ignore[assignment]
+    with pytest.raises(InvalidRequest, match=r"^session\.rule is 77, but must be one of match, ratio"):
+        wire.spec_from(message, base_len=3, vocabulary_size=10)
+
+
+def test_settings_are_named_with_their_place() -> None:
+    """The session's field is part of the name."""
+    message = wire.open_message(SPEC, SPEC.token_ids)
+    message.acceptance.lenience = 2.0
+    with pytest.raises(InvalidRequest, match=r"^session\.acceptance\.lenience is 2\.0"):
+        wire.spec_from(message, base_len=3, vocabulary_size=10)
 
 
 def test_finish_reasons_arrive_as_they_were_sent() -> None:
