@@ -6,20 +6,26 @@ from functools import partial
 import grpc
 
 from outrider import rpc, wire
+from outrider.checks import check_range
 from outrider.engine.tree import TokenTree
 from outrider.engine.worker import DeviceWorker
-from outrider.errors import PromptTooLong
+from outrider.errors import InvalidRequest, PromptTooLong
 from outrider.fencing import Fence
 from outrider.model_servicer import MAX_DRAFT_COUNT, ServiceFacts
+from outrider.parameters import SessionSpec
 from outrider.session_servicer import Arrival, SessionServicer
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.target_service_pb2_grpc import TargetServiceServicer, add_TargetServiceServicer_to_server
+from outrider.wire_acceptance import logprob_message, logprob_size
+from outrider.wire_proposal import distributions_from, tree_from
 from target_service.acceptance import Verdict
 from target_service.sessions import Answer, Step, TargetSessions
 from target_service.verifier import VerifyTask
 
 MAX_PLAIN_BUDGET = 4096
+# Of a verdict without the prompt's log-probabilities: those of its own tokens, at most 33, and far less for the rest.
+OTHER_VERDICT_BYTES = 64 << 10
 
 
 class TargetMessages:
@@ -34,14 +40,15 @@ class TargetMessages:
         fence, owner, reply = arrival.fence, arrival.owner, arrival.reply
         if action == "open":
             spec = wire.spec_from(request.open.session, fence.base_len, self._facts.vocabulary_size)
-            wire.check_range("session.max_len", spec.max_len, 1, self._facts.context_len)
+            check_range("session.max_len", spec.max_len, 1, self._facts.context_len)
             self._check_size(spec.max_len)
+            self._check_prompt(spec)
             step = self._step(request.open.step, arrival.arrived_ns)
             return partial(self._sessions.open, fence, spec, step, owner, reply)
         if action == "step":
             step = self._step(request.step, arrival.arrived_ns)
             return partial(self._sessions.step, fence, step, owner, reply)
-        budget = wire.check_range("acknowledge.plain_budget", request.acknowledge.plain_budget, 0, MAX_PLAIN_BUDGET)
+        budget = check_range("acknowledge.plain_budget", request.acknowledge.plain_budget, 0, MAX_PLAIN_BUDGET)
         return partial(self._sessions.acknowledge, fence, budget, owner, arrival.arrived_ns)
 
     def response(self, answer: Answer) -> pb.VerifyResponse:
@@ -67,10 +74,20 @@ class TargetMessages:
             message = f"a request of up to {max_len} tokens does not fit into the key-value cache of {kv_tokens} tokens"
             raise PromptTooLong(message, max_len=max_len, kv_tokens=kv_tokens)
 
+    def _check_prompt(self, spec: SessionSpec) -> None:
+        """The log-probabilities of a prompt travel in one message; raises InvalidRequest about one too long for it."""
+        if spec.prompt_logprobs:
+            room = rpc.MAX_MESSAGE_BYTES - OTHER_VERDICT_BYTES
+            most = room // logprob_size(spec.logprob_count or 0, self._facts.vocabulary_size) + 1
+            if spec.prompt_len > most:
+                limit = f"at most {most} under prompt_logprobs with logprob_count {spec.logprob_count}"
+                raise InvalidRequest("session.prompt_len", spec.prompt_len, limit)
+
     def _step(self, message: pb.TargetStep, arrived_ns: int) -> Step:
-        token_ids, parents = wire.tree_from(message.proposal, self._facts.vocabulary_size, MAX_DRAFT_COUNT)
-        budget = wire.check_range("step.plain_budget", message.plain_budget, 0, MAX_PLAIN_BUDGET)
-        return Step(TokenTree(token_ids, parents), budget, arrived_ns)
+        token_ids, parents = tree_from(message.proposal, self._facts.vocabulary_size, MAX_DRAFT_COUNT)
+        budget = check_range("step.plain_budget", message.plain_budget, 0, MAX_PLAIN_BUDGET)
+        laws = distributions_from(message.proposal, self._facts.vocabulary_size)
+        return Step(TokenTree(token_ids, parents, laws), budget, arrived_ns)
 
 
 class TargetServicer(TargetServiceServicer):
@@ -101,4 +118,6 @@ def _verdict_message(verdict: Verdict) -> pb.Verdict:
         next_token_id=verdict.next_token_id,
         finish_reason=wire.finish_reason_message(verdict.finish_reason),
         evaluated_count=verdict.evaluated_count,
+        logprobs=map(logprob_message, verdict.logprobs),
+        prompt_logprobs=map(logprob_message, verdict.prompt_logprobs),
     )

@@ -1,4 +1,4 @@
-"""Verifies the proposals of all sessions in one forward: draw behind every row, walk, commit what was accepted.
+"""Verifies the proposals of all sessions in one forward: decide about every proposal, commit what was accepted.
 
 Knows no messages and no epochs; runs on the device thread. An empty proposal is plain decoding, a prompt is a proposal
 that has to wait for its tokens: there is one kind of step. A full pool makes tasks wait; it ends none of them.
@@ -6,18 +6,25 @@ that has to wait for its tokens: there is one kind of step. A full pool makes ta
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
 
 from outrider.compute_times import ComputeTimes, Meter
-from outrider.engine.decoding import Ask, Outcome, forward_and_draw
-from outrider.engine.runner import Feed, ModelRunner
+from outrider.engine.drawing import Ask
+from outrider.engine.runner import Feed, ForwardResult, ModelRunner
 from outrider.engine.session import Session
 from outrider.engine.tree import TokenTree
 from outrider.engine.worker import own_fault
 from outrider.errors import OutriderError
-from outrider.parameters import SessionSpec
-from target_service.acceptance import Verdict, settle, walk
+from outrider.parameters import SessionSpec, TokenLogprob
+from target_service import token_logprobs
+from target_service.acceptance import Verdict, Walk, settle
+from target_service.decision import decide
 from target_service.room import Holdings, Room
+
+# None for a task whose tokens are not all computed yet.
+Outcome = Verdict | OutriderError | None
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +40,13 @@ class VerifyTask:
     on_failure: Callable[[OutriderError], None]
     done: bool = False
     stopped: bool = False
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """What is known so far of those that the first verdict carries."""
+
+    @property
+    def ask(self) -> Ask:
+        """What its next forward computes, and how tokens are drawn behind it."""
+        return Ask(Feed(self.session, self.tree, token_logprobs.wants_prompt(self.session, self.spec)), self.spec)
 
     def fail(self, error: OutriderError) -> None:
         """Ends the task with an error."""
@@ -58,15 +72,42 @@ class Verifier:
             return False
         before = [task.session.last_forward for task in tasks]
         started_ns = time.perf_counter_ns()
-        outcomes = forward_and_draw(self._runner, [Ask(Feed(task.session, task.tree), task.spec) for task in tasks])
+        outcomes = self._judge(tasks)
         ended_ns = time.perf_counter_ns()
         for task, last_forward, outcome in zip(tasks, before, outcomes, strict=True):
             if task.session.last_forward != last_forward:
                 task.meter.add(started_ns, ended_ns)
             # A verdict that was given must not be given again, so what fails from here on fails alone.
             with own_fault(task):
-                self._settle(task, outcome)
+                _settle(task, outcome)
         return True
+
+    def _judge(self, tasks: Sequence[VerifyTask]) -> list[Outcome]:
+        """Computes and decides for all tasks; commits nothing, so that it can be done again."""
+        asks = [task.ask for task in tasks]
+        result = self._runner.forward([ask.feed for ask in asks])
+        finished = [number for number, rows in enumerate(result.ranges) if rows is not None]
+        ranges = [rows for rows in result.ranges if rows is not None]
+        ways = decide(self._runner, [asks[number] for number in finished], result.logits, ranges)
+        self._read_prompts(tasks, result)
+        outcomes: list[Outcome] = [None] * len(tasks)
+        for number, rows, way in zip(finished, ranges, ways, strict=True):
+            logits = result.logits[rows.start : rows.stop]
+            outcomes[number] = way if isinstance(way, OutriderError) else self._verdict(tasks[number], way, logits)
+        return outcomes
+
+    def _read_prompts(self, tasks: Sequence[VerifyTask], result: ForwardResult) -> None:
+        for task, rows in zip(tasks, result.prefixes, strict=True):
+            if rows:
+                logits = result.logits[rows.start : rows.stop]
+                token_logprobs.extend(self._runner, task.session, task.spec, task.prompt_logprobs, logits)
+
+    def _verdict(self, task: VerifyTask, way: Walk, logits: Tensor) -> Verdict:
+        verdict = settle(task.tree, way, task.spec, len(task.session))
+        if task.spec.logprob_count is None:
+            return verdict
+        entries = token_logprobs.of_verdict(self._runner, task.spec, verdict, logits)
+        return replace(verdict, logprobs=entries, prompt_logprobs=tuple(task.prompt_logprobs))
 
     def _ready(self, tasks: Sequence[VerifyTask]) -> list[VerifyTask]:
         """The tasks that have their blocks; those that have to wait are asked again before the next forward."""
@@ -81,6 +122,8 @@ class Verifier:
         """Gives a task the blocks of its step, without its proposal when there is no room for that; tells whether."""
         if task.stopped:
             return False
+        if token_logprobs.wants_prompt(task.session, task.spec):
+            token_logprobs.align(task.session, task.prompt_logprobs)
         try:
             tree = self._room.take(task.session, task.tree)
         except OutriderError as error:
@@ -91,17 +134,18 @@ class Verifier:
         task.tree = tree
         return True
 
-    def _settle(self, task: VerifyTask, outcome: Outcome) -> None:
-        if isinstance(outcome, OutriderError):
-            task.fail(outcome)
-        elif outcome is not None:
-            task.on_verdict(commit(task.session, task.spec, task.tree, outcome), task.meter.times())
+
+def _settle(task: VerifyTask, outcome: Outcome) -> None:
+    if isinstance(outcome, OutriderError):
+        task.fail(outcome)
+    elif outcome is not None:
+        commit(task.session, outcome)
+        task.prompt_logprobs = []
+        task.on_verdict(outcome, task.meter.times())
 
 
-def commit(session: Session, spec: SessionSpec, tree: TokenTree, drawn: Sequence[int]) -> Verdict:
-    """Decides about a tree that the last forward computed, and makes the session hold what the verdict commits."""
-    verdict = settle(tree, walk(tree, drawn), spec, len(session))
+def commit(session: Session, verdict: Verdict) -> None:
+    """Makes the session of the last forward's tree hold what the verdict commits."""
     session.keep(verdict.accepted_rows)
     if verdict.next_token_id is not None:
         session.extend([verdict.next_token_id])
-    return verdict

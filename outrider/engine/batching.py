@@ -29,31 +29,42 @@ class Feed:
 
     session: Session
     tree: TokenTree = EMPTY
+    wants_prefix: bool = False
+    """Whether the logits of all committed tokens that are computed are wanted, and not of the last one only."""
 
     @property
     def num_committed(self) -> int:
         """Committed tokens still to be computed, at least 1."""
         return len(self.session) - self.session.next_position
 
+    def num_prefix(self, grant: int) -> int:
+        """Of `grant` rows those before the last committed token whose logits are wanted."""
+        return min(grant, self.num_committed - 1) if self.wants_prefix else 0
 
-def share_rows(feeds: Sequence[Feed], max_rows: int) -> list[int]:
+
+def share_rows(feeds: Sequence[Feed], max_rows: int, max_prefix_rows: int) -> list[int]:
     """Rows that each feed gets of a forward of max_rows: all it needs, or a part of its committed tokens, or none.
 
     Feeds are served in the order of their last forward, so that none starves; each gets its fair share before the
-    first takes what is left. A tree is never divided from the last committed token, whose logits it continues.
+    first takes what is left. A tree is never divided from the last committed token, whose logits it continues. At most
+    max_prefix_rows are granted of which feeds want the logits besides, because logits are large.
     """
     needs = [feed.num_committed + len(feed.tree) for feed in feeds]
-    if sum(needs) <= max_rows:
+    prefixes = [feed.num_prefix(need) for feed, need in zip(feeds, needs, strict=True)]
+    if sum(needs) <= max_rows and sum(prefixes) <= max_prefix_rows:
         return needs
     order = sorted(range(len(feeds)), key=lambda index: feeds[index].session.last_forward)
     grants = [0] * len(feeds)
-    left = max_rows
+    left, prefix_left = max_rows, max_prefix_rows
     for limit in (max(max_rows // max(len(feeds), 1), MIN_SHARE), max_rows):
         for index in order:
+            feed, granted = feeds[index], grants[index]
             # A tree comes on top of the share, or a wide one would wait for ever among many small feeds.
-            offer = min(limit + len(feeds[index].tree), grants[index] + left)
-            grant = max(_usable(feeds[index], offer), grants[index])
-            left -= grant - grants[index]
+            offer = min(limit + len(feed.tree), granted + left)
+            room = feed.num_prefix(granted) + prefix_left
+            grant = max(_usable(feed, offer if prefixes[index] <= room else min(offer, room)), granted)
+            left -= grant - granted
+            prefix_left -= feed.num_prefix(grant) - feed.num_prefix(granted)
             grants[index] = grant
     return grants
 
@@ -67,18 +78,20 @@ def _usable(feed: Feed, offer: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A plan, the rows whose logits are wanted, and where each feed finds them (None: it is not finished)."""
+    """A plan, the rows whose logits are wanted, and where each feed finds them; see ForwardResult."""
 
     plan: RowPlan
     wanted: Tensor
+    prefixes: list[range]
     ranges: list[range | None]
 
 
 def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.device) -> Batch:
     """The plan of a forward in which feed i has grants[i] rows, in feed order; its slots must have been reserved."""
     rows = _Rows()
-    ranges = [rows.add(feed, grant) if grant else None for feed, grant in zip(feeds, grants, strict=True)]
-    return rows.batch(device, ranges)
+    for feed, grant in zip(feeds, grants, strict=True):
+        rows.add(feed, grant)
+    return rows.batch(device)
 
 
 class _Rows:
@@ -92,9 +105,23 @@ class _Rows:
         self.key_lists: list[Slots] = []
         self.num_keys = 0
         self.wanted: list[int] = []
+        self.prefixes: list[range] = []
+        self.ranges: list[range | None] = []
 
-    def add(self, feed: Feed, grant: int) -> range | None:
-        """Adds the rows of a feed; returns where its logits will be when they are all there."""
+    def add(self, feed: Feed, grant: int) -> None:
+        """Adds the rows of a feed, and where their logits will be; without any rows, that there are none."""
+        first, is_complete = len(self.token_ids), self._add_rows(feed, grant) if grant else False
+        self.prefixes.append(self._want(first, feed.num_prefix(grant)))
+        num_last = len(feed.tree) + 1
+        self.ranges.append(self._want(len(self.token_ids) - num_last, num_last) if is_complete else None)
+
+    def _want(self, first: int, count: int) -> range:
+        start = len(self.wanted)
+        self.wanted += range(first, first + count)
+        return range(start, start + count)
+
+    def _add_rows(self, feed: Feed, grant: int) -> bool:
+        """Adds as many rows; tells whether they are all that the feed needs."""
         session, tree = feed.session, feed.tree
         start = session.next_position
         complete = grant == feed.num_committed + len(tree)
@@ -108,11 +135,7 @@ class _Rows:
         self.positions += [stop - 1 + depth for depth in tree.depths[1:]]
         self.slots.append(slots[start:])
         self._add_lists(tree, slots, stop, stop - start)
-        if not complete:
-            return None
-        last = len(self.token_ids)
-        self.wanted += range(last - len(tree) - 1, last)
-        return range(len(self.wanted) - len(tree) - 1, len(self.wanted))
+        return complete
 
     def _add_lists(self, tree: TokenTree, slots: Slots, stop: int, num_committed: int) -> None:
         self.key_starts += [self.num_keys] * num_committed
@@ -134,7 +157,7 @@ class _Rows:
         self.key_lists.append(keys)
         self.num_keys += len(keys)
 
-    def batch(self, device: torch.device, ranges: list[range | None]) -> Batch:
+    def batch(self, device: torch.device) -> Batch:
         """The rows as tensors: those of one type travel together, because each tensor costs as much as many rows."""
         num_rows = len(self.token_ids)
         longs = np.array(self.token_ids + self.positions + self.key_starts + self.wanted, dtype=np.int64)
@@ -152,7 +175,7 @@ class _Rows:
             key_counts=key_counts,
             max_key_count=max(self.positions) + 1,
         )
-        return Batch(plan, wanted, ranges)
+        return Batch(plan, wanted, self.prefixes, self.ranges)
 
 
 def _split(array: Ints, device: torch.device, *sizes: int) -> tuple[Tensor, ...]:

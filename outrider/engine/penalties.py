@@ -1,17 +1,18 @@
-"""What a request changes about single tokens: biases, minimum length, penalties. Cuts no distribution, draws nothing.
+"""What a request changes about single tokens: biases, bans, minimum length, penalties. Cuts nothing, draws nothing.
 
 Everything here is elementwise, so a row's result does not depend on the other rows.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.engine.bans import forbidden
 from outrider.parameters import SamplingParameters
 
 # Above this a score would become infinite in float32.
@@ -24,7 +25,7 @@ class RowContext:
 
     Rows of one session should share one `committed` object, which is then counted once. `path` holds the draft tokens
     between the last committed token and the row, the row's own included. `end_token_ids` are the tokens that
-    `min_tokens` holds back.
+    `min_tokens` holds back. The last token of each sequence in `banned` cannot follow the others.
     """
 
     sampling: SamplingParameters
@@ -32,6 +33,15 @@ class RowContext:
     path: tuple[int, ...]
     prompt_len: int
     end_token_ids: frozenset[int]
+    banned: tuple[tuple[int, ...], ...] = ()
+    held_back: frozenset[int] = field(init=False, repr=False, compare=False)
+    """Tokens that cannot be drawn here: banned behind this prefix, or an end that comes too soon."""
+
+    def __post_init__(self) -> None:
+        ends = self.end_token_ids if self.output_len < self.sampling.min_tokens else frozenset[int]()
+        # Found once, because every step of a transform asks which rows it concerns.
+        held_back = ends.union(forbidden(self.banned, self.committed, self.path)) if self.banned else ends
+        object.__setattr__(self, "held_back", held_back)
 
     @property
     def output_len(self) -> int:
@@ -41,13 +51,11 @@ class RowContext:
 
 def is_edited(row: RowContext) -> bool:
     """Whether `edit` would change anything but the temperature of a row."""
-    return (
-        bool(row.sampling.logit_bias) or (_is_too_short(row) and bool(row.end_token_ids)) or has_penalties(row.sampling)
-    )
+    return bool(row.sampling.logit_bias or row.held_back) or has_penalties(row.sampling)
 
 
 def edit(scores: Tensor, rows: Sequence[RowContext]) -> Tensor:
-    """Biases, minimum length, penalties and temperature: new scores [R, V] float32, computed in float64 throughout.
+    """Biases, bans, minimum length, penalties and temperature: new scores [R, V] float32, computed in float64.
 
     The best score becomes exactly 0, and any temperature leaves it there; 0 counts as 1 here.
     """
@@ -64,11 +72,10 @@ def edit(scores: Tensor, rows: Sequence[RowContext]) -> Tensor:
 
 
 def _bias(scores: Tensor, rows: Sequence[RowContext]) -> None:
-    """Adds biases in place, and masks the end tokens of rows whose output is still too short."""
+    """Adds biases in place, and masks the tokens that are held back."""
     entries: list[tuple[int, int, float]] = []
     for number, row in enumerate(rows):
-        banned = row.end_token_ids if _is_too_short(row) else frozenset()
-        changes = row.sampling.logit_bias | dict.fromkeys(banned, -math.inf)
+        changes = row.sampling.logit_bias | dict.fromkeys(row.held_back, -math.inf)
         # A masked id stays masked under any bias; one that the model has no logit for is dropped.
         entries += [(number, token_id, change) for token_id, change in changes.items() if token_id < scores.shape[1]]
     if entries:
@@ -118,7 +125,3 @@ def column(values: Sequence[float], like: Tensor) -> Tensor:
 def has_penalties(wanted: SamplingParameters) -> bool:
     """Whether any token that occurred is penalised."""
     return wanted.repetition_penalty != 1 or wanted.presence_penalty != 0 or wanted.frequency_penalty != 0
-
-
-def _is_too_short(row: RowContext) -> bool:
-    return row.output_len < row.sampling.min_tokens

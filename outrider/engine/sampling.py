@@ -1,9 +1,9 @@
 """From logits to the distribution that a request asked for. Draws nothing; draft and target use it alike.
 
-The transforms apply in one order: logit bias, minimum length; repetition, presence and frequency penalties;
-temperature; top-k; top-p; min-p. On the CPU a row's result is bitwise independent of the other rows: only elementwise
-arithmetic, selections, sums of integers and sequential sums along the row are used, and `Ops.softmax`, which promises
-the same.
+The transforms apply in one order: logit bias, banned sequences, minimum length; repetition, presence and frequency
+penalties; temperature; top-k; top-p; min-p. On the CPU a row's result is bitwise independent of the other rows: only
+elementwise arithmetic, selections, sums of integers and sequential sums along the row are used, and `Ops.softmax`,
+which promises the same.
 """
 
 import math
@@ -51,14 +51,15 @@ def transform(logits: Tensor, rows: Sequence[RowContext], vocabulary_size: int, 
     return scores
 
 
-def is_plain(sampling: SamplingParameters, output_len: int, has_ends: bool) -> bool:
+def is_plain(sampling: SamplingParameters, output_len: int, has_ends: bool, has_bans: bool) -> bool:
     """Whether `transform` would apply a temperature and nothing else; then `Ops.choose` draws the same without it.
 
-    output_len counts the tokens of the row's prefix that are output; has_ends tells whether min_tokens holds any back.
+    output_len counts the tokens of the row's prefix that are output; has_ends tells whether min_tokens holds any back,
+    and has_bans whether any sequence is banned, be it behind this prefix or another one.
     """
     cuts = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
     is_short = has_ends and output_len < sampling.min_tokens
-    edits = is_short or bool(sampling.logit_bias) or has_penalties(sampling)
+    edits = is_short or has_bans or bool(sampling.logit_bias) or has_penalties(sampling)
     return not edits and (sampling.temperature == 0 or not cuts)
 
 

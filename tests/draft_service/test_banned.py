@@ -1,0 +1,36 @@
+"""Banned sequences through the draft's sessions: no guess and no law holds a token that the target cannot accept."""
+
+from dataclasses import replace
+
+import pytest
+from helpers import spec_of
+from stepped_draft import PROMPT, Draft, fresh_guesses
+
+from outrider.parameters import Acceptance, Rule
+
+WANTED = [{"temperature": 0.0}, {"temperature": 0.6}]
+
+
+@pytest.mark.parametrize("rule", Rule)
+@pytest.mark.parametrize("wanted", WANTED)
+def test_no_guess_is_banned(draft: Draft, rule: Rule, wanted: dict[str, float]) -> None:
+    """A single token, a pair behind the prompt's last token, and one within the guesses."""
+    spec = spec_of(PROMPT, 60, seed=11, eos=(), **wanted)
+    spec = replace(spec, acceptance=Acceptance(rule=rule))
+    free = fresh_guesses(draft.runner, spec, 6)
+    single = free[2]
+    draft.open(replace(spec, banned=((PROMPT[-1], free[0]), (single,))), 6)
+    [answer] = draft.run()
+    assert answer.proposal is not None
+    assert len(answer.proposal) == 6
+    assert answer.proposal.token_ids[0] != free[0]
+    assert single not in answer.proposal.token_ids
+    laws = answer.proposal.distributions
+    assert len(laws) == (6 if rule.needs_distributions else 0)
+    assert not any(single in law.token_ids for law in laws)
+    assert not any(free[0] in law.token_ids for law in laws[:1])
+    pair = answer.proposal.token_ids[3:5]
+    draft.open(replace(spec, banned=((PROMPT[-1], free[0]), (single,), pair)), 6, epoch=2)
+    again = draft.guesses()
+    assert again[:4] == answer.proposal.token_ids[:4]
+    assert again[4] != pair[1]
