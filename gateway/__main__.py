@@ -58,6 +58,20 @@ ClientStall = Annotated[
         help="How long a client may read nothing before its request ends.",
     ),
 ]
+AuditFraction = Annotated[
+    float,
+    typer.Option(
+        callback=between(0, 1),
+        envvar="OUTRIDER_AUDIT_FRACTION",
+        help="Share of the requests under `match` that are decoded again, plainly, and compared.",
+    ),
+]
+MetricsListen = Annotated[
+    str,
+    typer.Option(
+        envvar="OUTRIDER_METRICS_LISTEN", help="HOST:PORT for Prometheus metrics; port 0 takes a free one. Empty: none."
+    ),
+]
 
 app = service_app()
 
@@ -74,6 +88,8 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter for each flag
     target_stall_seconds: TargetStall = 30.0,
     rebuild_budget_seconds: RebuildBudget = 30.0,
     client_stall_seconds: ClientStall = 30.0,
+    audit_fraction: AuditFraction = 0.0,
+    metrics_listen: MetricsListen = "",
     drain_seconds: DrainFlag = DRAIN_S,
     log_level: LogLevelFlag = LogLevel.INFO,
     stop_with_stdin: StopWithStdinFlag = False,
@@ -90,6 +106,8 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter for each flag
         stall_s=target_stall_seconds,
         rebuild_budget_s=rebuild_budget_seconds,
         client_stall_s=client_stall_seconds,
+        audit_fraction=audit_fraction,
+        metrics_listen=metrics_listen,
     )
     run_service(
         "gateway",

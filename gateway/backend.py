@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from gateway.audit import ShadowAudit
 from gateway.deadline import DraftDeadline
 from gateway.draft_session import AbsentDraftSession, RemoteDraftSession
 from gateway.links import ModelInfo
@@ -26,6 +27,7 @@ class Backend:
     policy: SpeculationPolicy
     deadline: DraftDeadline
     patience: Patience
+    audit: ShadowAudit
 
     def limits(self, target: ModelInfo) -> ServingLimits:
         """What a request may ask for of this target."""
@@ -35,7 +37,7 @@ class Backend:
             vocabulary_size=target.vocabulary_size,
             eos_token_ids=target.eos_token_ids,
             max_draft_count=target.max_draft_count,
-            drafters=self.draft.info.drafters if self.draft and self.draft.info else (),
+            drafters=self.draft.info.drafters if self.draft and self.draft.info else {},
         )
 
     def pace(self, plan: GenerationPlan, target: ModelInfo) -> Pace:

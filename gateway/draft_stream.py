@@ -9,11 +9,12 @@ from gateway.links import ServiceLink
 from gateway.rounds import Proposal, TokenLog, Way
 from gateway.streams import MessageStream
 from outrider import wire
-from outrider.errors import ProtocolViolation
+from outrider.errors import InvalidRequest, ProtocolViolation
 from outrider.parameters import SessionSpec
 from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.draft_service_pb2_grpc import DraftServiceStub
+from outrider.wire_proposal import distributions_from, tree_from
 
 CLOSE_TIMEOUT_S = 2.0
 
@@ -68,17 +69,24 @@ class DraftStream:
 
     def proposal(self, response: pb.ProposeResponse, draft_count: int, caught_up_count: int, wait_us: int) -> Proposal:
         """The guesses of an answer; raises ProtocolViolation about what no draft may say."""
-        tree = response.proposal
-        token_ids, parents = tuple(tree.token_ids), tuple(tree.parents)
-        in_order = all(0 <= parent <= row for row, parent in enumerate(parents))
-        if len(token_ids) > draft_count or len(parents) not in {0, len(token_ids)} or not in_order:
-            raise ProtocolViolation(f"{self.peer} sent a malformed proposal")
-        if any(not 0 <= token_id < self._vocabulary_size for token_id in token_ids):
-            raise ProtocolViolation(f"{self.peer} proposed a token outside the vocabulary")
-        if tree.distributions:
-            raise ProtocolViolation(f"{self.peer} sent distributions, which match does not use")
+        tree, rule = response.proposal, self._spec.acceptance.rule
+        try:
+            token_ids, parents = tree_from(tree, self._vocabulary_size, draft_count)
+            distributions = distributions_from(tree, self._vocabulary_size)
+        except InvalidRequest as error:
+            raise ProtocolViolation(f"{self.peer} sent a malformed proposal: {error.message}") from None
+        if token_ids and bool(distributions) != rule.needs_distributions:
+            found = "with distributions, which" if distributions else "without distributions, which"
+            raise ProtocolViolation(f"{self.peer} sent a proposal {found} does not fit the rule {rule}")
         way = Way(response.times.queue_us, wait_us, self._messages.take_bytes())
-        return Proposal(token_ids, parents, None, response.times.compute_us, caught_up_count, way)
+        return Proposal(
+            token_ids,
+            parents,
+            compute_us=response.times.compute_us,
+            caught_up_count=caught_up_count,
+            way=way,
+            distributions=distributions,
+        )
 
     async def drop(self) -> None:
         """Ends the call without a word; the draft keeps the session on a lease."""

@@ -11,25 +11,30 @@ from gateway.links import ModelInfo
 from gateway.patience import Expiry
 from gateway.requests import GenerationAsk, GenerationPlan, check_request
 from gateway.rounds import Round, TokenLog
+from gateway.samples import merged
 from gateway.speculation import speculate
 from gateway.stops import StopScanner
-from gateway.transcript import SpeculationFigures, SpokenToken, Transcript
+from gateway.transcript import PromptToken, SpeculationFigures, SpokenToken, Transcript
 from outrider.errors import ProtocolViolation
-from outrider.parameters import FinishReason
+from outrider.parameters import Acceptance, FinishReason, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
 class RoundEvent:
-    """A round was committed, by a target of new numerics when new_numerics_id is not empty."""
+    """A round was committed, by a target of new numerics when new_numerics_id is not empty. The prompt's tokens come
+    with the first round of the first sample, if they were asked for.
+    """
 
     tokens: tuple[SpokenToken, ...]
     committed: Round
     new_numerics_id: str = ""
+    sample_index: int = 0
+    prompt_tokens: tuple[PromptToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionEvent:
-    """The request ended. Times are microseconds since the gateway received it."""
+    """A sample ended. Times are microseconds since the gateway received the request."""
 
     finish_reason: FinishReason
     prompt_tokens: int
@@ -43,57 +48,106 @@ class CompletionEvent:
     text_delta: str
     first_token_us: int
     total_us: int
+    sample_index: int
+    acceptance: Acceptance
+
+
+Event = RoundEvent | CompletionEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What all samples of a request share."""
+
+    backend: Backend
+    target: ModelInfo
+    expiry: Expiry
+    started_ns: int
+
+    @property
+    def elapsed_us(self) -> int:
+        """Microseconds since the gateway received the request."""
+        return (time.perf_counter_ns() - self.started_ns) // 1000
 
 
 async def generate(
     ask: GenerationAsk, backend: Backend, time_left_s: float | None = None
-) -> AsyncGenerator[RoundEvent | CompletionEvent, None]:
-    """Yields an event for every round and then the completion. Both sessions are told to end before the completion
-    comes, and also when the caller closes the generator early. Raises any OutriderError.
+) -> AsyncGenerator[Event, None]:
+    """Yields an event for every round of each sample and then its completion. All sessions of a sample are told to end
+    before its completion comes, and also when the caller closes the generator early. Raises any OutriderError.
 
     `time_left_s` is what the client's deadline leaves, and also becomes that of the services; None for no end.
     """
-    started_ns = time.perf_counter_ns()
-    expiry = Expiry.after(time_left_s)
+    started_ns, expiry = time.perf_counter_ns(), Expiry.after(time_left_s)
     target = await backend.target.greeted(backend.patience.rebuild_budget_s)
     plan = await check_request(ask, backend.tokenizer, backend.limits(target))
-    transcript = Transcript(plan.spec.prompt_len, backend.tokenizer.detokenizer(), StopScanner(plan.stops))
+    course = Course(backend, target, expiry, started_ns)
+    samples = [_sample(plan.sample(index), course) for index in range(plan.sample_count)]
+    async with aclosing(samples[0] if len(samples) == 1 else merged(samples)) as events:
+        async for event in events:
+            yield event
+
+
+async def _sample(plan: GenerationPlan, course: Course) -> AsyncGenerator[Event, None]:
+    """The events of one sample."""
+    tokenizer = course.backend.tokenizer
+    transcript = Transcript(plan.spec.prompt_len, tokenizer.detokenizer(), StopScanner(plan.stops))
     first_token_us = 0
-    async with aclosing(_rounds(plan, backend, target, expiry)) as rounds:
+    async with aclosing(decode(plan, course.backend, course.target, course.expiry)) as rounds:
         async for committed in rounds:
-            first_token_us = first_token_us or _microseconds_since(started_ns)
+            first_token_us = first_token_us or course.elapsed_us
             num_numerics = max(1, len(transcript.numerics_ids))
             tokens = transcript.take(committed)
-            yield RoundEvent(tokens, committed, "".join(transcript.numerics_ids[num_numerics:]))
+            prompt_tokens = await _prompt_tokens(plan, course, committed.prompt_logprobs)
+            new_numerics_id = "".join(transcript.numerics_ids[num_numerics:])
+            yield RoundEvent(tokens, committed, new_numerics_id, plan.sample_index, prompt_tokens)
             if transcript.finish_reason is not None:
                 break
+    yield _completion(plan, course, transcript, first_token_us)
+
+
+def _completion(plan: GenerationPlan, course: Course, transcript: Transcript, first_token_us: int) -> CompletionEvent:
+    """The end of a sample, whose tokens may be audited from now on."""
     text_delta = transcript.finish()
     if transcript.finish_reason is None:
         raise ProtocolViolation("the rounds ended without a finish reason")
-    yield CompletionEvent(
+    course.backend.audit.offer(plan, transcript, course.target)
+    return CompletionEvent(
         finish_reason=transcript.finish_reason,
         prompt_tokens=plan.spec.prompt_len,
-        completion_tokens=transcript.completion_tokens,
+        completion_tokens=len(transcript.token_ids),
         seed=plan.spec.seed,
         figures=transcript.figures,
-        model_hash=target.model_hash,
+        model_hash=course.target.model_hash,
         numerics_ids=tuple(transcript.numerics_ids),
         target_reopens=transcript.target_reopens,
         drift_repairs=transcript.drift_repairs,
         text_delta=text_delta,
         first_token_us=first_token_us,
-        total_us=_microseconds_since(started_ns),
+        total_us=course.elapsed_us,
+        sample_index=plan.sample_index,
+        acceptance=plan.spec.acceptance,
     )
 
 
-def _rounds(plan: GenerationPlan, backend: Backend, target: ModelInfo, expiry: Expiry) -> AsyncGenerator[Round, None]:
+async def _prompt_tokens(
+    plan: GenerationPlan, course: Course, logprobs: tuple[TokenLogprob, ...]
+) -> tuple[PromptToken, ...]:
+    """The prompt as the client asked to have it echoed, in the round that brings its log-probabilities."""
+    spec = plan.spec
+    if not spec.prompt_logprobs or (not logprobs and spec.prompt_len > 1):
+        return ()
+    prompt = spec.token_ids[: spec.prompt_len]
+    if len(logprobs) != spec.prompt_len - 1:
+        raise ProtocolViolation(f"{len(logprobs)} log-probabilities came for a prompt of {spec.prompt_len} tokens")
+    texts = await course.backend.tokenizer.spell(prompt)
+    return tuple(map(PromptToken, prompt, texts, (None, *logprobs)))
+
+
+def decode(plan: GenerationPlan, backend: Backend, target: ModelInfo, expiry: Expiry) -> AsyncGenerator[Round, None]:
     """The rounds of a checked request, over sessions of its own."""
     log = TokenLog(plan.spec.token_ids)
     session_id = secrets.token_bytes(16)
     pace = backend.pace(plan, target)
     draft = backend.draft_session(plan, log, session_id, expiry, warm=pace.expects_draft())
     return speculate(log, pace, backend.target_session(plan, log, session_id, target, expiry), draft)
-
-
-def _microseconds_since(started_ns: int) -> int:
-    return (time.perf_counter_ns() - started_ns) // 1000

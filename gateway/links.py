@@ -7,7 +7,7 @@ may be another model. A service that answers but does not fit is treated as abse
 import asyncio
 import math
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +17,11 @@ import structlog
 
 from gateway.breaker import CircuitBreaker
 from outrider.errors import OutriderError, PeerLost
+from outrider.parameters import Rule
 from outrider.rpc import error_from, open_channel
 from outrider.v1 import model_service_pb2 as pb
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub
+from outrider.wire_acceptance import rules_from
 
 PROTOCOL_VERSION = 1
 ROLES = {pb.SERVICE_ROLE_DRAFT: "draft", pb.SERVICE_ROLE_TARGET: "target"}
@@ -57,7 +59,8 @@ class ModelInfo:
     max_draft_count: int
     unacknowledged_window: int
     kv_tokens: int
-    drafters: tuple[str, ...]
+    drafters: Mapping[str, frozenset[Rule]]
+    """The rules that each drafter can serve, by its name."""
 
 
 class ServiceLink:
@@ -228,5 +231,5 @@ class ServiceLink:
             max_draft_count=answer.max_draft_count,
             unacknowledged_window=answer.unacknowledged_window,
             kv_tokens=answer.block_count * answer.block_size,
-            drafters=tuple(answer.drafters),
+            drafters={offer.name: rules_from(offer.rules) for offer in answer.drafter_offers},
         )

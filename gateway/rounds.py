@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from outrider.errors import ProtocolViolation
-from outrider.parameters import FinishReason
+from outrider.parameters import DraftDistribution, FinishReason, TokenLogprob
 
 
 class TokenOrigin(Enum):
@@ -54,6 +54,7 @@ class Proposal:
     caught_up_count: int = 0  # committed tokens that the draft had to read before it could guess
     way: Way = NO_WAY
     drift_repairs: int = 0
+    distributions: tuple[DraftDistribution, ...] = ()  # what each row was drawn from, for the rules that ask
 
     def parent(self, row: int) -> int:
         """Row that the given row hangs on; an empty list of parents means a chain."""
@@ -89,6 +90,8 @@ class Verdict:
     way: Way = NO_WAY
     reopens: int = 0  # times that the session had to be opened again for this verdict
     drift_repairs: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()  # of the committed tokens, when asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of all tokens of the prompt but the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,8 @@ class Round:
     verify_way: Way = NO_WAY
     target_reopens: int = 0
     drift_repairs: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class TokenLog:
@@ -162,6 +167,8 @@ class TokenLog:
             verify_way=verdict.way,
             target_reopens=verdict.reopens,
             drift_repairs=proposal.drift_repairs + verdict.drift_repairs,
+            logprobs=verdict.logprobs,
+            prompt_logprobs=verdict.prompt_logprobs,
         )
 
 
@@ -191,3 +198,6 @@ def _check(proposal: Proposal, verdict: Verdict) -> None:
         previous = row
     if verdict.next_token_id is None and (verdict.finish_reason is None or not verdict.accepted_rows):
         raise ProtocolViolation("a verdict neither ends the request nor names the next token")
+    num_tokens = len(verdict.accepted_rows) + (verdict.next_token_id is not None)
+    if len(verdict.logprobs) not in {0, num_tokens}:
+        raise ProtocolViolation(f"{len(verdict.logprobs)} log-probabilities came for {num_tokens} tokens")

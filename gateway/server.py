@@ -9,11 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
+from prometheus_client import CollectorRegistry
 
+from gateway.audit import ShadowAudit
 from gateway.backend import Backend
 from gateway.deadline import DraftDeadline
+from gateway.generation import decode
 from gateway.links import ModelInfo, ServiceLink
-from gateway.patience import Patience
+from gateway.metrics import RunningMetrics, serve_metrics
+from gateway.patience import NEVER, Patience
 from gateway.policy import SpeculationPolicy
 from gateway.readiness import report_readiness
 from gateway.replicas import Replicas
@@ -36,14 +40,18 @@ class RunningGateway:
     address: str
     backend: Backend
     server: rpc.RunningServer
-    readiness: asyncio.Task[None]
+    tasks: tuple[asyncio.Task[None], ...]
+    metrics: RunningMetrics | None
 
     async def stop(self, grace_s: float = rpc.DRAIN_S) -> None:
         """Takes no new requests, gives running ones grace_s to end, and closes the links."""
-        self.readiness.cancel()
-        await asyncio.wait({self.readiness})
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.wait(self.tasks)
         await self.server.stop(grace_s)
         await _close(self.backend)
+        if self.metrics is not None:
+            await self.metrics.stop()
 
 
 async def start(settings: GatewaySettings) -> RunningGateway:
@@ -53,8 +61,12 @@ async def start(settings: GatewaySettings) -> RunningGateway:
     fit, ModelRefused for a tokenizer that cannot be read, AddressTaken.
     """
     tokenizer = await asyncio.to_thread(Tokenizer, settings.tokenizer)
-    backend = _backend(settings, tokenizer)
+    registry = CollectorRegistry()
+    backend = _backend(settings, tokenizer, registry)
+    metrics = None
     try:
+        if settings.metrics_listen:
+            metrics = serve_metrics(settings.metrics_listen, registry)
         await _await_target(backend.target, settings.target_wait_s)
         if backend.draft is not None:
             await _await_draft(backend.draft, settings.draft_wait_s)
@@ -62,12 +74,16 @@ async def start(settings: GatewaySettings) -> RunningGateway:
         server = await rpc.serve(settings.listen, service)
     except BaseException:
         await _close(backend)
+        if metrics is not None:
+            await metrics.stop()
         raise
     reporting = report_readiness(backend.target, server.health, ("", *service))
-    return RunningGateway(server.address, backend, server, asyncio.create_task(reporting, name="readiness"))
+    auditing = backend.audit.run(lambda plan, target: decode(plan, backend, target, NEVER))
+    tasks = asyncio.create_task(reporting, name="readiness"), asyncio.create_task(auditing, name="audit")
+    return RunningGateway(server.address, backend, server, tasks, metrics)
 
 
-def _backend(settings: GatewaySettings, tokenizer: Tokenizer) -> Backend:
+def _backend(settings: GatewaySettings, tokenizer: Tokenizer, registry: CollectorRegistry) -> Backend:
     vocabulary = tokenizer.vocabulary()
     fits = _fits(vocabulary, settings.tokenizer)
     target = Replicas([ServiceLink("target", address, fits) for address in addresses(settings.target)])
@@ -79,6 +95,7 @@ def _backend(settings: GatewaySettings, tokenizer: Tokenizer) -> Backend:
         policy=SpeculationPolicy(),
         deadline=DraftDeadline(settings.draft_deadline_least_s, settings.draft_deadline_most_s),
         patience=Patience(stall_s=settings.stall_s, rebuild_budget_s=settings.rebuild_budget_s),
+        audit=ShadowAudit(settings.audit_fraction, registry),
     )
 
 

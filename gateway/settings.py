@@ -30,6 +30,8 @@ class GatewaySettings:
     client_stall_s: float = 30.0
     draft_deadline_least_s: float = 0.25
     draft_deadline_most_s: float = 5.0
+    audit_fraction: float = 0.0
+    metrics_listen: str = ""
 
     def __post_init__(self) -> None:
         for address in addresses(self.target) or [""]:
@@ -37,3 +39,5 @@ class GatewaySettings:
         for address in addresses(self.draft):
             check_address("draft", address)
         check_address("listen", self.listen, least_port=0)
+        if self.metrics_listen:
+            check_address("metrics_listen", self.metrics_listen, least_port=0)

@@ -6,7 +6,7 @@ itself.
 """
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
@@ -16,8 +16,7 @@ from gateway.links import ServiceLink
 from gateway.patience import NEVER, Expiry, Outage, Patience, RequestExpired
 from gateway.replicas import Need, Replicas
 from gateway.rounds import Proposal, TokenLog, Verdict, Way
-from gateway.target_stream import TargetStream
-from outrider import wire
+from gateway.target_stream import TargetStream, read_verdict
 from outrider.errors import NotReady, OutriderError, PeerLost
 from outrider.parameters import SessionSpec
 from outrider.v1 import model_service_pb2, types_pb2
@@ -106,10 +105,11 @@ class RemoteTargetSession:
         wait_us = int(1e6 * (loop.time() - started_s))
         self._look_for_drift(response)
         num_bytes = self._stream.take_bytes() if self._stream is not None else 0
-        return _verdict(
-            response,
-            Way(response.times.queue_us, wait_us, num_bytes),
-            Survived(self._survived.num_opens - opens, self._survived.drift_repairs - repairs),
+        return replace(
+            read_verdict(response, self._spec),
+            way=Way(response.times.queue_us, wait_us, num_bytes),
+            reopens=self._survived.num_opens - opens,
+            drift_repairs=self._survived.drift_repairs - repairs,
         )
 
     async def _exchange(self, proposal: Proposal, plain_budget: int) -> pb.VerifyResponse:
@@ -250,19 +250,3 @@ class RemoteTargetSession:
 
     def _fence(self) -> types_pb2.Fence:
         return types_pb2.Fence(session_id=self._session_id, epoch=self._epoch, base_len=len(self._log))
-
-
-def _verdict(response: pb.VerifyResponse, way: Way, survived: Survived) -> Verdict:
-    verdict = response.verdict
-    return Verdict(
-        base_len=response.fence.base_len,
-        accepted_rows=tuple(verdict.accepted_rows),
-        next_token_id=verdict.next_token_id if verdict.HasField("next_token_id") else None,
-        finish_reason=wire.finish_reason(verdict.finish_reason),
-        evaluated_count=verdict.evaluated_count,
-        compute_us=response.times.compute_us,
-        numerics_id=response.numerics_id,
-        way=way,
-        reopens=survived.num_opens,
-        drift_repairs=survived.drift_repairs,
-    )

@@ -9,13 +9,16 @@ import asyncio
 import structlog
 
 from gateway.links import ServiceLink
-from gateway.rounds import Proposal, TokenLog
+from gateway.rounds import Proposal, TokenLog, Verdict
 from gateway.streams import MessageStream
 from outrider import wire
+from outrider.errors import ProtocolViolation
 from outrider.parameters import SessionSpec
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.target_service_pb2_grpc import TargetServiceStub
+from outrider.wire_acceptance import logprobs_from
+from outrider.wire_proposal import tree_message
 
 CLOSE_TIMEOUT_S = 2.0
 
@@ -69,7 +72,7 @@ class TargetStream:
     async def ask_again(self, proposal: Proposal, plain_budget: int) -> None:
         """Opens, or asks for the verdict on the log's length, which a target that has given it gives once more."""
         budget = self._within_window(plain_budget)
-        step = pb.TargetStep(proposal=wire.tree_message(proposal), plain_budget=budget)
+        step = pb.TargetStep(proposal=tree_message(proposal), plain_budget=budget)
         if self.is_opening:
             session = wire.open_message(self._spec, self._log.tokens())
             await self._send(pb.VerifyRequest(open=pb.TargetOpen(session=session, step=step)), budget)
@@ -117,3 +120,21 @@ class TargetStream:
 
     def _fence(self) -> types_pb2.Fence:
         return types_pb2.Fence(session_id=self._session_id, epoch=self._epoch, base_len=len(self._log))
+
+
+def read_verdict(response: pb.VerifyResponse, spec: SessionSpec) -> Verdict:
+    """The verdict of an answer. Raises ProtocolViolation when it lacks log-probabilities that the session asked for."""
+    verdict = response.verdict
+    if spec.logprob_count is not None and not verdict.logprobs:
+        raise ProtocolViolation("a verdict came without the log-probabilities that the session asked for")
+    return Verdict(
+        base_len=response.fence.base_len,
+        accepted_rows=tuple(verdict.accepted_rows),
+        next_token_id=verdict.next_token_id if verdict.HasField("next_token_id") else None,
+        finish_reason=wire.finish_reason(verdict.finish_reason),
+        evaluated_count=verdict.evaluated_count,
+        compute_us=response.times.compute_us,
+        numerics_id=response.numerics_id,
+        logprobs=logprobs_from(verdict.logprobs),
+        prompt_logprobs=logprobs_from(verdict.prompt_logprobs),
+    )

@@ -5,6 +5,8 @@ special tokens out and never shows half a character.
 """
 
 import asyncio
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import tokenizers
@@ -14,6 +16,7 @@ from outrider.errors import ModelRefused
 from outrider.vocabulary import Vocabulary
 
 LONG_TEXT = 2_000  # characters; encoding more takes long enough to be felt by other requests
+LONG_PROMPT = 100  # tokens; the same of spelling
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_PARTIAL = 3  # a UTF-8 character of four bytes may lack one, and each byte may show as a character of its own
 WINDOW = 12
@@ -35,11 +38,22 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
-    async def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text; a long one is encoded off the event loop."""
-        encode = self._tokenizer.encode
-        encoding = await asyncio.to_thread(encode, text) if len(text) > LONG_TEXT else encode(text)
+    async def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        """Token ids of a text, with the special tokens of a whole prompt; a long one is encoded off the event loop."""
+        encode = partial(self._tokenizer.encode, text, add_special_tokens=special)
+        encoding = await asyncio.to_thread(encode) if len(text) > LONG_TEXT else encode()
         return tuple(encoding.ids)
+
+    async def spell(self, token_ids: Sequence[int]) -> list[str]:
+        """The text that each token completes; that of a long list is found off the event loop."""
+        if len(token_ids) <= LONG_PROMPT:
+            return self._spell(token_ids)
+        return await asyncio.to_thread(self._spell, token_ids)
+
+    def _spell(self, token_ids: Sequence[int]) -> list[str]:
+        detokenizer = self.detokenizer()
+        texts = [detokenizer.push(token_id) for token_id in token_ids]
+        return [*texts[:-1], texts[-1] + detokenizer.flush()] if texts else texts
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of all token ids at once, without special tokens."""
@@ -61,7 +75,8 @@ class Tokenizer:
 def _read(model: str) -> tokenizers.Tokenizer:
     if Path(model).is_dir():
         return tokenizers.Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
-    return tokenizers.Tokenizer.from_pretrained(model)
+    model_id, _, revision = model.partition("@")
+    return tokenizers.Tokenizer.from_pretrained(model_id, revision=revision or "main")
 
 
 class Detokenizer:

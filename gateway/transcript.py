@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from gateway.rounds import Round, TokenOrigin
 from gateway.stops import StopScanner
 from gateway.tokenizer import Detokenizer
-from outrider.parameters import FinishReason
+from outrider.parameters import FinishReason, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +15,16 @@ class SpokenToken:
     token_id: int
     origin: TokenOrigin
     text: str
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptToken:
+    """A token of an echoed prompt; the first has no log-probability."""
+
+    token_id: int
+    text: str
+    logprob: TokenLogprob | None
 
 
 @dataclass(slots=True)
@@ -58,7 +68,7 @@ class Transcript:
     prompt_len: int
     detokenizer: Detokenizer
     scanner: StopScanner
-    completion_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     numerics_ids: list[str] = field(default_factory=list)
     target_reopens: int = 0
@@ -74,14 +84,16 @@ class Transcript:
         if committed.base_len > self.prompt_len:
             self.figures.add(committed)
         spoken = []
-        for token_id, origin in zip(committed.token_ids, committed.origins, strict=True):
-            spoken.append(SpokenToken(token_id, origin, self.scanner.push(self.detokenizer.push(token_id))))
+        logprobs = committed.logprobs or (None,) * len(committed.token_ids)
+        for token_id, origin, logprob in zip(committed.token_ids, committed.origins, logprobs, strict=True):
+            text = self.scanner.push(self.detokenizer.push(token_id))
+            spoken.append(SpokenToken(token_id, origin, text, logprob))
             if self.scanner.found is not None:
                 self.finish_reason = FinishReason.STOP_STRING
                 break
         else:
             self.finish_reason = committed.finish_reason
-        self.completion_tokens += len(spoken)
+        self.token_ids += [token.token_id for token in spoken]
         return tuple(spoken)
 
     def finish(self) -> str:

@@ -18,6 +18,8 @@ from outrider.v1 import draft_service_pb2_grpc, model_service_pb2_grpc, target_s
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import target_service_pb2 as target_pb
 
+MODEL = model_pb.DrafterOffer(name="model", rules=[types_pb2.ACCEPTANCE_RULE_MATCH])
+
 
 @dataclass
 class Service(model_service_pb2_grpc.ModelServiceServicer):
@@ -66,7 +68,7 @@ class Service(model_service_pb2_grpc.ModelServiceServicer):
             unacknowledged_window=16,
             block_size=16,
             block_count=self.block_count,
-            drafters=["model"] if self.role == model_pb.SERVICE_ROLE_DRAFT else [],
+            drafter_offers=[MODEL] if self.role == model_pb.SERVICE_ROLE_DRAFT else [],
         )
 
     async def Rollback(  # noqa: N802

@@ -71,7 +71,7 @@ def request_of(**fields: Any) -> pb.GenerateRequest:
     `token_ids` is a prompt of token ids; `draft_count=None` lets the gateway choose.
     """
     if "token_ids" in fields:
-        fields["token_ids"] = pb.TokenIds(token_ids=fields["token_ids"])
+        fields["token_ids"] = types_pb2.TokenIds(token_ids=fields["token_ids"])
     sampling = types_pb2.SamplingParameters(**{name: fields.pop(name) for name in SAMPLING & set(fields)})
     speculation = pb.SpeculationSettings(**{name: fields.pop(name) for name in SPECULATION & set(fields)})
     return pb.GenerateRequest(sampling=sampling, speculation=speculation, **fields)

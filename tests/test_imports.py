@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("outrider", "draft_service", "target_service", "gateway", "bench")
+PACKAGES = ("outrider", "draft_service", "target_service", "gateway", "bench", "models")
 HEAVY = ("torch", "numpy", "transformers", "safetensors", "outrider.engine")
 # What each side must not import itself. `bench` stands outside the house and may look at all of it.
 FORBIDDEN: Mapping[str, tuple[str, ...]] = {
@@ -21,6 +21,8 @@ FORBIDDEN: Mapping[str, tuple[str, ...]] = {
     "target_service": ("gateway", "draft_service", "outrider.cli", "bench", "transformers"),
     "outrider": ("gateway", "draft_service", "target_service", "bench", "transformers"),
 }
+# Transformers costs seconds and hundreds of megabytes: one package imports it, and is itself imported by name alone.
+FALLBACK = "outrider.engine.fallback"
 # What must not reach HEAVY by any chain of imports.
 LIGHT = ("gateway", "outrider.cli", "outrider.probe", "outrider.supervisor", "outrider.service_process")
 # The engine uses these of the house, and itself. The last two hold names, numbers and places of the sized models, which
@@ -34,8 +36,8 @@ ENGINE_MAY_USE = (
 )
 # protobuf stops at the doors.
 PROTOBUF_MODULES = re.compile(
-    r"(draft_service|target_service|gateway)\.servicer|gateway\.(links|streams|client_writer|\w+_(session|stream))"
-    r"|outrider\.(model_servicer|session_servicer|wire|rpc|cli\.client)|outrider\.v1(\..+)?|bench\..+"
+    r"(draft_service|target_service|gateway)\.servicer|gateway\.(links|streams|client_writer|generation_messages|\w+_(session|stream))"
+    r"|outrider\.(model_servicer|session_servicer|wire(_\w+)?|rpc|cli\.(client|messages))|outrider\.v1(\..+)?|bench\..+"
 )
 
 
@@ -89,13 +91,29 @@ def reached(start: str, modules: Mapping[str, Module]) -> dict[str, str]:
     return found
 
 
+def is_fallback_s_own(module: str, name: str) -> bool:
+    """Whether the fallback imports what is there for it alone."""
+    return within(module, [FALLBACK]) and within(name, ["transformers"])
+
+
+def fallback_imports(modules: Mapping[str, Module]) -> list[str]:
+    """Modules that import the fallback, and with it transformers."""
+    return [
+        f"{module.name} imports {name}"
+        for module in modules.values()
+        if not within(module.name, [FALLBACK])
+        for name in sorted(imported(module))
+        if within(name, [FALLBACK])
+    ]
+
+
 def forbidden_imports(modules: Mapping[str, Module]) -> list[str]:
     """Imports that point the wrong way."""
     return [
         f"{module.name} imports {name}"
         for module in modules.values()
         for name in sorted(imported(module))
-        if within(name, FORBIDDEN.get(module.name.split(".")[0], ()))
+        if (within(name, FORBIDDEN.get(module.name.split(".")[0], ())) and not is_fallback_s_own(module.name, name))
         or (within(module.name, ["outrider.engine"]) and within(name, PACKAGES) and not within(name, ENGINE_MAY_USE))
     ]
 
@@ -137,7 +155,7 @@ def protobuf_leaks(modules: Mapping[str, Module]) -> list[str]:
     ]
 
 
-RULES = (forbidden_imports, heavy_chains, knots, protobuf_leaks)
+RULES = (forbidden_imports, fallback_imports, heavy_chains, knots, protobuf_leaks)
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +166,11 @@ def modules() -> dict[str, Module]:
 def test_imports_point_one_way(modules: dict[str, Module]) -> None:
     """No package imports what lies above or beside it."""
     assert forbidden_imports(modules) == []
+
+
+def test_the_fallback_is_loaded_by_name_alone(modules: dict[str, Module]) -> None:
+    """No import statement makes a process pay for transformers."""
+    assert fallback_imports(modules) == []
 
 
 def test_light_processes_never_reach_torch(modules: dict[str, Module]) -> None:
@@ -172,6 +195,8 @@ def test_protobuf_stops_at_the_doors(modules: dict[str, Module]) -> None:
         ("draft_service.drafters.a", "from target_service import b", "draft_service.drafters.a imports target_service"),
         ("outrider.engine.a", "from outrider import rpc", "outrider.engine.a imports outrider.rpc"),
         ("outrider.cli.a", "import middle", "outrider.cli.a reaches torch through middle"),
+        ("outrider.engine.b", "import transformers", "outrider.engine.b imports transformers"),
+        ("outrider.engine.c", f"from {FALLBACK} import d", f"outrider.engine.c imports {FALLBACK}"),
         ("gateway.a", "def f():\n    import json", "gateway.a imports in line 2, inside a function"),
         ("gateway.b", "from . import a", "gateway.b imports relatively in line 1"),
         ("gateway.c", "import typing\nif typing.TYPE_CHECKING: pass", "gateway.c says TYPE_CHECKING"),

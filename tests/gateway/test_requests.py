@@ -7,11 +7,13 @@ import pytest
 
 from gateway.requests import GenerationAsk, GenerationPlan, ServingLimits, check_request
 from gateway.tokenizer import Tokenizer
-from outrider.errors import InvalidRequest, PromptTooLong, Unsupported
-from outrider.parameters import SamplingParameters
+from outrider.errors import InvalidRequest, PromptTooLong
+from outrider.parameters import Acceptance, Rule, SamplingParameters
 
 TOKENIZER = Tokenizer(str(Path(__file__).resolve().parents[2] / "models" / "target"))
-LIMITS = ServingLimits(1024, 32_768, 4096, frozenset({0}), 8, ("model",))
+LIMITS = ServingLimits(
+    1024, 32_768, 4096, frozenset({0}), 8, {"model": frozenset(Rule), "coupled": frozenset({Rule.MATCH})}
+)
 ASK = GenerationAsk(text="Once upon a time")
 
 
@@ -134,6 +136,17 @@ async def test_bad_values_are_named(change: dict[str, object], field: str) -> No
         ({"stop_token_ids": (1, 4096)}, "stop_token_ids.1 is 4096, but must be a token id between 0 and 4095"),
         ({"stop_token_ids": (1,) * 65}, "stop_token_ids has 65 ids, but must have at most 64"),
         ({"stops": ("a",) * 9}, "stop has 9 strings, but must have at most 8"),
+        ({"banned_words": ("a",) * 65}, "banned_words has 65 strings, but must have at most 64"),
+        ({"banned_words": ("",)}, "banned_words.0 is '', but must be of 1 to 256 characters"),
+        (
+            {"banned_words": ("\u2603" * 100,)},
+            "banned_words.0 is '" + "\u2603" * 76 + "..., but must be of at most 64 tokens",
+        ),
+        ({"sample_count": 0}, "sample_count is 0, but must be between 1 and 8"),
+        ({"sample_count": 9}, "sample_count is 9, but must be between 1 and 8"),
+        ({"logprob_count": 21}, "logprob_count is 21, but must be between 0 and 20"),
+        ({"logprob_count": -1}, "logprob_count is -1, but must be between 0 and 20"),
+        ({"echo": True}, "echo is True, but must be false without logprob_count"),
     ],
 )
 async def test_refusals_are_sentences(change: dict[str, object], sentence: str) -> None:
@@ -143,15 +156,44 @@ async def test_refusals_are_sentences(change: dict[str, object], sentence: str) 
     assert caught.value.message == sentence
 
 
-@pytest.mark.parametrize("change", [{"rule": "ratio"}, {"logprob_count": 0}])
-async def test_what_is_not_served_is_said(change: dict[str, object]) -> None:
-    """Rules other than match and log-probabilities are refused as unsupported."""
-    with pytest.raises(Unsupported, match="not served yet"):
-        await check(replace(ASK, **change))  # type: ignore[arg-type]
-
-
 async def test_a_drafter_is_not_checked_while_nobody_knows_the_names() -> None:
     """Without a draft service any name passes: the request will do without a draft, or the draft will refuse it."""
-    plan = await check_request(replace(ASK, drafter="oracle"), TOKENIZER, replace(LIMITS, drafters=()))
+    plan = await check_request(replace(ASK, drafter="oracle"), TOKENIZER, replace(LIMITS, drafters={}))
     assert plan.drafter == "oracle"
     assert (await check(ASK)).drafter == ""
+
+
+async def test_a_drafter_that_cannot_serve_the_rule_is_refused() -> None:
+    """The sentence names those that can."""
+    ratio = replace(ASK, drafter="coupled", acceptance=Acceptance(rule=Rule.RATIO))
+    with pytest.raises(InvalidRequest, match="drafter is 'coupled', but must be one that serves the rule ratio: model"):
+        await check(ratio)
+    assert (await check(replace(ratio, drafter="model"))).spec.acceptance.rule is Rule.RATIO
+
+
+async def test_banned_words_become_their_token_sequences() -> None:
+    """As they begin a text and as they go on in one; words that share a sequence share it once."""
+    plan = await check(replace(ASK, banned_words=("wolf", "wolf", "the queen")))
+    alone, behind = await TOKENIZER.encode("wolf", special=False), await TOKENIZER.encode(" wolf", special=False)
+    assert alone != behind
+    assert plan.spec.banned[:2] == (alone, behind)
+    assert len(plan.spec.banned) == 4
+
+
+async def test_samples_differ_in_their_seeds_only() -> None:
+    """The first keeps the request's seed and reads the prompt's log-probabilities; the others draw with their own."""
+    plan = await check(replace(ASK, sample_count=8, seed=5, logprob_count=2, echo=True))
+    samples = [plan.sample(index) for index in range(plan.sample_count)]
+    assert samples[0].spec == plan.spec
+    assert len({sample.spec.seed for sample in samples}) == 8
+    assert [sample.spec.prompt_logprobs for sample in samples] == [True] + [False] * 7
+    assert {sample.spec.token_ids for sample in samples} == {plan.spec.token_ids}
+
+
+async def test_an_echo_that_no_message_holds_is_refused() -> None:
+    """Up to the largest prompt that a message holds, and not a token further."""
+    limits = replace(LIMITS, context_len=100_000, kv_tokens=100_000)
+    ask = GenerationAsk(token_ids=(5,) * 11_781, logprob_count=20, echo=True)
+    assert (await check_request(ask, TOKENIZER, limits)).spec.prompt_logprobs
+    with pytest.raises(InvalidRequest, match=r"echo is True, but must be false for a prompt of 11782 .* at most 11781"):
+        await check_request(replace(ask, token_ids=(5,) * 11_782), TOKENIZER, limits)

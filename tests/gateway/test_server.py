@@ -1,93 +1,31 @@
 """The whole gateway over gRPC, in front of the services of the tiny model, whose twelve words a tokenizer knows."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from helpers import eventually
 from markov import NUM_TOKENS, MarkovModel, plain_decoding
-from markov_services import DraftServicer, TargetServicer, serving
+from markov_services import DraftServicer, serving
+from markov_stack import SEED, WORDS, markov_stack, request
 from mischief import Mischief
-from tokenizers import Tokenizer, models, pre_tokenizers
 
-from gateway.server import RunningGateway, start
+from gateway.server import start
 from gateway.settings import GatewaySettings
 from outrider.errors import (
     InvalidRequest,
     ModelRefused,
     NotReady,
-    OutriderError,
     Overloaded,
     PromptTooLong,
     VocabularyMismatch,
 )
-from outrider.rpc import error_from, open_channel
+from outrider.rpc import open_channel
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import types_pb2
-from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
-from outrider.vocabulary import Vocabulary
-
-WORDS = ["<end>", "king", "queen", "fox", "ring", "sea", "wolf", "gold", "tower", "dwarf", "apple", "moon"]
-SEED = 9
-
-
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> str:
-    """A folder with a tokenizer of twelve words."""
-    made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<end>"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.add_special_tokens(["<end>"])
-    made.save(str(tmp_path / "tokenizer.json"))
-    return str(tmp_path)
-
-
-@dataclass
-class MarkovStack:
-    """A running gateway and what is behind it."""
-
-    gateway: RunningGateway
-    target: TargetServicer
-    draft: DraftServicer
-    generate: Callable[..., "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]"]
-
-    async def run(self, request: pb.GenerateRequest) -> tuple[list[pb.Round], pb.Completion]:
-        """All rounds and the completion, which must be the last message; raises what the gateway answered."""
-        try:
-            responses = [response async for response in self.generate(request)]
-        except grpc.aio.AioRpcError as error:
-            raise error_from(error) from None
-        assert [response.WhichOneof("event") for response in responses[:-1]] == ["round"] * (len(responses) - 1)
-        assert responses[-1].HasField("completion")
-        return [response.round for response in responses[:-1]], responses[-1].completion
-
-
-@asynccontextmanager
-async def markov_stack(tokenizer: str, **changes: object) -> AsyncIterator[MarkovStack]:
-    """Target, draft and gateway on free ports."""
-    digests = Vocabulary.read(tokenizer).digests
-    target = TargetServicer(model_pb.SERVICE_ROLE_TARGET, MarkovModel(), digests)
-    draft = DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(noise=0.3), digests)
-    async with serving(target) as target_address, serving(draft) as draft_address:
-        settings = GatewaySettings(target_address, tokenizer, draft_address, listen="127.0.0.1:0")
-        gateway = await start(replace(settings, **changes))  # type: ignore[arg-type]
-        try:
-            async with open_channel(gateway.address) as channel:
-                yield MarkovStack(gateway, target, draft, GenerationServiceStub(channel).Generate)
-        finally:
-            await gateway.stop(0)
-
-
-def request(max_tokens: int = 40, draft_count: int | None = 4, **fields: object) -> pb.GenerateRequest:
-    """A request of two words with the test's seed."""
-    speculation = pb.SpeculationSettings(draft_count=draft_count)
-    fields = {"text": "fox sea", "seed": SEED, **fields}
-    return pb.GenerateRequest(max_tokens=max_tokens, speculation=speculation, **fields)  # type: ignore[arg-type]
 
 
 async def test_text_and_tokens_are_those_of_plain_decoding(tokenizer: str) -> None:
@@ -179,10 +117,12 @@ async def test_bad_requests_come_back_with_their_fields(tokenizer: str) -> None:
             with pytest.raises(InvalidRequest) as caught:
                 await stack.run(bad)
             assert caught.value.metadata["field"] == field
-        ratio = request()
-        ratio.speculation.rule = types_pb2.ACCEPTANCE_RULE_RATIO
-        with pytest.raises(OutriderError, match="ratio is not served yet"):
-            await stack.run(ratio)
+        strict = request()
+        strict.speculation.acceptance.lenience = 0.5
+        with pytest.raises(
+            InvalidRequest, match=r"acceptance\.lenience is 0\.5, but must be absent under the rule match"
+        ):
+            await stack.run(strict)
         assert stack.target.answers == stack.draft.answers == 0
 
 

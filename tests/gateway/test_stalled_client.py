@@ -14,6 +14,7 @@ from gateway.server import start
 from gateway.settings import GatewaySettings
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import model_service_pb2 as model_pb
+from outrider.v1 import types_pb2
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 from outrider.vocabulary import Vocabulary
 
@@ -45,7 +46,7 @@ async def gateway(client_stall_s: float) -> AsyncIterator[tuple[TargetServicer, 
 def request(max_tokens: int) -> pb.GenerateRequest:
     """A plain request."""
     speculation = pb.SpeculationSettings(enabled=False)
-    prompt = pb.TokenIds(token_ids=[3, 5])
+    prompt = types_pb2.TokenIds(token_ids=[3, 5])
     return pb.GenerateRequest(token_ids=prompt, max_tokens=max_tokens, seed=1, speculation=speculation)
 
 

@@ -13,6 +13,7 @@ from unittest import mock
 
 import grpc
 from helpers import check_empty
+from prometheus_client import CollectorRegistry
 from simulation.await_points import AwaitPoints
 from simulation.calls import CANCELLED, Call, ServerCall
 from simulation.laws import Broken, Client, Outcome, check_end, check_tokens, hold, is_hopeless
@@ -24,6 +25,7 @@ from simulation.weather import Fault, Kind, Weather
 from structlog.processors import format_exc_info
 from structlog.testing import capture_logs
 
+from gateway.audit import ShadowAudit
 from gateway.backend import Backend
 from gateway.breaker import CircuitBreaker
 from gateway.deadline import DraftDeadline
@@ -168,7 +170,8 @@ class World:
 
         target, draft = Replicas([link("target", each) for each in TARGETS]), Replicas([link("draft", DRAFT)])
         patience = Patience(rebuild_budget_s=BUDGET_S)
-        backend = Backend(models().tokenizer, target, draft, self._policy, DraftDeadline(), patience)
+        audit = ShadowAudit(0.0, CollectorRegistry())
+        backend = Backend(models().tokenizer, target, draft, self._policy, DraftDeadline(), patience, audit)
         server = Server(self._loop, GATEWAY, wrap=self._with_await_points)
         for add in generation_service(backend, 64, 30.0).values():
             add(server)  # type: ignore[arg-type]
@@ -271,7 +274,7 @@ class World:
 def _request(client: Client) -> pb.GenerateRequest:
     asked = client.asked
     return pb.GenerateRequest(
-        token_ids=pb.TokenIds(token_ids=PROMPTS[asked.prompt]),
+        token_ids=types_pb2.TokenIds(token_ids=PROMPTS[asked.prompt]),
         max_tokens=asked.max_tokens,
         sampling=types_pb2.SamplingParameters(temperature=asked.temperature, frequency_penalty=asked.penalty),
         seed=asked.seed,
