@@ -15,8 +15,9 @@ from outrider.engine.model_config import ModelConfig
 from outrider.engine.runner import Feed, ModelRunner
 from outrider.engine.session import Session
 from outrider.engine.tree import EMPTY, TokenTree
-from outrider.errors import OutriderError
+from outrider.errors import ModelRefused, OutriderError
 from outrider.parameters import SamplingParameters, SessionSpec
+from target_service.acceptance import Walk, settle
 from target_service.verifier import commit
 
 STEPS_IN_A_ROW = 5
@@ -35,6 +36,14 @@ def spec_of(token_ids: Sequence[int], seed: int, temperature: float, max_tokens:
     )
 
 
+def own_config(runner: ModelRunner) -> ModelConfig:
+    """The shape of a model of our own transformer; the floors count its matrices. Raises ModelRefused for others."""
+    if not isinstance(runner.config, ModelConfig):
+        name = runner.identity.model_name
+        raise ModelRefused(f"{name} is computed by {runner.identity.modelling}, whose floors are not known", model=name)
+    return runner.config
+
+
 class EngineLoop:
     """One model with sessions of the wanted lengths, which stay cached between the samples."""
 
@@ -45,7 +54,7 @@ class EngineLoop:
     @property
     def config(self) -> ModelConfig:
         """The model's shape."""
-        return self._runner.config
+        return own_config(self._runner)
 
     def longest_context(self, max_rows: int) -> int:
         """Most committed tokens that leave room for the drafts of a step of max_rows rows."""
@@ -79,7 +88,8 @@ class EngineLoop:
             while len(session) < spec.max_len:
                 feed = Feed(session, EMPTY)
                 reserve(self._runner, feed, lambda allocate: allocate())
-                commit(session, spec, EMPTY, _drawn(forward_and_draw(self._runner, [Ask(feed, spec)])[0]))
+                [token_id] = _drawn(forward_and_draw(self._runner, [Ask(feed, spec)])[0])
+                commit(session, settle(EMPTY, Walk((), token_id, 0), spec, len(session)))
                 times_s.append(time.perf_counter() - started)
             return session.token_ids[spec.prompt_len :], times_s
         finally:

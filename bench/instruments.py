@@ -3,7 +3,7 @@
 One call of `sample` takes a few samples of each, so that a run can spread them over its whole time.
 """
 
-from bench.engine_loop import EngineLoop
+from bench.engine_loop import EngineLoop, own_config
 from bench.floors import Reading, key_value_bytes, past_caches, step_bytes
 from bench.operator_step import OperatorStep
 from bench.plan import Plan
@@ -68,6 +68,6 @@ class Instruments:
 
 
 def _shape(model: LoadedModel, item_bytes: int) -> ModelShape:
-    config = model.runner.config
+    config = own_config(model.runner)
     name = model.runner.identity.model_name
     return ModelShape(name, step_bytes(config, item_bytes), key_value_bytes(config, CONTEXT_LEN))

@@ -24,6 +24,19 @@ FAMILIES = {
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 32}),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": 128}),
 }
+# Those that transformers' own code computes.
+FALLBACK_FAMILIES = {
+    "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel, {"n_inner": 88}),
+    "gpt_neox": (transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM, {"intermediate_size": 88}),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        transformers.Gemma3ForCausalLM,
+        {"head_dim": 16, "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM, {"pad_token_id": 0, "sliding_window": 28}),
+    "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM, {"pad_token_id": 0}),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM, {"num_local_experts": 4}),
+}
 
 
 def write_tiny_model(
@@ -36,12 +49,12 @@ def write_tiny_model(
     context_len: int = CONTEXT_LEN,
     **overrides: object,
 ) -> Path:
-    """Writes a random model of a family ("llama", "qwen2", "qwen3", "mistral") with its tokenizer; returns the folder.
+    """Writes a random model of a family of either table with its tokenizer; returns the folder.
 
     The tokenizer is the embedded pair's for 4,096 ids, else one id for each of 256 bytes and `<|endoftext|>` = 0. Other
     keys of config.json can be given as overrides.
     """
-    config_class, model_class, special = FAMILIES[family]
+    config_class, model_class, special = (FAMILIES | FALLBACK_FAMILIES)[family]
     keys = {"vocab_size": vocab_size, "max_position_embeddings": context_len, "bos_token_id": 0, "eos_token_id": 0}
     config = config_class(**{**SIZES, **special, **keys, **overrides})
     with torch.random.fork_rng(devices=[]):
@@ -49,7 +62,9 @@ def write_tiny_model(
         model = model_class(config)
         for name, parameter in model.named_parameters():
             # Defaults leave biases at 0, norms at 1 and logits near 0: wrong uses of them would not show.
-            torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2 if parameter.ndim > 1 else 0.1)
+            torch.nn.init.normal_(
+                parameter, 1.0 if "norm" in name or "ln_" in name else 0.0, 0.2 if parameter.ndim > 1 else 0.1
+            )
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     write_tokenizer(folder, vocab_size)
     generation = {"bos_token_id": 0, "eos_token_id": 0}

@@ -1,6 +1,7 @@
-"""From a model's name to its shape, tensors and digest: a folder, a hub id, or a sized model. Knows no runner."""
+"""From a model's name to a decoder in memory: a folder, a hub id, or a sized model. Knows no runner and no session."""
 
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
@@ -11,10 +12,17 @@ from rich.progress import Progress
 from torch import Tensor
 
 from outrider.embedded_models import unsized
-from outrider.engine.model_config import ModelConfig
+from outrider.engine.decoder import Decoder, DecoderFacts
+from outrider.engine.hub import resolve
+from outrider.engine.json_keys import JsonKeys, read_json
+from outrider.engine.model import Transformer
+from outrider.engine.model_config import FAMILIES, ModelConfig, read_architecture
+from outrider.engine.ops import Ops
 from outrider.engine.sized import sized_hash, widen, widened
-from outrider.engine.weights import expected_shapes, load_tensors, model_hash, resolve
+from outrider.engine.weights import expected_shapes, load_tensors, model_hash
 from outrider.sized_presets import Shape, parse
+
+FALLBACK = "outrider.engine.fallback.checkpoint"
 
 
 class Checkpoint(Protocol):
@@ -29,11 +37,15 @@ class Checkpoint(Protocol):
         """Where its tokenizer lies."""
 
     @property
-    def config(self) -> ModelConfig:
-        """Its shape."""
+    def config(self) -> DecoderFacts:
+        """Its sizes and limits."""
 
-    def load(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """All tensors on the device, matrices in dtype and vectors in float32. Raises ModelRefused."""
+    @property
+    def modelling(self) -> str:
+        """Whose code computes it, as it stands in the numerics id; empty for our own."""
+
+    def build(self, device: torch.device, dtype: torch.dtype, ops: Ops) -> Decoder:
+        """The model on a device, matrices in dtype and vectors in float32. Raises ModelRefused."""
 
     def digest(self) -> str:
         """Hexadecimal digest that equal models share."""
@@ -41,22 +53,20 @@ class Checkpoint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FolderCheckpoint:
-    """Files on this machine."""
+    """Files on this machine, of a family that our own transformer knows."""
 
     name: str
     folder: Path
     config: ModelConfig
-
-    @classmethod
-    def find(cls, model: str) -> Self:
-        """A folder, or a hub id; the name is its last part. Raises ModelRefused."""
-        folder = resolve(model)
-        name = folder.resolve().name if Path(model).expanduser().is_dir() else model
-        return cls(name.rsplit("/", 1)[-1], folder, ModelConfig.read(folder))
+    modelling: str = ""
 
     def load(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Reads the files."""
+        """All tensors; reads the files. Raises ModelRefused."""
         return load_tensors(self.folder, self.config, device, dtype)
+
+    def build(self, device: torch.device, dtype: torch.dtype, ops: Ops) -> Decoder:
+        """Our transformer with these tensors."""
+        return Transformer(self.config, self.load(device, dtype), ops)
 
     def digest(self) -> str:
         """Of configuration and samples of the weights."""
@@ -73,6 +83,7 @@ class SizedCheckpoint:
     shape: Shape
     seed: int
     config: ModelConfig
+    modelling: str = ""
 
     @classmethod
     def of(cls, name: str, folder: Path, shape: Shape, seed: int) -> Self:
@@ -92,6 +103,10 @@ class SizedCheckpoint:
         """Makes all tensors."""
         return dict(self.tensors(device, dtype))
 
+    def build(self, device: torch.device, dtype: torch.dtype, ops: Ops) -> Decoder:
+        """Our transformer with these tensors."""
+        return Transformer(self.config, self.load(device, dtype), ops)
+
     def digest(self) -> str:
         """Of the small model, the shape and the seed."""
         return sized_hash(model_hash(self.folder), self.shape, self.seed)
@@ -100,6 +115,21 @@ class SizedCheckpoint:
 def find_checkpoint(model: str) -> Checkpoint:
     """The model that a name means, with its shape read and nothing loaded. Raises ModelRefused."""
     sized = parse(model)
-    if sized is None:
-        return FolderCheckpoint.find(model)
-    return SizedCheckpoint.of(sized.name, Path(unsized(model)), sized.shape, sized.seed)
+    if sized is not None:
+        return SizedCheckpoint.of(sized.name, Path(unsized(model)), sized.shape, sized.seed)
+    folder = resolve(model)
+    name = folder.resolve().name if Path(model).expanduser().is_dir() else model.rsplit("/", 1)[-1]
+    keys = JsonKeys(folder / "config.json", read_json(folder / "config.json"))
+    if read_architecture(keys) in FAMILIES:
+        return FolderCheckpoint(name, folder, ModelConfig.read(folder))
+    return _foreign(name, folder)
+
+
+def _foreign(name: str, folder: Path) -> Checkpoint:
+    """A model that transformers computes.
+
+    Imported by name, here and nowhere else: transformers takes seconds and hundreds of megabytes, which a service with
+    a model of our own families should not pay, and an import at the top would make everybody pay.
+    """
+    find: Callable[[str, Path], Checkpoint] = importlib.import_module(FALLBACK).find
+    return find(name, folder)

@@ -26,7 +26,13 @@ class FusedTransformer:
         self.embedding, self.head = model.embedding, model.head
         self.ops = ops
         self._model = model
-        self._layers = (LayerFields * len(model.layers))(*(_layer(layer, model.config) for layer in model.layers))
+        self._windows = sorted({window for window in model.config.windows if window is not None})
+        # The plan of whole lists comes first: every forward needs it, if only for its rows.
+        places = {window: place for place, window in enumerate([None, *self._windows])}
+        plans = (places[window] for window in model.config.windows)
+        layers = (_layer(*each, model.config) for each in zip(model.layers, plans, strict=True))
+        self._layers = (LayerFields * len(model.layers))(*layers)
+        self._plans_type = PlanFields * len(places)
         self._decoder = _decoder(model, ctypes.addressof(self._layers))
         self._cache: KVCache | None = None
         self._scratch = torch.empty(0)
@@ -45,7 +51,9 @@ class FusedTransformer:
         if num_floats > self._scratch.shape[0]:
             self._scratch = torch.empty(num_floats)
         logits = torch.empty(wanted.shape[0], self.config.vocab_size)
-        fields = _plan(plan, wanted)
+        # Kept until the call is over: the fields hold addresses.
+        plans = [plan, *(plan.windowed(window) for window in self._windows)]
+        fields = self._plans_type(*[_plan(each, wanted) for each in plans])
         places = ctypes.addressof(fields), self._keys, self._values, self._scratch.data_ptr(), logits.data_ptr()
         functions.outrider_forward(self.ops.pool, decoder, *places)
         return logits
@@ -103,7 +111,7 @@ def _decoder(model: Transformer, layers: int) -> DecoderFields:
     )
 
 
-def _layer(layer: Layer, config: ModelConfig) -> LayerFields:
+def _layer(layer: Layer, plan: int, config: ModelConfig) -> LayerFields:
     hidden, mlp, query = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
     return LayerFields(
         _vector("input_norm", layer.input_norm, (hidden,)),
@@ -114,6 +122,7 @@ def _layer(layer: Layer, config: ModelConfig) -> LayerFields:
         _matrix("output", layer.output, (hidden, query)),
         _matrix("gate_up", layer.gate_up, (2 * mlp, hidden)),
         _matrix("down", layer.down, (hidden, mlp)),
+        plan,
     )
 
 

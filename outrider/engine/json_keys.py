@@ -3,11 +3,13 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from outrider.errors import ModelRefused
 
 MAX_JSON_BYTES = 64 << 20
+INT32_MAX = 2**31 - 1
+FLOAT32_MAX = 3.4028234663852886e38
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -32,23 +34,33 @@ class JsonKeys:
 
     path: Path
     values: dict[str, Any]
+    prefix: str = ""
+    """Where in the file this object lies, for instance "rope_scaling."; errors name keys with it."""
 
     def refuse(self, key: str, fault: str) -> ModelRefused:
         """The error about one key, to be raised."""
-        return ModelRefused(f'{self.path}: "{key}" {fault}', file=self.path, key=key)
+        return ModelRefused(f'{self.path}: "{self.prefix}{key}" {fault}', file=self.path, key=f"{self.prefix}{key}")
 
-    def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
-        """An integer of at least `minimum`; absent keys without a default are refused."""
+    def integer(self, key: str, default: int | None = None, minimum: int = 1, maximum: int = INT32_MAX) -> int:
+        """An integer from `minimum` to `maximum`; absent keys without a default are refused."""
         value = self._get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value < 2**31:
-            raise self.refuse(key, f"is {value!r}, but must be an integer of at least {minimum}")
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+            limit = f"of at least {minimum}" if maximum == INT32_MAX else f"from {minimum} to {maximum}"
+            raise self.refuse(key, f"is {value!r}, but must be an integer {limit}")
         return value
 
     def positive(self, key: str, default: float | None = None) -> float:
-        """A positive finite number; absent keys without a default are refused."""
+        """A positive number that float32 can hold; absent keys without a default are refused."""
         value = self._get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        if not _is_number(value) or not 0 < value <= FLOAT32_MAX:
             raise self.refuse(key, f"is {value!r}, but must be a positive number")
+        return float(value)
+
+    def at_least(self, key: str, minimum: float, default: float | None = None) -> float:
+        """A number of at least `minimum` that float32 can hold; absent keys without a default are refused."""
+        value = self._get(key, default)
+        if not _is_number(value) or not minimum <= value <= FLOAT32_MAX:
+            raise self.refuse(key, f"is {value!r}, but must be a number of at least {minimum:g}")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -64,3 +76,7 @@ class JsonKeys:
         if value is None:
             raise self.refuse(key, "is missing")
         return value
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -15,6 +15,7 @@ from outrider.engine.kv_cache import KVCache
 from outrider.engine.model_config import ModelConfig
 from outrider.engine.ops import Ops
 from outrider.engine.plan import RowPlan
+from outrider.engine.rope import rotary_tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class Transformer:
         head = tensors.pop("lm_head.weight", None)
         self.head = ops.stack([embedding if head is None else head])
         self.embedding = self.head if head is None else embedding
-        self.cos, self.sin = rotary_tables(config, self.embedding.device)
+        self.cos, self.sin = rotary_tables(config.rope, config.head_dim, config.context_len, self.embedding.device)
         self.scale = config.head_dim**-0.5
 
     @property
@@ -103,8 +104,9 @@ class Transformer:
         """
         ops, epsilon = self.ops, self.config.norm_epsilon
         x = self.embedding.index_select(0, plan.token_ids).float()  # [R, hidden]
-        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
-            x = x + self._attend(layer, ops.rms_norm(x, layer.input_norm, epsilon), plan, keys, values)
+        views = {window: plan.windowed(window) for window in set(self.config.windows)}
+        for layer, window, keys, values in zip(self.layers, self.config.windows, cache.keys, cache.values, strict=True):
+            x = x + self._attend(layer, ops.rms_norm(x, layer.input_norm, epsilon), views[window], keys, values)
             gate_up = self._linear(layer.gate_up, ops.rms_norm(x, layer.post_norm, epsilon))  # [R, 2M]
             x = x + self._linear(layer.down, ops.silu_multiply(gate_up))
         if not wanted.shape[0]:
@@ -128,11 +130,3 @@ class Transformer:
 
     def _linear(self, linear: Linear, x: Tensor) -> Tensor:
         return self.ops.linear(x, linear.weight, linear.bias)
-
-
-def rotary_tables(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [context_len, D/2] float32 by position (Su et al., 2021), computed as transformers does."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    inverse_frequencies = 1.0 / (config.rope_theta**exponents)
-    angles = torch.arange(config.context_len, dtype=torch.float32)[:, None] * inverse_frequencies
-    return angles.cos().to(device), angles.sin().to(device)

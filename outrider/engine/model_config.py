@@ -1,8 +1,7 @@
 """The shape of a model, read from its config.json, or the one sentence that says why it cannot be served.
 
 Knows no tensors: a model is refused here before anything of it is loaded. Keys have the names and the defaults that
-transformers gives them; both spellings of the rotary keys are read (`rope_parameters`, and `rope_theta` with
-`rope_scaling` of older files).
+transformers gives them; rotary keys are read in rope_config, windows in windows.
 """
 
 from dataclasses import dataclass
@@ -10,6 +9,21 @@ from pathlib import Path
 from typing import Self
 
 from outrider.engine.json_keys import JsonKeys, read_json
+from outrider.engine.rope import Rope
+from outrider.engine.rope_config import read_rope
+from outrider.engine.windows import (
+    WindowRule,
+    Windows,
+    no_windows,
+    read_windows,
+    same_in_every_layer,
+    switched_by_layer,
+)
+
+# Positions are float32 where angles are computed, which counts no further than this without gaps.
+MAX_CONTEXT_LEN = 1 << 24
+# Far above any model's: what is refused is a number that alone would fill the memory with the names of its layers.
+MAX_LAYERS = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,21 +35,21 @@ class Family:
     qk_norm: bool = False
     mlp_bias_key: bool = False
     default_head_dim: int | None = None
-    windowed: bool = False
-    """Whether the key "sliding_window" holds without being switched on."""
+    windows: WindowRule = no_windows
     default_context_len: int = 32768
 
 
 FAMILIES = {
     "LlamaForCausalLM": Family(qkv_bias=None, mlp_bias_key=True, default_context_len=2048),
-    "Qwen2ForCausalLM": Family(qkv_bias=True),
-    "Qwen3ForCausalLM": Family(qkv_bias=None, qk_norm=True, default_head_dim=128),
-    "MistralForCausalLM": Family(qkv_bias=False, windowed=True, default_context_len=131072),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, windows=switched_by_layer),
+    "Qwen3ForCausalLM": Family(qkv_bias=None, qk_norm=True, default_head_dim=128, windows=switched_by_layer),
+    "MistralForCausalLM": Family(qkv_bias=False, windows=same_in_every_layer, default_context_len=131072),
 }
 # Beginnings of architectures whose layers carry a running state, which cannot be truncated to an earlier length.
 STATE_SPACE = (
     "Mamba", "FalconMamba", "Rwkv", "RWKV", "Jamba", "Zamba", "Bamba", "FalconH1", "NemotronH", "GraniteMoeHybrid",
-    "RecurrentGemma", "Griffin", "Lfm2", "Qwen3Next", "Qwen3_5", "MiniMax", "KimiLinear", "xLSTM", "RetNet", "Plamo2",
+    "RecurrentGemma", "Griffin", "Lfm2", "Qwen3Next", "Qwen3_5", "MiniMaxForCausalLM", "MiniMaxText01", "KimiLinear",
+    "xLSTM", "RetNet", "Plamo2",
 )  # fmt: skip
 
 
@@ -53,9 +67,10 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     norm_epsilon: float
-    rope_theta: float
+    rope: Rope
     context_len: int
-    """Longest sequence in tokens: the trained positions, or the sliding window where that is shorter."""
+    """Longest sequence in tokens: the trained positions, scaled where the rotary embedding is."""
+    windows: Windows
     tied_embeddings: bool
     qkv_bias: bool
     output_bias: bool
@@ -72,26 +87,30 @@ class ModelConfig:
         family = FAMILIES[architecture]
         _refuse_unsupported(keys)
         num_heads = keys.integer("num_attention_heads")
+        num_layers = keys.integer("num_hidden_layers", maximum=MAX_LAYERS)
         hidden_size = keys.integer("hidden_size")
+        head_dim = keys.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
+        rope, context_len = _positions(keys, family, head_dim)
         attention_bias = keys.flag("attention_bias") if family.qkv_bias is None else False
         config = cls(
             architecture=architecture,
             vocab_size=keys.integer("vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=keys.integer("intermediate_size"),
-            num_layers=keys.integer("num_hidden_layers"),
+            num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=keys.integer("num_key_value_heads", num_heads),
-            head_dim=keys.integer("head_dim", family.default_head_dim or hidden_size // num_heads),
+            head_dim=head_dim,
             norm_epsilon=keys.positive("rms_norm_eps", 1e-6),
-            rope_theta=_rope_theta(keys),
-            context_len=_context_len(keys, family),
+            rope=rope,
+            context_len=context_len,
+            windows=read_windows(keys, num_layers, context_len, family.windows),
             tied_embeddings=keys.flag("tie_word_embeddings"),
             qkv_bias=bool(family.qkv_bias) or attention_bias,
             output_bias=attention_bias,
             mlp_bias=keys.flag("mlp_bias") if family.mlp_bias_key else False,
             qk_norm=family.qk_norm,
-            eos_token_ids=_eos_token_ids(folder, keys),
+            eos_token_ids=read_eos_token_ids(folder, keys),
         )
         return config._checked(keys)
 
@@ -103,65 +122,47 @@ class ModelConfig:
         return self
 
 
-def _architecture(keys: JsonKeys) -> str:
+def read_architecture(keys: JsonKeys) -> str:
+    """The architecture that config.json names; raises ModelRefused for those that nobody here can serve."""
     names = keys.values.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise keys.refuse("architectures", f"is {names!r}, but must name one architecture")
-    name = names[0]
-    if name in FAMILIES:
-        return name
-    if name.startswith(STATE_SPACE):
-        raise keys.refuse("architectures", f"is {name}, whose running state cannot be rolled back to an earlier token")
-    raise keys.refuse("architectures", f"is {name}, but must be one of {', '.join(FAMILIES)}")
-
-
-def _refuse_unsupported(keys: JsonKeys) -> None:
+    if names[0].startswith(STATE_SPACE):
+        fault = f"is {names[0]}, whose running state cannot be rolled back to an earlier token"
+        raise keys.refuse("architectures", fault)
     if keys.values.get("auto_map"):
         raise keys.refuse("auto_map", "asks for code from the model's repository, which is never run")
     if keys.values.get("quantization_config"):
         raise keys.refuse("quantization_config", "is set, but only unquantized weights are served")
+    return names[0]
+
+
+def _architecture(keys: JsonKeys) -> str:
+    name = read_architecture(keys)
+    if name not in FAMILIES:
+        raise keys.refuse("architectures", f"is {name}, but must be one of {', '.join(FAMILIES)}")
+    return name
+
+
+def _refuse_unsupported(keys: JsonKeys) -> None:
     activation = keys.values.get("hidden_act", "silu")
     if activation != "silu":
         raise keys.refuse("hidden_act", f'is {activation!r}, but must be "silu"')
-    unknown = set(_layer_types(keys)) - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise keys.refuse("layer_types", f"names {sorted(map(str, unknown))[0]}, which is not served")
 
 
-def _layer_types(keys: JsonKeys) -> list[object]:
-    types = keys.values.get("layer_types") or []
-    if not isinstance(types, list):
-        raise keys.refuse("layer_types", f"is {types!r}, but must be a list")
-    return types
+def _positions(keys: JsonKeys, family: Family, head_dim: int) -> tuple[Rope, int]:
+    """The rotary embedding, and the longest sequence that it serves."""
+    max_positions = keys.integer("max_position_embeddings", family.default_context_len)
+    rope = read_rope(keys, max_positions, head_dim)
+    context_len = rope.context_len(max_positions)
+    if context_len > MAX_CONTEXT_LEN:
+        fault = f"and its scaling make {context_len} positions, but at most {MAX_CONTEXT_LEN} are served"
+        raise keys.refuse("max_position_embeddings", fault)
+    return rope, context_len
 
 
-def _rope_theta(keys: JsonKeys) -> float:
-    parameters = keys.values.get("rope_parameters")
-    name = "rope_scaling" if parameters is None else "rope_parameters"
-    rope = keys.values.get(name) or {}
-    if not isinstance(rope, dict):
-        raise keys.refuse(name, f"is {rope!r}, but must be an object")
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type != "default":
-        raise keys.refuse(name, f'asks for the rotary embedding {rope_type!r}, but only "default" is served')
-    for values in (keys.values, rope):
-        if values.get("partial_rotary_factor", 1) not in (None, 1):
-            raise keys.refuse("partial_rotary_factor", "is not 1, but only whole heads are rotated")
-    source = JsonKeys(keys.path, rope) if rope.get("rope_theta") is not None else keys
-    return source.positive("rope_theta", 10000.0)
-
-
-def _context_len(keys: JsonKeys, family: Family) -> int:
-    """Within the window a sliding mask hides nothing, so a shorter context keeps every result exact."""
-    context_len = keys.integer("max_position_embeddings", family.default_context_len)
-    windowed = family.windowed or keys.flag("use_sliding_window") or "sliding_attention" in _layer_types(keys)
-    # An explicit null means no window; only an absent key has a default.
-    if not windowed or keys.values.get("sliding_window", 0) is None:
-        return context_len
-    return min(context_len, keys.integer("sliding_window", 4096))
-
-
-def _eos_token_ids(folder: Path, config: JsonKeys) -> frozenset[int]:
+def read_eos_token_ids(folder: Path, config: JsonKeys) -> frozenset[int]:
+    """Tokens that end a sequence; generation_config.json wins where it names any. Raises ModelRefused."""
     path = folder / "generation_config.json"
     sources = [JsonKeys(path, read_json(path))] if path.exists() else []
     for keys in (*sources, config):

@@ -4,7 +4,8 @@ A row is one new token. The mask of a forward is not a matrix: every row names t
 position order, so prefill, decode and a tree of proposals are the same plan with other lists.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from torch import Tensor
 
@@ -36,3 +37,19 @@ class RowPlan:
     def num_rows(self) -> int:
         """R."""
         return self.token_ids.shape[0]
+
+    def windowed(self, window: int | None) -> Self:
+        """The same rows, each of which sees only the last `window` keys of its list; all of them if that is None.
+
+        A list ends with the row itself and has one key for each position, along a tree's path too: of a row at position
+        t the positions above t - window are left.
+        """
+        if window is None or self.max_key_count <= window:
+            return self
+        hidden = (self.key_counts - window).clamp_min(0)
+        return replace(
+            self,
+            key_starts=self.key_starts + hidden,
+            key_counts=self.key_counts - hidden,
+            max_key_count=window,
+        )

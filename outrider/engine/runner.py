@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from outrider.engine.batching import Feed, build_batch, share_rows
-from outrider.engine.checkpoints import find_checkpoint
+from outrider.engine.checkpoints import Checkpoint, find_checkpoint
+from outrider.engine.decoder import Decoder, DecoderFacts
 from outrider.engine.fused import fused
 from outrider.engine.kv_cache import BLOCK_SIZE, BlockPool, BlockTable, KVCache
 from outrider.engine.model import Transformer
-from outrider.engine.model_config import ModelConfig
 from outrider.engine.ops import Ops, choose_ops
 from outrider.engine.ops.native import MAX_THREADS, NativeOps
 from outrider.engine.session import Session
@@ -27,6 +27,8 @@ from outrider.errors import InvalidRequest, ModelRefused, PromptTooLong
 __all__ = ["Feed", "ForwardResult", "ModelRunner"]
 
 MAX_ROWS = 512
+# 64 MiB of float32, beyond those behind which tokens are drawn.
+MAX_PREFIX_LOGITS = 1 << 24
 DEFAULT_KV_BYTES = 512 << 20
 
 
@@ -39,6 +41,8 @@ class ForwardResult:
     ranges: list[range | None]
     """For each feed the rows of logits: the root (its last committed token) first, then its tree's rows in row order.
     None: the feed is not finished, and is to be fed again."""
+    prefixes: list[range]
+    """For each feed that wants them the rows of logits of the tokens before the root that this forward computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +56,15 @@ class ModelIdentity:
     num_threads: int
     vocabulary_size: int
     """Ids that the tokenizer knows: one more than the largest; at most the width of the logits."""
+    modelling: str = ""
+    """Whose code computes the model, with its version; empty for our own."""
 
 
 class ModelRunner:
     """Runs forwards over many sessions at once."""
 
-    def __init__(self, model: Transformer, identity: ModelIdentity, kv_tokens: int, max_rows: int = MAX_ROWS) -> None:
-        self.model = fused(model)
+    def __init__(self, model: Decoder, identity: ModelIdentity, kv_tokens: int, max_rows: int = MAX_ROWS) -> None:
+        self.model: Decoder = fused(model) if isinstance(model, Transformer) else model
         self.identity = identity
         self.max_rows = max_rows
         config, weight = model.config, model.embedding
@@ -74,7 +80,7 @@ class ModelRunner:
     @classmethod
     def load(
         cls,
-        model: str,
+        model: str | Checkpoint,
         *,
         device: str = "cpu",
         dtype: str = "bfloat16",
@@ -82,7 +88,7 @@ class ModelRunner:
         kv_tokens: int | None = None,
         vocabulary_size: int | None = None,
     ) -> Self:
-        """Loads a local folder, a hub id, or a sized model (outrider.sized_presets).
+        """Loads a local folder, a hub id, a sized model (outrider.sized_presets), or what find_checkpoint found.
 
         dtype, "bfloat16" or "float32", is that of the weights in memory, whatever the file holds. kv_tokens is the
         size of the cache in tokens; by default as many as 512 MiB hold, and at least one full context.
@@ -95,20 +101,20 @@ class ModelRunner:
             raise InvalidRequest("num_threads", num_threads, f"in [1, {MAX_THREADS}]")
         if kv_tokens is not None and kv_tokens < 1:
             raise InvalidRequest("kv_tokens", kv_tokens, "at least 1")
-        checkpoint = find_checkpoint(model)
+        checkpoint = find_checkpoint(model) if isinstance(model, str) else model
         config = checkpoint.config
         size = config.vocab_size if vocabulary_size is None else vocabulary_size
         if not 1 <= size <= config.vocab_size:
-            message = f"{model}: the tokenizer knows {size} ids, but the model embeds {config.vocab_size}"
+            message = f"{checkpoint.name}: the tokenizer knows {size} ids, but the model embeds {config.vocab_size}"
             raise ModelRefused(message, vocabulary_size=size, vocab_size=config.vocab_size)
-        tensors = checkpoint.load(torch_device, DTYPES[dtype])
-        transformer = Transformer(config, tensors, choose_ops(torch_device, num_threads))
-        identity = ModelIdentity(checkpoint.name, checkpoint.digest(), dtype, num_threads, size)
-        return cls(transformer, identity, kv_tokens or default_kv_tokens(config, torch_device, DTYPES[dtype]))
+        decoder = checkpoint.build(torch_device, DTYPES[dtype], choose_ops(torch_device, num_threads))
+        names = checkpoint.name, checkpoint.digest()
+        identity = ModelIdentity(*names, dtype, num_threads, size, checkpoint.modelling)
+        return cls(decoder, identity, kv_tokens or default_kv_tokens(config, torch_device, DTYPES[dtype]))
 
     @property
-    def config(self) -> ModelConfig:
-        """The model's shape."""
+    def config(self) -> DecoderFacts:
+        """The model's sizes and limits."""
         return self.model.config
 
     @property
@@ -130,7 +136,8 @@ class ModelRunner:
     @property
     def numerics_id(self) -> str:
         """Everything that may change the last bit of a logit, for instance "cpu-bfloat16-native-v4"."""
-        return f"{self.device.type}-{self.identity.dtype}-{self.ops.name}"
+        parts = (self.device.type, self.identity.dtype, self.identity.modelling, self.ops.name)
+        return "-".join(filter(None, parts))
 
     @property
     def model_hash(self) -> str:
@@ -173,9 +180,11 @@ class ModelRunner:
             self.check(feed)
         for feed in feeds:
             feed.session.reserve(len(feed.tree))
-        grants = share_rows(feeds, self.max_rows)
+        max_prefix_rows = max(1, MAX_PREFIX_LOGITS // self.config.vocab_size)
+        grants = share_rows(feeds, self.max_rows, max_prefix_rows)
         if not any(grants):
-            return ForwardResult(torch.empty(0, self.config.vocab_size, device=self.device), [None] * len(feeds))
+            nothing = torch.empty(0, self.config.vocab_size, device=self.device)
+            return ForwardResult(nothing, [None] * len(feeds), [range(0)] * len(feeds))
         batch = build_batch(feeds, grants, self.device)
         for feed in feeds:
             # The rows of an earlier tree are about to be overwritten, whatever comes of this forward.
@@ -185,7 +194,7 @@ class ModelRunner:
         for feed, grant, rows in zip(feeds, grants, batch.ranges, strict=True):
             if grant:
                 self._advance(feed, grant, finished=rows is not None)
-        return ForwardResult(logits, batch.ranges)
+        return ForwardResult(logits, batch.ranges, batch.prefixes)
 
     def check(self, feed: Feed) -> None:
         """Raises InvalidRequest when a feed can never run: past the context, too wide, or ids that are not embedded."""
@@ -214,7 +223,7 @@ class ModelRunner:
         session.last_forward = self._num_forwards
 
 
-def default_kv_tokens(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> int:
+def default_kv_tokens(config: DecoderFacts, device: torch.device, dtype: torch.dtype) -> int:
     """Tokens whose keys and values fit into 512 MiB, and at least one full context."""
     item_bytes = 4 if device.type == "cpu" else dtype.itemsize
     token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item_bytes

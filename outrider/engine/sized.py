@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.model_config import ModelConfig
+from outrider.engine.rope import Rope
 from outrider.engine.weights import expected_shapes
 from outrider.errors import ModelRefused
 from outrider.sized_presets import CONTEXT_LEN, Shape
@@ -55,6 +56,7 @@ def widened(small: ModelConfig, shape: Shape) -> ModelConfig:
         head_dim=shape.head_dim,
         norm_epsilon=small.norm_epsilon * small.hidden_size / shape.hidden_size,
         context_len=CONTEXT_LEN,
+        windows=(None,) * shape.num_layers,
         tied_embeddings=shape.tied_embeddings,
     )
     obstacle = _obstacle(small, wide)
@@ -66,6 +68,8 @@ def widened(small: ModelConfig, shape: Shape) -> ModelConfig:
 def _obstacle(small: ModelConfig, wide: ModelConfig) -> str | None:
     if small.qkv_bias or small.output_bias or small.mlp_bias or small.qk_norm:
         return "it has biases or norms of heads"
+    if type(small.rope) is not Rope or any(small.windows):
+        return "it has a scaled rotary embedding or sliding windows"
     if wide.tied_embeddings and not small.tied_embeddings:
         return "it has an output matrix of its own"
     if wide.head_dim % small.head_dim:

@@ -1,4 +1,4 @@
-"""Finds a model's files and loads its tensors. Reads safetensors only: pickled weights can run code, and stay closed.
+"""Loads the tensors of a model's folder. Reads safetensors only: pickled weights can run code, and stay closed.
 
 Everything that can be wrong is found in the files' headers, before anything large is allocated. Knows nothing about
 what the tensors compute; their names are those of the checkpoint.
@@ -6,11 +6,11 @@ what the tensors compute; their names are those of the checkpoint.
 
 import hashlib
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
 from rich.console import Console
 from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
@@ -20,38 +20,10 @@ from outrider.engine.json_keys import JsonKeys, read_json
 from outrider.engine.model_config import ModelConfig
 from outrider.errors import ModelRefused
 
-HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
-# Mistral's own format repeats the weights under other names.
-HUB_IGNORED = ["consolidated*", "*/*"]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 FILE_DTYPES = ("BF16", "F16", "F32")
 HASH_SAMPLES, HASH_SAMPLE_BYTES = 64, 4096
-
-
-def resolve(name_or_path: str) -> Path:
-    """The local folder of a model: the folder itself, or the snapshot of a hub id, downloaded when it is not cached.
-
-    Raises ModelRefused when there is neither, or when the folder has no safetensors weights.
-    """
-    folder = Path(name_or_path).expanduser()
-    if not folder.is_dir():
-        if folder.is_absolute() or name_or_path.startswith((".", "~")) or folder.exists():
-            raise ModelRefused(f"{name_or_path} is not a folder", model=name_or_path)
-        folder = _download(name_or_path)
-    weight_files(folder)
-    return folder
-
-
-def _download(name: str) -> Path:
-    try:
-        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_IGNORED))
-    except HFValidationError:
-        raise ModelRefused(f"{name} is neither a folder nor the id of a model on the hub", model=name) from None
-    except (OSError, ValueError, RuntimeError) as error:
-        # The library's errors have several roots, and their texts several lines.
-        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(". ")
-        message = f"{name} is not a folder here, and downloading it as a hub id failed: {reason}"
-        raise ModelRefused(message, model=name) from error
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -109,63 +81,81 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor as a file's header describes it."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def refuse(self, fault: str) -> ModelRefused:
+        """The error about this tensor, to be raised."""
+        return ModelRefused(f"{self.file}: {self.name} {fault}", file=self.file, tensor=self.name)
+
+
+def stored_tensors(folder: Path) -> list[StoredTensor]:
+    """What the headers of a model's files say, without the rotary frequencies of old files, which are computed anew.
+
+    Raises ModelRefused for files that are truncated or otherwise unsound.
+    """
+    stored: dict[str, StoredTensor] = {}
+    for file in weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as tensor_file:
+                for name in tensor_file.keys():  # noqa: SIM118 - not a mapping
+                    part = tensor_file.get_slice(name)
+                    found = StoredTensor(file, name, tuple(part.get_shape()), part.get_dtype())
+                    if name in stored:
+                        raise found.refuse(f"is in {stored[name].file.name} too")
+                    stored[name] = found
+        except (SafetensorError, OSError) as error:
+            raise ModelRefused(f"{file} is not a sound safetensors file: {error}", file=file) from None
+    return [tensor for name, tensor in stored.items() if not name.endswith("rotary_emb.inv_freq")]
+
+
+def check_tensors(folder: Path, stored: Mapping[str, StoredTensor], expected: Shapes, optional: Shapes) -> None:
+    """Raises ModelRefused unless the files hold all expected tensors, and besides them only optional ones.
+
+    stored has the names of expected, which need not be those in the files.
+    """
+    for name, tensor in stored.items():
+        wanted = expected.get(name, optional.get(name))
+        if wanted is None:
+            message = f"{tensor.file} holds the tensor {tensor.name}, which config.json does not ask for"
+            raise ModelRefused(message, file=tensor.file, tensor=tensor.name)
+        if tensor.shape != wanted:
+            raise tensor.refuse(f"has the shape {list(tensor.shape)}, but config.json asks for {list(wanted)}")
+        if tensor.dtype not in FILE_DTYPES:
+            raise tensor.refuse(f"has the type {tensor.dtype}, but must have one of {', '.join(FILE_DTYPES)}")
+    missing = sorted(expected.keys() - stored.keys())
+    if missing:
+        more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
+        raise ModelRefused(f"{folder} lacks the tensor {missing[0]}{more}", folder=folder, tensor=missing[0])
+
+
 def load_tensors(folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """All tensors of the model on the device: matrices in dtype, vectors (norms, biases) in float32.
 
     A bar on stderr shows progress when it is a terminal. Raises ModelRefused for missing, unexpected, misshapen or
     quantized tensors, before any is read. "lm_head.weight" of a tied model may be absent, and is used if it is there.
     """
-    places = _checked_places(folder, config)
+    stored = {tensor.name: tensor for tensor in stored_tensors(folder)}
+    shapes = expected_shapes(config)
+    check_tensors(folder, stored, shapes, {"lm_head.weight": shapes["model.embed_tokens.weight"]})
     console = Console(stderr=True)
     tensors: dict[str, Tensor] = {}
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        for file in progress.track(sorted(set(places.values())), description=f"Loading {folder.name}"):
+        files = sorted({tensor.file for tensor in stored.values()})
+        for file in progress.track(files, description=f"Loading {folder.name}"):
             with safe_open(file, framework="pt") as tensor_file:
-                for name in sorted(name for name, place in places.items() if place == file):
+                for name in sorted(name for name, tensor in stored.items() if tensor.file == file):
                     tensor = tensor_file.get_tensor(name)
                     # Always a copy: the file's memory is mapped, unaligned, and changes if someone overwrites it.
                     kept = dtype if tensor.ndim > 1 else torch.float32
                     tensors[name] = tensor.to(device=device, dtype=kept, copy=True)
     return tensors
-
-
-def _checked_places(folder: Path, config: ModelConfig) -> dict[str, Path]:
-    """Which file holds each tensor, once names, shapes and types are known to fit."""
-    expected = expected_shapes(config)
-    places: dict[str, Path] = {}
-    for file in weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as tensor_file:
-                for name in tensor_file.keys():  # noqa: SIM118 - not a mapping
-                    if name.endswith("rotary_emb.inv_freq"):
-                        continue
-                    part = tensor_file.get_slice(name)
-                    _check_tensor(file, name, tuple(part.get_shape()), part.get_dtype(), expected)
-                    places[name] = file
-        except (SafetensorError, OSError) as error:
-            raise ModelRefused(f"{file} is not a sound safetensors file: {error}", file=file) from None
-    missing = sorted(expected.keys() - places.keys())
-    if missing:
-        more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
-        raise ModelRefused(f"{folder} lacks the tensor {missing[0]}{more}", folder=folder, tensor=missing[0])
-    return places
-
-
-def _check_tensor(
-    file: Path, name: str, shape: tuple[int, ...], dtype: str, expected: dict[str, tuple[int, ...]]
-) -> None:
-    # A tied output matrix may be stored all the same, and then has the embedding's shape.
-    wanted = expected.get(name, expected["model.embed_tokens.weight"] if name == "lm_head.weight" else None)
-    if wanted is None:
-        raise ModelRefused(
-            f"{file} holds the tensor {name}, which config.json does not ask for", file=file, tensor=name
-        )
-    if shape != wanted:
-        message = f"{file}: {name} has the shape {list(shape)}, but config.json asks for {list(wanted)}"
-        raise ModelRefused(message, file=file, tensor=name)
-    if dtype not in FILE_DTYPES:
-        message = f"{file}: {name} has the type {dtype}, but must have one of {', '.join(FILE_DTYPES)}"
-        raise ModelRefused(message, file=file, tensor=name)
 
 
 def model_hash(folder: Path) -> str:

@@ -9,7 +9,7 @@ import transformers
 
 from bench import sized_pair
 from bench.sized_pair import write
-from outrider.engine.checkpoints import FolderCheckpoint, SizedCheckpoint
+from outrider.engine.checkpoints import SizedCheckpoint, find_checkpoint
 from outrider.engine.runner import Feed, ModelRunner
 from outrider.engine.weights import DTYPES, load_tensors, weight_files
 from outrider.errors import InvalidRequest, ModelRefused
@@ -25,7 +25,7 @@ WIDE = SizedCheckpoint.of("wide", DRAFT, Shape(204, 360, 3, 6, 2, 128, tied_embe
 def test_files_hold_what_is_made_in_memory(tmp_path: Path, dtype: str, shard_bytes: int) -> None:
     """Shape and every tensor, in one file and in many."""
     write(WIDE, tmp_path / "model", dtype, shard_bytes)
-    found = FolderCheckpoint.find(str(tmp_path / "model"))
+    found = find_checkpoint(str(tmp_path / "model"))
     assert found.config == WIDE.config
     assert (len(weight_files(found.folder)) > 5) == (shard_bytes < 1 << 30)
     stored, made = found.load(CPU, DTYPES[dtype]), WIDE.load(CPU, DTYPES[dtype])
@@ -67,7 +67,7 @@ def test_the_command_writes_a_preset(
     monkeypatch.setattr(sys, "argv", ["sized_pair", "10m", "--draft", "--out", str(tmp_path / "m"), "--seed", "3"])
     sized_pair.main()
     assert "11,015,040 parameters, 22 MB" in capsys.readouterr().out
-    found = FolderCheckpoint.find(str(tmp_path / "m"))
+    found = find_checkpoint(str(tmp_path / "m"))
     made = SizedCheckpoint.of("m", DRAFT, PRESETS["draft"]["10m"], 3)
     stored = load_tensors(found.folder, made.config, CPU, torch.bfloat16)
     assert all(torch.equal(stored[name], tensor) for name, tensor in made.tensors(CPU, torch.bfloat16))

@@ -54,6 +54,7 @@ class LayerFields(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("input_norm", "query_norm", "key_norm", "post_norm")),
         *((name, MatrixFields) for name in ("qkv", "output", "gate_up", "down")),
+        ("plan", _SIZE),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_cases import SCALINGS, THETA, WINDOWS
 from ops_cases import BUILT, native
 from tiny_models import TARGET, write_tiny_model
 
@@ -29,6 +30,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {}),
     ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     ("mistral", {}),
+    *WINDOWS.values(),
+    ("llama", {"rope_parameters": {"rope_theta": THETA, **SCALINGS["yarn-attention-factor"]}}),
 ]
 
 
@@ -104,7 +107,7 @@ def compare(fused: ModelRunner, plain: ModelRunner) -> None:
 def test_one_call_is_every_operation(
     tmp_path: Path, family: str, overrides: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    """Biases, norms of heads, tied and untied heads, grouped queries: the same logits and the same caches."""
+    """Biases, norms of heads, tied heads, grouped queries, windows: the same logits and the same caches."""
     folder = write_tiny_model(tmp_path / "tiny", family, seed=3, **overrides)
     compare(runner_of(folder, dtype), op_by_op(folder, dtype))
 

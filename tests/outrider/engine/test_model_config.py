@@ -7,6 +7,7 @@ import pytest
 from tiny_models import TARGET
 
 from outrider.engine.model_config import ModelConfig
+from outrider.engine.rope import LinearRope, Rope
 from outrider.errors import ModelRefused
 
 LLAMA = {
@@ -31,40 +32,50 @@ def test_embedded_target_is_read() -> None:
     """The pair that comes with the repository, in transformers' newest spelling."""
     config = ModelConfig.read(TARGET)
     assert (config.vocab_size, config.num_layers, config.head_dim, config.context_len) == (4096, 6, 64, 1024)
-    assert (config.rope_theta, config.tied_embeddings, config.norm_epsilon) == (10000.0, True, 1e-6)
+    assert (config.rope, config.tied_embeddings, config.norm_epsilon) == (Rope(theta=10000.0), True, 1e-6)
+    assert config.windows == (None,) * 6
     assert config.eos_token_ids == {0}
 
 
 def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     """Absent keys and null mean the same."""
     config = read(tmp_path, num_key_value_heads=None, head_dim=None)
-    assert (config.num_kv_heads, config.head_dim, config.rope_theta, config.norm_epsilon) == (4, 16, 10000.0, 1e-6)
+    assert (config.num_kv_heads, config.head_dim, config.norm_epsilon) == (4, 16, 1e-6)
+    assert config.rope == Rope(theta=10000.0)
     assert not config.tied_embeddings
     assert config.eos_token_ids == frozenset()
 
 
-def test_old_and_new_rotary_keys_agree(tmp_path: Path) -> None:
-    """`rope_theta` with a null `rope_scaling` is `rope_parameters` of the default type."""
-    old = read(tmp_path, rope_theta=5e5, rope_scaling=None)
-    new = read(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
-    assert old == new
-    assert old.rope_theta == 5e5
+def test_a_scaling_stretches_the_context(tmp_path: Path) -> None:
+    """Positions of the file times the factor, or what the kind of scaling says; the embedding comes along."""
+    config = read(tmp_path, rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.5})
+    assert (config.rope, config.context_len) == (LinearRope(theta=5e5, factor=2.5), 1280)
 
 
 @pytest.mark.parametrize(
-    ("changes", "context_len"),
+    ("changes", "windows"),
     [
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 128}, 128),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, 512),
-        ({"architectures": ["MistralForCausalLM"]}, 512),
-        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False, "sliding_window": 128}, 512),
-        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 128}, 128),
-        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}, 64),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 128}, (128, 128)),
+        ({"architectures": ["MistralForCausalLM"]}, (None, None)),
+        ({"architectures": ["LlamaForCausalLM"], "sliding_window": 128}, (None, None)),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 128}
+            | {"max_window_layers": 1},
+            (None, 128),
+        ),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "sliding_window": 64}
+            | {"layer_types": ["sliding_attention", "full_attention"]},
+            (64, None),
+        ),
     ],
 )
-def test_a_sliding_window_limits_the_context(tmp_path: Path, changes: dict[str, object], context_len: int) -> None:
-    """Within the window nothing is hidden, so a context of that length is exact."""
-    assert read(tmp_path, **changes).context_len == context_len
+def test_a_sliding_window_leaves_the_context(
+    tmp_path: Path, changes: dict[str, object], windows: tuple[int | None, ...]
+) -> None:
+    """It hides earlier positions from some layers; 4,096, Mistral's default, hides none of 512."""
+    config = read(tmp_path, **changes)
+    assert (config.windows, config.context_len) == (windows, 512)
 
 
 @pytest.mark.parametrize(
@@ -102,15 +113,16 @@ def test_generation_config_names_eos_first(tmp_path: Path, generation: dict[str,
         ({"architectures": None}, "architectures", "must name one architecture"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map", "never run"),
         ({"quantization_config": {"bits": 4}}, "quantization_config", "unquantized"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope_scaling", "'llama3'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling", "'linear'"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters", "'yarn'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 8}}, "rope_scaling.rope_type", "'longrope'"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 1e9}}, "max_position_embeddings", "at most 16777216"),
+        ({"max_position_embeddings": 2**31 - 1}, "max_position_embeddings", "2147483647 positions"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "whole heads"),
         ({"hidden_act": "gelu"}, "hidden_act", "'gelu'"),
-        ({"layer_types": ["linear_attention"]}, "layer_types", "linear_attention"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "layer_types", "linear_attention"),
         ({"hidden_size": "64"}, "hidden_size", "'64', but must be an integer"),
         ({"hidden_size": None}, "hidden_size", "is missing"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers", "at least 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers", "from 1 to 4096"),
+        ({"num_hidden_layers": 4097}, "num_hidden_layers", "from 1 to 4096"),
         ({"num_hidden_layers": True}, "num_hidden_layers", "True"),
         ({"num_key_value_heads": 3}, "num_key_value_heads", "does not divide 4"),
         ({"head_dim": 15}, "head_dim", "even"),

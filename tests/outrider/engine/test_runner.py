@@ -2,13 +2,12 @@
 
 import functools
 import itertools
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from forwards import TREE, assert_like_fresh, close, finish, fresh, random_ids
 from tiny_models import TARGET, write_tiny_model
-from torch import Tensor
 
 from outrider.engine import runner as runner_module
 from outrider.engine.ops.reference import ReferenceOps
@@ -18,8 +17,6 @@ from outrider.engine.tree import EMPTY, TokenTree
 from outrider.errors import CacheFull, InvalidRequest, ModelRefused, PromptTooLong
 
 DTYPES = ["bfloat16", "float32"]
-# Two paths share row 1, and rows 5, 6, 7 leave gaps when they are kept.
-TREE = TokenTree(token_ids=(11, 22, 33, 44, 55, 66, 77, 88), parents=(0, 0, 1, 1, 2, 5, 6, 3))
 
 
 @functools.cache
@@ -34,48 +31,6 @@ def runner(request: pytest.FixtureRequest) -> ModelRunner:
     loaded = target(request.param)
     assert loaded.pool.num_used == 0
     return loaded
-
-
-def random_ids(count: int, seed: int = 0) -> list[int]:
-    """Token ids from a fixed seed."""
-    return torch.randint(4096, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def finish(runner: ModelRunner, *feeds: Feed) -> list[Tensor]:
-    """Feeds until every feed is finished; the logits of each one, root first."""
-    logits: list[Tensor | None] = [None] * len(feeds)
-    while waiting := [index for index, rows in enumerate(logits) if rows is None]:
-        result = runner.forward([feeds[index] for index in waiting])
-        for index, rows in zip(waiting, result.ranges, strict=True):
-            if rows is not None:
-                logits[index] = result.logits[rows.start : rows.stop].clone()
-    return [rows for rows in logits if rows is not None]
-
-
-def fresh(runner: ModelRunner, token_ids: Sequence[int], tree: TokenTree = EMPTY) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, keys and values of a session of its own, computed alone in one go."""
-    session = runner.open(token_ids, 1)
-    logits = finish(runner, Feed(session, tree))[0]
-    keys, values = runner.kv_state(session)
-    session.free()
-    return logits, keys, values
-
-
-def assert_like_fresh(runner: ModelRunner, session: Session) -> None:
-    """The session's cache holds bitwise what a new prefill of its tokens would."""
-    assert session.cached_len == len(session)
-    _, keys, values = fresh(runner, session.token_ids)
-    for kept, expected in zip(runner.kv_state(session), (keys, values), strict=True):
-        assert torch.equal(kept, expected)
-    runner.pool.check_integrity()
-
-
-def close(runner: ModelRunner, *sessions: Session) -> None:
-    """Frees sessions and checks that no block is left behind."""
-    for session in sessions:
-        session.free()
-    runner.pool.check_integrity()
-    assert runner.pool.num_used == 0
 
 
 @pytest.mark.parametrize("num_rows", [0, 8])
@@ -238,7 +193,7 @@ def test_full_cache_refuses_before_anything_changes(tmp_path: Path) -> None:
 
 def test_impossible_feeds_are_refused(tmp_path: Path) -> None:
     """Past the context, wider than a forward, unknown ids, the same session twice: refused before any computing."""
-    runner = ModelRunner.load(str(write_tiny_model(tmp_path / "tiny", "mistral")), kv_tokens=2048)
+    runner = ModelRunner.load(str(write_tiny_model(tmp_path / "tiny", "mistral", context_len=128)))
     assert runner.context_len == 128
     with pytest.raises(PromptTooLong, match="129 tokens are more than the model's context of 128"):
         runner.open([1] * 129, 1)

@@ -14,8 +14,9 @@ from tiny_models import TARGET, write_tiny_model
 from torch import Tensor
 
 from outrider.engine import weights
+from outrider.engine.hub import resolve
 from outrider.engine.model_config import ModelConfig
-from outrider.engine.weights import load_tensors, model_hash, resolve, weight_files
+from outrider.engine.weights import load_tensors, model_hash, weight_files
 from outrider.errors import ModelRefused
 
 CPU = torch.device("cpu")

@@ -15,6 +15,8 @@ typedef struct {
 typedef struct {
     const float *input_norm, *query_norm, *key_norm, *post_norm;
     matrix qkv, output, gate_up, down;
+    /* Which of the forward's plans its attention reads: 0, or one whose lists are cut to the layer's window. */
+    int64_t plan;
 } layer;
 
 typedef struct {
@@ -140,16 +142,20 @@ static void run_layer(pool *threads, const decoder *model, const layer *layer, c
     add(at->x, at->product, num_rows * hidden);
 }
 
-/* keys and values [num_layers] point to caches [slots, num_groups, head_dim]; scratch holds as many floats as
- * outrider_forward_floats says; logits [num_wanted, vocabulary]. */
-void outrider_forward(pool *threads, const decoder *model, const row_plan *plan, float *const *keys,
+/* Plans of the same rows, which differ in the keys that a row sees. keys and values [num_layers] point to caches
+ * [slots, num_groups, head_dim]; scratch holds as many floats as outrider_forward_floats says; logits [num_wanted,
+ * vocabulary]. */
+void outrider_forward(pool *threads, const decoder *model, const row_plan *plans, float *const *keys,
                       float *const *values, float *scratch, float *logits) {
+    const row_plan *plan = &plans[0];
     const int64_t hidden = hidden_size(model);
     activations at;
     lay_out(model, plan->num_rows, scratch, &at);
     embed(model, plan, at.x);
-    for (int64_t index = 0; index < model->num_layers; index++)
-        run_layer(threads, model, &model->layers[index], plan, &at, keys[index], values[index]);
+    for (int64_t index = 0; index < model->num_layers; index++) {
+        const layer *each = &model->layers[index];
+        run_layer(threads, model, each, &plans[each->plan], &at, keys[index], values[index]);
+    }
     for (int64_t row = 0; row < plan->num_wanted; row++)
         memcpy(at.product + row * hidden, at.x + plan->wanted[row] * hidden, (size_t)hidden * sizeof(float));
     outrider_rms_norm(threads, at.product, model->norm, at.normed, plan->num_wanted, hidden, model->epsilon);
