@@ -1,11 +1,9 @@
-"""What a request asks for and what comes back, as plain values. Knows no protobuf and no terminal."""
+"""What comes back to a request, as plain values. Knows no protobuf and no terminal."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
 
-AUTO: Literal["auto"] = "auto"
-DraftCount = int | Literal["auto"]
+from outrider.parameters import Acceptance, TokenLogprob
 
 
 class Origin(StrEnum):
@@ -18,20 +16,12 @@ class Origin(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A request; None leaves a field to the gateway's default."""
+class PromptToken:
+    """A token of the prompt and its share of the text; the first has no log-probability."""
 
-    prompt: str
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    draft_count: DraftCount = AUTO
-    speculation: bool = True
+    token_id: int
+    text: str
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +31,25 @@ class Token:
     token_id: int
     origin: Origin
     text: str
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The tokens that one verdict committed, and the text that they completed."""
+    """The tokens that one verdict committed to a sample, and the text that they completed.
+
+    The first round of sample 0 brings the prompt's tokens where they were asked for.
+    """
 
     tokens: tuple[Token, ...]
     text: str
+    sample_index: int = 0
+    prompt: tuple[PromptToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Speculation:
-    """What speculation did in a request."""
+class SpeculationFigures:
+    """What speculation did in a sample."""
 
     rounds: int
     draft_tokens: int
@@ -66,14 +62,16 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The last event. `rest` is text that was held back; times are microseconds since the gateway got the request."""
+    """The last event of a sample. `rest` is text that was held back; times are microseconds since the gateway got the
+    request.
+    """
 
     rest: str
     finish_reason: str
     seed: int
     prompt_tokens: int
     completion_tokens: int
-    speculation: Speculation
+    speculation: SpeculationFigures
     first_token_us: int
     total_us: int
     model_hash: str
@@ -81,6 +79,8 @@ class Result:
     """Numerics of all targets that took part, in order; more than one when the request was moved."""
     target_reopens: int = 0
     drift_repairs: int = 0
+    sample_index: int = 0
+    acceptance: Acceptance = field(default_factory=Acceptance)
 
     @property
     def tokens_per_second(self) -> float:

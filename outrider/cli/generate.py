@@ -6,10 +6,13 @@ from contextlib import aclosing
 
 from rich.console import Console
 
+from outrider.cli.asking import Ask
 from outrider.cli.client import generate
-from outrider.cli.events import Ask, Round
-from outrider.cli.rendering import JsonView, PlainView, TerminalView, View
+from outrider.cli.events import Round
+from outrider.cli.json_view import JsonView
+from outrider.cli.rendering import PlainView, TerminalView, View
 from outrider.cli.running import Interrupts, Work, note, service_log
+from outrider.cli.samples import InOrder
 from outrider.cli.stack import Stack, start_stack
 from outrider.errors import InvalidRequest
 from outrider.supervisor import Supervisor
@@ -35,13 +38,16 @@ def choose_view(*, as_json: bool) -> View:
 
 async def show_generation(address: str, ask: Ask, view: View) -> None:
     """Streams one request into a view. Raises OutriderError."""
-    view.begin(ask.prompt)
+    view.begin(ask)
+    in_order = InOrder()
     async with aclosing(generate(address, ask)) as events:
         async for event in events:
-            if isinstance(event, Round):
-                view.show(event)
-            else:
-                view.finish(event)
+            for turn in in_order.take(event):
+                if isinstance(turn, Round):
+                    view.show(turn)
+                else:
+                    view.finish(turn)
+    view.end()
 
 
 def generation(ask: Ask, view: View, address: str | None, stack: Stack | None) -> Work:

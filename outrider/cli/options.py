@@ -1,81 +1,40 @@
-"""The options of all commands: types, ranges, units and help texts. Knows nothing about what the commands do."""
+"""The options that are not about a request: models, where they run, ports. Knows nothing about what the commands do."""
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from outrider.cli.events import AUTO, DraftCount
 from outrider.command_line import between
-from outrider.errors import InvalidRequest
 from outrider.model_service_flags import MAX_THREADS, Dtype
+from outrider.wire_proposal import MAX_SUPPORT
 
-INT32_MAX = 2**31 - 1
-INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+GATEWAY_PORT, DRAFT_PORT, TARGET_PORT = 50050, 50051, 50052
 
-
-def parse_draft_count(value: str | None) -> DraftCount:
-    """A count, or AUTO; raises InvalidRequest about any other text."""
-    if value is None or value == AUTO:
-        return AUTO
-    if not value.isascii() or not value.isdecimal() or int(value) > INT32_MAX:
-        raise InvalidRequest("--draft-count", value, f"a number of tokens, or {AUTO}")
-    return int(value)
-
+_models = partial(typer.Option, rich_help_panel="The models")
+_machine = partial(typer.Option, rich_help_panel="The machine")
 
 Prompt = Annotated[
     str, typer.Argument(help="Text to continue; - reads it from standard input.", metavar="PROMPT", show_default=False)
 ]
-MaxTokens = Annotated[
-    int | None,
-    typer.Option(
-        help="Most tokens to generate. Default: 128, or what the context leaves.",
-        metavar="N",
-        callback=between(1, INT32_MAX),
-    ),
-]
-Temperature = Annotated[
-    float | None,
-    typer.Option(help="Divisor of the logits, 0 to 100; 0 takes the most probable token. Default: 1.", metavar="X"),
-]
-TopK = Annotated[
-    int | None,
-    typer.Option(
-        help="Number of most probable tokens kept; 0 keeps all. Default: 0.",
-        metavar="N",
-        callback=between(0, INT32_MAX),
-    ),
-]
-TopP = Annotated[
-    float | None, typer.Option(help="Probability mass kept, above 0 and up to 1. Default: 1.", metavar="X")
-]
-MinP = Annotated[
-    float | None,
-    typer.Option(help="Least probability kept, as a share of the largest one, 0 to 1. Default: 0.", metavar="X"),
-]
-RepetitionPenalty = Annotated[
-    float | None,
-    typer.Option(help="Divides the logits of tokens that occurred, above 0 and up to 100. Default: 1.", metavar="X"),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(
-        help="Seed of the noise. Default: a random one, named at the end.",
-        metavar="N",
-        callback=between(INT64_MIN, INT64_MAX),
-    ),
-]
-Stop = Annotated[
-    list[str] | None,
-    typer.Option(help="Text that ends the output, without being part of it. At most 8 times.", metavar="TEXT"),
-]
-DraftCountOption = Annotated[
+Address = Annotated[
     str | None,
-    typer.Option("--draft-count", help="Draft tokens a round. Default: auto, the gateway chooses.", metavar="N|auto"),
+    typer.Option(
+        help="Gateway to call. Default: start one with its services, and stop them again.", metavar="HOST:PORT"
+    ),
 ]
-NoSpeculation = Annotated[bool, typer.Option("--no-speculation", help="Decode plainly; the tokens are the same.")]
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json", help="Print one JSON object at the end instead of the text.", rich_help_panel="What is shown"
+    ),
+]
+NoDraft = Annotated[bool, typer.Option("--no-draft", help="Start no draft service: plain decoding.")]
+Story = Annotated[bool, typer.Option("--story", help="Stream one story when everything is up, as a proof of life.")]
 Target = Annotated[
     str | None,
-    typer.Option(
+    _models(
         help="Folder or hub id of the model that decides, or sized:PRESET. Default: the embedded one.",
         metavar="MODEL",
         show_default=False,
@@ -83,46 +42,60 @@ Target = Annotated[
 ]
 Draft = Annotated[
     str | None,
-    typer.Option(
+    _models(
         help="Folder or hub id of the model that guesses, or sized:PRESET. Default: the embedded one, if the target is "
         "embedded or sized.",
         metavar="MODEL",
         show_default=False,
     ),
 ]
-DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="Type of the weights. Default: bfloat16.")]
-Address = Annotated[
-    str | None,
-    typer.Option(
-        help="Gateway to call. Default: start one with its services, and stop them again.", metavar="HOST:PORT"
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead of the text.")]
-NoDraft = Annotated[bool, typer.Option("--no-draft", help="Start no draft service: plain decoding.")]
-Device = Annotated[str, typer.Option(help="Device of the target: cpu or cuda:N.", metavar="DEVICE")]
-DraftDevice = Annotated[
-    str | None,
-    typer.Option(help="Device of the draft. Default: that of the target.", metavar="DEVICE", show_default=False),
-]
+DtypeOption = Annotated[Dtype | None, _models("--dtype", help="Type of the weights. Default: bfloat16.")]
 Threads = Annotated[
     int | None,
-    typer.Option(
+    _machine(
         help="Compute threads of the target. Default: the number of CPUs.",
         metavar="N",
         callback=between(1, MAX_THREADS),
     ),
 ]
 DraftThreads = Annotated[
-    int, typer.Option(help="Compute threads of the draft.", metavar="N", callback=between(1, MAX_THREADS))
+    int, _machine(help="Compute threads of the draft.", metavar="N", callback=between(1, MAX_THREADS))
 ]
-Port = Annotated[
-    int, typer.Option(help="Port of the gateway; 0 takes a free one.", metavar="PORT", callback=between(0, 65535))
-]
-DraftPort = Annotated[
-    int, typer.Option(help="Port of the draft service; 0 takes a free one.", metavar="PORT", callback=between(0, 65535))
-]
-TargetPort = Annotated[
-    int,
-    typer.Option(help="Port of the target service; 0 takes a free one.", metavar="PORT", callback=between(0, 65535)),
-]
-Story = Annotated[bool, typer.Option("--story", help="Stream one story when everything is up, as a proof of life.")]
+_port = partial(_machine, metavar="PORT", callback=between(0, 65535))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Models:
+    """Which two models are served, and how."""
+
+    target: Target = None
+    draft: Draft = None
+    dtype: DtypeOption = None
+    draft_dtype: Annotated[
+        Dtype | None, _models("--draft-dtype", help="Type of the draft's weights. Default: that of the target.")
+    ] = None
+    top_n: Annotated[
+        int | None,
+        _models(
+            help="Most probable tokens of a draft distribution that travel under ratio, block and lenient. Default: "
+            "the draft service's own.",
+            metavar="N",
+            callback=between(1, MAX_SUPPORT),
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What computes, and where the processes answer."""
+
+    device: Annotated[str, _machine(help="Device of the target: cpu or cuda:N.", metavar="DEVICE")] = "cpu"
+    draft_device: Annotated[
+        str | None,
+        _machine(help="Device of the draft. Default: that of the target.", metavar="DEVICE", show_default=False),
+    ] = None
+    threads: Threads = None
+    draft_threads: DraftThreads = 1
+    port: Annotated[int, _port(help="Port of the gateway; 0 takes a free one.")] = GATEWAY_PORT
+    draft_port: Annotated[int, _port(help="Port of the draft service; 0 takes a free one.")] = DRAFT_PORT
+    target_port: Annotated[int, _port(help="Port of the target service; 0 takes a free one.")] = TARGET_PORT

@@ -1,14 +1,13 @@
-"""How a generation looks: tokens in the style of their origin, bare text, or one JSON object. Knows no gRPC."""
+"""How answers look: tokens in the style of their origin, or bare text. Knows no gRPC."""
 
-import json
-from dataclasses import asdict
 from typing import Protocol, TextIO
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from outrider.cli.events import ModelFacts, Origin, Result, Round
+from outrider.cli.asking import Ask
+from outrider.cli.events import Origin, PromptToken, Result, Round, Token
+from outrider.cli.tables import CONTROL_PICTURES, figures, logprob_table
 
 # Never by colour alone: with NO_COLOR, or to eyes that see colours otherwise, the attributes still tell them apart.
 STYLES = {
@@ -23,45 +22,70 @@ MEANINGS = {
     Origin.BONUS: "bonus behind an accepted draft",
     Origin.PLAIN: "plain",
 }
-# Control characters but tab and newline become their pictures: a model must not drive the reader's terminal.
-CONTROL_PICTURES = (
-    {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
-    | {0x7F: 0x2421}
-    | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
-)
+
+
+# Into a file or pipe a table is as wide as it needs to be.
+PLAIN_WIDTH = 160
+
+
+def console_for(file: TextIO) -> Console:
+    """A console that has the width of a terminal, and much room elsewhere."""
+    console = Console(file=file, highlight=False)
+    return console if console.is_terminal else Console(file=file, highlight=False, width=PLAIN_WIDTH)
 
 
 class View(Protocol):
-    """Shows one generation, event by event."""
+    """Shows the answers to one request, event by event, one sample behind the other."""
 
-    def begin(self, prompt: str) -> None:
+    def begin(self, ask: Ask) -> None:
         """Comes before the first event."""
 
     def show(self, event: Round) -> None:
         """Shows what a round committed."""
 
     def finish(self, result: Result) -> None:
-        """Shows the result."""
+        """Shows the result of a sample."""
+
+    def end(self) -> None:
+        """Comes behind the last event."""
 
 
-def figures(result: Result) -> str:
-    """The last line: how many tokens, how fast, what speculation did, and the seed that replays it."""
-    told = result.speculation
-    parts = [
-        f"{result.completion_tokens} tokens",
-        f"{result.tokens_per_second:.0f} tokens/s",
-        f"{told.rounds} rounds",
-        f"acceptance rate {told.acceptance_rate:.2f}",
-        f"mean acceptance length {told.mean_acceptance_length:.2f}",
-        f"{told.fallback_rounds} fallback rounds",
-        f"seed {result.seed}",
-    ]
-    if result.target_reopens:
-        parts.append(f"{result.target_reopens} times opened again on a target")
-    if len(result.numerics_ids) > 1:
-        # Only then the seed does not repeat the text.
-        parts.append(f"moved between the numerics {' and '.join(result.numerics_ids)}")
-    return ", ".join(parts)
+class Headings:
+    """The line above each of several samples."""
+
+    def __init__(self) -> None:
+        self._count = 1
+        self._shown = -1
+
+    def begin(self, count: int) -> None:
+        """Takes how many samples there will be."""
+        self._count = count
+
+    def above(self, event: Round) -> str:
+        """The heading where a sample begins, and nothing within one or above the only one."""
+        if self._count == 1 or event.sample_index == self._shown:
+            return ""
+        self._shown = event.sample_index
+        return f"Sample {event.sample_index + 1} of {self._count}"
+
+
+class Numbers:
+    """The tokens of one sample that have a log-probability to show, and the prompt's."""
+
+    def __init__(self) -> None:
+        self._prompt: list[PromptToken] = []
+        self._tokens: list[Token] = []
+
+    def add(self, event: Round) -> None:
+        """Keeps what has a log-probability."""
+        self._prompt += event.prompt
+        self._tokens += [token for token in event.tokens if token.logprob]
+
+    def print_to(self, console: Console) -> None:
+        """Prints a table if there is anything to tell, and forgets it."""
+        if self._prompt or self._tokens:
+            console.print(logprob_table(self._prompt, self._tokens))
+        self._prompt, self._tokens = [], []
 
 
 class TerminalView:
@@ -69,15 +93,22 @@ class TerminalView:
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self._headings = Headings()
+        self._numbers = Numbers()
 
-    def begin(self, prompt: str) -> None:
+    def begin(self, ask: Ask) -> None:
         """Prints the legend, and what is to be continued."""
         legend = Text("  ").join(Text(meaning, STYLES[origin]) for origin, meaning in MEANINGS.items())
         self._console.print(legend, end="\n\n", soft_wrap=True)
-        self._put(Text(prompt.translate(CONTROL_PICTURES), "dim"))
+        self._put(Text(ask.prompt.translate(CONTROL_PICTURES), "dim"))
+        self._headings.begin(ask.sample_count)
 
     def show(self, event: Round) -> None:
         """Prints the tokens. When their shares do not make up the round's text, the text goes without styles."""
+        heading = self._headings.above(event)
+        if heading:
+            self._put(Text(f"\n\n{heading}\n", "bold"))
+        self._numbers.add(event)
         if "".join(token.text for token in event.tokens) == event.text:
             shares = [Text(token.text.translate(CONTROL_PICTURES), STYLES[token.origin]) for token in event.tokens]
             self._put(Text().join(shares))
@@ -85,9 +116,13 @@ class TerminalView:
             self._put(Text(event.text.translate(CONTROL_PICTURES)))
 
     def finish(self, result: Result) -> None:
-        """Prints what was held back, and the figures."""
-        self._put(Text(result.rest.translate(CONTROL_PICTURES)))
-        self._console.print(Text("\n\n" + figures(result), "dim"), soft_wrap=True)
+        """Prints what was held back, the log-probabilities and the figures."""
+        self._put(Text(result.rest.translate(CONTROL_PICTURES) + "\n\n"))
+        self._numbers.print_to(self._console)
+        self._console.print(Text(figures(result), "dim"), soft_wrap=True)
+
+    def end(self) -> None:
+        """Everything is shown already."""
 
     def _put(self, text: Text) -> None:
         # Soft wrap leaves breaking lines to the terminal: a piece does not know in which column it begins.
@@ -95,70 +130,33 @@ class TerminalView:
 
 
 class PlainView:
-    """The text alone, as it comes, and a newline behind it; the figures go elsewhere."""
+    """The text alone, as it comes, and a newline behind it; log-probabilities and figures go elsewhere."""
 
     def __init__(self, output: TextIO, notes: TextIO) -> None:
         self._output = output
-        self._notes = notes
+        self._notes = console_for(notes)
+        self._headings = Headings()
+        self._numbers = Numbers()
 
-    def begin(self, prompt: str) -> None:
+    def begin(self, ask: Ask) -> None:
         """Shows nothing."""
+        self._headings.begin(ask.sample_count)
 
     def show(self, event: Round) -> None:
         """Writes the round's text."""
-        self._output.write(event.text)
-        self._output.flush()
+        heading = self._headings.above(event)
+        self._write((f"[{heading}]\n" if heading else "") + event.text)
+        self._numbers.add(event)
 
     def finish(self, result: Result) -> None:
-        """Writes what was held back, and the figures to the notes."""
-        self._output.write(result.rest + "\n")
+        """Writes what was held back, and everything else to the notes."""
+        self._write(result.rest + "\n")
+        self._numbers.print_to(self._notes)
+        self._notes.print(Text(figures(result)), soft_wrap=True)
+
+    def end(self) -> None:
+        """Everything is written already."""
+
+    def _write(self, text: str) -> None:
+        self._output.write(text)
         self._output.flush()
-        self._notes.write(figures(result) + "\n")
-
-
-class JsonView:
-    """One JSON object, when everything is known."""
-
-    def __init__(self, output: TextIO) -> None:
-        self._output = output
-        self._rounds: list[Round] = []
-
-    def begin(self, prompt: str) -> None:
-        """Shows nothing."""
-
-    def show(self, event: Round) -> None:
-        """Keeps the round."""
-        self._rounds.append(event)
-
-    def finish(self, result: Result) -> None:
-        """Writes the object on one line."""
-        answer = {
-            "text": "".join(event.text for event in self._rounds) + result.rest,
-            "token_ids": [token.token_id for event in self._rounds for token in event.tokens],
-            "finish_reason": result.finish_reason,
-            "seed": result.seed,
-            "usage": {"prompt_tokens": result.prompt_tokens, "completion_tokens": result.completion_tokens},
-            "speculation": asdict(result.speculation),
-            "timings": {"first_token_us": result.first_token_us, "total_us": result.total_us},
-            "model_hash": result.model_hash,
-            "numerics_id": result.numerics_ids[-1],
-            "numerics_ids": result.numerics_ids,
-            "survival": {"target_reopens": result.target_reopens, "drift_repairs": result.drift_repairs},
-        }
-        self._output.write(json.dumps(answer, ensure_ascii=False) + "\n")
-        self._output.flush()
-
-
-def model_table(facts: list[ModelFacts]) -> Table:
-    """One column a model, so that the table fits into a narrow terminal."""
-    table = Table("role", *(fact.role for fact in facts))
-    table.add_row("model", *(fact.model for fact in facts))
-    table.add_row("parameters", *(f"{fact.parameters:,}" for fact in facts))
-    table.add_row("dtype", *(fact.dtype for fact in facts))
-    table.add_row("device", *(fact.device for fact in facts))
-    table.add_row("threads", *(str(fact.threads) for fact in facts))
-    table.add_row("numerics id", *(fact.numerics_id for fact in facts))
-    table.add_row("context", *(f"{fact.context_len:,} tokens" for fact in facts))
-    table.add_row("KV blocks", *(f"{fact.blocks:,} of {fact.block_size} tokens" for fact in facts))
-    table.add_row("address", *(fact.address for fact in facts))
-    return table

@@ -10,12 +10,14 @@ from outrider.sized_presets import parse
 from outrider.supervisor import Supervisor
 
 HOST = "127.0.0.1"
-GATEWAY_PORT, DRAFT_PORT, TARGET_PORT = 50050, 50051, 50052
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Everything that the three processes are told; a port of 0 takes a free one, no draft means plain decoding."""
+    """Everything that the three processes are told; a port of 0 takes a free one, no draft means plain decoding.
+
+    draft_dtype None means that of the target, and top_n None the draft service's own default.
+    """
 
     target: str
     draft: str | None
@@ -27,6 +29,8 @@ class Stack:
     gateway_port: int = 0
     draft_port: int = 0
     target_port: int = 0
+    draft_dtype: str | None = None
+    top_n: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +63,12 @@ def model_launch(role: str, stack: Stack) -> Launch:
     flags = {
         "--model": stack.target if is_target else stack.draft or "",
         "--device": stack.device if is_target else stack.draft_device,
-        "--dtype": stack.dtype,
+        "--dtype": stack.dtype if is_target else stack.draft_dtype or stack.dtype,
         "--threads": str(stack.threads if is_target else stack.draft_threads),
         "--log-level": "warning",
     }
+    if stack.top_n is not None and not is_target:
+        flags["--top-n"] = str(stack.top_n)
     port = stack.target_port if is_target else stack.draft_port
     return Launch(role, _command(f"{role}_service", flags), f"{HOST}:{port}")
 

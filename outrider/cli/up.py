@@ -3,22 +3,27 @@
 import asyncio
 import errno
 import socket
+import sys
 
 from rich.console import Console
 from rich.text import Text
 
+from outrider.cli.asking import Answer, Ask, Sampling, Speculation
 from outrider.cli.client import model_facts
-from outrider.cli.events import Ask
 from outrider.cli.generate import choose_view, show_generation
-from outrider.cli.rendering import model_table
+from outrider.cli.rendering import console_for
 from outrider.cli.running import Interrupts, Work, note, service_log
 from outrider.cli.stack import HOST, Addresses, Stack, start_stack
+from outrider.cli.tables import model_table
 from outrider.errors import NotReady
 from outrider.supervisor import Supervisor
 
-STORY = Ask("Once upon a time there was a", max_tokens=128, temperature=0.7, seed=3, draft_count=4)
-# Into a file or pipe the table is as wide as it needs to be.
-PLAIN_WIDTH = 160
+STORY = Ask(
+    "Once upon a time there was a",
+    Answer(max_tokens=128, seed=3),
+    Sampling(temperature=0.7),
+    Speculation(draft_count="4"),
+)
 
 
 def check_ports(stack: Stack) -> None:
@@ -76,7 +81,6 @@ async def _announce(addresses: Addresses) -> None:
     """Prints the models and where the gateway answers."""
     served = [address for address in (addresses.target, addresses.draft) if address]
     facts = await asyncio.gather(*(model_facts(address) for address in served))
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+    console = console_for(sys.stdout)
     console.print(model_table(facts))
     console.print(Text(f"The gateway answers on {addresses.gateway}.\n"), soft_wrap=True)

@@ -2,23 +2,22 @@
 
 import asyncio
 import json
+import math
 import os
 import pty
 import re
 import signal
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
-from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message import Message
+from scripted_gateway import ScriptedGateway
 
-from outrider.errors import InvalidRequest
-from outrider.rpc import MAX_MESSAGE_BYTES, error_from, status_of
-from outrider.v1 import generation_service_pb2 as pb
+from outrider.rpc import MAX_MESSAGE_BYTES
 from outrider.v1 import types_pb2
-from outrider.v1.generation_service_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
+from outrider.v1.generation_service_pb2_grpc import add_GenerationServiceServicer_to_server
 
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()", "generate")
 # Says at its end whether anything heavy was imported, by whatever way.
@@ -28,61 +27,6 @@ SPY = (
     "atexit.register(lambda: print('heavy:', heavy(), file=sys.stderr))\n"
     "from outrider.cli import main; main()"
 )
-Call = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
-
-
-@dataclass
-class ScriptedGateway(GenerationServiceServicer):
-    """Answers every prompt with the same two rounds; "wait" is never answered, "refuse" is refused.
-
-    "lose" passes on the loss of a connection behind it, and "too large" is answered by more than a message may have.
-    """
-
-    address: str = ""
-    requests: list[pb.GenerateRequest] = field(default_factory=list)
-    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def Generate(  # noqa: N802, the protocol's name
-        self, request: pb.GenerateRequest, context: Call
-    ) -> AsyncIterator[pb.GenerateResponse]:
-        self.requests.append(request)
-        if request.text == "refuse":
-            await context.abort_with_status(status_of(InvalidRequest("temperature", -1.0, "at least 0")))
-        if request.text == "lose":
-            nothing = grpc.aio.Metadata()
-            lost = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "Socket closed")
-            await context.abort_with_status(status_of(error_from(lost)))
-        if request.text == "too large":
-            yield said((pb.TOKEN_ORIGIN_PLAIN, "x" * MAX_MESSAGE_BYTES))
-        yield said((pb.TOKEN_ORIGIN_PLAIN, "Once"))
-        if request.text == "wait":
-            await self._wait_for_cancellation()
-        yield said((pb.TOKEN_ORIGIN_ACCEPTED, " upon"), (pb.TOKEN_ORIGIN_CORRECTION, " a"))
-        yield pb.GenerateResponse(completion=completion())
-
-    async def _wait_for_cancellation(self) -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self.cancelled.set()
-
-
-def said(*tokens: tuple[pb.TokenOrigin.ValueType, str]) -> pb.GenerateResponse:
-    """A round of tokens, whose ids are the lengths of their texts."""
-    parts = [pb.GeneratedToken(token_id=len(text), origin=origin, text=text) for origin, text in tokens]
-    return pb.GenerateResponse(round=pb.Round(tokens=parts, text_delta="".join(text for _, text in tokens)))
-
-
-def completion() -> pb.Completion:
-    """The end of the script."""
-    return pb.Completion(
-        finish_reason=types_pb2.FINISH_REASON_LENGTH,
-        usage=pb.Usage(prompt_tokens=2, completion_tokens=3),
-        seed=7,
-        speculation=pb.SpeculationFigures(rounds=1, draft_tokens=2, accepted_tokens=1, acceptance_rate=0.5),
-        timings=pb.Timings(first_token_us=10, total_us=3_000),
-        text_delta="!",
-    )
 
 
 @pytest.fixture
@@ -121,15 +65,68 @@ async def test_pipe_gets_text_and_request_carries_the_options(gateway: ScriptedG
     assert (request.speculation.enabled, request.speculation.draft_count) == (True, 4)
 
 
+EVERY_OPTION = (
+    *("--max-tokens", "9", "--min-tokens", "2", "--ignore-eos", "--stop", "x", "--stop-token-id", "5", "-n", "2"),
+    *("--stop-token-id", "6", "--ban", "cat", "--ban", "Grüße", "--seed", "-3", "--temperature", "0.5", "--top-k", "7"),
+    *("--top-p", "0.9", "--min-p", "0.1", "--repetition-penalty", "1.1", "--presence-penalty", "-0.5"),
+    *("--frequency-penalty", "0.25", "--logit-bias", "5=-1.5", "--logit-bias", "6=2", "--draft-count", "4"),
+    *("--rule", "lenient", "--drafter", "sampled", "--lenience", "0.25", "--typical-epsilon", "0.125"),
+    *("--typical-delta", "nan", "--logprobs", "3", "--echo"),
+)
+
+
+def unset(message: Message) -> set[str]:
+    """Names of the fields, at any depth, that a message leaves to their defaults."""
+    given = {field.name: value for field, value in message.ListFields()}
+    inner = [unset(value) for value in given.values() if isinstance(value, Message)]
+    return {field.name for field in message.DESCRIPTOR.fields if field.name not in given}.union(*inner)
+
+
+async def test_every_field_has_an_option(gateway: ScriptedGateway) -> None:
+    """Whatever the protocol lets a client say can be said on the command line; `nan` is the gateway's to refuse."""
+    code, _, _ = await run_command("Hello", *EVERY_OPTION, "--address", gateway.address)
+    [request] = gateway.requests
+    assert code == 0
+    # The prompt is text or token ids, never both.
+    assert unset(request) == {"token_ids"}
+    sampling, speculation = request.sampling, request.speculation
+    assert (sampling.min_tokens, sampling.ignore_eos, sampling.logit_bias) == (2, True, {5: -1.5, 6: 2.0})
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (-0.5, 0.25)
+    assert (request.stop_token_ids, request.banned_words) == ([5, 6], ["cat", "Grüße"])
+    assert (request.sample_count, request.logprob_count, request.echo) == (2, 3, True)
+    assert (speculation.rule, speculation.drafter) == (types_pb2.ACCEPTANCE_RULE_LENIENT, "sampled")
+    assert (speculation.acceptance.lenience, speculation.acceptance.typical_epsilon) == (0.25, 0.125)
+    assert math.isnan(speculation.acceptance.typical_delta)
+
+
+async def test_samples_come_one_behind_the_other(gateway: ScriptedGateway) -> None:
+    """However their messages mix: each under its heading, in order, with figures that name its rule."""
+    code, output, notes = await run_command("Hello", "-n", "3", "--logprobs", "2", "--address", gateway.address)
+    texts = [f"[Sample {number} of 3]\none two!\n" for number in (1, 2, 3)]
+    assert (code, output) == (0, "".join(texts))
+    told = [line for line in notes.splitlines() if "tokens/s" in line]
+    assert [f"seed {70 + index}" in line for index, line in enumerate(told)] == [True] * 3
+    assert told[0].endswith("rule lenient with lenience 0.25: does not follow the target's distribution")
+    assert "3 -0.500  9 -1.500" in notes
+
+
+async def test_json_lists_the_samples(gateway: ScriptedGateway) -> None:
+    """One object with the prompt's tokens, when they came, and every sample in order."""
+    code, output, _ = await run_command("Hello", "-n", "2", "--json", "--address", gateway.address)
+    answer = json.loads(output)
+    assert (code, [sample["seed"] for sample in answer["samples"]]) == (0, [70, 71])
+    assert answer["prompt"] == [{"token_id": 8, "text": "Hello", "logprob": None, "most_probable": []}]
+
+
 async def test_defaults_belong_to_the_gateway(gateway: ScriptedGateway) -> None:
     """Without options the request names nothing but the prompt, which - reads from standard input."""
     code, _, _ = await run_command("-", "--no-speculation", "--address", gateway.address, stdin="Grüße".encode())
     [request] = gateway.requests
     assert (code, request.text) == (0, "Grüße")
-    assert not any(request.HasField(name) for name in ("max_tokens", "seed"))
+    assert {field.name for field, _ in request.ListFields()} == {"text", "sampling", "speculation"}
     assert request.sampling.ListFields() == []
     assert request.speculation.enabled is False
-    assert not request.speculation.HasField("draft_count")
+    assert [field.name for field, _ in request.speculation.ListFields()] == ["enabled"]
 
 
 async def test_json_and_no_torch(gateway: ScriptedGateway) -> None:
@@ -137,7 +134,7 @@ async def test_json_and_no_torch(gateway: ScriptedGateway) -> None:
     code, output, notes = await run_command(
         "Hello", "--json", "--address", gateway.address, command=(sys.executable, "-c", SPY, "generate")
     )
-    answer: dict[str, Any] = json.loads(output)
+    [answer] = json.loads(output)["samples"]
     assert (code, answer["text"], answer["token_ids"]) == (0, "Once upon a!", [4, 5, 2])
     assert (answer["finish_reason"], answer["seed"]) == ("length", 7)
     assert "heavy: []" in notes

@@ -1,41 +1,15 @@
-"""What a generation looks like in a terminal, in a pipe and as JSON."""
+"""What answers look like in a terminal and in a pipe."""
 
 import io
-import json
 from dataclasses import replace
 
-import pytest
+from generations import NUMBERED, RESULT, TEXT, show_two_samples, shown
 from rich.console import Console
 
-from outrider.cli.events import ModelFacts, Origin, Result, Round, Speculation, Token
-from outrider.cli.rendering import STYLES, JsonView, PlainView, TerminalView, View, figures, model_table
-
-ROUNDS = (
-    Round((Token(5, Origin.PLAIN, "Once"),), "Once"),
-    Round((Token(6, Origin.ACCEPTED, " upon"), Token(7, Origin.CORRECTION, " a")), " upon a"),
-    Round((Token(8, Origin.ACCEPTED, ""), Token(9, Origin.BONUS, " é")), " é"),
-)
-RESULT = Result(
-    rest=" time",
-    finish_reason="length",
-    seed=11,
-    prompt_tokens=3,
-    completion_tokens=5,
-    speculation=Speculation(2, 4, 2, 0.5, 0.5, 2.0, 1),
-    first_token_us=1_000,
-    total_us=100_000,
-    model_hash="ab",
-    numerics_ids=("cpu-test",),
-)
-TEXT = "Once upon a é time"
-
-
-def shown(view: View, rounds: tuple[Round, ...] = ROUNDS) -> None:
-    """Lets a view see a whole generation."""
-    view.begin("Ask: ")
-    for event in rounds:
-        view.show(event)
-    view.finish(RESULT)
+from outrider.cli.asking import Answer, Ask
+from outrider.cli.events import Origin, Round, Token
+from outrider.cli.rendering import STYLES, PlainView, TerminalView
+from outrider.cli.tables import figures
 
 
 def terminal(output: io.StringIO, *, colour: bool) -> TerminalView:
@@ -45,34 +19,48 @@ def terminal(output: io.StringIO, *, colour: bool) -> TerminalView:
     )
 
 
-def test_figures_name_speed_acceptance_and_seed() -> None:
-    """The last line has the figures that the user needs to compare and to replay."""
-    assert figures(RESULT) == (
-        "5 tokens, 50 tokens/s, 2 rounds, acceptance rate 0.50, mean acceptance length 2.00, 1 fallback rounds, seed 11"
-    )
+def test_pipe_gets_samples_under_headings() -> None:
+    """One behind the other, and the figures of each in the notes."""
+    output, notes = io.StringIO(), io.StringIO()
+    show_two_samples(PlainView(output, notes))
+    assert output.getvalue() == f"[Sample 1 of 2]\n{TEXT}\n[Sample 2 of 2]\n{TEXT}\n"
+    assert [line[-7:] for line in notes.getvalue().splitlines()] == ["seed 11", "seed 12"]
 
 
-def test_figures_say_what_the_request_survived() -> None:
-    """A request that was opened again says so, and so does one that another kind of target went on with."""
-    survived = replace(RESULT, target_reopens=2)
-    assert figures(survived).endswith("seed 11, 2 times opened again on a target")
-    moved = replace(survived, numerics_ids=("cpu-a", "cuda-b"))
-    assert figures(moved).endswith(", moved between the numerics cpu-a and cuda-b")
-
-
-def test_json_is_one_object() -> None:
-    """Text with what was held back, all token ids, and the sections by their names."""
+def test_terminal_gets_samples_under_headings() -> None:
+    """The prompt stands once above them."""
     output = io.StringIO()
-    shown(JsonView(output))
-    [line] = output.getvalue().splitlines()
-    answer = json.loads(line)
-    assert answer["text"] == TEXT
-    assert answer["token_ids"] == [5, 6, 7, 8, 9]
-    assert answer["finish_reason"] == "length"
-    assert answer["seed"] == 11
-    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 5}
-    assert answer["speculation"]["acceptance_rate"] == 0.5
-    assert answer["timings"] == {"first_token_us": 1_000, "total_us": 100_000}
+    show_two_samples(terminal(output, colour=False))
+    text = output.getvalue()
+    assert text.count("Ask: ") == 1
+    assert text.index("Sample 1 of 2") < text.index("seed 11") < text.index("Sample 2 of 2") < text.index("seed 12")
+
+
+def test_log_probabilities_are_a_table_behind_the_text() -> None:
+    """On the terminal and in the notes; the text itself stays as it is, and no control character gets into a table."""
+    screen, output, notes = io.StringIO(), io.StringIO(), io.StringIO()
+    shown(TerminalView(Console(file=screen, force_terminal=True, no_color=True, width=80)), NUMBERED)
+    shown(PlainView(output, notes), NUMBERED)
+    assert output.getvalue() == "Once\n\x1b time\n"
+    for told in (screen.getvalue(), notes.getvalue()):
+        assert "'Ask'" in told
+        assert "'Once\\n'" in told
+        assert "5 -0.250  6 -2.000" in told
+        assert "'␛'" in told
+        assert told.index("most probable") < told.index("'Ask'") < told.index("'␛'") < told.index("seed 11")
+
+
+def test_numbers_of_one_sample_do_not_show_up_under_the_next() -> None:
+    """The table of each sample has its tokens only, and the prompt's stand once."""
+    output, notes = io.StringIO(), io.StringIO()
+    view = PlainView(output, notes)
+    view.begin(Ask("Ask: ", Answer(samples=2)))
+    for index in range(2):
+        view.show(replace(NUMBERED[0], sample_index=index, prompt=() if index else NUMBERED[0].prompt))
+        view.finish(RESULT)
+    first, second = notes.getvalue().split("seed 11")[:2]
+    assert first.count("'Once\\n'") == second.count("'Once\\n'") == 1
+    assert ("'Ask'" in first, "'Ask'" in second) == (True, False)
 
 
 def test_pipe_gets_the_text_alone() -> None:
@@ -119,18 +107,3 @@ def test_control_characters_become_pictures() -> None:
     text = "a\x1b[2Jb\rc\x9bd\te"
     shown(terminal(output, colour=True), (Round((Token(1, Origin.PLAIN, text),), text),))
     assert "a␛[2Jb␍c\N{REPLACEMENT CHARACTER}d\te" in output.getvalue().replace("      ", "\t")
-
-
-@pytest.mark.parametrize("width", [60, 160])
-def test_model_table_names_everything(width: int) -> None:
-    """The table fits into a narrow terminal and loses nothing."""
-    facts = [
-        ModelFacts(
-            role, "story", 11_015_808, "bfloat16", "cpu", 2, "cpu-bfloat16-v4", 1024, 4096, 16, "127.0.0.1:50052"
-        )
-        for role in ("target", "draft")
-    ]
-    output = io.StringIO()
-    Console(file=output, width=width).print(model_table(facts))
-    for word in ("target", "draft", "11,015,808", "cpu-bfloat16-v4", "1,024 tokens", "4,096 of 16 tokens", ":50052"):
-        assert word in output.getvalue()

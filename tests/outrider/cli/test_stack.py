@@ -1,6 +1,7 @@
 """Which processes a stack has, with which models, flags and ports."""
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,19 @@ def test_command_lines() -> None:
     assert draft[draft.index("--threads") + 1] == "1"
     gateway = gateway_launch(PAIR, "127.0.0.1:7", None).command
     assert gateway[gateway.index("--draft") + 1] == ""
+
+
+def test_the_draft_may_have_a_dtype_and_a_top_n_of_its_own() -> None:
+    """It takes the target's dtype and its own default unless told otherwise; the target hears of neither."""
+    stack = replace(PAIR, dtype="float32")
+    for role in ("target", "draft"):
+        words = model_launch(role, stack).command
+        assert words[words.index("--dtype") + 1] == "float32"
+        assert "--top-n" not in words
+    stack = replace(stack, draft_dtype="bfloat16", top_n=16)
+    target, draft = (model_launch(role, stack).command for role in ("target", "draft"))
+    assert (target[target.index("--dtype") + 1], "--top-n" in target) == ("float32", False)
+    assert (draft[draft.index("--dtype") + 1], draft[draft.index("--top-n") + 1]) == ("bfloat16", "16")
 
 
 def test_taken_port_is_told_with_the_way_out() -> None:

@@ -17,15 +17,16 @@ import pytest
 from helpers import eventually
 from stack import until_quiet
 
+from outrider.cli.asking import Answer, Ask, Sampling, Speculation
 from outrider.cli.client import generate
-from outrider.cli.events import Ask, Result, Round
+from outrider.cli.events import Result, Round
 from outrider.embedded_models import embedded_model
 from outrider.rpc import open_channel
 
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()")
 FREE_PORTS = ("--port", "0", "--draft-port", "0", "--target-port", "0")
 READY_S, END_S = 120.0, 30.0
-ASK = Ask("Once upon a time", max_tokens=24, temperature=0.8, seed=5, draft_count=4)
+ASK = Ask("Once upon a time", Answer(max_tokens=24, seed=5), Sampling(temperature=0.8), Speculation(draft_count="4"))
 
 
 @dataclass
@@ -104,12 +105,12 @@ async def ask(address: str, request: Ask = ASK) -> tuple[list[int], Result]:
 
 
 async def generated(*arguments: str) -> dict[str, Any]:
-    """The JSON object of `outrider generate` with a stack of its own."""
+    """The first sample that `outrider generate` with a stack of its own tells as JSON."""
     options = ("--max-tokens", "16", "--seed", "5", "--temperature", "0.8", "--json", *arguments)
     process = await start("generate", "Once upon a time", *options)
     output, notes = await asyncio.wait_for(process.communicate(), READY_S)
     assert process.returncode == 0, notes.decode()
-    answer: dict[str, Any] = json.loads(output)
+    answer: dict[str, Any] = json.loads(output)["samples"][0]
     return answer
 
 
@@ -138,6 +139,15 @@ async def test_generate_is_a_function_of_its_seed() -> None:
     assert len(first["token_ids"]) == first["usage"]["completion_tokens"] == 16
     assert first["speculation"]["accepted_tokens"] > 0
     assert plain["speculation"]["draft_tokens"] == 0
+
+
+async def test_generate_under_another_rule_and_with_another_draft() -> None:
+    """The rule, what the draft is told and log-probabilities come through a stack of its own."""
+    options = ("--rule", "ratio", "--draft-dtype", "float32", "--top-n", "8", "--draft-count", "4")
+    answer = await generated(*options, "--samples", "2", "--logprobs", "2", "--echo")
+    assert (answer["rule"], answer["follows_target"], len(answer["token_ids"])) == ("ratio", True, 16)
+    assert answer["speculation"]["accepted_tokens"] > 0
+    assert [len(token["most_probable"]) for token in answer["tokens"]] == [2] * 16
 
 
 async def test_up_survives_its_draft_and_drains_on_sigint() -> None:

@@ -29,6 +29,23 @@ def outrider(*arguments: str | bytes, stdin: bytes = b"") -> tuple[int, str, str
         ("generate Hi --top-k -1", "--top-k is -1, but must be in [0, 2147483647]"),
         ("generate Hi --address=", f"--address is '', but must be {ADDRESS}"),
         ("generate Hi --address localhost", f"--address is 'localhost', but must be {ADDRESS}"),
+        (
+            "generate Hi --draft-count 1" + "0" * 5000,
+            "--draft-count is '1" + "0" * 75 + "..., but must be a number of tokens, or auto",
+        ),
+        ("generate Hi --logit-bias 5", "--logit-bias is '5', but must be ID=BIAS, a token id and a number"),
+        ("generate Hi --logit-bias 5=", "--logit-bias is '5=', but must be ID=BIAS, a token id and a number"),
+        ("generate Hi --logit-bias -1=2", "--logit-bias is '-1=2', but must be ID=BIAS, a token id and a number"),
+        (
+            "generate Hi --logit-bias 5=1 --logit-bias 5=2",
+            "--logit-bias is '5=2', but must be the only one of its token",
+        ),
+        ("generate Hi --stop-token-id 5 --stop-token-id -1", "--stop-token-id is -1, but must be in [0, 2147483647]"),
+        ("generate Hi --samples 0", f"--samples is 0, but must be {INT32}"),
+        ("generate Hi --logprobs -1", "--logprobs is -1, but must be in [0, 2147483647]"),
+        ("generate Hi --min-tokens -1", "--min-tokens is -1, but must be in [0, 2147483647]"),
+        ("generate Hi --top-n 257", "--top-n is 257, but must be in [1, 256]"),
+        ("up --top-n 0", "--top-n is 0, but must be in [1, 256]"),
         ("up --threads 257", "--threads is 257, but must be in [1, 256]"),
         ("up --draft-threads 0", "--draft-threads is 0, but must be in [1, 256]"),
     ],
@@ -43,6 +60,13 @@ def test_values_out_of_range(line: str, sentence: str) -> None:
     [
         ("up --no-draft --draft models/draft", "--draft is 'models/draft'", "--no-draft"),
         ("up --no-draft --draft-device cpu", "--draft-device is 'cpu'", "--no-draft"),
+        ("up --no-draft --draft-dtype float32", "--draft-dtype is 'float32'", "--no-draft"),
+        ("up --no-draft --top-n 8", "--top-n is '8'", "--no-draft"),
+        ("generate Hi --no-speculation --rule ratio", "--rule is 'ratio'", "--no-speculation"),
+        ("generate Hi --no-speculation --lenience 0.5", "--lenience is '0.5'", "--no-speculation"),
+        ("generate Hi --no-speculation --drafter model", "--drafter is 'model'", "--no-speculation"),
+        ("generate Hi --address a:1 --top-n 8", "--top-n is '8'", "--address"),
+        ("generate Hi --address a:1 --draft-dtype float32", "--draft-dtype is 'float32'", "--address"),
         ("generate Hi --no-speculation --draft models/draft", "--draft is 'models/draft'", "--no-speculation"),
         ("generate Hi --no-speculation --draft-count 4", "--draft-count is '4'", "--no-speculation"),
         ("generate Hi --address a:1 --target models/target", "--target is 'models/target'", "--address"),
@@ -68,6 +92,30 @@ def test_prompt_must_be_text(argument: str | bytes, stdin: bytes) -> None:
     """Bytes that are no UTF-8 are shown, wherever they came from."""
     sentence = "outrider: prompt is b'a\\xff', but must be valid UTF-8\n"
     assert outrider("generate", argument, stdin=stdin) == (64, "", sentence)
+
+
+@pytest.mark.parametrize("option", ["--stop", "--ban", "--drafter"])
+def test_options_must_be_text(option: str) -> None:
+    """The same with the option's name, instead of what protobuf says about it."""
+    sentence = f"outrider: {option} is b'a\\xff', but must be valid UTF-8\n"
+    assert outrider("generate", "Hi", option, b"a\xff") == (64, "", sentence)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--rule", "greedy"),
+        ("--samples", "two"),
+        ("--temperature", "warm"),
+        ("--stop-token-id", "x"),
+        ("--lenience", ""),
+    ],
+)
+def test_values_that_cannot_be_read(option: str, value: str) -> None:
+    """The parser tells them, with the option's name and the code of all wrong usage."""
+    code, output, notes = outrider("generate", "Hi", option, value)
+    assert (code, output) == (64, "")
+    assert option in notes
 
 
 def test_prompt_must_fit_into_a_message() -> None:

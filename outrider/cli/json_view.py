@@ -1,0 +1,73 @@
+"""Answers as one JSON object, when everything is known. Knows no terminal."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, TextIO
+
+from outrider.cli.asking import Ask
+from outrider.cli.events import PromptToken, Result, Round, Token
+
+
+class JsonView:
+    """Keeps the events and writes one line at the end: the list `samples`, and the prompt's tokens where they came."""
+
+    def __init__(self, output: TextIO) -> None:
+        self._output = output
+        self._prompt: tuple[PromptToken, ...] = ()
+        self._rounds: list[Round] = []
+        self._samples: list[dict[str, Any]] = []
+
+    def begin(self, ask: Ask) -> None:
+        """Shows nothing."""
+
+    def show(self, event: Round) -> None:
+        """Keeps the round."""
+        self._prompt += event.prompt
+        self._rounds.append(event)
+
+    def finish(self, result: Result) -> None:
+        """Keeps what the rounds since the last result make up."""
+        self._samples.append(_sample(self._rounds, result))
+        self._rounds = []
+
+    def end(self) -> None:
+        """Writes the object."""
+        prompt = {"prompt": [_token(each) for each in self._prompt]} if self._prompt else {}
+        self._output.write(json.dumps({**prompt, "samples": self._samples}, ensure_ascii=False) + "\n")
+        self._output.flush()
+
+
+def _sample(rounds: Sequence[Round], result: Result) -> dict[str, Any]:
+    """One answer. Its tokens are told one by one only with log-probabilities."""
+    tokens = [token for event in rounds for token in event.tokens]
+    logprobs = {"tokens": [_token(each) for each in tokens]} if any(each.logprob for each in tokens) else {}
+    return {
+        "text": "".join(event.text for event in rounds) + result.rest,
+        "token_ids": [token.token_id for token in tokens],
+        **logprobs,
+        "finish_reason": result.finish_reason,
+        "seed": result.seed,
+        "rule": result.acceptance.rule,
+        **result.acceptance.settings,
+        "follows_target": result.acceptance.rule.is_exact,
+        "usage": {"prompt_tokens": result.prompt_tokens, "completion_tokens": result.completion_tokens},
+        "speculation": asdict(result.speculation),
+        "timings": {"first_token_us": result.first_token_us, "total_us": result.total_us},
+        "model_hash": result.model_hash,
+        "numerics_id": result.numerics_ids[-1],
+        "numerics_ids": result.numerics_ids,
+        "survival": {"target_reopens": result.target_reopens, "drift_repairs": result.drift_repairs},
+    }
+
+
+def _token(token: PromptToken | Token) -> dict[str, Any]:
+    """A token with its log-probability, null for the prompt's first, and the most probable ones in its place."""
+    told = token.logprob
+    alternatives = zip(told.top_token_ids, told.top_logprobs, strict=True) if told else ()
+    return {
+        "token_id": token.token_id,
+        "text": token.text,
+        "logprob": told.logprob if told else None,
+        "most_probable": [{"token_id": token_id, "logprob": value} for token_id, value in alternatives],
+    }
