@@ -29,7 +29,8 @@ __all__ = ["Feed", "ForwardResult", "ModelRunner"]
 MAX_ROWS = 512
 # 64 MiB of float32, beyond those behind which tokens are drawn.
 MAX_PREFIX_LOGITS = 1 << 24
-DEFAULT_KV_BYTES = 512 << 20
+# What the cache takes by default, and what it may take for the sake of one whole context.
+DEFAULT_KV_BYTES, MOST_KV_BYTES = 512 << 20, 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,10 +225,10 @@ class ModelRunner:
 
 
 def default_kv_tokens(config: DecoderFacts, device: torch.device, dtype: torch.dtype) -> int:
-    """Tokens whose keys and values fit into 512 MiB, and at least one full context."""
+    """Tokens whose keys and values fit into 512 MiB, or one full context, up to 4 GiB for that."""
     item_bytes = 4 if device.type == "cpu" else dtype.itemsize
     token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item_bytes
-    return max(DEFAULT_KV_BYTES // token_bytes, config.context_len)
+    return max(DEFAULT_KV_BYTES // token_bytes, min(config.context_len, MOST_KV_BYTES // token_bytes))
 
 
 def _checked_device(name: str) -> torch.device:

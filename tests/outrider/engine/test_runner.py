@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from forwards import TREE, assert_like_fresh, close, finish, fresh, random_ids
 from tiny_models import TARGET, write_tiny_model
 
 from outrider.engine import runner as runner_module
+from outrider.engine.model_config import ModelConfig
 from outrider.engine.ops.reference import ReferenceOps
 from outrider.engine.runner import Feed, ModelRunner, default_kv_tokens
 from outrider.engine.session import Session
@@ -227,6 +229,14 @@ def test_runner_describes_itself() -> None:
     assert len(runner.model_hash) == 32
     assert str(runner.device) == "cpu"
     assert default_kv_tokens(runner.config, runner.device, torch.bfloat16) == (512 << 20) // (6 * 2 * 2 * 64 * 4)
+
+
+@pytest.mark.parametrize(("context_len", "kv_tokens"), [(1000, 2048), (8192, 8192), (131_072, 16_384)])
+def test_the_cache_holds_a_context_but_not_at_any_price(context_len: int, kv_tokens: int) -> None:
+    """Llama 3.1 8B in float32 takes 256 KiB a token: 512 MiB by default, a whole context up to 4 GiB."""
+    assert isinstance(target("bfloat16").config, ModelConfig)
+    config = replace(target("bfloat16").config, num_layers=32, num_kv_heads=8, head_dim=128, context_len=context_len)
+    assert default_kv_tokens(config, torch.device("cpu"), torch.bfloat16) == kv_tokens
 
 
 @pytest.mark.parametrize(
