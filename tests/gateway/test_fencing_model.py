@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from simulation.laws import Broken
 from simulation.loop import Deadlock, Livelock
-from simulation.scenarios import scenarios
+from simulation.scenarios import rough_ways, scenarios
 from simulation.world import Scenario, simulate
 
 from gateway.target_stream import TargetStream
@@ -79,7 +79,7 @@ def test_a_planted_fault_is_found(plant: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(*PLANTS[plant])
 
     @simulation_settings(max_examples=PLANTED_EXAMPLES, phases=(Phase.generate,), report_multiple_bugs=False)
-    @given(scenarios)
+    @given(scenarios | rough_ways)
     def search(scenario: Scenario) -> None:
         simulate(scenario)
 

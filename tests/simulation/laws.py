@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from simulation.models import PROMPTS, Asked, plain_decoding
 
+from outrider.parameters import Rule
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
 
@@ -35,6 +36,8 @@ class Client:
 
     asked: Asked = DEFAULT
     draft_count: int | None = 4
+    greedy_rule: Rule = Rule.MATCH
+    """What decides at temperature 0, where all exact rules say the same; elsewhere only `match` promises tokens."""
     starts_s: float = 0.0
     cancel_at: int | None = None
     """Await point of the gateway's handler, counted from 0, at which the client leaves."""

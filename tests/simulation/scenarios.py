@@ -6,6 +6,8 @@ from simulation.models import PROMPTS, Asked
 from simulation.weather import Fault, Kind
 from simulation.world import DRAFT, DURATIONS_S, PLACES, TARGETS, Scenario
 
+from outrider.parameters import Rule
+
 asked = st.builds(
     Asked,
     prompt=st.integers(0, len(PROMPTS) - 1),
@@ -18,6 +20,7 @@ clients = st.builds(
     Client,
     asked=asked,
     draft_count=st.sampled_from((4, 0, 1, 8, None, None)),
+    greedy_rule=st.sampled_from((Rule.MATCH, Rule.RATIO, Rule.BLOCK)),
     starts_s=st.sampled_from((0.0, 0.0, 0.01, 0.1)),
     cancel_at=st.none() | st.none() | st.integers(0, 60),
     patience_s=st.sampled_from((None, None, None, 5.0)),
@@ -41,4 +44,12 @@ scenarios = st.builds(
     kv_tokens=st.sampled_from((256, 64)),
     draft_kv_tokens=st.sampled_from((256, 48)),
     gateway_dies_s=st.sampled_from((None, None, None, None, None, 0.01, 0.05, 3.0)),
+)
+# Worlds in which a fault of the targets shows soon: everybody is there at once, and the way to them is rough.
+rough_ways = st.builds(
+    Scenario,
+    clients=st.lists(clients, min_size=4, max_size=4).map(tuple),
+    storm=st.sampled_from((0.1, 0.3)),
+    storm_places=st.just(TARGETS),
+    seed=st.integers(0, 2**32 - 1),
 )

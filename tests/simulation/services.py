@@ -16,7 +16,7 @@ from simulation.transport import Network, Server
 from simulation.weather import Fault, Kind
 
 from draft_service.drafters.model_drafter import ModelDrafter
-from draft_service.server import DRAFTERS
+from draft_service.drafters.offers import DRAFTERS
 from draft_service.servicer import draft_service
 from draft_service.sessions import DraftSessions
 from outrider.engine.runner import ModelRunner

@@ -34,10 +34,12 @@ from gateway.patience import Patience
 from gateway.policy import Choice, SpeculationPolicy
 from gateway.replicas import Replicas
 from gateway.servicer import generation_service
+from outrider.parameters import Rule
 from outrider.rpc import error_from
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
+from outrider.wire_acceptance import RULES
 from target_service import sessions as target_sessions
 
 GATEWAY = "gateway"
@@ -273,12 +275,13 @@ class World:
 
 def _request(client: Client) -> pb.GenerateRequest:
     asked = client.asked
+    rule = RULES[Rule.MATCH if asked.temperature else client.greedy_rule]
     return pb.GenerateRequest(
         token_ids=types_pb2.TokenIds(token_ids=PROMPTS[asked.prompt]),
         max_tokens=asked.max_tokens,
         sampling=types_pb2.SamplingParameters(temperature=asked.temperature, frequency_penalty=asked.penalty),
         seed=asked.seed,
-        speculation=pb.SpeculationSettings(draft_count=client.draft_count),
+        speculation=pb.SpeculationSettings(draft_count=client.draft_count, rule=rule),
     )
 
 
