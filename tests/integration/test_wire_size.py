@@ -1,0 +1,83 @@
+"""What a round sends stays within 2 KB a hop under rules that need the draft's laws, request and answer together."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from prompts import OPENINGS
+from stack import Answer, running_stack
+
+from bench.hop_bytes import hop_bytes
+from outrider.engine.ops.eager import EagerOps
+from outrider.engine.quantise import DEFAULT_TOP_N, WEIGHT_SUM, quantise
+from outrider.engine.tree import TokenTree
+from outrider.parameters import DraftDistribution
+from outrider.v1 import types_pb2
+
+LIMIT_BYTES = 2048
+# Under a rule that needs token ids only.
+PLAIN_LIMIT_BYTES = 200
+DRAFT_COUNT = 5
+# As many ids as large open models have, and as long a context.
+MANY_TOKENS, MANY_POSITIONS = 152_000, 131_072
+# Smallest numbers that take a second and a third byte in a message.
+TWO_BYTES, THREE_BYTES = 1 << 7, 1 << 14
+
+
+async def hops(rule: "types_pb2.AcceptanceRule.ValueType", **fields: Any) -> list[tuple[int, int, int]]:
+    """Draft count and bytes of both hops of all rounds of some requests but their openings, with the embedded pair."""
+    async with running_stack() as stack:
+
+        async def answer(seed: int, text: str) -> Answer:
+            return await stack.generate(text=text, seed=seed, rule=rule, draft_count=DRAFT_COUNT, **fields)
+
+        answers = await asyncio.gather(*(answer(seed, text) for seed, text in enumerate(OPENINGS[:8])))
+    # The second round opens the draft's session, with the prompt.
+    facts = [each.facts for found in answers for each in found.rounds[2:]]
+    return [(each.draft_count, each.draft_bytes, each.verify_bytes) for each in facts]
+
+
+@pytest.mark.parametrize("rule", ["ratio", "block", "lenient"])
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
+async def test_a_round_with_laws_stays_within_two_kilobytes(rule: str, temperature: float) -> None:
+    """At every temperature, the flattest included, and laws do travel."""
+    number = getattr(types_pb2, f"ACCEPTANCE_RULE_{rule.upper()}")
+    found = await hops(number, temperature=temperature, max_tokens=32, ignore_eos=True)
+    assert max(max(draft_bytes, verify_bytes) for _, draft_bytes, verify_bytes in found) <= LIMIT_BYTES
+    full = [each[1:] for each in found if each[0] == DRAFT_COUNT]
+
+    assert max(min(both) for both in full) > DRAFT_COUNT * DEFAULT_TOP_N
+
+
+async def test_a_round_without_laws_stays_within_two_hundred_bytes() -> None:
+    """Under the default rule."""
+    found = await hops(types_pb2.ACCEPTANCE_RULE_MATCH, temperature=1.0, max_tokens=32, ignore_eos=True)
+    assert max(max(each[1:]) for each in found) <= PLAIN_LIMIT_BYTES
+
+
+def worst_law(top_n: int) -> DraftDistribution:
+    """The law that takes most bytes: as many large weights as fit into their sum, and no small one."""
+    large = (WEIGHT_SUM - top_n * TWO_BYTES) // (THREE_BYTES - TWO_BYTES)
+    weights = (THREE_BYTES,) * large + (TWO_BYTES,) * (top_n - large)
+    return DraftDistribution(tuple(range(MANY_TOKENS - top_n, MANY_TOKENS)), weights)
+
+
+def largest_hop(law: DraftDistribution) -> int:
+    """Bytes of the larger hop of a round whose laws are all this one."""
+    tree = TokenTree.chain([MANY_TOKENS - 1] * DRAFT_COUNT, [law] * DRAFT_COUNT)
+    return hop_bytes(tree, MANY_POSITIONS - DRAFT_COUNT).most
+
+
+def test_the_default_law_fits_with_a_large_vocabulary() -> None:
+    """Whatever its weights; a law of half as many tokens again would not."""
+    assert largest_hop(worst_law(DEFAULT_TOP_N)) <= LIMIT_BYTES
+    assert largest_hop(worst_law(DEFAULT_TOP_N * 3 // 2)) > LIMIT_BYTES
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 4.0, 16.0])
+def test_no_law_is_larger_than_the_worst(spread: float) -> None:
+    """From equal scores to a single token that has nearly everything."""
+    scores = torch.randn(8, MANY_TOKENS, generator=torch.Generator().manual_seed(3)) * spread
+    sizes = [largest_hop(law) for law in quantise(scores, DEFAULT_TOP_N, EagerOps()).distributions()]
+    assert max(sizes) <= largest_hop(worst_law(DEFAULT_TOP_N))

@@ -1,0 +1,86 @@
+"""Three thousand requests through real services and a gateway follow the law that transformers computes.
+
+Weights are random and the vocabulary is small, so that the joint law of two tokens can be tested. Seeds are fixed.
+"""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from exactness import reference_model
+from stack import Answer, running_stack
+from tiny_models import write_tiny_model
+from two_rounds import Floats, chance
+
+from outrider.v1 import types_pb2
+
+NUM_TOKENS = 16
+AT_A_TIME = 32
+PROMPT = [5, 9, 2, 11]
+# The first token is plain decoding. The next two come of a round with two drafts, or of two when one is refused.
+FIELDS = {"max_tokens": 4, "draft_count": 3, "temperature": 1.0, "ignore_eos": True}
+# Every second token, and its next one in four groups.
+CELLS = (1, 4)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target and a draft of sixteen tokens, both with random weights."""
+    folder = tmp_path_factory.mktemp("pair")
+    names = {"target": 0, "draft": 1}
+    target, draft = (write_tiny_model(folder / each, "llama", NUM_TOKENS, seed) for each, seed in names.items())
+    return target, draft
+
+
+def law_of_two(model: Path) -> Floats:
+    """The joint law [V, V] of the second and the third token behind the prompt."""
+    first = probs_behind(model, [PROMPT])[0]
+    second = probs_behind(model, [[*PROMPT, one] for one in range(NUM_TOKENS)])
+    third = probs_behind(model, [[*PROMPT, one, two] for one in range(NUM_TOKENS) for two in range(NUM_TOKENS)])
+    law: Floats = np.einsum("a,ab,abc->bc", first, second, third.reshape(NUM_TOKENS, NUM_TOKENS, NUM_TOKENS))
+    return law
+
+
+def probs_behind(model: Path, prefixes: list[list[int]]) -> Floats:
+    """Probabilities [N, V] behind prefixes of one length, float64."""
+    with torch.no_grad():
+        logits = reference_model(model)(torch.tensor(prefixes)).logits[:, -1]
+    probs: Floats = logits.double().softmax(dim=-1).numpy()
+    return probs
+
+
+async def check_requests(pair: tuple[Path, Path], rule: str, num_requests: int) -> None:
+    """Asks with the seeds 0, 1, 2, ..., some at a time, and compares; the draft's own law must not pass for it."""
+    number = getattr(types_pb2, f"ACCEPTANCE_RULE_{rule.upper()}")
+    slots = asyncio.Semaphore(AT_A_TIME)
+    async with running_stack(*map(str, pair), dtype="float32") as stack:
+
+        async def answer(seed: int) -> Answer:
+            async with slots:
+                return await stack.generate(token_ids=PROMPT, seed=seed, rule=number, **FIELDS)
+
+        answers = await asyncio.gather(*(answer(seed) for seed in range(num_requests)))
+    tokens = torch.tensor([each.token_ids[1:3] for each in answers])
+    target_law, draft_law = map(law_of_two, pair)
+    assert chance(tokens, target_law, CELLS) > 1e-4
+    assert chance(tokens, draft_law, CELLS) < 1e-6
+    drafted, accepted = (
+        sum(getattr(each.completion.speculation, name) for each in answers)
+        for name in ("draft_tokens", "accepted_tokens")
+    )
+    assert 0.1 * drafted < accepted < 0.9 * drafted
+
+
+@pytest.mark.parametrize("rule", ["match", "ratio", "block"])
+async def test_served_tokens_follow_the_law_of_the_target(pair: tuple[Path, Path], rule: str) -> None:
+    """A thousand requests under each exact rule: chi-square of two tokens, p > 1e-4."""
+    await check_requests(pair, rule, 1000)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("rule", ["match", "ratio", "block"])
+async def test_many_served_tokens_follow_the_law_of_the_target(pair: tuple[Path, Path], rule: str) -> None:
+    """Three thousand requests under each exact rule."""
+    await check_requests(pair, rule, 3000)

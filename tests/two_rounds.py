@@ -1,0 +1,267 @@
+"""Many requests at once over a little language, round by round, through the functions that the services call.
+
+The next token depends on the last one only, so that a table holds every row of logits that can come up, and the joint
+law of the first tokens is known. A planted bug is a subclass of `Rounds` that does one thing wrongly; nothing of the
+product is replaced. Not a second implementation: rules, draws, keys and quantised laws are the product's own.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy import stats
+from torch import Tensor
+
+from outrider.engine.drawing import draw_from
+from outrider.engine.noise import GAMMA, MASK, MULTIPLIERS, SHIFTS, Purpose, first_uniforms
+from outrider.engine.ops import choose_ops
+from outrider.engine.quantise import Laws, quantise
+from outrider.engine.sampling import RowContext, transform
+from outrider.engine.tree import TokenTree
+from outrider.parameters import SamplingParameters
+from target_service.acceptance import walk
+from target_service.rules.outcome import Outcome
+from target_service.rules.ratio import ratio
+
+PROMPT = (1, 2, 3)
+BASE = len(PROMPT)
+PLAIN = SamplingParameters()
+OPS = choose_ops(torch.device("cpu"), num_threads=1)
+# Numbers of one temporary, few enough to stay in a processor's cache.
+CHUNK_NUMBERS = 1 << 18
+# A cell of a chi-square test that is expected more rarely than this is counted with the others like it.
+RARE = 5
+
+Floats = npt.NDArray[np.float64]
+Words = npt.NDArray[np.uint64]
+Key = Callable[[Words, int, int], Words]
+RuleFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Outcome]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Language:
+    """Logits [V + 1, V] of both models: row v behind token v, the last row behind the prompt."""
+
+    target: Tensor
+    draft: Tensor
+    sampling: SamplingParameters = PLAIN
+
+    @classmethod
+    def random(cls, num_tokens: int, likeness: float, sampling: SamplingParameters = PLAIN) -> "Language":
+        """The draft has the target's logits times likeness (-1: the hardest case), and the less the more of others."""
+        generator = torch.Generator().manual_seed(20)
+        target, other = torch.randn(2, num_tokens + 1, num_tokens, generator=generator) * 1.2
+        return cls(target, likeness * target + (1 - abs(likeness)) * other, sampling)
+
+    @property
+    def num_tokens(self) -> int:
+        """V."""
+        return self.target.shape[1]
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Transformed scores of one model's table, of which no row depends on what was said before."""
+        rows = [RowContext(self.sampling, PROMPT, (), BASE, frozenset())] * len(logits)
+        return transform(logits, rows, self.num_tokens, OPS)
+
+    def law(self, length: int) -> Floats:
+        """The joint law [V, V, ...] of the target's first `length` tokens."""
+        probs: Floats = self.scores(self.target).double().softmax(dim=-1).numpy()
+        joint = probs[-1]
+        for _ in range(length - 1):
+            joint = joint[..., None] * probs[:-1]
+        return joint
+
+
+def draft_key(seeds: Words, base_len: int, position: int) -> Words:
+    """Of the draft's own draw."""
+    return round_keys(seeds, base_len, position, Purpose.DRAFT)
+
+
+def coin_key(seeds: Words, base_len: int, position: int) -> Words:
+    """Of the coin that decides about a draft token."""
+    return round_keys(seeds, base_len, position, Purpose.COIN)
+
+
+def residual_key(seeds: Words, _base_len: int, position: int) -> Words:
+    """Of the token in the place of a rejected one."""
+    return noise_keys(seeds, position, Purpose.RESIDUAL)
+
+
+def token_key(seeds: Words, _base_len: int, position: int) -> Words:
+    """Of the target's own token."""
+    return noise_keys(seeds, position, Purpose.TOKEN)
+
+
+def noise_keys(seeds: Words, position: int, purpose: Purpose) -> Words:
+    """`noise_key` of many seeds, bit for bit: a test compares them. One at a time they would take minutes."""
+    key = mixed(mixed(seeds + np.uint64(GAMMA)) + np.uint64(GAMMA * (position + 1) & MASK))
+    return mixed(key + np.uint64(GAMMA * (purpose + 1) & MASK))
+
+
+def round_keys(seeds: Words, base_len: int, position: int, purpose: Purpose) -> Words:
+    """`round_key` of many seeds, bit for bit."""
+    return mixed(~noise_keys(seeds, position, purpose) + np.uint64(GAMMA * (base_len + 1) & MASK))
+
+
+def mixed(words: Words) -> Words:
+    """The finaliser of splitmix64."""
+    for shift, multiplier in zip(SHIFTS, (*MULTIPLIERS, 1), strict=True):
+        words = (words ^ (words >> np.uint64(shift))) * np.uint64(multiplier)
+    return words
+
+
+@cache
+def keys_of_all(key: Key, base_len: int, position: int, num_seeds: int) -> Tensor:
+    """Keys [num_seeds] of the seeds 0, 1, 2, ..., as the engine takes them."""
+    return torch.from_numpy(key(np.arange(num_seeds, dtype=np.uint64), base_len, position).view(np.int64))
+
+
+class Rounds:
+    """Requests with the seeds 0, 1, 2, ... under one rule, with chains of draft_count tokens in every round."""
+
+    draft_key: Key = staticmethod(draft_key)
+    coin_key: Key = staticmethod(coin_key)
+    residual_key: Key = staticmethod(residual_key)
+    token_key: Key = staticmethod(token_key)
+
+    def __init__(
+        self, language: Language, rule: RuleFunction = ratio, *, num_seeds: int, draft_count: int = 3, top_n: int = 256
+    ) -> None:
+        self.num_seeds, self.draft_count, self.rule = num_seeds, draft_count, rule
+        self.num_tokens = language.num_tokens
+        self.scores, self.draft_scores = language.scores(language.target), language.scores(language.draft)
+        self.target_probs = OPS.softmax(self.scores)
+        self.laws = quantise(self.draft_scores, top_n, OPS)
+        # What a draft token is drawn from: the law that is sent.
+        self.drawn_from = self.laws
+
+    def tokens(self, length: int) -> Tensor:
+        """The first tokens [num_seeds, length] of every request, by as many rounds as it needs."""
+        output = torch.full((self.num_seeds, length + self.draft_count), -1)
+        counts = torch.zeros(self.num_seeds, dtype=torch.int64)
+        while (waiting := counts < length).any():
+            for count in counts[waiting].unique().tolist():
+                seeds = (counts == count).nonzero().flatten()
+                last = output[seeds, count - 1] if count else torch.full_like(seeds, self.num_tokens)
+                committed = self._play(seeds, BASE + count, last)
+                output[seeds, count : count + self.draft_count + 1] = committed[:, : output.shape[1] - count]
+                counts[seeds] += (committed >= 0).sum(dim=1)
+        return output[:, :length]
+
+    def _play(self, seeds: Tensor, base_len: int, last: Tensor) -> Tensor:
+        size = max(CHUNK_NUMBERS // (self.num_tokens * (self.draft_count + 1)), 1)
+        parts = zip(seeds.split(size), last.split(size), strict=True)
+        return torch.cat([self.play(*part, base_len) for part in parts])
+
+    def play(self, seeds: Tensor, last: Tensor, base_len: int) -> Tensor:
+        """One round of the requests with these seeds: what it commits [B, K + 1], -1 behind the last token."""
+        rows = self.draft(seeds, last, base_len)
+        committed = torch.full_like(rows, -1)
+        counts = self.sent_counts(rows[:, 1:])
+        for count in counts.unique().tolist():
+            chosen = counts == count
+            committed[chosen, : count + 1] = self.verify(seeds[chosen], rows[chosen, : count + 1], base_len)
+        return committed
+
+    def draft(self, seeds: Tensor, last: Tensor, base_len: int) -> Tensor:
+        """The last committed token and the chain behind it, [B, K + 1]."""
+        rows = [last]
+        for position in range(base_len, base_len + self.draft_count):
+            keys = self.keys(self.draft_key, base_len, position)[seeds]
+            rows.append(pick(self.drawn_from, rows[-1]).draw(keys))
+        return torch.stack(rows, dim=1)
+
+    def sent_counts(self, drafts: Tensor) -> Tensor:
+        """How many tokens [B] of the chains [B, K] are sent: all of them."""
+        return torch.full_like(drafts[:, 0], drafts.shape[1])
+
+    def verify(self, seeds: Tensor, rows: Tensor, base_len: int) -> Tensor:
+        """What the target commits of chains of equal length, [B, K + 1]."""
+        draft_count = rows.shape[1] - 1
+        if not draft_count:
+            return self.drawn(rows, seeds, base_len)
+        outcome = self.decide(rows, self.coins(seeds, base_len, draft_count))
+        accepted = outcome.accepted_count[:, None]
+        next_ids = draw_from(outcome.probs, self.next_keys(seeds, accepted, base_len, draft_count))
+        committed = rows.roll(-1, dims=1).masked_fill(torch.arange(draft_count + 1) > accepted, -1)
+        return committed.scatter(1, accepted, next_ids[:, None])
+
+    def coins(self, seeds: Tensor, base_len: int, draft_count: int) -> Tensor:
+        """One uniform [B, K] for each draft token."""
+        keys = [self.keys(self.coin_key, base_len, base_len + place)[seeds] for place in range(draft_count)]
+        return torch.from_numpy(np.stack([first_uniforms(each.tolist()) for each in keys], axis=1))
+
+    def drawn(self, rows: Tensor, seeds: Tensor, base_len: int) -> Tensor:
+        """The target's own token behind each row [B, R], as plain decoding draws it."""
+        keys = [self.keys(self.token_key, base_len, base_len + place)[seeds] for place in range(rows.shape[1])]
+        return OPS.draw(self.scores[rows.flatten()], torch.stack(keys, dim=1).flatten()).view_as(rows)
+
+    def decide(self, rows: Tensor, coins: Tensor) -> Outcome:
+        """The rule's answer about chains rows[:, 1:] behind the tokens rows[:, 0]."""
+        laws = pick(self.laws, rows[:, :-1])
+        return self.rule(self.target_probs[rows], rows[:, 1:], laws.token_ids, laws.weights, coins)
+
+    def next_keys(self, seeds: Tensor, accepted: Tensor, base_len: int, draft_count: int) -> Tensor:
+        """Of the draw behind the accepted tokens: a correction, or behind all of them the target's own token."""
+        ways = [self.keys(self.residual_key, base_len, base_len + count)[seeds] for count in range(draft_count)]
+        ways.append(self.keys(self.token_key, base_len, base_len + draft_count)[seeds])
+        return torch.stack(ways, dim=1).gather(1, accepted)[:, 0]
+
+    def keys(self, key: Key, base_len: int, position: int) -> Tensor:
+        """Keys of all requests at a position."""
+        return keys_of_all(key, base_len, position, self.num_seeds)
+
+
+class MatchRounds(Rounds):
+    """The same under `match`: the draft draws with the target's noise, and the target's own draws decide."""
+
+    def draft(self, seeds: Tensor, last: Tensor, base_len: int) -> Tensor:
+        """The last committed token and the chain behind it, [B, K + 1]."""
+        rows = [last]
+        for position in range(base_len, base_len + self.draft_count):
+            keys = self.keys(self.token_key, base_len, position)[seeds]
+            rows.append(OPS.draw(self.draft_scores[rows[-1]], keys))
+        return torch.stack(rows, dim=1)
+
+    def verify(self, seeds: Tensor, rows: Tensor, base_len: int) -> Tensor:
+        """What the target commits of chains of equal length, [B, K + 1]."""
+        drawn = self.drawn(rows, seeds, base_len).tolist()
+        committed = []
+        for token_ids, draws in zip(rows[:, 1:].tolist(), drawn, strict=True):
+            way = walk(chain(tuple(token_ids)), draws)
+            tokens = [*token_ids[: len(way.accepted_rows)], way.next_token_id]
+            committed.append(tokens + [-1] * (rows.shape[1] - len(tokens)))
+        return torch.tensor(committed)
+
+
+@cache
+def chain(token_ids: tuple[int, ...]) -> TokenTree:
+    """The tree of width one."""
+    return TokenTree.chain(token_ids)
+
+
+def pick(laws: Laws, rows: Tensor) -> Laws:
+    """The laws behind these tokens."""
+    return Laws(laws.token_ids[rows], laws.weights[rows])
+
+
+def chance(tokens: Tensor, law: Floats, widths: Sequence[int] = ()) -> float:
+    """p-value of the chi-square test of tokens [N, L] against their joint law; rare cells are counted as one.
+
+    `widths` makes cells of so many neighbouring ids each, one number for every token.
+    """
+    expected, width = law, widths or (1,) * law.ndim
+    for axis, (size, each) in enumerate(zip(law.shape, width, strict=True)):
+        expected = np.add.reduceat(expected, range(0, size, each), axis=axis)
+    cells = np.ravel_multi_index(tuple((tokens.numpy() // width).T), expected.shape)
+    counts = np.bincount(cells, minlength=expected.size)
+    expected = expected.ravel() * len(tokens)
+    if counts[expected == 0].any():
+        return 0.0
+    rare = expected < RARE
+    observed = np.append(counts[~rare], counts[rare].sum())
+    wanted = np.append(expected[~rare], expected[rare].sum())
+    return float(stats.chisquare(observed[wanted > 0], wanted[wanted > 0]).pvalue)
