@@ -1,8 +1,11 @@
 """Puts the draft service together. Knows no messages."""
 
-from draft_service.drafters.model_drafter import DraftTask, ModelDrafter
+from draft_service.drafters.model_drafter import ModelDrafter
+from draft_service.drafters.offers import DRAFTERS
+from draft_service.drafters.task import DraftTask
 from draft_service.servicer import draft_service
 from draft_service.sessions import DraftSession, DraftSessions
+from outrider.engine.quantise import DEFAULT_TOP_N
 from outrider.engine.worker import DeviceWorker
 from outrider.model_service import (
     LoadedModel,
@@ -16,18 +19,21 @@ from outrider.model_service_flags import ModelServiceSettings
 from outrider.model_servicer import model_service
 from outrider.sessions import SessionTable
 
-DRAFTERS = ("model",)
 
-
-async def start(settings: ModelServiceSettings) -> RunningModelService:
+async def start(settings: ModelServiceSettings, top_n: int = DEFAULT_TOP_N) -> RunningModelService:
     """Loads the model and serves; raises ModelRefused, InvalidRequest, AddressTaken."""
-    return await start_with(await load_model_aside(settings), settings)
+    return await start_with(await load_model_aside(settings), settings, top_n)
 
 
-async def start_with(model: LoadedModel, settings: ModelServiceSettings) -> RunningModelService:
-    """Serves a model that is loaded already; the settings' model is not looked at."""
+async def start_with(
+    model: LoadedModel, settings: ModelServiceSettings, top_n: int = DEFAULT_TOP_N
+) -> RunningModelService:
+    """Serves a model that is loaded already; the settings' model is not looked at.
+
+    A law that a guess was drawn from has at most top_n tokens, 1 to 256.
+    """
     table = SessionTable[DraftSession](settings.lease_s)
-    drafter = ModelDrafter(model.runner, table.with_room)
+    drafter = ModelDrafter(model.runner, table.with_room, top_n)
     worker = DeviceWorker[DraftTask](drafter.advance, device_setup(model), "draft device")
     sessions = DraftSessions(model.runner, table, worker.submit)
     facts = describe("draft", model, drafters=DRAFTERS)

@@ -5,9 +5,11 @@ from functools import partial
 
 import grpc
 
-from draft_service.drafters.model_drafter import DraftTask
+from draft_service.drafters.offers import choose_drafter
+from draft_service.drafters.task import DraftTask
 from draft_service.sessions import Answer, DraftSessions, Wanted
 from outrider import rpc, wire
+from outrider.checks import check_range, check_token_ids
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import InvalidRequest
 from outrider.fencing import Fence
@@ -16,6 +18,7 @@ from outrider.session_servicer import Arrival, SessionServicer
 from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.draft_service_pb2_grpc import DraftServiceServicer, add_DraftServiceServicer_to_server
+from outrider.wire_proposal import tree_message
 
 
 class DraftMessages:
@@ -31,19 +34,20 @@ class DraftMessages:
         if action == "open":
             spec = wire.spec_from(request.open.session, fence.base_len, self._facts.vocabulary_size)
             wanted = _wanted("open.draft_count", request.open.draft_count, arrival.arrived_ns)
-            self._check_drafter(request.open.drafter)
-            return partial(self._sessions.open, fence, spec, wanted, owner, reply)
+            rule, offers = spec.acceptance.rule, self._facts.drafters
+            drafter = choose_drafter(request.open.drafter, rule, offers, "open.drafter")
+            return partial(self._sessions.open, fence, spec, wanted, owner, reply, drafter)
         message = request.advance
         if len(message.token_ids) >= fence.base_len:
             count, limit = f"{len(message.token_ids)} tokens", f"fewer than {fence.base_len} tokens"
             raise InvalidRequest("advance.token_ids", count, limit)
-        token_ids = wire.check_token_ids("advance.token_ids", message.token_ids, self._facts.vocabulary_size)
+        token_ids = check_token_ids("advance.token_ids", message.token_ids, self._facts.vocabulary_size)
         wanted = _wanted("advance.draft_count", message.draft_count, arrival.arrived_ns)
         return partial(self._sessions.advance, fence, token_ids, wanted, owner, reply)
 
     def response(self, answer: Answer) -> pb.ProposeResponse:
         """The message for an answer."""
-        proposal = None if answer.proposal is None else wire.tree_message(answer.proposal)
+        proposal = None if answer.proposal is None else tree_message(answer.proposal)
         wanted = types_pb2.TokensWanted(known_len=answer.known_len) if proposal is None else None
         return pb.ProposeResponse(
             fence=wire.fence_message(answer.fence, self._facts.instance_id),
@@ -57,11 +61,6 @@ class DraftMessages:
     def pong(self, fence: Fence) -> pb.ProposeResponse:
         """The answer to a ping."""
         return pb.ProposeResponse(fence=wire.fence_message(fence, self._facts.instance_id), pong=types_pb2.Pong())
-
-    def _check_drafter(self, name: str) -> None:
-        """An empty name leaves the choice to this service, which offers one drafter."""
-        if name and name not in self._facts.drafters:
-            raise InvalidRequest("open.drafter", name, f"one of {', '.join(self._facts.drafters)}, or empty")
 
 
 class DraftServicer(DraftServiceServicer):
@@ -87,4 +86,4 @@ def draft_service(facts: ServiceFacts, sessions: DraftSessions, worker: DeviceWo
 
 
 def _wanted(field: str, draft_count: int, arrived_ns: int) -> Wanted:
-    return Wanted(wire.check_range(field, draft_count, 0, MAX_DRAFT_COUNT), arrived_ns)
+    return Wanted(check_range(field, draft_count, 0, MAX_DRAFT_COUNT), arrived_ns)

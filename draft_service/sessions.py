@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from draft_service.drafters.model_drafter import DraftTask
+from draft_service.drafters.offers import MODEL, noise_of
+from draft_service.drafters.task import DraftTask
 from outrider.compute_times import ComputeTimes, Meter
 from outrider.engine.runner import ModelRunner
-from outrider.engine.tree import EMPTY, TokenTree
+from outrider.engine.tree import TokenTree
 from outrider.errors import OutriderError
 from outrider.fencing import Fence, Known, Standing, judge
 from outrider.model_servicer import RolledBack, ServiceCounts
@@ -45,6 +46,7 @@ class Wanted:
 class DraftSession(SessionRecord[Answer, DraftTask]):
     """A session as the draft keeps it. Behind the committed tokens its `session` may hold guesses, as a cache."""
 
+    drafter: str = MODEL
     committed_len: int = field(init=False)
     asked_len: int = 0
     """base_len of the last request of this epoch, 0 before the first."""
@@ -84,11 +86,18 @@ class DraftSessions:
         self._submit = submit
         self._book = SessionBook(runner, table, DraftSession)
 
-    def open(self, fence: Fence, spec: SessionSpec, wanted: Wanted, owner: object, reply: Reply) -> None:
-        """Opens a session, or opens it again with a newer epoch, and asks for guesses."""
+    def open(
+        self, fence: Fence, spec: SessionSpec, wanted: Wanted, owner: object, reply: Reply, drafter: str = MODEL
+    ) -> None:
+        """Opens a session, or opens it again with a newer epoch, and asks for guesses.
+
+        `drafter` is one that serves the spec's rule; see draft_service.drafters.offers.
+        """
         standing, held = self._book.judge_open(fence)
         if standing is Standing.CURRENT:
-            self._draft(self._book.open(fence, spec, owner, reply), fence, wanted)
+            held = self._book.open(fence, spec, owner, reply)
+            held.drafter = drafter
+            self._draft(held, fence, wanted)
         elif standing is Standing.REPEAT and held is not None:
             self._book.take_up(fence, held, owner, reply)
             self._repeat(held, fence, wanted)
@@ -137,6 +146,7 @@ class DraftSessions:
         held.task = DraftTask(
             session=held.session,
             spec=held.spec,
+            noise=noise_of(held.drafter, held.spec.acceptance.rule),
             draft_count=max(0, min(wanted.draft_count, room)),
             meter=Meter(wanted.arrived_ns),
             on_done=partial(self._on_done, fence, held),
@@ -146,6 +156,5 @@ class DraftSessions:
 
     def _on_done(self, fence: Fence, held: DraftSession, task: DraftTask) -> None:
         held.task = None
-        proposal = TokenTree.chain(task.guesses) if task.guesses else EMPTY
-        held.answer = Answer(fence, proposal, held.committed_len, held.cached_len, task.meter.times())
+        held.answer = Answer(fence, task.proposal, held.committed_len, held.cached_len, task.meter.times())
         held.reply(held.answer)

@@ -1,22 +1,22 @@
-"""The rule `match`: which draft tokens the target keeps. Knows nothing about models, noise or sessions.
+"""Which draft tokens the target keeps under the rule `match`, and what a walk commits under any rule.
 
-The target draws its own token at every row of the proposal, with the noise of that position, and follows the child
-that carries it. What is committed is therefore what plain decoding with the same noise would have drawn, whatever the
-draft proposed. A draft that uses the same noise proposes the target's token as often as the two distributions allow
-without communication: Daliri, Musco and Suresh, "Coupling without communication and drafter-invariant speculative
-decoding", 2024, arXiv 2408.07978.
+Knows nothing about models, noise or sessions. Under `match` the target draws its own token at every row of the
+proposal, with the noise of that position, and follows the child that carries it. What is committed is therefore what
+plain decoding with the same noise would have drawn, whatever the draft proposed. A draft that uses the same noise
+proposes the target's token as often as the two distributions allow without communication: Daliri, Musco and Suresh,
+"Coupling without communication and drafter-invariant speculative decoding", 2024, arXiv 2408.07978.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.engine.tree import TokenTree
-from outrider.parameters import FinishReason, SessionSpec
+from outrider.parameters import FinishReason, SessionSpec, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """The way of the target's own draws through a proposal."""
+    """A way through a proposal: what is kept of it, the token behind that, and how many draft tokens were tested."""
 
     accepted_rows: tuple[int, ...]
     next_token_id: int
@@ -29,7 +29,7 @@ class Verdict:
 
     `token_ids` are the tokens of the accepted rows, then `next_token_id` unless that is None because the request ended
     within the accepted rows. `finish_reason` says why the last of them is the request's last token, None while it goes
-    on. `evaluated_count` draft tokens were compared with a draw of the target.
+    on. `evaluated_count` draft tokens were tested.
     """
 
     base_len: int
@@ -38,23 +38,35 @@ class Verdict:
     next_token_id: int | None
     finish_reason: FinishReason | None
     evaluated_count: int
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One entry for each of token_ids, where the request asked for them."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """One entry for each token of the prompt but the first, where the request asked for them and this comes first."""
 
 
-def walk(tree: TokenTree, drawn: Sequence[int]) -> Walk:
+def walk(tree: TokenTree, drawn: Sequence[int], substitutes: Sequence[int] = ()) -> Walk:
     """Follows the draws from the root; drawn[row] is the target's token behind that row, drawn[0] behind the root.
 
-    Rows count from 1. Of siblings with the same token the lowest row is followed. A row whose draw is negative has none
-    and is not entered: its token ends the walk as the target's own, and the next step finds the fault where plain
-    decoding finds it. Raises ValueError when there is not one draw for the root and each row.
+    Rows count from 1. Of siblings with the same token the lowest row is followed. Where no child carries the draw,
+    substitutes[row] is followed, unless it is 0: the rule `typical`. A row whose draw is negative has none and is not
+    entered: its token ends the walk as the target's own, and the next step finds the fault where plain decoding finds
+    it. Raises ValueError when there is not one draw for the root and each row.
     """
     if len(drawn) != len(tree) + 1:
         raise ValueError(f"{len(drawn)} draws for a root and {len(tree)} rows")
-    row: int | None = 0
-    visited: list[int] = []
-    while row is not None and (drawn[row] >= 0 or not row):
-        visited.append(row)
-        row = _child(tree, row, drawn[row])
-    return Walk(tuple(visited[1:]), drawn[visited[-1]], _evaluated_count(tree, visited))
+    visited, next_token_id = [0], drawn[0]
+    while child := child_with(tree, visited[-1], drawn[visited[-1]]) or (substitutes and substitutes[visited[-1]]):
+        if drawn[child] < 0:
+            next_token_id = tree.token_ids[child - 1]
+            break
+        visited.append(child)
+        next_token_id = drawn[child]
+    return Walk(tuple(visited[1:]), next_token_id, _evaluated_count(tree, visited))
+
+
+def child_with(tree: TokenTree, row: int, token_id: int) -> int:
+    """The first child with this token, 0 for none: the root is nobody's child."""
+    return next((child for child in tree.children(row) if tree.token_ids[child - 1] == token_id), 0)
 
 
 def settle(tree: TokenTree, way: Walk, spec: SessionSpec, base_len: int) -> Verdict:
@@ -75,10 +87,6 @@ def settle(tree: TokenTree, way: Walk, spec: SessionSpec, base_len: int) -> Verd
             return Verdict(base_len, rows, token_ids[:count], None, reason, evaluated_count)
     # The loop ended at the next token, so that `reason` is the one of that token.
     return Verdict(base_len, way.accepted_rows, token_ids, way.next_token_id, reason, way.evaluated_count)
-
-
-def _child(tree: TokenTree, row: int, token_id: int) -> int | None:
-    return next((child for child in tree.children(row) if tree.token_ids[child - 1] == token_id), None)
 
 
 def _evaluated_count(tree: TokenTree, visited: Sequence[int]) -> int:

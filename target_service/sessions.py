@@ -122,7 +122,7 @@ class TargetSessions:
         """Opens a session, or opens it again with a newer epoch, and takes its first step."""
         standing, held = self._book.judge_open(fence)
         if standing is Standing.CURRENT:
-            _check_depth(step.tree, spec, fence.base_len)
+            _check_proposal(step.tree, spec, fence.base_len)
             held = self._book.open(fence, spec, owner, reply)
             held.finish_reason = None
             self._take(held, fence, step)
@@ -142,7 +142,7 @@ class TargetSessions:
             held.acknowledge(fence.base_len)
             self._repeat(held, fence, step)
         elif standing is not Standing.STALE:
-            _check_depth(step.tree, held.spec, fence.base_len)
+            _check_proposal(step.tree, held.spec, fence.base_len)
             if standing is Standing.REWIND:
                 self._book.rewind(held, fence.epoch, fence.base_len)
             held.acknowledge(fence.base_len)
@@ -183,7 +183,7 @@ class TargetSessions:
             held.allow(fence.base_len, step.plain_budget, is_repeat=True)
             self._go_on(fence.session_id, held, step.arrived_ns)
         elif held.task is None:
-            _check_depth(step.tree, held.spec, fence.base_len)
+            _check_proposal(step.tree, held.spec, fence.base_len)
             self._take(held, fence, step)
 
     def _go_on(self, session_id: bytes, held: TargetSession, arrived_ns: int) -> None:
@@ -228,8 +228,15 @@ class TargetSessions:
         held.reply(answer)
 
 
-def _check_depth(tree: TokenTree, spec: SessionSpec, base_len: int) -> None:
-    """No row may lie past the end of the request."""
+def _check_proposal(tree: TokenTree, spec: SessionSpec, base_len: int) -> None:
+    """Raises InvalidRequest unless a proposal fits the request: no row past its end, and what its rule needs."""
     room = spec.max_len - base_len
     if max(tree.depths) > room:
         raise InvalidRequest("proposal", f"{max(tree.depths)} tokens deep", f"at most {room} deep here, up to max_len")
+    rule, num_laws = spec.acceptance.rule, len(tree.distributions)
+    if num_laws and not rule.needs_distributions:
+        raise InvalidRequest("proposal.distributions", f"{num_laws} entries", f"empty under the rule {rule}")
+    if rule.needs_distributions and len(tree) > num_laws:
+        raise InvalidRequest("proposal.distributions", "empty", f"one entry for each row under the rule {rule}")
+    if rule.needs_distributions and not tree.is_chain:
+        raise InvalidRequest("proposal.parents", list(tree.parents), f"those of a chain under the rule {rule}")

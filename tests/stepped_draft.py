@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import torch
 from helpers import SteppedDevice, spec_of
 
-from draft_service.drafters.model_drafter import DraftTask, ModelDrafter
+from draft_service.drafters.model_drafter import ModelDrafter
+from draft_service.drafters.task import DraftTask
 from draft_service.sessions import Answer, DraftSession, DraftSessions, Wanted
 from outrider.engine.runner import ModelRunner
 from outrider.errors import OutriderError

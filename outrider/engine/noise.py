@@ -1,4 +1,6 @@
-"""Counter-based noise: a pure function of (seed, position, purpose, token id). Keeps no state, knows no model.
+"""Counter-based noise: a pure function of (seed, position, purpose, token id), and for some purposes of the round.
+
+Keeps no state, knows no model.
 
 Draft and target that draw the same position of the same request use the same noise, whoever computes it, so that both
 choose the same token wherever their distributions allow it (Daliri, Musco and Suresh, 2024, arXiv 2408.07978).
@@ -9,6 +11,7 @@ tests/outrider/engine/noise_vectors.json holds test vectors.
 """
 
 import functools
+from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -24,12 +27,19 @@ SHIFTS = (30, 27, 31)
 UNIFORM_SHIFT = 12
 UNIFORM_STEP = 2.0**-52
 
+FEW_KEYS = 32
+
 Words = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float64]
 
 
 class Purpose(IntEnum):
-    """What a draw is for. Draws of different purposes at one position are independent."""
+    """What a draw is for. Draws of different purposes at one position are independent.
+
+    TOKEN is the target's own draw, also behind a proposal that is accepted to its end, and the draw of a draft that
+    shares it; RESIDUAL is the correction. A position is committed once, so one key serves each of them. DRAFT, the draw
+    of a draft of its own, and COIN, which decides about a draft token, need `round_key`.
+    """
 
     TOKEN = 0
     DRAFT = 1
@@ -45,6 +55,18 @@ def noise_key(seed: int, position: int, purpose: Purpose) -> int:
     """
     key = _mix((_seed_word(seed) + GAMMA * (position + 1)) & MASK)
     key = _mix((key + GAMMA * (purpose + 1)) & MASK)
+    return _signed(key)
+
+
+def round_key(seed: int, base_len: int, position: int, purpose: Purpose) -> int:
+    """The key of one draw of the round that builds on base_len tokens; otherwise as noise_key.
+
+    A position may be drafted and tested in one round, not be committed there, and be drafted again in the next. What
+    was drawn for it the first time has then been looked at: block verification looks at all rows whatever comes of
+    them. Drawn with the same noise again, the second round would depend on the first one's outcome, and be biased.
+    """
+    # Complemented, because a plain key with such a step added is the plain draw's own word for a token id.
+    key = _mix(((noise_key(seed, position, purpose) ^ MASK) + GAMMA * (base_len + 1)) & MASK)
     return _signed(key)
 
 
@@ -92,6 +114,15 @@ def numpy_uniforms(keys: Words, num_tokens: int) -> Floats:
 def numpy_gumbel(keys: Words, num_tokens: int) -> Floats:
     """The values of `gumbel` as near as two libraries' logarithms are, for keys [R] uint64."""
     return -np.log(-np.log(numpy_uniforms(keys, num_tokens)))
+
+
+def first_uniforms(keys: Sequence[int]) -> Floats:
+    """The uniforms [R] of id 0 alone, for keys [R] as noise_key makes them: all that a coin needs."""
+    if len(keys) > FEW_KEYS:
+        return numpy_uniforms(np.array(keys, dtype=np.int64).view(np.uint64), 1)[:, 0]
+    # In Python, because numpy takes longer to begin than this to end.
+    words = (_mix((key + GAMMA) & MASK) for key in keys)
+    return np.array([((word >> UNIFORM_SHIFT) + 0.5) * UNIFORM_STEP for word in words])
 
 
 def _mix(word: int) -> int:

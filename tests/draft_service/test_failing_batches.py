@@ -8,7 +8,8 @@ from helpers import check_empty, eventually, spec_of
 from stepped_draft import fresh_guesses
 from structlog.testing import capture_logs
 
-from draft_service.drafters.model_drafter import DraftTask, ModelDrafter
+from draft_service.drafters.model_drafter import ModelDrafter
+from draft_service.drafters.task import DraftTask
 from draft_service.sessions import Answer, DraftSession, DraftSessions, Wanted
 from outrider.engine.runner import Feed, ForwardResult, ModelRunner
 from outrider.engine.worker import DeviceWorker

@@ -204,4 +204,4 @@ async def test_model_info_describes_the_service(client: DraftClient) -> None:
     """A draft offers drafters, and commits nothing."""
     info = await client.info()
     assert info.role == model_pb.SERVICE_ROLE_DRAFT
-    assert (list(info.drafters), info.unacknowledged_window) == (["model"], 0)
+    assert (list(info.drafters), info.unacknowledged_window) == (["model", "coupled", "sampled"], 0)

@@ -8,7 +8,8 @@ import pytest
 from helpers import SteppedDevice, spec_of
 from tiny_models import write_tiny_model
 
-from draft_service.drafters.model_drafter import DraftTask, ModelDrafter
+from draft_service.drafters.model_drafter import ModelDrafter
+from draft_service.drafters.task import DraftTask
 from draft_service.sessions import DraftSession, DraftSessions, Wanted
 from outrider.engine.runner import ModelRunner
 from outrider.fencing import Fence

@@ -9,7 +9,7 @@ from helpers import spec_of
 from session_clients import TargetClient
 
 from outrider import wire
-from outrider.errors import InvalidRequest, ProtocolViolation, Unsupported
+from outrider.errors import InvalidRequest, ProtocolViolation
 from outrider.v1 import target_service_pb2 as target_pb
 from outrider.v1 import types_pb2 as pb
 
@@ -47,16 +47,25 @@ BAD_MESSAGES = {
     "token id": changed(lambda session: session.token_ids.__setitem__(2, 4096)),
     "max_len past the context": changed(lambda session: setattr(session, "max_len", 1025)),
     "max_len reached": changed(lambda session: setattr(session, "max_len", 6)),
-    "rule": changed(lambda session: setattr(session, "rule", pb.ACCEPTANCE_RULE_BLOCK)),
-    "log-probabilities": changed(lambda session: setattr(session, "logprob_count", 1)),
+    "rule": changed(lambda session: setattr(session, "rule", 77)),
+    "settings": changed(lambda session: setattr(session.acceptance, "lenience", 0.5)),
+    "alternatives": changed(lambda session: setattr(session, "logprob_count", 21)),
+    "prompt without output": changed(lambda session: setattr(session, "prompt_logprobs", True)),
+    "banned": changed(lambda session: session.banned_sequences.add()),
+    "banned token id": changed(lambda session: session.banned_sequences.add(token_ids=[4096])),
     "temperature": changed(lambda session: setattr(session.sampling, "temperature", -1.0)),
     "proposed token id": opening(proposal=pb.TokenTree(token_ids=[4096])),
     "parent": opening(proposal=pb.TokenTree(token_ids=[1, 2], parents=[0, 2])),
     "rows": opening(proposal=pb.TokenTree(token_ids=[1] * 33)),
     "depth": changed(lambda session: setattr(session, "max_len", 8)),
     "distributions": opening(proposal=pb.TokenTree(token_ids=[1], distributions=[pb.DraftDistribution()])),
+    "laws under match": opening(
+        proposal=pb.TokenTree(token_ids=[1], distributions=[pb.DraftDistribution(token_ids=[1], weights=[1])])
+    ),
+    "no laws under ratio": opening(proposal=pb.TokenTree(token_ids=[1])),
     "plain budget": opening(plain_budget=4097),
 }
+BAD_MESSAGES["no laws under ratio"].open.session.rule = pb.ACCEPTANCE_RULE_RATIO
 BAD_MESSAGES["depth"].open.step.proposal.token_ids.extend([1, 2, 3])
 
 
@@ -69,9 +78,9 @@ async def test_bad_messages_end_their_own_stream_only(
     await other.open(spec_of(PROMPT))
     await other.verdict()
     await client.send(BAD_MESSAGES[name])
-    with pytest.raises((InvalidRequest, Unsupported)) as caught:
+    with pytest.raises(InvalidRequest) as caught:
         await client.read()
-    assert caught.value.metadata.keys() >= {"field"}
+    assert caught.value.metadata.keys() >= {"field", "value", "limit"}
     assert await client.call.code() == grpc.StatusCode.INVALID_ARGUMENT
     await other.step(1, 7)
     await other.verdict()

@@ -10,8 +10,9 @@ from helpers import check_empty, eventually, spec_of
 from stepped_target import plain
 from structlog.testing import capture_logs
 from structlog.typing import EventDict
+from torch import Tensor
 
-from outrider.engine.decoding import Ask, Outcome
+from outrider.engine.drawing import Ask
 from outrider.engine.runner import Feed, ForwardResult, ModelRunner
 from outrider.engine.tree import EMPTY, TokenTree
 from outrider.engine.worker import DeviceWorker
@@ -20,6 +21,7 @@ from outrider.fencing import Fence
 from outrider.parameters import SessionSpec
 from outrider.sessions import SessionTable
 from target_service import verifier
+from target_service.acceptance import Walk
 from target_service.sessions import Answer, Step, TargetSession, TargetSessions
 from target_service.verifier import Verifier, VerifyTask
 
@@ -94,7 +96,7 @@ def _has_culprit(feeds: Sequence[Feed]) -> bool:
 
 def spoil(monkeypatch: pytest.MonkeyPatch, runner: ModelRunner, place: str, fails: Callable[..., bool]) -> None:
     """Lets a step raise when its keys and values are written but not counted, or when its forward is complete."""
-    forward, model_forward, draw = runner.forward, runner.model.forward, verifier.forward_and_draw
+    forward, model_forward, decide = runner.forward, runner.model.forward, verifier.decide
     is_failing = False
 
     def spoiled_model(*arguments: object) -> object:
@@ -108,17 +110,19 @@ def spoil(monkeypatch: pytest.MonkeyPatch, runner: ModelRunner, place: str, fail
         is_failing = fails(feeds)
         return forward(feeds)
 
-    def spoiled_draw(runner: ModelRunner, asks: Sequence[Ask]) -> list[Outcome]:
-        outcomes = draw(runner, asks)
+    def spoiled_decide(
+        runner: ModelRunner, asks: Sequence[Ask], logits: Tensor, ranges: Sequence[range]
+    ) -> list[Walk | OutriderError]:
+        ways = decide(runner, asks, logits, ranges)
         if fails([ask.feed for ask in asks]):
             raise RuntimeError("secret of the device")
-        return outcomes
+        return ways
 
     if place == "in the forward":
         monkeypatch.setattr(runner, "forward", spoiled_forward)
         monkeypatch.setattr(runner.model, "forward", spoiled_model)
     else:
-        monkeypatch.setattr(verifier, "forward_and_draw", spoiled_draw)
+        monkeypatch.setattr(verifier, "decide", spoiled_decide)
 
 
 @pytest.mark.parametrize("place", ["in the forward", "behind the forward"])

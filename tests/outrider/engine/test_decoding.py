@@ -53,5 +53,6 @@ def test_sessions_draw_as_if_alone() -> None:
 )
 def test_only_a_temperature_is_plain(wanted: SamplingParameters, expected: bool) -> None:
     """With two output tokens so far: min_tokens 2 is reached, and temperature 0 leaves nothing to cut."""
-    assert is_plain(wanted, 2, has_ends=True) is expected
-    assert is_plain(wanted, 2, has_ends=False) is (expected or wanted.min_tokens == 3)
+    assert is_plain(wanted, 2, has_ends=True, has_bans=False) is expected
+    assert is_plain(wanted, 2, has_ends=False, has_bans=False) is (expected or wanted.min_tokens == 3)
+    assert not is_plain(wanted, 2, has_ends=True, has_bans=True)

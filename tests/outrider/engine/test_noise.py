@@ -11,9 +11,10 @@ import torch
 from scipy import stats
 
 from outrider.engine import noise
-from outrider.engine.noise import GAMMA, Purpose, noise_key
+from outrider.engine.noise import GAMMA, Purpose, noise_key, round_key
 
-DRAWS = json.loads(Path(__file__).with_name("noise_vectors.json").read_text())["draws"]
+VECTORS = json.loads(Path(__file__).with_name("noise_vectors.json").read_text())
+DRAWS = VECTORS["draws"]
 WIDEST = 1 + max(token["token_id"] for draw in DRAWS for token in draw["tokens"])
 # 512 seeds x 8 positions x 4 purposes x 64 ids.
 SHAPE = (512, 8, 4, 64)
@@ -37,6 +38,13 @@ def test_keys_are_those_of_the_vectors() -> None:
     """The pure Python key is exact for ordinary, negative and extreme seeds."""
     for draw in DRAWS:
         assert noise_key(draw["seed"], draw["position"], Purpose(draw["purpose"])) == draw["key"]
+
+
+def test_keys_of_rounds_are_those_of_the_vectors() -> None:
+    """Seeds as extreme, and positions at the beginning of a round and behind it."""
+    for each in VECTORS["rounds"]:
+        purpose = Purpose(each["purpose"])
+        assert round_key(each["seed"], each["base_len"], each["position"], purpose) == each["key"]
 
 
 def test_torch_meets_the_vectors(device: torch.device) -> None:
@@ -82,6 +90,14 @@ def test_torch_and_numpy_agree_on_random_keys(device: torch.device) -> None:
     assert np.array_equal(noise.uniforms(on_device, 1000).cpu().numpy(), noise.numpy_uniforms(unsigned_keys, 1000))
     gumbel = noise.numpy_gumbel(unsigned_keys, 1000)
     assert np.all(np.abs(noise.gumbel(on_device, 1000).cpu().numpy() - gumbel) <= 2 * unit(gumbel))
+
+
+@pytest.mark.parametrize("count", [0, 1, 32, 33, 500])
+def test_first_uniforms_are_those_of_id_0(count: int) -> None:
+    """However many are asked for at once, and with whichever arithmetic."""
+    keys = [noise_key(seed, 3, Purpose.COIN) for seed in range(count)]
+    expected = noise.uniforms(torch.tensor(keys, dtype=torch.int64), 1)[:, 0].numpy()
+    assert np.array_equal(noise.first_uniforms(keys), expected)
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
@@ -153,6 +169,35 @@ def test_neighbouring_draws_are_independent() -> None:
     """Consecutive seeds, positions, purposes and ids pass tests of bits, pairs and correlation; no word repeats."""
     real = words_of(lambda seed, position, purpose: noise_key(seed, position, Purpose(purpose)), noise.numpy_hash_words)
     assert faults(real) == []
+
+
+def words_of_rounds(hash_key: Hash) -> Words:
+    """The first axis is the round instead of the seed."""
+    return words_of(hash_key, noise.numpy_hash_words)
+
+
+def of_round(base_len: int, position: int, purpose: int) -> int:
+    return round_key(77, base_len, position, Purpose(purpose))
+
+
+def test_rounds_are_independent() -> None:
+    """Consecutive rounds, the positions and purposes in them and the ids behind pass the same tests."""
+    assert faults(words_of_rounds(of_round)) == []
+
+
+def test_rounds_share_nothing_with_plain_draws() -> None:
+    """No word of a round is one of a plain draw with the same seed, and no key of a round is such a word."""
+    rounds = words_of_rounds(of_round)
+    plain = words_of(lambda _, position, purpose: noise_key(77, position, Purpose(purpose)), noise.numpy_hash_words)
+    keys = [of_round(*point) % 2**64 for point in np.ndindex(512, 8, 4)]
+    assert not np.isin(plain, rounds).any()
+    assert not np.isin(plain, np.array(keys, dtype=np.uint64)).any()
+
+
+def test_a_key_without_the_round_is_found() -> None:
+    """The draft's noise of a position must not come back in a later round."""
+    found = faults(words_of_rounds(lambda _, position, purpose: noise_key(77, position, Purpose(purpose))))
+    assert "repeated words" in found
 
 
 def test_an_additive_key_is_found() -> None:

@@ -1,0 +1,75 @@
+"""A session on its way to some guesses: what a drafter works on. Draws nothing."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from outrider.compute_times import Meter
+from outrider.engine.noise import Purpose
+from outrider.engine.session import Session
+from outrider.engine.tree import TokenTree
+from outrider.errors import OutriderError
+from outrider.parameters import DraftDistribution, SessionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """A token, and the law that it was drawn from where the session's rule needs it."""
+
+    token_id: int
+    distribution: DraftDistribution | None = None
+
+
+@dataclass(slots=True, eq=False)
+class DraftTask:
+    """A session on its way to `draft_count` guesses, or none: then only its tokens are cached."""
+
+    session: Session
+    spec: SessionSpec
+    noise: Purpose
+    """TOKEN, which is shared with the target, or DRAFT; see draft_service.drafters.offers."""
+    draft_count: int
+    meter: Meter
+    on_done: Callable[["DraftTask"], None]
+    on_failure: Callable[[OutriderError], None]
+    base_len: int = field(init=False)
+    """Committed tokens that the guesses build on."""
+    guesses: list[Guess] = field(default_factory=list)
+    done: bool = False
+    stopped: bool = False
+
+    def __post_init__(self) -> None:
+        self.base_len = len(self.session)
+
+    @property
+    def needs_law(self) -> bool:
+        """Whether each guess has to come with its law."""
+        return self.spec.acceptance.rule.needs_distributions
+
+    @property
+    def proposal(self) -> TokenTree:
+        """The guesses so far."""
+        laws = [guess.distribution for guess in self.guesses if guess.distribution]
+        return TokenTree.chain([guess.token_id for guess in self.guesses], laws)
+
+    def take(self, guess: Guess) -> None:
+        """Adds a guess where one is wanted, and ends the task behind the last.
+
+        Nothing can follow a token that ends the request, and so no guess is wasted on it. Under a rule that tests with
+        coins the length of a chain must not depend on what was drawn, and the target stops there by itself.
+        """
+        if self.draft_count:
+            self.guesses.append(guess)
+            self.session.extend([guess.token_id])
+        ends = self.spec.eos_token_ids | self.spec.stop_token_ids
+        if len(self.guesses) == self.draft_count or (guess.token_id in ends and not self.needs_law):
+            self.finish()
+
+    def fail(self, error: OutriderError) -> None:
+        """Ends the task with an error."""
+        self.done = True
+        self.on_failure(error)
+
+    def finish(self) -> None:
+        """Ends the task with the guesses so far."""
+        self.done = True
+        self.on_done(self)

@@ -1,0 +1,89 @@
+"""The law that a draft both draws from and sends: the most probable tokens with integer weights. Keeps no state.
+
+Any law of a draft gives the target's distribution as long as the verifier tests with the one that was drawn from. So
+the draft truncates and rounds first, and draws from the result: what travels is not an approximation of anything.
+
+On the CPU a row's law and its draw are bitwise independent of the other rows.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.noise import first_uniforms
+from outrider.engine.ops import Ops
+from outrider.parameters import DraftDistribution
+
+MAX_TOP_N = 256
+DEFAULT_TOP_N = 64
+# What the weights of a row add up to, up to rounding. All but three weights of a law then fit into two bytes.
+WEIGHT_SUM = 65535
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Laws:
+    """One law a row: token_ids [R, N] and weights [R, N], both int64 on the CPU.
+
+    The probability of an id is its weight over the sum of its row's. Weight 0 is padding, behind all other entries of
+    its row, whatever id stands there.
+    """
+
+    token_ids: Tensor
+    weights: Tensor
+
+    def draw(self, keys: Tensor) -> Tensor:
+        """Ids [R] int64 drawn by the inverse of the cumulative weights, with one uniform of each key [R] int64."""
+        cumulative = self.weights.numpy().cumsum(axis=1)
+        uniforms = first_uniforms(keys.tolist())
+        # Below the last sum for every uniform, because weights of a row add up to less than 2**24.
+        places = (cumulative <= (uniforms * cumulative[:, -1])[:, None]).sum(axis=1)
+        return torch.from_numpy(self.token_ids.numpy()[np.arange(len(places)), places])
+
+    def distributions(self) -> list[DraftDistribution]:
+        """The laws as they travel, without padding."""
+        sizes = np.count_nonzero(self.weights.numpy(), axis=1).tolist()
+        rows = zip(self.token_ids.tolist(), self.weights.tolist(), sizes, strict=True)
+        return [DraftDistribution(tuple(ids[:size]), tuple(weights[:size])) for ids, weights, size in rows]
+
+
+def quantise(scores: Tensor, top_n: int, ops: Ops) -> Laws:
+    """The laws of scores [R, V] float32 (log-probabilities up to a constant, -inf outside the support).
+
+    The first top_n tokens in the order of (-score, id), at most as many as there are; of them those whose share rounds
+    to a weight of at least 1. A row without a finite score, or with NaN or +inf, is the one-hot law of id 0: a chain's
+    length must not depend on the tokens that were drawn.
+
+    Raises ValueError unless top_n is in [1, 256].
+    """
+    if not 1 <= top_n <= MAX_TOP_N:
+        raise ValueError(f"top_n is {top_n}, but must be in [1, {MAX_TOP_N}]")
+    largest, ids = _top(scores, min(top_n, scores.shape[1]))
+    # NaN and +inf come first in a selection, so that the best score tells about its row.
+    sound = np.isfinite(largest[:, 0])
+    if not sound.all():
+        unsound = ~sound
+        largest[unsound], ids[unsound] = -np.inf, 0
+        largest[unsound, 0] = 0
+    probs = ops.softmax(torch.from_numpy(largest).to(scores.device)).cpu().numpy()
+    return Laws(torch.from_numpy(ids), torch.from_numpy(np.rint(probs * WEIGHT_SUM).astype(np.int64)))
+
+
+def _top(scores: Tensor, count: int) -> tuple[Floats, Ints]:
+    """The first `count` scores and ids [R, count] of each row in the order of (-score, id)."""
+    # One more than wanted, because a selection takes any of equal ones and in any order.
+    selected = scores.topk(min(count + 1, scores.shape[1]))
+    largest, ids = selected.values.cpu().numpy(), selected.indices.cpu().numpy()
+    tied = largest[:, 1:] == largest[:, :-1]
+    # Beyond the support all are equal, and none of them matters.
+    rows = (tied & (largest[:, 1:] > -np.inf)).any(axis=1).nonzero()[0] if tied.any() else ()
+    for row in rows:
+        order = scores[row].sort(descending=True, stable=True)
+        width = largest.shape[1]
+        largest[row], ids[row] = order.values[:width].cpu().numpy(), order.indices[:width].cpu().numpy()
+    return np.ascontiguousarray(largest[:, :count]), ids[:, :count]
