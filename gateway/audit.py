@@ -80,11 +80,17 @@ class ShadowAudit:
             except OutriderError as error:
                 self._skipped.labels("failed").inc()
                 log.warning("audit failed", reason=error.message)
+            except Exception:
+                # Nobody waits for this task, and without it no request would be audited any more.
+                self._skipped.labels("failed").inc()
+                log.exception("audit failed")
 
     async def _audit(self, finished: Finished, decode: Decode) -> None:
         token_ids: list[int] = []
         numerics_ids: set[str] = set()
-        async with aclosing(decode(replace(finished.plan, draft_count=0), finished.target)) as rounds:
+        # Only tokens are compared, so the target need not tell log-probabilities, least of all a prompt's.
+        spec = replace(finished.plan.spec, logprob_count=None, prompt_logprobs=False)
+        async with aclosing(decode(replace(finished.plan, spec=spec, draft_count=0), finished.target)) as rounds:
             async for committed in rounds:
                 token_ids += committed.token_ids
                 numerics_ids.add(committed.numerics_id)

@@ -10,7 +10,7 @@ from gateway.rounds import Proposal, TokenLog, Way
 from gateway.streams import MessageStream
 from outrider import wire
 from outrider.errors import InvalidRequest, ProtocolViolation
-from outrider.parameters import SessionSpec
+from outrider.parameters import Rule, SessionSpec
 from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.draft_service_pb2_grpc import DraftServiceStub
@@ -75,9 +75,9 @@ class DraftStream:
             distributions = distributions_from(tree, self._vocabulary_size)
         except InvalidRequest as error:
             raise ProtocolViolation(f"{self.peer} sent a malformed proposal: {error.message}") from None
-        if token_ids and bool(distributions) != rule.needs_distributions:
-            found = "with distributions, which" if distributions else "without distributions, which"
-            raise ProtocolViolation(f"{self.peer} sent a proposal {found} does not fit the rule {rule}")
+        found = _misfit(parents, bool(distributions), rule)
+        if found:
+            raise ProtocolViolation(f"{self.peer} sent a proposal {found}, which does not fit the rule {rule}")
         way = Way(response.times.queue_us, wait_us, self._messages.take_bytes())
         return Proposal(
             token_ids,
@@ -98,3 +98,14 @@ class DraftStream:
         fence.base_len = max(self.known_len, 1)
         close = pb.ProposeRequest(fence=fence, close=types_pb2.CloseSession())
         self.peer.finish(self._messages.close(close, CLOSE_TIMEOUT_S))
+
+
+def _misfit(parents: tuple[int, ...], has_distributions: bool, rule: Rule) -> str:
+    """What about a proposal the target would refuse under a rule, and end a request that is not at fault; or nothing.
+
+    Looks at no token: what is refused for its tokens biases the rules that test with coins.
+    """
+    if parents and has_distributions != rule.needs_distributions:
+        return "with distributions" if has_distributions else "without distributions"
+    is_chain = parents == tuple(range(len(parents)))
+    return "as a tree that is no chain" if rule.needs_distributions and not is_chain else ""

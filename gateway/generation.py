@@ -16,7 +16,7 @@ from gateway.speculation import speculate
 from gateway.stops import StopScanner
 from gateway.transcript import PromptToken, SpeculationFigures, SpokenToken, Transcript
 from outrider.errors import ProtocolViolation
-from outrider.parameters import Acceptance, FinishReason, TokenLogprob
+from outrider.parameters import Acceptance, FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ async def _sample(plan: GenerationPlan, course: Course) -> AsyncGenerator[Event,
             first_token_us = first_token_us or course.elapsed_us
             num_numerics = max(1, len(transcript.numerics_ids))
             tokens = transcript.take(committed)
-            prompt_tokens = await _prompt_tokens(plan, course, committed.prompt_logprobs)
+            prompt_tokens = await _prompt_tokens(plan, course, committed)
             new_numerics_id = "".join(transcript.numerics_ids[num_numerics:])
             yield RoundEvent(tokens, committed, new_numerics_id, plan.sample_index, prompt_tokens)
             if transcript.finish_reason is not None:
@@ -130,12 +130,10 @@ def _completion(plan: GenerationPlan, course: Course, transcript: Transcript, fi
     )
 
 
-async def _prompt_tokens(
-    plan: GenerationPlan, course: Course, logprobs: tuple[TokenLogprob, ...]
-) -> tuple[PromptToken, ...]:
+async def _prompt_tokens(plan: GenerationPlan, course: Course, committed: Round) -> tuple[PromptToken, ...]:
     """The prompt as the client asked to have it echoed, in the round that brings its log-probabilities."""
-    spec = plan.spec
-    if not spec.prompt_logprobs or (not logprobs and spec.prompt_len > 1):
+    spec, logprobs = plan.spec, committed.prompt_logprobs
+    if not spec.prompt_logprobs or committed.base_len > spec.prompt_len:
         return ()
     prompt = spec.token_ids[: spec.prompt_len]
     if len(logprobs) != spec.prompt_len - 1:

@@ -11,6 +11,7 @@ from outrider.errors import InvalidRequest, PromptTooLong
 from outrider.parameters import (
     MAX_BANNED_LEN,
     MAX_LOGPROB_COUNT,
+    MAX_SAMPLES,
     MAX_STOP_TOKEN_IDS,
     Acceptance,
     Rule,
@@ -22,9 +23,8 @@ from outrider.rpc import MAX_MESSAGE_BYTES
 MAX_STOPS = 8
 MAX_STRING_LEN = 256
 MAX_BANNED_WORDS = 64
-MAX_SAMPLES = 8
 # Bytes of a token of an echoed prompt in a message, text and number, and of each alternative beside it; at most.
-ECHO_TOKEN_BYTES, ECHO_LOGPROB_BYTES = 96, 13
+ECHO_TOKEN_BYTES, ECHO_LOGPROB_BYTES = 192, 13
 DEFAULT_MAX_TOKENS = 128
 
 

@@ -66,5 +66,9 @@ async def _pump(
                     await events.put(event)
     except Exception as error:  # noqa: BLE001 - it is raised where the events are read
         ended = Ended(error)
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        # Nobody reads any more, and a full queue would be waited for without end.
+        return
     async with turn:
         await events.put(ended)

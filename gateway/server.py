@@ -67,6 +67,8 @@ async def start(settings: GatewaySettings) -> RunningGateway:
     try:
         if settings.metrics_listen:
             metrics = serve_metrics(settings.metrics_listen, registry)
+            # With port 0 nothing else tells where.
+            log.info("serving metrics", address=metrics.address)
         await _await_target(backend.target, settings.target_wait_s)
         if backend.draft is not None:
             await _await_draft(backend.draft, settings.draft_wait_s)

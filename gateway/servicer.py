@@ -13,8 +13,8 @@ from gateway.backend import Backend
 from gateway.client_writer import ClientWriter
 from gateway.generation import generate
 from gateway.generation_messages import ask_from, event_message
-from gateway.requests import MAX_SAMPLES
-from outrider.errors import Overloaded
+from outrider.errors import InvalidRequest, Overloaded
+from outrider.parameters import MAX_SAMPLES
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
 
@@ -39,12 +39,7 @@ class GenerationServicer(GenerationServiceServicer):
         is closed before the call is over. A generator would be left to the garbage collector.
         """
         ask = ask_from(request)
-        # What is out of range is refused later, by name.
-        num_samples = min(max(1, ask.sample_count or 1), MAX_SAMPLES)
-        if self._active and self._active + num_samples > self._max_requests:
-            raise Overloaded(
-                f"{self._active} requests are running, and this gateway takes {self._max_requests} at a time"
-            )
+        num_samples = self._admit(ask.sample_count or 1)
         self._active += num_samples
         try:
             async with (
@@ -56,6 +51,20 @@ class GenerationServicer(GenerationServiceServicer):
                 await writer.flush()
         finally:
             self._active -= num_samples
+
+    def _admit(self, sample_count: int) -> int:
+        """The places that a request takes. Raises Overloaded, and InvalidRequest when it would never get them."""
+        # What is out of range is refused later, with the range.
+        num_samples = min(max(1, sample_count), MAX_SAMPLES)
+        if num_samples > self._max_requests:
+            limit = f"at most {self._max_requests}, the requests that this gateway takes at a time"
+            raise InvalidRequest("sample_count", sample_count, limit)
+        if self._active + num_samples > self._max_requests:
+            wanted = f", but this one asks for {num_samples} samples" if num_samples > 1 else ""
+            raise Overloaded(
+                f"{self._active} requests are running, and this gateway takes {self._max_requests} at a time{wanted}"
+            )
+        return num_samples
 
 
 def generation_service(

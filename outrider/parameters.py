@@ -16,6 +16,7 @@ from outrider.errors import InvalidRequest
 
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROB_COUNT = 20
+MAX_SAMPLES = 8
 MAX_BANNED_SEQUENCES, MAX_BANNED_LEN = 256, 64
 # pydantic puts this behind the key of a mapping when the key is at fault and not its value.
 KEY_MARK = "[key]"

@@ -11,7 +11,7 @@ import typer
 
 from outrider.cli.parsing import INT32_MAX, INT64_MAX, INT64_MIN, each, text, texts
 from outrider.command_line import between
-from outrider.parameters import Rule
+from outrider.parameters import MAX_LOGPROB_COUNT, MAX_SAMPLES, Rule
 
 # Each has a place of its own in the help.
 _answer = partial(typer.Option, rich_help_panel="The answer")
@@ -70,7 +70,7 @@ class Answer:
             "-n",
             help="Number of answers, 1 to 8, each with a seed of its own. Default: 1.",
             metavar="N",
-            callback=between(1, INT32_MAX),
+            callback=between(1, MAX_SAMPLES),
         ),
     ] = None
     seed: Annotated[
@@ -176,7 +176,7 @@ class Report:
         _report(
             help="Each token's log-probability, and those of the N most probable ones there, 0 to 20.",
             metavar="N",
-            callback=between(0, INT32_MAX),
+            callback=between(0, MAX_LOGPROB_COUNT),
         ),
     ] = None
     echo: Annotated[bool, _report("--echo", help="The same of the prompt's tokens; needs --logprobs.")] = False

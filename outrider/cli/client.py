@@ -7,7 +7,7 @@ import grpc
 from outrider.cli.asking import Ask
 from outrider.cli.events import ModelFacts, Result, Round
 from outrider.cli.messages import event_from, request_from
-from outrider.errors import OutriderError, PeerLost, PromptTooLong
+from outrider.errors import InvalidRequest, OutriderError, PeerLost, PromptTooLong
 from outrider.rpc import MAX_MESSAGE_BYTES, error_from, open_channel, said_by_peer
 from outrider.v1 import model_service_pb2
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
@@ -19,7 +19,8 @@ INFO_TIMEOUT_S = 10.0
 async def generate(address: str, ask: Ask) -> AsyncGenerator[Round | Result]:
     """Calls the gateway and yields its events; each sample's last is its Result. Closing the iterator cancels the call.
 
-    Raises the OutriderError that the gateway answered, PeerLost when nobody answers.
+    Raises the OutriderError that the gateway answered, PeerLost when nobody answers, InvalidRequest when it is no
+    gateway that does.
     """
     async with open_channel(address) as channel:
         call = GenerationServiceStub(channel).Generate(request_from(ask))
@@ -27,6 +28,9 @@ async def generate(address: str, ask: Ask) -> AsyncGenerator[Round | Result]:
             async for response in call:
                 yield event_from(response)
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                # Often it is that of a model service, which `outrider up` shows too.
+                raise InvalidRequest("--address", address, "that of a gateway") from None
             raise _translated(error, address) from None
         finally:
             call.cancel()
@@ -61,6 +65,8 @@ def check_ask(ask: Ask) -> None:
 
     So nothing is started for such a request.
     """
+    if ask.report.echo and ask.report.logprobs is None:
+        raise InvalidRequest("--echo", True, "given with --logprobs")
     size = request_from(ask).ByteSize()
     if size > MAX_MESSAGE_BYTES:
         raise PromptTooLong(

@@ -1,5 +1,6 @@
 """`outrider generate`: one request, to a running gateway or to a stack that lives as long as it. Knows no protobuf."""
 
+import asyncio
 import os
 import sys
 from contextlib import aclosing
@@ -14,7 +15,7 @@ from outrider.cli.rendering import PlainView, TerminalView, View
 from outrider.cli.running import Interrupts, Work, note, service_log
 from outrider.cli.samples import InOrder
 from outrider.cli.stack import Stack, start_stack
-from outrider.errors import InvalidRequest
+from outrider.errors import InvalidRequest, OutriderError
 from outrider.supervisor import Supervisor
 
 
@@ -39,6 +40,15 @@ def choose_view(*, as_json: bool) -> View:
 async def show_generation(address: str, ask: Ask, view: View) -> None:
     """Streams one request into a view. Raises OutriderError."""
     view.begin(ask)
+    try:
+        await _show_events(address, ask, view)
+    except (OutriderError, asyncio.CancelledError):
+        view.interrupt()
+        raise
+    view.end()
+
+
+async def _show_events(address: str, ask: Ask, view: View) -> None:
     in_order = InOrder()
     async with aclosing(generate(address, ask)) as events:
         async for event in events:
@@ -47,7 +57,6 @@ async def show_generation(address: str, ask: Ask, view: View) -> None:
                     view.show(turn)
                 else:
                     view.finish(turn)
-    view.end()
 
 
 def generation(ask: Ask, view: View, address: str | None, stack: Stack | None) -> Work:

@@ -37,6 +37,9 @@ class JsonView:
         self._output.write(json.dumps({**prompt, "samples": self._samples}, ensure_ascii=False) + "\n")
         self._output.flush()
 
+    def interrupt(self) -> None:
+        """Writes nothing: half an object is none."""
+
 
 def _sample(rounds: Sequence[Round], result: Result) -> dict[str, Any]:
     """One answer. Its tokens are told one by one only with log-probabilities."""

@@ -49,6 +49,9 @@ class View(Protocol):
     def end(self) -> None:
         """Comes behind the last event."""
 
+    def interrupt(self) -> None:
+        """Comes instead of the end, before whatever is said about that."""
+
 
 class Headings:
     """The line above each of several samples."""
@@ -124,6 +127,10 @@ class TerminalView:
     def end(self) -> None:
         """Everything is shown already."""
 
+    def interrupt(self) -> None:
+        """Ends the line, on which an error would stand otherwise."""
+        self._put(Text("\n"))
+
     def _put(self, text: Text) -> None:
         # Soft wrap leaves breaking lines to the terminal: a piece does not know in which column it begins.
         self._console.print(text, end="", soft_wrap=True)
@@ -156,6 +163,9 @@ class PlainView:
 
     def end(self) -> None:
         """Everything is written already."""
+
+    def interrupt(self) -> None:
+        """Writes nothing, because the text is all that there is."""
 
     def _write(self, text: str) -> None:
         self._output.write(text)

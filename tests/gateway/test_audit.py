@@ -1,13 +1,24 @@
 """The shadow audit over real connections: what is compared, what is found, and what is left out."""
 
+import asyncio
 import urllib.request
+from collections.abc import AsyncGenerator
+from dataclasses import replace
 
-from helpers import eventually
+from helpers import PATIENCE_S, eventually, spec_of
 from markov_stack import MarkovStack, markov_stack, request
 from mischief import Mischief
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
+from structlog.testing import capture_logs
 
 from gateway import audit
+from gateway.links import ModelInfo
+from gateway.requests import GenerationPlan
+from gateway.rounds import Round
+from gateway.stops import StopScanner
+from gateway.transcript import Transcript
+from outrider.errors import PeerLost
 from outrider.v1 import types_pb2
 
 EVERYTHING = {"audit_fraction": 1.0, "metrics_listen": "127.0.0.1:0"}
@@ -47,6 +58,39 @@ async def test_a_token_that_plain_decoding_does_not_say_is_found(tokenizer: str)
         await eventually(lambda: counts(stack)["outrider_audit_total"] == 2)
         assert waiting is stack.gateway.backend.audit
         assert counts(stack)["outrider_audit_mismatch_total"] == 1
+
+
+async def test_an_audit_asks_for_tokens_only_and_outlives_a_bug(tokenizer: str) -> None:
+    """Log-probabilities are not compared, and those of a prompt would take as much of the target as its logits do."""
+    asked: list[tuple[int | None, int | None, bool]] = []
+    errors = [RuntimeError("a bug"), PeerLost("the target is away")]
+
+    async def decode(plan: GenerationPlan, _target: ModelInfo) -> AsyncGenerator[Round, None]:
+        asked.append((plan.draft_count, plan.spec.logprob_count, plan.spec.prompt_logprobs))
+        raise errors.pop(0)
+        yield
+
+    async with markov_stack(tokenizer) as stack:
+        target = await stack.gateway.backend.target.greeted(PATIENCE_S)
+        transcript = Transcript(2, stack.gateway.backend.tokenizer.detokenizer(), StopScanner(()))
+        transcript.numerics_ids.append(target.numerics_id)
+        plan = GenerationPlan(replace(spec_of([5, 6]), logprob_count=20, prompt_logprobs=True), (), None)
+        tested = audit.ShadowAudit(1.0, CollectorRegistry())
+        auditing = asyncio.create_task(tested.run(decode))
+        for _ in range(2):
+            tested.offer(plan, transcript, target)
+        await eventually(lambda: not errors or auditing.done())
+        assert asked == [(0, None, False)] * 2
+        auditing.cancel()
+
+
+async def test_the_address_of_the_metrics_is_told(tokenizer: str) -> None:
+    """With port 0 nobody could find it otherwise."""
+    with capture_logs() as logs:
+        async with markov_stack(tokenizer, metrics_listen="127.0.0.1:0") as stack:
+            assert stack.gateway.metrics is not None
+            address = stack.gateway.metrics.address
+    assert [line["address"] for line in logs if line["event"] == "serving metrics"] == [address]
 
 
 async def test_only_match_is_audited_and_only_in_its_share(tokenizer: str) -> None:

@@ -50,8 +50,12 @@ async def test_samples_count_against_the_limit(tokenizer: str) -> None:
     async with markov_stack(tokenizer, max_requests=4) as stack:
         running = stack.generate(request(max_tokens=400, draft_count=0))
         await anext(aiter(running))
-        with pytest.raises(Overloaded, match="1 requests are running, and this gateway takes 4 at a time"):
+        with pytest.raises(
+            Overloaded, match=r"1 requests are running, and this gateway takes 4 at a time, but .* 4 samples"
+        ):
             await stack.run(request(sample_count=4))
+        with pytest.raises(InvalidRequest, match="sample_count is 5, but must be at most 4"):
+            await stack.run(request(sample_count=5))
         with pytest.raises(InvalidRequest, match="sample_count is 0"):
             await stack.run(request(sample_count=0))
         assert len(await samples(stack, request(sample_count=3))) == 3

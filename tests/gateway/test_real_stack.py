@@ -45,6 +45,22 @@ async def test_tokens_equal_plain_decoding(stack: RunningStack, temperature: flo
     assert plain.completion.speculation.draft_tokens == 0
 
 
+@pytest.mark.parametrize("text", [PROMPT, "O"])
+async def test_an_echo_comes_once_and_with_the_first_sample(stack: RunningStack, text: str) -> None:
+    """Also of a prompt of one token, which has no log-probability to wait for."""
+    call = stack.call(request_of(text=text, max_tokens=8, logprob_count=1, echo=True, sample_count=2))
+    rounds = [response.round async for response in call if response.HasField("round")]
+    echoes = [(each.facts.base_len, each.sample_index) for each in rounds if each.prompt_tokens]
+    assert len(rounds) > 4
+    assert echoes == [(len(prompt_of(rounds)), 0)]
+    assert "".join(token.text for token in prompt_of(rounds)) == text
+
+
+def prompt_of(rounds: list[pb.Round]) -> list[pb.PromptToken]:
+    """The echoed prompt."""
+    return [token for each in rounds for token in each.prompt_tokens]
+
+
 async def test_speculation_saves_rounds(stack: RunningStack) -> None:
     """With the trained draft a greedy story takes clearly fewer target passes than it has tokens."""
     answer = await stack.generate(text=PROMPT, max_tokens=100, temperature=0.0, draft_count=4)

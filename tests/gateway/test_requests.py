@@ -193,7 +193,7 @@ async def test_samples_differ_in_their_seeds_only() -> None:
 async def test_an_echo_that_no_message_holds_is_refused() -> None:
     """Up to the largest prompt that a message holds, and not a token further."""
     limits = replace(LIMITS, context_len=100_000, kv_tokens=100_000)
-    ask = GenerationAsk(token_ids=(5,) * 11_781, logprob_count=20, echo=True)
+    ask = GenerationAsk(token_ids=(5,) * 9_279, logprob_count=20, echo=True)
     assert (await check_request(ask, TOKENIZER, limits)).spec.prompt_logprobs
-    with pytest.raises(InvalidRequest, match=r"echo is True, but must be false for a prompt of 11782 .* at most 11781"):
-        await check_request(replace(ask, token_ids=(5,) * 11_782), TOKENIZER, limits)
+    with pytest.raises(InvalidRequest, match=r"echo is True, but must be false for a prompt of 9280 .* at most 9279"):
+        await check_request(replace(ask, token_ids=(5,) * 9_280), TOKENIZER, limits)

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import pytest
+from helpers import PATIENCE_S
 
 from gateway.samples import merged, sample_seed
 
@@ -64,6 +65,24 @@ async def test_leaving_early_closes_all() -> None:
     async with aclosing(merged([stream.events() for stream in streams])) as events:
         await anext(events)
     assert all(stream.is_closed for stream in streams)
+
+
+async def test_what_fails_while_it_is_closed_is_not_waited_for() -> None:
+    """Nobody reads the errors of streams whose reader has left."""
+    closed: list[int] = []
+
+    async def failing(number: int) -> AsyncGenerator[int, None]:
+        try:
+            while True:
+                await asyncio.sleep(0)
+                yield number
+        finally:
+            closed.append(number)
+            raise ValueError("broken")
+
+    async with asyncio.timeout(PATIENCE_S), aclosing(merged([failing(number) for number in range(4)])) as events:
+        await anext(events)
+    assert sorted(closed) == [0, 1, 2, 3]
 
 
 async def test_a_slow_reader_is_waited_for() -> None:

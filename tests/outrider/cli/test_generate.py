@@ -163,6 +163,30 @@ async def test_refusal_is_one_sentence(gateway: ScriptedGateway) -> None:
     assert notes == "outrider: temperature is -1.0, but must be at least 0\n"
 
 
+async def test_a_refusal_in_a_terminal_has_a_line_of_its_own(gateway: ScriptedGateway) -> None:
+    """It does not follow upon the prompt, which is shown by then."""
+    ours, theirs = pty.openpty()
+    process = await asyncio.create_subprocess_exec(
+        *COMMAND, "refuse", "--address", gateway.address, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    assert await asyncio.wait_for(process.wait(), 60) == 64
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert shown.endswith("\r\noutrider: temperature is -1.0, but must be at least 0\r\n")
+
+
+async def test_a_service_that_is_no_gateway() -> None:
+    """A server that does not know the method is named as what it is not."""
+    server = grpc.aio.server()
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    code, output, notes = await run_command("Hello", "--address", address)
+    assert (code, output) == (64, "")
+    assert notes == f"outrider: --address is '{address}', but must be that of a gateway\n"
+    await server.stop(0)
+
+
 async def test_nobody_answers(gateway: ScriptedGateway) -> None:
     """An address where nothing listens ends with EX_UNAVAILABLE and one line."""
     code, output, notes = await run_command("Hello", "--address", "127.0.0.1:1")

@@ -41,8 +41,10 @@ def outrider(*arguments: str | bytes, stdin: bytes = b"") -> tuple[int, str, str
             "--logit-bias is '5=2', but must be the only one of its token",
         ),
         ("generate Hi --stop-token-id 5 --stop-token-id -1", "--stop-token-id is -1, but must be in [0, 2147483647]"),
-        ("generate Hi --samples 0", f"--samples is 0, but must be {INT32}"),
-        ("generate Hi --logprobs -1", "--logprobs is -1, but must be in [0, 2147483647]"),
+        ("generate Hi --samples 0", "--samples is 0, but must be in [1, 8]"),
+        ("generate Hi --logprobs -1", "--logprobs is -1, but must be in [0, 20]"),
+        ("generate Hi --samples 9", "--samples is 9, but must be in [1, 8]"),
+        ("generate Hi --logprobs 21", "--logprobs is 21, but must be in [0, 20]"),
         ("generate Hi --min-tokens -1", "--min-tokens is -1, but must be in [0, 2147483647]"),
         ("generate Hi --top-n 257", "--top-n is 257, but must be in [1, 256]"),
         ("up --top-n 0", "--top-n is 0, but must be in [1, 256]"),
@@ -124,3 +126,9 @@ def test_prompt_must_fit_into_a_message() -> None:
     assert (code, output) == (64, "")
     assert notes.startswith("outrider: prompt and options take 41943")
     assert notes.endswith(f"but a request has at most {MAX_MESSAGE_BYTES} bytes\n")
+
+
+def test_an_echo_without_numbers_starts_nothing() -> None:
+    """The sentence names the options, and no stack is started for it."""
+    code, _, errors = outrider("generate", "x", "--echo")
+    assert (code, errors.strip()) == (64, "outrider: --echo is True, but must be given with --logprobs")
