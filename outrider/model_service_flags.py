@@ -42,8 +42,9 @@ def check_model(option: str, model: str, role: str = "target") -> str:
         return sized.name
     # Unlike Path.expanduser, this leaves the home of a user that does not exist as it is.
     path = Path(os.path.expanduser(model))
-    looks_like_path = path.is_absolute() or model.startswith((".", "~")) or path.exists()
-    if not model or (looks_like_path and not path.is_dir()):
+    # And os.path finds nothing under a name that is too long, where Path raises.
+    looks_like_path = path.is_absolute() or model.startswith((".", "~")) or os.path.exists(path)
+    if not model or (looks_like_path and not os.path.isdir(path)):
         raise ModelRefused(f"{option} is {model!r}, but must be a folder or the id of a model on the hub", model=model)
     return model
 

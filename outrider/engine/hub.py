@@ -4,6 +4,7 @@ What was downloaded once is used without network. Whatever goes wrong is one sen
 library's own errors have several roots, and their texts several lines.
 """
 
+import os
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -31,8 +32,9 @@ def resolve(name_or_path: str) -> Path:
     safetensors weights.
     """
     folder = Path(name_or_path).expanduser()
-    if not folder.is_dir():
-        if folder.is_absolute() or name_or_path.startswith((".", "~")) or folder.exists():
+    # Path's own questions raise where a name is too long for the file system.
+    if not os.path.isdir(folder):
+        if folder.is_absolute() or name_or_path.startswith((".", "~")) or os.path.exists(folder):
             raise ModelRefused(f"{name_or_path} is not a folder", model=name_or_path)
         folder = _cached(name_or_path) or _downloaded(name_or_path)
     weight_files(folder)

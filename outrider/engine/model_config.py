@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from outrider.engine.json_keys import JsonKeys, read_json
+from outrider.engine.json_keys import INT32_MAX, JsonKeys, read_json
 from outrider.engine.rope import Rope
 from outrider.engine.rope_config import read_rope
 from outrider.engine.windows import (
@@ -132,7 +132,7 @@ def read_architecture(keys: JsonKeys) -> str:
         raise keys.refuse("architectures", fault)
     if keys.values.get("auto_map"):
         raise keys.refuse("auto_map", "asks for code from the model's repository, which is never run")
-    if keys.values.get("quantization_config"):
+    if keys.values.get("quantization_config") is not None:
         raise keys.refuse("quantization_config", "is set, but only unquantized weights are served")
     return names[0]
 
@@ -170,7 +170,12 @@ def read_eos_token_ids(folder: Path, config: JsonKeys) -> frozenset[int]:
         ids = value if isinstance(value, list) else [value]
         if value is None:
             continue
-        if not all(isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0 for token_id in ids):
+        if not all(map(_is_token_id, ids)):
             raise keys.refuse("eos_token_id", f"is {value!r}, but must be a token id or a list of them")
         return frozenset(ids)
     return frozenset()
+
+
+def _is_token_id(value: object) -> bool:
+    # What does not fit into a message would fail at every request instead of here.
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= INT32_MAX

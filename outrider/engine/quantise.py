@@ -79,11 +79,21 @@ def _top(scores: Tensor, count: int) -> tuple[Floats, Ints]:
     # One more than wanted, because a selection takes any of equal ones and in any order.
     selected = scores.topk(min(count + 1, scores.shape[1]))
     largest, ids = selected.values.cpu().numpy(), selected.indices.cpu().numpy()
-    tied = largest[:, 1:] == largest[:, :-1]
-    # Beyond the support all are equal, and none of them matters.
-    rows = (tied & (largest[:, 1:] > -np.inf)).any(axis=1).nonzero()[0] if tied.any() else ()
-    for row in rows:
-        order = scores[row].sort(descending=True, stable=True)
-        width = largest.shape[1]
-        largest[row], ids[row] = order.values[:width].cpu().numpy(), order.indices[:width].cpu().numpy()
+    tied = ((largest[:, 1:] == largest[:, :-1]) & (largest[:, 1:] > -np.inf)).any(axis=1)
+    # Beyond the support all are equal, and none of them matters; nor does anything in a row that has no law.
+    rows = (tied & np.isfinite(largest[:, 0])).nonzero()[0]
+    if len(rows):
+        # No rarity: where logits are computed in bfloat16, nearly every row has equal ones among its best.
+        chosen = scores[torch.from_numpy(rows).to(scores.device)]
+        places = _ranks(chosen).topk(largest.shape[1]).indices
+        largest[rows], ids[rows] = chosen.gather(1, places).cpu().numpy(), places.cpu().numpy()
     return np.ascontiguousarray(largest[:, :count]), ids[:, :count]
+
+
+def _ranks(scores: Tensor) -> Tensor:
+    """Integers [R, V] in the order of (score, -id), all different, of scores [R, V] float32 without NaN."""
+    # Adding 0 makes one zero of two. The bits of a float are a sign and a magnitude that rises with the number.
+    bits = (scores + 0.0).view(torch.int32).long()
+    magnitudes = bits & 0x7FFFFFFF
+    ordered = torch.where(bits < 0, -magnitudes, magnitudes)
+    return (ordered << 32) - torch.arange(scores.shape[1], device=scores.device)

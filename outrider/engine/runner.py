@@ -18,7 +18,7 @@ from outrider.engine.fused import fused
 from outrider.engine.kv_cache import BLOCK_SIZE, BlockPool, BlockTable, KVCache
 from outrider.engine.model import Transformer
 from outrider.engine.ops import Ops, choose_ops
-from outrider.engine.ops.native import MAX_THREADS, NativeOps
+from outrider.engine.ops.native import MAX_HEAD_DIM, MAX_THREADS, NativeOps
 from outrider.engine.session import Session
 from outrider.engine.tree import EMPTY
 from outrider.engine.weights import DTYPES
@@ -108,7 +108,7 @@ class ModelRunner:
         if not 1 <= size <= config.vocab_size:
             message = f"{checkpoint.name}: the tokenizer knows {size} ids, but the model embeds {config.vocab_size}"
             raise ModelRefused(message, vocabulary_size=size, vocab_size=config.vocab_size)
-        decoder = checkpoint.build(torch_device, DTYPES[dtype], choose_ops(torch_device, num_threads))
+        decoder = checkpoint.build(torch_device, DTYPES[dtype], _checked_ops(checkpoint, torch_device, num_threads))
         names = checkpoint.name, checkpoint.digest()
         identity = ModelIdentity(*names, dtype, num_threads, size, checkpoint.modelling)
         return cls(decoder, identity, kv_tokens or default_kv_tokens(config, torch_device, DTYPES[dtype]))
@@ -229,6 +229,14 @@ def default_kv_tokens(config: DecoderFacts, device: torch.device, dtype: torch.d
     item_bytes = 4 if device.type == "cpu" else dtype.itemsize
     token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item_bytes
     return max(DEFAULT_KV_BYTES // token_bytes, min(config.context_len, MOST_KV_BYTES // token_bytes))
+
+
+def _checked_ops(checkpoint: Checkpoint, device: torch.device, num_threads: int) -> Ops:
+    ops, head_dim = choose_ops(device, num_threads), checkpoint.config.head_dim
+    if isinstance(ops, NativeOps) and head_dim > MAX_HEAD_DIM:
+        message = f"{checkpoint.name} has heads of {head_dim}, but at most {MAX_HEAD_DIM} fit the kernels"
+        raise ModelRefused(message, head_dim=head_dim, limit=MAX_HEAD_DIM)
+    return ops
 
 
 def _checked_device(name: str) -> torch.device:

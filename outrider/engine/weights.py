@@ -29,7 +29,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model, one or as many as its index names, in name order; raises ModelRefused."""
     index = folder / "model.safetensors.index.json"
-    if index.exists():
+    # As in transformers the single file goes first where a folder has both; the fallback must not read another one.
+    if index.exists() and not (folder / "model.safetensors").is_file():
         keys = JsonKeys(index, read_json(index))
         weight_map = keys.values.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:

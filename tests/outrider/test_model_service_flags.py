@@ -31,7 +31,7 @@ def test_a_model_is_a_folder_or_a_hub_id(tmp_path: Path) -> None:
     assert check_model("--model", str(tmp_path)) == str(tmp_path)
     assert check_model("--model", "someone/some-model") == "someone/some-model"
     (tmp_path / "file").touch()
-    for path in (str(tmp_path / "nope"), str(tmp_path / "file"), "./nope", "~nobody-here/model", ""):
+    for path in (str(tmp_path / "nope"), str(tmp_path / "file"), "./nope", "~nobody-here/model", "", "/" + "n" * 5000):
         with pytest.raises(ModelRefused, match=r"^--model is .*but must be a folder"):
             check_model("--model", path)
 

@@ -252,13 +252,16 @@ def proposal(requests: Rounds, row: Tensor, rule: Rule) -> TokenTree:
 
 
 def ask(rule: Rule, seed: int, last: int, tree: TokenTree) -> Ask:
-    """A session of three tokens, of which the last one is given; nothing is cached, because nothing is computed."""
-    token_ids = (*PROMPT[:-1], last)
+    """A session of three tokens, of which the last one is given; nothing is cached, because nothing is computed.
+
+    Its prompt is shorter, so that what belongs to a round is not what belongs to the request.
+    """
+    token_ids, prompt_len = (*PROMPT[:-1], last), len(PROMPT) - 1
     spec = SessionSpec(
-        token_ids, 3, SHAPED, seed, 100, frozenset(), frozenset(), Acceptance(rule=rule, lenience=LENIENCE)
+        token_ids, prompt_len, SHAPED, seed, 100, frozenset(), frozenset(), Acceptance(rule=rule, lenience=LENIENCE)
     )
     nowhere: Any = None
-    return Ask(Feed(Session(nowhere, token_ids, 3), tree), spec)
+    return Ask(Feed(Session(nowhere, token_ids, prompt_len), tree), spec)
 
 
 def committed(tree: TokenTree, way: Any) -> list[int]:

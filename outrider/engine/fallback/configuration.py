@@ -3,6 +3,7 @@
 Code from the model's repository is never run. Builds no model; see survey for what only a model can tell.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from outrider.engine.fallback import attention, experts
 from outrider.engine.json_keys import JsonKeys, read_json
-from outrider.engine.model_config import read_architecture
+from outrider.engine.model_config import MAX_LAYERS, read_architecture
 from outrider.errors import ModelRefused
 
 PACKAGE = f"transformers-{transformers.__version__}"
@@ -21,12 +22,15 @@ PACKAGE = f"transformers-{transformers.__version__}"
 ELSEWHERE = ("transformers_weights", "fusion_config")
 SEVERAL_MODELS = ("vision_config", "audio_config", "text_config", "encoder", "decoder")
 LAYER_TYPES = ("full_attention", "sliding_attention")
+# Keys that say how many there are of what a class makes one by one, before anything else could refuse the number.
+COUNTS = re.compile(r"(layer|expert|label)s?$")
 
 
 def read_configuration(folder: Path) -> PretrainedConfig:
     """The configuration, set up for our attention. Raises ModelRefused."""
     keys = JsonKeys(folder / "config.json", read_json(folder / "config.json"))
     _refuse_kinds(keys)
+    _refuse_counts(keys)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # what a class says about its keys has no common type
@@ -37,6 +41,8 @@ def read_configuration(folder: Path) -> PretrainedConfig:
         raise keys.refuse("layer_types", fault)
     config._attn_implementation = attention.NAME
     config._experts_implementation = experts.NAME
+    # A file may ask for tuples, and the decoder reads a field.
+    config.return_dict = True
     for rope in _ropes(config):
         _hold_still(rope)
     return config
@@ -94,6 +100,12 @@ def _refuse_kinds(keys: JsonKeys) -> None:
     if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) != name:
         fault = f'is {name}, which is no causal language model of the "model_type" {model_type!r} in {PACKAGE}'
         raise keys.refuse("architectures", fault)
+
+
+def _refuse_counts(keys: JsonKeys) -> None:
+    for key, value in keys.values.items():
+        if COUNTS.search(key) and isinstance(value, int) and value > MAX_LAYERS:
+            raise keys.refuse(key, f"is {value}, but at most {MAX_LAYERS} are served")
 
 
 def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:

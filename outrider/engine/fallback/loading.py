@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
-from outrider.engine.fallback.configuration import first_line
+from outrider.engine.fallback.configuration import PACKAGE, first_line
 from outrider.engine.fallback.survey import Unfit
 from outrider.engine.ops import Ops
 from outrider.engine.weights import StoredTensor
@@ -48,9 +48,12 @@ def load(
 ) -> PreTrainedModel:
     """The model with its numbers: matrices in the placement's type, vectors in float32. stored has been checked."""
     device, dtype, ops = placement
-    model, report = kind.from_pretrained(
-        folder, config=config, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
-    )
+    try:
+        model, report = kind.from_pretrained(
+            folder, config=config, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
+        )
+    except (ValueError, TypeError, AttributeError, KeyError, OSError) as error:  # it reads generation_config.json too
+        raise ModelRefused(f"{folder} is refused by {PACKAGE}: {first_line(error)}", folder=folder) from error
     # The headers were right, so this is about a layout that is not read as it was written.
     invented = sorted(map(str, {*report["missing_keys"], *report["mismatched_keys"]}))
     if invented:

@@ -6,6 +6,7 @@ allocated, whatever its name; nothing here is about one family.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor
@@ -98,6 +99,8 @@ def _check_call(call: AttentionCall) -> None:
     if not getattr(call.module, "is_causal", True) or call.others.get("is_causal") is False:
         raise Unfit("looks at tokens behind a token, and is no decoder")
     _check_window(call)
+    if not isinstance(call.scale, int | float) or not 0 < call.scale < inf:
+        raise Unfit(f"multiplies its attention scores by {call.scale!r}, which is no positive number")
     given = {name for name, value in call.others.items() if value is not None and value is not False}
     strange = sorted(given - {*HARMLESS, "is_causal"})
     if strange:
@@ -109,6 +112,8 @@ def _check_window(call: AttentionCall) -> None:
     types: Sequence[str] | None = getattr(getattr(call.module, "config", None), "layer_types", None)
     if types and (types[layer_of(call)] == "sliding_attention") and call.window is None:
         raise Unfit(f"does not say how wide the window of layer {layer_of(call)} is")
+    if call.window is not None and call.window < 1:
+        raise Unfit(f"has a window of {call.window} in layer {layer_of(call)}, but it must be at least 1")
 
 
 class _Watch(TorchFunctionMode):

@@ -9,6 +9,8 @@ from typing import Self
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from outrider.engine.fallback.configuration import first_line
+from outrider.engine.fallback.survey import Unfit
 from outrider.engine.weights import Shapes, StoredTensor, check_tensors
 
 
@@ -26,9 +28,12 @@ class TensorNames:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Self:
-        """Of a model without numbers."""
-        # Mixtures of experts are stored one by one, and computed as one tensor.
-        stored = revert_weight_conversion(model, dict(model.state_dict()))
+        """Of a model without numbers; raises Unfit when files cannot hold it."""
+        try:
+            # Mixtures of experts are stored one by one, and computed as one tensor.
+            stored = revert_weight_conversion(model, dict(model.state_dict()))
+        except Exception as error:  # what goes wrong with no expert at all has no common type
+            raise Unfit(f"cannot be stored: {first_line(error)}") from error
         shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
         tied = set(model.all_tied_weights_keys)
         return cls(

@@ -145,7 +145,7 @@ def test_what_the_hub_refuses_is_a_sentence(
         assert words in refusal("some-org/tiny")
 
 
-@pytest.mark.parametrize("name", ["no such id!", "a/b/c", "-some-/tiny@v1"])
+@pytest.mark.parametrize("name", ["no such id!", "a/b/c", "-some-/tiny@v1", "n" * 5000])
 def test_what_cannot_be_an_id_is_not_asked_for(cache: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A string that no hub could know."""
     offline(monkeypatch)

@@ -129,7 +129,9 @@ def test_generation_config_names_eos_first(tmp_path: Path, generation: dict[str,
         ({"rms_norm_eps": -1}, "rms_norm_eps", "positive"),
         ({"rope_theta": float("nan")}, "rope_theta", "positive"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings", "true or false"),
+        ({"quantization_config": {}}, "quantization_config", "unquantized"),
         ({"eos_token_id": [-1]}, "eos_token_id", "token id"),
+        ({"eos_token_id": 2**31}, "eos_token_id", "token id"),
     ],
 )
 def test_unservable_models_are_refused_with_file_and_key(

@@ -62,6 +62,20 @@ def test_of_equal_tokens_the_lowest_ids_are_kept() -> None:
     assert whole.token_ids == tuple(range(8))
 
 
+@pytest.mark.parametrize("top_n", [1, 5, 64, 256])
+def test_rounded_scores_are_in_order(top_n: int) -> None:
+    """As logits from bfloat16 products are: with equal ones in every row, of both signs, two zeros and some -inf."""
+    scores = random_scores(12, 3000).bfloat16().float()
+    scores[3] = scores[3].clamp(max=0) * torch.tensor([1.0, -0.0]).repeat(1500)
+    scores[4] -= 30
+    scores[5, 40:] = -math.inf
+    for row, law in zip(scores, quantise(scores, top_n, OPS).distributions(), strict=True):
+        best = row.sort(descending=True, stable=True)
+        assert list(law.token_ids) == best.indices.tolist()[: len(law.token_ids)]
+        if best.values[top_n - 1] > best.values[0] - 5:
+            assert len(law.token_ids) == top_n
+
+
 def test_nothing_outside_the_support_is_sent() -> None:
     """Fewer tokens than top_n, and a single one, which gets all the weight."""
     scores = torch.full((2, 100), -math.inf)

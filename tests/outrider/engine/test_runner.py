@@ -12,6 +12,7 @@ from tiny_models import TARGET, write_tiny_model
 
 from outrider.engine import runner as runner_module
 from outrider.engine.model_config import ModelConfig
+from outrider.engine.ops.library import load_kernels
 from outrider.engine.ops.reference import ReferenceOps
 from outrider.engine.runner import Feed, ModelRunner, default_kv_tokens
 from outrider.engine.session import Session
@@ -254,3 +255,13 @@ def test_bad_options_are_refused(options: dict[str, object], error: type[Excepti
     """The option and its limit are named before a weight is read."""
     with pytest.raises(error):
         ModelRunner.load(str(TARGET), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(load_kernels() is None, reason="no compiled kernels on this machine")
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_heads_too_wide_for_the_kernels_are_refused_before_loading(tmp_path: Path, family: str) -> None:
+    """In a sentence, and without a look at a weight."""
+    folder = write_tiny_model(tmp_path / "tiny", family, head_dim=1024)
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelRefused, match=r"^tiny has heads of 1024, but at most 512 fit the kernels$"):
+        ModelRunner.load(str(folder), kv_tokens=64)

@@ -166,6 +166,7 @@ def test_pickled_weights_are_refused(tiny: Path) -> None:
 )
 def test_bad_index_is_refused(tiny: Path, weight_map: dict[str, str], words: str) -> None:
     """An index may name files of its own folder only."""
+    (tiny / "model.safetensors").unlink()
     (tiny / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ModelRefused, match=words):
         resolve(str(tiny))

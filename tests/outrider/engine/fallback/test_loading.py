@@ -36,6 +36,26 @@ def test_names_without_the_base_model_and_old_buffers_are_known(tmp_path: Path) 
     assert torch.equal(logits_of(rename(folder, "transformer.", masks)), expected)
 
 
+def test_a_file_that_asks_for_tuples_changes_nothing(tmp_path: Path) -> None:
+    """transformers returns tuples then, without names."""
+    folder = write_tiny_model(tmp_path / "tiny", "gpt2", seed=3)
+    expected = logits_of(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"return_dict": False}))
+    assert torch.equal(logits_of(folder), expected)
+
+
+def test_an_index_beside_the_single_file_changes_nothing(tmp_path: Path) -> None:
+    """All weights are of the file that transformers reads, and none of those that were left behind."""
+    folder = write_tiny_model(tmp_path / "tiny", "gpt2", seed=3)
+    expected = logits_of(folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: 2 * tensor for name, tensor in tensors.items()}, folder / "old.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "old.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(logits_of(folder), expected)
+
+
 @pytest.mark.parametrize("family", ["gemma3", "mixtral"])
 def test_shards_load_like_one_file(tmp_path: Path, family: str) -> None:
     """Experts that lie in different files are put together."""

@@ -75,7 +75,7 @@ ARCHITECTURES: list[tuple[type[transformers.PretrainedConfig], dict[str, Any], s
     (transformers.GraniteSWAConfig, SMALL | {"num_key_value_heads": 2}, "GraniteSWAForCausalLM", "attention sinks"),
     (transformers.DeepseekV3Config, SMALL, "DeepseekV3ForCausalLM", "not of one size"),
     (transformers.Llama4TextConfig, SMALL, "Llama4ForCausalLM", "names chunked_attention"),
-    (transformers.DogeConfig, SMALL, "DogeForCausalLM", "makes an attention mask of its own"),
+    (transformers.DogeConfig, SMALL | {"num_experts": 16}, "DogeForCausalLM", "makes an attention mask of its own"),
     (
         transformers.NemotronConfig,
         SMALL | {"num_key_value_heads": 2},
@@ -117,6 +117,9 @@ def test_architectures_that_do_not_fit_are_refused_by_name(
         ({"n_positions": 0}, '"max_position_embeddings" is 0, but must be an integer of at least 1'),
         ({"layer_types": ["full_attention", "mamba"]}, '"layer_types" names linear_attention'),
         ({"eos_token_id": -1}, "eos_token_id"),
+        ({"n_layer": 10**9}, '"n_layer" is 1000000000, but at most 4096 are served'),
+        ({"num_local_experts": 10**6}, '"num_local_experts" is 1000000, but at most 4096 are served'),
+        ({"num_labels": 10**9}, '"num_labels" is 1000000000, but at most 4096 are served'),
     ],
 )
 def test_configurations_that_do_not_fit_are_refused(gpt2: Path, changes: dict[str, object], words: str) -> None:
@@ -126,10 +129,37 @@ def test_configurations_that_do_not_fit_are_refused(gpt2: Path, changes: dict[st
     assert words in refusal(lambda: find_checkpoint(str(edit_config(gpt2, **changes))))
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_mixture_of_no_experts_is_refused(tmp_path: Path) -> None:
+    """transformers makes it, and fails where it asks which files would hold it."""
+    folder = edit_config(write_tiny_model(tmp_path / "tiny", "mixtral"), num_local_experts=0)
+    assert "MixtralForCausalLM cannot be stored: " in refusal(lambda: find_checkpoint(str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"query_pre_attn_scalar": -1}, "multiplies its attention scores by "),
+        ({"sliding_window": 0}, "has a window of 0 in layer 0, but it must be at least 1"),
+    ],
+)
+def test_attention_that_cannot_be_computed_is_refused(tmp_path: Path, changes: dict[str, object], words: str) -> None:
+    """What a class takes as it stands, the kernels would not."""
+    folder = edit_config(write_tiny_model(tmp_path / "tiny", "gemma3"), **changes)
+    assert words in refusal(lambda: find_checkpoint(str(folder)))
+
+
 def test_an_adapter_is_refused(gpt2: Path) -> None:
     """It would make another model of this one, whose weights nobody has looked at."""
     (gpt2 / "adapter_config.json").write_text("{}")
     assert "is an adapter of another model" in refusal(lambda: find_checkpoint(str(gpt2)))
+
+
+@pytest.mark.parametrize("generation", [{"cache_implementation": "other"}, {"watermarking_config": {"key": 1}}])
+def test_what_only_loading_finds_is_a_sentence_too(gpt2: Path, generation: dict[str, object]) -> None:
+    """transformers reads generation_config.json when it loads the weights, and refuses it in errors of its own."""
+    (gpt2 / "generation_config.json").write_text(json.dumps(generation))
+    assert "is refused by transformers-" in refusal(lambda: ModelRunner.load(str(gpt2), kv_tokens=64))
 
 
 NORM = "transformer.h.1.ln_1.weight"
