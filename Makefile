@@ -6,7 +6,7 @@ SETUP := $(VENV)/.setup-done
 KERNELS := $(wildcard outrider/engine/ops/kernels/*.[ch])
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-grid test-fencing check proto models bench bench-sized clean
+.PHONY: help setup run test test-grid test-fencing check proto models train bench bench-sized clean
 
 help: ## lists the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ stubs = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iprot
 
 models: $(SETUP) ## checks the embedded pair: sizes, digests, and that both load
 	@$(BIN)/python models/check.py
+
+train: $(SETUP) ## makes a pair like the embedded one from any text: make train CORPUS=tales.txt OPTIONS="--out DIR"
+	@$(if $(CORPUS),,$(error name a text: make train CORPUS=tales.txt))$(BIN)/python models/train.py --corpus "$(CORPUS)" $(OPTIONS)
 
 bench: $(SETUP) ## measures what a round of the embedded pair costs, part by part
 	@$(BIN)/outrider bench rounds

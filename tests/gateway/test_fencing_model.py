@@ -79,7 +79,7 @@ def test_a_planted_fault_is_found(plant: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(*PLANTS[plant])
 
     @simulation_settings(max_examples=PLANTED_EXAMPLES, phases=(Phase.generate,), report_multiple_bugs=False)
-    @given(scenarios | rough_ways)
+    @given(rough_ways | scenarios | rough_ways)
     def search(scenario: Scenario) -> None:
         simulate(scenario)
 

@@ -82,7 +82,7 @@ async def test_a_stop_string_across_rounds(stack: RunningStack) -> None:
 
 async def test_eos_inside_a_block(stack: RunningStack) -> None:
     """A likelier end-of-sequence token ends the request wherever it falls; it is counted and has no text."""
-    answer = await both(stack, max_tokens=200, temperature=1.0, logit_bias={0: 8.0})
+    answer = await both(stack, max_tokens=200, temperature=1.0, logit_bias={0: 10.0})
     assert answer.completion.finish_reason == types_pb2.FINISH_REASON_EOS
     assert answer.token_ids[-1] == 0
     assert answer.completion.usage.completion_tokens == len(answer.token_ids) > 1
@@ -107,11 +107,11 @@ async def test_max_tokens_inside_a_block(stack: RunningStack, max_tokens: int) -
 
 async def test_up_to_the_end_of_the_context(stack: RunningStack) -> None:
     """A prompt that leaves three tokens gets three; one more is refused with both numbers."""
-    prompt = [7] * 1021
+    prompt = [7] * 4093
     for draft_count in (0, 4):
         answer = await stack.generate(token_ids=prompt, seed=1, ignore_eos=True, draft_count=draft_count)
         assert len(answer.token_ids) == 3
-    with pytest.raises(PromptTooLong, match=r"1021 tokens and max_tokens 4 .* 1024"):
+    with pytest.raises(PromptTooLong, match=r"4093 tokens and max_tokens 4 .* 4096"):
         await stack.generate(token_ids=prompt, max_tokens=4)
 
 

@@ -14,7 +14,7 @@ from outrider.v1 import types_pb2
 
 TEMPERATURES = (0.7, 1.0, 1.3)
 EOS = 0
-LIKELY_EOS = {EOS: 10.0}
+LIKELY_EOS = {EOS: 11.0}
 PARAMETERS: tuple[dict[str, Any], ...] = (
     {},
     {"top_k": 20},

@@ -31,8 +31,8 @@ def read(folder: Path, **changes: object) -> ModelConfig:
 def test_embedded_target_is_read() -> None:
     """The pair that comes with the repository, in transformers' newest spelling."""
     config = ModelConfig.read(TARGET)
-    assert (config.vocab_size, config.num_layers, config.head_dim, config.context_len) == (4096, 6, 64, 1024)
-    assert (config.rope, config.tied_embeddings, config.norm_epsilon) == (Rope(theta=10000.0), True, 1e-6)
+    assert (config.vocab_size, config.num_layers, config.head_dim, config.context_len) == (4096, 6, 64, 4096)
+    assert (config.rope, config.tied_embeddings, config.norm_epsilon) == (Rope(theta=200000.0), True, 1e-6)
     assert config.windows == (None,) * 6
     assert config.eos_token_ids == {0}
 

@@ -1,0 +1,105 @@
+"""The sizes that a pair can have, and models of these sizes. Trains nothing.
+
+The rotary base is that of the long context from the first step: a pair that turns slowly enough for 4,096 positions
+loses nothing on 256, and one that was trained on 256 with the usual 10,000 cannot tell positions beyond them apart.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outrider.engine.model_config import ModelConfig
+from outrider.errors import InvalidRequest, ModelRefused
+
+ROLES = ("target", "draft")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of one model."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """Sizes of a pair, and of what it is trained on."""
+
+    shapes: Mapping[str, Shape]
+    vocab_size: int = 4096
+    block_len: int = 256
+    context_len: int = 4096
+    rope_base: float = 200_000.0
+
+
+PRESETS: Mapping[str, Preset] = {
+    # The embedded pair.
+    "story": Preset({"target": Shape(384, 1024, 6, 6, 2), "draft": Shape(128, 352, 2, 2, 1)}),
+    # For an accelerator and a text of a hundred megabytes or more; not trained by us.
+    "large": Preset({"target": Shape(768, 2048, 12, 12, 4), "draft": Shape(256, 704, 3, 4, 2)}),
+    # To try the command: seconds on a CPU, and no story comes of it.
+    "tiny": Preset({"target": Shape(32, 64, 2, 2, 1, 16), "draft": Shape(16, 32, 1, 1, 1, 16)}, 300, 32, 128),
+}
+
+
+def new_model(preset: Preset, role: str, seed: int) -> LlamaForCausalLM:
+    """A model with random weights of the seed; leaves torch's own seed alone."""
+    shape = preset.shapes[role]
+    config = LlamaConfig(
+        vocab_size=preset.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=preset.context_len,
+        rope_parameters={"rope_type": "default", "rope_theta": preset.rope_base},
+        bos_token_id=0,
+        eos_token_id=0,
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
+
+
+def pair_model(pair: Path, role: str) -> LlamaForCausalLM:
+    """A trained model of another pair in float32, as it is. Raises InvalidRequest."""
+    return _load(pair, role, _config(pair, role))
+
+
+def extended_model(preset: Preset, pair: Path, role: str) -> LlamaForCausalLM:
+    """The same with the preset's context and rotary base, unless it has more of them. Raises InvalidRequest."""
+    config = _config(pair, role)
+    rope = dict(config.rope_parameters or {})
+    config.rope_parameters = {**rope, "rope_theta": max(preset.rope_base, rope["rope_theta"])}
+    config.max_position_embeddings = max(preset.context_len, config.max_position_embeddings)
+    return _load(pair, role, config)
+
+
+def _config(pair: Path, role: str) -> LlamaConfig:
+    # Another architecture would be read as Llama without a word.
+    try:
+        architecture = ModelConfig.read(pair / role).architecture
+        config = LlamaConfig.from_pretrained(pair / role, local_files_only=True)
+    except (ModelRefused, OSError, ValueError) as error:
+        raise InvalidRequest("--from-pair", str(pair), f"a folder of a target and a draft: {error}") from error
+    if architecture != "LlamaForCausalLM" or dict(config.rope_parameters or {}).get("rope_type") != "default":
+        raise InvalidRequest("--from-pair", str(pair), "a pair of Llama models without rope scaling")
+    return config
+
+
+def _load(pair: Path, role: str, config: LlamaConfig) -> LlamaForCausalLM:
+    try:
+        return LlamaForCausalLM.from_pretrained(pair / role, config=config, dtype=torch.float32, local_files_only=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InvalidRequest("--from-pair", str(pair), f"a pair whose weights can be read: {error}") from error
