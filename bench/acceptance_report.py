@@ -10,7 +10,7 @@ from bench.acceptance_runs import WHOLE, name_of
 from bench.acceptance_summary import AcceptanceSummary
 from bench.spread import markdown
 
-# Loss in points of a simulated pair with acceptance 0.68 at temperature 1, by top-N: made-up laws as peaked as large models.
+# Points lost by a simulated pair of acceptance 0.68 at temperature 1, by top-N; its laws are as peaked as large models.
 SIMULATED = {8: 0.60, 16: 0.48, 32: 0.39, 64: 0.30, 128: 0.24, 256: 0.18}
 SYMBOLS = """\
 Every rule guesses and decides behind the same prefixes of texts that the target wrote at that temperature; nothing is
