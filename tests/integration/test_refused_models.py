@@ -48,6 +48,7 @@ def without_a_shard(folder: Path) -> None:
     """An index that names a file that is not there."""
     index = {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").unlink()
 
 
 @pytest.mark.parametrize(
