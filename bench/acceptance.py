@@ -23,15 +23,14 @@ from bench.acceptance_report import render, show, tables
 from bench.acceptance_runs import AT_A_TIME, Plan, measure
 from bench.acceptance_summary import AcceptanceSummary
 from bench.openings import OPENINGS
+from bench.stack import choose_pair
 from bench.trials import Pair
 from gateway.tokenizer import Tokenizer
 from outrider import logs
 from outrider.cli import options
 from outrider.cli.bench import JsonFile, Temperatures, parse_temperatures, writable
-from outrider.cli.stack import choose_models
 from outrider.command_line import between, run_app, service_app
 from outrider.engine.runner import ModelRunner
-from outrider.errors import ModelRefused
 from outrider.model_service import load_model
 from outrider.model_service_flags import Dtype, ModelServiceSettings, available_cpus
 
@@ -66,9 +65,7 @@ def acceptance(  # noqa: PLR0913, one parameter for each option is how typer dec
 ) -> None:
     """Shows acceptance and tokens a round of every rule, and what the size of a draft's law costs."""
     logs.configure("warning")
-    target_model, draft_model = choose_models(target, draft, no_draft=False)
-    if draft_model is None:
-        raise ModelRefused(f"There is no draft for {target_model}; name one with --draft.", model=target_model)
+    target_model, draft_model = choose_pair(target, draft)
     plan = Plan(parse_temperatures(temperatures), draft_count, text_len, stride)
     prompts = asyncio.run(encoded(target_model, OPENINGS[:texts]))
     tokens = AT_A_TIME * (max(map(len, prompts)) + text_len + 2 * draft_count + 32)

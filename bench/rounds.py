@@ -14,16 +14,15 @@ from bench.instruments import Instruments
 from bench.plan import Plan
 from bench.report import render
 from bench.samples import DRAFT, TARGET
-from bench.stack import served
+from bench.stack import choose_pair, served
 from bench.summary import Summary
 from bench.verdicts import verdicts
 from outrider import logs
 from outrider.cli import options
 from outrider.cli.bench import JsonFile, Quick, Temperatures, Tokens, Turns, parse_temperatures
 from outrider.cli.running import Interrupts, Work, run
-from outrider.cli.stack import Stack, choose_models
+from outrider.cli.stack import Stack
 from outrider.command_line import run_app, service_app
-from outrider.errors import ModelRefused
 from outrider.model_service_flags import Dtype, available_cpus
 
 app = service_app()
@@ -45,9 +44,7 @@ def rounds(  # noqa: PLR0913, one parameter for each option is how typer declare
 ) -> None:
     """Shows what a round costs: floors, the bare engine, empty pings, plain and speculative requests, in one run."""
     logs.configure("warning")
-    target_model, draft_model = choose_models(target, draft, no_draft=False)
-    if draft_model is None:
-        raise ModelRefused(f"There is no draft for {target_model}; name one with --draft.", model=target_model)
+    target_model, draft_model = choose_pair(target, draft)
     stack = Stack(
         target=target_model,
         draft=draft_model,

@@ -8,24 +8,8 @@ import typer
 from draft_service.server import start
 from outrider.command_line import between, service_app
 from outrider.engine.quantise import DEFAULT_TOP_N, MAX_TOP_N
-from outrider.model_service_flags import (
-    DEFAULT_LEASE_S,
-    DEFAULT_STALL_S,
-    Device,
-    Dtype,
-    DtypeFlag,
-    KvTokens,
-    LeaseSeconds,
-    Listen,
-    Model,
-    ModelServiceSettings,
-    StallSeconds,
-    Threads,
-    available_cpus,
-    check_model,
-)
-from outrider.process import DrainFlag, LogLevel, LogLevelFlag, StopWithStdinFlag, run_service
-from outrider.rpc import DRAIN_S
+from outrider.model_service_flags import Listen, Model, ServiceFlags
+from outrider.option_groups import grouped
 
 TopN = Annotated[
     int,
@@ -38,41 +22,14 @@ TopN = Annotated[
 
 
 def draft_service_app() -> typer.Typer:
-    """As outrider.model_service_flags.model_service_app, whose flags stand here again: typer reads one signature."""
+    """As outrider.model_service_flags.model_service_app, with a flag more."""
     app = service_app()
 
     @app.command(help="Runs the draft service.")
-    def serve(  # noqa: PLR0913 - one parameter for each flag
-        *,
-        model: Model,
-        listen: Listen = "127.0.0.1:50051",
-        device: Device = "cpu",
-        dtype: DtypeFlag = Dtype.BFLOAT16,
-        threads: Threads = available_cpus(),  # noqa: B008 - does not change while the process runs
-        kv_tokens: KvTokens = None,
-        top_n: TopN = DEFAULT_TOP_N,
-        lease_seconds: LeaseSeconds = DEFAULT_LEASE_S,
-        stall_seconds: StallSeconds = DEFAULT_STALL_S,
-        drain_seconds: DrainFlag = DRAIN_S,
-        log_level: LogLevelFlag = LogLevel.INFO,
-        stop_with_stdin: StopWithStdinFlag = False,
+    @grouped
+    def serve(
+        *, model: Model, listen: Listen = "127.0.0.1:50051", top_n: TopN = DEFAULT_TOP_N, flags: ServiceFlags
     ) -> None:
-        settings = ModelServiceSettings(
-            check_model("--model", model, "draft"),
-            listen,
-            device,
-            dtype.value,
-            threads,
-            kv_tokens,
-            lease_seconds,
-            stall_seconds,
-        )
-        run_service(
-            "draft",
-            partial(start, settings, top_n),
-            log_level=log_level.value,
-            stop_with_stdin=stop_with_stdin,
-            drain_s=drain_seconds,
-        )
+        flags.run("draft", model, listen, partial(start, top_n=top_n))
 
     return app

@@ -7,6 +7,7 @@ import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ import typer
 from outrider.addresses import check_address
 from outrider.command_line import above, between, service_app
 from outrider.errors import ModelRefused
+from outrider.option_groups import grouped
 from outrider.process import DrainFlag, LogLevel, LogLevelFlag, Service, StopWithStdinFlag, run_service
 from outrider.rpc import DRAIN_S
 from outrider.sized_presets import parse
@@ -76,6 +78,7 @@ class ModelServiceSettings:
         check_address("listen", self.listen, least_port=0)
 
 
+Start = Callable[[ModelServiceSettings], Awaitable[Service]]
 Model = Annotated[str, typer.Option(envvar="OUTRIDER_MODEL", help="Folder or hub id of the model, or sized:PRESET.")]
 Listen = Annotated[str, typer.Option(envvar="OUTRIDER_LISTEN", help="HOST:PORT; port 0 takes a free one.")]
 Device = Annotated[str, typer.Option(envvar="OUTRIDER_DEVICE", help="cpu or cuda:N.")]
@@ -86,7 +89,7 @@ Threads = Annotated[
 KvTokens = Annotated[
     int | None,
     typer.Option(
-        callback=between(1), envvar="OUTRIDER_KV_TOKENS", help="Tokens that the cache holds; default 512 MiB."
+        callback=between(1), envvar="OUTRIDER_KV_TOKENS", help="Tokens that the cache holds; default 512 MiB, or one context."
     ),
 ]
 LeaseSeconds = Annotated[
@@ -105,35 +108,48 @@ StallSeconds = Annotated[
 ]
 
 
-def model_service_app(role: str, port: int, start: Callable[[ModelServiceSettings], Awaitable[Service]]) -> typer.Typer:
+@dataclass(frozen=True, slots=True)
+class ServiceFlags:
+    """The flags that every service with a model has, beside its model and its address."""
+
+    device: Device = "cpu"
+    dtype: DtypeFlag = Dtype.BFLOAT16
+    threads: Threads = available_cpus()  # noqa: RUF009 - does not change while the process runs
+    kv_tokens: KvTokens = None
+    lease_seconds: LeaseSeconds = DEFAULT_LEASE_S
+    stall_seconds: StallSeconds = DEFAULT_STALL_S
+    drain_seconds: DrainFlag = DRAIN_S
+    log_level: LogLevelFlag = LogLevel.INFO
+    stop_with_stdin: StopWithStdinFlag = False
+
+    def run(self, role: str, model: str, listen: str, start: Start) -> None:
+        """Runs what `start` starts, to the end of the process. Raises ModelRefused, and InvalidRequest about `listen`."""
+        settings = ModelServiceSettings(
+            check_model("--model", model, role),
+            listen,
+            self.device,
+            self.dtype.value,
+            self.threads,
+            self.kv_tokens,
+            self.lease_seconds,
+            self.stall_seconds,
+        )
+        run_service(
+            role,
+            partial(start, settings),
+            log_level=self.log_level.value,
+            stop_with_stdin=self.stop_with_stdin,
+            drain_s=self.drain_seconds,
+        )
+
+
+def model_service_app(role: str, port: int, start: Start) -> typer.Typer:
     """The command line of `python -m {role}_service`, which runs what `start` starts."""
     app = service_app()
 
     @app.command(help=f"Runs the {role} service.")
-    def serve(  # noqa: PLR0913 - one parameter for each flag
-        *,
-        model: Model,
-        listen: Listen = f"127.0.0.1:{port}",
-        device: Device = "cpu",
-        dtype: DtypeFlag = Dtype.BFLOAT16,
-        threads: Threads = available_cpus(),  # noqa: B008 - does not change while the process runs
-        kv_tokens: KvTokens = None,
-        lease_seconds: LeaseSeconds = DEFAULT_LEASE_S,
-        stall_seconds: StallSeconds = DEFAULT_STALL_S,
-        drain_seconds: DrainFlag = DRAIN_S,
-        log_level: LogLevelFlag = LogLevel.INFO,
-        stop_with_stdin: StopWithStdinFlag = False,
-    ) -> None:
-        model = check_model("--model", model, role)
-        settings = ModelServiceSettings(
-            model, listen, device, dtype.value, threads, kv_tokens, lease_seconds, stall_seconds
-        )
-        run_service(
-            role,
-            lambda: start(settings),
-            log_level=log_level.value,
-            stop_with_stdin=stop_with_stdin,
-            drain_s=drain_seconds,
-        )
+    @grouped
+    def serve(*, model: Model, listen: Listen = f"127.0.0.1:{port}", flags: ServiceFlags) -> None:
+        flags.run(role, model, listen, start)
 
     return app

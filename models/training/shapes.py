@@ -13,20 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.engine.model_config import ModelConfig
 from outrider.errors import InvalidRequest, ModelRefused
+from outrider.sized_presets import Shape
 
 ROLES = ("target", "draft")
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Sizes of one model."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +31,9 @@ class Preset:
 
 PRESETS: Mapping[str, Preset] = {
     # The embedded pair.
-    "story": Preset({"target": Shape(384, 1024, 6, 6, 2), "draft": Shape(128, 352, 2, 2, 1)}),
+    "story": Preset({"target": Shape(384, 1024, 6, 6, 2, 64), "draft": Shape(128, 352, 2, 2, 1, 64)}),
     # For an accelerator and a text of a hundred megabytes or more; not trained by us.
-    "large": Preset({"target": Shape(768, 2048, 12, 12, 4), "draft": Shape(256, 704, 3, 4, 2)}),
+    "large": Preset({"target": Shape(768, 2048, 12, 12, 4, 64), "draft": Shape(256, 704, 3, 4, 2, 64)}),
     # To try the command: seconds on a CPU, and no story comes of it.
     "tiny": Preset({"target": Shape(32, 64, 2, 2, 1, 16), "draft": Shape(16, 32, 1, 1, 1, 16)}, 300, 32, 128),
 }

@@ -7,12 +7,12 @@ from outrider.cli import bench, options
 from outrider.cli.asking import Answer, Ask, Report, Sampling, Speculation
 from outrider.cli.client import check_ask
 from outrider.cli.generate import choose_view, generation, read_prompt
-from outrider.cli.option_groups import grouped, options_of
 from outrider.cli.running import note, run
 from outrider.cli.stack import Stack, choose_models
 from outrider.cli.up import serving
 from outrider.command_line import refuse_together
 from outrider.model_service_flags import Dtype, available_cpus
+from outrider.option_groups import grouped, options_of
 
 # What is about the draft only.
 DRAFT_OPTIONS = ("draft", "draft_dtype", "top_n")

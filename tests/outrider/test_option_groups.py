@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from outrider.cli.option_groups import grouped, options_of
+from outrider.option_groups import grouped, options_of
 
 
 @dataclass(frozen=True)
