@@ -89,7 +89,9 @@ Threads = Annotated[
 KvTokens = Annotated[
     int | None,
     typer.Option(
-        callback=between(1), envvar="OUTRIDER_KV_TOKENS", help="Tokens that the cache holds; default 512 MiB, or one context."
+        callback=between(1),
+        envvar="OUTRIDER_KV_TOKENS",
+        help="Tokens that the cache holds; default 512 MiB, or one context.",
     ),
 ]
 LeaseSeconds = Annotated[
@@ -123,7 +125,7 @@ class ServiceFlags:
     stop_with_stdin: StopWithStdinFlag = False
 
     def run(self, role: str, model: str, listen: str, start: Start) -> None:
-        """Runs what `start` starts, to the end of the process. Raises ModelRefused, and InvalidRequest about `listen`."""
+        """Runs what `start` starts until it ends; raises ModelRefused, and InvalidRequest about `listen`."""
         settings = ModelServiceSettings(
             check_model("--model", model, role),
             listen,
