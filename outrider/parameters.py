@@ -16,6 +16,7 @@ from outrider.errors import InvalidRequest
 
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROB_COUNT = 20
+MAX_SALT_BYTES = 64
 MAX_SAMPLES = 8
 MAX_BANNED_SEQUENCES, MAX_BANNED_LEN = 256, 64
 # pydantic puts this behind the key of a mapping when the key is at fault and not its value.
@@ -132,6 +133,9 @@ class SessionSpec:
     logprob_count: int | None = None
     """Alternatives to every token's log-probability; None for no log-probabilities."""
     prompt_logprobs: bool = False
+    draft_logprobs: bool = False
+    cache_salt: bytes = b""
+    """Cached prefixes are shared only among sessions of the same salt."""
 
 
 @dataclass(frozen=True, slots=True)

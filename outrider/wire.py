@@ -10,6 +10,7 @@ from outrider.parameters import (
     MAX_BANNED_LEN,
     MAX_BANNED_SEQUENCES,
     MAX_LOGPROB_COUNT,
+    MAX_SALT_BYTES,
     MAX_STOP_TOKEN_IDS,
     FinishReason,
     SamplingParameters,
@@ -66,6 +67,8 @@ def open_message(spec: SessionSpec, token_ids: Iterable[int]) -> pb.OpenSession:
         prompt_logprobs=spec.prompt_logprobs,
         banned_sequences=[pb.TokenIds(token_ids=sequence) for sequence in spec.banned],
         acceptance=settings_message(spec.acceptance),
+        draft_logprobs=spec.draft_logprobs,
+        cache_salt=spec.cache_salt,
     )
 
 
@@ -81,6 +84,7 @@ def spec_from(message: pb.OpenSession, base_len: int, vocabulary_size: int) -> S
     # Before anything is made of them: a list may fill a message.
     for name, most in (("stop_token_ids", MAX_STOP_TOKEN_IDS), ("eos_token_ids", vocabulary_size)):
         check_count(SESSION + name, len(getattr(message, name)), most, "ids")
+    check_count(SESSION + "cache_salt", len(message.cache_salt), MAX_SALT_BYTES, "bytes")
     sampling = _session_sampling(message, vocabulary_size)
     return SessionSpec(
         token_ids=check_token_ids(SESSION + "token_ids", message.token_ids, vocabulary_size),
@@ -94,6 +98,8 @@ def spec_from(message: pb.OpenSession, base_len: int, vocabulary_size: int) -> S
         banned=_banned(message, vocabulary_size),
         logprob_count=_logprob_count(message),
         prompt_logprobs=message.prompt_logprobs,
+        draft_logprobs=message.draft_logprobs,
+        cache_salt=message.cache_salt,
     )
 
 

@@ -25,41 +25,47 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import types_pb2 as outrider_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$outrider/v1/generation_service.proto\x12\x0boutrider.v1\x1a\x17outrider/v1/types.proto\"\xa9\x03\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x03 \x01(\x05H\x01\x88\x01\x01\x12\x31\n\x08sampling\x18\x04 \x01(\x0b\x32\x1f.outrider.v1.SamplingParameters\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x02\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\x05\x12\x35\n\x0bspeculation\x18\x08 \x01(\x0b\x32 .outrider.v1.SpeculationSettings\x12\x1a\n\rlogprob_count\x18\t \x01(\x05H\x03\x88\x01\x01\x12\x19\n\x0csample_count\x18\n \x01(\x05H\x04\x88\x01\x01\x12\x14\n\x0c\x62\x61nned_words\x18\x0b \x03(\t\x12\x0c\n\x04\x65\x63ho\x18\x0c \x01(\x08\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x07\n\x05_seedB\x10\n\x0e_logprob_countB\x0f\n\r_sample_count\"\xd2\x01\n\x13SpeculationSettings\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x18\n\x0b\x64raft_count\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12)\n\x04rule\x18\x03 \x01(\x0e\x32\x1b.outrider.v1.AcceptanceRule\x12\x0f\n\x07\x64rafter\x18\x04 \x01(\t\x12\x33\n\nacceptance\x18\x05 \x01(\x0b\x32\x1f.outrider.v1.AcceptanceSettingsB\n\n\x08_enabledB\x0e\n\x0c_draft_count\"o\n\x10GenerateResponse\x12#\n\x05round\x18\x01 \x01(\x0b\x32\x12.outrider.v1.RoundH\x00\x12-\n\ncompletion\x18\x02 \x01(\x0b\x32\x17.outrider.v1.CompletionH\x00\x42\x07\n\x05\x65vent\"\xb7\x01\n\x05Round\x12+\n\x06tokens\x18\x01 \x03(\x0b\x32\x1b.outrider.v1.GeneratedToken\x12\x12\n\ntext_delta\x18\x02 \x01(\t\x12&\n\x05\x66\x61\x63ts\x18\x03 \x01(\x0b\x32\x17.outrider.v1.RoundFacts\x12\x14\n\x0csample_index\x18\x04 \x01(\x05\x12/\n\rprompt_tokens\x18\x05 \x03(\x0b\x32\x18.outrider.v1.PromptToken\"j\n\x0bPromptToken\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12/\n\x07logprob\x18\x03 \x01(\x0b\x32\x19.outrider.v1.TokenLogprobH\x00\x88\x01\x01\x42\n\n\x08_logprob\"\x97\x01\n\x0eGeneratedToken\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12(\n\x06origin\x18\x02 \x01(\x0e\x32\x18.outrider.v1.TokenOrigin\x12\x0c\n\x04text\x18\x03 \x01(\t\x12/\n\x07logprob\x18\x04 \x01(\x0b\x32\x19.outrider.v1.TokenLogprobH\x00\x88\x01\x01\x42\n\n\x08_logprob\"\x9d\x03\n\nRoundFacts\x12\x10\n\x08\x62\x61se_len\x18\x01 \x01(\x05\x12\x13\n\x0b\x64raft_count\x18\x02 \x01(\x05\x12\x16\n\x0e\x61\x63\x63\x65pted_count\x18\x03 \x01(\x05\x12\x17\n\x0f\x65valuated_count\x18\x04 \x01(\x05\x12\x34\n\x0f\x66\x61llback_reason\x18\x05 \x01(\x0e\x32\x1b.outrider.v1.FallbackReason\x12\x18\n\x10\x64raft_compute_us\x18\x06 \x01(\x03\x12\x19\n\x11verify_compute_us\x18\x07 \x01(\x03\x12\x10\n\x08round_us\x18\x08 \x01(\x03\x12\x16\n\x0e\x64raft_queue_us\x18\t \x01(\x03\x12\x17\n\x0fverify_queue_us\x18\n \x01(\x03\x12\x15\n\rdraft_wait_us\x18\x0b \x01(\x03\x12\x16\n\x0everify_wait_us\x18\x0c \x01(\x03\x12\x13\n\x0b\x64raft_bytes\x18\r \x01(\x05\x12\x14\n\x0cverify_bytes\x18\x0e \x01(\x05\x12\x16\n\x0etarget_reopens\x18\x0f \x01(\x05\x12\x17\n\x0fnew_numerics_id\x18\x10 \x01(\t\"\xc5\x03\n\nCompletion\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.outrider.v1.Usage\x12\x0c\n\x04seed\x18\x03 \x01(\x03\x12\x34\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x1f.outrider.v1.SpeculationFigures\x12\x12\n\nmodel_hash\x18\x05 \x01(\t\x12\x13\n\x0bnumerics_id\x18\x06 \x01(\t\x12\x12\n\ntext_delta\x18\x07 \x01(\t\x12%\n\x07timings\x18\x08 \x01(\x0b\x32\x14.outrider.v1.Timings\x12\x14\n\x0cnumerics_ids\x18\t \x03(\t\x12.\n\x08survival\x18\n \x01(\x0b\x32\x1c.outrider.v1.SurvivalFigures\x12\x14\n\x0csample_index\x18\x0b \x01(\x05\x12)\n\x04rule\x18\x0c \x01(\x0e\x32\x1b.outrider.v1.AcceptanceRule\x12\x33\n\nacceptance\x18\r \x01(\x0b\x32\x1f.outrider.v1.AcceptanceSettings\"@\n\x0fSurvivalFigures\x12\x16\n\x0etarget_reopens\x18\x01 \x01(\x05\x12\x15\n\rdrift_repairs\x18\x02 \x01(\x05\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\"\xde\x01\n\x12SpeculationFigures\x12\x0e\n\x06rounds\x18\x01 \x01(\x05\x12\x14\n\x0c\x64raft_tokens\x18\x02 \x01(\x05\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x03 \x01(\x05\x12\x18\n\x10\x65valuated_tokens\x18\x04 \x01(\x05\x12\x17\n\x0f\x61\x63\x63\x65ptance_rate\x18\x05 \x01(\x01\x12\x1d\n\x15\x64raft_acceptance_rate\x18\x06 \x01(\x01\x12\x1e\n\x16mean_acceptance_length\x18\x07 \x01(\x01\x12\x17\n\x0f\x66\x61llback_rounds\x18\x08 \x01(\x05\"3\n\x07Timings\x12\x16\n\x0e\x66irst_token_us\x18\x01 \x01(\x03\x12\x10\n\x08total_us\x18\x02 \x01(\x03*\x93\x01\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x16\n\x12TOKEN_ORIGIN_PLAIN\x10\x01\x12\x19\n\x15TOKEN_ORIGIN_ACCEPTED\x10\x02\x12\x1b\n\x17TOKEN_ORIGIN_CORRECTION\x10\x03\x12\x16\n\x12TOKEN_ORIGIN_BONUS\x10\x04*\xd9\x01\n\x0e\x46\x61llbackReason\x12\x1f\n\x1b\x46\x41LLBACK_REASON_UNSPECIFIED\x10\x00\x12 \n\x1c\x46\x41LLBACK_REASON_DRAFT_ABSENT\x10\x01\x12\x1e\n\x1a\x46\x41LLBACK_REASON_DRAFT_LOST\x10\x02\x12\x1e\n\x1a\x46\x41LLBACK_REASON_DRAFT_LATE\x10\x03\x12!\n\x1d\x46\x41LLBACK_REASON_DRAFT_CONTEXT\x10\x04\x12!\n\x1d\x46\x41LLBACK_REASON_DRAFT_REFUSED\x10\x05\x32^\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1d.outrider.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$outrider/v1/generation_service.proto\x12\x0boutrider.v1\x1a\x17outrider/v1/types.proto\"k\n\x0b\x43hatRequest\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\x12\x30\n\ngeneration\x18\x02 \x01(\x0b\x32\x1c.outrider.v1.GenerateRequest\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xbd\x03\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x03 \x01(\x05H\x01\x88\x01\x01\x12\x31\n\x08sampling\x18\x04 \x01(\x0b\x32\x1f.outrider.v1.SamplingParameters\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x02\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\x05\x12\x35\n\x0bspeculation\x18\x08 \x01(\x0b\x32 .outrider.v1.SpeculationSettings\x12\x1a\n\rlogprob_count\x18\t \x01(\x05H\x03\x88\x01\x01\x12\x19\n\x0csample_count\x18\n \x01(\x05H\x04\x88\x01\x01\x12\x14\n\x0c\x62\x61nned_words\x18\x0b \x03(\t\x12\x0c\n\x04\x65\x63ho\x18\x0c \x01(\x08\x12\x12\n\ncache_salt\x18\r \x01(\tB\x08\n\x06promptB\r\n\x0b_max_tokensB\x07\n\x05_seedB\x10\n\x0e_logprob_countB\x0f\n\r_sample_count\"\xe9\x01\n\x13SpeculationSettings\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x18\n\x0b\x64raft_count\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12)\n\x04rule\x18\x03 \x01(\x0e\x32\x1b.outrider.v1.AcceptanceRule\x12\x0f\n\x07\x64rafter\x18\x04 \x01(\t\x12\x33\n\nacceptance\x18\x05 \x01(\x0b\x32\x1f.outrider.v1.AcceptanceSettings\x12\x15\n\rreturn_rounds\x18\x06 \x01(\x08\x42\n\n\x08_enabledB\x0e\n\x0c_draft_count\"o\n\x10GenerateResponse\x12#\n\x05round\x18\x01 \x01(\x0b\x32\x12.outrider.v1.RoundH\x00\x12-\n\ncompletion\x18\x02 \x01(\x0b\x32\x17.outrider.v1.CompletionH\x00\x42\x07\n\x05\x65vent\"\xe5\x01\n\x05Round\x12+\n\x06tokens\x18\x01 \x03(\x0b\x32\x1b.outrider.v1.GeneratedToken\x12\x12\n\ntext_delta\x18\x02 \x01(\t\x12&\n\x05\x66\x61\x63ts\x18\x03 \x01(\x0b\x32\x17.outrider.v1.RoundFacts\x12\x14\n\x0csample_index\x18\x04 \x01(\x05\x12/\n\rprompt_tokens\x18\x05 \x03(\x0b\x32\x18.outrider.v1.PromptToken\x12,\n\x08rejected\x18\x06 \x03(\x0b\x32\x1a.outrider.v1.RejectedToken\"]\n\rRejectedToken\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1a\n\rdraft_logprob\x18\x03 \x01(\x02H\x00\x88\x01\x01\x42\x10\n\x0e_draft_logprob\"j\n\x0bPromptToken\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12/\n\x07logprob\x18\x03 \x01(\x0b\x32\x19.outrider.v1.TokenLogprobH\x00\x88\x01\x01\x42\n\n\x08_logprob\"\xc5\x01\n\x0eGeneratedToken\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12(\n\x06origin\x18\x02 \x01(\x0e\x32\x18.outrider.v1.TokenOrigin\x12\x0c\n\x04text\x18\x03 \x01(\t\x12/\n\x07logprob\x18\x04 \x01(\x0b\x32\x19.outrider.v1.TokenLogprobH\x00\x88\x01\x01\x12\x1a\n\rdraft_logprob\x18\x05 \x01(\x02H\x01\x88\x01\x01\x42\n\n\x08_logprobB\x10\n\x0e_draft_logprob\"\x9d\x03\n\nRoundFacts\x12\x10\n\x08\x62\x61se_len\x18\x01 \x01(\x05\x12\x13\n\x0b\x64raft_count\x18\x02 \x01(\x05\x12\x16\n\x0e\x61\x63\x63\x65pted_count\x18\x03 \x01(\x05\x12\x17\n\x0f\x65valuated_count\x18\x04 \x01(\x05\x12\x34\n\x0f\x66\x61llback_reason\x18\x05 \x01(\x0e\x32\x1b.outrider.v1.FallbackReason\x12\x18\n\x10\x64raft_compute_us\x18\x06 \x01(\x03\x12\x19\n\x11verify_compute_us\x18\x07 \x01(\x03\x12\x10\n\x08round_us\x18\x08 \x01(\x03\x12\x16\n\x0e\x64raft_queue_us\x18\t \x01(\x03\x12\x17\n\x0fverify_queue_us\x18\n \x01(\x03\x12\x15\n\rdraft_wait_us\x18\x0b \x01(\x03\x12\x16\n\x0everify_wait_us\x18\x0c \x01(\x03\x12\x13\n\x0b\x64raft_bytes\x18\r \x01(\x05\x12\x14\n\x0cverify_bytes\x18\x0e \x01(\x05\x12\x16\n\x0etarget_reopens\x18\x0f \x01(\x05\x12\x17\n\x0fnew_numerics_id\x18\x10 \x01(\t\"\xc5\x03\n\nCompletion\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.outrider.v1.Usage\x12\x0c\n\x04seed\x18\x03 \x01(\x03\x12\x34\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x1f.outrider.v1.SpeculationFigures\x12\x12\n\nmodel_hash\x18\x05 \x01(\t\x12\x13\n\x0bnumerics_id\x18\x06 \x01(\t\x12\x12\n\ntext_delta\x18\x07 \x01(\t\x12%\n\x07timings\x18\x08 \x01(\x0b\x32\x14.outrider.v1.Timings\x12\x14\n\x0cnumerics_ids\x18\t \x03(\t\x12.\n\x08survival\x18\n \x01(\x0b\x32\x1c.outrider.v1.SurvivalFigures\x12\x14\n\x0csample_index\x18\x0b \x01(\x05\x12)\n\x04rule\x18\x0c \x01(\x0e\x32\x1b.outrider.v1.AcceptanceRule\x12\x33\n\nacceptance\x18\r \x01(\x0b\x32\x1f.outrider.v1.AcceptanceSettings\"@\n\x0fSurvivalFigures\x12\x16\n\x0etarget_reopens\x18\x01 \x01(\x05\x12\x15\n\rdrift_repairs\x18\x02 \x01(\x05\"W\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\x05\"\xde\x01\n\x12SpeculationFigures\x12\x0e\n\x06rounds\x18\x01 \x01(\x05\x12\x14\n\x0c\x64raft_tokens\x18\x02 \x01(\x05\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x03 \x01(\x05\x12\x18\n\x10\x65valuated_tokens\x18\x04 \x01(\x05\x12\x17\n\x0f\x61\x63\x63\x65ptance_rate\x18\x05 \x01(\x01\x12\x1d\n\x15\x64raft_acceptance_rate\x18\x06 \x01(\x01\x12\x1e\n\x16mean_acceptance_length\x18\x07 \x01(\x01\x12\x17\n\x0f\x66\x61llback_rounds\x18\x08 \x01(\x05\"E\n\x07Timings\x12\x16\n\x0e\x66irst_token_us\x18\x01 \x01(\x03\x12\x10\n\x08total_us\x18\x02 \x01(\x03\x12\x10\n\x08queue_us\x18\x03 \x01(\x03*\x93\x01\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x16\n\x12TOKEN_ORIGIN_PLAIN\x10\x01\x12\x19\n\x15TOKEN_ORIGIN_ACCEPTED\x10\x02\x12\x1b\n\x17TOKEN_ORIGIN_CORRECTION\x10\x03\x12\x16\n\x12TOKEN_ORIGIN_BONUS\x10\x04*\xd9\x01\n\x0e\x46\x61llbackReason\x12\x1f\n\x1b\x46\x41LLBACK_REASON_UNSPECIFIED\x10\x00\x12 \n\x1c\x46\x41LLBACK_REASON_DRAFT_ABSENT\x10\x01\x12\x1e\n\x1a\x46\x41LLBACK_REASON_DRAFT_LOST\x10\x02\x12\x1e\n\x1a\x46\x41LLBACK_REASON_DRAFT_LATE\x10\x03\x12!\n\x1d\x46\x41LLBACK_REASON_DRAFT_CONTEXT\x10\x04\x12!\n\x1d\x46\x41LLBACK_REASON_DRAFT_REFUSED\x10\x05\x32\xa1\x01\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1d.outrider.v1.GenerateResponse0\x01\x12\x41\n\x04\x43hat\x12\x18.outrider.v1.ChatRequest\x1a\x1d.outrider.v1.GenerateResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.generation_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TOKENORIGIN']._serialized_start=2556
-  _globals['_TOKENORIGIN']._serialized_end=2703
-  _globals['_FALLBACKREASON']._serialized_start=2706
-  _globals['_FALLBACKREASON']._serialized_end=2923
-  _globals['_GENERATEREQUEST']._serialized_start=79
-  _globals['_GENERATEREQUEST']._serialized_end=504
-  _globals['_SPECULATIONSETTINGS']._serialized_start=507
-  _globals['_SPECULATIONSETTINGS']._serialized_end=717
-  _globals['_GENERATERESPONSE']._serialized_start=719
-  _globals['_GENERATERESPONSE']._serialized_end=830
-  _globals['_ROUND']._serialized_start=833
-  _globals['_ROUND']._serialized_end=1016
-  _globals['_PROMPTTOKEN']._serialized_start=1018
-  _globals['_PROMPTTOKEN']._serialized_end=1124
-  _globals['_GENERATEDTOKEN']._serialized_start=1127
-  _globals['_GENERATEDTOKEN']._serialized_end=1278
-  _globals['_ROUNDFACTS']._serialized_start=1281
-  _globals['_ROUNDFACTS']._serialized_end=1694
-  _globals['_COMPLETION']._serialized_start=1697
-  _globals['_COMPLETION']._serialized_end=2150
-  _globals['_SURVIVALFIGURES']._serialized_start=2152
-  _globals['_SURVIVALFIGURES']._serialized_end=2216
-  _globals['_USAGE']._serialized_start=2218
-  _globals['_USAGE']._serialized_end=2275
-  _globals['_SPECULATIONFIGURES']._serialized_start=2278
-  _globals['_SPECULATIONFIGURES']._serialized_end=2500
-  _globals['_TIMINGS']._serialized_start=2502
-  _globals['_TIMINGS']._serialized_end=2553
-  _globals['_GENERATIONSERVICE']._serialized_start=2925
-  _globals['_GENERATIONSERVICE']._serialized_end=3019
+  _globals['_TOKENORIGIN']._serialized_start=2989
+  _globals['_TOKENORIGIN']._serialized_end=3136
+  _globals['_FALLBACKREASON']._serialized_start=3139
+  _globals['_FALLBACKREASON']._serialized_end=3356
+  _globals['_CHATREQUEST']._serialized_start=78
+  _globals['_CHATREQUEST']._serialized_end=185
+  _globals['_CHATMESSAGE']._serialized_start=187
+  _globals['_CHATMESSAGE']._serialized_end=231
+  _globals['_GENERATEREQUEST']._serialized_start=234
+  _globals['_GENERATEREQUEST']._serialized_end=679
+  _globals['_SPECULATIONSETTINGS']._serialized_start=682
+  _globals['_SPECULATIONSETTINGS']._serialized_end=915
+  _globals['_GENERATERESPONSE']._serialized_start=917
+  _globals['_GENERATERESPONSE']._serialized_end=1028
+  _globals['_ROUND']._serialized_start=1031
+  _globals['_ROUND']._serialized_end=1260
+  _globals['_REJECTEDTOKEN']._serialized_start=1262
+  _globals['_REJECTEDTOKEN']._serialized_end=1355
+  _globals['_PROMPTTOKEN']._serialized_start=1357
+  _globals['_PROMPTTOKEN']._serialized_end=1463
+  _globals['_GENERATEDTOKEN']._serialized_start=1466
+  _globals['_GENERATEDTOKEN']._serialized_end=1663
+  _globals['_ROUNDFACTS']._serialized_start=1666
+  _globals['_ROUNDFACTS']._serialized_end=2079
+  _globals['_COMPLETION']._serialized_start=2082
+  _globals['_COMPLETION']._serialized_end=2535
+  _globals['_SURVIVALFIGURES']._serialized_start=2537
+  _globals['_SURVIVALFIGURES']._serialized_end=2601
+  _globals['_USAGE']._serialized_start=2603
+  _globals['_USAGE']._serialized_end=2690
+  _globals['_SPECULATIONFIGURES']._serialized_start=2693
+  _globals['_SPECULATIONFIGURES']._serialized_end=2915
+  _globals['_TIMINGS']._serialized_start=2917
+  _globals['_TIMINGS']._serialized_end=2986
+  _globals['_GENERATIONSERVICE']._serialized_start=3359
+  _globals['_GENERATIONSERVICE']._serialized_end=3520
 # @@protoc_insertion_point(module_scope)

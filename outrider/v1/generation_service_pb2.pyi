@@ -89,6 +89,62 @@ FALLBACK_REASON_DRAFT_REFUSED: FallbackReason.ValueType  # 5
 Global___FallbackReason: _TypeAlias = FallbackReason  # noqa: Y015
 
 @_typing.final
+class ChatRequest(_message.Message):
+    """A conversation and how to continue it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
+        """The conversation so far, at least one message."""
+
+    @_builtins.property
+    def generation(self) -> Global___GenerateRequest:
+        """Everything else of the request. Its prompt must be absent."""
+
+    def __init__(
+        self,
+        *,
+        messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        generation: Global___GenerateRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "messages", b"messages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChatRequest: _TypeAlias = ChatRequest  # noqa: Y015
+
+@_typing.final
+class ChatMessage(_message.Message):
+    """One turn of a conversation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    """Who speaks: "system", "developer", "user", "assistant" or "tool"; which of them there may be is the template's say."""
+    content: _builtins.str
+    """What was said."""
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        content: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
+
+@_typing.final
 class GenerateRequest(_message.Message):
     """A prompt and how to continue it."""
 
@@ -106,6 +162,7 @@ class GenerateRequest(_message.Message):
     SAMPLE_COUNT_FIELD_NUMBER: _builtins.int
     BANNED_WORDS_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text, encoded with the target's tokenizer. Must not be empty."""
     max_tokens: _builtins.int
@@ -126,6 +183,8 @@ class GenerateRequest(_message.Message):
     """Whether the log-probabilities of the prompt's own tokens are wanted, and the prompt's tokens with their text. They
     come in the first message of sample 0. Refused without logprob_count.
     """
+    cache_salt: _builtins.str
+    """Only requests with the same salt share what is cached of equal beginnings of prompts. At most 64 bytes in UTF-8."""
     @_builtins.property
     def token_ids(self) -> _types_pb2.TokenIds:
         """Token ids, taken as they are."""
@@ -167,10 +226,11 @@ class GenerateRequest(_message.Message):
         sample_count: _builtins.int | None = ...,
         banned_words: _abc.Iterable[_builtins.str] | None = ...,
         echo: _builtins.bool = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_max_tokens", b"_max_tokens", "_sample_count", b"_sample_count", "_seed", b"_seed", "logprob_count", b"logprob_count", "max_tokens", b"max_tokens", "prompt", b"prompt", "sample_count", b"sample_count", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_max_tokens", b"_max_tokens", "_sample_count", b"_sample_count", "_seed", b"_seed", "banned_words", b"banned_words", "echo", b"echo", "logprob_count", b"logprob_count", "max_tokens", b"max_tokens", "prompt", b"prompt", "sample_count", b"sample_count", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_max_tokens", b"_max_tokens", "_sample_count", b"_sample_count", "_seed", b"_seed", "banned_words", b"banned_words", "cache_salt", b"cache_salt", "echo", b"echo", "logprob_count", b"logprob_count", "max_tokens", b"max_tokens", "prompt", b"prompt", "sample_count", b"sample_count", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprob_count: _TypeAlias = _typing.Literal["logprob_count"]  # noqa: Y015
     _WhichOneofArgType__logprob_count: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count"]  # noqa: Y015
@@ -206,6 +266,7 @@ class SpeculationSettings(_message.Message):
     RULE_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_FIELD_NUMBER: _builtins.int
+    RETURN_ROUNDS_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """Whether the draft is used at all. Default true."""
     draft_count: _builtins.int
@@ -216,6 +277,8 @@ class SpeculationSettings(_message.Message):
     """Name of the drafter, one of those that the draft service offers; empty for its own choice. One that cannot serve
     the rule is refused.
     """
+    return_rounds: _builtins.bool
+    """Whether each round also tells the guesses that were rejected, and the draft's probability of every guess."""
     @_builtins.property
     def acceptance(self) -> _types_pb2.AcceptanceSettings:
         """Settings of the rules `lenient` and `typical`; refused under any other rule unless absent."""
@@ -228,10 +291,11 @@ class SpeculationSettings(_message.Message):
         rule: _types_pb2.AcceptanceRule.ValueType = ...,
         drafter: _builtins.str = ...,
         acceptance: _types_pb2.AcceptanceSettings | None = ...,
+        return_rounds: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_draft_count", b"_draft_count", "_enabled", b"_enabled", "acceptance", b"acceptance", "draft_count", b"draft_count", "enabled", b"enabled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft_count", b"_draft_count", "_enabled", b"_enabled", "acceptance", b"acceptance", "draft_count", b"draft_count", "drafter", b"drafter", "enabled", b"enabled", "rule", b"rule"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft_count", b"_draft_count", "_enabled", b"_enabled", "acceptance", b"acceptance", "draft_count", b"draft_count", "drafter", b"drafter", "enabled", b"enabled", "return_rounds", b"return_rounds", "rule", b"rule"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__draft_count: _TypeAlias = _typing.Literal["draft_count"]  # noqa: Y015
     _WhichOneofArgType__draft_count: _TypeAlias = _typing.Literal["_draft_count", b"_draft_count"]  # noqa: Y015
@@ -287,6 +351,7 @@ class Round(_message.Message):
     FACTS_FIELD_NUMBER: _builtins.int
     SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    REJECTED_FIELD_NUMBER: _builtins.int
     text_delta: _builtins.str
     """The text that these tokens completed: never half a character, never text that may still become a stop string."""
     sample_index: _builtins.int
@@ -305,6 +370,12 @@ class Round(_message.Message):
         log-probability.
         """
 
+    @_builtins.property
+    def rejected(self) -> _containers.RepeatedCompositeFieldContainer[Global___RejectedToken]:
+        """The draft's guesses that were not kept, when the request asked for them with return_rounds: those behind the
+        accepted tokens, in order. The first was rejected, the others were not evaluated.
+        """
+
     def __init__(
         self,
         *,
@@ -313,14 +384,47 @@ class Round(_message.Message):
         facts: Global___RoundFacts | None = ...,
         sample_index: _builtins.int = ...,
         prompt_tokens: _abc.Iterable[Global___PromptToken] | None = ...,
+        rejected: _abc.Iterable[Global___RejectedToken] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "prompt_tokens", b"prompt_tokens", "sample_index", b"sample_index", "text_delta", b"text_delta", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "prompt_tokens", b"prompt_tokens", "rejected", b"rejected", "sample_index", b"sample_index", "text_delta", b"text_delta", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Round: _TypeAlias = Round  # noqa: Y015
+
+@_typing.final
+class RejectedToken(_message.Message):
+    """A guess of the draft that was not kept."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    DRAFT_LOGPROB_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    """Its id."""
+    text: _builtins.str
+    """Its text, decoded alone."""
+    draft_logprob: _builtins.float
+    """The draft's log-probability of it, if the draft told."""
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        text: _builtins.str = ...,
+        draft_logprob: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_draft_logprob", b"_draft_logprob", "draft_logprob", b"draft_logprob"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft_logprob", b"_draft_logprob", "draft_logprob", b"draft_logprob", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__draft_logprob: _TypeAlias = _typing.Literal["draft_logprob"]  # noqa: Y015
+    _WhichOneofArgType__draft_logprob: _TypeAlias = _typing.Literal["_draft_logprob", b"_draft_logprob"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__draft_logprob) -> _WhichOneofReturnType__draft_logprob | None: ...
+
+Global___RejectedToken: _TypeAlias = RejectedToken  # noqa: Y015
 
 @_typing.final
 class PromptToken(_message.Message):
@@ -366,12 +470,15 @@ class GeneratedToken(_message.Message):
     ORIGIN_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROB_FIELD_NUMBER: _builtins.int
+    DRAFT_LOGPROB_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """Its id."""
     origin: Global___TokenOrigin.ValueType
     """Who said it first."""
     text: _builtins.str
     """Its share of text_delta; empty while a character is incomplete."""
+    draft_logprob: _builtins.float
+    """The draft's log-probability of an accepted token, when the request asked for return_rounds and the draft told."""
     @_builtins.property
     def logprob(self) -> _types_pb2.TokenLogprob:
         """Its log-probability and those of the alternatives, when the request asked for them with logprob_count."""
@@ -383,13 +490,19 @@ class GeneratedToken(_message.Message):
         origin: Global___TokenOrigin.ValueType = ...,
         text: _builtins.str = ...,
         logprob: _types_pb2.TokenLogprob | None = ...,
+        draft_logprob: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_draft_logprob", b"_draft_logprob", "_logprob", b"_logprob", "draft_logprob", b"draft_logprob", "logprob", b"logprob"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob", "origin", b"origin", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft_logprob", b"_draft_logprob", "_logprob", b"_logprob", "draft_logprob", b"draft_logprob", "logprob", b"logprob", "origin", b"origin", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__draft_logprob: _TypeAlias = _typing.Literal["draft_logprob"]  # noqa: Y015
+    _WhichOneofArgType__draft_logprob: _TypeAlias = _typing.Literal["_draft_logprob", b"_draft_logprob"]  # noqa: Y015
     _WhichOneofReturnType__logprob: _TypeAlias = _typing.Literal["logprob"]  # noqa: Y015
     _WhichOneofArgType__logprob: _TypeAlias = _typing.Literal["_logprob", b"_logprob"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__draft_logprob) -> _WhichOneofReturnType__draft_logprob | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprob) -> _WhichOneofReturnType__logprob | None: ...
 
 Global___GeneratedToken: _TypeAlias = GeneratedToken  # noqa: Y015
@@ -596,19 +709,23 @@ class Usage(_message.Message):
 
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     completion_tokens: _builtins.int
     """Tokens of the output, the EOS or stop token included."""
+    cached_prompt_tokens: _builtins.int
+    """Tokens of the prompt that the target found in its prefix cache."""
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
+        cached_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -672,19 +789,23 @@ class Timings(_message.Message):
 
     FIRST_TOKEN_US_FIELD_NUMBER: _builtins.int
     TOTAL_US_FIELD_NUMBER: _builtins.int
+    QUEUE_US_FIELD_NUMBER: _builtins.int
     first_token_us: _builtins.int
     """Until the first token was committed."""
     total_us: _builtins.int
     """Until the request ended."""
+    queue_us: _builtins.int
+    """Of that, for how long the request waited until the gateway had a place for it."""
     def __init__(
         self,
         *,
         first_token_us: _builtins.int = ...,
         total_us: _builtins.int = ...,
+        queue_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_us", b"first_token_us", "total_us", b"total_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_us", b"first_token_us", "queue_us", b"queue_us", "total_us", b"total_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

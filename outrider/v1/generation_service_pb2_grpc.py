@@ -40,6 +40,11 @@ class GenerationServiceStub:
                 request_serializer=outrider_dot_v1_dot_generation__service__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_generation__service__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Chat = channel.unary_stream(
+                '/outrider.v1.GenerationService/Chat',
+                request_serializer=outrider_dot_v1_dot_generation__service__pb2.ChatRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_generation__service__pb2.GenerateResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer:
@@ -53,6 +58,17 @@ class GenerationServiceServicer:
         A request that alone is more than the target's key-value cache holds is refused. Requests that fit one by one may
         still fill it together: the later ones then wait for the earlier ones, perhaps in the middle of their answers, and
         say what they would have said anyway.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Chat(self, request, context):
+        """The same for a conversation, which becomes a prompt by the chat template of the target's tokenizer, or, if that has
+        none, as lines "Role: content".
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -64,6 +80,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
                     request_deserializer=outrider_dot_v1_dot_generation__service__pb2.GenerateRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_generation__service__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Chat': grpc.unary_stream_rpc_method_handler(
+                    servicer.Chat,
+                    request_deserializer=outrider_dot_v1_dot_generation__service__pb2.ChatRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_generation__service__pb2.GenerateResponse.SerializeToString,
             ),
     }
@@ -94,6 +115,33 @@ class GenerationService:
             target,
             '/outrider.v1.GenerationService/Generate',
             outrider_dot_v1_dot_generation__service__pb2.GenerateRequest.SerializeToString,
+            outrider_dot_v1_dot_generation__service__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Chat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/outrider.v1.GenerationService/Chat',
+            outrider_dot_v1_dot_generation__service__pb2.ChatRequest.SerializeToString,
             outrider_dot_v1_dot_generation__service__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,

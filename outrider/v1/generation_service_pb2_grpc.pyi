@@ -40,6 +40,13 @@ class GenerationServiceStub:
     A request that alone is more than the target's key-value cache holds is refused. Requests that fit one by one may
     still fill it together: the later ones then wait for the earlier ones, perhaps in the middle of their answers, and
     say what they would have said anyway.
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    """
+    Chat: _grpc.UnaryStreamMultiCallable[_generation_service_pb2.ChatRequest, _generation_service_pb2.GenerateResponse]
+    """The same for a conversation, which becomes a prompt by the chat template of the target's tokenizer, or, if that has
+    none, as lines "Role: content".
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     """
 
 @_typing.type_check_only
@@ -54,6 +61,13 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     A request that alone is more than the target's key-value cache holds is refused. Requests that fit one by one may
     still fill it together: the later ones then wait for the earlier ones, perhaps in the middle of their answers, and
     say what they would have said anyway.
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    """
+    Chat: _aio.UnaryStreamMultiCallable[_generation_service_pb2.ChatRequest, _generation_service_pb2.GenerateResponse]  # type: ignore[assignment]
+    """The same for a conversation, which becomes a prompt by the chat template of the target's tokenizer, or, if that has
+    none, as lines "Role: content".
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     """
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -71,6 +85,19 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         A request that alone is more than the target's key-value cache holds is refused. Requests that fit one by one may
         still fill it together: the later ones then wait for the earlier ones, perhaps in the middle of their answers, and
         say what they would have said anyway.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        """
+
+    @_abc_1.abstractmethod
+    def Chat(
+        self,
+        request: _generation_service_pb2.ChatRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_generation_service_pb2.GenerateResponse], _abc.AsyncIterator[_generation_service_pb2.GenerateResponse]]:
+        """The same for a conversation, which becomes a prompt by the chat template of the target's tokenizer, or, if that has
+        none, as lines "Role: content".
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         """
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

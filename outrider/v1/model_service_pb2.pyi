@@ -96,6 +96,9 @@ class GetModelInfoResponse(_message.Message):
     EVICTED_SESSION_COUNT_FIELD_NUMBER: _builtins.int
     EXPIRED_LEASE_COUNT_FIELD_NUMBER: _builtins.int
     DRAFTER_OFFERS_FIELD_NUMBER: _builtins.int
+    CACHED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    PREFIX_QUERY_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFIX_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of these messages that the service speaks. The first is 1."""
     role: Global___ServiceRole.ValueType
@@ -152,6 +155,14 @@ class GetModelInfoResponse(_message.Message):
     """Leased sessions that were ended early to make room."""
     expired_lease_count: _builtins.int
     """Leased sessions that were ended because nobody came back in time."""
+    cached_block_count: _builtins.int
+    """Blocks that no session holds and that still keep keys and values of a prefix. They are among free_block_count,
+    because whoever needs one gets it.
+    """
+    prefix_query_tokens: _builtins.int
+    """Tokens of opened sessions that were looked up in the prefix cache, since the start of the process."""
+    prefix_hit_tokens: _builtins.int
+    """Tokens of them that were found there."""
     @_builtins.property
     def vocabulary_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """One digest of (id, token) for every 1,024 ids, in order. Two models fit when these lists are equal."""
@@ -200,10 +211,13 @@ class GetModelInfoResponse(_message.Message):
         evicted_session_count: _builtins.int = ...,
         expired_lease_count: _builtins.int = ...,
         drafter_offers: _abc.Iterable[Global___DrafterOffer] | None = ...,
+        cached_block_count: _builtins.int = ...,
+        prefix_query_tokens: _builtins.int = ...,
+        prefix_hit_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_size", b"block_size", "context_len", b"context_len", "device", b"device", "drafter_offers", b"drafter_offers", "drafters", b"drafters", "eos_token_ids", b"eos_token_ids", "evicted_session_count", b"evicted_session_count", "expired_lease_count", b"expired_lease_count", "free_block_count", b"free_block_count", "instance_id", b"instance_id", "leased_session_count", b"leased_session_count", "max_draft_count", b"max_draft_count", "model_hash", b"model_hash", "model_name", b"model_name", "numerics_id", b"numerics_id", "parameter_count", b"parameter_count", "preemption_count", b"preemption_count", "protocol_version", b"protocol_version", "role", b"role", "session_count", b"session_count", "stalled_us", b"stalled_us", "stopped_job_count", b"stopped_job_count", "thread_count", b"thread_count", "unacknowledged_window", b"unacknowledged_window", "vocabulary_digests", b"vocabulary_digests", "vocabulary_size", b"vocabulary_size", "weight_bytes", b"weight_bytes", "weight_dtype", b"weight_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_size", b"block_size", "cached_block_count", b"cached_block_count", "context_len", b"context_len", "device", b"device", "drafter_offers", b"drafter_offers", "drafters", b"drafters", "eos_token_ids", b"eos_token_ids", "evicted_session_count", b"evicted_session_count", "expired_lease_count", b"expired_lease_count", "free_block_count", b"free_block_count", "instance_id", b"instance_id", "leased_session_count", b"leased_session_count", "max_draft_count", b"max_draft_count", "model_hash", b"model_hash", "model_name", b"model_name", "numerics_id", b"numerics_id", "parameter_count", b"parameter_count", "preemption_count", b"preemption_count", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "protocol_version", b"protocol_version", "role", b"role", "session_count", b"session_count", "stalled_us", b"stalled_us", "stopped_job_count", b"stopped_job_count", "thread_count", b"thread_count", "unacknowledged_window", b"unacknowledged_window", "vocabulary_digests", b"vocabulary_digests", "vocabulary_size", b"vocabulary_size", "weight_bytes", b"weight_bytes", "weight_dtype", b"weight_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -232,6 +232,7 @@ class Verdict(_message.Message):
     EVALUATED_COUNT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PREFIX_LEN_FIELD_NUMBER: _builtins.int
     next_token_id: _builtins.int
     """The target's own token behind the accepted rows: a correction when a draft token was rejected there, a bonus when
     the proposal ended there. Absent when the request ended within the accepted rows.
@@ -240,6 +241,8 @@ class Verdict(_message.Message):
     """Why the request ends with this verdict's last token; unspecified while it goes on."""
     evaluated_count: _builtins.int
     """Draft tokens whose acceptance was decided; rows behind a rejection or the end are not."""
+    prefix_len: _builtins.int
+    """Tokens of the session whose keys and values were found in the prefix cache when it was opened, on the first verdict."""
     @_builtins.property
     def accepted_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Rows of the proposal that are kept, counted from 1, each the parent of the following one."""
@@ -261,10 +264,11 @@ class Verdict(_message.Message):
         evaluated_count: _builtins.int = ...,
         logprobs: _abc.Iterable[_types_pb2.TokenLogprob] | None = ...,
         prompt_logprobs: _abc.Iterable[_types_pb2.TokenLogprob] | None = ...,
+        prefix_len: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id", "next_token_id", b"next_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id", "accepted_rows", b"accepted_rows", "evaluated_count", b"evaluated_count", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "next_token_id", b"next_token_id", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id", "accepted_rows", b"accepted_rows", "evaluated_count", b"evaluated_count", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "next_token_id", b"next_token_id", "prefix_len", b"prefix_len", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__next_token_id: _TypeAlias = _typing.Literal["next_token_id"]  # noqa: Y015
     _WhichOneofArgType__next_token_id: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id"]  # noqa: Y015

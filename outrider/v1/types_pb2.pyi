@@ -141,6 +141,7 @@ class TokenTree(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PARENTS_FIELD_NUMBER: _builtins.int
     DISTRIBUTIONS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Draft token of each row, in an order in which parents come before children. Filled by the draft service."""
@@ -155,16 +156,23 @@ class TokenTree(_message.Message):
         order. Empty under `match` and `typical`, which need token ids only; refused there when it is not.
         """
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Natural logarithm of the draft's probability of each row's token under the law that it was drawn from, in row
+        order, when the session asked for them. Never sent to a target.
+        """
+
     def __init__(
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         parents: _abc.Iterable[_builtins.int] | None = ...,
         distributions: _abc.Iterable[Global___DraftDistribution] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "parents", b"parents", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "logprobs", b"logprobs", "parents", b"parents", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -337,6 +345,8 @@ class OpenSession(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     BANNED_SEQUENCES_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_FIELD_NUMBER: _builtins.int
+    DRAFT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     prompt_len: _builtins.int
     """How many of token_ids are the prompt, in [1, base_len]."""
     seed: _builtins.int
@@ -355,6 +365,10 @@ class OpenSession(_message.Message):
     """Whether the log-probabilities of the prompt's own tokens are wanted too, with the first verdict on a session of
     nothing but the prompt. Refused without logprob_count. A draft ignores it.
     """
+    draft_logprobs: _builtins.bool
+    """Whether the draft's own log-probability of each guess is wanted. A target ignores it."""
+    cache_salt: _builtins.bytes
+    """Sessions share cached keys and values of equal prefixes only with sessions of the same salt. At most 64 bytes."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All committed tokens: the prompt, then the output so far. Its length is the fence's base_len."""
@@ -396,10 +410,12 @@ class OpenSession(_message.Message):
         prompt_logprobs: _builtins.bool = ...,
         banned_sequences: _abc.Iterable[Global___TokenIds] | None = ...,
         acceptance: Global___AcceptanceSettings | None = ...,
+        draft_logprobs: _builtins.bool = ...,
+        cache_salt: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "acceptance", b"acceptance", "logprob_count", b"logprob_count", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "acceptance", b"acceptance", "banned_sequences", b"banned_sequences", "eos_token_ids", b"eos_token_ids", "logprob_count", b"logprob_count", "max_len", b"max_len", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "rule", b"rule", "sampling", b"sampling", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "acceptance", b"acceptance", "banned_sequences", b"banned_sequences", "cache_salt", b"cache_salt", "draft_logprobs", b"draft_logprobs", "eos_token_ids", b"eos_token_ids", "logprob_count", b"logprob_count", "max_len", b"max_len", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "rule", b"rule", "sampling", b"sampling", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprob_count: _TypeAlias = _typing.Literal["logprob_count"]  # noqa: Y015
     _WhichOneofArgType__logprob_count: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count"]  # noqa: Y015
