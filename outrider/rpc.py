@@ -108,8 +108,8 @@ def service(file: FileDescriptor, name: str, add: Callable[[grpc.aio.Server], No
     return {file.services_by_name[name].full_name: add}
 
 
-async def serve(listen: str, services: Services) -> RunningServer:
-    """Starts a server of the given services with health and reflection.
+async def serve(listen: str, services: Services, *, reflects: bool = False) -> RunningServer:
+    """Starts a server of the given services with health, and with reflection if it `reflects`.
 
     `listen` is HOST:PORT, and port 0 takes a free one. Raises AddressTaken and InvalidRequest.
     """
@@ -120,7 +120,8 @@ async def serve(listen: str, services: Services) -> RunningServer:
     for name in ("", *services):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    if reflects:
+        reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     address = _bind(server, listen)
     await server.start()
     return RunningServer(address, server, health_servicer)

@@ -38,13 +38,13 @@ def status_of(error: OutriderError) -> grpc.Status:
     rich.details.add().Pack(info)
     if error.status in RETRY_DELAYS_S:
         retry = error_details_pb2.RetryInfo()
-        retry.retry_delay.seconds = RETRY_DELAYS_S[error.status]
+        retry.retry_delay.seconds = int(error.metadata.get("retry_after_s", RETRY_DELAYS_S[error.status]))
         rich.details.add().Pack(retry)
     status: grpc.Status = rpc_status.to_status(rich)
     return status
 
 
-def error_from(error: grpc.aio.AioRpcError) -> OutriderError:
+def error_from(error: grpc.RpcError) -> OutriderError:
     """What the other side raised, of the same class, text and metadata; PeerLost when there is no other side."""
     info = _error_info(error)
     if info is None:
@@ -57,19 +57,19 @@ def error_from(error: grpc.aio.AioRpcError) -> OutriderError:
     return raised
 
 
-def said_by_peer(error: grpc.aio.AioRpcError) -> bool:
+def said_by_peer(error: grpc.RpcError) -> bool:
     """Whether a service of ours made the error; otherwise gRPC did, and it is about this connection."""
     return _error_info(error) is not None
 
 
-def _bare(error: grpc.aio.AioRpcError) -> OutriderError:
+def _bare(error: grpc.RpcError) -> OutriderError:
     details = error.details() or "no details"
     if found := TOO_LARGE.search(details):
         return InvalidRequest("message", f"{found[1]} bytes", f"at most {found[2]} bytes")
     return BARE_STATUSES.get(error.code(), OutriderError)(f"{error.code().name}: {details}")
 
 
-def _error_info(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
+def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
     try:
         rich = rpc_status.from_call(error)
     except ValueError:

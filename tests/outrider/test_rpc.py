@@ -7,7 +7,6 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
 from outrider import rpc
@@ -280,12 +279,3 @@ async def test_health_tells_when_a_server_serves(harness: Harness) -> None:
         go_on.set()
         assert (await answer).model_name == "m"
         await asyncio.wait_for(stopping, 10)
-
-
-async def test_reflection_lists_the_services(channel: grpc.aio.Channel) -> None:
-    """So that grpcurl needs no files."""
-    call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
-    await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
-    names = {service.name for service in (await call.read()).list_services_response.service}
-    call.cancel()
-    assert {"outrider.v1.ModelService", "outrider.v1.TargetService", "grpc.health.v1.Health"} <= names
