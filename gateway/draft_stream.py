@@ -8,13 +8,13 @@ import asyncio
 from gateway.links import ServiceLink
 from gateway.rounds import Proposal, TokenLog, Way
 from gateway.streams import MessageStream
-from outrider import wire
+from outrider import tracing, wire
 from outrider.errors import InvalidRequest, ProtocolViolation
 from outrider.parameters import Rule, SessionSpec
 from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.draft_service_pb2_grpc import DraftServiceStub
-from outrider.wire_proposal import distributions_from, tree_from
+from outrider.wire_proposal import distributions_from, draft_logprobs_from, tree_from
 
 CLOSE_TIMEOUT_S = 2.0
 
@@ -37,7 +37,7 @@ class DraftStream:
         self._drafter = drafter
         self._vocabulary_size = peer.present().vocabulary_size
         self._messages: MessageStream[pb.ProposeRequest, pb.ProposeResponse] = MessageStream(
-            DraftServiceStub(peer.channel).Propose(timeout=timeout_s), str(peer)
+            DraftServiceStub(peer.channel).Propose(timeout=timeout_s, metadata=tracing.carrier()), str(peer)
         )
 
     async def ask(self, fence: types_pb2.Fence, draft_count: int, timeout_s: float) -> None:
@@ -73,6 +73,8 @@ class DraftStream:
         try:
             token_ids, parents = tree_from(tree, self._vocabulary_size, draft_count)
             distributions = distributions_from(tree, self._vocabulary_size)
+            # Nobody reads what nobody asked for.
+            logprobs = draft_logprobs_from(tree) if self._spec.draft_logprobs else ()
         except InvalidRequest as error:
             raise ProtocolViolation(f"{self.peer} sent a malformed proposal: {error.message}") from None
         found = _misfit(parents, bool(distributions), rule)
@@ -86,6 +88,7 @@ class DraftStream:
             caught_up_count=caught_up_count,
             way=way,
             distributions=distributions,
+            logprobs=logprobs,
         )
 
     async def drop(self) -> None:

@@ -4,7 +4,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gateway.backend import Backend
 from gateway.links import ModelInfo
@@ -14,7 +14,7 @@ from gateway.rounds import Round, TokenLog
 from gateway.samples import merged
 from gateway.speculation import speculate
 from gateway.stops import StopScanner
-from gateway.transcript import PromptToken, SpeculationFigures, SpokenToken, Transcript
+from gateway.transcript import PromptToken, RejectedToken, SpeculationFigures, SpokenToken, Transcript
 from outrider.errors import ProtocolViolation
 from outrider.parameters import Acceptance, FinishReason
 
@@ -30,6 +30,7 @@ class RoundEvent:
     new_numerics_id: str = ""
     sample_index: int = 0
     prompt_tokens: tuple[PromptToken, ...] = ()
+    rejected: tuple[RejectedToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class CompletionEvent:
 
     finish_reason: FinishReason
     prompt_tokens: int
+    cached_prompt_tokens: int
     completion_tokens: int
     seed: int
     figures: SpeculationFigures
@@ -48,6 +50,7 @@ class CompletionEvent:
     text_delta: str
     first_token_us: int
     total_us: int
+    queue_us: int
     sample_index: int
     acceptance: Acceptance
 
@@ -63,6 +66,7 @@ class Course:
     target: ModelInfo
     expiry: Expiry
     started_ns: int
+    queue_us: int = 0
 
     @property
     def elapsed_us(self) -> int:
@@ -70,22 +74,35 @@ class Course:
         return (time.perf_counter_ns() - self.started_ns) // 1000
 
 
-async def generate(
-    ask: GenerationAsk, backend: Backend, time_left_s: float | None = None
-) -> AsyncGenerator[Event, None]:
-    """Yields an event for every round of each sample and then its completion. All sessions of a sample are told to end
-    before its completion comes, and also when the caller closes the generator early. Raises any OutriderError.
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A checked request, of which no service knows anything yet."""
+
+    plan: GenerationPlan
+    course: Course
+
+    async def events(self, queue_us: int = 0) -> AsyncGenerator[Event, None]:
+        """Yields an event for every round of each sample and then its completion. All sessions of a sample are told to
+        end before its completion comes, and also when the caller closes the generator early. Raises any OutriderError.
+
+        queue_us is for how long the request has waited for its turn.
+        """
+        course = replace(self.course, queue_us=queue_us)
+        samples = [_sample(self.plan.sample(index), course) for index in range(self.plan.sample_count)]
+        async with aclosing(samples[0] if len(samples) == 1 else merged(samples)) as events:
+            async for event in events:
+                yield event
+
+
+async def prepare(ask: GenerationAsk, backend: Backend, time_left_s: float | None = None) -> Prepared:
+    """Checks a request. Raises InvalidRequest, PromptTooLong, and what is said of a target that is away.
 
     `time_left_s` is what the client's deadline leaves, and also becomes that of the services; None for no end.
     """
     started_ns, expiry = time.perf_counter_ns(), Expiry.after(time_left_s)
     target = await backend.target.greeted(backend.patience.rebuild_budget_s)
     plan = await check_request(ask, backend.tokenizer, backend.limits(target))
-    course = Course(backend, target, expiry, started_ns)
-    samples = [_sample(plan.sample(index), course) for index in range(plan.sample_count)]
-    async with aclosing(samples[0] if len(samples) == 1 else merged(samples)) as events:
-        async for event in events:
-            yield event
+    return Prepared(plan, Course(backend, target, expiry, started_ns))
 
 
 async def _sample(plan: GenerationPlan, course: Course) -> AsyncGenerator[Event, None]:
@@ -100,7 +117,8 @@ async def _sample(plan: GenerationPlan, course: Course) -> AsyncGenerator[Event,
             tokens = transcript.take(committed)
             prompt_tokens = await _prompt_tokens(plan, course, committed)
             new_numerics_id = "".join(transcript.numerics_ids[num_numerics:])
-            yield RoundEvent(tokens, committed, new_numerics_id, plan.sample_index, prompt_tokens)
+            rejected = _rejected(plan, course, committed)
+            yield RoundEvent(tokens, committed, new_numerics_id, plan.sample_index, prompt_tokens, rejected)
             if transcript.finish_reason is not None:
                 break
     yield _completion(plan, course, transcript, first_token_us)
@@ -115,6 +133,7 @@ def _completion(plan: GenerationPlan, course: Course, transcript: Transcript, fi
     return CompletionEvent(
         finish_reason=transcript.finish_reason,
         prompt_tokens=plan.spec.prompt_len,
+        cached_prompt_tokens=transcript.cached_prompt_tokens,
         completion_tokens=len(transcript.token_ids),
         seed=plan.spec.seed,
         figures=transcript.figures,
@@ -125,6 +144,7 @@ def _completion(plan: GenerationPlan, course: Course, transcript: Transcript, fi
         text_delta=text_delta,
         first_token_us=first_token_us,
         total_us=course.elapsed_us,
+        queue_us=course.queue_us,
         sample_index=plan.sample_index,
         acceptance=plan.spec.acceptance,
     )
@@ -140,6 +160,21 @@ async def _prompt_tokens(plan: GenerationPlan, course: Course, committed: Round)
         raise ProtocolViolation(f"{len(logprobs)} log-probabilities came for a prompt of {spec.prompt_len} tokens")
     texts = await course.backend.tokenizer.spell(prompt)
     return tuple(map(PromptToken, prompt, texts, (None, *logprobs)))
+
+
+def _rejected(plan: GenerationPlan, course: Course, committed: Round) -> tuple[RejectedToken, ...]:
+    """The guesses that were not kept, for a request that wants to see them."""
+    if not plan.spec.draft_logprobs:
+        return ()
+    proposal, tokenizer = committed.proposal, course.backend.tokenizer
+    return tuple(
+        RejectedToken(
+            proposal.token_ids[row - 1],
+            tokenizer.decode([proposal.token_ids[row - 1]]),
+            proposal.logprobs[row - 1] if proposal.logprobs else None,
+        )
+        for row in committed.rejected_rows
+    )
 
 
 def decode(plan: GenerationPlan, backend: Backend, target: ModelInfo, expiry: Expiry) -> AsyncGenerator[Round, None]:

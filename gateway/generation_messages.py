@@ -3,7 +3,7 @@
 from gateway.generation import CompletionEvent, RoundEvent
 from gateway.requests import GenerationAsk
 from gateway.rounds import FallbackReason, Round, TokenOrigin
-from gateway.transcript import PromptToken, SpeculationFigures, SpokenToken
+from gateway.transcript import PromptToken, RejectedToken, SpeculationFigures, SpokenToken
 from outrider import wire
 from outrider.parameters import Acceptance
 from outrider.v1 import generation_service_pb2 as pb
@@ -45,6 +45,8 @@ def ask_from(request: pb.GenerateRequest) -> GenerationAsk:
         sample_count=request.sample_count if request.HasField("sample_count") else None,
         banned_words=tuple(request.banned_words),
         echo=request.echo,
+        return_rounds=speculation.return_rounds,
+        cache_salt=request.cache_salt,
     )
 
 
@@ -66,12 +68,23 @@ def _round(event: RoundEvent) -> pb.Round:
         facts=_facts(event.committed, event.new_numerics_id),
         sample_index=event.sample_index,
         prompt_tokens=[_prompt_token(token) for token in event.prompt_tokens],
+        rejected=[_rejected(token) for token in event.rejected],
     )
 
 
 def _token(token: SpokenToken) -> pb.GeneratedToken:
     logprob = None if token.logprob is None else logprob_message(token.logprob)
-    return pb.GeneratedToken(token_id=token.token_id, origin=ORIGINS[token.origin], text=token.text, logprob=logprob)
+    return pb.GeneratedToken(
+        token_id=token.token_id,
+        origin=ORIGINS[token.origin],
+        text=token.text,
+        logprob=logprob,
+        draft_logprob=token.draft_logprob,
+    )
+
+
+def _rejected(token: RejectedToken) -> pb.RejectedToken:
+    return pb.RejectedToken(token_id=token.token_id, text=token.text, draft_logprob=token.draft_logprob)
 
 
 def _prompt_token(token: PromptToken) -> pb.PromptToken:
@@ -103,7 +116,11 @@ def _facts(committed: Round, new_numerics_id: str) -> pb.RoundFacts:
 def _completion(event: CompletionEvent) -> pb.Completion:
     return pb.Completion(
         finish_reason=wire.finish_reason_message(event.finish_reason),
-        usage=pb.Usage(prompt_tokens=event.prompt_tokens, completion_tokens=event.completion_tokens),
+        usage=pb.Usage(
+            prompt_tokens=event.prompt_tokens,
+            completion_tokens=event.completion_tokens,
+            cached_prompt_tokens=event.cached_prompt_tokens,
+        ),
         seed=event.seed,
         speculation=_figures(event.figures),
         model_hash=event.model_hash,
@@ -111,7 +128,7 @@ def _completion(event: CompletionEvent) -> pb.Completion:
         numerics_ids=event.numerics_ids,
         survival=pb.SurvivalFigures(target_reopens=event.target_reopens, drift_repairs=event.drift_repairs),
         text_delta=event.text_delta,
-        timings=pb.Timings(first_token_us=event.first_token_us, total_us=event.total_us),
+        timings=pb.Timings(first_token_us=event.first_token_us, total_us=event.total_us, queue_us=event.queue_us),
         sample_index=event.sample_index,
         rule=RULES[event.acceptance.rule],
         acceptance=settings_message(event.acceptance),

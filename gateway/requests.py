@@ -11,6 +11,7 @@ from outrider.errors import InvalidRequest, PromptTooLong
 from outrider.parameters import (
     MAX_BANNED_LEN,
     MAX_LOGPROB_COUNT,
+    MAX_SALT_BYTES,
     MAX_SAMPLES,
     MAX_STOP_TOKEN_IDS,
     Acceptance,
@@ -47,6 +48,10 @@ class GenerationAsk:
     sample_count: int | None = None
     banned_words: tuple[str, ...] = ()
     echo: bool = False
+    return_rounds: bool = False
+    cache_salt: str = ""
+    add_special_tokens: bool = True
+    """Whether text gets the tokenizer's special tokens; a rendered chat template has them already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,8 @@ async def check_request(ask: GenerationAsk, tokenizer: Tokenizer, limits: Servin
         banned=await _banned(ask.banned_words, tokenizer),
         logprob_count=ask.logprob_count,
         prompt_logprobs=ask.echo,
+        draft_logprobs=ask.return_rounds,
+        cache_salt=_salt(ask.cache_salt),
     )
     draft_count = ask.draft_count if ask.speculation_enabled else 0
     return GenerationPlan(spec, ask.stops, draft_count, ask.drafter, ask.sample_count or 1)
@@ -163,6 +170,13 @@ async def _banned(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int
     return tuple(sequences)
 
 
+def _salt(salt: str) -> bytes:
+    encoded = salt.encode()
+    if len(encoded) > MAX_SALT_BYTES:
+        raise InvalidRequest("cache_salt", salt, f"of at most {MAX_SALT_BYTES} bytes in UTF-8")
+    return encoded
+
+
 def _check_stops(ask: GenerationAsk, limits: ServingLimits) -> None:
     _check_strings("stop", ask.stops, MAX_STOPS)
     if len(ask.stop_token_ids) > MAX_STOP_TOKEN_IDS:
@@ -175,7 +189,9 @@ async def _prompt(ask: GenerationAsk, tokenizer: Tokenizer, limits: ServingLimit
         raise InvalidRequest("prompt", "absent" if ask.text is None else "both", "exactly one of text and token_ids")
     if ask.token_ids is not None:
         _check_token_ids("token_ids", ask.token_ids, limits)
-    prompt = await tokenizer.encode(ask.text) if ask.text is not None else ask.token_ids
+    prompt = ask.token_ids
+    if ask.text is not None:
+        prompt = await tokenizer.encode(ask.text, special=ask.add_special_tokens)
     if not prompt:
         raise InvalidRequest("prompt", ask.text if ask.text is not None else [], "at least one token long")
     return prompt

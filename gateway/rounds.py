@@ -55,6 +55,7 @@ class Proposal:
     way: Way = NO_WAY
     drift_repairs: int = 0
     distributions: tuple[DraftDistribution, ...] = ()  # what each row was drawn from, for the rules that ask
+    logprobs: tuple[float, ...] = ()  # the draft's own, of each row's token, for requests that ask
 
     def parent(self, row: int) -> int:
         """Row that the given row hangs on; an empty list of parents means a chain."""
@@ -92,6 +93,7 @@ class Verdict:
     drift_repairs: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()  # of the committed tokens, when asked for
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of all tokens of the prompt but the first
+    prefix_len: int = 0  # tokens that the target found in its prefix cache when it opened the session
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,16 @@ class Round:
     drift_repairs: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    prefix_len: int = 0
+    proposal: Proposal = NOTHING
+    accepted_rows: tuple[int, ...] = ()
+    is_first: bool = False  # the prompt's own pass
+
+    @property
+    def rejected_rows(self) -> tuple[int, ...]:
+        """Rows of the proposal that were not kept, in order."""
+        kept = set(self.accepted_rows)
+        return tuple(row for row in range(1, len(self.proposal.token_ids) + 1) if row not in kept)
 
 
 class TokenLog:
@@ -169,6 +181,10 @@ class TokenLog:
             drift_repairs=proposal.drift_repairs + verdict.drift_repairs,
             logprobs=verdict.logprobs,
             prompt_logprobs=verdict.prompt_logprobs,
+            prefix_len=verdict.prefix_len,
+            proposal=proposal,
+            accepted_rows=verdict.accepted_rows,
+            is_first=base_len == self.prompt_len,
         )
 
 

@@ -11,7 +11,7 @@ import structlog
 from gateway.links import ServiceLink
 from gateway.rounds import Proposal, TokenLog, Verdict
 from gateway.streams import MessageStream
-from outrider import wire
+from outrider import tracing, wire
 from outrider.errors import ProtocolViolation
 from outrider.parameters import SessionSpec
 from outrider.v1 import target_service_pb2 as pb
@@ -52,7 +52,7 @@ class TargetStream:
         self._limit = 0  # committed length up to which the target may go on its own
         self._early: dict[int, pb.VerifyResponse] = {}
         self._messages: MessageStream[pb.VerifyRequest, pb.VerifyResponse] = MessageStream(
-            TargetServiceStub(peer.channel).Verify(timeout=timeout_s), str(peer)
+            TargetServiceStub(peer.channel).Verify(timeout=timeout_s, metadata=tracing.carrier()), str(peer)
         )
 
     @property
@@ -137,4 +137,5 @@ def read_verdict(response: pb.VerifyResponse, spec: SessionSpec) -> Verdict:
         numerics_id=response.numerics_id,
         logprobs=logprobs_from(verdict.logprobs),
         prompt_logprobs=logprobs_from(verdict.prompt_logprobs),
+        prefix_len=verdict.prefix_len,
     )

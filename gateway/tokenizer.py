@@ -11,6 +11,7 @@ from pathlib import Path
 
 import tokenizers
 
+from gateway.token_pieces import TokenPiece, TokenPieces
 from outrider.embedded_models import unsized
 from outrider.errors import ModelRefused
 from outrider.vocabulary import Vocabulary
@@ -37,6 +38,7 @@ class Tokenizer:
             raise ModelRefused(f"{model} has no tokenizer.json that can be read: {error}", model=model) from error
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._pieces = TokenPieces(self._tokenizer)
 
     async def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         """Token ids of a text, with the special tokens of a whole prompt; a long one is encoded off the event loop."""
@@ -58,6 +60,10 @@ class Tokenizer:
     def decode(self, token_ids: list[int]) -> str:
         """Text of all token ids at once, without special tokens."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def piece(self, token_id: int) -> TokenPiece:
+        """A token alone, with its bytes, whatever its neighbours; of any id, one of no token too."""
+        return self._pieces.piece(token_id)
 
     def vocabulary(self) -> Vocabulary:
         """Which token carries which id, to compare with that of a model."""

@@ -16,6 +16,16 @@ class SpokenToken:
     origin: TokenOrigin
     text: str
     logprob: TokenLogprob | None = None
+    draft_logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedToken:
+    """A guess of the draft that was not kept; its text is that of the token alone."""
+
+    token_id: int
+    text: str
+    draft_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +83,7 @@ class Transcript:
     numerics_ids: list[str] = field(default_factory=list)
     target_reopens: int = 0
     drift_repairs: int = 0
+    cached_prompt_tokens: int = 0
     figures: SpeculationFigures = field(default_factory=SpeculationFigures)
 
     def take(self, committed: Round) -> tuple[SpokenToken, ...]:
@@ -83,11 +94,16 @@ class Transcript:
         self.drift_repairs += committed.drift_repairs
         if committed.base_len > self.prompt_len:
             self.figures.add(committed)
+        else:
+            self.cached_prompt_tokens = committed.prefix_len
         spoken = []
         logprobs = committed.logprobs or (None,) * len(committed.token_ids)
-        for token_id, origin, logprob in zip(committed.token_ids, committed.origins, logprobs, strict=True):
+        draft_logprobs = _draft_logprobs(committed)
+        for token_id, origin, logprob, draft_logprob in zip(
+            committed.token_ids, committed.origins, logprobs, draft_logprobs, strict=True
+        ):
             text = self.scanner.push(self.detokenizer.push(token_id))
-            spoken.append(SpokenToken(token_id, origin, text, logprob))
+            spoken.append(SpokenToken(token_id, origin, text, logprob, draft_logprob))
             if self.scanner.found is not None:
                 self.finish_reason = FinishReason.STOP_STRING
                 break
@@ -102,3 +118,10 @@ class Transcript:
         if self.scanner.found is not None:
             self.finish_reason = FinishReason.STOP_STRING
         return rest + self.scanner.flush()
+
+
+def _draft_logprobs(committed: Round) -> tuple[float | None, ...]:
+    """One entry a committed token; the target's own token has none, and without an answer of the draft no token has."""
+    logprobs = committed.proposal.logprobs
+    kept = tuple(logprobs[row - 1] for row in committed.accepted_rows) if logprobs else ()
+    return (*kept, *(None,) * (len(committed.token_ids) - len(kept)))

@@ -3,6 +3,8 @@
 Whether a proposal fits the session's rule is the session's to say: a message comes before its session is looked up.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Protocol
 
 from outrider.checks import check_count, check_range, check_token_ids
@@ -74,8 +76,23 @@ def _distribution(field: str, law: pb.DraftDistribution, vocabulary_size: int) -
     return DraftDistribution(token_ids, weights)
 
 
-def tree_message(tree: Tree) -> pb.TokenTree:
-    """A proposal to send; a chain travels without its parents."""
+def draft_logprobs_from(message: pb.TokenTree) -> tuple[float, ...]:
+    """The draft's log-probabilities of a proposal's tokens, one a row or none at all. Raises InvalidRequest."""
+    num_rows, num_logprobs = len(message.token_ids), len(message.logprobs)
+    if num_logprobs not in {0, num_rows}:
+        raise InvalidRequest("proposal.logprobs", f"{num_logprobs} entries", f"empty or {num_rows} entries")
+    for row, logprob in enumerate(message.logprobs):
+        if not -math.inf < logprob <= 0:
+            raise InvalidRequest(f"proposal.logprobs.{row}", logprob, "finite and at most 0")
+    return tuple(message.logprobs)
+
+
+def tree_message(tree: Tree, logprobs: Sequence[float] = ()) -> pb.TokenTree:
+    """A proposal to send; a chain travels without its parents.
+
+    `logprobs` are the draft's own, for the gateway. The tree's are not looked at: a target must not see them.
+    """
     is_chain = tuple(tree.parents) == tuple(range(len(tree.token_ids)))
     laws = [pb.DraftDistribution(token_ids=law.token_ids, weights=law.weights) for law in tree.distributions]
-    return pb.TokenTree(token_ids=tree.token_ids, parents=() if is_chain else tree.parents, distributions=laws)
+    parents = () if is_chain else tree.parents
+    return pb.TokenTree(token_ids=tree.token_ids, parents=parents, distributions=laws, logprobs=logprobs)

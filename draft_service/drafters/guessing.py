@@ -2,9 +2,13 @@
 
 A session that shares the target's noise draws as the target does (Daliri, Musco and Suresh, 2024, arXiv 2408.07978).
 One with noise of its own draws from a truncated and quantised law, and that law is exactly what the target tests with.
+
+The log-probability of a guess is computed behind its draw, for the sessions that want it, and so changes no guess.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,6 +19,9 @@ from outrider.engine.noise import Purpose, round_key
 from outrider.engine.quantise import quantise
 from outrider.engine.runner import Feed, ModelRunner
 from outrider.errors import OutriderError
+
+# The logarithm of what float64 cannot tell from 0 is not infinite.
+LEAST_PROB = 5e-324
 
 
 def guess_each(
@@ -42,7 +49,34 @@ def _coupled(
     runner: ModelRunner, tasks: Sequence[DraftTask], logits: Tensor, rows: Sequence[range], _top_n: int
 ) -> list[Guess | OutriderError]:
     drawn = draw_each(runner, logits, [_ask(task) for task in tasks], rows)
-    return [each if isinstance(each, OutriderError) else Guess(each[0]) for each in drawn]
+    guesses = [each if isinstance(each, OutriderError) else Guess(each[0]) for each in drawn]
+    if not any(task.wants_logprob for task in tasks):
+        return guesses
+    logprobs = _logprobs(runner, tasks, logits, rows, guesses)
+    return [
+        replace(guess, logprob=logprobs[number]) if isinstance(guess, Guess) and number in logprobs else guess
+        for number, guess in enumerate(guesses)
+    ]
+
+
+def _logprobs(
+    runner: ModelRunner,
+    tasks: Sequence[DraftTask],
+    logits: Tensor,
+    rows: Sequence[range],
+    guesses: Sequence[Guess | OutriderError],
+) -> dict[int, float]:
+    """By the numbers of tasks that want them, the log-probabilities of guesses drawn with the shared noise."""
+    made = {n: guess.token_id for n, guess in enumerate(guesses) if tasks[n].wants_logprob and isinstance(guess, Guess)}
+    # At temperature 0 the law is the one token.
+    hot = [number for number in made if tasks[number].spec.sampling.temperature]
+    logprobs = dict.fromkeys(made, 0.0)
+    if hot:
+        scores = scores_behind(runner, rows_of(logits, [rows[n] for n in hot]), [_ask(tasks[n]) for n in hot])
+        ids = torch.tensor([made[number] for number in hot], device=scores.device)
+        probs = runner.ops.softmax(scores).gather(1, ids[:, None]).flatten().tolist()
+        logprobs |= zip(hot, map(_log, probs), strict=True)
+    return logprobs
 
 
 def _sampled(
@@ -51,12 +85,17 @@ def _sampled(
     scores = _scores(runner, rows_of(logits, rows), [_ask(task) for task in tasks])
     laws = quantise(scores, top_n, runner.ops)
     keys = [round_key(task.spec.seed, task.base_len, len(task.session), Purpose.DRAFT) for task in tasks]
-    token_ids = laws.draw(key_column(runner, keys)).tolist()
+    token_ids = laws.draw(key_column(runner, keys))
     sent = laws.distributions() if any(task.needs_law for task in tasks) else [None] * len(tasks)
+    probs = laws.probs(token_ids) if any(task.wants_logprob for task in tasks) else [None] * len(tasks)
     return [
-        Guess(token_id, law if task.needs_law else None)
-        for task, token_id, law in zip(tasks, token_ids, sent, strict=True)
+        Guess(token_id, law if task.needs_law else None, _log(prob) if prob and task.wants_logprob else None)
+        for task, token_id, law, prob in zip(tasks, token_ids.tolist(), sent, probs, strict=True)
     ]
+
+
+def _log(prob: float) -> float:
+    return min(math.log(max(prob, LEAST_PROB)), 0.0)
 
 
 def _scores(runner: ModelRunner, logits: Tensor, asks: Sequence[Ask]) -> Tensor:

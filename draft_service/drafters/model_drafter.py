@@ -49,6 +49,10 @@ class ModelDrafter:
             # A guess that was made must not be made again, so what fails from here on fails alone.
             with own_fault(task):
                 task.fail(guess) if isinstance(guess, OutriderError) else task.take(guess)
+        for task in tasks:
+            with own_fault(task):
+                # Only what is committed; the guesses behind it are nobody's but this session's.
+                task.session.publish(task.base_len)
         return True
 
     def _is_ready(self, task: DraftTask) -> bool:

@@ -13,10 +13,11 @@ from outrider.parameters import DraftDistribution, SessionSpec
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """A token, and the law that it was drawn from where the session's rule needs it."""
+    """A token, the law that it was drawn from where the rule needs it, and its log-probability where it is wanted."""
 
     token_id: int
     distribution: DraftDistribution | None = None
+    logprob: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -46,10 +47,16 @@ class DraftTask:
         return self.spec.acceptance.rule.needs_distributions
 
     @property
+    def wants_logprob(self) -> bool:
+        """Whether each guess has to come with the logarithm of its probability."""
+        return self.spec.draft_logprobs and self.draft_count > 0
+
+    @property
     def proposal(self) -> TokenTree:
         """The guesses so far."""
         laws = [guess.distribution for guess in self.guesses if guess.distribution]
-        return TokenTree.chain([guess.token_id for guess in self.guesses], laws)
+        logprobs = [guess.logprob for guess in self.guesses if guess.logprob is not None]
+        return TokenTree.chain([guess.token_id for guess in self.guesses], laws, logprobs)
 
     def take(self, guess: Guess) -> None:
         """Adds a guess where one is wanted, and ends the task behind the last.

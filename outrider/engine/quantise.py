@@ -45,6 +45,13 @@ class Laws:
         places = (cumulative <= (uniforms * cumulative[:, -1])[:, None]).sum(axis=1)
         return torch.from_numpy(self.token_ids.numpy()[np.arange(len(places)), places])
 
+    def probs(self, token_ids: Tensor) -> list[float]:
+        """Probability of one id of each row [R] int64, 0 outside the support."""
+        weights = self.weights.numpy()
+        chosen = np.where(self.token_ids.numpy() == token_ids.numpy()[:, None], weights, 0).sum(axis=1)
+        probs: list[float] = (chosen / weights.sum(axis=1)).tolist()
+        return probs
+
     def distributions(self) -> list[DraftDistribution]:
         """The laws as they travel, without padding."""
         sizes = np.count_nonzero(self.weights.numpy(), axis=1).tolist()

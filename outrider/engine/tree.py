@@ -13,22 +13,25 @@ class TokenTree:
     """Draft tokens in an order in which parents come before children.
 
     Rows count from 1, because row 0 is the root; `token_ids[r - 1]` and `parents[r - 1]` belong to row r, and so does
-    `distributions[r - 1]`, the law that its token was drawn from, where the rule needs it. Raises InvalidRequest when
-    they differ in length, a token id is negative, or a parent does not come before its child.
+    `distributions[r - 1]`, the law that its token was drawn from, where the rule needs it, and `logprobs[r - 1]`, the
+    draft's log-probability of it, where the request asks. Raises InvalidRequest when they differ in length, a token id
+    is negative, or a parent does not come before its child.
     """
 
     token_ids: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     distributions: tuple[DraftDistribution, ...] = ()
+    logprobs: tuple[float, ...] = ()
     depths: tuple[int, ...] = field(init=False, repr=False, compare=False)
     """Distance of each row from the root, the root's 0 first; len(tree) + 1 entries."""
 
     def __post_init__(self) -> None:
         if len(self.parents) != len(self.token_ids):
             raise InvalidRequest("tree.parents", self.parents, f"one entry for each of {len(self.token_ids)} tokens")
-        if len(self.distributions) not in {0, len(self.token_ids)}:
-            count = f"{len(self.distributions)} entries"
-            raise InvalidRequest("tree.distributions", count, f"empty or {len(self.token_ids)} entries")
+        for name, entries in (("distributions", self.distributions), ("logprobs", self.logprobs)):
+            if len(entries) not in {0, len(self.token_ids)}:
+                limit = f"empty or {len(self.token_ids)} entries"
+                raise InvalidRequest(f"tree.{name}", f"{len(entries)} entries", limit)
         depths = [0]
         for index, (token_id, parent) in enumerate(zip(self.token_ids, self.parents, strict=True)):
             if token_id < 0:
@@ -44,9 +47,14 @@ class TokenTree:
         return self.parents == tuple(range(len(self.parents)))
 
     @classmethod
-    def chain(cls, token_ids: Sequence[int], distributions: Sequence[DraftDistribution] = ()) -> Self:
+    def chain(
+        cls,
+        token_ids: Sequence[int],
+        distributions: Sequence[DraftDistribution] = (),
+        logprobs: Sequence[float] = (),
+    ) -> Self:
         """The tree of width one."""
-        return cls(tuple(token_ids), tuple(range(len(token_ids))), tuple(distributions))
+        return cls(tuple(token_ids), tuple(range(len(token_ids))), tuple(distributions), tuple(logprobs))
 
     def __len__(self) -> int:
         return len(self.token_ids)

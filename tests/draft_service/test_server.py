@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -64,6 +65,20 @@ async def test_rounds_of_a_request(client: DraftClient, service: RunningModelSer
     await client.close(1)
     info = await client.info()
     assert (info.session_count, info.free_block_count) == (0, info.block_count)
+
+
+async def test_log_probabilities_travel_when_they_are_asked_for(client: DraftClient) -> None:
+    """One a guess, in single precision; nothing else in the answer is another."""
+    spec = spec_of(PROMPT, 100, eos=(), temperature=1.0)
+    await client.open(spec, 4)
+    silent = (await client.read()).proposal
+    await client.open(replace(spec, draft_logprobs=True), 4, epoch=2)
+    told = (await client.read()).proposal
+    assert len(told.logprobs) == 4
+    assert all(-30 < logprob < 0 for logprob in told.logprobs)
+    told.ClearField("logprobs")
+    assert told == silent
+    await client.close(2)
 
 
 async def test_fencing_over_the_stream(client: DraftClient) -> None:
@@ -192,7 +207,7 @@ async def test_a_full_pool_refuses_one_session(tmp_path: Path) -> None:
         first, second = DraftClient(channel), DraftClient(channel)
         await first.open(spec_of(range(1, 50), 200, eos=()), 2)
         await first.guesses()
-        await second.open(spec_of(range(1, 50), 200, eos=()), 2)
+        await second.open(spec_of(range(101, 150), 200, eos=()), 2)
         with pytest.raises(CacheFull):
             await second.read()
         await first.close(1)

@@ -1,12 +1,14 @@
 """What a draft says is stopped at the gateway when it does not fit the request: the target must never see it."""
 
+from dataclasses import replace
+
 import pytest
 from markov import NUM_TOKENS, MarkovModel
 from markov_services import DraftServicer, serving
 
 from gateway.draft_stream import DraftStream
 from gateway.links import ServiceLink
-from gateway.rounds import TokenLog
+from gateway.rounds import Proposal, TokenLog
 from outrider.errors import ProtocolViolation
 from outrider.parameters import Acceptance, Rule, SamplingParameters, SessionSpec
 from outrider.v1 import draft_service_pb2 as draft_pb
@@ -22,18 +24,24 @@ WITHOUT_LAWS = [rule for rule in Rule if not rule.needs_distributions]
 
 async def read(rule: Rule, **proposal: object) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Token ids, parents and number of laws of a proposal of two tokens, as the gateway reads them under a rule."""
+    found = await proposed(rule, **proposal)  # type: ignore[arg-type]
+    return found.token_ids, found.parents, len(found.distributions)
+
+
+async def proposed(rule: Rule, *, draft_logprobs: bool = False, **proposal: object) -> Proposal:
+    """The proposal itself, for a request that may have asked for log-probabilities."""
     spec = SessionSpec(PROMPT, 2, SamplingParameters(), 9, 60, frozenset({0}), frozenset(), Acceptance(rule=rule))
+    spec = replace(spec, draft_logprobs=draft_logprobs)
     async with serving(DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel())) as address:
         link = ServiceLink("draft", address, lambda _: None)
         assert await link.settled(5)
         stream = DraftStream(link, spec, TokenLog(PROMPT), "", None)
         tree = types_pb2.TokenTree(token_ids=[1, 2], **proposal)  # type: ignore[arg-type]
         try:
-            found = stream.proposal(draft_pb.ProposeResponse(proposal=tree), 4, 0, 0)
+            return stream.proposal(draft_pb.ProposeResponse(proposal=tree), 4, 0, 0)
         finally:
             await stream.drop()
             await link.close()
-    return found.token_ids, found.parents, len(found.distributions)
 
 
 @pytest.mark.parametrize("rule", WITH_LAWS)
@@ -88,3 +96,17 @@ async def test_a_malformed_law_is_the_draft_s_fault(law: dict[str, list[int]], f
     with pytest.raises(ProtocolViolation, match=r"malformed proposal: proposal\.distributions\.1") as caught:
         await read(Rule.RATIO, distributions=laws)
     assert fault in str(caught.value)
+
+
+async def test_log_probabilities_are_read_when_they_were_asked_for() -> None:
+    """A draft may have none to tell; what nobody asked for is not looked at."""
+    assert (await proposed(Rule.MATCH, draft_logprobs=True, logprobs=[-0.5, 0])).logprobs == (-0.5, 0.0)
+    assert (await proposed(Rule.MATCH, draft_logprobs=True)).logprobs == ()
+    assert (await proposed(Rule.MATCH, logprobs=[1, 2, 3])).logprobs == ()
+
+
+@pytest.mark.parametrize("logprobs", [[-1.0], [-1.0, 0.5], [-1.0, float("nan")]])
+async def test_malformed_log_probabilities_are_the_draft_s_fault(logprobs: list[float]) -> None:
+    """Too few, positive, or no number."""
+    with pytest.raises(ProtocolViolation, match=r"malformed proposal: proposal\.logprobs"):
+        await proposed(Rule.MATCH, draft_logprobs=True, logprobs=logprobs)

@@ -7,7 +7,14 @@ import pytest
 from outrider.errors import InvalidRequest
 from outrider.parameters import DraftDistribution
 from outrider.v1 import types_pb2 as pb
-from outrider.wire_proposal import MAX_SUPPORT, MAX_WEIGHT, distributions_from, tree_from, tree_message
+from outrider.wire_proposal import (
+    MAX_SUPPORT,
+    MAX_WEIGHT,
+    distributions_from,
+    draft_logprobs_from,
+    tree_from,
+    tree_message,
+)
 
 LAWS = (DraftDistribution((4, 9), (1, MAX_WEIGHT)), DraftDistribution((5,), (7,)), DraftDistribution((0, 6), (3, 2)))
 
@@ -19,6 +26,7 @@ class Tree:
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]
     distributions: tuple[DraftDistribution, ...] = ()
+    logprobs: tuple[float, ...] = ()
 
 
 def law_of(token_ids: list[int], weights: list[int]) -> pb.TokenTree:
@@ -101,3 +109,22 @@ def test_the_row_of_a_bad_law_is_named() -> None:
         InvalidRequest, match=r"^proposal\.distributions\.1\.weights\.0 is 0, but must be in \[1, 65535\]$"
     ):
         distributions_from(message, 10)
+
+
+def test_log_probabilities_travel_beside_a_tree_and_never_with_it() -> None:
+    """A target is sent the tree, which may have them; the gateway is sent what is given beside it."""
+    tree = Tree((4, 5), (0, 1), (), (-0.5, 0.0))
+    assert draft_logprobs_from(tree_message(tree)) == ()
+    message = pb.TokenTree.FromString(tree_message(tree, tree.logprobs).SerializeToString())
+    assert draft_logprobs_from(message) == (-0.5, 0.0)
+    message.ClearField("logprobs")
+    assert message == tree_message(tree)
+
+
+@pytest.mark.parametrize("logprob", [0.001, float("inf"), float("-inf"), float("nan")])
+def test_what_is_no_log_probability_is_refused(logprob: float) -> None:
+    """The error names the row; so does one about their number."""
+    with pytest.raises(InvalidRequest, match=r"^proposal\.logprobs\.1 is .*, but must be finite and at most 0"):
+        draft_logprobs_from(pb.TokenTree(token_ids=[1, 2], logprobs=[-1, logprob]))
+    with pytest.raises(InvalidRequest, match=r"^proposal\.logprobs is '1 entries'"):
+        draft_logprobs_from(pb.TokenTree(token_ids=[1, 2], logprobs=[-1]))
