@@ -17,7 +17,9 @@ from gateway.links import ModelInfo, ServiceLink
 from gateway.patience import NEVER, Expiry
 from gateway.replicas import Replicas
 from gateway.rounds import NOTHING, FallbackReason, Proposal, TokenLog
+from outrider import tracing
 from outrider.errors import NotReady, OutriderError, PeerLost, ProtocolViolation
+from outrider.logs import session_prefix
 from outrider.parameters import SessionSpec
 from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1 import model_service_pb2, types_pb2
@@ -156,14 +158,14 @@ class RemoteDraftSession:
         """After an answer a draft has cached all committed tokens; one that has not is made to compute them again."""
         if cached_len == len(self._log) or self._num_repairs >= MAX_DRIFT_REPAIRS:
             return proposal
-        log.warning("cache drift", service=str(self._last), cached_len=cached_len, committed_len=len(self._log))
+        self._tell("cache drift", cached_len=cached_len, committed_len=len(self._log))
         self._num_repairs += 1
         self._begin_rollback(base_len=1)
         return replace(proposal, drift_repairs=1)
 
     def _late(self, timeout_s: float) -> Proposal:
         """Starts a rollback, which stops the draft's job, and lets the round go on at once."""
-        log.warning("draft late", service=str(self._last), timeout_s=round(timeout_s, 3), base_len=len(self._log))
+        self._tell("draft late", timeout_s=round(timeout_s, 3), base_len=len(self._log))
         self._begin_rollback(len(self._log))
         return self._fault(FallbackReason.DRAFT_LATE)
 
@@ -174,11 +176,13 @@ class RemoteDraftSession:
         self._rollback = asyncio.create_task(self._roll_back(self._last, request), name="draft rollback")
 
     async def _roll_back(self, peer: ServiceLink, request: model_service_pb2.RollbackRequest) -> None:
+        cached_len = self._stream.cached_len if self._stream is not None else 0
         try:
             response = await peer.rollback(request, ROLLBACK_TIMEOUT_S)
         except OutriderError as error:
             await self._drop(error)
             return
+        peer.rollbacks.num_tokens += max(0, cached_len - response.cached_len)
         if self._stream is not None:
             # Length 0 says that the draft does not know the session: the next request opens it with all tokens.
             self._stream.known_len = min(self._stream.known_len, response.fence.base_len)
@@ -188,7 +192,7 @@ class RemoteDraftSession:
 
     async def _drop(self, error: OutriderError | TimeoutError) -> Proposal:
         """Gives the session up after a fault; it is opened again when the draft may be asked again."""
-        log.warning("draft session lost", service=str(self._last), reason=str(error) or "no answer")
+        self._tell("draft session lost", reason=str(error) or "no answer")
         await self._forget()
         if not isinstance(error, PeerLost | NotReady | TimeoutError) or self._expiry.has_come:
             self._last.breaker.left(self._session_id)
@@ -220,6 +224,11 @@ class RemoteDraftSession:
         self._faults += 1
         self._resume_len, self._resting_for = len(self._log) + 1 + pause, reason
         return Proposal(fallback_reason=reason)
+
+    def _tell(self, event: str, **values: str | float) -> None:
+        """A line in the log, and an event in the request's span."""
+        log.warning(event, service=str(self._last), session=session_prefix(self._session_id), **values)
+        tracing.event(event, service=self._last.address)
 
     def _fence(self, base_len: int | None = None) -> types_pb2.Fence:
         base_len = len(self._log) if base_len is None else base_len

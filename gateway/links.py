@@ -16,6 +16,8 @@ import grpc
 import structlog
 
 from gateway.breaker import CircuitBreaker
+from gateway.rollbacks import Rollbacks
+from outrider import tracing
 from outrider.errors import OutriderError, PeerLost
 from outrider.parameters import Rule
 from outrider.rpc import error_from, open_channel
@@ -79,6 +81,7 @@ class ServiceLink:
         self.info: ModelInfo | None = None
         self.misfit: OutriderError | None = None
         self.breaker = CircuitBreaker(*BREAKERS[role])
+        self.rollbacks = Rollbacks()
         self._instance_id = 0
         self._check = check
         self._models = ModelServiceStub(self.channel)
@@ -110,10 +113,15 @@ class ServiceLink:
 
     async def rollback(self, request: pb.RollbackRequest, timeout_s: float) -> pb.RollbackResponse:
         """Calls Rollback; raises what the service answered, or PeerLost after the timeout."""
+        clock_s = asyncio.get_running_loop().time
+        started_s = clock_s()
         try:
-            return await self._models.Rollback(request, timeout=timeout_s)
+            with tracing.span("Rollback", service=self.role, base_len=request.fence.base_len):
+                return await self._models.Rollback(request, timeout=timeout_s, metadata=tracing.carrier())
         except grpc.aio.AioRpcError as error:
             raise error_from(error) from error
+        finally:
+            self.rollbacks.seconds.add(clock_s() - started_s)
 
     async def stalled_s(self) -> float | None:
         """Seconds for which the device has had work and finished none; no end of them for a service that is not there.

@@ -94,6 +94,14 @@ class SpeculationPolicy:
             return self._speculate_or_look(best, ready)
         return self._probe(best, ready) if self._probe_is_due() else Choice(0, self._plain_budget)
 
+    @property
+    def best_count(self) -> int:
+        """K as it would be chosen now, for an observer on any thread; 0 says that plain decoding is faster."""
+        if not self._draft_token_us.known:
+            return FIRST_GUESS
+        best = self._fastest(range(1, MAX_DRAFT_COUNT + 1))
+        return best if self.speed(best) > self.speed(0) else 0
+
     def speed(self, draft_count: int) -> float:
         """Tokens per microsecond that K draft tokens a round are expected to bring."""
         alpha = self.acceptance_rate

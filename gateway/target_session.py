@@ -17,7 +17,9 @@ from gateway.patience import NEVER, Expiry, Outage, Patience, RequestExpired
 from gateway.replicas import Need, Replicas
 from gateway.rounds import Proposal, TokenLog, Verdict, Way
 from gateway.target_stream import TargetStream, read_verdict
+from outrider import tracing
 from outrider.errors import NotReady, OutriderError, PeerLost
+from outrider.logs import session_prefix
 from outrider.parameters import SessionSpec
 from outrider.v1 import model_service_pb2, types_pb2
 from outrider.v1 import target_service_pb2 as pb
@@ -217,7 +219,7 @@ class RemoteTargetSession:
         committed_len = len(self._log) + len(verdict.accepted_rows) + verdict.HasField("next_token_id")
         if response.cached_len != committed_len - 1 and self._survived.drift_repairs < MAX_DRIFT_REPAIRS:
             self._has_drifted = True
-            log.warning("cache drift", cached_len=response.cached_len, committed_len=committed_len)
+            self._tell("cache drift", cached_len=response.cached_len, committed_len=committed_len)
 
     async def _drop_cache(self) -> None:
         """Makes the target forget all but the first token, so that the open that follows computes the rest again."""
@@ -227,17 +229,24 @@ class RemoteTargetSession:
         self._survived.drift_repairs += 1
         fence = self._next_fence()
         fence.base_len = 1
+        peer = self._stream.peer
         try:
-            await self._stream.peer.rollback(model_service_pb2.RollbackRequest(fence=fence), ROLLBACK_TIMEOUT_S)
+            response = await peer.rollback(model_service_pb2.RollbackRequest(fence=fence), ROLLBACK_TIMEOUT_S)
+            peer.rollbacks.num_tokens += max(0, len(self._log) - 1 - response.cached_len)
         except OutriderError as error:
-            log.warning("rollback failed", service=str(self._stream.peer), reason=error.message)
+            self._tell("rollback failed", service=str(peer), reason=error.message)
         await self._forget()
 
     async def _abandon(self, error: OutriderError) -> None:
-        log.warning("target session lost", reason=error.message, log_len=len(self._log))
+        self._tell("target session lost", reason=error.message, log_len=len(self._log))
         if self._stream is not None:
             self._failed = self._stream.peer
         await self._forget()
+
+    def _tell(self, event: str, **values: str | int) -> None:
+        """A line in the log, and an event in the request's span."""
+        log.warning(event, session=session_prefix(self._session_id), **values)
+        tracing.event(event)
 
     async def _forget(self) -> None:
         stream, self._stream = self._stream, None

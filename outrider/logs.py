@@ -1,17 +1,23 @@
 """Logs of a process: structured, to stderr, so that stdout belongs to the program. Knows no services.
 
-In a terminal people read them; anywhere else every line is one JSON object. A traceback never shows the values of local
-variables: those are prompts, token ids and weights.
+In a terminal people read them; anywhere else every line is one JSON object. A line never has the text of a prompt or an
+answer, nor token ids; it has names to find its request by: request_id, session and trace_id. A traceback never shows
+the values of local variables, because those are prompts, token ids and weights.
 """
 
 import logging
+import secrets
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import structlog
+from structlog.contextvars import bind_contextvars, get_contextvars, unbind_contextvars
 from structlog.tracebacks import ExceptionDictTransformer
 from structlog.typing import Processor
 
 LEVELS = ("debug", "info", "warning", "error")
+SHOWN_ID_LEN = 4
 
 
 def configure(level: str) -> None:
@@ -31,6 +37,32 @@ def configure(level: str) -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
+
+
+@contextmanager
+def bound(**values: object) -> Iterator[None]:
+    """Puts values on every line of this task, and of the tasks that it starts, until the context is left."""
+    before = {name: value for name, value in get_contextvars().items() if name in values}
+    bind_contextvars(**values)
+    try:
+        yield
+    finally:
+        # Not structlog's own way: its tokens refuse to be given back by another task, which closes a stream at times.
+        unbind_contextvars(*values)
+        bind_contextvars(**before)
+
+
+@contextmanager
+def request_scope() -> Iterator[str]:
+    """Puts a request_id on every line, a new one unless a surface has bound its own; gives the id."""
+    request_id = str(get_contextvars().get("request_id") or secrets.token_hex(8))
+    with bound(request_id=request_id):
+        yield request_id
+
+
+def session_prefix(session_id: bytes) -> str:
+    """Enough of a session's id to find it again in the logs of the other processes."""
+    return session_id[:SHOWN_ID_LEN].hex()
 
 
 def _rendering(is_terminal: bool) -> list[Processor]:

@@ -12,14 +12,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from enum import StrEnum
 from typing import Annotated, NoReturn, Protocol
 
 import structlog
 import typer
 
-from outrider import logs
+from outrider import logs, tracing
 from outrider.command_line import between
 from outrider.errors import OutriderError
 from outrider.rpc import DRAIN_S
@@ -69,6 +69,11 @@ class Service(Protocol):
         """Where it answers."""
         ...
 
+    @property
+    def further_addresses(self) -> Mapping[str, str]:
+        """Where else it answers, by what is served there."""
+        ...
+
     async def stop(self, grace_s: float) -> None:
         """Ends it; what is under way has grace_s seconds."""
         ...
@@ -89,7 +94,12 @@ def run_service(
     """
     logs.configure(log_level)
     try:
-        asyncio.run(_run(name, start, stop_with_stdin, drain_s))
+        finish_tracing = tracing.configure(name)
+        try:
+            asyncio.run(_run(name, start, stop_with_stdin, drain_s))
+        finally:
+            # Before the sentence below, which has to be the last line.
+            finish_tracing()
     except OutriderError as error:
         sys.stderr.write(f"{error.message}\n")
         sys.exit(error.exit_code)
@@ -120,7 +130,7 @@ async def _run(name: str, start: Callable[[], Awaitable[Service]], stop_with_std
     # What was imported stays for ever; looking through all of it again now and then would hold up a round.
     gc.collect()
     gc.freeze()
-    _announce(name, service.address)
+    _announce(name, service)
     await stopping
     log.info("draining", service=name, reason=stop.reason)
     try:
@@ -132,11 +142,11 @@ async def _run(name: str, start: Callable[[], Awaitable[Service]], stop_with_std
     log.info("stopped", service=name)
 
 
-def _announce(name: str, address: str) -> None:
-    event = {"event": "listening", "service": name, "address": address, "pid": os.getpid()}
-    sys.stdout.write(json.dumps(event) + "\n")
+def _announce(name: str, service: Service) -> None:
+    addresses = {"address": service.address, **service.further_addresses}
+    sys.stdout.write(json.dumps({"event": "listening", "service": name, **addresses, "pid": os.getpid()}) + "\n")
     sys.stdout.flush()
-    log.info("listening", service=name, address=address)
+    log.info("listening", service=name, **addresses)
 
 
 class _StopRequest:

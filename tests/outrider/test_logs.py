@@ -7,6 +7,12 @@ import pty
 import sys
 from pathlib import Path
 
+import structlog
+from structlog.contextvars import merge_contextvars
+from structlog.testing import capture_logs
+
+from outrider import logs
+
 ROOT = Path(__file__).resolve().parents[2]
 # The secret is not in the source, which a traceback may show.
 SCRIPT = """
@@ -55,3 +61,21 @@ async def test_terminal_shows_the_traceback_without_locals() -> None:
     assert "in handle" in shown
     assert "of 9 characters" in shown
     assert not any(secret in shown for secret in SECRETS)
+
+
+def test_what_is_bound_is_on_every_line_and_comes_back() -> None:
+    """An inner value hides an outer one, a request has one id whoever binds it, and afterwards nothing is left."""
+    with capture_logs([merge_contextvars]) as lines:
+        with logs.bound(session="outer"), logs.request_scope() as request_id:
+            with logs.bound(session="inner", request_id="own"), logs.request_scope() as own:
+                structlog.get_logger().info("one")
+            structlog.get_logger().info("two")
+        structlog.get_logger().info("three")
+    said = [(line.get("session"), line.get("request_id")) for line in lines]
+    assert own == "own"
+    assert said == [("inner", "own"), ("outer", request_id), (None, None)]
+
+
+def test_a_session_is_shown_by_its_beginning() -> None:
+    """As every process shows it."""
+    assert logs.session_prefix(bytes(range(16))) == "00010203"

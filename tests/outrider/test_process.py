@@ -19,6 +19,7 @@ from outrider.process import run_service
 
 class Service:
     address = "127.0.0.1:1"
+    further_addresses = {"rest": "127.0.0.1:2"}
     async def stop(self, grace_s):
         sys.stderr.write("draining\\n")
         sys.stderr.flush()
@@ -82,7 +83,8 @@ async def test_one_line_says_where_it_listens(spawn: Spawn) -> None:
     """A machine reads stdout; people read stderr."""
     child = await spawn()
     event = await until_listening(child)
-    assert event == {"event": "listening", "service": "test", "address": "127.0.0.1:1", "pid": child.pid}
+    addresses = {"address": "127.0.0.1:1", "rest": "127.0.0.1:2"}
+    assert event == {"event": "listening", "service": "test", **addresses, "pid": child.pid}
     child.send_signal(signal.SIGTERM)
     code, out, _ = await ended(child)
     assert (code, out) == (0, "")

@@ -137,7 +137,7 @@ class Channel:
     ) -> Callable[..., Call]:
         """What begins calls of a method."""
 
-        def begin(timeout: float | None = None) -> Call:
+        def begin(timeout: float | None = None, metadata: object = None) -> Call:
             return Call(self, method, request_serializer, response_deserializer, timeout)
 
         return begin
@@ -147,7 +147,7 @@ class Channel:
     ) -> Callable[..., "UnaryCall"]:
         """What makes calls of a method."""
 
-        def begin(request: Any, timeout: float | None = None) -> UnaryCall:
+        def begin(request: Any, timeout: float | None = None, metadata: object = None) -> UnaryCall:
             return UnaryCall(Call(self, method, request_serializer, response_deserializer, timeout), request)
 
         return begin

@@ -25,11 +25,15 @@ from simulation.weather import Fault, Kind, Weather
 from structlog.processors import format_exc_info
 from structlog.testing import capture_logs
 
+from gateway.admission import Admission
 from gateway.audit import ShadowAudit
 from gateway.backend import Backend
 from gateway.breaker import CircuitBreaker
+from gateway.chat_template import ChatTemplate
 from gateway.deadline import DraftDeadline
+from gateway.front_door import FrontDoor
 from gateway.links import BREAKERS, ServiceLink
+from gateway.metrics import GatewayMetrics
 from gateway.patience import Patience
 from gateway.policy import Choice, SpeculationPolicy
 from gateway.replicas import Replicas
@@ -175,7 +179,9 @@ class World:
         audit = ShadowAudit(0.0, CollectorRegistry())
         backend = Backend(models().tokenizer, target, draft, self._policy, DraftDeadline(), patience, audit)
         server = Server(self._loop, GATEWAY, wrap=self._with_await_points)
-        for add in generation_service(backend, 64, 30.0).values():
+        metrics = GatewayMetrics(CollectorRegistry())
+        door = FrontDoor(backend, Admission(64, 64), metrics, ChatTemplate(), "model")
+        for add in generation_service(door, 30.0).values():
             add(server)  # type: ignore[arg-type]
         await server.guarded()
         self._network.listen(GATEWAY, server)

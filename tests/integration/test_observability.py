@@ -1,0 +1,220 @@
+"""Three real processes, seen from outside: their metrics, their logs, and one trace through all of them."""
+
+import asyncio
+import json
+import re
+import urllib.request
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+import pytest_asyncio
+import yaml
+from faults.service import KV_TOKENS, MODELS, Process, launch_of
+from helpers import eventually
+from metric_lint import families, findings
+from stack import request_of
+from trace_collector import TraceCollector, collecting
+
+from outrider.rpc import open_channel
+from outrider.v1 import generation_service_pb2 as pb
+from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
+
+ROOT = Path(__file__).resolve().parents[2]
+MONITORING = ROOT / "deploy" / "monitoring"
+MARKER = "swordfish"
+TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+PROMPT = f"Once upon a time there was a {MARKER} who said: open"
+METRIC = re.compile(r"\b(outrider_\w+)\b")
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@dataclass
+class Live:
+    """The running processes, what they were asked, and what they answered."""
+
+    processes: dict[str, Process]
+    collector: TraceCollector
+    completion: pb.Completion
+    answer: str
+    expositions: dict[str, str]
+
+    def lines(self, service: str) -> list[dict[str, object]]:
+        """What a process has logged."""
+        return [json.loads(line) for line in self.processes[service].lines if line.startswith("{")]
+
+
+@pytest.fixture(scope="module")
+def environment() -> Iterable[pytest.MonkeyPatch]:
+    """The environment of the processes that this module starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+        yield patch
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def live(environment: pytest.MonkeyPatch) -> AsyncIterator[Live]:
+    """The stack, after an answer, a conversation, a refusal, and a client that left."""
+    async with AsyncExitStack() as life:
+        collector = await life.enter_async_context(collecting())
+        environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{collector.address}")
+        common = {"log_level": "debug", "metrics_listen": "127.0.0.1:0"}
+        services = {
+            role: Process(launch_of(f"{role}_service", model=MODELS[role], threads=1, kv_tokens=KV_TOKENS, **common))
+            for role in MODELS
+        }
+        await asyncio.gather(*(life.enter_async_context(service) for service in services.values()))
+        addresses = {role: service.address for role, service in services.items()}
+        gateway = Process(launch_of("gateway", **addresses, tokenizer=MODELS["target"], rest_listen="", **common))
+        await life.enter_async_context(gateway)
+        processes = {**services, "gateway": gateway}
+        channel = await life.enter_async_context(open_channel(gateway.address))
+        completion, answer = await _use(GenerationServiceStub(channel))
+        expositions = {name: await asyncio.to_thread(_scrape, process) for name, process in processes.items()}
+        yield Live(processes, collector, completion, answer, expositions)
+
+
+async def _use(stub: GenerationServiceStub) -> tuple[pb.Completion, str]:
+    metadata = (("traceparent", f"00-{TRACE_ID}-{SPAN_ID}-01"),)
+    request = request_of(text=PROMPT, max_tokens=48, draft_count=4, temperature=0.7, seed=5, return_rounds=True)
+    said = [response async for response in stub.Generate(request, metadata=metadata)]
+    chat = pb.ChatRequest(generation=request_of(max_tokens=4), messages=[pb.ChatMessage(role="user", content=PROMPT)])
+    assert [response async for response in stub.Chat(chat)][-1].HasField("completion")
+    with pytest.raises(grpc.aio.AioRpcError):
+        await stub.Generate(request_of(text=PROMPT, stop=[MARKER * 100])).read()
+    leaving = stub.Generate(request_of(text=PROMPT, max_tokens=400))
+    await leaving.read()
+    leaving.cancel()
+    return said[-1].completion, "".join(response.round.text_delta for response in said)
+
+
+def _scrape(process: Process) -> str:
+    events = [json.loads(line) for line in process.lines if '"serving metrics"' in line]
+    with urllib.request.urlopen(f"http://{events[0]['address']}/metrics") as answer:
+        return str(answer.read().decode())
+
+
+def exported(live: Live) -> set[str]:
+    """The families of all three processes, as their TYPE lines name them."""
+    return set().union(*(families(text) for text in live.expositions.values()))
+
+
+async def test_every_exposition_passes_the_lint(live: Live) -> None:
+    """As `promtool check metrics` sees them, and each process has its own."""
+    assert [found for text in live.expositions.values() for found in findings(text)] == []
+    sizes = {name: len(families(text)) for name, text in live.expositions.items()}
+    assert sizes["target"] == sizes["draft"] > 15
+    assert sizes["gateway"] > 35
+
+
+async def test_services_and_gateway_count_the_same(live: Live) -> None:
+    """What the gateway was sent, the services have computed."""
+    gateway, target, draft = (families(live.expositions[name]) for name in ("gateway", "target", "draft"))
+    verdicts = sum(sample.value for sample in gateway["outrider_round_outcomes_total"].samples)
+    jobs = {name: metrics["outrider_job_compute_seconds"].samples for name, metrics in (("t", target), ("d", draft))}
+    counts = {name: next(s.value for s in found if s.name.endswith("_count")) for name, found in jobs.items()}
+    # Of the client that left the target may have computed a verdict or two that nobody read, and less is impossible.
+    assert counts["t"] >= verdicts > 0
+    assert counts["d"] >= gateway["outrider_spec_decode_num_drafts_total"].samples[0].value > 0
+    info = target["outrider_model_info"].samples[0].labels
+    assert (info["model_name"], info["device"], info["dtype"]) == ("target", "cpu", "bfloat16")
+    assert info["model_hash"] == live.completion.model_hash
+    forwards = {each.name: each.value for each in target["outrider_forward_sessions"].samples}
+    assert forwards["outrider_forward_sessions_count"] == target["outrider_forwards_total"].samples[0].value > 0
+
+
+async def test_the_dashboard_asks_only_for_what_there_is(live: Live) -> None:
+    """Every metric in it is exported, and every family but the few that are for other eyes is in it."""
+    asked = set(METRIC.findall((MONITORING / "dashboards" / "outrider.json").read_text()))
+    there = exported(live)
+    parts = {f"{name}_{part}" for name in there for part in ("bucket", "sum", "count")}
+    assert asked - there - parts == set()
+    shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in asked} | asked
+    assert {name for name in there - shown if not name.startswith("outrider_request_")} == {"outrider_kv_blocks"}
+
+
+async def test_prometheus_scrapes_what_compose_serves() -> None:
+    """Each process of compose.yaml serves its metrics where prometheus.yml looks for them."""
+    services = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]
+    jobs = yaml.safe_load((MONITORING / "prometheus.yml").read_text())["scrape_configs"]
+    targets = {target for job in jobs for config in job["static_configs"] for target in config["targets"]}
+    served = {name: services[name]["environment"]["OUTRIDER_METRICS_LISTEN"] for name in ("gateway", "draft", "target")}
+    assert targets == {f"{name}:{listen.rpartition(':')[2]}" for name, listen in served.items()}
+    for service in ("prometheus", "grafana"):
+        assert services[service]["profiles"] == ["monitoring"]
+        for volume in services[service]["volumes"]:
+            assert (ROOT / "deploy" / volume.partition(":")[0]).exists()
+
+
+async def test_the_document_lists_every_metric_and_no_other(live: Live) -> None:
+    """docs/observability.md has a row for each family."""
+    rows = [
+        line
+        for line in (ROOT / "docs" / "observability.md").read_text().splitlines()
+        if line.startswith("| `outrider_")
+    ]
+    listed = [row.split("`")[1] for row in rows]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == exported(live)
+
+
+async def test_a_trace_goes_through_all_three(live: Live) -> None:
+    """The client's span is the parent of the gateway's, and that of both services' sessions."""
+    collector = live.collector
+
+    def of_trace(service: str, name: str) -> list[str]:
+        spans = collector.named(f"outrider-{service}", name)
+        return [span.parent_span_id.hex() for span in spans if span.trace_id.hex() == TRACE_ID]
+
+    await eventually(lambda: all((of_trace("gateway", "Generate"), of_trace("target", "session"))))
+    await eventually(lambda: bool(of_trace("draft", "session")))
+    assert of_trace("gateway", "Generate") == [SPAN_ID]
+    [generate] = [span for span in collector.named("outrider-gateway", "Generate") if span.trace_id.hex() == TRACE_ID]
+    for service in ("target", "draft"):
+        assert of_trace(service, "session") == [generate.span_id.hex()]
+    session = collector.named("outrider-target", "session")[0]
+    attributes = {each.key: each.value.int_value for each in session.attributes}
+    assert attributes["answers"] == live.completion.speculation.rounds + 1
+    assert [event.name for event in session.events][:1] == ["first answer"]
+
+
+async def test_failures_are_seen_in_spans_by_their_reason(live: Live) -> None:
+    """Not by their sentence, which repeats what the client wrote."""
+
+    def ends() -> set[str]:
+        return {span.status.message for span in live.collector.named("outrider-gateway", "Generate")}
+
+    await eventually(lambda: "INVALID_REQUEST" in ends())
+    assert ends() == {"", "INVALID_REQUEST"}
+    await eventually(lambda: any("cancelled" in str(span) for _, span in live.collector.spans))
+
+
+async def test_no_text_is_in_logs_or_traces(live: Live) -> None:
+    """Neither the prompt nor the answer, at the level of debug, in any process."""
+    await eventually(lambda: any(line.get("status") == "CANCELLED" for line in live.lines("gateway")))
+    words = [MARKER, live.answer.strip(), live.answer.split(".")[0].strip()]
+    assert all(len(word) > 5 for word in words)
+    for name, process in live.processes.items():
+        assert process.lines, name
+        assert [line for line in process.lines for word in words if word in line] == []
+    assert [word for word in words if word.encode() in live.collector.received] == []
+
+
+async def test_each_request_leaves_one_line(live: Live) -> None:
+    """With its sizes, times and figures, under a name of its own, and with the client's trace."""
+    lines = live.lines("gateway")
+    ended = [line for line in lines if line["event"] == "request ended"]
+    assert [line["status"] for line in ended] == ["OK", "OK", "CANCELLED"]
+    assert [line["status"] for line in lines if line["event"] == "request refused"] == ["INVALID_REQUEST"]
+    first, completion = ended[0], live.completion
+    assert first["trace_id"] == TRACE_ID
+    assert len({line["request_id"] for line in ended}) == 3
+    assert first["finish_reasons"] == ["length"]
+    assert first["completion_tokens"] == completion.usage.completion_tokens == 48
+    assert first["accepted_tokens"] == completion.speculation.accepted_tokens
+    assert first["rounds"] == completion.speculation.rounds
+    assert ended[2]["completion_tokens"] != 0
