@@ -3,10 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.setup-done
+# A client that wants other versions of what the project uses, so it has an environment of its own.
+LITELLM := .venv-litellm
+LITELLM_SETUP := $(LITELLM)/.setup-done
 KERNELS := $(wildcard outrider/engine/ops/kernels/*.[ch])
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-grid test-fencing check proto models train bench bench-sized clean
+.PHONY: help setup run test test-grid test-page test-surface test-fencing check proto models train bench bench-sized clean
 
 help: ## lists the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -20,17 +23,29 @@ $(SETUP): pyproject.toml constraints.txt setup.py $(KERNELS)
 	@echo "Setting up $(VENV); this takes a few minutes the first time."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[engine,dev]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[engine,otlp,dev]"
 	@touch $@
 
 run: $(SETUP) ## starts the stack with the embedded pair, streams one story, serves until Ctrl-C
 	@$(BIN)/outrider up --story
 
-test: $(SETUP) ## all tests but the full exactness grid
-	$(BIN)/python -m pytest -m "not grid"
+test: $(SETUP) ## all tests but the full exactness grid, the browser's, and the full conformance tests
+	$(BIN)/python -m pytest -m "not grid and not surface and not page"
 
 test-grid: $(SETUP) ## the full exactness grid
 	$(BIN)/python -m pytest -m grid
+
+test-page: $(SETUP) ## the page in Chromium, which Debian's package chromium provides
+	$(BIN)/python -m pytest -m page
+
+test-surface: $(SETUP) $(LITELLM_SETUP) ## the full conformance tests with real clients: two minutes
+	$(BIN)/python -m pytest -m surface
+
+$(LITELLM_SETUP): tests/surface/litellm-constraints.txt | $(SETUP)
+	@echo "Setting up $(LITELLM) for one of the clients."
+	@test -x $(LITELLM)/bin/python || $(BIN)/python -m venv $(LITELLM)
+	@$(LITELLM)/bin/python -m pip install --quiet --disable-pip-version-check -c $< litellm
+	@touch $@
 
 test-fencing: $(SETUP) ## gateway and services in 20,000 worlds where messages and processes fail; ten minutes
 	OUTRIDER_FENCING_EXAMPLES=20000 $(BIN)/python -m pytest tests/gateway/test_fencing_model.py -k weather --timeout=7200
@@ -66,7 +81,7 @@ bench: $(SETUP) ## measures what a round of the embedded pair costs, part by par
 bench-sized: $(SETUP) ## the same with a target of 200 million parameters that says the same
 	@$(BIN)/outrider bench rounds --target sized:200m --tokens 64 --turns 3
 
-clean: ## removes what was built, but leaves .venv
+clean: ## removes what was built, but leaves the environments
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis $(SETUP)
 	find outrider draft_service target_service gateway bench tests models -name __pycache__ -prune -exec rm -rf {} +
 	find outrider -name '*.so' -delete

@@ -5,27 +5,35 @@ The target must be there before the gateway serves; the draft need not, because 
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import structlog
 from prometheus_client import CollectorRegistry
 
+from gateway.admission import Admission
 from gateway.audit import ShadowAudit
 from gateway.backend import Backend
+from gateway.chat_template import ChatTemplate
 from gateway.deadline import DraftDeadline
+from gateway.front_door import FrontDoor
 from gateway.generation import decode
 from gateway.links import ModelInfo, ServiceLink
-from gateway.metrics import RunningMetrics, serve_metrics
+from gateway.metrics import GatewayMetrics
 from gateway.patience import NEVER, Patience
 from gateway.policy import SpeculationPolicy
 from gateway.readiness import report_readiness
 from gateway.replicas import Replicas
+from gateway.rest.app import build_app
+from gateway.rest.server import RunningRest, serve_rest
+from gateway.rest.settings import RestSettings
 from gateway.servicer import generation_service
 from gateway.settings import GatewaySettings, addresses
 from gateway.tokenizer import Tokenizer
 from outrider import rpc
 from outrider.errors import NotReady, VocabularyMismatch
+from outrider.metrics_server import Registry, RunningMetrics, serve_metrics
 from outrider.vocabulary import Vocabulary
 
 PROGRESS_S = 5.0
@@ -35,20 +43,34 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class RunningGateway:
-    """A gateway that serves on `address`."""
+    """A gateway that serves on `address`, and on the others if it was told to."""
 
     address: str
     backend: Backend
+    door: FrontDoor
     server: rpc.RunningServer
     tasks: tuple[asyncio.Task[None], ...]
     metrics: RunningMetrics | None
+    rest: RunningRest | None
+
+    @property
+    def further_addresses(self) -> Mapping[str, str]:
+        """Where it serves REST and metrics."""
+        served = {"rest": self.rest, "metrics": self.metrics}
+        return {name: running.address for name, running in served.items() if running is not None}
+
+    @property
+    def rest_address(self) -> str:
+        """Where it serves REST; raises KeyError when it does not."""
+        return self.further_addresses["rest"]
 
     async def stop(self, grace_s: float = rpc.DRAIN_S) -> None:
         """Takes no new requests, gives running ones grace_s to end, and closes the links."""
         for task in self.tasks:
             task.cancel()
         await asyncio.wait(self.tasks)
-        await self.server.stop(grace_s)
+        # Both surfaces at once: the grace is one.
+        await asyncio.gather(self.server.stop(grace_s), *([self.rest.stop(grace_s)] if self.rest else []))
         await _close(self.backend)
         if self.metrics is not None:
             await self.metrics.stop()
@@ -58,31 +80,57 @@ async def start(settings: GatewaySettings) -> RunningGateway:
     """Starts a gateway and returns when it serves.
 
     Raises NotReady when the target does not answer in time, VocabularyMismatch when tokenizer, target and draft do not
-    fit, ModelRefused for a tokenizer that cannot be read, AddressTaken.
+    fit, ModelRefused for a tokenizer or chat template that cannot be read, AddressTaken.
     """
     tokenizer = await asyncio.to_thread(Tokenizer, settings.tokenizer)
-    registry = CollectorRegistry()
-    backend = _backend(settings, tokenizer, registry)
-    metrics = None
-    try:
+    template = await asyncio.to_thread(ChatTemplate.read, settings.tokenizer)
+    registry = Registry()
+    async with AsyncExitStack() as undo:
+        metrics = None
         if settings.metrics_listen:
             metrics = serve_metrics(settings.metrics_listen, registry)
+            undo.push_async_callback(metrics.stop)
             # With port 0 nothing else tells where.
             log.info("serving metrics", address=metrics.address)
+        backend = _backend(settings, tokenizer, registry)
+        undo.push_async_callback(_close, backend)
         await _await_target(backend.target, settings.target_wait_s)
         if backend.draft is not None:
             await _await_draft(backend.draft, settings.draft_wait_s)
-        service = generation_service(backend, settings.max_requests, settings.client_stall_s)
-        server = await rpc.serve(settings.listen, service)
-    except BaseException:
-        await _close(backend)
-        if metrics is not None:
-            await metrics.stop()
-        raise
+        door = _front_door(settings, backend, template, registry)
+        service = generation_service(door, settings.client_stall_s)
+        server = await rpc.serve(settings.listen, service, reflects=settings.reflection)
+        undo.push_async_callback(server.stop, 0.0)
+        rest = await _serve_rest(settings, door, registry, server.address)
+        undo.pop_all()
     reporting = report_readiness(backend.target, server.health, ("", *service))
     auditing = backend.audit.run(lambda plan, target: decode(plan, backend, target, NEVER))
     tasks = asyncio.create_task(reporting, name="readiness"), asyncio.create_task(auditing, name="audit")
-    return RunningGateway(server.address, backend, server, tasks, metrics)
+    return RunningGateway(server.address, backend, door, server, tasks, metrics, rest)
+
+
+def _front_door(
+    settings: GatewaySettings, backend: Backend, template: ChatTemplate, registry: CollectorRegistry
+) -> FrontDoor:
+    admission = Admission(settings.max_requests, settings.queue_len)
+    metrics = GatewayMetrics(registry, vllm_names=settings.vllm_metric_names)
+    metrics.watch(admission, backend)
+    model_name = settings.served_model_name or backend.target.present().model_name
+    return FrontDoor(backend, admission, metrics, template, model_name)
+
+
+async def _serve_rest(
+    settings: GatewaySettings, door: FrontDoor, registry: CollectorRegistry, grpc_address: str
+) -> RunningRest | None:
+    if not settings.rest_listen:
+        return None
+    rest = RestSettings(
+        keep_alive_s=settings.keep_alive_s,
+        client_stall_s=settings.client_stall_s,
+        cors_origins=settings.cors_origins,
+        grpc_port=int(grpc_address.rpartition(":")[2]),
+    )
+    return await serve_rest(settings.rest_listen, build_app(door, rest, registry))
 
 
 def _backend(settings: GatewaySettings, tokenizer: Tokenizer, registry: CollectorRegistry) -> Backend:

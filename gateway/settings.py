@@ -13,7 +13,8 @@ def addresses(text: str) -> tuple[str, ...]:
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
     """Settings of one gateway process. `target` and `draft` are one address or several with commas, in order of
-    preference; an empty draft means that there is no draft service.
+    preference; an empty draft means that there is no draft service. Without an address for REST or metrics they are not
+    served, and the model is called as its service calls it unless served_model_name says otherwise.
 
     Raises InvalidRequest about an address that is not HOST:PORT.
     """
@@ -32,6 +33,13 @@ class GatewaySettings:
     draft_deadline_most_s: float = 5.0
     audit_fraction: float = 0.0
     metrics_listen: str = ""
+    rest_listen: str = ""
+    reflection: bool = False
+    queue_len: int = 64
+    served_model_name: str = ""
+    cors_origins: tuple[str, ...] = ()
+    vllm_metric_names: bool = False
+    keep_alive_s: float = 15.0
 
     def __post_init__(self) -> None:
         for address in addresses(self.target) or [""]:
@@ -39,5 +47,6 @@ class GatewaySettings:
         for address in addresses(self.draft):
             check_address("draft", address)
         check_address("listen", self.listen, least_port=0)
-        if self.metrics_listen:
-            check_address("metrics_listen", self.metrics_listen, least_port=0)
+        for name in ("metrics_listen", "rest_listen"):
+            if getattr(self, name):
+                check_address(name, getattr(self, name), least_port=0)

@@ -23,7 +23,7 @@ MODEL = model_pb.DrafterOffer(name="model", rules=[types_pb2.ACCEPTANCE_RULE_MAT
 
 @dataclass
 class Service(model_service_pb2_grpc.ModelServiceServicer):
-    """What both services know about themselves; sessions counts the streams that are open."""
+    """What both services know about themselves; sessions counts the streams that are open, calls all that ever were."""
 
     role: int
     model: MarkovModel
@@ -36,6 +36,7 @@ class Service(model_service_pb2_grpc.ModelServiceServicer):
     mischief: dict[int, Mischief] = field(default_factory=dict)
     answers: int = 0
     sessions: int = 0
+    calls: int = 0
     drafters_wanted: list[str] = field(default_factory=list)
     closed: int = 0
     last_closed_epoch: int = 0
@@ -101,6 +102,7 @@ class DraftServicer(Service, draft_service_pb2_grpc.DraftServiceServicer):
     ) -> AsyncIterator[draft_pb.ProposeResponse]:
         """One session."""
         self.sessions += 1
+        self.calls += 1
         token_ids: list[int] = []
         seed = 0
         try:
@@ -167,6 +169,7 @@ class TargetServicer(Service, target_service_pb2_grpc.TargetServiceServicer):
     ) -> AsyncIterator[target_pb.VerifyResponse]:
         """One session."""
         self.sessions += 1
+        self.calls += 1
         session = MarkovSession(self, context)
         try:
             async for request in requests:

@@ -169,16 +169,20 @@ async def test_a_client_that_leaves_frees_everything(tokenizer: str) -> None:
 
 
 async def test_more_requests_than_allowed_are_turned_away_at_once(tokenizer: str) -> None:
-    """The limit answers RESOURCE_EXHAUSTED, and a place is free again when a request has ended."""
-    async with markov_stack(tokenizer, max_requests=1) as stack:
+    """Behind a full queue the answer is RESOURCE_EXHAUSTED; who waits gets the place of a request that has ended."""
+    async with markov_stack(tokenizer, max_requests=1, queue_len=1) as stack:
         stack.draft.mischief = {2: Mischief.LATE}
         running = stack.generate(request())
         await running.read()
-        with pytest.raises(Overloaded):
+        waiting = asyncio.create_task(stack.run(request()))
+        await eventually(lambda: stack.gateway.door.admission.waiting == 1)
+        with pytest.raises(Overloaded, match="1 of 1 places are taken and 1 requests wait already, of at most 1"):
             await stack.run(request())
+        assert not waiting.done()
         running.cancel()
-        await eventually(lambda: not stack.target.sessions)
-        await stack.run(request())
+        _, completion = await waiting
+        assert completion.timings.queue_us > 0
+        assert stack.gateway.door.admission.running == stack.gateway.door.admission.waiting == 0
 
 
 async def test_requests_at_once_do_not_mix(tokenizer: str) -> None:

@@ -1,0 +1,53 @@
+"""Puts the REST surface together: middleware, error handlers, routes. Decides nothing about a request."""
+
+from importlib.metadata import version
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CollectorRegistry
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from gateway.front_door import FrontDoor
+from gateway.rest import chat, completions, failures, status
+from gateway.rest.documents import DocumentedApp
+from gateway.rest.limits import BodyLimits
+from gateway.rest.page import page_routes
+from gateway.rest.request_context import RequestContext
+from gateway.rest.settings import RestSettings
+from outrider.errors import OutriderError
+
+EXPOSED_HEADERS = ("x-request-id", "retry-after", "retry-after-ms", "x-should-retry")
+DESCRIPTION = "What OpenAI's clients speak, answered by speculative decoding. docs/rest.md has every field."
+
+
+def build_app(door: FrontDoor, settings: RestSettings, registry: CollectorRegistry) -> FastAPI:
+    """The application: /v1, the routes for operators, and the page."""
+    app = DocumentedApp(
+        title="Outrider",
+        description=DESCRIPTION,
+        version=version("outrider"),
+        # Their pages load scripts from elsewhere.
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.add_exception_handler(OutriderError, failures.told)
+    app.add_exception_handler(RequestValidationError, failures.misfit)
+    app.add_exception_handler(HTTPException, failures.unrouted)
+    # The last one added is the first to see a request.
+    app.add_middleware(BodyLimits, settings=settings)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=EXPOSED_HEADERS,
+        )
+    app.add_middleware(RequestContext)
+    app.include_router(completions.routes(door, settings))
+    app.include_router(chat.routes(door, settings))
+    app.include_router(status.routes(door, registry))
+    app.include_router(page_routes(door, settings))
+    return app

@@ -1,0 +1,117 @@
+"""Errors as clients of OpenAI read them: {"error": {"message", "type", "param", "code"}}. Knows no route.
+
+The status follows from what went wrong: gRPC's names are those of `outrider.errors`, and what exists only in HTTP has a
+reason of its own. What nobody expected is logged once and told to nobody.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+
+import structlog
+from starlette.responses import Response
+
+from outrider.errors import OutriderError
+from outrider.rpc_errors import UNEXPECTED_TEXT
+
+STATUSES: Mapping[str, int] = {
+    "INVALID_ARGUMENT": 400,
+    "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
+    "NOT_FOUND": 404,
+    "RESOURCE_EXHAUSTED": 429,
+    "CANCELLED": 499,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
+}
+REASONS: Mapping[str, int] = {
+    "METHOD_NOT_ALLOWED": 405,
+    "BODY_TIMEOUT": 408,
+    "BODY_TOO_LARGE": 413,
+    "UNSUPPORTED_MEDIA_TYPE": 415,
+}
+TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+# Where OpenAI has a code for the same thing; any other code is the reason in small letters.
+CODES: Mapping[str, str] = {
+    "INVALID_REQUEST": "invalid_value",
+    "PROMPT_TOO_LONG": "context_length_exceeded",
+    "UNSUPPORTED": "unsupported_parameter",
+}
+RETRIED = frozenset({408, 429, 503, 504})
+RETRY_AFTER_S = 1.0
+
+log = structlog.get_logger()
+
+
+class UnknownRoute(OutriderError):
+    """The caller must use another path."""
+
+    status = "NOT_FOUND"
+    reason = "UNKNOWN_URL"
+    exit_code = 64
+
+
+class UnknownModel(OutriderError):
+    """The caller must name the model that is served, or none."""
+
+    status = "NOT_FOUND"
+    reason = "MODEL_NOT_FOUND"
+    exit_code = 64
+
+
+class WrongMethod(OutriderError):
+    """The caller must use another method."""
+
+    status = "INVALID_ARGUMENT"
+    reason = "METHOD_NOT_ALLOWED"
+    exit_code = 64
+
+
+def unexpected(error: Exception) -> OutriderError:
+    """What is told about an error that nobody expected; logs it with its traceback."""
+    log.error("unexpected error in a request", exc_info=error)
+    return OutriderError(UNEXPECTED_TEXT)
+
+
+def status_of(error: OutriderError) -> int:
+    """The HTTP status of an error."""
+    return REASONS.get(error.reason) or STATUSES.get(error.status, 500)
+
+
+def error_json(error: OutriderError) -> str:
+    """An error's body, which is also its event in the middle of a stream."""
+    param = error.metadata.get("field")
+    body = {
+        "message": error.message,
+        "type": TYPES.get(status_of(error), "invalid_request_error"),
+        "param": param.removesuffix(" key") if param else None,
+        "code": CODES.get(error.reason, error.reason.lower()),
+    }
+    # In ASCII: a field's name may hold what no encoding can carry.
+    return json.dumps({"error": body})
+
+
+def error_headers(error: OutriderError) -> dict[str, str]:
+    """When to try again, or that it is no use."""
+    status = status_of(error)
+    if status in {429, 503}:
+        wait_s = float(error.metadata.get("retry_after_s", RETRY_AFTER_S))
+        return {"retry-after": str(math.ceil(wait_s)), "retry-after-ms": str(math.ceil(1000 * wait_s))}
+    return {} if status in RETRIED else {"x-should-retry": "false"}
+
+
+def error_response(error: OutriderError, headers: Mapping[str, str] | None = None) -> Response:
+    """The answer to a request that failed before its headers were out."""
+    return Response(
+        error_json(error),
+        status_of(error),
+        {**error_headers(error), **(headers or {})},
+        "application/json",
+    )

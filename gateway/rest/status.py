@@ -1,0 +1,120 @@
+"""Routes that tell about the gateway: models, liveness, readiness, metrics, version. They spend nothing."""
+
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Literal
+
+from fastapi import APIRouter
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.front_door import FrontDoor
+from gateway.rest.asks import unknown_model
+from gateway.rest.documents import documented
+
+Encoder = Callable[[CollectorRegistry], bytes]
+
+
+class Model(BaseModel):
+    """A served model; max_model_len is null while the target is away."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["outrider"] = "outrider"
+    max_model_len: int | None
+
+
+class Models(BaseModel):
+    """All served models, of which there is one."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class Alive(BaseModel):
+    """The process answers."""
+
+    status: Literal["alive"] = "alive"
+
+
+class Ready(BaseModel):
+    """The target is there. The draft need not be: without it answers are the same, later."""
+
+    status: Literal["ready"] = "ready"
+    target: Literal["present"] = "present"
+    draft: Literal["present", "absent", "none"]
+
+
+class Version(BaseModel):
+    """Of the package."""
+
+    version: str
+
+
+def routes(door: FrontDoor, registry: CollectorRegistry) -> APIRouter:
+    """The routes."""
+    router = APIRouter()
+    _add_models(router, door)
+    _add_probes(router, door)
+
+    @router.get("/metrics", response_class=Response, responses=documented(text="text/plain"))
+    async def metrics(request: Request) -> Response:
+        """Figures for Prometheus, in its text format or in that of OpenMetrics."""
+        encoder, content_type = _encoder(request.headers.get("accept", ""))
+        return Response(encoder(registry), headers={"content-type": content_type})
+
+    return router
+
+
+def _add_models(router: APIRouter, door: FrontDoor) -> None:
+    def served() -> Model:
+        target = door.backend.target.info
+        return Model(
+            id=door.model_name,
+            created=int(door.started_s),
+            max_model_len=None if target is None else target.context_len,
+        )
+
+    @router.get("/v1/models", responses=documented())
+    async def models() -> Models:
+        """The served model."""
+        return Models(data=[served()])
+
+    @router.get("/v1/models/{model:path}", responses=documented(404))
+    async def model(model: str) -> Model:
+        """One model."""
+        if model != door.model_name:
+            raise unknown_model(model, door.model_name)
+        return served()
+
+
+def _add_probes(router: APIRouter, door: FrontDoor) -> None:
+    @router.get("/live", responses=documented())
+    async def live() -> Alive:
+        """Whether the process answers at all."""
+        return Alive()
+
+    @router.get("/ready", responses=documented(503))
+    @router.get("/health", responses=documented(503))
+    async def ready() -> Ready:
+        """Whether requests can be served now; an error while the target is away."""
+        door.backend.target.present()
+        draft = door.backend.draft
+        return Ready(draft="none" if draft is None else "absent" if draft.info is None else "present")
+
+    @router.get("/version", responses=documented())
+    async def show_version() -> Version:
+        """The version of the gateway."""
+        return Version(version=version("outrider"))
+
+
+def _encoder(accept: str) -> tuple[Encoder, str]:
+    try:
+        return choose_encoder(accept)
+    except (TypeError, ValueError):
+        # A version that is no version.
+        return choose_encoder("")

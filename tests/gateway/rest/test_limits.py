@@ -1,0 +1,116 @@
+"""Bodies are limited in size, time, kind and depth before any route sees them, and every answer has an id."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from http_serving import connected, served
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from gateway.rest.limits import BodyLimits
+from gateway.rest.request_context import RequestContext
+from gateway.rest.settings import RestSettings
+
+SETTINGS = RestSettings(max_body_bytes=100_000, body_wait_s=20)
+JSON = {"content-type": "application/json"}
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with what it got; a body of "surprise" is one."""
+    body = await Request(scope, receive).body()
+    if body == b'"surprise"':
+        raise ValueError("a secret")
+    await JSONResponse({"got": body.decode()})(scope, receive, send)
+
+
+def client() -> httpx.AsyncClient:
+    """A client of the application without a network."""
+    app = RequestContext(BodyLimits(echo, SETTINGS))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+
+async def posted(content: bytes, **headers: str) -> tuple[int, dict[str, Any], httpx.Headers]:
+    """Status, body and headers of the answer."""
+    async with client() as http:
+        reply = await http.post("/", content=content, headers={**JSON, **headers})
+        return reply.status_code, reply.json(), reply.headers
+
+
+async def test_a_body_in_order_arrives() -> None:
+    """Whole, whatever kind of JSON it says to be; and without a body there is nothing to say."""
+    for kind in ("application/json", "Application/JSON; charset=UTF-8", "application/vnd.x+json"):
+        assert (await posted(b'{"a": 1}', **{"content-type": kind}))[1] == {"got": '{"a": 1}'}
+    assert (await posted(b"", **{"content-type": "text/plain"}))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status", "param"),
+    [
+        (b"{" + b" " * 100_000, {}, 413, None),
+        (b"{}", {"content-type": "application/x-www-form-urlencoded"}, 415, "content-type"),
+        (b"{}", {"content-type": "application/json; charset=utf-16"}, 415, "content-type"),
+        (b"{}", {"content-encoding": "gzip"}, 415, "content-encoding"),
+        (b'{"a": {"b": NaN}}', {}, 400, "a.b"),
+        (b'{"a": 1, "a": 2}', {}, 400, "a"),
+        (b"[" * 65 + b"]" * 65, {}, 400, None),
+    ],
+)
+async def test_a_body_out_of_order_is_refused(
+    content: bytes, headers: dict[str, str], status: int, param: str | None
+) -> None:
+    """In the shape of all errors, naming the place."""
+    got, told, _ = await posted(content, **headers)
+    assert (got, told["error"]["param"]) == (status, param)
+
+
+async def test_a_body_without_a_length_is_limited_too() -> None:
+    """Chunks are counted as they come."""
+
+    async def chunks() -> Any:
+        for _ in range(20):
+            yield b" " * 10_000
+
+    async with client() as http:
+        assert (await http.post("/", content=chunks(), headers=JSON)).status_code == 413
+
+
+async def test_a_client_that_sends_too_much_reads_why() -> None:
+    """The rest of its body is dropped; closing would take the answer from it."""
+    app = RequestContext(BodyLimits(echo, SETTINGS))
+    async with served(app) as running, httpx.AsyncClient(base_url=f"http://{running.address}") as http:
+        for _ in range(2):
+            reply = await http.post("/", content=b" " * 8_000_000, headers=JSON)
+            assert reply.status_code == 413
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    """408 tells a client that it may try again."""
+    app = RequestContext(BodyLimits(echo, RestSettings(body_wait_s=0.02)))
+    request = b"POST / HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
+    async with served(app) as running, connected(running, request) as (reader, _):
+        async with asyncio.timeout(20):
+            head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408 ")
+
+
+async def test_what_nobody_expected_is_told_to_nobody() -> None:
+    """500 with two words, in the shape of all errors."""
+    status, told, _ = await posted(b'"surprise"')
+    assert status == 500
+    assert told["error"]["message"] == "internal error"
+    assert "secret" not in json.dumps(told)
+
+
+@pytest.mark.parametrize(
+    ("given", "is_kept"), [("abc-1.2:3_Z", True), ("x" * 128, True), ("x" * 129, False), ("a b", False), ("", False)]
+)
+async def test_every_answer_has_an_id(given: str, is_kept: bool) -> None:
+    """The client's own where it is short and plain, and a new one else."""
+    _, _, headers = await posted(b"{}", **{"x-request-id": given})
+    assert (headers["x-request-id"] == given) == is_kept
+    assert headers["x-request-id"]
+    assert headers["x-content-type-options"] == "nosniff"

@@ -1,0 +1,88 @@
+"""The routes that tell about the gateway, the document about all of them, and who may read the answers."""
+
+import httpx
+import pytest
+from markov_stack import MarkovStack
+
+from outrider.errors import PeerLost
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ORIGIN = "https://page.example"
+ERRORS = {"400", "404", "408", "413", "415", "429", "500", "503", "504"}
+
+
+async def test_the_served_model_is_listed(http: httpx.AsyncClient) -> None:
+    """Alone and by its name; any other name is an error that tells the right one."""
+    listed = (await http.get("/v1/models")).json()["data"]
+    assert [(each["id"], each["object"], each["max_model_len"]) for each in listed] == [("markov", "model", 512)]
+    assert (await http.get("/v1/models/markov")).json() == listed[0]
+    for name in ("other", "a/b", ""):
+        reply = await http.get(f"/v1/models/{name}")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
+        assert "'markov'" in reply.json()["error"]["message"]
+
+
+async def test_probes_answer(http: httpx.AsyncClient, markov: MarkovStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is alive while the target is away, but not ready, and says when to look again."""
+    assert (await http.get("/live")).json() == {"status": "alive"}
+    assert (await http.get("/version")).json().keys() == {"version"}
+    for path in ("/ready", "/health"):
+        assert (await http.get(path)).json() == {"status": "ready", "target": "present", "draft": "present"}
+    link = markov.gateway.backend.target.links[0]
+    monkeypatch.setattr(link, "info", None)
+    monkeypatch.setattr(link, "misfit", PeerLost("away"))
+    for path in ("/ready", "/health"):
+        reply = await http.get(path)
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+        assert reply.json()["error"]["code"] == "peer_lost"
+    assert (await http.get("/live")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [
+        ("", "text/plain; version=0.0.4"),
+        ("*/*", "text/plain; version=0.0.4"),
+        ("application/openmetrics-text; version=1.0.0", "application/openmetrics-text; version=1.0.0"),
+        ("application/openmetrics-text; version=x", "text/plain; version=0.0.4"),
+    ],
+)
+async def test_metrics_come_in_the_format_that_is_asked_for(http: httpx.AsyncClient, accept: str, kind: str) -> None:
+    """Prometheus's text unless OpenMetrics is wanted."""
+    reply = await http.get("/metrics", headers={"accept": accept})
+    assert reply.status_code == 200
+    assert reply.headers["content-type"].startswith(kind)
+    assert "outrider_" in reply.text
+
+
+async def test_what_nobody_serves_is_an_error_like_all(http: httpx.AsyncClient) -> None:
+    """A path, and a method, which tells the right ones."""
+    reply = await http.get("/v1/nothing")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "unknown_url")
+    reply = await http.delete("/v1/completions")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert reply.headers["allow"] == "POST"
+    assert reply.headers["x-should-retry"] == "false"
+
+
+async def test_the_document_has_every_route_and_error(http: httpx.AsyncClient) -> None:
+    """And pages that would load scripts from elsewhere do not exist."""
+    document = (await http.get("/openapi.json")).json()
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        responses = document["paths"][path]["post"]["responses"]
+        assert set(responses) == {"200", *ERRORS}
+        assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
+    paths = {"/v1/models", "/v1/models/{model}", "/live", "/ready", "/health", "/metrics", "/version"}
+    assert paths <= set(document["paths"])
+    assert "HTTPValidationError" not in document["components"]["schemas"]
+    assert {(await http.get(path)).status_code for path in ("/docs", "/redoc")} == {404}
+
+
+async def test_other_sites_read_answers_only_where_they_may(http: httpx.AsyncClient) -> None:
+    """The one that was configured, also errors; no other."""
+    for path in ("/v1/models", "/v1/nothing"):
+        reply = await http.get(path, headers={"origin": ORIGIN})
+        assert reply.headers["access-control-allow-origin"] == ORIGIN
+    reply = await http.get("/v1/models", headers={"origin": "https://other.example"})
+    assert "access-control-allow-origin" not in reply.headers

@@ -1,0 +1,90 @@
+"""The HTTP server takes a free port, is strict about what comes before a request, and stops in time."""
+
+import asyncio
+import json
+
+import pytest
+from helpers import eventually
+from http_serving import GET, Source, connected, served, streaming
+
+from gateway.rest import server
+from gateway.rest.server import serve_rest
+from gateway.rest.sse import DONE, data
+from outrider.errors import InvalidRequest
+from outrider.rpc import AddressTaken
+
+
+def source() -> Source:
+    """A stream that has begun and does not end by itself."""
+    return Source([data("1")])
+
+
+async def test_an_address_is_taken_once() -> None:
+    """Port 0 finds a free one, which nobody else can have meanwhile."""
+    async with served(streaming(source())) as running:
+        assert not running.address.endswith(":0")
+        with pytest.raises(AddressTaken):
+            await serve_rest(running.address, streaming(source()))
+    with pytest.raises(AddressTaken):
+        await serve_rest("192.0.2.1:0", streaming(source()))
+    with pytest.raises(InvalidRequest):
+        await serve_rest("8080", streaming(source()))
+
+
+async def test_what_is_no_http_is_told_so_in_the_shape_of_all_errors() -> None:
+    """Before there is a request that a middleware could see."""
+    async with served(streaming(source())) as running, connected(running, b"\x16\x03\x01 hello\r\n\r\n") as (reader, _):
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_head_that_is_too_long_is_refused() -> None:
+    """With 400, and the connection is closed."""
+    request = GET[:-2] + b"x-long: " + b"x" * (server.HEAD_BYTES + 70_000) + b"\r\n\r\n"
+    async with served(streaming(source())) as running, connected(running, request) as (reader, _):
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("beginning", [b"", b"GET / HTT", GET[:-2] + b"x-drip: "])
+async def test_a_head_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, beginning: bytes) -> None:
+    """Neither by a client that sends nothing, nor by one that stops in the middle."""
+    monkeypatch.setattr(server, "HEAD_WAIT_S", 0.02)
+    async with served(streaming(source())) as running, connected(running, beginning):
+        await eventually(lambda: not running.server.server_state.connections)
+
+
+async def test_a_request_that_runs_is_not_in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of the head stops when the head is there."""
+    monkeypatch.setattr(server, "HEAD_WAIT_S", 0.02)
+    slow = source()
+    async with served(streaming(slow, keep_alive_s=0.01)) as running, connected(running) as (reader, _):
+        for _ in range(10):
+            await reader.readuntil(b": keep-alive\n\n")
+
+
+async def test_stopping_lets_streams_end() -> None:
+    """A request that ends within the grace gets all of its answer; new connections are refused."""
+    ending = Source([data("1")])
+    async with served(streaming(ending)) as running, connected(running) as (reader, _):
+        await reader.readuntil(b"data: 1\n\n")
+        stopping = asyncio.create_task(running.stop(20))
+        await eventually(lambda: not running.server.servers[0].is_serving())
+        with pytest.raises(ConnectionRefusedError):
+            async with connected(running):
+                pass
+        ending.frames.append(DONE)
+        ending.hold.set()
+        assert await reader.readuntil(b"0\r\n\r\n")
+        await stopping
+
+
+async def test_stopping_cuts_what_does_not_end() -> None:
+    """Its generator is closed before the server is stopped."""
+    endless = source()
+    async with served(streaming(endless)) as running, connected(running) as (reader, _):
+        await reader.readuntil(b"data: 1\n\n")
+        await running.stop(0)
+        assert endless.is_closed
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await reader.readuntil(b"0\r\n\r\n")

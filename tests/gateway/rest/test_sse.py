@@ -1,0 +1,122 @@
+"""A stream of events sends what its generator gives, keeps the connection alive, and ends the generator in time."""
+
+import asyncio
+
+import pytest
+from helpers import eventually
+from http_serving import GET, Source, connected, served, streaming
+from starlette.types import Message, Receive, Scope, Send
+
+from gateway.rest.clients import ClientGone
+from gateway.rest.sse import DONE, EventStream, data, typed
+from outrider.errors import InvalidRequest
+
+FOREVER = asyncio.Event
+
+
+async def present() -> Message:
+    """A client that stays."""
+    await FOREVER().wait()
+    return {}
+
+
+async def gone() -> Message:
+    """A client that has left."""
+    return {"type": "http.disconnect"}
+
+
+def test_frames_are_events() -> None:
+    """One line of data each, with a type before it only where one is wanted."""
+    assert data('{"a":"é"}') == 'data: {"a":"é"}\n\n'.encode()
+    assert typed("round", "{}") == b"event: round\ndata: {}\n\n"
+
+
+async def test_a_stream_is_its_frames_and_nothing_else() -> None:
+    """In order, with the headers of an event stream; empty frames are not sent."""
+    source = Source([b"", data("1"), data("2"), DONE])
+    source.hold.set()
+    async with served(streaming(source)) as running, connected(running) as (reader, _):
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        body = await reader.readuntil(b"0\r\n\r\n")
+    assert b"content-type: text/event-stream; charset=utf-8" in head
+    assert b"cache-control: no-store" in head
+    assert b"x-accel-buffering: no" in head
+    assert b"server:" not in head
+    assert body == b"9\r\ndata: 1\n\n\r\n9\r\ndata: 2\n\n\r\ne\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+    assert source.is_closed
+
+
+async def test_silence_is_filled_with_comments() -> None:
+    """From the headers on, before the first frame and behind the last."""
+    source = Source([b""])
+    async with served(streaming(source, keep_alive_s=0.01)) as running, connected(running) as (reader, _):
+        for _ in range(3):
+            await reader.readuntil(b": keep-alive\n\n")
+
+
+async def test_the_generator_ends_when_the_client_leaves() -> None:
+    """While nothing is sent, and in the task in which it began."""
+    source = Source([data("1")])
+    async with served(streaming(source)) as running:
+        async with connected(running) as (reader, _):
+            await reader.readuntil(b"data: 1\n\n")
+            assert not source.is_closed
+        await eventually(lambda: source.is_closed)
+
+
+async def test_a_client_that_does_not_read_is_cut_off() -> None:
+    """It loses its connection and its generator; another client of the same server goes on reading."""
+    sources = [Source([data("x" * 10_000)] * 5_000), Source([data("1")])]
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        source = sources[scope["path"] == "/reader"]
+        await EventStream(source.run(), 60, 0.05)(scope, receive, send)
+
+    async with served(app) as running, connected(running, GET.replace(b"/", b"/reader", 1)) as (reader, _):
+        await reader.readuntil(b"data: 1\n\n")
+        async with connected(running):
+            await eventually(lambda: sources[0].is_closed)
+            await eventually(lambda: len(running.server.server_state.connections) == 1)
+        sources[1].hold.set()
+        assert await reader.readuntil(b"0\r\n\r\n")
+
+
+async def test_a_surprise_breaks_the_connection() -> None:
+    """So that no client takes the beginning for the whole: the last chunk does not come."""
+    source = Source([data("1")], error=ValueError("surprise"))
+    async with served(streaming(source)) as running, connected(running) as (reader, _):
+        await reader.readuntil(b"data: 1\n\n")
+        source.hold.set()
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await reader.readuntil(b"0\r\n\r\n")
+    assert source.is_closed
+
+
+async def test_begin_raises_what_comes_before_the_first_frame() -> None:
+    """While a status can still be chosen."""
+    source = Source(error=InvalidRequest("n", 9, "less"))
+    source.hold.set()
+    with pytest.raises(InvalidRequest):
+        await EventStream(source.run(), 60, 60).begin(present)
+    assert source.is_closed
+
+
+async def test_begin_waits_no_longer_than_its_client() -> None:
+    """A client that leaves a queue ends what waits for it."""
+    source = Source()
+    with pytest.raises(ClientGone):
+        await EventStream(source.run(), 60, 60).begin(gone)
+    source = Source([b""])
+    stream = EventStream(source.run(), 60, 60)
+    await stream.begin(present)
+    assert not source.is_closed
+    # What was begun goes on where it was.
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    source.hold.set()
+    await stream({"type": "http"}, present, send)
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+    assert source.is_closed
