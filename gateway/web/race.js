@@ -1,0 +1,65 @@
+// The race: the same request with and without speculation, and what came of it. Touches no page.
+
+import { count, plural, rate, time, visible } from "./format.js";
+import { difference } from "./run.js";
+
+// Both lanes read their prompt themselves: a salt of its own keeps each from finding what the other left in the cache.
+export function lanes(request) {
+  const salt = crypto.getRandomValues(new Uint32Array(2)).join("-");
+  const lane = (name, enabled) => ({
+    ...request,
+    probabilities: false,
+    cache_salt: `race-${salt}-${name}`,
+    speculation: { ...request.speculation, enabled },
+  });
+  return [lane("speculative", true), lane("plain", false)];
+}
+
+export function clock(run, elapsedMs) {
+  const us = run.completion ? run.completion.timings.total_us : elapsedMs * 1e3;
+  const speed = run.rate === null ? "" : `, ${rate(run.rate)}/s`;
+  return `${(us / 1e6).toFixed(2)} s, ${count(run.tokens.length)} tokens${speed}`;
+}
+
+// What a race showed: whether the same, a headline and sentences.
+export function verdict(fast, plain) {
+  if (!fast.completion || !plain.completion) {
+    return { same: false, head: "No result", lines: ["Both runs must end by themselves to be compared."] };
+  }
+  const at = difference(fast, plain);
+  const lines = [speed(fast, plain)];
+  if (at === null) return { same: true, head: `✓ Identical token for token: ${plural(plain.tokens.length, "token")}`, lines };
+  return { same: false, head: `≠ Differs at token ${at + 1}`, lines: [told(fast, plain, at), reason(fast, plain), ...lines] };
+}
+
+function speed(fast, plain) {
+  const [own, other] = [fast.completion.timings.total_us, plain.completion.timings.total_us];
+  const ratio = other / own;
+  const times = `${time(own)} with speculation, ${time(other)} without`;
+  const [ours, theirs] = [fast.rate, plain.rate];
+  const behind = ours && theirs ? ` Behind the first token ${rate(ours)} against ${rate(theirs)} tokens a second.` : "";
+  const cost = `A round took ${time(mean(fast))} and brought ${(perRound(fast)).toFixed(2)} tokens; a plain one took ${time(mean(plain))}.`;
+  return `${ratio.toFixed(2)} times ${ratio < 0.98 ? "as fast, so slower" : "as fast"}: ${times}.${behind} ${fast.passes && plain.passes ? cost : ""}`;
+}
+
+function mean(run) {
+  return (run.times.draft + run.times.verify + run.times.wire) / run.passes;
+}
+
+function perRound(run) {
+  return (run.tokens.length - run.rounds[0].tokens.length) / run.passes;
+}
+
+function told(fast, plain, at) {
+  const word = (run) => (run.tokens[at] ? `“${visible(run.tokens[at].text)}” (id ${run.tokens[at].token_id})` : "the end");
+  return `With speculation ${word(fast)}, without ${word(plain)}.`;
+}
+
+function reason(fast, plain) {
+  const { rule } = fast.completion;
+  const numerics = new Set([...fast.completion.numerics_ids, ...plain.completion.numerics_ids]);
+  if (rule === "lenient" || rule === "typical") return `The rule ${rule} does not follow the target's distribution.`;
+  if (rule !== "match") return `The rule ${rule} keeps the target's distribution and draws other tokens; only match promises the same ones.`;
+  if (numerics.size > 1) return `The runs were computed in different ways (${[...numerics].join(", ")}); then only the distribution is promised.`;
+  return "Under match on the same numerics this must not happen. Please keep the trace: it is a bug.";
+}

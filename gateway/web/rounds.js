@@ -1,0 +1,98 @@
+// The rounds view: one row a pass of the target, as in Figure 1 of Leviathan et al. (2023).
+
+import { count, time, visible, why } from "./format.js";
+import { Seen } from "./painter.js";
+import { parts } from "./run.js";
+
+const MOST_ROWS = 400;
+
+export class RoundsView {
+  constructor(list, note) {
+    this.list = list;
+    this.note = note;
+    this.seen = new Seen(list);
+    this.clear(null);
+  }
+
+  clear(run) {
+    this.run = run;
+    this.shown = 0;
+    this.list.replaceChildren();
+    this.note.hidden = true;
+  }
+
+  // While rounds come they are shown to whoever looks, and in the end to everybody.
+  draw(ended) {
+    const { run, list } = this;
+    if (run === null || this.shown === run.rounds.length || !(ended || this.seen.now)) return;
+    const follows = list.scrollHeight - list.scrollTop - list.clientHeight < 48;
+    // A burst of more rows than are kept is never made.
+    this.shown = Math.max(this.shown, run.rounds.length - MOST_ROWS);
+    const rows = document.createDocumentFragment();
+    for (; this.shown < run.rounds.length; this.shown += 1) rows.append(this.row(run.rounds[this.shown]));
+    list.append(rows);
+    while (list.childElementCount > MOST_ROWS) list.firstElementChild.remove();
+    this.note.hidden = run.rounds.length <= MOST_ROWS;
+    this.note.textContent = `The newest ${count(MOST_ROWS)} of ${count(run.rounds.length)} passes; the trace has all of them.`;
+    if (follows) list.scrollTop = list.scrollHeight;
+  }
+
+  row(round) {
+    const row = document.createElement("li");
+    row.append(
+      made("span", "number", round.index === 0 ? "prompt" : count(round.index)),
+      pips(round),
+      said(round),
+      this.bar(round),
+      made("span", "took", time(round.round_us)),
+    );
+    return row;
+  }
+
+  // Its whole width is twice a mean round, so that one long round does not make all others small.
+  bar(round) {
+    const all = parts(round);
+    const { draft, verify, wire } = this.run.times;
+    const mean = this.run.passes ? (draft + verify + wire) / this.run.passes : round.round_us;
+    const scale = 50 / Math.max(mean, 1);
+    const bar = made("span", "stack", "");
+    bar.setAttribute("role", "img");
+    bar.setAttribute("aria-label", `draft ${time(all.draft)}, target ${time(all.verify)}, wire and queue ${time(all.wire)}`);
+    bar.title = bar.getAttribute("aria-label");
+    bar.classList.toggle("cut", round.round_us * scale > 100);
+    for (const [name, us] of Object.entries(all)) {
+      const part = made("i", name, "");
+      part.style.width = `${(us * scale).toFixed(2)}%`;
+      bar.append(part);
+    }
+    return bar;
+  }
+}
+
+function made(name, className, text) {
+  const element = document.createElement(name);
+  element.className = className;
+  element.textContent = text;
+  return element;
+}
+
+function pips(round) {
+  const lost = Math.max(0, round.evaluated_count - round.accepted_count);
+  const unseen = Math.max(0, round.draft_count - round.accepted_count - lost);
+  const shown = made("span", "pips", "●".repeat(round.accepted_count) + "×".repeat(lost) + "○".repeat(unseen));
+  if (round.draft_count === 0) return made("span", "pips why", "–");
+  shown.setAttribute("role", "img");
+  shown.setAttribute("aria-label", `${round.accepted_count} of ${round.draft_count} guesses kept`);
+  return shown;
+}
+
+function said(round) {
+  const box = made("span", "said", "");
+  const own = round.tokens.filter((token) => token.origin !== "accepted");
+  for (const token of round.tokens) if (token.origin === "accepted") box.append(made("span", "t accepted", visible(token.text)));
+  for (const guess of round.rejected) box.append(made("s", "rejected", visible(guess.text)));
+  for (const token of own) box.append(made("span", `t ${token.origin}`, visible(token.text)));
+  const reason = why(round.fallback_reason);
+  if (reason) box.append(made("span", "why", ` ${reason}`));
+  return box;
+}

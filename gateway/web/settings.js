@@ -1,0 +1,101 @@
+// The form: presets, what it asks for, and the link that fills it in. A link never runs anything.
+
+const PRESETS = [
+  {
+    name: "Story",
+    prompt: "Once upon a time there was a poor woodcutter, who lived with his wife and his three children near a great forest.",
+    temperature: "0.7", draft_count: "4", max_tokens: "160",
+  },
+  {
+    name: "Dialogue",
+    prompt: "“Where are you going so early?” said the wolf. “To my grandmother,” answered the child. “And what",
+    temperature: "0.8", draft_count: "4", max_tokens: "160",
+  },
+  {
+    name: "List",
+    prompt: "The first brother had a sword, the second brother had a horn, and the third brother had a cap. The first brother",
+    temperature: "0", draft_count: "6", max_tokens: "160",
+  },
+  {
+    name: "Repetition",
+    prompt: "“Turn back, turn back,” cried the bird. “Turn back, turn back,” cried the bird. “Turn back, turn back,” cried",
+    temperature: "0", draft_count: "8", max_tokens: "128",
+  },
+  {
+    name: "Surprise",
+    prompt: "The queen opened the little box, and inside it lay",
+    temperature: "1.3", draft_count: "4", max_tokens: "160",
+  },
+  {
+    name: "Code",
+    prompt: "def fibonacci(n):\n    \"\"\"Returns the n-th Fibonacci number.\"\"\"\n",
+    temperature: "0", draft_count: "6", max_tokens: "160",
+  },
+];
+const PROMISES = {
+  match: "match: the very tokens of plain decoding with the same seed.",
+  ratio: "ratio: the target's own distribution; the tokens depend on the draft too.",
+  block: "block: the target's own distribution, and more guesses kept; the tokens depend on the draft too.",
+  lenient: "lenient: keeps more guesses, and does not follow the target's distribution.",
+  typical: "typical: keeps what the target finds likely enough, and does not follow its distribution.",
+};
+const FIELDS = ["prompt", "draft_count", "rule", "temperature", "top_p", "max_tokens", "seed", "stop_strings"];
+
+export class Settings {
+  constructor(form) {
+    this.form = form;
+    this.fields = Object.fromEntries(FIELDS.map((name) => [name, form.elements.namedItem(name)]));
+    const row = form.querySelector("#presets");
+    for (const preset of PRESETS) row.append(this.button(preset));
+    this.fill(PRESETS[0]);
+    this.read();
+    form.addEventListener("change", () => this.promise());
+    window.addEventListener("hashchange", () => this.read());
+  }
+
+  button(preset) {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = preset.name;
+    button.addEventListener("click", () => this.fill(preset));
+    return button;
+  }
+
+  fill(values) {
+    for (const name of FIELDS) if (values[name] !== undefined) this.fields[name].value = values[name];
+    // A select takes no value that it does not offer; what a link got wrong stays visible as the first choice.
+    for (const select of [this.fields.draft_count, this.fields.rule]) if (select.selectedIndex < 0) select.selectedIndex = 0;
+    this.promise();
+  }
+
+  promise() {
+    this.form.querySelector("#promise").textContent = PROMISES[this.fields.rule.value];
+  }
+
+  read() {
+    const told = new URLSearchParams(location.hash.slice(1));
+    this.fill(Object.fromEntries(FIELDS.filter((name) => told.has(name)).map((name) => [name, told.get(name)])));
+  }
+
+  link() {
+    const told = new URLSearchParams();
+    for (const name of FIELDS) if (this.fields[name].value !== "") told.set(name, this.fields[name].value);
+    return `${location.origin}${location.pathname}#${told}`;
+  }
+
+  // The body of /api/generate. A seed goes as text, because a number of JavaScript has only 53 bits.
+  request() {
+    const value = (name) => this.fields[name].value;
+    const stops = value("stop_strings").split("\n").filter((stop) => stop !== "");
+    const count = value("draft_count");
+    return {
+      prompt: value("prompt"),
+      max_tokens: Number(value("max_tokens")),
+      temperature: Number(value("temperature")),
+      top_p: Number(value("top_p")),
+      ...(value("seed") === "" ? {} : { seed: value("seed") }),
+      ...(stops.length ? { stop: stops.map((stop) => stop.replaceAll("\\n", "\n")) } : {}),
+      speculation: { enabled: true, draft_count: count === "auto" ? "auto" : Number(count), rule: value("rule") },
+    };
+  }
+}

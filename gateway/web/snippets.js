@@ -1,0 +1,90 @@
+// A request as code that others can run. Quotes for the shell and for Python, and sends nothing.
+
+const RULES = "ACCEPTANCE_RULE_";
+
+// What /v1/completions takes. The seed stays digits: 64 bits do not fit into a number of JavaScript.
+function body(request, model) {
+  const { seed, ...rest } = { model, ...request };
+  const { enabled, ...speculation } = rest.speculation;
+  return { ...rest, ...(seed === undefined ? {} : { seed: BigInt(seed) }), speculation: enabled ? speculation : { enabled } };
+}
+
+function json(value, indent = "") {
+  const inner = `${indent}  `;
+  if (typeof value === "bigint") return String(value);
+  if (Array.isArray(value)) return `[${value.map((each) => json(each)).join(", ")}]`;
+  if (value === null || typeof value !== "object") return JSON.stringify(value);
+  const rows = Object.entries(value).map(([name, each]) => `${inner}${JSON.stringify(name)}: ${json(each, inner)}`);
+  return `{\n${rows.join(",\n")}\n${indent}}`;
+}
+
+function shell(text) {
+  return `'${text.replaceAll("'", "'\\''")}'`;
+}
+
+// JSON's strings and numbers are Python's too; its words are not.
+function python(value) {
+  if (value === true) return "True";
+  if (value === false) return "False";
+  if (Array.isArray(value)) return `[${value.map(python).join(", ")}]`;
+  if (value !== null && typeof value === "object") return `{${Object.entries(value).map(([name, each]) => `${JSON.stringify(name)}: ${python(each)}`).join(", ")}}`;
+  return typeof value === "bigint" ? String(value) : JSON.stringify(value);
+}
+
+function curl(request, { origin, model }) {
+  return `curl -N ${origin}v1/completions \\\n  -H 'content-type: application/json' \\\n  -d ${shell(json({ ...body(request, model), stream: true }))}`;
+}
+
+function openai(request, { origin, model }) {
+  const { speculation, ...rest } = body(request, model);
+  const rows = Object.entries(rest).map(([name, value]) => `    ${name}=${python(value)},`);
+  return [
+    "from openai import OpenAI",
+    "",
+    `client = OpenAI(base_url="${origin}v1", api_key="none")`,
+    "stream = client.completions.create(",
+    ...rows,
+    "    stream=True,",
+    `    extra_body={"speculation": ${python(speculation)}},`,
+    ")",
+    "for chunk in stream:",
+    '    print(chunk.choices[0].text if chunk.choices else "", end="", flush=True)',
+  ].join("\n");
+}
+
+function grpcurl(request, { grpc }) {
+  const { speculation } = request;
+  const message = {
+    text: request.prompt,
+    max_tokens: request.max_tokens,
+    sampling: { temperature: request.temperature, top_p: request.top_p },
+    ...(request.seed === undefined ? {} : { seed: BigInt(request.seed) }),
+    ...(request.stop ? { stop: request.stop } : {}),
+    speculation: {
+      ...(speculation.draft_count === "auto" ? {} : { draft_count: speculation.draft_count }),
+      rule: RULES + speculation.rule.toUpperCase(),
+    },
+  };
+  return `grpcurl -plaintext -d ${shell(json(message))} \\\n  ${grpc} outrider.v1.GenerationService/Generate`;
+}
+
+function outrider(request, { grpc }) {
+  const { prompt, speculation, ...fields } = body(request, "");
+  delete fields.model;
+  if (speculation.draft_count === "auto") delete speculation.draft_count;
+  const settings = Object.entries(speculation).map(([name, value]) => `${name}=${python(value)}`).join(", ");
+  return [
+    "from outrider.client import Client, Speculation",
+    "",
+    `with Client(${JSON.stringify(grpc)}) as client:`,
+    "    stream = client.generate(",
+    `        ${JSON.stringify(prompt)},`,
+    ...Object.entries(fields).map(([name, value]) => `        ${name}=${python(value)},`),
+    `        speculation=Speculation(${settings}),`,
+    "    )",
+    "    for event in stream:",
+    '        print(event.text, end="", flush=True)',
+  ].join("\n");
+}
+
+export const SNIPPETS = { curl, openai, outrider, grpcurl };

@@ -1,0 +1,148 @@
+"""The page's files and its own API, without a browser: headers, events in order, and errors that name the field."""
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from markov_stack import MarkovStack, markov_stack, request
+
+from gateway.rest.page import HEADERS, read_files
+
+
+@pytest_asyncio.fixture
+async def stack(tokenizer: str) -> AsyncIterator[MarkovStack]:
+    """A gateway with REST over the tiny services."""
+    async with markov_stack(tokenizer, rest_listen="127.0.0.1:0") as running:
+        yield running
+
+
+@pytest_asyncio.fixture
+async def client(stack: MarkovStack) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of it."""
+    async with httpx.AsyncClient(base_url=f"http://{stack.gateway.rest_address}") as made:
+        yield made
+
+
+async def events(client: httpx.AsyncClient, body: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """All events of a request, as the stream names them."""
+    response = await client.post("/api/generate", json=body)
+    assert response.status_code == 200, response.text
+    found = []
+    for block in response.text.split("\n\n")[:-1]:
+        if not block.startswith(":"):
+            name, data = block.split("\n")
+            found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+    return found
+
+
+async def test_events_tell_what_grpc_tells(stack: MarkovStack, client: httpx.AsyncClient) -> None:
+    """`opened`, one `round` a verdict, `completion`: the same tokens, origins, counts and figures."""
+    body = {"prompt": "fox sea", "seed": "9", "max_tokens": 40, "speculation": {"draft_count": 4}}
+    found = await events(client, body)
+    rounds, completion = await stack.run(request())
+    assert [name for name, _ in found] == ["opened", *["round"] * len(rounds), "completion"]
+    assert found[0][1] | {"model_hash": "", "numerics_id": "", "model": ""} == {
+        "model": "",
+        "model_hash": "",
+        "numerics_id": "",
+        "prompt_tokens": 2,
+        "max_tokens": 40,
+        "seed": "9",
+        "rule": "match",
+        "draft_count": 4,
+    }
+    for (_, told), each in zip(found[1:-1], rounds, strict=True):
+        assert [token["token_id"] for token in told["tokens"]] == [token.token_id for token in each.tokens]
+        assert [told[name] for name in ("base_len", "draft_count", "accepted_count", "evaluated_count")] == [
+            each.facts.base_len,
+            each.facts.draft_count,
+            each.facts.accepted_count,
+            each.facts.evaluated_count,
+        ]
+    assert found[-1][1]["speculation"]["accepted_tokens"] == completion.speculation.accepted_tokens
+    assert found[-1][1]["usage"]["completion_tokens"] == completion.usage.completion_tokens
+    assert found[-1][1]["seed"] == "9"
+
+
+async def test_seeds_of_64_bits_survive(client: httpx.AsyncClient) -> None:
+    """A seed goes as text both ways, because a number of JavaScript would lose its last bits."""
+    seed = str(2**63 - 1)
+    found = await events(client, {"prompt": "fox", "seed": seed, "max_tokens": 2})
+    assert found[0][1]["seed"] == found[-1][1]["seed"] == seed
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"prompt": 1}, "prompt"),
+        ({"nonsense": 1}, "nonsense"),
+        ({"temperature": -1}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"seed": "seven"}, "seed"),
+        ({"seed": str(2**63)}, "seed"),
+        ({"stop": [""]}, "stop.0"),
+        ({"speculation": {"draft_count": "many"}}, "speculation.draft_count"),
+        ({"speculation": {"draft_count": 1000}}, "speculation.draft_count"),
+        ({"speculation": {"rule": "luck"}}, "speculation.rule"),
+        ({"cache_salt": "s" * 65}, "cache_salt"),
+    ],
+)
+async def test_bad_values_are_refused_by_name(client: httpx.AsyncClient, changes: dict[str, Any], field: str) -> None:
+    """The answer is 400 and names the field, before any event."""
+    response = await client.post("/api/generate", json={"prompt": "fox", **changes})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == field
+
+
+async def test_bodies_that_are_no_objects_are_refused(client: httpx.AsyncClient) -> None:
+    """A list is answered with 400, and a form of another site, which browsers send unasked, is not even read."""
+    assert (await client.post("/api/generate", json=[1])).status_code == 400
+    form = {"content-type": "text/plain"}
+    assert (await client.post("/api/generate", content='{"prompt": "fox"}', headers=form)).status_code == 415
+
+
+async def test_status_tells_who_is_there(stack: MarkovStack, client: httpx.AsyncClient) -> None:
+    """Gateway, target, draft and K, and no address of any of them."""
+    response = await client.get("/api/status")
+    status = response.json()
+    assert status["target"]["up"]
+    assert status["draft"]["up"]
+    assert 0 <= status["policy"]["draft_count"] <= status["policy"]["max_draft_count"]
+    assert status["gateway"]["running"] == status["gateway"]["waiting"] == 0
+    assert stack.gateway.backend.target.links[0].address not in response.text
+    assert response.headers["cache-control"] == "no-store"
+
+
+async def test_every_file_has_the_policy_and_a_tag(client: httpx.AsyncClient) -> None:
+    """The page and all its files come with the strict headers, and not again when the browser has them."""
+    paths = ["/", *(f"/static/{name}" for name in read_files())]
+    assert len(paths) > 10
+    for path in paths:
+        response = await client.get(path)
+        assert response.status_code == 200, path
+        assert HEADERS.items() <= dict(response.headers).items()
+        again = await client.get(path, headers={"if-none-match": response.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+        assert (await client.head(path)).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["none.js", "..%2Fpage.py", "%2e%2e/rest/page.py", "__init__.py"])
+async def test_nothing_else_is_served(client: httpx.AsyncClient, name: str) -> None:
+    """A name that is no file of the page's is not looked for anywhere."""
+    assert (await client.get(f"/static/{name}")).status_code == 404
+
+
+def test_no_file_has_anything_inline_or_from_elsewhere() -> None:
+    """No inline script, style or handler, which the policy would stop, and no address but a namespace's."""
+    for name, file in read_files().items():
+        text = file.content.decode()
+        assert " style=" not in text, name
+        assert "innerHTML" not in text, name
+        assert "<style" not in text, name
+        assert " onclick=" not in text, name
+        assert "https://" not in text, name
+        assert text.count("http://") == text.count("http://www.w3.org/2000/svg"), name

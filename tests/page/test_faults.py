@@ -1,0 +1,95 @@
+"""What the page shows when things go away: the draft in the middle of an answer, the user, the settings' sense."""
+
+import pytest
+from browser import PATIENCE_MS, ended, fill, spoken, visit
+from playwright.async_api import Browser, Page, Request, expect
+from stack import RunningStack, running_stack
+
+pytestmark = [pytest.mark.page, pytest.mark.asyncio(loop_scope="module")]
+
+PROMPT = "Once upon a time"
+
+
+async def begin(page: Page, max_tokens: int) -> None:
+    """Starts a long answer and waits for its first tokens."""
+    await fill(page, prompt=PROMPT, seed=2, max_tokens=max_tokens, temperature=0.7)
+    await page.locator("#generate").click()
+    await expect(page.locator("#lane-main .t").nth(4)).to_be_visible()
+
+
+async def test_a_killed_draft_is_a_banner_and_not_an_error(page: Page, stack: RunningStack) -> None:
+    """The answer goes on plainly with the same tokens; the banner comes, and goes when the draft is back."""
+    await expect(page.locator("#banner")).to_be_hidden()
+    await begin(page, 1500)
+    await stack.stop_draft()
+    await expect(page.locator("#banner")).to_contain_text("Degraded: the draft is away", timeout=PATIENCE_MS)
+    await expect(page.locator("[data-service=draft]")).to_have_attribute("data-state", "away")
+    assert (await ended(page)).startswith("Done")
+    await expect(page.locator("#failure")).to_be_hidden()
+    plain = await stack.generate(text=PROMPT, seed=2, max_tokens=1500, temperature=0.7, enabled=False)
+    assert await spoken(page) == plain.text
+    assert await page.locator("#lane-main .t.plain").count() > await page.locator("#lane-main .t.accepted").count()
+    await stack.start_draft()
+    await expect(page.locator("#banner")).to_be_hidden(timeout=PATIENCE_MS)
+
+
+@pytest.mark.parametrize("way", ["button", "escape"])
+async def test_a_stopped_answer_frees_everything(page: Page, stack: RunningStack, way: str) -> None:
+    """Stop and Esc end the stream; the text stays, and both services come to rest."""
+    await begin(page, 4000)
+    await (page.locator("#stop").click() if way == "button" else page.keyboard.press("Escape"))
+    assert (await ended(page)).startswith("Stopped behind")
+    await expect(page.locator("#stop")).to_have_attribute("aria-disabled", "true")
+    assert await spoken(page) != ""
+    await stack.quiet()
+
+
+async def test_a_request_that_cannot_be_is_told_in_one_sentence(browser: Browser, stack: RunningStack) -> None:
+    """The gateway's own sentence is shown; nothing else happens."""
+    # The browser itself writes every answer of 400 to its console, so this visit is not watched to its end.
+    context = await browser.new_context()
+    page = await context.new_page()
+    await page.goto(f"http://{stack.gateway.rest_address}/")
+    await fill(page, prompt=PROMPT, max_tokens=100_000)
+    await page.locator("#generate").click()
+    await expect(page.locator("#failure")).to_contain_text(
+        "max_tokens 100000 do not fit into the context of 4096 tokens"
+    )
+    await expect(page.locator("#generate")).to_have_attribute("aria-disabled", "false")
+    await context.close()
+
+
+async def test_a_lost_target_breaks_the_answer_off_in_one_sentence(browser: Browser) -> None:
+    """What was said stays, the gateway's sentence stands below it, and the banner says who is away."""
+    patience = {"rest_listen": "127.0.0.1:0", "rebuild_budget_s": 0.3}
+    async with running_stack(draft=None, gateway=patience) as stack, visit(browser, stack.gateway.rest_address) as page:
+        await expect(page.locator("#banner")).to_contain_text("No draft is configured")
+        await begin(page, 4000)
+        await stack.target.stop(0)
+        stack.target = None
+        assert await ended(page) == "The answer broke off."
+        await expect(page.locator("#failure")).to_contain_text("cannot be reached")
+        assert await spoken(page) != ""
+        await expect(page.locator("#banner")).to_contain_text("The target is away")
+
+
+async def test_a_link_fills_the_form_and_runs_nothing(browser: Browser, stack: RunningStack) -> None:
+    """The settings travel in the fragment; only a person generates."""
+    async with visit(browser, stack.gateway.rest_address, permissions=["clipboard-read", "clipboard-write"]) as page:
+        await fill(page, prompt="The fox & the wolf #1", seed=9_007_199_254_740_993, draft_count="auto", rule="block")
+        await page.locator("#copy-link").click()
+        link = str(await page.evaluate("navigator.clipboard.readText()"))
+        other = await page.context.new_page()
+        asked: list[str] = []
+
+        def note(request: Request) -> None:
+            asked.append(request.url)
+
+        other.on("request", note)
+        await other.goto(link)
+        await expect(other.locator("[data-service=gateway]")).to_have_attribute("data-state", "up")
+        assert await other.locator("#prompt").input_value() == "The fox & the wolf #1"
+        assert await other.locator("#seed").input_value() == "9007199254740993"
+        assert await other.locator("#draft_count").input_value() == "auto"
+        assert await other.locator("#rule").input_value() == "block"
+        assert not [url for url in asked if "generate" in url]

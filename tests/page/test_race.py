@@ -1,0 +1,56 @@
+"""The race: the same prompt and seed with and without speculation, and what is said of the outcome."""
+
+import pytest
+from browser import ended, fill, spoken
+from playwright.async_api import Page, expect
+from stack import RunningStack
+
+pytestmark = [pytest.mark.page, pytest.mark.asyncio(loop_scope="module")]
+
+
+async def race(page: Page, **values: str | int | float) -> str:
+    """Runs a race to its end and gives the verdict."""
+    await fill(page, **{"prompt": "Once upon a time", "max_tokens": 64, "draft_count": 4, **values})
+    await page.locator("#race").click()
+    await ended(page)
+    return await page.locator("#verdict").inner_text()
+
+
+async def test_a_race_under_match_ends_with_the_tick(page: Page, stack: RunningStack) -> None:
+    """In the default dtype, above temperature 0 and with a seed of the gateway's choice, both lanes say the same."""
+    assert stack.target_settings.dtype == "bfloat16"
+    verdict = await race(page, temperature=0.9, rule="match")
+    assert "✓ Identical token for token: 64 tokens" in verdict
+    assert "times as fast" in verdict
+    assert await spoken(page) == await spoken(page, "lane-plain") != ""
+    assert await page.locator("#lane-main .t.accepted").count() > 0
+    assert await page.locator("#lane-plain .t:not(.plain)").count() == 0
+    for clock in await page.locator(".lane .clock").all_inner_texts():
+        assert "64 tokens" in clock
+
+
+async def test_the_lanes_share_no_cached_prompt(page: Page, stack: RunningStack) -> None:
+    """The second lane reads its prompt itself, so that its clock is not helped by the first."""
+    prompt = "Once upon a time there was a king who had three sons, " * 4
+    await race(page, prompt=prompt, seed=3)
+    await race(page, prompt=prompt, seed=3)
+    runs = await page.locator("#result").inner_text()
+    assert "0 of them cached" in runs
+
+
+async def test_a_race_under_ratio_says_why_the_lanes_differ(page: Page) -> None:
+    """Another rule promises the distribution only; the page names the first token that differs and the reason."""
+    verdict = await race(page, temperature=1, rule="ratio", seed=3)
+    assert "≠ Differs at token" in verdict
+    assert "The rule ratio keeps the target's distribution" in verdict
+    assert "Identical" not in verdict
+
+
+async def test_a_stopped_race_claims_nothing(page: Page) -> None:
+    """Half a race has no result."""
+    await fill(page, prompt="Once upon a time", max_tokens=2000)
+    await page.locator("#race").click()
+    await expect(page.locator("#lane-main .t").first).to_be_visible()
+    await page.keyboard.press("Escape")
+    assert "No result" in await ended(page)
+    await expect(page.locator("#verdict")).to_contain_text("must end by themselves")
