@@ -6,7 +6,6 @@ in another order each time. Tokens are compared at once, because a figure about 
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,14 +15,15 @@ from bench.engine_loop import spec_of
 from bench.gateway_client import Occasion, request
 from bench.instruments import Instruments
 from bench.plan import Plan
+from bench.progress import steps
 from bench.samples import AUTO, BARE, DRAFT, ONE_BY_ONE, PLAIN, TARGET, Measurements, PingSample, RequestSample, fixed
 from bench.session_streams import DraftStream, TargetStream, one_by_one
 from gateway.tokenizer import Tokenizer
 from outrider.cli.stack import Addresses
+from outrider.client import AsyncClient, Speculation
 from outrider.errors import OutriderError
 from outrider.parameters import SessionSpec
 from outrider.rpc import open_channel
-from outrider.v1 import generation_service_pb2 as pb
 
 # About as long as a service computes in a round of a small pair: a processor that has nothing to do sleeps in it.
 PAUSE_S = 0.002
@@ -39,7 +39,7 @@ class TokensDiffer(OutriderError):
 class Channels:
     """Connections to the processes of the stack."""
 
-    gateway: grpc.aio.Channel
+    gateway: AsyncClient
     target: grpc.aio.Channel
     draft: grpc.aio.Channel
 
@@ -50,20 +50,23 @@ class Campaign:
     def __init__(self, plan: Plan, instruments: Instruments, channels: Channels) -> None:
         self._plan, self._instruments, self._channels = plan, instruments, channels
         self._expected: dict[tuple[int, float], tuple[int, ...]] = {}
-        self._settings = {PLAIN: pb.SpeculationSettings(enabled=False), AUTO: pb.SpeculationSettings()}
-        self._settings |= {fixed(count): pb.SpeculationSettings(draft_count=count) for count in plan.draft_counts}
+        self._settings = {PLAIN: Speculation(enabled=False), AUTO: Speculation()}
+        self._settings |= {fixed(count): Speculation(draft_count=count) for count in plan.draft_counts}
 
     async def run(self) -> Measurements:
         """Takes all turns, after one that warms up and is dropped. Raises TokensDiffer and what services answer."""
         tokenizer = Tokenizer(self._plan.stack.target)
         prompts = [await tokenizer.encode(prompt) for prompt in self._plan.prompts]
         measurements = Measurements()
-        for turn in range(self._plan.turns + 1):
-            print(f"Turn {turn} of {self._plan.turns}{'' if turn else ', to warm up'}.", file=sys.stderr)
-            for number, prompt in enumerate(prompts):
-                await self._cycle(measurements, turn, number, prompt)
-            if turn == 0:
-                measurements.forget()
+        turns = self._plan.turns
+        with steps((turns + 1) * len(prompts)) as progress:
+            for turn in range(turns + 1):
+                progress.say(f"Turn {turn} of {turns}{'' if turn else ', to warm up'}")
+                for number, prompt in enumerate(prompts):
+                    await self._cycle(measurements, turn, number, prompt)
+                    progress.done()
+                if turn == 0:
+                    measurements.forget()
         return measurements
 
     async def _cycle(self, measurements: Measurements, turn: int, number: int, prompt: Sequence[int]) -> None:
@@ -115,7 +118,7 @@ class Campaign:
 async def channels_to(addresses: Addresses) -> AsyncIterator[Channels]:
     """Connections that are closed at the end."""
     async with (
-        open_channel(addresses.gateway) as gateway,
+        AsyncClient(addresses.gateway) as gateway,
         open_channel(addresses.target) as target,
         open_channel(addresses.draft or "") as draft,
     ):

@@ -1,16 +1,15 @@
-"""Requests through the gateway, as a client sees them. Knows nothing about models or services."""
+"""Requests through the gateway, as a client sees them. Knows nothing about models or services, and no protobuf."""
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import grpc.aio
+from dataclasses import dataclass, fields
 
 from bench.samples import RequestSample, RoundSample
+from outrider.client import AsyncClient, Round, Speculation
 from outrider.parameters import SessionSpec
-from outrider.rpc import error_from
-from outrider.v1 import generation_service_pb2 as pb
-from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
+
+# What a sample keeps of a round's facts as it is.
+FACTS = tuple(field.name for field in fields(RoundSample) if field.name not in {"num_tokens", "fallback"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,50 +30,32 @@ class Occasion:
 
 
 async def request(
-    channel: grpc.aio.Channel, occasion: Occasion, spec: SessionSpec, settings: pb.SpeculationSettings
+    client: AsyncClient, occasion: Occasion, spec: SessionSpec, speculation: Speculation
 ) -> RequestSample:
-    """Runs one request to its end. Raises the OutriderError that the gateway answered."""
-    message = request_message(spec, settings)
-    started, first_token_s = time.perf_counter(), 0.0
+    """Runs one request for exactly this session to its end. Raises the OutriderError that the gateway answered."""
+    started, first_token_s, seconds = time.perf_counter(), 0.0, 0.0
     token_ids: list[int] = []
     rounds: list[RoundSample] = []
-    try:
-        async for response in GenerationServiceStub(channel).Generate(message):
-            if response.HasField("completion"):
-                break
-            first_token_s = first_token_s or time.perf_counter() - started
-            token_ids += [token.token_id for token in response.round.tokens]
-            rounds.append(round_sample(response.round))
-    except grpc.aio.AioRpcError as error:
-        raise error_from(error) from None
-    return occasion.sample(token_ids, time.perf_counter() - started, first_token_s, rounds)
-
-
-def request_message(spec: SessionSpec, settings: pb.SpeculationSettings) -> pb.GenerateRequest:
-    """A request for exactly this session; the speculation is all that settings differ in."""
-    message = pb.GenerateRequest(max_tokens=spec.max_len - spec.prompt_len, seed=spec.seed, speculation=settings)
-    message.token_ids.token_ids.extend(spec.token_ids)
-    message.sampling.temperature = spec.sampling.temperature
-    message.sampling.ignore_eos = spec.sampling.ignore_eos
-    return message
-
-
-def round_sample(message: pb.Round) -> RoundSample:
-    """The facts of a round."""
-    facts = message.facts
-    return RoundSample(
-        num_tokens=len(message.tokens),
-        draft_count=facts.draft_count,
-        accepted_count=facts.accepted_count,
-        evaluated_count=facts.evaluated_count,
-        fallback=facts.fallback_reason != pb.FALLBACK_REASON_UNSPECIFIED,
-        round_us=facts.round_us,
-        draft_queue_us=facts.draft_queue_us,
-        draft_compute_us=facts.draft_compute_us,
-        draft_wait_us=facts.draft_wait_us,
-        verify_queue_us=facts.verify_queue_us,
-        verify_compute_us=facts.verify_compute_us,
-        verify_wait_us=facts.verify_wait_us,
-        draft_bytes=facts.draft_bytes,
-        verify_bytes=facts.verify_bytes,
+    stream = client.generate(
+        spec.token_ids,
+        max_tokens=spec.max_len - spec.prompt_len,
+        seed=spec.seed,
+        temperature=spec.sampling.temperature,
+        ignore_eos=spec.sampling.ignore_eos,
+        speculation=speculation,
     )
+    async with stream:
+        async for event in stream:
+            seconds = time.perf_counter() - started
+            if not isinstance(event, Round):
+                continue
+            first_token_s = first_token_s or seconds
+            token_ids += [token.token_id for token in event.tokens]
+            rounds.append(round_sample(event))
+    return occasion.sample(token_ids, seconds, first_token_s, rounds)
+
+
+def round_sample(event: Round) -> RoundSample:
+    """The facts of a round."""
+    facts = {name: getattr(event.facts, name) for name in FACTS}
+    return RoundSample(num_tokens=len(event.tokens), fallback=bool(event.facts.fallback_reason), **facts)

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from outrider.cli.asking import Answer, Ask
-from outrider.cli.events import Origin, PromptToken, Result, Round, SpeculationFigures, Token
+from outrider.cli.asking import Ask, Report, Speculation
 from outrider.cli.rendering import View
+from outrider.client import Origin, PromptToken, RejectedToken, Result, Round, RoundFacts, SpeculationFigures, Token
 from outrider.parameters import TokenLogprob
 
 ROUNDS = (
@@ -35,11 +35,20 @@ NUMBERED = (
         prompt=(PromptToken(3, "Ask"), PromptToken(4, ": ", TokenLogprob(-3.0, (1, 2), (-0.5, -1.0)))),
     ),
 )
+REJECTED = (
+    ROUNDS[0],
+    replace(
+        ROUNDS[1],
+        rejected=(RejectedToken(70, " the", -0.5), RejectedToken(71, " fox")),
+        facts=RoundFacts(draft_count=3),
+    ),
+    replace(ROUNDS[2], rejected=(RejectedToken(72, " \x1b"),)),
+)
 
 
-def shown(view: View, rounds: tuple[Round, ...] = ROUNDS) -> None:
-    """Lets a view see a whole generation."""
-    view.begin(Ask("Ask: "))
+def shown(view: View, rounds: tuple[Round, ...] = ROUNDS, *, rejected: bool = False) -> None:
+    """Lets a view see a whole generation, in which rejected guesses were asked for or not."""
+    view.begin(Ask("Ask: ", speculation=Speculation(show_rejected=rejected or None)))
     for event in rounds:
         view.show(event)
     view.finish(RESULT)
@@ -48,7 +57,7 @@ def shown(view: View, rounds: tuple[Round, ...] = ROUNDS) -> None:
 
 def show_two_samples(view: View) -> None:
     """Lets a view see two samples of the same generation."""
-    view.begin(Ask("Ask: ", Answer(samples=2)))
+    view.begin(Ask("Ask: ", report=Report(samples=2)))
     for index in range(2):
         for event in ROUNDS:
             view.show(replace(event, sample_index=index))

@@ -20,6 +20,7 @@ from draft_service.server import start as start_draft
 from gateway.server import RunningGateway
 from gateway.server import start as start_gateway
 from gateway.settings import GatewaySettings
+from outrider.client import AsyncClient
 from outrider.model_service_flags import ModelServiceSettings
 from outrider.rpc import error_from, open_channel
 from outrider.v1 import generation_service_pb2 as pb
@@ -87,6 +88,20 @@ class RunningStack:
     draft: Any = None
     gateway: RunningGateway | None = None
     channels: dict[str, grpc.aio.Channel] = field(default_factory=dict)
+    clients: list[AsyncClient] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        """Where the gateway answers over gRPC."""
+        assert self.gateway is not None
+        return self.gateway.address
+
+    @property
+    def client(self) -> AsyncClient:
+        """A client of the gateway, as users have one; closed with the stack."""
+        if not self.clients:
+            self.clients.append(AsyncClient(self.address))
+        return self.clients[0]
 
     def channel(self, address: str) -> grpc.aio.Channel:
         """A channel that is closed with the stack."""
@@ -136,8 +151,8 @@ class RunningStack:
 
     async def close(self) -> None:
         """Ends everything, the gateway first."""
-        for channel in self.channels.values():
-            await channel.close()
+        for open_one in (*self.channels.values(), *self.clients):
+            await open_one.close()
         for running in filter(None, (self.gateway, self.target, self.draft)):
             await running.stop(0)
 

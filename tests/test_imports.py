@@ -7,6 +7,7 @@ import ast
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,14 @@ FORBIDDEN: Mapping[str, tuple[str, ...]] = {
 # Transformers costs seconds and hundreds of megabytes: one package imports it, and is itself imported by name alone.
 FALLBACK = "outrider.engine.fallback"
 # What must not reach HEAVY by any chain of imports.
-LIGHT = ("gateway", "outrider.cli", "outrider.probe", "outrider.supervisor", "outrider.service_process")
+LIGHT = (
+    "gateway",
+    "outrider.cli",
+    "outrider.client",
+    "outrider.probe",
+    "outrider.supervisor",
+    "outrider.service_process",
+)
 # The engine uses these of the house, and itself. The last two hold names, numbers and places of the sized models, which
 # the gateway and the command line need as well, and which therefore cannot lie in the engine.
 ENGINE_MAY_USE = (
@@ -36,8 +44,8 @@ ENGINE_MAY_USE = (
 )
 # protobuf stops at the doors.
 PROTOBUF_MODULES = re.compile(
-    r"(draft_service|target_service|gateway)\.servicer|gateway\.(links|streams|client_writer|generation_messages|\w+_(session|stream))"
-    r"|outrider\.(model_servicer|session_servicer|wire(_\w+)?|rpc|cli\.(client|messages))|outrider\.v1(\..+)?|bench\..+"
+    r"(draft_service|target_service|gateway)\.servicer|gateway\.(links|streams|client_writer|(chat|generation)_messages|\w+_(session|stream))"
+    r"|outrider\.(model_servicer|session_servicer|wire(_\w+)?|rpc|cli\.model_facts|client\.(requests|replies))|outrider\.v1(\..+)?|bench\..+"
 )
 
 
@@ -60,6 +68,7 @@ def read_modules(root: Path) -> dict[str, Module]:
     return modules
 
 
+@cache
 def imported(module: Module) -> set[str]:
     """Dotted names that a module imports; `from a import b` counts as a and a.b, since b may be a module."""
     names: set[str] = set()

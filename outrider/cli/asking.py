@@ -1,6 +1,6 @@
 """What a request can ask for, as groups of options; None leaves a field to the gateway. Knows no protobuf.
 
-Each group is at once what the command line is parsed into and what the client sends, so nothing is copied in between.
+Each group is what the command line is parsed into; `chat` takes all of them but the last.
 """
 
 from dataclasses import dataclass, field
@@ -13,6 +13,15 @@ from outrider.cli.parsing import INT32_MAX, INT64_MAX, INT64_MIN, each, text, te
 from outrider.command_line import between
 from outrider.parameters import MAX_LOGPROB_COUNT, MAX_SAMPLES, Rule
 
+SystemMessage = Annotated[
+    str,
+    typer.Option("--system", help="System message of the conversation.", metavar="TEXT", callback=text),
+]
+JsonTurns = Annotated[
+    bool,
+    typer.Option("--json", help="Print one JSON object a turn instead of the text.", rich_help_panel="What is shown"),
+]
+
 # Each has a place of its own in the help.
 _answer = partial(typer.Option, rich_help_panel="The answer")
 _sampling = partial(typer.Option, rich_help_panel="Sampling")
@@ -22,7 +31,7 @@ _report = partial(typer.Option, rich_help_panel="What is shown")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """How long the answer may be, what ends it, what it must not say, and how many there are."""
+    """How long the answer may be, what ends it, what it must not say, and what makes it this one."""
 
     max_tokens: Annotated[
         int | None,
@@ -63,22 +72,20 @@ class Answer:
             callback=texts,
         ),
     ] = None
-    samples: Annotated[
-        int | None,
-        _answer(
-            "--samples",
-            "-n",
-            help="Number of answers, 1 to 8, each with a seed of its own. Default: 1.",
-            metavar="N",
-            callback=between(1, MAX_SAMPLES),
-        ),
-    ] = None
     seed: Annotated[
         int | None,
         _answer(
             help="Seed of the noise. Default: a random one, named at the end.",
             metavar="N",
             callback=between(INT64_MIN, INT64_MAX),
+        ),
+    ] = None
+    cache_salt: Annotated[
+        str | None,
+        _answer(
+            help="Only requests with the same salt share what is cached of equal beginnings. Default: none.",
+            metavar="TEXT",
+            callback=text,
         ),
     ] = None
 
@@ -165,12 +172,30 @@ class Speculation:
             callback=text,
         ),
     ] = None
+    show_rejected: Annotated[
+        bool | None,
+        _speculation(
+            "--show-rejected",
+            help="Also the guesses that were not kept: struck through in a terminal, and each round with --json.",
+            show_default=False,
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What comes with the answer."""
+    """How many answers there are, and what comes with them."""
 
+    samples: Annotated[
+        int | None,
+        _answer(
+            "--samples",
+            "-n",
+            help="Number of answers, 1 to 8, each with a seed of its own. Default: 1.",
+            metavar="N",
+            callback=between(1, MAX_SAMPLES),
+        ),
+    ] = None
     logprobs: Annotated[
         int | None,
         _report(
@@ -195,4 +220,4 @@ class Ask:
     @property
     def sample_count(self) -> int:
         """Answers that will come."""
-        return self.answer.samples or 1
+        return self.report.samples or 1

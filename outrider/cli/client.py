@@ -1,63 +1,34 @@
-"""The calls that the commands make: plain values in and out, protobuf only in between. Knows no terminal."""
+"""From a request's options to a call of the client. Knows no protobuf and no terminal."""
 
 from collections.abc import AsyncGenerator
 
-import grpc
-
-from outrider.cli.asking import Ask
-from outrider.cli.events import ModelFacts, Result, Round
-from outrider.cli.messages import event_from, request_from
-from outrider.errors import InvalidRequest, OutriderError, PeerLost, PromptTooLong
-from outrider.rpc import MAX_MESSAGE_BYTES, error_from, open_channel, said_by_peer
-from outrider.v1 import model_service_pb2
-from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
-from outrider.v1.model_service_pb2_grpc import ModelServiceStub
-
-INFO_TIMEOUT_S = 10.0
+from outrider.cli.asking import Answer, Ask, Report, Sampling, Speculation
+from outrider.cli.parsing import parse_biases, parse_draft_count
+from outrider.client import AsyncClient, Event, GenerationOptions, InvalidRequest
+from outrider.client import Speculation as SpeculationSettings
+from outrider.client.requests import chat_request, generate_request
 
 
-async def generate(address: str, ask: Ask) -> AsyncGenerator[Round | Result]:
+async def generate(address: str, ask: Ask) -> AsyncGenerator[Event]:
     """Calls the gateway and yields its events; each sample's last is its Result. Closing the iterator cancels the call.
 
     Raises the OutriderError that the gateway answered, PeerLost when nobody answers, InvalidRequest when it is no
     gateway that does.
     """
-    async with open_channel(address) as channel:
-        call = GenerationServiceStub(channel).Generate(request_from(ask))
+    options = call_options(ask.answer, ask.sampling, ask.speculation, ask.report)
+    async with AsyncClient(address) as client, client.generate(ask.prompt, **options) as stream:
         try:
-            async for response in call:
-                yield event_from(response)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                # Often it is that of a model service, which `outrider up` shows too.
-                raise InvalidRequest("--address", address, "that of a gateway") from None
-            raise _translated(error, address) from None
-        finally:
-            call.cancel()
+            async for event in stream:
+                yield event
+        except InvalidRequest as error:
+            raise in_options(error, address) from None
 
 
-async def model_facts(address: str) -> ModelFacts:
-    """Asks a service about its model. Raises OutriderError, PeerLost when nobody answers."""
-    async with open_channel(address) as channel:
-        try:
-            info = await ModelServiceStub(channel).GetModelInfo(
-                model_service_pb2.GetModelInfoRequest(), timeout=INFO_TIMEOUT_S
-            )
-        except grpc.aio.AioRpcError as error:
-            raise _translated(error, address) from None
-    return ModelFacts(
-        role=model_service_pb2.ServiceRole.Name(info.role).removeprefix("SERVICE_ROLE_").lower(),
-        model=info.model_name,
-        parameters=info.parameter_count,
-        dtype=info.weight_dtype,
-        device=info.device,
-        threads=info.thread_count,
-        numerics_id=info.numerics_id,
-        context_len=info.context_len,
-        blocks=info.block_count,
-        block_size=info.block_size,
-        address=address,
-    )
+def in_options(error: InvalidRequest, address: str) -> InvalidRequest:
+    """The same about the client's own address, by the name of its option; what the gateway refuses stays as it is."""
+    if error.metadata.get("field") != "address":
+        return error
+    return InvalidRequest("--address", address, error.metadata["limit"])
 
 
 def check_ask(ask: Ask) -> None:
@@ -67,21 +38,52 @@ def check_ask(ask: Ask) -> None:
     """
     if ask.report.echo and ask.report.logprobs is None:
         raise InvalidRequest("--echo", True, "given with --logprobs")
-    size = request_from(ask).ByteSize()
-    if size > MAX_MESSAGE_BYTES:
-        raise PromptTooLong(
-            f"prompt and options take {size} bytes, but a request has at most {MAX_MESSAGE_BYTES} bytes",
-            bytes=size,
-            limit=MAX_MESSAGE_BYTES,
-        )
+    generate_request(ask.prompt, call_options(ask.answer, ask.sampling, ask.speculation, ask.report))
 
 
-def _translated(error: grpc.aio.AioRpcError, address: str) -> OutriderError:
-    """The error that the service raised; the loss of this very connection gets a sentence that helps.
+def check_chat(system: str, options: GenerationOptions) -> None:
+    """The same for a conversation, whatever will be said in it."""
+    chat_request([{"role": "system", "content": system}], options)
 
-    A gateway may say PeerLost as well, about a service behind it: that one travels as it is.
-    """
-    raised = error_from(error)
-    if isinstance(raised, PeerLost) and not said_by_peer(error):
-        return PeerLost(f"Nothing answers on {address} (any more); `outrider up` starts a stack.", address=address)
-    return raised
+
+def call_options(
+    answer: Answer, sampling: Sampling, speculation: Speculation, report: Report | None = None
+) -> GenerationOptions:
+    """The options as the client takes them; raises InvalidRequest about a draft count or bias that cannot be read."""
+    report = report or Report()
+    return GenerationOptions(
+        max_tokens=answer.max_tokens,
+        min_tokens=answer.min_tokens,
+        ignore_eos=answer.ignore_eos or None,
+        stop=answer.stop,
+        stop_token_ids=answer.stop_token_ids,
+        banned_words=answer.banned_words,
+        seed=answer.seed,
+        cache_salt=answer.cache_salt,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=parse_biases(sampling.logit_bias or ()),
+        sample_count=report.samples,
+        logprob_count=report.logprobs,
+        echo=report.echo or None,
+        speculation=speculation_settings(speculation),
+    )
+
+
+def speculation_settings(options: Speculation) -> SpeculationSettings:
+    """Whether and how to speculate. Raises InvalidRequest about a draft count that cannot be read."""
+    return SpeculationSettings(
+        enabled=not options.no_speculation,
+        draft_count=parse_draft_count(options.draft_count),
+        rule=options.rule,
+        drafter=options.drafter or "",
+        lenience=options.lenience,
+        typical_epsilon=options.typical_epsilon,
+        typical_delta=options.typical_delta,
+        return_rounds=bool(options.show_rejected),
+    )

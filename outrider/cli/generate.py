@@ -9,12 +9,12 @@ from rich.console import Console
 
 from outrider.cli.asking import Ask
 from outrider.cli.client import generate
-from outrider.cli.events import Round
 from outrider.cli.json_view import JsonView
 from outrider.cli.rendering import PlainView, TerminalView, View
 from outrider.cli.running import Interrupts, Work, note, service_log
 from outrider.cli.samples import InOrder
 from outrider.cli.stack import Stack, start_stack
+from outrider.client import Round
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.supervisor import Supervisor
 

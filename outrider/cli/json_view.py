@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from outrider.cli.asking import Ask
-from outrider.cli.events import PromptToken, Result, Round, Token
+from outrider.client import PromptToken, Result, Round, Token
 
 
 class JsonView:
@@ -16,10 +16,12 @@ class JsonView:
         self._output = output
         self._prompt: tuple[PromptToken, ...] = ()
         self._rounds: list[Round] = []
+        self._tells_rounds = False
         self._samples: list[dict[str, Any]] = []
 
     def begin(self, ask: Ask) -> None:
-        """Shows nothing."""
+        """Takes whether rounds are wanted."""
+        self._tells_rounds = bool(ask.speculation.show_rejected)
 
     def show(self, event: Round) -> None:
         """Keeps the round."""
@@ -28,7 +30,7 @@ class JsonView:
 
     def finish(self, result: Result) -> None:
         """Keeps what the rounds since the last result make up."""
-        self._samples.append(_sample(self._rounds, result))
+        self._samples.append(sample_object(self._rounds, result, with_rounds=self._tells_rounds))
         self._rounds = []
 
     def end(self) -> None:
@@ -41,10 +43,11 @@ class JsonView:
         """Writes nothing: half an object is none."""
 
 
-def _sample(rounds: Sequence[Round], result: Result) -> dict[str, Any]:
-    """One answer. Its tokens are told one by one only with log-probabilities."""
+def sample_object(rounds: Sequence[Round], result: Result, *, with_rounds: bool = False) -> dict[str, Any]:
+    """One answer. Its tokens are told one by one only with log-probabilities, its rounds only when they are wanted."""
     tokens = [token for event in rounds for token in event.tokens]
     logprobs = {"tokens": [_token(each) for each in tokens]} if any(each.logprob for each in tokens) else {}
+    told = {"rounds": [_round(each) for each in rounds]} if with_rounds else {}
     return {
         "text": "".join(event.text for event in rounds) + result.rest,
         "token_ids": [token.token_id for token in tokens],
@@ -61,6 +64,19 @@ def _sample(rounds: Sequence[Round], result: Result) -> dict[str, Any]:
         "numerics_id": result.numerics_ids[-1],
         "numerics_ids": result.numerics_ids,
         "survival": {"target_reopens": result.target_reopens, "drift_repairs": result.drift_repairs},
+        **told,
+    }
+
+
+def _round(event: Round) -> dict[str, Any]:
+    """One round: who said its tokens first, which guesses were not kept, and how it came about."""
+    return {
+        "tokens": [
+            {"token_id": each.token_id, "text": each.text, "origin": each.origin, "draft_logprob": each.draft_logprob}
+            for each in event.tokens
+        ],
+        "rejected": [asdict(each) for each in event.rejected],
+        "facts": asdict(event.facts),
     }
 
 

@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider.cli.asking import Ask
-from outrider.cli.events import Origin, PromptToken, Result, Round, Token
 from outrider.cli.tables import CONTROL_PICTURES, figures, logprob_table
+from outrider.client import Origin, PromptToken, Result, Round, Token
 
 # Never by colour alone: with NO_COLOR, or to eyes that see colours otherwise, the attributes still tell them apart.
 STYLES = {
@@ -16,6 +16,7 @@ STYLES = {
     Origin.BONUS: "italic yellow",
     Origin.PLAIN: "",
 }
+REJECTED_STYLE = "strike dim red"
 MEANINGS = {
     Origin.ACCEPTED: "drafted and accepted",
     Origin.CORRECTION: "the target's correction",
@@ -32,6 +33,26 @@ def console_for(file: TextIO) -> Console:
     """A console that has the width of a terminal, and much room elsewhere."""
     console = Console(file=file, highlight=False)
     return console if console.is_terminal else Console(file=file, highlight=False, width=PLAIN_WIDTH)
+
+
+def legend(*, rejected: bool) -> Text:
+    """What the styles mean; that of rejected guesses only where they are shown."""
+    parts = [Text(meaning, STYLES[origin]) for origin, meaning in MEANINGS.items()]
+    return Text("  ").join([*parts, Text("rejected guess", REJECTED_STYLE)] if rejected else parts)
+
+
+def styled(event: Round) -> Text:
+    """A round's text in the styles of its tokens' origins, rejected guesses before what the target said instead.
+
+    When the tokens' shares do not make up the round's text, the text goes without styles.
+    """
+    if "".join(token.text for token in event.tokens) != event.text:
+        return Text(event.text.translate(CONTROL_PICTURES))
+    rejected = [Text(each.text.translate(CONTROL_PICTURES), REJECTED_STYLE) for each in event.rejected]
+    shares = [Text(token.text.translate(CONTROL_PICTURES), STYLES[token.origin]) for token in event.tokens]
+    corrected = bool(event.tokens) and event.tokens[-1].origin is Origin.CORRECTION
+    place = len(shares) - corrected
+    return Text().join([*shares[:place], *rejected, *shares[place:]])
 
 
 class View(Protocol):
@@ -101,22 +122,18 @@ class TerminalView:
 
     def begin(self, ask: Ask) -> None:
         """Prints the legend, and what is to be continued."""
-        legend = Text("  ").join(Text(meaning, STYLES[origin]) for origin, meaning in MEANINGS.items())
-        self._console.print(legend, end="\n\n", soft_wrap=True)
+        rejected = bool(ask.speculation.show_rejected)
+        self._console.print(legend(rejected=rejected), end="\n\n", soft_wrap=True)
         self._put(Text(ask.prompt.translate(CONTROL_PICTURES), "dim"))
         self._headings.begin(ask.sample_count)
 
     def show(self, event: Round) -> None:
-        """Prints the tokens. When their shares do not make up the round's text, the text goes without styles."""
+        """Prints the tokens."""
         heading = self._headings.above(event)
         if heading:
             self._put(Text(f"\n\n{heading}\n", "bold"))
         self._numbers.add(event)
-        if "".join(token.text for token in event.tokens) == event.text:
-            shares = [Text(token.text.translate(CONTROL_PICTURES), STYLES[token.origin]) for token in event.tokens]
-            self._put(Text().join(shares))
-        else:
-            self._put(Text(event.text.translate(CONTROL_PICTURES)))
+        self._put(styled(event))
 
     def finish(self, result: Result) -> None:
         """Prints what was held back, the log-probabilities and the figures."""

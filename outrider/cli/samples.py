@@ -3,7 +3,7 @@
 from collections import defaultdict, deque
 from collections.abc import Iterator
 
-from outrider.cli.events import Result, Round
+from outrider.client import Result, Round
 
 
 class InOrder:

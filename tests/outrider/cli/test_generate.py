@@ -13,11 +13,10 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 from google.protobuf.message import Message
-from scripted_gateway import ScriptedGateway
+from scripted_gateway import ScriptedGateway, scripted_gateway
 
 from outrider.rpc import MAX_MESSAGE_BYTES
 from outrider.v1 import types_pb2
-from outrider.v1.generation_service_pb2_grpc import add_GenerationServiceServicer_to_server
 
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()", "generate")
 # Says at its end whether anything heavy was imported, by whatever way.
@@ -31,13 +30,8 @@ SPY = (
 
 @pytest.fixture
 async def gateway() -> AsyncIterator[ScriptedGateway]:
-    server = grpc.aio.server()
-    servicer = ScriptedGateway()
-    add_GenerationServiceServicer_to_server(servicer, server)
-    servicer.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    yield servicer
-    await server.stop(0)
+    async with scripted_gateway() as servicer:
+        yield servicer
 
 
 async def run_command(*arguments: str, stdin: bytes = b"", command: tuple[str, ...] = COMMAND) -> tuple[int, str, str]:
@@ -71,7 +65,7 @@ EVERY_OPTION = (
     *("--top-p", "0.9", "--min-p", "0.1", "--repetition-penalty", "1.1", "--presence-penalty", "-0.5"),
     *("--frequency-penalty", "0.25", "--logit-bias", "5=-1.5", "--logit-bias", "6=2", "--draft-count", "4"),
     *("--rule", "lenient", "--drafter", "sampled", "--lenience", "0.25", "--typical-epsilon", "0.125"),
-    *("--typical-delta", "nan", "--logprobs", "3", "--echo"),
+    *("--typical-delta", "nan", "--logprobs", "3", "--echo", "--cache-salt", "mine", "--show-rejected"),
 )
 
 
@@ -94,6 +88,7 @@ async def test_every_field_has_an_option(gateway: ScriptedGateway) -> None:
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (-0.5, 0.25)
     assert (request.stop_token_ids, request.banned_words) == ([5, 6], ["cat", "Grüße"])
     assert (request.sample_count, request.logprob_count, request.echo) == (2, 3, True)
+    assert (request.cache_salt, speculation.return_rounds) == ("mine", True)
     assert (speculation.rule, speculation.drafter) == (types_pb2.ACCEPTANCE_RULE_LENIENT, "sampled")
     assert (speculation.acceptance.lenience, speculation.acceptance.typical_epsilon) == (0.25, 0.125)
     assert math.isnan(speculation.acceptance.typical_delta)
@@ -123,8 +118,7 @@ async def test_defaults_belong_to_the_gateway(gateway: ScriptedGateway) -> None:
     code, _, _ = await run_command("-", "--no-speculation", "--address", gateway.address, stdin="Grüße".encode())
     [request] = gateway.requests
     assert (code, request.text) == (0, "Grüße")
-    assert {field.name for field, _ in request.ListFields()} == {"text", "sampling", "speculation"}
-    assert request.sampling.ListFields() == []
+    assert {field.name for field, _ in request.ListFields()} == {"text", "speculation"}
     assert request.speculation.enabled is False
     assert [field.name for field, _ in request.speculation.ListFields()] == ["enabled"]
 

@@ -3,7 +3,7 @@
 import io
 import json
 
-from generations import NUMBERED, TEXT, show_two_samples, shown
+from generations import NUMBERED, REJECTED, TEXT, show_two_samples, shown
 
 from outrider.cli.json_view import JsonView
 
@@ -53,3 +53,14 @@ def test_json_lists_samples_in_order() -> None:
     samples = json.loads(output.getvalue())["samples"]
     assert [(sample["text"], sample["seed"]) for sample in samples] == [(TEXT, 11), (TEXT, 12)]
     assert {(sample["rule"], sample["follows_target"]) for sample in samples} == {("match", True)}
+
+
+def test_json_tells_rounds_when_they_are_wanted() -> None:
+    """Who said each token first, what was not kept, and how it came about."""
+    output = io.StringIO()
+    shown(JsonView(output), REJECTED, rejected=True)
+    [sample] = json.loads(output.getvalue())["samples"]
+    first, second, _ = sample["rounds"]
+    assert first["tokens"] == [{"token_id": 5, "text": "Once", "origin": "plain", "draft_logprob": None}]
+    assert second["rejected"][0] == {"token_id": 70, "text": " the", "draft_logprob": -0.5}
+    assert second["facts"]["draft_count"] == 3

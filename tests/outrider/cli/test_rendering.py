@@ -3,13 +3,13 @@
 import io
 from dataclasses import replace
 
-from generations import NUMBERED, RESULT, TEXT, show_two_samples, shown
+from generations import NUMBERED, REJECTED, RESULT, TEXT, show_two_samples, shown
 from rich.console import Console
 
-from outrider.cli.asking import Answer, Ask
-from outrider.cli.events import Origin, Round, Token
+from outrider.cli.asking import Ask, Report
 from outrider.cli.rendering import STYLES, PlainView, TerminalView
 from outrider.cli.tables import figures
+from outrider.client import Origin, Round, Token
 
 
 def terminal(output: io.StringIO, *, colour: bool) -> TerminalView:
@@ -54,7 +54,7 @@ def test_numbers_of_one_sample_do_not_show_up_under_the_next() -> None:
     """The table of each sample has its tokens only, and the prompt's stand once."""
     output, notes = io.StringIO(), io.StringIO()
     view = PlainView(output, notes)
-    view.begin(Ask("Ask: ", Answer(samples=2)))
+    view.begin(Ask("Ask: ", report=Report(samples=2)))
     for index in range(2):
         view.show(replace(NUMBERED[0], sample_index=index, prompt=() if index else NUMBERED[0].prompt))
         view.finish(RESULT)
@@ -107,3 +107,16 @@ def test_control_characters_become_pictures() -> None:
     text = "a\x1b[2Jb\rc\x9bd\te"
     shown(terminal(output, colour=True), (Round((Token(1, Origin.PLAIN, text),), text),))
     assert "a␛[2Jb␍c\N{REPLACEMENT CHARACTER}d\te" in output.getvalue().replace("      ", "\t")
+
+
+def test_rejected_guesses_are_struck_through() -> None:
+    """Before what the target said instead, else behind the tokens. The legend tells of them; a pipe never sees them."""
+    screen, output = io.StringIO(), io.StringIO()
+    shown(terminal(screen, colour=True), REJECTED, rejected=True)
+    struck = "\x1b[2;9;31m"
+    legend, text = screen.getvalue().split("\n\n", 1)
+    assert f"{struck}rejected guess" in legend
+    assert f"{struck} the\x1b[0m{struck} fox\x1b[0m\x1b[4;91m a\x1b[0m" in text
+    assert text.index(" é") < text.index(" ␛")
+    shown(PlainView(output, io.StringIO()), REJECTED, rejected=True)
+    assert output.getvalue() == TEXT + "\n"

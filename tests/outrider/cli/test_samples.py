@@ -7,8 +7,8 @@ from generations import RESULT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.cli.events import Result, Round
 from outrider.cli.samples import InOrder
+from outrider.client import Result, Round
 
 
 def events_of(index: int, num_rounds: int) -> list[Round | Result]:

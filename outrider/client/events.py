@@ -1,4 +1,4 @@
-"""What comes back to a request, as plain values. Knows no protobuf and no terminal."""
+"""What comes back to a request, as plain values. Knows no protobuf and no connection."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -26,25 +26,64 @@ class PromptToken:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token of the output and its share of the text, which is empty while a character is incomplete."""
+    """A token of the output and its share of the text, which is empty while a character is incomplete.
+
+    draft_logprob is the draft's log-probability of an accepted token, where the request asked for return_rounds.
+    """
 
     token_id: int
     origin: Origin
     text: str
     logprob: TokenLogprob | None = None
+    draft_logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedToken:
+    """A guess of the draft that was not kept, with its text decoded alone."""
+
+    token_id: int
+    text: str
+    draft_logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundFacts:
+    """How a round came about, as RoundFacts of generation_service.proto states it; times are microseconds."""
+
+    base_len: int = 0
+    draft_count: int = 0
+    accepted_count: int = 0
+    evaluated_count: int = 0
+    fallback_reason: str = ""
+    """Why a round that was to be speculative had no proposal, for instance "draft_late"; empty when it had one."""
+    draft_compute_us: int = 0
+    verify_compute_us: int = 0
+    round_us: int = 0
+    draft_queue_us: int = 0
+    verify_queue_us: int = 0
+    draft_wait_us: int = 0
+    verify_wait_us: int = 0
+    draft_bytes: int = 0
+    verify_bytes: int = 0
+    target_reopens: int = 0
+    new_numerics_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
     """The tokens that one verdict committed to a sample, and the text that they completed.
 
-    The first round of sample 0 brings the prompt's tokens where they were asked for.
+    The first round of sample 0 brings the prompt's tokens where they were asked for, and every round its rejected
+    guesses.
     """
 
     tokens: tuple[Token, ...]
     text: str
     sample_index: int = 0
     prompt: tuple[PromptToken, ...] = ()
+    rejected: tuple[RejectedToken, ...] = ()
+    facts: RoundFacts = field(default_factory=RoundFacts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +120,13 @@ class Result:
     drift_repairs: int = 0
     sample_index: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
+    cached_prompt_tokens: int = 0
+    queue_us: int = 0
+
+    @property
+    def text(self) -> str:
+        """The same as `rest`: so the texts of all events of a sample join to the whole."""
+        return self.rest
 
     @property
     def tokens_per_second(self) -> float:
@@ -88,18 +134,4 @@ class Result:
         return self.completion_tokens * 1e6 / self.total_us if self.total_us else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What a service says about its model."""
-
-    role: str
-    model: str
-    parameters: int
-    dtype: str
-    device: str
-    threads: int
-    numerics_id: str
-    context_len: int
-    blocks: int
-    block_size: int
-    address: str
+Event = Round | Result

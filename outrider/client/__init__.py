@@ -1,0 +1,72 @@
+"""The Python client of a gateway, over gRPC: `Client`, and `AsyncClient` for asyncio. Never imports torch.
+
+    from outrider.client import Client
+    with Client("127.0.0.1:50050") as client:
+        for piece in client.generate("The fox said to the wolf,", seed=1).text():
+            print(piece, end="", flush=True)
+
+Everything that a caller needs is here; the modules of this package are its own business.
+docs/client.md is the reference.
+"""
+
+from outrider.client.aio import AsyncClient, AsyncStream
+from outrider.client.answers import Answer, Sample
+from outrider.client.blocking import Client, Stream
+from outrider.client.events import (
+    Event,
+    Origin,
+    PromptToken,
+    RejectedToken,
+    Result,
+    Round,
+    RoundFacts,
+    SpeculationFigures,
+    Token,
+)
+from outrider.client.failures import Cancelled, TimedOut
+from outrider.client.settings import ChatMessage, GenerationOptions, Speculation
+from outrider.errors import (
+    CacheFull,
+    InvalidRequest,
+    NotReady,
+    OutriderError,
+    Overloaded,
+    PeerLost,
+    PromptTooLong,
+    Unsupported,
+)
+from outrider.parameters import Acceptance, Rule, TokenLogprob
+
+__all__ = [
+    "Acceptance",
+    "Answer",
+    "AsyncClient",
+    "AsyncStream",
+    "CacheFull",
+    "Cancelled",
+    "ChatMessage",
+    "Client",
+    "Event",
+    "GenerationOptions",
+    "InvalidRequest",
+    "NotReady",
+    "Origin",
+    "OutriderError",
+    "Overloaded",
+    "PeerLost",
+    "PromptToken",
+    "PromptTooLong",
+    "RejectedToken",
+    "Result",
+    "Round",
+    "RoundFacts",
+    "Rule",
+    "Sample",
+    "Speculation",
+    "SpeculationFigures",
+    "Stream",
+    "TimedOut",
+    "Token",
+    "TokenLogprob",
+    "Unsupported",
+]

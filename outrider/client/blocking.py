@@ -1,0 +1,112 @@
+"""The client without an event loop. Knows no protobuf; any number of threads may share a client, one reads a stream."""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Self, Unpack
+
+import grpc
+
+from outrider.client.answers import Answer, Transcript
+from outrider.client.calls import Caller, Terms
+from outrider.client.events import Event
+from outrider.client.failures import Cancelled, failure
+from outrider.client.replies import Replies, Stub, event_from
+from outrider.client.requests import chat_request, generate_request
+from outrider.client.settings import GenerationOptions, Message, Metadata, Prompt
+from outrider.rpc import channel_options
+
+
+class Stream:
+    """The events of one request, as they come. Like a file it is read once, and goes on where reading stopped.
+
+    Leaving its context, `cancel`, and dropping it unread all end the call, and with it the work of the services.
+    Reading raises the OutriderError that the gateway answered, PeerLost when it is gone, and TimedOut.
+    """
+
+    def __init__(self, call: Replies, terms: Terms) -> None:
+        self._call = call
+        self._terms = terms
+        self._transcript = Transcript()
+        self._cancelled = False
+        # gRPC itself would go on receiving for a stream that nobody holds any more.
+        self._end_call = weakref.finalize(self, call.cancel)
+        self._end_call.atexit = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Event:
+        try:
+            response = next(self._call)
+        except grpc.RpcError as error:
+            if self._cancelled:
+                raise StopIteration from None
+            raise failure(error, self._terms.address, self._terms.timeout_s) from None
+        return self._transcript.add(event_from(response))
+
+    def text(self, sample_index: int = 0) -> Iterator[str]:
+        """The text of one sample, piece by piece as it comes: what is left of it where reading has begun already."""
+        for event in self:
+            if event.sample_index == sample_index and event.text:
+                yield event.text
+
+    def result(self) -> Answer:
+        """Reads to the end and returns everything, what was read before included. Raises Cancelled after `cancel`."""
+        for _ in self:
+            pass
+        if self._cancelled and not self._transcript.is_whole:
+            raise Cancelled("The call was cancelled before its answer had ended.")
+        return self._transcript.answer()
+
+    def cancel(self) -> None:
+        """Ends the call; reading ends then, too. From any thread, and without an effect on a call that has ended."""
+        self._cancelled = True
+        self._end_call()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+class Client:
+    """A connection to a gateway, made by the first request and again after a loss.
+
+    `timeout_s` and `metadata` hold for every request that names none of its own; metadata of both is sent. Raises
+    InvalidRequest about an address that is not HOST:PORT.
+    """
+
+    def __init__(self, address: str, *, timeout_s: float | None = None, metadata: Metadata = ()) -> None:
+        self._caller = Caller(address, timeout_s, metadata)
+        self._channel = grpc.insecure_channel(address, options=channel_options())
+        self._stub = Stub(self._channel)
+
+    def generate(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Stream:
+        """Continues text or token ids; see GenerationOptions.
+
+        Raises InvalidRequest and PromptTooLong at once about what no message can carry, and TypeError about an option
+        that there is not. What the gateway refuses is raised by reading.
+        """
+        message, terms = generate_request(prompt, options), self._caller.terms(options)
+        return Stream(self._stub.Generate(message, timeout=terms.timeout_s, metadata=terms.metadata), terms)
+
+    def chat(self, messages: Iterable[Message], **options: Unpack[GenerationOptions]) -> Stream:
+        """Answers the last of some messages, each with a role and a content; the same in everything else."""
+        message, terms = chat_request(messages, options), self._caller.terms(options)
+        return Stream(self._stub.Chat(message, timeout=terms.timeout_s, metadata=terms.metadata), terms)
+
+    def close(self) -> None:
+        """Ends the connection and every request on it."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

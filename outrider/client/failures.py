@@ -1,0 +1,55 @@
+"""How a call can fail besides what the gateway says about it. Knows no messages; every failure is an OutriderError."""
+
+import math
+
+import grpc
+
+from outrider.errors import InvalidRequest, OutriderError, PeerLost
+from outrider.rpc import error_from, said_by_peer
+
+
+class TimedOut(OutriderError):
+    """The caller gave the call less time than it took; a longer timeout_s or fewer tokens help."""
+
+    status = "DEADLINE_EXCEEDED"
+    reason = "TIMED_OUT"
+    exit_code = 75
+
+
+class Cancelled(OutriderError):
+    """The caller cancelled the call, and then asked for its whole answer."""
+
+    status = "CANCELLED"
+    reason = "CANCELLED"
+    exit_code = 75
+
+
+def checked_timeout_s(timeout_s: float | None) -> float | None:
+    """Returns it; raises InvalidRequest unless it is a positive number or None."""
+    if timeout_s is not None and not 0 < timeout_s < math.inf:
+        raise InvalidRequest("timeout_s", timeout_s, "more than 0, and finite")
+    return timeout_s
+
+
+def failure(error: grpc.RpcError, address: str, timeout_s: float | None) -> OutriderError:
+    """The error that the gateway raised, or what became of the connection to it.
+
+    A gateway may say PeerLost as well, about a service behind it: that one travels as it is.
+    """
+    if said_by_peer(error):
+        return error_from(error)
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        # Often it is that of a model service, which `outrider up` shows too.
+        return InvalidRequest("address", address, "that of a gateway")
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
+        return TimedOut(
+            f"No whole answer within {timeout_s:g} s; allow more time with timeout_s, or ask for fewer tokens.",
+            timeout_s=timeout_s,
+        )
+    raised = error_from(error)
+    return lost(address) if isinstance(raised, PeerLost) else raised
+
+
+def lost(address: str) -> PeerLost:
+    """The loss of this very connection, in a sentence that helps."""
+    return PeerLost(f"Nothing answers on {address} (any more); `outrider up` starts a stack.", address=address)

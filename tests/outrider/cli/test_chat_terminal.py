@@ -1,0 +1,89 @@
+"""`outrider chat` in a terminal, against a gateway that follows a script."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from scripted_gateway import ScriptedGateway, scripted_gateway
+from terminals import INTERRUPT, UP, terminal
+
+PROMPT = "> "
+FIGURES = "first token 0 ms, cached 1 of 2 prompt tokens"
+ANSWER = "Once upon a!"
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[ScriptedGateway]:
+    async with scripted_gateway() as servicer:
+        yield servicer
+
+
+def said(gateway: ScriptedGateway) -> list[str]:
+    """What the messages of the last request say."""
+    return [message.content for message in gateway.chats[-1].messages]
+
+
+async def test_a_conversation_in_a_terminal(gateway: ScriptedGateway) -> None:
+    """Styles, figures, history, another seed, an edit on the line, Ctrl-C that keeps what came, and twice to leave."""
+    async with terminal("chat", "--address", gateway.address, "--system", "Be brief.") as screen:
+        await screen.until(PROMPT)
+        screen.type("Hello\n")
+        assert ANSWER in await screen.until(FIGURES)
+        assert "\x1b[1;32m upon\x1b[0m" in screen.shown
+        assert said(gateway) == ["Be brief.", "Hello"]
+        screen.type("/retry\n")
+        await screen.until(FIGURES)
+        seeds = [chat.generation.seed for chat in gateway.chats]
+        assert len(set(seeds)) == 2
+        assert said(gateway) == ["Be brief.", "Hello"]
+        await screen.until(PROMPT)
+        screen.type(f"{UP}{UP}\n")
+        await screen.until(FIGURES)
+        assert said(gateway) == ["Be brief.", "Hello", ANSWER, "Hello"]
+        await screen.until(PROMPT)
+        screen.type("/edit\n")
+        await screen.until(f"{PROMPT}Hello")
+        screen.type(" again\n")
+        await screen.until(FIGURES)
+        assert said(gateway) == ["Be brief.", "Hello", ANSWER, "Hello again"]
+        await screen.until(PROMPT)
+        screen.type("wait\n")
+        await screen.until("1 tokens")
+        screen.type(INTERRUPT)
+        await screen.until("stopped, 1 tokens")
+        await asyncio.wait_for(gateway.cancelled.wait(), 10)
+        await screen.until(PROMPT)
+        screen.type("go on\n")
+        await screen.until(FIGURES)
+        assert said(gateway)[-3:] == ["wait", "Once", "go on"]
+        await screen.until(PROMPT)
+        screen.type(INTERRUPT)
+        await screen.until("Ctrl-C again leaves")
+        screen.type(INTERRUPT)
+        assert await asyncio.wait_for(screen.process.wait(), 20) == 130
+
+
+async def test_errors_end_no_conversation(gateway: ScriptedGateway, tmp_path: Path) -> None:
+    """A refusal, a wrong command and a failing editor are sentences; what was refused is not sent again."""
+    editor = tmp_path / "editor"
+    editor.write_text("#!/bin/sh\ntest -e fail && exit 3\nprintf 'Changed\\n' > \"$1\"\n")
+    editor.chmod(0o700)
+    async with terminal("chat", "--address", gateway.address, changes={"EDITOR": str(editor)}) as screen:
+        await screen.until(PROMPT)
+        screen.type("refuse\n")
+        await screen.until("temperature is -1.0, but must be at least 0")
+        screen.type("/rety\n")
+        await screen.until("There is no command /rety; /help lists all")
+        screen.type("/ret\t\n")
+        await screen.until("temperature is -1.0")
+        screen.type("/edit\n")
+        await screen.until(FIGURES)
+        assert said(gateway) == ["Changed"]
+        screen.type("refuse\n")
+        await screen.until("temperature is -1.0")
+        screen.type("two \\\nlines\n")
+        await screen.until(FIGURES)
+        assert said(gateway) == ["Changed", ANSWER, "two \nlines"]
+        screen.type("\x04")
+        assert await asyncio.wait_for(screen.process.wait(), 20) == 0

@@ -1,0 +1,57 @@
+"""Events become whole answers; nothing of a message is lost on the way to an event."""
+
+from dataclasses import replace
+
+import pytest
+from generations import RESULT, ROUNDS, TEXT
+
+from outrider.client import OutriderError, RejectedToken, Round, RoundFacts
+from outrider.client.answers import Transcript
+from outrider.client.replies import event_from
+from outrider.v1 import generation_service_pb2 as pb
+from outrider.v1 import types_pb2
+
+
+def test_samples_in_order_whatever_came_first() -> None:
+    """Mixed events are sorted by sample, and an answer speaks for its first one."""
+    transcript = Transcript()
+    for index in (1, 0):
+        for event in ROUNDS:
+            transcript.add(replace(event, sample_index=index))
+    for index in (1, 0):
+        assert not transcript.is_whole
+        transcript.add(replace(RESULT, sample_index=index, seed=11 + index))
+    answer = transcript.answer()
+    assert [(sample.text, sample.result.seed) for sample in answer.samples] == [(TEXT, 11), (TEXT, 12)]
+    assert (answer.text, answer.token_ids, answer.result.seed) == (TEXT, (5, 6, 7, 8, 9), 11)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_half_an_answer_is_none(count: int) -> None:
+    """Neither nothing at all nor a sample without its result is an answer."""
+    transcript = Transcript()
+    for event in ROUNDS[:count]:
+        transcript.add(event)
+    with pytest.raises(OutriderError, match="before the answer had ended"):
+        transcript.answer()
+
+
+def test_a_round_tells_everything() -> None:
+    """Every field of the facts has its place, and so have rejected guesses and log-probabilities of the draft."""
+    facts = {field.name: 3 for field in pb.RoundFacts.DESCRIPTOR.fields if field.name != "new_numerics_id"}
+    message = pb.Round(text_delta=" a", sample_index=2, facts=pb.RoundFacts(new_numerics_id="cuda", **facts))
+    message.tokens.add(token_id=4, origin=pb.TOKEN_ORIGIN_BONUS, text=" a", draft_logprob=-0.5)
+    message.rejected.add(token_id=5, text=" b")
+    event = event_from(pb.GenerateResponse(round=message))
+    assert isinstance(event, Round)
+    expected = RoundFacts(**{**facts, "fallback_reason": "draft_late"}, new_numerics_id="cuda")  # type: ignore[arg-type]
+    assert (event.facts, event.sample_index, event.text) == (expected, 2, " a")
+    assert (event.tokens[0].draft_logprob, event.rejected) == (-0.5, (RejectedToken(5, " b"),))
+
+
+def test_values_of_a_newer_protocol_have_a_name() -> None:
+    """A client meets gateways that are younger than itself."""
+    message = pb.GenerateResponse(completion=pb.Completion(finish_reason=99))  # type: ignore[arg-type]
+    assert event_from(message).finish_reason == "unknown"  # type: ignore[union-attr]
+    message.completion.finish_reason = types_pb2.FINISH_REASON_STOP_STRING
+    assert event_from(message).finish_reason == "stop_string"  # type: ignore[union-attr]

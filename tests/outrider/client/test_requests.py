@@ -1,0 +1,154 @@
+"""From what a caller writes to the message that travels."""
+
+import math
+from typing import Any
+
+import pytest
+from google.protobuf.message import Message
+
+from outrider.client import GenerationOptions, InvalidRequest, PromptTooLong, Rule, Speculation
+from outrider.client.requests import chat_request, generate_request
+from outrider.rpc import MAX_MESSAGE_BYTES
+from outrider.v1 import types_pb2
+
+EVERYTHING = GenerationOptions(
+    max_tokens=9,
+    min_tokens=2,
+    ignore_eos=True,
+    temperature=0.5,
+    top_k=7,
+    top_p=0.9,
+    min_p=0.1,
+    repetition_penalty=1.1,
+    presence_penalty=-0.5,
+    frequency_penalty=0.25,
+    logit_bias={5: -1.5},
+    seed=-3,
+    sample_count=2,
+    stop=["x", "y z"],
+    stop_token_ids=[5, 6],
+    banned_words=["cat"],
+    logprob_count=3,
+    echo=True,
+    cache_salt="mine",
+    speculation=Speculation(
+        draft_count=4,
+        rule="lenient",
+        drafter="sampled",
+        lenience=0.25,
+        typical_epsilon=0.125,
+        typical_delta=math.nan,
+        return_rounds=True,
+    ),
+    timeout_s=5,
+    metadata={"traceparent": "00-1-1-01"},
+)
+
+
+def unset(message: Message) -> set[str]:
+    """Names of the fields, at any depth, that a message leaves to their defaults."""
+    given = {field.name: value for field, value in message.ListFields()}
+    inner = [unset(value) for value in given.values() if isinstance(value, Message)]
+    return {field.name for field in message.DESCRIPTOR.fields if field.name not in given}.union(*inner)
+
+
+def test_every_field_has_an_option() -> None:
+    """Whatever the protocol lets a client say can be said; even what the gateway will refuse."""
+    assert GenerationOptions.__optional_keys__ == EVERYTHING.keys()
+    message = generate_request("Hello", EVERYTHING)
+    assert unset(message) == {"token_ids"}
+    assert (message.text, list(message.stop), message.sampling.logit_bias) == ("Hello", ["x", "y z"], {5: -1.5})
+    assert message.speculation.rule == types_pb2.ACCEPTANCE_RULE_LENIENT
+    assert math.isnan(message.speculation.acceptance.typical_delta)
+    by_ids = generate_request([3, 4], EVERYTHING)
+    assert (unset(by_ids), list(by_ids.token_ids.token_ids)) == ({"text"}, [3, 4])
+
+
+def test_defaults_belong_to_the_gateway() -> None:
+    """What is not named, or None, is not set; zero is a value."""
+    nothing: Any = dict.fromkeys(GenerationOptions.__optional_keys__)
+    assert {field.name for field, _ in generate_request("Hello", nothing).ListFields()} == {"text"}
+    zero = generate_request("Hello", {"temperature": 0, "seed": 0})
+    assert zero.sampling.HasField("temperature")
+    assert zero.HasField("seed")
+
+
+def test_an_empty_list_of_token_ids_is_still_the_prompt() -> None:
+    """So that the gateway refuses it by its name."""
+    assert generate_request([], {}).WhichOneof("prompt") == "token_ids"
+
+
+def test_one_stop_is_not_a_list_of_letters() -> None:
+    """A text stands for the list of it."""
+    assert list(generate_request("Hello", {"stop": "end"}).stop) == ["end"]
+
+
+def test_a_conversation_keeps_its_order() -> None:
+    """Roles and contents as they were given, and the rest of the request without a prompt."""
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    message = chat_request(turns, {"max_tokens": 3})
+    assert [(each.role, each.content) for each in message.messages] == [("system", "Be brief."), ("user", "Hi")]
+    assert (message.generation.max_tokens, message.generation.WhichOneof("prompt")) == (3, None)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "sentence"),
+    [
+        ("max_tokens", "5", "max_tokens is '5', but must be a whole number of 32 bits"),
+        ("max_tokens", 2**31, "max_tokens is 2147483648, but must be a whole number of 32 bits"),
+        ("seed", 1.5, "seed is 1.5, but must be a whole number of 64 bits"),
+        ("temperature", "warm", "temperature is 'warm', but must be a number"),
+        ("stop", "a\udc80", "stop is ['a\\udc80'], but must be a list, each text that UTF-8 can carry"),
+        ("stop_token_ids", 5, "stop_token_ids is 5, but must be a list, each a whole number of 32 bits"),
+        ("logit_bias", {5: "x"}, "logit_bias is {5: 'x'}, but must be a mapping of token ids to numbers"),
+        (
+            "speculation",
+            {"enabled": False},
+            "speculation is {'enabled': False}, but must be an instance of Speculation",
+        ),
+        (
+            "speculation",
+            Speculation(rule="greedy"),
+            "speculation.rule is 'greedy', but must be one of match, ratio, block, lenient, typical",
+        ),
+        (
+            "speculation",
+            Speculation(lenience="a"),  # type: ignore[arg-type]
+            "speculation.lenience is 'a', but must be a number",
+        ),
+    ],
+)
+def test_what_no_message_can_carry_is_named(option: str, value: object, sentence: str) -> None:
+    """By field, value and kind, and before anything is sent."""
+    options: Any = {option: value}
+    with pytest.raises(InvalidRequest) as raised:
+        generate_request("Hello", options)
+    assert raised.value.message == sentence
+
+
+@pytest.mark.parametrize("turn", ["Hi", {"role": "user"}, {"role": "user", "content": "Hi", "name": "me"}])
+def test_a_turn_is_a_role_and_a_content(turn: Any) -> None:
+    """Nothing is ignored in silence."""
+    with pytest.raises(InvalidRequest, match=r"^messages\.1 is "):
+        chat_request([{"role": "user", "content": "Hi"}, turn], {})
+
+
+def test_unknown_options_are_a_programming_error() -> None:
+    """As with any function."""
+    options: Any = {"temperatur": 1}
+    with pytest.raises(TypeError, match="temperatur"):
+        generate_request("Hello", options)
+
+
+def test_what_no_gateway_would_receive_is_not_sent() -> None:
+    """A message over the limit is a prompt that is too long."""
+    with pytest.raises(PromptTooLong, match=f"at most {MAX_MESSAGE_BYTES} bytes"):
+        generate_request("a" * MAX_MESSAGE_BYTES, {})
+
+
+def test_rules_go_by_name_or_member() -> None:
+    """Both are the same."""
+    by_name, by_member = (
+        generate_request("a", {"speculation": Speculation(rule=rule)}) for rule in ("block", Rule.BLOCK)
+    )
+    assert by_name == by_member
