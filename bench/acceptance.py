@@ -42,7 +42,7 @@ Texts = Annotated[int, typer.Option(help="Texts to write.", metavar="N", callbac
 DraftCount = Annotated[int, typer.Option(help="Draft tokens a round.", metavar="K", callback=between(1, 7))]
 Report = Annotated[
     Path | None,
-    typer.Option(help="File for the report.", metavar="FILE", show_default=False, callback=writable),
+    typer.Option(help="File for the report.", metavar="FILE", show_default=False, callback=writable("--markdown")),
 ]
 
 app = service_app()

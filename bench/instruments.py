@@ -24,17 +24,18 @@ class Instruments:
         self._plan = plan
         self._threads = {TARGET: plan.stack.threads, DRAFT: plan.stack.draft_threads}
         names = {TARGET: plan.stack.target, DRAFT: plan.stack.draft or ""}
-        models = {role: self._load(name, self._threads[role]) for role, name in names.items()}
-        dtype = DTYPES[plan.stack.dtype]
+        self._dtypes = {TARGET: plan.stack.dtype, DRAFT: plan.stack.draft_dtype or plan.stack.dtype}
+        models = {role: self._load(role, name) for role, name in names.items()}
+        dtypes = {role: DTYPES[name] for role, name in self._dtypes.items()}
         self.loops = {role: EngineLoop(model.runner) for role, model in models.items()}
-        self.shapes = {role: _shape(model, dtype.itemsize) for role, model in models.items()}
+        self.shapes = {role: _shape(model, dtypes[role].itemsize) for role, model in models.items()}
         memory_bytes = plan.memory_bytes or past_caches()
         # Past the caches more bytes do not come faster, so a large model needs no second copy of its size.
         sizes = {role: min(shape.step_bytes, memory_bytes) for role, shape in self.shapes.items()}
         self._readings = [Reading(role, size, self._threads[role]) for role, size in sizes.items()]
         self._readings.append(Reading(MEMORY, memory_bytes, self._threads[TARGET]))
         self._operators = {
-            role: OperatorStep(loop.config, dtype, self._threads[role], max(OPERATOR_ROWS))
+            role: OperatorStep(loop.config, dtypes[role], self._threads[role], max(OPERATOR_ROWS))
             for role, loop in self.loops.items()
         }
         self._points = [point for role in self.loops for point in self._points_of(role)]
@@ -53,9 +54,10 @@ class Instruments:
             loop.step_ms(point)
             measurements.steps += [StepSample(point, loop.step_ms(point)) for _ in range(self._plan.repeats)]
 
-    def _load(self, model: str, threads: int) -> LoadedModel:
-        plan = self._plan
-        settings = ModelServiceSettings(model, dtype=plan.stack.dtype, threads=threads, kv_tokens=plan.kv_tokens)
+    def _load(self, role: str, model: str) -> LoadedModel:
+        settings = ModelServiceSettings(
+            model, dtype=self._dtypes[role], threads=self._threads[role], kv_tokens=self._plan.kv_tokens
+        )
         return load_model(settings)
 
     def _points_of(self, role: str) -> list[StepPoint]:

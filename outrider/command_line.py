@@ -2,6 +2,7 @@
 
 import math
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
@@ -56,7 +57,10 @@ def service_app() -> typer.Typer:
 
 
 def run_app(app: Callable[[], object], prefix: str = "") -> NoReturn:
-    """Runs a command line to its end; an OutriderError becomes its sentence, behind the prefix, and its exit code."""
+    """Runs a command line to its end; an OutriderError becomes its sentence, behind the prefix, and its exit code.
+
+    Any other error is told with its traceback, and exits with 70.
+    """
     try:
         app()
     except OutriderError as error:
@@ -64,4 +68,8 @@ def run_app(app: Callable[[], object], prefix: str = "") -> NoReturn:
         sys.exit(error.exit_code)
     except SystemExit as ending:
         sys.exit(USAGE_EXIT_CODE if ending.code == PARSER_EXIT_CODE else ending.code)
+    except Exception:  # noqa: BLE001 - told whole, and the code says that it is a fault of ours
+        traceback.print_exc()
+        sys.stderr.write(f"{prefix}An internal fault; report it with the lines above.\n")
+        sys.exit(OutriderError.exit_code)
     sys.exit(0)

@@ -8,7 +8,7 @@ exits 0. So a child never outlives this process, however this process ends.
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -61,16 +61,15 @@ async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
         yield rest.decode(errors="replace")
 
 
-def _listening_address(line: str) -> str | None:
-    """The address in the line that says that the service serves; None for any other line."""
+def _listening_addresses(line: str) -> dict[str, str] | None:
+    """The texts of the line that says that the service serves, its address among them; None for any other line."""
     try:
         event = json.loads(line)
     except ValueError:
         return None
-    if not isinstance(event, dict) or event.get("event") != "listening":
+    if not isinstance(event, dict) or event.get("event") != "listening" or not isinstance(event.get("address"), str):
         return None
-    address = event.get("address")
-    return address if isinstance(address, str) else None
+    return {name: value for name, value in event.items() if isinstance(value, str)}
 
 
 def ending(code: int) -> str:
@@ -83,12 +82,14 @@ class ServiceProcess:
 
     def __init__(self, launch: Launch, process: asyncio.subprocess.Process, log: Callable[[str], None]) -> None:
         self.address = ""
+        self.addresses: Mapping[str, str] = {}
+        """All that the child said about where it serves: `address`, and `rest` of a gateway."""
         self._launch = launch
         self._process = process
         self._log = log
         # Until the child serves, its last line is held back: when it ends, that is the sentence that tells why.
         self._held_line = ""
-        self._serving: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._serving: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
         self._pumps = [asyncio.create_task(self._pump_stdout()), asyncio.create_task(self._pump_stderr())]
 
     @classmethod
@@ -105,7 +106,8 @@ class ServiceProcess:
         )
         service = cls(launch, process, log)
         try:
-            service.address = await service._await_serving()
+            service.addresses = await service._await_serving()
+            service.address = service.addresses["address"]
             service._release()
         except BaseException:
             service.kill()
@@ -140,7 +142,7 @@ class ServiceProcess:
         if self._process.returncode is None:
             self._process.kill()
 
-    async def _await_serving(self) -> str:
+    async def _await_serving(self) -> dict[str, str]:
         ended = asyncio.create_task(self.wait())
         timeout_s = self._launch.ready_timeout_s
         waited: set[asyncio.Future[Any]] = {self._serving, ended}
@@ -164,9 +166,9 @@ class ServiceProcess:
         if self._process.stdout is None:
             return
         async for line in _lines(self._process.stdout):
-            address = _listening_address(line)
-            if address and not self._serving.done():
-                self._serving.set_result(address)
+            addresses = _listening_addresses(line)
+            if addresses and not self._serving.done():
+                self._serving.set_result(addresses)
 
     async def _pump_stderr(self) -> None:
         if self._process.stderr is None:

@@ -5,8 +5,9 @@ is decided by pure functions.
 """
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -37,6 +38,31 @@ class RestartPolicy:
         return code not in HOPELESS_CODES
 
 
+class State(StrEnum):
+    """Where a service is in its life."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    DIED = "died"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A service came into another state. The last two are of one that died: how, and the wait before the next try."""
+
+    service: str
+    state: State
+    pid: int | None = None
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    ending: str = ""
+    delay_s: float | None = None
+
+
+def unobserved(_: Change) -> None:
+    """Nobody wants to know."""
+
+
 @dataclass(slots=True)
 class _Service:
     """A launch and its current incarnation. The address outlives incarnations."""
@@ -49,7 +75,8 @@ class _Service:
 class Supervisor:
     """Async context manager around services; leaving it stops them, the last started first.
 
-    `report` gets one sentence about every death and restart, `log` the name of a service and a line of its stderr.
+    `report` gets one sentence about every death and restart, `log` the name of a service and a line of its stderr,
+    `observe` every change of state.
     """
 
     def __init__(
@@ -57,8 +84,10 @@ class Supervisor:
         report: Callable[[str], None],
         log: Callable[[str, str], None],
         policy: RestartPolicy | None = None,
+        observe: Callable[[Change], None] = unobserved,
     ) -> None:
         self._report = report
+        self._observe = observe
         self._log = log
         self._policy = policy or RestartPolicy()
         self._services: list[_Service] = []
@@ -103,8 +132,10 @@ class Supervisor:
     async def stop(self) -> None:
         """Stops all services, the last started first: who asks goes before who answers. Cancel `watch` before."""
         while self._services:
-            await self._services[-1].process.stop()
+            service = self._services[-1]
+            await service.process.stop()
             self._services.pop()
+            self._observe(Change(service.launch.name, State.STOPPED))
 
     def kill(self) -> None:
         """Ends all services at once, for a second Ctrl-C; a `stop` that waits for them returns then."""
@@ -115,8 +146,15 @@ class Supervisor:
         """Process id of the current incarnation of a service."""
         return next(service.process.pid for service in self._services if service.launch.name == name)
 
+    def addresses(self, name: str) -> Mapping[str, str]:
+        """Where the current incarnation of a service answers; see ServiceProcess.addresses."""
+        return next(service.process.addresses for service in self._services if service.launch.name == name)
+
     async def _spawn(self, launch: Launch, listen: str) -> ServiceProcess:
-        return await ServiceProcess.start(launch, listen, partial(self._log, launch.name))
+        self._observe(Change(launch.name, State.STARTING))
+        process = await ServiceProcess.start(launch, listen, partial(self._log, launch.name))
+        self._observe(Change(launch.name, State.SERVING, process.pid, process.addresses))
+        return process
 
     async def _keep_alive(self, service: _Service) -> None:
         loop = asyncio.get_running_loop()
@@ -125,6 +163,7 @@ class Supervisor:
             started_s = loop.time()
             code = await service.process.wait()
             delay_s = self._policy.delay_s(delay_s, loop.time() - started_s)
+            self._observe(Change(name, State.DIED, ending=ending(code), delay_s=delay_s))
             self._report(f"The {name} service {ending(code)}; it is started again in {delay_s:g} s.")
             delay_s = await self._restart(service, delay_s)
 
@@ -138,6 +177,7 @@ class Supervisor:
                 if not self._policy.may_retry(error.code):
                     raise
                 delay_s = self._policy.delay_s(delay_s, 0.0)
+                self._observe(Change(service.launch.name, State.DIED, ending=ending(error.code), delay_s=delay_s))
                 self._report(f"{error.message} The next attempt is in {delay_s:g} s.")
             else:
                 self._report(f"The {service.launch.name} service is back on {service.address}.")

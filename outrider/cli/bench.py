@@ -1,41 +1,119 @@
-"""`outrider bench`: measurements, each in a process of its own. Never imports what measures, which needs torch.
+"""`outrider bench`: measurements, each in a process of its own. Never imports what measures, which may need torch.
 
 The options stand here and nowhere else: the module that measures has a command with the same ones.
 """
 
 import asyncio
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from outrider.addresses import check_address
 from outrider.cli import options
+from outrider.cli.parsing import INT32_MAX, INT64_MAX, INT64_MIN, parse_draft_count
 from outrider.cli.running import Interrupts, Work, run
-from outrider.command_line import between
+from outrider.command_line import between, refuse_together
 from outrider.errors import InvalidRequest
+from outrider.option_groups import grouped, options_of
 
 app = typer.Typer(help="Measures this machine and the whole stack on it.", no_args_is_help=True)
 
 
-def writable(file: Path | None) -> Path | None:
-    """Returns the path of a file; raises InvalidRequest now where a run of minutes could not be written at its end."""
-    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-        raise InvalidRequest("--json", str(file), "a file in a folder that exists")
-    return file
+def writable(option: str) -> Callable[[Path | None], Path | None]:
+    """A callback that raises InvalidRequest now where a run of minutes could not be written at its end."""
+
+    def check(file: Path | None) -> Path | None:
+        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+            raise InvalidRequest(option, str(file), "a file in a folder that exists")
+        return file
+
+    return check
 
 
-Tokens = Annotated[int, typer.Option(help="Tokens a request.", metavar="N", callback=between(8, 512))]
-Turns = Annotated[
-    int, typer.Option(help="Measured passes over all prompts and settings.", metavar="N", callback=between(1, 1000))
-]
 Temperatures = Annotated[str, typer.Option(help="Temperatures of the requests, with commas between.", metavar="X,...")]
-Quick = Annotated[bool, typer.Option("--quick", help="Seconds instead of minutes; the figures mean little.")]
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", help="File for all samples.", metavar="FILE", show_default=False, callback=writable),
+    typer.Option(
+        "--json", help="File for all samples.", metavar="FILE", show_default=False, callback=writable("--json")
+    ),
 ]
+SaveFile = Annotated[
+    Path | None,
+    typer.Option("--save", help="File for every sample, as JSON.", metavar="FILE", callback=writable("--save")),
+]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the report.")]
+
+
+class Settings(StrEnum):
+    """With which settings `bench serve` asks."""
+
+    BOTH = "both"
+    ON = "on"
+    OFF = "off"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cpus:
+    """How many threads compute."""
+
+    threads: options.Threads = None
+    draft_threads: options.DraftThreads = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundsRun:
+    """How long `bench rounds` measures, and where the figures go."""
+
+    tokens: Annotated[int, typer.Option(help="Tokens a request.", metavar="N", callback=between(8, 512))] = 96
+    turns: Annotated[
+        int, typer.Option(help="Measured passes over all prompts and settings.", metavar="N", callback=between(1, 1000))
+    ] = 5
+    temperatures: Temperatures = "0,0.8"
+    quick: Annotated[bool, typer.Option("--quick", help="Seconds instead of minutes; the figures mean little.")] = False
+    json: JsonFlag = False
+    save: SaveFile = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What `bench serve` asks for, how often, and where the figures go."""
+
+    address: Annotated[
+        str | None,
+        typer.Option(help="Gateway to ask. Default: a stack of its own.", metavar="HOST:PORT", show_default=False),
+    ] = None
+    requests: Annotated[
+        int, typer.Option(help="Measured requests of each setting.", metavar="N", callback=between(1, 1_000_000))
+    ] = 32
+    streams: Annotated[
+        int, typer.Option(help="Requests that are under way at a time.", metavar="N", callback=between(1, 4096))
+    ] = 4
+    tokens: Annotated[int, typer.Option(help="Tokens a request.", metavar="N", callback=between(1, INT32_MAX))] = 64
+    turns: Annotated[
+        int, typer.Option(help="Times that settings take turns.", metavar="N", callback=between(1, 1000))
+    ] = 4
+    speculation: Annotated[Settings, typer.Option(help="Ask with speculation, without, or both by turns.")] = (
+        Settings.BOTH
+    )
+    draft_count: Annotated[
+        str, typer.Option(help="Draft tokens a round; auto leaves it to the gateway.", metavar="N|auto")
+    ] = "auto"
+    temperature: Annotated[
+        float, typer.Option(help="Temperature of the requests.", metavar="X", callback=between(0, 100))
+    ] = 0.8
+    seed: Annotated[
+        int,
+        typer.Option(
+            help="Seed of the first request.", metavar="N", callback=between(INT64_MIN, INT64_MAX - 1_000_000)
+        ),
+    ] = 0
+    json: JsonFlag = False
+    save: SaveFile = None
 
 
 @app.callback()
@@ -44,35 +122,28 @@ def group() -> None:
 
 
 @app.command()
-def rounds(  # noqa: PLR0913, one parameter for each option is how typer declares a command
-    *,
-    target: options.Target = None,
-    draft: options.Draft = None,
-    dtype: options.DtypeOption = None,
-    threads: options.Threads = None,
-    draft_threads: options.DraftThreads = 1,
-    tokens: Tokens = 96,
-    turns: Turns = 5,
-    temperatures: Temperatures = "0,0.8",
-    quick: Quick = False,
-    json: JsonFile = None,
-) -> None:
+@grouped
+def rounds(*, measured: RoundsRun, models: options.Models, cpus: Cpus) -> None:
     """Shows what a round costs: floors, the bare engine, empty pings, plain and speculative requests, in one run."""
-    parse_temperatures(temperatures)
-    given = {
-        "--target": target,
-        "--draft": draft,
-        "--dtype": dtype,
-        "--threads": threads,
-        "--draft-threads": draft_threads,
-        "--tokens": tokens,
-        "--turns": turns,
-        "--temperatures": temperatures,
-        "--json": json,
-    }
-    codes: list[int] = []
-    run(_child((*command("bench.rounds", given), *(("--quick",) if quick else ())), codes))
-    raise typer.Exit(codes[0] if codes[0] >= 0 else 128 - codes[0])
+    parse_temperatures(measured.temperatures)
+    _measure("bench.rounds", options_of(models) | options_of(cpus) | options_of(measured))
+
+
+@app.command()
+@grouped
+def serve(*, load: Load, models: options.Models, cpus: Cpus) -> None:
+    """Asks a gateway from many streams at a time, with and without speculation by turns: speed and latencies."""
+    check_load(load, models, cpus)
+    given = options_of(load) | (options_of(models) | options_of(cpus) if load.address is None else {})
+    _measure("bench.serve", given)
+
+
+def check_load(load: Load, models: options.Models, cpus: Cpus) -> None:
+    """Raises InvalidRequest about what cannot be asked for."""
+    parse_draft_count(load.draft_count)
+    if load.address is not None:
+        check_address("--address", load.address)
+        refuse_together("--address", load.address, options_of(models) | options_of(cpus, "threads"))
 
 
 def parse_temperatures(text: str) -> tuple[float, ...]:
@@ -88,9 +159,22 @@ def parse_temperatures(text: str) -> tuple[float, ...]:
 
 def command(module: str, given: Mapping[str, object]) -> tuple[str, ...]:
     """The command line of a module that measures, with the options that were given."""
+    words: list[str] = []
+    for option, value in given.items():
+        if value is True:
+            words.append(option)
+        elif value is not None and value is not False:
+            # One word, so that a value may begin with a dash.
+            words.append(f"{option}={value}")
     # -P keeps a folder of the user's that is called like one of our packages from being imported instead.
-    words = (word for option, value in given.items() if value is not None for word in (option, str(value)))
     return (sys.executable, "-P", "-m", module, *words)
+
+
+def _measure(module: str, given: Mapping[str, object]) -> None:
+    """Runs a module that measures, and ends with its exit code."""
+    codes: list[int] = []
+    run(_child(command(module, given), codes))
+    raise typer.Exit(codes[0] if codes[0] >= 0 else 128 - codes[0])
 
 
 def _child(arguments: tuple[str, ...], codes: list[int]) -> Work:

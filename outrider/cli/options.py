@@ -6,11 +6,12 @@ from typing import Annotated
 
 import typer
 
+from outrider.cli import version
 from outrider.command_line import between
 from outrider.model_service_flags import MAX_THREADS, Dtype
 from outrider.wire_proposal import MAX_SUPPORT
 
-GATEWAY_PORT, DRAFT_PORT, TARGET_PORT = 50050, 50051, 50052
+REST_PORT, GATEWAY_PORT, DRAFT_PORT, TARGET_PORT = 8080, 50050, 50051, 50052
 
 _models = partial(typer.Option, rich_help_panel="The models")
 _machine = partial(typer.Option, rich_help_panel="The machine")
@@ -29,6 +30,20 @@ Json = Annotated[
     typer.Option(
         "--json", help="Print one JSON object at the end instead of the text.", rich_help_panel="What is shown"
     ),
+]
+GatewayAddress = Annotated[
+    str | None,
+    typer.Option(help="Gateway to check, instead of this machine.", metavar="HOST:PORT", show_default=False),
+]
+RestAddress = Annotated[
+    str | None,
+    typer.Option(help="Where that gateway answers REST, which tells its version.", metavar="HOST:PORT"),
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Load no model and start no process.")]
+JsonReport = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+JsonEvents = Annotated[bool, typer.Option("--json", help="Print one JSON object for each event instead of text.")]
+Version = Annotated[
+    bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=version.eager)
 ]
 NoDraft = Annotated[bool, typer.Option("--no-draft", help="Start no draft service: plain decoding.")]
 Story = Annotated[bool, typer.Option("--story", help="Stream one story when everything is up, as a proof of life.")]
@@ -97,5 +112,6 @@ class Machine:
     threads: Threads = None
     draft_threads: DraftThreads = 1
     port: Annotated[int, _port(help="Port of the gateway; 0 takes a free one.")] = GATEWAY_PORT
+    rest_port: Annotated[int, _port(help="Port of the gateway's REST and page; 0 takes a free one.")] = REST_PORT
     draft_port: Annotated[int, _port(help="Port of the draft service; 0 takes a free one.")] = DRAFT_PORT
     target_port: Annotated[int, _port(help="Port of the target service; 0 takes a free one.")] = TARGET_PORT

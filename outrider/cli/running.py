@@ -4,7 +4,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 import typer
 
@@ -12,6 +13,8 @@ from outrider.errors import OutriderError
 from outrider.service_process import ServiceFailed
 
 BROKEN_PIPE_EXIT_CODE = 128 + signal.SIGPIPE
+# The codes of sysexits.h; a child that ended with any other one had an internal fault.
+SYSEXITS = range(64, 79)
 
 
 class Interrupts:
@@ -64,18 +67,26 @@ def run(work: Work, *, serves: bool = False) -> None:
 
     A signal is how a command that `serves` ends, so it is a success there; elsewhere the code is 128 + signal.
     """
-    try:
+    with failures_told():
         number = asyncio.run(_until_interrupted(work))
+    if number is not None and not serves:
+        raise typer.Exit(128 + number)
+
+
+@contextmanager
+def failures_told() -> Iterator[None]:
+    """Turns what goes wrong within it into a sentence and the typer.Exit to raise."""
+    try:
+        yield
     except ServiceFailed as error:
-        raise fail(error.message, error.code) from None
+        code = error.code if error.code in SYSEXITS else OutriderError.exit_code
+        raise fail(error.message, code) from None
     except OutriderError as error:
         raise fail(error.message, error.exit_code) from None
     except BrokenPipeError:
         # Whoever read our output is gone: say nothing, and keep the interpreter from flushing into the void.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(BROKEN_PIPE_EXIT_CODE) from None
-    if number is not None and not serves:
-        raise typer.Exit(128 + number)
 
 
 def note(sentence: str) -> None:

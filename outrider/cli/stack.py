@@ -16,7 +16,7 @@ HOST = "127.0.0.1"
 class Stack:
     """Everything that the three processes are told; a port of 0 takes a free one, no draft means plain decoding.
 
-    draft_dtype None means that of the target, and top_n None the draft service's own default.
+    draft_dtype None means that of the target, top_n None the draft service's own default, and rest_port None no REST.
     """
 
     target: str
@@ -27,10 +27,12 @@ class Stack:
     threads: int = 1
     draft_threads: int = 1
     gateway_port: int = 0
+    rest_port: int | None = None
     draft_port: int = 0
     target_port: int = 0
     draft_dtype: str | None = None
     top_n: int | None = None
+    prefix_cache: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class Addresses:
     gateway: str
     target: str
     draft: str | None
+    rest: str | None = None
 
 
 def choose_models(target: str | None, draft: str | None, *, no_draft: bool) -> tuple[str, str | None]:
@@ -65,12 +68,15 @@ def model_launch(role: str, stack: Stack) -> Launch:
         "--device": stack.device if is_target else stack.draft_device,
         "--dtype": stack.dtype if is_target else stack.draft_dtype or stack.dtype,
         "--threads": str(stack.threads if is_target else stack.draft_threads),
+        # Named, because a variable of the environment would name one port for all three.
+        "--metrics-listen": f"{HOST}:0",
         "--log-level": "warning",
     }
     if stack.top_n is not None and not is_target:
         flags["--top-n"] = str(stack.top_n)
     port = stack.target_port if is_target else stack.draft_port
-    return Launch(role, _command(f"{role}_service", flags), f"{HOST}:{port}")
+    switches = () if stack.prefix_cache else ("--no-prefix-cache",)
+    return Launch(role, (*_command(f"{role}_service", flags), *switches), f"{HOST}:{port}")
 
 
 def gateway_launch(stack: Stack, target_address: str, draft_address: str | None) -> Launch:
@@ -79,9 +85,13 @@ def gateway_launch(stack: Stack, target_address: str, draft_address: str | None)
         "--target": target_address,
         "--draft": draft_address or "",
         "--tokenizer": stack.target,
+        "--rest-listen": "" if stack.rest_port is None else f"{HOST}:{stack.rest_port}",
+        # REST has them as well.
+        "--metrics-listen": "",
         "--log-level": "warning",
     }
-    return Launch("gateway", _command("gateway", flags), f"{HOST}:{stack.gateway_port}")
+    # Whoever starts a stack by hand wants to look at it with grpcurl.
+    return Launch("gateway", (*_command("gateway", flags), "--reflection"), f"{HOST}:{stack.gateway_port}")
 
 
 def _command(module: str, flags: dict[str, str]) -> tuple[str, ...]:
@@ -95,4 +105,4 @@ async def start_stack(supervisor: Supervisor, stack: Stack) -> Addresses:
     target, *drafts = await supervisor.start(*(model_launch(role, stack) for role in roles))
     draft = drafts[0] if drafts else None
     [gateway] = await supervisor.start(gateway_launch(stack, target, draft))
-    return Addresses(gateway, target, draft)
+    return Addresses(gateway, target, draft, supervisor.addresses("gateway").get("rest"))

@@ -6,7 +6,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from outrider.cli.events import ModelFacts, PromptToken, Result, Token
+from outrider.cli.model_facts import ModelFacts
+from outrider.client import PromptToken, Result, Token
 from outrider.parameters import Acceptance, Rule, TokenLogprob
 
 # Control characters but tab and newline become their pictures: a model must not drive the reader's terminal.
@@ -30,7 +31,7 @@ def figures(result: Result) -> str:
         f"seed {result.seed}",
     ]
     if result.acceptance.rule is not Rule.MATCH:
-        parts.append(_rule(result.acceptance))
+        parts.append(rule_told(result.acceptance))
     if result.target_reopens:
         parts.append(f"{result.target_reopens} times opened again on a target")
     if len(result.numerics_ids) > 1:
@@ -39,7 +40,7 @@ def figures(result: Result) -> str:
     return ", ".join(parts)
 
 
-def _rule(acceptance: Acceptance) -> str:
+def rule_told(acceptance: Acceptance) -> str:
     """The rule that decided, its settings, and whether the answer is another one than the target's."""
     settings = " and ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in acceptance.settings.items())
     told = f"rule {acceptance.rule}" + (f" with {settings}" if settings else "")

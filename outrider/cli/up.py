@@ -3,18 +3,15 @@
 import asyncio
 import errno
 import socket
-import sys
 
 from rich.console import Console
-from rich.text import Text
 
 from outrider.cli.asking import Answer, Ask, Sampling, Speculation
-from outrider.cli.client import model_facts
+from outrider.cli.display import Display
 from outrider.cli.generate import choose_view, show_generation
-from outrider.cli.rendering import console_for
-from outrider.cli.running import Interrupts, Work, note, service_log
-from outrider.cli.stack import HOST, Addresses, Stack, start_stack
-from outrider.cli.tables import model_table
+from outrider.cli.model_facts import model_facts
+from outrider.cli.running import Interrupts, Work
+from outrider.cli.stack import HOST, Stack, start_stack
 from outrider.errors import NotReady
 from outrider.supervisor import Supervisor
 
@@ -32,6 +29,8 @@ def check_ports(stack: Stack) -> None:
     A service could tell as well, but only after its model is loaded, and without the name of the option.
     """
     ports = {"port": stack.gateway_port, "target-port": stack.target_port}
+    if stack.rest_port is not None:
+        ports["rest-port"] = stack.rest_port
     if stack.draft:
         ports["draft-port"] = stack.draft_port
     for option, port in ports.items():
@@ -50,37 +49,35 @@ def _port_sentence(option: str, port: int, error: OSError) -> str:
     return f"Port {port} cannot be used ({error.strerror}); choose another with --{option}, 0 for a free one."
 
 
-def serving(stack: Stack, *, story: bool) -> Work:
+def serving(stack: Stack, display: Display, *, story: bool) -> Work:
     """The work of the command."""
 
     async def work(interrupts: Interrupts) -> None:
         check_ports(stack)
-        async with Supervisor(note, service_log) as supervisor:
+        async with Supervisor(display.report, display.log, observe=display.observe) as supervisor:
             interrupts.urgent = supervisor.kill
             with Console(stderr=True).status("Starting the services"):
                 addresses = await start_stack(supervisor, stack)
-            await _announce(addresses)
-            await _serve(supervisor, addresses.gateway, story=story)
+            served = [address for address in (addresses.target, addresses.draft) if address]
+            display.serving(addresses, await asyncio.gather(*map(model_facts, served)))
+            await _serve(supervisor, addresses.gateway, display, story=story)
 
     return work
 
 
-async def _serve(supervisor: Supervisor, gateway: str, *, story: bool) -> None:
+async def _serve(supervisor: Supervisor, gateway: str, display: Display, *, story: bool) -> None:
+    """Restarts what dies, tells a story first when that is wanted, and shows what is going on."""
     watching = asyncio.create_task(supervisor.watch())
+    showing: asyncio.Task[None] | None = None
     try:
         if story:
             await show_generation(gateway, STORY, choose_view(as_json=False))
-        note("Serving until Ctrl-C.")
-        await watching
+        showing = asyncio.create_task(display.run())
+        await asyncio.wait({watching, showing}, return_when=asyncio.FIRST_COMPLETED)
+        # Neither ends by itself but with an error.
+        await (watching if watching.done() else showing)
     finally:
-        watching.cancel()
-        await asyncio.wait({watching})
-
-
-async def _announce(addresses: Addresses) -> None:
-    """Prints the models and where the gateway answers."""
-    served = [address for address in (addresses.target, addresses.draft) if address]
-    facts = await asyncio.gather(*(model_facts(address) for address in served))
-    console = console_for(sys.stdout)
-    console.print(model_table(facts))
-    console.print(Text(f"The gateway answers on {addresses.gateway}.\n"), soft_wrap=True)
+        running = {task for task in (watching, showing) if task is not None}
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running)

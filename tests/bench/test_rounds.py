@@ -15,7 +15,7 @@ SETTINGS = {BARE, ONE_BY_ONE, PLAIN, fixed(2), fixed(4), AUTO}
 def test_a_quick_run_measures_everything_and_compares_tokens(tmp_path: Path) -> None:
     """Every instrument leaves samples, every setting the same tokens, and the report has a line for every target."""
     file = tmp_path / "samples.json"
-    options = ("--tokens", "12", "--temperatures", "0,0.8", "--threads", "1", "--json", str(file))
+    options = ("--tokens", "12", "--temperatures", "0,0.8", "--threads", "1", "--save", str(file))
     ended = subprocess.run(
         [*COMMAND, *options], capture_output=True, check=False, timeout=240, cwd=ROOT, encoding="utf-8"
     )

@@ -10,9 +10,10 @@ from outrider.errors import InvalidRequest
 
 
 def test_the_child_gets_the_options_that_were_given() -> None:
-    """An option without a value is left out, so that the child's own default holds; -P guards its imports."""
-    given = {"--target": "sized:200m", "--draft": None, "--turns": 3, "--json": Path("a.json")}
-    expected = ("-P", "-m", "bench.rounds", "--target", "sized:200m", "--turns", "3", "--json", "a.json")
+    """What has no value is left out, so that the child's own default holds, and flags have none; -P guards imports."""
+    given = {"--target": "sized:200m", "--draft": None, "--seed": -3, "--json": True, "--quick": False}
+    given["--save"] = Path("a.json")
+    expected = ("-P", "-m", "bench.rounds", "--target=sized:200m", "--seed=-3", "--json", "--save=a.json")
     assert command("bench.rounds", given) == (sys.executable, *expected)
 
 
@@ -30,8 +31,9 @@ def test_what_is_no_temperature_is_refused(text: str) -> None:
 
 def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
     """Not after the minutes of a run."""
-    assert writable(tmp_path / "samples.json") == tmp_path / "samples.json"
-    assert writable(None) is None
+    check = writable("--save")
+    assert check(tmp_path / "samples.json") == tmp_path / "samples.json"
+    assert check(None) is None
     for place in (tmp_path, tmp_path / "absent" / "samples.json"):
-        with pytest.raises(InvalidRequest, match="--json"):
-            writable(place)
+        with pytest.raises(InvalidRequest, match="--save"):
+            check(place)

@@ -19,12 +19,12 @@ from stack import until_quiet
 
 from outrider.cli.asking import Answer, Ask, Sampling, Speculation
 from outrider.cli.client import generate
-from outrider.cli.events import Result, Round
+from outrider.client import Result, Round
 from outrider.embedded_models import embedded_model
 from outrider.rpc import open_channel
 
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()")
-FREE_PORTS = ("--port", "0", "--draft-port", "0", "--target-port", "0")
+FREE_PORTS = ("--port", "0", "--rest-port", "0", "--draft-port", "0", "--target-port", "0")
 READY_S, END_S = 120.0, 30.0
 ASK = Ask("Once upon a time", Answer(max_tokens=24, seed=5), Sampling(temperature=0.8), Speculation(draft_count="4"))
 

@@ -1,0 +1,210 @@
+"""What `outrider up` shows of a stack: events, the live table, figures of the gateway. Starts no stack."""
+
+import asyncio
+import io
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from helpers import eventually
+from rich.console import Console
+
+from outrider.cli.display import JsonDisplay, LinesDisplay
+from outrider.cli.gateway_counts import GatewayCounts, parse_counts, work_line
+from outrider.cli.live_display import TableDisplay, choose_display
+from outrider.cli.model_facts import ModelFacts
+from outrider.cli.services import Services, memory_bytes
+from outrider.cli.stack import Addresses
+from outrider.cli.terminal import is_rich
+from outrider.supervisor import Change, State
+
+FACTS = [ModelFacts("target", "big", 11, "bfloat16", "cpu", 2, "cpu-x", 4096, 100, 16, "127.0.0.1:2")]
+ADDRESSES = Addresses("127.0.0.1:1", "127.0.0.1:2", None, "127.0.0.1:4")
+METRICS = """\
+outrider_num_requests_running 3.0
+outrider_num_requests_waiting 2.0
+outrider_current_draft_tokens 5.0
+outrider_generation_tokens_total {tokens}
+outrider_spec_decode_num_draft_tokens_total 40.0
+outrider_spec_decode_num_evaluated_tokens_total 20.0
+outrider_spec_decode_num_accepted_tokens_total 15.0
+outrider_spec_decode_num_accepted_tokens_per_pos_total{{position="0"}} 9.0
+"""
+LIFE = (
+    Change("target", State.STARTING),
+    Change("target", State.SERVING, 7, {"address": "127.0.0.1:2"}),
+    Change("gateway", State.STARTING),
+    Change("gateway", State.SERVING, 8, {"address": "127.0.0.1:1", "rest": "127.0.0.1:4"}),
+)
+DEATH = (
+    Change("target", State.DIED, ending="was ended by signal 9", delay_s=0.5),
+    Change("target", State.STARTING),
+    Change("target", State.SERVING, 9, {"address": "127.0.0.1:2"}),
+    Change("target", State.STOPPED),
+)
+
+
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        """Says so."""
+        return True
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_drawn"),
+    [({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({"TERM": "xterm", "NO_COLOR": "1"}, False)],
+)
+def test_when_tables_are_drawn(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], is_drawn: bool) -> None:
+    """In a terminal that is not dumb, unless NO_COLOR is set; never into a pipe."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert is_rich(Terminal()) is is_drawn
+    assert not is_rich(io.StringIO())
+
+
+def test_a_pipe_gets_lines_and_json_what_asks_for_it() -> None:
+    """pytest's own stdout is no terminal."""
+    assert isinstance(choose_display(as_json=False), LinesDisplay)
+    assert isinstance(choose_display(as_json=True), JsonDisplay)
+
+
+def test_a_service_that_came_back_counts_as_restarted() -> None:
+    """Its first start does not, and it keeps its address while it is away."""
+    services = Services()
+    for change in (*LIFE, *DEATH[:1]):
+        services.apply(change)
+    view = services["target"]
+    assert (view.state, view.restarts, view.address, view.ending) == (
+        State.DIED,
+        0,
+        "127.0.0.1:2",
+        "was ended by signal 9",
+    )
+    for change in DEATH[1:]:
+        services.apply(change)
+    assert (view.restarts, [each.name for each in services]) == (1, ["target", "gateway"])
+
+
+def test_json_tells_every_event_on_a_line_of_its_own() -> None:
+    """One `serving` with all addresses, and what became of each process afterwards."""
+    output = io.StringIO()
+    display = JsonDisplay(output)
+    for change in LIFE:
+        display.observe(change)
+    display.serving(ADDRESSES, FACTS)
+    for change in DEATH:
+        display.observe(change)
+    events = [json.loads(line) for line in output.getvalue().splitlines()]
+    told = [(each["event"], each.get("service")) for each in events]
+    assert told == [
+        ("starting", "target"),
+        ("starting", "gateway"),
+        ("serving", None),
+        ("died", "target"),
+        ("starting", "target"),
+        ("restarted", "target"),
+        ("stopped", "target"),
+    ]
+    assert events[2]["page"] == "http://127.0.0.1:4/"
+    assert (events[2]["gateway"], events[2]["models"], events[2]["pids"]["gateway"]) == (
+        "127.0.0.1:1",
+        {"target": "big"},
+        8,
+    )
+    assert (events[3]["again_in_s"], events[5]["pid"]) == (0.5, 9)
+
+
+def test_lines_name_the_page_first() -> None:
+    """It is what a newcomer opens; without REST there is none."""
+    output = io.StringIO()
+    LinesDisplay(output).serving(ADDRESSES, FACTS)
+    assert output.getvalue().splitlines()[0] == "The page: http://127.0.0.1:4/"
+    output = io.StringIO()
+    LinesDisplay(output).serving(Addresses("127.0.0.1:1", "127.0.0.1:2", None), FACTS)
+    assert "page" not in output.getvalue()
+    assert output.getvalue().rstrip().endswith("The gateway answers on 127.0.0.1:1.")
+
+
+def test_counts_of_a_gateway() -> None:
+    """Read by name; what is no metrics text, and another program's metrics, are nothing."""
+    before, now = (parse_counts(METRICS.format(tokens=tokens)) for tokens in (100.0, 300.0))
+    assert before == GatewayCounts(3, 2, 5, 100.0, 40.0, 20.0, 15.0)
+    assert now is not None
+    assert work_line(before, now, 2.0) == "3 running, 2 waiting, 100 tokens/s, K 5, 300 tokens"
+    assert [parse_counts(text) for text in ("", "python_info 1.0\n", "<html>")] == [None] * 3
+
+
+def test_acceptance_is_that_of_the_last_second() -> None:
+    """Accepted over evaluated since the counts before; a gateway that began anew has no speed yet."""
+    before, now = GatewayCounts(1, 0, 4, 0, 0, 0, 0), GatewayCounts(1, 0, 4, 30, 40, 20, 15)
+    assert "acceptance rate 0.75" in work_line(before, now, 1.0)
+    assert "tokens/s" not in work_line(now, before, 1.0)
+    assert "tokens/s" not in work_line(None, now, 1.0)
+
+
+def test_memory_of_processes() -> None:
+    """Our own is something, that of a process that is gone unknown."""
+    assert (memory_bytes(1) or 1) > 0
+    assert memory_bytes(None) is None
+
+
+class Metrics(BaseHTTPRequestHandler):
+    """Serves counters that grow with every scrape."""
+
+    scrapes = iter(range(1, 1_000_000))
+
+    def do_GET(self) -> None:
+        """Answers any path."""
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(METRICS.format(tokens=float(next(self.scrapes))).encode())
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+
+@pytest.fixture
+def metrics() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Metrics)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+async def shown(rest: str | None) -> str:
+    """What a table shows until it has been drawn twice behind a death."""
+    output = io.StringIO()
+    display = TableDisplay(Console(file=output, width=80, force_terminal=True, color_system=None))
+    for change in LIFE[:3]:
+        display.observe(change)
+    places = {"address": "127.0.0.1:1", **({"rest": rest} if rest else {})}
+    display.observe(Change("gateway", State.SERVING, 8, places))
+    display.serving(Addresses("127.0.0.1:1", "127.0.0.1:2", None, rest), FACTS)
+    running = asyncio.create_task(display.run())
+    await eventually(lambda: "Ctrl-C" in output.getvalue())
+    for change in DEATH[:3]:
+        display.observe(change)
+    running.cancel()
+    await asyncio.wait({running})
+    return output.getvalue()
+
+
+async def test_the_table_shows_processes_and_the_gateway_s_work(metrics: str) -> None:
+    """States are words, the restart is counted, and no line is wider than the terminal."""
+    text = await shown(metrics)
+    assert "3 running, 2 waiting" in text
+    assert all(word in text for word in ("died", "starting", "serving", "restarts", f"http://{metrics}/"))
+    assert max(len(line.strip("\r")) for line in text.splitlines() if "\x1b" not in line) <= 80
+
+
+async def test_without_metrics_the_services_are_asked() -> None:
+    """Where nobody answers either, the table is drawn all the same."""
+    assert "Ctrl-C stops it." in await shown(None)
