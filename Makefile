@@ -8,6 +8,9 @@ LITELLM := .venv-litellm
 LITELLM_SETUP := $(LITELLM)/.setup-done
 KERNELS := $(wildcard outrider/engine/ops/kernels/*.[ch])
 
+# A file's tests stay together, so that they share what is slow to start.
+SIDE_BY_SIDE := -n 2 --dist loadfile
+
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-grid test-page test-surface test-fencing check proto models train bench bench-sized clean
 
@@ -30,7 +33,7 @@ run: $(SETUP) ## starts the stack with the embedded pair, streams one story, ser
 	@$(BIN)/outrider up --story
 
 test: $(SETUP) ## all tests but the full exactness grid, the browser's, and the full conformance tests
-	$(BIN)/python -m pytest -m "not grid and not surface and not page"
+	$(BIN)/python -m pytest -m "not grid and not surface and not page" $(SIDE_BY_SIDE)
 
 test-grid: $(SETUP) ## the full exactness grid
 	$(BIN)/python -m pytest -m grid

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from helpers import eventually
+from helpers import PATIENCE_S, eventually
 from http_serving import GET, Source, connected, served, streaming
 from starlette.types import Message, Receive, Scope, Send
 
@@ -50,8 +50,9 @@ async def test_silence_is_filled_with_comments() -> None:
     """From the headers on, before the first frame and behind the last."""
     source = Source([b""])
     async with served(streaming(source, keep_alive_s=0.01)) as running, connected(running) as (reader, _):
-        for _ in range(3):
-            await reader.readuntil(b": keep-alive\n\n")
+        async with asyncio.timeout(PATIENCE_S):
+            for _ in range(3):
+                await reader.readuntil(b": keep-alive\n\n")
 
 
 async def test_the_generator_ends_when_the_client_leaves() -> None:

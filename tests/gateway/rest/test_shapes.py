@@ -1,0 +1,100 @@
+"""What is counted and how choices are put together, from events in any order."""
+
+from typing import Any
+
+from helpers import spec_of
+
+from gateway.generation import CompletionEvent, RoundEvent
+from gateway.requests import GenerationPlan
+from gateway.rest.answering import Head
+from gateway.rest.tally import Tally
+from gateway.rest.text_shape import TextShape
+from gateway.rounds import Round, TokenOrigin
+from gateway.tokenizer import Tokenizer
+from gateway.transcript import PromptToken, SpeculationFigures, SpokenToken
+from outrider.parameters import Acceptance, FinishReason, TokenLogprob
+
+HEAD = Head("cmpl-1", 1, "markov", "fp")
+PROMPT = (PromptToken(3, "fox", None), PromptToken(5, " sea", TokenLogprob(-1.0)))
+
+
+def said(text: str, drafted: int = 0, accepted: int = 0, prompt: tuple[PromptToken, ...] = ()) -> RoundEvent:
+    """A round with one token."""
+    committed = Round((1,), (TokenOrigin.PLAIN,), 2, drafted, accepted, accepted, None, None, 0, 0, 0, "numerics")
+    return RoundEvent((SpokenToken(1, TokenOrigin.PLAIN, text, TokenLogprob(-2.0)),), committed, prompt_tokens=prompt)
+
+
+def ended(**changes: Any) -> CompletionEvent:
+    """The end of a choice of six tokens, the first after 30 ms of which it waited 10, the last after 130 ms."""
+    fields: dict[str, Any] = dict.fromkeys(CompletionEvent.__dataclass_fields__, 0) | {"text_delta": "", "seed": 7}
+    fields |= {"finish_reason": FinishReason.EOS, "figures": SpeculationFigures(), "model_hash": "hash"}
+    fields |= {"numerics_ids": ("numerics",), "acceptance": Acceptance(), "prompt_tokens": 2, "completion_tokens": 6}
+    return CompletionEvent(**{**fields, "first_token_us": 30_000, "total_us": 130_000, "queue_us": 10_000, **changes})
+
+
+def tally(*steps: tuple[int, int], samples: int = 1, draft_count: int | None = None, ends: int = 1) -> Tally:
+    """What has been counted of some verdicts."""
+    plan = GenerationPlan(spec_of([3, 5]), (), draft_count, sample_count=samples)
+    counted = Tally([plan], 4, return_rounds=True)
+    for step in steps:
+        counted.add(0, said("x", *step))
+    for index in range(ends):
+        counted.add(index, ended(sample_index=index))
+    return counted
+
+
+def test_figures_are_counted_as_vllm_does() -> None:
+    """By hand, over four verdicts of which one was on nothing."""
+    told = tally((4, 4), (0, 0), (4, 1), (2, 1)).metrics()
+    assert told.speculative_decoding is not None
+    assert told.speculative_decoding.model_dump() == {
+        "mean_acceptance_length": 3.0,
+        "draft_acceptance_rate": 0.6,
+        "acceptance_histogram": [0, 2, 0, 0, 1],
+        "acceptance_histogram_by_draft_length": {"2": [0, 1, 0], "4": [0, 1, 0, 0, 1]},
+        "num_spec_steps": 3,
+        "num_accepted_draft_tokens": 6,
+        "num_draft_tokens": 10,
+        "num_spec_tokens": 4,
+        "per_step_accepted": [4, 1, 1],
+        "per_step_drafted": [4, 4, 2],
+    }
+    times = (told.time_to_first_token_ms, told.generation_time_ms, told.queue_time_ms, told.mean_itl_ms)
+    assert times == (30.0, 100.0, 10.0, 20.0)
+    assert told.tokens_per_second == 6 / 0.12
+
+
+def test_figures_are_of_one_choice_that_may_speculate() -> None:
+    """With several choices, or with speculation switched off, there are none."""
+    assert tally(samples=2, ends=2).metrics().speculative_decoding is None
+    assert tally(draft_count=0).metrics().speculative_decoding is None
+    assert tally(samples=2, ends=2).usage().model_dump() == {
+        "prompt_tokens": 2,
+        "completion_tokens": 12,
+        "total_tokens": 14,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+def test_choices_wait_for_the_log_probabilities_of_their_prompt(words: str) -> None:
+    """They come with the first choice of each prompt, which may be later than another choice."""
+    shape = TextShape(HEAD, Tokenizer(words), True, ["fox sea", "king"], 2)
+    assert shape.chunks(1, said("a")) == []
+    assert shape.chunks(1, ended()) == []
+    told = [chunk.choices[0] for chunk in shape.chunks(0, said("b", prompt=PROMPT))]
+    assert [(choice.index, choice.text) for choice in told] == [
+        (0, "fox sea"),
+        (0, "b"),
+        (1, "fox sea"),
+        (1, "a"),
+        (1, ""),
+    ]
+    assert [choice.logprobs.text_offset if choice.logprobs else None for choice in told] == [
+        [0, 3],
+        [7],
+        [0, 3],
+        [7],
+        None,
+    ]
+    assert shape.chunks(3, said("c")) == []
+    assert [chunk.choices[0].index for chunk in shape.chunks(2, said("d", prompt=PROMPT))] == [2, 2, 3, 3]
