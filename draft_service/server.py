@@ -13,6 +13,7 @@ from outrider.model_service import (
     describe,
     device_setup,
     load_model_aside,
+    metrics_of,
     serve_model,
 )
 from outrider.model_service_flags import ModelServiceSettings
@@ -35,7 +36,9 @@ async def start_with(
     table = SessionTable[DraftSession](settings.lease_s)
     drafter = ModelDrafter(model.runner, table.with_room, top_n)
     worker = DeviceWorker[DraftTask](drafter.advance, device_setup(model), "draft device")
-    sessions = DraftSessions(model.runner, table, worker.submit)
+    sessions = DraftSessions(model.runner, table, worker.submit, prefix_cache=settings.prefix_cache)
     facts = describe("draft", model, drafters=DRAFTERS)
-    services = {**draft_service(facts, sessions, worker), **model_service(facts, sessions, worker)}
-    return await serve_model(settings, model, facts, worker, table, services)
+    metrics = metrics_of(settings, model, facts, sessions, worker)
+    own = draft_service(facts, sessions, worker, metrics.observe)
+    services = {**own, **model_service(facts, sessions, worker)}
+    return await serve_model(settings, model, facts, worker, table, services, metrics)

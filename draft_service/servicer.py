@@ -8,13 +8,14 @@ import grpc
 from draft_service.drafters.offers import choose_drafter
 from draft_service.drafters.task import DraftTask
 from draft_service.sessions import Answer, DraftSessions, Wanted
-from outrider import rpc, wire
+from outrider import rpc, tracing, wire
 from outrider.checks import check_range, check_token_ids
+from outrider.compute_times import ComputeTimes
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import InvalidRequest
 from outrider.fencing import Fence
 from outrider.model_servicer import MAX_DRAFT_COUNT, ServiceFacts
-from outrider.session_servicer import Arrival, SessionServicer
+from outrider.session_servicer import Arrival, SessionServicer, unobserved
 from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.draft_service_pb2_grpc import DraftServiceServicer, add_DraftServiceServicer_to_server
@@ -47,7 +48,8 @@ class DraftMessages:
 
     def response(self, answer: Answer) -> pb.ProposeResponse:
         """The message for an answer."""
-        proposal = None if answer.proposal is None else tree_message(answer.proposal)
+        tree = answer.proposal
+        proposal = None if tree is None else tree_message(tree, tree.logprobs)
         wanted = types_pb2.TokensWanted(known_len=answer.known_len) if proposal is None else None
         return pb.ProposeResponse(
             fence=wire.fence_message(answer.fence, self._facts.instance_id),
@@ -66,9 +68,15 @@ class DraftMessages:
 class DraftServicer(DraftServiceServicer):
     """Serves DraftService over the sessions of one model."""
 
-    def __init__(self, facts: ServiceFacts, sessions: DraftSessions, worker: DeviceWorker[DraftTask]) -> None:
+    def __init__(
+        self,
+        facts: ServiceFacts,
+        sessions: DraftSessions,
+        worker: DeviceWorker[DraftTask],
+        observe: Callable[[ComputeTimes], None],
+    ) -> None:
         messages = DraftMessages(facts, sessions)
-        self._streams = SessionServicer(messages, facts.context_len, sessions.table, worker)
+        self._streams = SessionServicer(messages, facts.context_len, sessions.table, worker, observe)
 
     async def Propose(  # type: ignore[override]  # noqa: N802 - the name is the protocol's
         self,
@@ -76,12 +84,18 @@ class DraftServicer(DraftServiceServicer):
         context: grpc.aio.ServicerContext[pb.ProposeRequest, pb.ProposeResponse],
     ) -> None:
         """Carries one session; see the protocol."""
-        await self._streams.carry(request_iterator, context.write, context.time_remaining)
+        parent = tracing.parent_of(context.invocation_metadata())
+        await self._streams.carry(request_iterator, context.write, context.time_remaining, parent)
 
 
-def draft_service(facts: ServiceFacts, sessions: DraftSessions, worker: DeviceWorker[DraftTask]) -> rpc.Services:
-    """The service for `outrider.rpc.serve`."""
-    servicer = DraftServicer(facts, sessions, worker)
+def draft_service(
+    facts: ServiceFacts,
+    sessions: DraftSessions,
+    worker: DeviceWorker[DraftTask],
+    observe: Callable[[ComputeTimes], None] = unobserved,
+) -> rpc.Services:
+    """The service for `outrider.rpc.serve`; `observe` as in SessionServicer."""
+    servicer = DraftServicer(facts, sessions, worker, observe)
     return rpc.service(pb.DESCRIPTOR, "DraftService", partial(add_DraftServiceServicer_to_server, servicer))
 
 

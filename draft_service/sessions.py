@@ -78,13 +78,18 @@ class DraftSessions:
     """All sessions of a draft service."""
 
     def __init__(
-        self, runner: ModelRunner, table: SessionTable[DraftSession], submit: Callable[[DraftTask], None]
+        self,
+        runner: ModelRunner,
+        table: SessionTable[DraftSession],
+        submit: Callable[[DraftTask], None],
+        *,
+        prefix_cache: bool = True,
     ) -> None:
-        """`submit` hands a task to the device worker that advances it."""
+        """`submit` hands a task to the device worker that advances it; prefix_cache as in SessionBook."""
         self.table = table
         self._context_len = runner.context_len
         self._submit = submit
-        self._book = SessionBook(runner, table, DraftSession)
+        self._book = SessionBook(runner, table, DraftSession, prefix_cache=prefix_cache)
 
     def open(
         self, fence: Fence, spec: SessionSpec, wanted: Wanted, owner: object, reply: Reply, drafter: str = MODEL

@@ -6,7 +6,7 @@ Loading happens off the loop; from then on only the device thread touches the mo
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,10 +19,12 @@ from outrider.engine.checkpoints import find_checkpoint
 from outrider.engine.runner import ModelRunner
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import NotReady, OutriderError
+from outrider.metrics_server import RunningMetrics, serve_metrics
 from outrider.model_service_flags import ModelServiceSettings
-from outrider.model_servicer import ServiceFacts
+from outrider.model_servicer import ServiceFacts, Sessions
 from outrider.parameters import Rule
 from outrider.process import exit_now
+from outrider.service_metrics import ServiceMetrics
 from outrider.sessions import SessionTable
 from outrider.vocabulary import Vocabulary
 from outrider.watchdog import Watchdog
@@ -54,6 +56,12 @@ class RunningModelService:
     runner: ModelRunner
     facts: ServiceFacts
     watching: asyncio.Task[None]
+    metrics: RunningMetrics | None = None
+
+    @property
+    def further_addresses(self) -> Mapping[str, str]:
+        """Where it serves metrics."""
+        return {} if self.metrics is None else {"metrics": self.metrics.address}
 
     async def stop(self, grace_s: float = rpc.DRAIN_S) -> None:
         """Takes no new sessions, gives running ones grace_s to end, frees what is left, and ends the device thread.
@@ -71,6 +79,8 @@ class RunningModelService:
         finally:
             # Whoever stops a service is told how that went, and must not be ended by it later.
             self.watching.cancel()
+            if self.metrics is not None:
+                await self.metrics.stop()
 
     async def _end_device(self) -> None:
         # Where another call has ended the device, it has freed everything before.
@@ -137,6 +147,19 @@ def device_setup(model: LoadedModel) -> Callable[[], None]:
     return partial(torch.set_num_threads, model.runner.torch_threads)
 
 
+def metrics_of(
+    settings: ModelServiceSettings,
+    model: LoadedModel,
+    facts: ServiceFacts,
+    sessions: Sessions,
+    worker: DeviceWorker[Any],
+) -> ServiceMetrics:
+    """The figures of a service, for `serve_model`."""
+    return ServiceMetrics(
+        facts, sessions.counts, model.runner.forward_counts, worker, vllm_names=settings.vllm_metric_names
+    )
+
+
 async def serve_model(
     settings: ModelServiceSettings,
     model: LoadedModel,
@@ -144,13 +167,19 @@ async def serve_model(
     worker: DeviceWorker[Any],
     table: SessionTable[Any],
     services: rpc.Services,
+    metrics: ServiceMetrics,
 ) -> RunningModelService:
-    """Serves on the settings' address; raises AddressTaken, and then ends the device thread."""
-    try:
+    """Serves on the settings' addresses; raises AddressTaken, and then ends the device thread."""
+    async with AsyncExitStack() as undo:
+        undo.push_async_callback(worker.close)
+        exporting = None
+        if settings.metrics_listen:
+            exporting = serve_metrics(settings.metrics_listen, metrics.registry)
+            undo.push_async_callback(exporting.stop)
+            # With port 0 nothing else tells where.
+            log.info("serving metrics", address=exporting.address)
         server = await rpc.serve(settings.listen, services)
-    except BaseException:
-        await worker.close()
-        raise
+        undo.pop_all()
     watchdog = Watchdog(lambda: worker.stalled_us, settings.stall_s, server.say_not_serving, exit_now)
     watching = asyncio.create_task(watchdog.watch())
-    return RunningModelService(server.address, server, worker, table, model.runner, facts, watching)
+    return RunningModelService(server.address, server, worker, table, model.runner, facts, watching, exporting)

@@ -73,9 +73,15 @@ class ModelServiceSettings:
     kv_tokens: int | None = None
     lease_s: float = DEFAULT_LEASE_S
     stall_s: float = DEFAULT_STALL_S
+    prefix_cache: bool = True
+    metrics_listen: str = ""
+    """Where metrics are served; empty for nowhere."""
+    vllm_metric_names: bool = False
 
     def __post_init__(self) -> None:
         check_address("listen", self.listen, least_port=0)
+        if self.metrics_listen:
+            check_address("metrics_listen", self.metrics_listen, least_port=0)
 
 
 Start = Callable[[ModelServiceSettings], Awaitable[Service]]
@@ -108,6 +114,26 @@ StallSeconds = Annotated[
         help="A device that has work and finishes none of it for this long is given up, and the process exits with 70.",
     ),
 ]
+PrefixCache = Annotated[
+    bool,
+    typer.Option(
+        "--prefix-cache/--no-prefix-cache",
+        envvar="OUTRIDER_PREFIX_CACHE",
+        help="Keep what is cached of ended sessions for those that begin with the same tokens.",
+    ),
+]
+
+
+MetricsListen = Annotated[
+    str,
+    typer.Option(
+        envvar="OUTRIDER_METRICS_LISTEN", help="HOST:PORT for Prometheus metrics; port 0 takes a free one. Empty: none."
+    ),
+]
+VllmMetricNames = Annotated[
+    bool,
+    typer.Option("--vllm-metric-names", envvar="OUTRIDER_VLLM_METRIC_NAMES", help="Metrics also as `vllm:` names."),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +146,9 @@ class ServiceFlags:
     kv_tokens: KvTokens = None
     lease_seconds: LeaseSeconds = DEFAULT_LEASE_S
     stall_seconds: StallSeconds = DEFAULT_STALL_S
+    prefix_cache: PrefixCache = True
+    metrics_listen: MetricsListen = ""
+    vllm_metric_names: VllmMetricNames = False
     drain_seconds: DrainFlag = DRAIN_S
     log_level: LogLevelFlag = LogLevel.INFO
     stop_with_stdin: StopWithStdinFlag = False
@@ -135,6 +164,9 @@ class ServiceFlags:
             self.kv_tokens,
             self.lease_seconds,
             self.stall_seconds,
+            self.prefix_cache,
+            self.metrics_listen,
+            self.vllm_metric_names,
         )
         run_service(
             role,

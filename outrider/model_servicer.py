@@ -10,9 +10,10 @@ from typing import Any, Protocol, TypeVar
 
 import grpc
 
-from outrider import rpc, wire
+from outrider import rpc, tracing, wire
 from outrider.errors import Overloaded
 from outrider.fencing import Fence
+from outrider.logs import session_prefix
 from outrider.parameters import Rule
 from outrider.v1 import model_service_pb2 as pb
 from outrider.v1.model_service_pb2_grpc import ModelServiceServicer, add_ModelServiceServicer_to_server
@@ -63,6 +64,10 @@ class ServiceCounts:
     preemptions: int
     evicted_sessions: int
     expired_leases: int
+    cached_blocks: int
+    """Of the free blocks those that keep a prefix."""
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +152,9 @@ class ModelServicer(ModelServiceServicer):
             preemption_count=counts.preemptions,
             evicted_session_count=counts.evicted_sessions,
             expired_lease_count=counts.expired_leases,
+            cached_block_count=counts.cached_blocks,
+            prefix_query_tokens=counts.prefix_query_tokens,
+            prefix_hit_tokens=counts.prefix_hit_tokens,
         )
 
     async def Rollback(  # noqa: N802 - the name is the protocol's
@@ -154,7 +162,9 @@ class ModelServicer(ModelServiceServicer):
     ) -> pb.RollbackResponse:
         """Takes a session back to a length."""
         fence = wire.fence_from(request.fence, self._facts.context_len)
-        rolled = await self._roll_back(fence)
+        parent = tracing.parent_of(context.invocation_metadata())
+        with tracing.span("Rollback", parent=parent, session=session_prefix(fence.session_id)):
+            rolled = await self._roll_back(fence)
         return pb.RollbackResponse(
             fence=wire.fence_message(rolled.fence, self._facts.instance_id),
             cached_len=rolled.cached_len,

@@ -40,6 +40,8 @@ class SessionRecord(ABC, Generic[AnswerT, TaskT]):
     owner: object
     reply: Callable[[AnswerT | OutriderError], None]
     task: TaskT | None = None
+    prefix_len: int = 0
+    """Tokens that its last opening found in the prefix cache."""
 
     @property
     @abstractmethod
@@ -79,13 +81,22 @@ RecordT = TypeVar("RecordT", bound=SessionRecord)  # type: ignore[type-arg]  # w
 class SessionBook(Generic[RecordT]):
     """The sessions of a service, in a table that knows their leases."""
 
-    def __init__(self, runner: ModelRunner, table: SessionTable[RecordT], make: Callable[..., RecordT]) -> None:
-        """`make` gets the first five fields of a SessionRecord."""
+    def __init__(
+        self,
+        runner: ModelRunner,
+        table: SessionTable[RecordT],
+        make: Callable[..., RecordT],
+        *,
+        prefix_cache: bool = True,
+    ) -> None:
+        """`make` gets the first five fields of a SessionRecord; prefix_cache lets sessions share equal beginnings."""
         self.table = table
         self._runner = runner
         self._make = make
         self._least_epochs = LeastEpochs()
         self._num_stopped_jobs = 0
+        self._prefix_cache = prefix_cache
+        self._prefix_query_tokens = self._prefix_hit_tokens = 0
 
     def judge_open(self, fence: Fence) -> tuple[Standing, RecordT | None]:
         """What to do with an open, and the session if there is one."""
@@ -99,16 +110,17 @@ class SessionBook(Generic[RecordT]):
         """A session of the spec's tokens; a newer epoch starts over, with what is cached of them."""
         held = self.table.get(fence.session_id)
         if held is None:
-            session = reopen(self._runner, None, spec.token_ids, spec.prompt_len)
+            session = self._session(spec, None)
             held = self._make(spec, fence.epoch, session, owner, reply)
             self.table.add(fence.session_id, held)
             self._least_epochs.forget(fence.session_id)
-            return held
-        self._num_stopped_jobs += held.stop_job()
-        held.session = reopen(self._runner, held.session, spec.token_ids, spec.prompt_len)
-        held.spec = spec
-        held.rewind(fence.epoch, fence.base_len)
-        self.take_up(fence, held, owner, reply)
+        else:
+            self._num_stopped_jobs += held.stop_job()
+            held.session = self._session(spec, held.session)
+            held.spec = spec
+            held.rewind(fence.epoch, fence.base_len)
+            self.take_up(fence, held, owner, reply)
+        held.prefix_len = self._take_prefix(held.session, spec)
         return held
 
     def take_up(
@@ -146,6 +158,9 @@ class SessionBook(Generic[RecordT]):
         """Numbers for an observer; see outrider.model_servicer.Sessions."""
         return ServiceCounts(
             free_blocks=self._runner.pool.num_free,
+            cached_blocks=self._runner.pool.num_cached,
+            prefix_query_tokens=self._prefix_query_tokens,
+            prefix_hit_tokens=self._prefix_hit_tokens,
             sessions=len(self.table),
             leased_sessions=self.table.num_leased,
             stopped_jobs=self._num_stopped_jobs,
@@ -153,3 +168,18 @@ class SessionBook(Generic[RecordT]):
             evicted_sessions=self.table.num_evicted,
             expired_leases=self.table.num_expired,
         )
+
+    def _session(self, spec: SessionSpec, known: Session | None) -> Session:
+        salt = spec.cache_salt if self._prefix_cache else None
+        return reopen(self._runner, known, spec.token_ids, spec.prompt_len, salt)
+
+    def _take_prefix(self, session: Session, spec: SessionSpec) -> int:
+        """Takes what others have cached of a session's tokens; returns how many tokens that are."""
+        if not self._prefix_cache or (spec.prompt_logprobs and len(session) == spec.prompt_len):
+            # Log-probabilities of a prompt need its rows, and so every one of them is computed.
+            return 0
+        self._prefix_query_tokens += len(session) - session.cached_len
+        session.publish(len(session))
+        num_hits = session.take_prefix()
+        self._prefix_hit_tokens += num_hits
+        return num_hits

@@ -5,14 +5,19 @@ messages say is each service's own and comes as `Messages`.
 """
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from outrider import wire
+from structlog.contextvars import bind_contextvars
+
+from outrider import tracing, wire
+from outrider.compute_times import ComputeTimes
 from outrider.errors import OutriderError, Overloaded
 from outrider.fencing import Fence
+from outrider.logs import session_prefix
+from outrider.session_figures import SessionFigures
 from outrider.session_stream import Device, SessionStream
 from outrider.sessions import SessionTable
 from outrider.v1 import types_pb2 as pb
@@ -34,7 +39,16 @@ class Request(Protocol):
         ...
 
 
-AnswerT = TypeVar("AnswerT")
+class Answered(Protocol):
+    """An answer to a message."""
+
+    @property
+    def times(self) -> ComputeTimes:
+        """What it cost."""
+        ...
+
+
+AnswerT = TypeVar("AnswerT", bound=Answered)
 RequestT = TypeVar("RequestT", bound=Request)
 ResponseT = TypeVar("ResponseT")
 RequestT_contra = TypeVar("RequestT_contra", bound=Request, contravariant=True)
@@ -74,6 +88,10 @@ class Pinged:
     fence: Fence
 
 
+def unobserved(times: ComputeTimes) -> None:
+    """Nobody wants to know."""
+
+
 class SessionServicer(Generic[RequestT, AnswerT, ResponseT]):
     """Carries the session streams of one service."""
 
@@ -83,7 +101,10 @@ class SessionServicer(Generic[RequestT, AnswerT, ResponseT]):
         context_len: int,
         table: SessionTable[Any],
         device: Device,
+        observe: Callable[[ComputeTimes], None] = unobserved,
     ) -> None:
+        """`observe` is told what each answer cost, when it is sent."""
+        self._observe = observe
         self._messages = messages
         self._context_len = context_len
         self._table = table
@@ -95,29 +116,45 @@ class SessionServicer(Generic[RequestT, AnswerT, ResponseT]):
         requests: AsyncIterator[RequestT],
         write: Callable[[ResponseT], Awaitable[None]],
         time_left_s: Callable[[], float | None],
+        parent: Mapping[str, str] | None = None,
     ) -> None:
         """Carries one session until its stream ends; raises what ends it, and Overloaded when there are too many.
 
-        `time_left_s` as in SessionStream.
+        `time_left_s` as in SessionStream; `parent` is what the caller says of its trace.
         """
         if self._num_streams >= MAX_STREAMS:
             raise Overloaded(f"{self._num_streams} sessions have a stream already", limit=MAX_STREAMS)
         stream = SessionStream[RequestT, AnswerT | Pinged](self._device, self._table, time_left_s)
         self._num_streams += 1
-        try:
-            await stream.carry(requests, partial(self._answer, write), partial(self._handle, stream))
-        finally:
-            self._num_streams -= 1
+        with tracing.span("session", parent=parent or {}):
+            figures = SessionFigures()
+            try:
+                await stream.carry(requests, partial(self._answer, write, figures), partial(self._handle, stream))
+            finally:
+                self._num_streams -= 1
+                figures.tell()
 
-    async def _answer(self, write: Callable[[ResponseT], Awaitable[None]], answer: AnswerT | Pinged) -> None:
-        messages = self._messages
-        await write(messages.pong(answer.fence) if isinstance(answer, Pinged) else messages.response(answer))
+    async def _answer(
+        self,
+        write: Callable[[ResponseT], Awaitable[None]],
+        figures: SessionFigures,
+        answer: AnswerT | Pinged,
+    ) -> None:
+        if isinstance(answer, Pinged):
+            await write(self._messages.pong(answer.fence))
+            return
+        await write(self._messages.response(answer))
+        self._observe(answer.times)
+        figures.add(answer.times)
 
     async def _handle(self, stream: SessionStream[RequestT, AnswerT | Pinged], request: RequestT) -> bool:
         """Takes one request; False after a close, which ends the stream."""
         arrived_ns = time.perf_counter_ns()
         fence = wire.fence_from(request.fence, self._context_len)
         action = stream.admit(fence, request.WhichOneof("action"))
+        if action == "open":
+            bind_contextvars(session=session_prefix(fence.session_id))
+            tracing.note(session=session_prefix(fence.session_id))
         if action == "ping":
             stream.outbox.put(Pinged(fence))
         elif action == "close":

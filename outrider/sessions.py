@@ -11,12 +11,12 @@ import structlog
 
 from outrider.errors import CacheFull
 from outrider.fencing import Fence
+from outrider.logs import session_prefix
 
 log = structlog.get_logger()
 
 # More than streams are carried at a time, so that among as many sessions there are always leased ones.
 MAX_SESSIONS = 4096
-SHOWN_ID_LEN = 4
 TIMER_S = 1e-6  # a loop's timer may come early by its clock's resolution, and there is one for every lease
 
 
@@ -91,7 +91,7 @@ class SessionTable(Generic[HeldT]):
     def attach(self, session_id: bytes) -> None:
         """Ends a lease because a stream has taken the session up."""
         if self._leases.pop(session_id, None) is not None:
-            log.debug("lease taken up", session=_shown(session_id))
+            log.debug("lease taken up", session=session_prefix(session_id))
 
     def lease(self, session_id: bytes, lease_s: float | None = None) -> None:
         """Begins the lease of a session whose stream has ended; without an effect for an unknown id."""
@@ -99,7 +99,7 @@ class SessionTable(Generic[HeldT]):
             lease_s = self.lease_s if lease_s is None else lease_s
             self._leases.pop(session_id, None)
             self._leases[session_id] = self._clock() + lease_s
-            log.debug("lease begun", session=_shown(session_id), lease_s=lease_s)
+            log.debug("lease begun", session=session_prefix(session_id), lease_s=lease_s)
 
     def leave(self, session_id: bytes, owner: object, lease_s: float | None = None) -> bool:
         """A stream has ended: if the session is there and its own, the job stops and a lease begins; tells whether."""
@@ -135,7 +135,7 @@ class SessionTable(Generic[HeldT]):
             return False
         self.drop(oldest)
         self.num_evicted += 1
-        log.info("leased session evicted", session=_shown(oldest), num_leased=self.num_leased)
+        log.info("leased session evicted", session=session_prefix(oldest), num_leased=self.num_leased)
         return True
 
     def sweep(self) -> int:
@@ -144,7 +144,7 @@ class SessionTable(Generic[HeldT]):
         ended = [session_id for session_id, end in self._leases.items() if end <= now]
         for session_id in ended:
             self.drop(session_id)
-            log.info("lease expired", session=_shown(session_id))
+            log.info("lease expired", session=session_prefix(session_id))
         self.num_expired += len(ended)
         return len(ended)
 
@@ -160,8 +160,3 @@ class SessionTable(Generic[HeldT]):
             except CacheFull:
                 if not self.evict_oldest():
                     raise
-
-
-def _shown(session_id: bytes) -> str:
-    """Enough of an id to find it again in the logs of the other processes."""
-    return session_id[:SHOWN_ID_LEN].hex()

@@ -42,6 +42,8 @@ class Verdict:
     """One entry for each of token_ids, where the request asked for them."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """One entry for each token of the prompt but the first, where the request asked for them and this comes first."""
+    prefix_len: int = 0
+    """Tokens found in the prefix cache, where this is the first verdict of an opening."""
 
 
 def walk(tree: TokenTree, drawn: Sequence[int], substitutes: Sequence[int] = ()) -> Walk:

@@ -7,6 +7,7 @@ one that makes progress, and each in turn becomes the first. Active is also who 
 guesses, its session does nothing, and if it lost its cache each time, most rows would be computed again and again.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ class Holder:
 
     num_blocks: int
     is_active: bool
+    shared_blocks: tuple[int, ...] = ()
+    """Those that others hold as well, which come free when the last of them gives way."""
 
 
 def is_first(asking: int, holders: Sequence[Holder]) -> bool:
@@ -35,10 +38,14 @@ def victims(asking: int, num_missing: int, holders: Sequence[Holder]) -> list[in
     if is_first(asking, holders):
         order += range(asking - 1, -1, -1)
     chosen = []
+    holder_counts = Counter(block for holder in holders for block in holder.shared_blocks)
     for index in order:
         if num_missing <= 0:
             break
-        if holders[index].num_blocks:
-            num_missing -= holders[index].num_blocks
+        holder = holders[index]
+        if holder.num_blocks:
+            holder_counts.subtract(holder.shared_blocks)
+            num_last = sum(not holder_counts[block] for block in holder.shared_blocks)
+            num_missing -= holder.num_blocks - len(holder.shared_blocks) + num_last
             chosen.append(index)
     return chosen if num_missing <= 0 else None

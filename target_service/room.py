@@ -99,9 +99,7 @@ class Room:
         """
         holdings = list(self._holdings)
         asking = [holding.session for holding in holdings].index(session)
-        holders = [
-            Holder(len(holding.session.table), holding.last_active + GRACE_STEPS >= self._step) for holding in holdings
-        ]
+        holders = [self._holder(holding) for holding in holdings]
         pool = self._runner.pool
         num_needed = -(-len(session) // pool.block_size) - len(session.table)
         chosen = victims(asking, max(num_needed - pool.num_free, 1), holders)
@@ -111,3 +109,7 @@ class Room:
             holdings[index].session.free()
             self._holdings.count_preemption()
         return chosen is not None
+
+    def _holder(self, holding: Holding) -> Holder:
+        table = holding.session.table
+        return Holder(len(table), holding.last_active + GRACE_STEPS >= self._step, table.shared_blocks)

@@ -7,6 +7,7 @@ from outrider.model_service import (
     describe,
     device_setup,
     load_model_aside,
+    metrics_of,
     serve_model,
 )
 from outrider.model_service_flags import ModelServiceSettings
@@ -27,7 +28,9 @@ async def start_with(model: LoadedModel, settings: ModelServiceSettings) -> Runn
     table = SessionTable[TargetSession](settings.lease_s)
     verifier = Verifier(model.runner, table)
     worker = DeviceWorker[VerifyTask](verifier.advance, device_setup(model), "target device")
-    sessions = TargetSessions(model.runner, table, worker.submit)
+    sessions = TargetSessions(model.runner, table, worker.submit, prefix_cache=settings.prefix_cache)
     facts = describe("target", model, unacknowledged_window=UNACKNOWLEDGED_WINDOW)
-    services = {**target_service(facts, sessions, worker), **model_service(facts, sessions, worker)}
-    return await serve_model(settings, model, facts, worker, table, services)
+    metrics = metrics_of(settings, model, facts, sessions, worker)
+    own = target_service(facts, sessions, worker, metrics.observe)
+    services = {**own, **model_service(facts, sessions, worker)}
+    return await serve_model(settings, model, facts, worker, table, services, metrics)

@@ -5,15 +5,16 @@ from functools import partial
 
 import grpc
 
-from outrider import rpc, wire
+from outrider import rpc, tracing, wire
 from outrider.checks import check_range
+from outrider.compute_times import ComputeTimes
 from outrider.engine.tree import TokenTree
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import InvalidRequest, PromptTooLong
 from outrider.fencing import Fence
 from outrider.model_servicer import MAX_DRAFT_COUNT, ServiceFacts
 from outrider.parameters import SessionSpec
-from outrider.session_servicer import Arrival, SessionServicer
+from outrider.session_servicer import Arrival, SessionServicer, unobserved
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.target_service_pb2_grpc import TargetServiceServicer, add_TargetServiceServicer_to_server
@@ -93,9 +94,15 @@ class TargetMessages:
 class TargetServicer(TargetServiceServicer):
     """Serves TargetService over the sessions of one model."""
 
-    def __init__(self, facts: ServiceFacts, sessions: TargetSessions, worker: DeviceWorker[VerifyTask]) -> None:
+    def __init__(
+        self,
+        facts: ServiceFacts,
+        sessions: TargetSessions,
+        worker: DeviceWorker[VerifyTask],
+        observe: Callable[[ComputeTimes], None],
+    ) -> None:
         messages = TargetMessages(facts, sessions)
-        self._streams = SessionServicer(messages, facts.context_len, sessions.table, worker)
+        self._streams = SessionServicer(messages, facts.context_len, sessions.table, worker, observe)
 
     async def Verify(  # type: ignore[override]  # noqa: N802 - the name is the protocol's
         self,
@@ -103,12 +110,18 @@ class TargetServicer(TargetServiceServicer):
         context: grpc.aio.ServicerContext[pb.VerifyRequest, pb.VerifyResponse],
     ) -> None:
         """Carries one session; see the protocol."""
-        await self._streams.carry(request_iterator, context.write, context.time_remaining)
+        parent = tracing.parent_of(context.invocation_metadata())
+        await self._streams.carry(request_iterator, context.write, context.time_remaining, parent)
 
 
-def target_service(facts: ServiceFacts, sessions: TargetSessions, worker: DeviceWorker[VerifyTask]) -> rpc.Services:
-    """The service for `outrider.rpc.serve`."""
-    servicer = TargetServicer(facts, sessions, worker)
+def target_service(
+    facts: ServiceFacts,
+    sessions: TargetSessions,
+    worker: DeviceWorker[VerifyTask],
+    observe: Callable[[ComputeTimes], None] = unobserved,
+) -> rpc.Services:
+    """The service for `outrider.rpc.serve`; `observe` as in SessionServicer."""
+    servicer = TargetServicer(facts, sessions, worker, observe)
     return rpc.service(pb.DESCRIPTOR, "TargetService", partial(add_TargetServiceServicer_to_server, servicer))
 
 
@@ -120,4 +133,5 @@ def _verdict_message(verdict: Verdict) -> pb.Verdict:
         evaluated_count=verdict.evaluated_count,
         logprobs=map(logprob_message, verdict.logprobs),
         prompt_logprobs=map(logprob_message, verdict.prompt_logprobs),
+        prefix_len=verdict.prefix_len,
     )

@@ -5,7 +5,7 @@ protobuf.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from outrider.compute_times import ComputeTimes, Meter
@@ -111,12 +111,17 @@ class TargetSessions:
     """All sessions of a target service."""
 
     def __init__(
-        self, runner: ModelRunner, table: SessionTable[TargetSession], submit: Callable[[VerifyTask], None]
+        self,
+        runner: ModelRunner,
+        table: SessionTable[TargetSession],
+        submit: Callable[[VerifyTask], None],
+        *,
+        prefix_cache: bool = True,
     ) -> None:
-        """`submit` hands a task to the device worker that advances it."""
+        """`submit` hands a task to the device worker that advances it; prefix_cache as in SessionBook."""
         self.table = table
         self._submit = submit
-        self._book = SessionBook(runner, table, TargetSession)
+        self._book = SessionBook(runner, table, TargetSession, prefix_cache=prefix_cache)
 
     def open(self, fence: Fence, spec: SessionSpec, step: Step, owner: object, reply: Reply) -> None:
         """Opens a session, or opens it again with a newer epoch, and takes its first step."""
@@ -217,6 +222,8 @@ class TargetSessions:
 
     def _on_verdict(self, session_id: bytes, held: TargetSession, verdict: Verdict, times: ComputeTimes) -> None:
         fence = Fence(session_id, held.epoch, verdict.base_len)
+        if held.prefix_len:
+            verdict, held.prefix_len = replace(verdict, prefix_len=held.prefix_len), 0
         answer = Answer(fence, verdict, verdict.base_len, held.cached_len, times)
         held.verdicts.append(answer)
         held.finish_reason = verdict.finish_reason

@@ -80,6 +80,7 @@ class Verifier:
             # A verdict that was given must not be given again, so what fails from here on fails alone.
             with own_fault(task):
                 _settle(task, outcome)
+                task.session.publish(len(task.session))
         return True
 
     def _judge(self, tasks: Sequence[VerifyTask]) -> list[Outcome]:
@@ -122,14 +123,20 @@ class Verifier:
         """Gives a task the blocks of its step, without its proposal when there is no room for that; tells whether."""
         if task.stopped:
             return False
+        # Whoever has nothing because it gave way looks for what is left of it; while it waits, it has nothing again.
+        had_nothing = not task.session.cached_len
         if token_logprobs.wants_prompt(task.session, task.spec):
             token_logprobs.align(task.session, task.prompt_logprobs)
+        elif had_nothing:
+            task.session.take_prefix()
         try:
             tree = self._room.take(task.session, task.tree)
         except OutriderError as error:
             task.fail(error)
             return False
         if tree is None:
+            if had_nothing:
+                task.session.free()
             return False
         task.tree = tree
         return True

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from outrider.engine.kv_cache import BlockPool
+from outrider.engine.block_pool import BlockPool
 from outrider.parameters import SamplingParameters, SessionSpec
 
 PATIENCE_S = 20.0

@@ -22,11 +22,11 @@ CONTEXT_LEN = 64
 class Draft:
     """The sessions of a draft and their device; one session's answers in the order in which they came."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, *, prefix_cache: bool = True) -> None:
         self.runner = runner
         self.device = SteppedDevice[DraftTask]()
         self.table = SessionTable[DraftSession](60.0)
-        self.sessions = DraftSessions(runner, self.table, self.device.submit)
+        self.sessions = DraftSessions(runner, self.table, self.device.submit, prefix_cache=prefix_cache)
         self.drafter = ModelDrafter(runner, self.table.with_room)
         self.answers: list[Answer | OutriderError] = []
         self.session_id = os.urandom(16)
@@ -69,7 +69,7 @@ class Draft:
 
 def fresh_guesses(runner: ModelRunner, spec: SessionSpec, draft_count: int) -> tuple[int, ...]:
     """What a new session guesses."""
-    alone = Draft(runner)
+    alone = Draft(runner, prefix_cache=False)
     alone.open(spec, draft_count)
     guesses = alone.guesses()
     alone.table.clear()
@@ -80,7 +80,7 @@ def assert_like_fresh(draft: Draft) -> None:
     """The cache holds bit for bit what a prefill of the same tokens computes."""
     session = draft.held.session
     keys, values = draft.runner.kv_state(session)
-    fresh = Draft(draft.runner)
+    fresh = Draft(draft.runner, prefix_cache=False)
     fresh.open(spec_of(session.token_ids[: session.cached_len], 10**6), 0)
     fresh.run()
     fresh_keys, fresh_values = draft.runner.kv_state(fresh.held.session)

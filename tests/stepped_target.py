@@ -23,11 +23,11 @@ VOCABULARY_SIZE = 257
 class Target:
     """The sessions of a target and their device; one session's answers in the order in which they came."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, *, prefix_cache: bool = True) -> None:
         self.runner = runner
         self.device = SteppedDevice[VerifyTask]()
         self.table = SessionTable[TargetSession](60.0)
-        self.sessions = TargetSessions(runner, self.table, self.device.submit)
+        self.sessions = TargetSessions(runner, self.table, self.device.submit, prefix_cache=prefix_cache)
         self.verifier = Verifier(runner, self.table)
         self.answers: list[Answer | OutriderError] = []
         self.session_id = os.urandom(16)
@@ -68,7 +68,7 @@ class Target:
 
 def plain(runner: ModelRunner, spec: SessionSpec) -> list[int]:
     """Plain decoding to the end, one step at a time, in a session of its own."""
-    alone = Target(runner)
+    alone = Target(runner, prefix_cache=False)
     alone.open(spec)
     answers = alone.run()
     while alone.held.finish_reason is None:
@@ -86,7 +86,7 @@ def assert_like_fresh(target: Target) -> None:
     """The cache holds bit for bit what a prefill of the same tokens computes."""
     session = target.held.session
     keys, values = target.runner.kv_state(session)
-    fresh = Target(target.runner)
+    fresh = Target(target.runner, prefix_cache=False)
     fresh.open(spec_of(session.token_ids[: session.cached_len], 10**6))
     fresh.run()
     fresh_keys, fresh_values = target.runner.kv_state(fresh.held.session)

@@ -34,13 +34,15 @@ def forward_and_draw(runner: ModelRunner, asks: Sequence[Ask]) -> list[Drawn | N
     return [None if rows is None else next(drawn) for rows in result.ranges]
 
 
-def reopen(runner: ModelRunner, session: Session | None, token_ids: Sequence[int], prompt_len: int) -> Session:
+def reopen(
+    runner: ModelRunner, session: Session | None, token_ids: Sequence[int], prompt_len: int, salt: bytes | None = None
+) -> Session:
     """A session of these tokens; it takes over what the given one has cached of them, and frees the rest."""
     if session is None:
-        return runner.open(token_ids, prompt_len)
-    if session.token_ids[0] != token_ids[0]:
+        return runner.open(token_ids, prompt_len, salt)
+    if session.token_ids[0] != token_ids[0] or session.salt != salt:
         session.free()
-        return runner.open(token_ids, prompt_len)
+        return runner.open(token_ids, prompt_len, salt)
     session.replace_tail(1, token_ids[1:])
     session.prompt_len = prompt_len
     return session

@@ -1,82 +1,22 @@
-"""Paged keys and values: a pool of blocks, tables that map positions to slots, and the tensors behind the slots.
+"""Paged keys and values: tables that map positions to slots of blocks, and the tensors behind the slots.
 
-Knows neither tokens nor models. A block that two tables share is never written: whoever has to write into one first
-gets a copy of its own, so truncating into a shared block costs nothing until the next write (Kwon et al., 2023).
+Knows no models, and of tokens only that equal ones have equal keys. A block that two tables share or that is published
+is never written: whoever has to write into one first gets a copy of its own, so truncating into such a block costs
+nothing until the next write (Kwon et al., 2023).
 """
+
+from collections.abc import Sequence
+from itertools import takewhile
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.errors import CacheFull
+from outrider.engine.block_pool import BlockPool
+from outrider.engine.prefix_cache import ROOT
 
-BLOCK_SIZE = 16
 Slots = NDArray[np.int64]
-
-
-class BlockPool:
-    """Counts who holds each block. Slot s is place s % block_size of block s // block_size."""
-
-    def __init__(self, num_blocks: int, block_size: int = BLOCK_SIZE) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        # Taken from the end: the block freed last is the one most likely still in a processor's cache.
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._holders = [0] * num_blocks
-
-    def __repr__(self) -> str:
-        return f"<BlockPool {self.num_used} of {self.num_blocks} blocks of {self.block_size} slots used>"
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that nobody holds."""
-        return len(self._free)
-
-    @property
-    def num_used(self) -> int:
-        """Blocks that somebody holds."""
-        return self.num_blocks - len(self._free)
-
-    def require(self, num_blocks: int) -> None:
-        """Raises CacheFull when fewer than num_blocks are free; takes none."""
-        if num_blocks > self.num_free:
-            message = (
-                f"the key-value cache has {self.num_free} of {self.num_blocks} blocks free, but {num_blocks} are needed"
-            )
-            raise CacheFull(message, free=self.num_free, total=self.num_blocks, needed=num_blocks)
-
-    def allocate(self) -> int:
-        """A block with one holder; raises CacheFull."""
-        self.require(1)
-        block = self._free.pop()
-        self._holders[block] = 1
-        return block
-
-    def retain(self, block: int) -> None:
-        """Adds a holder to a block that has one; raises ValueError for a free block."""
-        if not self._holders[block]:
-            raise ValueError(f"block {block} is free and cannot be retained")
-        self._holders[block] += 1
-
-    def release(self, block: int) -> None:
-        """Takes a holder away, and frees the block with the last one; raises ValueError for a free block."""
-        if not self._holders[block]:
-            raise ValueError(f"block {block} is free already")
-        self._holders[block] -= 1
-        if not self._holders[block]:
-            self._free.append(block)
-
-    def is_shared(self, block: int) -> bool:
-        """Whether more than one holder reads the block, so that nobody may write to it."""
-        return self._holders[block] > 1
-
-    def check_integrity(self) -> None:
-        """Raises RuntimeError unless every block is either free or held, and none is both or lost."""
-        free = set(self._free)
-        held = {block for block, holders in enumerate(self._holders) if holders > 0}
-        if len(free) != len(self._free) or free & held or len(free) + len(held) != self.num_blocks:
-            raise RuntimeError(f"block accounts do not add up: {len(self._free)} free, {len(held)} held: {self}")
 
 
 class KVCache:
@@ -118,6 +58,8 @@ class BlockTable:
         self.pool = pool
         self.cache = cache
         self._blocks: list[int] = []
+        # Of the leading blocks, those that are published, each behind the one before.
+        self._num_published = 0
         # Kept as an array that only grows at its end, so that a forward never walks a long prefix in Python.
         self._slots: Slots = np.empty(0, dtype=np.int64)
 
@@ -129,29 +71,36 @@ class BlockTable:
         """Positions that have a slot."""
         return len(self._blocks) * self.pool.block_size
 
+    @property
+    def shared_blocks(self) -> tuple[int, ...]:
+        """Blocks that other tables hold as well. They lead, because whoever shares a block shares those before it."""
+        return tuple(takewhile(self.pool.is_shared, self._blocks))
+
     def reserve(self, length: int, written_from: int = 0) -> None:
-        """Gives every position below length a slot, those from written_from on in blocks of this table alone.
+        """Gives every position below length a slot, those from written_from on in blocks that nobody else can read.
 
         Raises CacheFull, and then nothing has changed.
         """
         size = self.pool.block_size
-        shared = [
-            index
-            for index in range(written_from // size, min(-(-length // size), len(self._blocks)))
-            if self.pool.is_shared(self._blocks[index])
-        ]
+        written = range(written_from // size, min(-(-length // size), len(self._blocks)))
+        shared = [index for index in written if self.pool.is_shared(self._blocks[index])]
         num_new = max(-(-length // size) - len(self._blocks), 0)
         self.pool.require(len(shared) + num_new)
         for index in shared:
             self._unshare(index)
         for _ in range(num_new):
             self._append(self.pool.allocate())
+        # From the end, because whatever stands behind a block loses its name before the block does.
+        for index in reversed(written):
+            if self._blocks[index] in self.pool.prefixes:
+                self._unpublish(index)
 
     def truncate(self, length: int) -> None:
         """Gives back the blocks that hold no position below length."""
         keep = -(-length // self.pool.block_size)
         while len(self._blocks) > keep:
             self.pool.release(self._blocks.pop())
+        self._num_published = min(self._num_published, keep)
 
     def slots(self, start: int, end: int) -> Slots:
         """Slots of positions, a view that holds until the table changes; raises ValueError for those without a slot."""
@@ -167,11 +116,59 @@ class BlockTable:
         for block in self._blocks[: -(-length // self.pool.block_size)]:
             self.pool.retain(block)
             twin._append(block)
+        twin._num_published = min(self._num_published, len(twin))
         return twin
 
     def free(self) -> None:
         """Gives back all blocks; idempotent."""
         self.truncate(0)
+
+    def publish(self, salt: bytes, token_ids: Sequence[int], length: int) -> None:
+        """Lets tables of the same salt find the full blocks below length, which hold keys and values of token_ids.
+
+        Where another table has published the same tokens before, its block takes the place of this table's own.
+        """
+        size = self.pool.block_size
+        for index in range(self._num_published, length // size):
+            own, tokens = self._blocks[index], token_ids[index * size : (index + 1) * size]
+            if own not in self.pool.prefixes and self.pool.is_shared(own):
+                # A fork reads it too, and might go on without the block that it would stand behind.
+                return
+            block = self.pool.prefixes.publish(own, salt, self._parent(index), tokens)
+            if block is None:
+                return
+            if block != own:
+                self.pool.retain(block)
+                self._replace(index, block)
+            self._num_published = index + 1
+
+    def take(self, salt: bytes, token_ids: Sequence[int], start: int) -> int:
+        """Takes the published blocks that hold token_ids behind position start, all but the last token at most.
+
+        Returns how many of token_ids the table holds then, start when nothing was found. Never raises CacheFull.
+        """
+        size, prefixes = self.pool.block_size, self.pool.prefixes
+        full = start // size
+        found: list[int] = []
+        if self._num_published >= full:
+            parent = self._parent(full)
+            for first in range(full * size, len(token_ids) - size, size):
+                block = prefixes.find(salt, parent, token_ids[first : first + size])
+                if block is None:
+                    break
+                found.append(block)
+                parent = block
+        if not found:
+            return start
+        self.truncate(full * size)
+        for block in found:
+            self.pool.retain(block)
+            self._append(block)
+        self._num_published = len(self._blocks)
+        return len(self._blocks) * size
+
+    def _parent(self, index: int) -> int:
+        return self._blocks[index - 1] if index else ROOT
 
     def _append(self, block: int) -> None:
         index, size = len(self._blocks), self.pool.block_size
@@ -186,9 +183,24 @@ class BlockTable:
         shared, size = self._blocks[index], self.pool.block_size
         own = self.pool.allocate()
         self.cache.copy(_block_slots(shared, size), _block_slots(own, size))
-        self.pool.release(shared)
-        self._blocks[index] = own
-        self._slots[index * size : (index + 1) * size] = _block_slots(own, size)
+        self._replace(index, own)
+        self._num_published = min(self._num_published, index)
+
+    def _unpublish(self, index: int) -> None:
+        """Makes a published block that only this table holds writable."""
+        if self.pool.num_free:
+            self._unshare(index)
+        else:
+            # A session that fills the pool on its own must not need one block more than it has tokens for.
+            self.pool.prefixes.withdraw(self._blocks[index])
+            self._num_published = min(self._num_published, index)
+
+    def _replace(self, index: int, block: int) -> None:
+        """Puts a block that has been retained in the place of another, which is released."""
+        size = self.pool.block_size
+        self.pool.release(self._blocks[index])
+        self._blocks[index] = block
+        self._slots[index * size : (index + 1) * size] = _block_slots(block, size)
 
 
 def _block_slots(block: int, size: int) -> Slots:

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from outrider.engine.batching import Feed, build_batch, share_rows
+from outrider.engine.block_pool import BLOCK_SIZE, BlockPool
 from outrider.engine.checkpoints import Checkpoint, find_checkpoint
 from outrider.engine.decoder import Decoder, DecoderFacts
+from outrider.engine.forward_counts import ForwardCounts
 from outrider.engine.fused import fused
-from outrider.engine.kv_cache import BLOCK_SIZE, BlockPool, BlockTable, KVCache
+from outrider.engine.kv_cache import BlockTable, KVCache
 from outrider.engine.model import Transformer
 from outrider.engine.ops import Ops, choose_ops
 from outrider.engine.ops.native import MAX_HEAD_DIM, MAX_THREADS, NativeOps
@@ -76,6 +78,7 @@ class ModelRunner:
         self.cache = KVCache(
             config.num_layers, num_slots, config.num_kv_heads, config.head_dim, cache_dtype, weight.device
         )
+        self.forward_counts = ForwardCounts()
         self._num_forwards = 0
 
     @classmethod
@@ -160,13 +163,16 @@ class ModelRunner:
         """Tokens that end a sequence, as the model's files say; may be empty."""
         return self.config.eos_token_ids
 
-    def open(self, token_ids: Sequence[int], prompt_len: int) -> Session:
-        """A session with nothing cached and no block taken; raises PromptTooLong and InvalidRequest."""
+    def open(self, token_ids: Sequence[int], prompt_len: int, salt: bytes | None = None) -> Session:
+        """A session with nothing cached and no block taken; raises PromptTooLong and InvalidRequest.
+
+        It shares cached prefixes with sessions of the same salt, and none without a salt.
+        """
         if len(token_ids) > self.context_len:
             message = f"{len(token_ids)} tokens are more than the model's context of {self.context_len}"
             raise PromptTooLong(message, tokens=len(token_ids), context_len=self.context_len)
         self._check_ids(token_ids)
-        return Session(BlockTable(self.pool, self.cache), token_ids, prompt_len)
+        return Session(BlockTable(self.pool, self.cache), token_ids, prompt_len, salt)
 
     def forward(self, feeds: Sequence[Feed]) -> ForwardResult:
         """Computes at most max_rows rows of the feeds; afterwards their sessions' committed tokens are cached so far.
@@ -192,6 +198,7 @@ class ModelRunner:
             feed.session.tree = EMPTY
         logits = self.model.forward(batch.plan, self.cache, batch.wanted)
         self._num_forwards += 1
+        self.forward_counts.add(sum(map(bool, grants)), sum(grants))
         for feed, grant, rows in zip(feeds, grants, batch.ranges, strict=True):
             if grant:
                 self._advance(feed, grant, finished=rows is not None)

@@ -15,7 +15,7 @@ from outrider.errors import InvalidRequest
 class Session:
     """One sequence; belongs to the device thread, and is not safe to share."""
 
-    def __init__(self, table: BlockTable, token_ids: Sequence[int], prompt_len: int) -> None:
+    def __init__(self, table: BlockTable, token_ids: Sequence[int], prompt_len: int, salt: bytes | None = None) -> None:
         if not token_ids:
             raise InvalidRequest("token_ids", [], "at least one token")
         if not 1 <= prompt_len <= len(token_ids):
@@ -23,6 +23,8 @@ class Session:
         self.table = table
         self.token_ids = list(token_ids)
         self.prompt_len = prompt_len
+        self.salt = salt
+        """Cached prefixes are shared among sessions of the same salt; None for a session that shares none."""
         self.cached_len = 0
         self.tree = EMPTY
         """The tree of the last forward whose rows still lie behind the committed tokens."""
@@ -57,6 +59,25 @@ class Session:
         """Called by the runner after a forward: tokens below cached_len are cached, and tree's rows behind them."""
         self.cached_len = cached_len
         self.tree = tree
+
+    def publish(self, length: int) -> None:
+        """Lets others find what is cached of the first `length` tokens, in whole blocks; call it between forwards.
+
+        They must be committed: what is found here is believed by sessions that end at these tokens.
+        """
+        if self.salt is not None:
+            self.table.publish(self.salt, self.token_ids, min(length, self.cached_len))
+
+    def take_prefix(self) -> int:
+        """Counts as cached what others have published of the tokens, but for the last; returns how many more that are.
+
+        The last token is left to the next forward, because its logits are wanted.
+        """
+        if self.salt is None:
+            return 0
+        before, self.tree = self.cached_len, EMPTY
+        self.cached_len = self.table.take(self.salt, self.token_ids, before)
+        return self.cached_len - before
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Commits tokens, to be cached by the next forward; drops the tree's rows."""

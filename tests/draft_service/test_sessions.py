@@ -198,7 +198,7 @@ def test_a_full_pool_refuses_one_session(folder: Path) -> None:
     draft = Draft(small)
     draft.open(spec_of(range(1, 30), 60, eos=()), 2)
     errors: list[Answer | OutriderError] = []
-    late = spec_of(range(1, 31), 60, eos=())
+    late = spec_of(range(2, 32), 60, eos=())
     draft.sessions.open(Fence(bytes(16), 1, 30), late, Wanted(2, 0), object(), errors.append)
     assert len(draft.guesses()) == 2
     assert [type(error) for error in errors] == [CacheFull]

@@ -16,7 +16,7 @@ from session_clients import TargetClient, channel_to
 from outrider import model_service
 from outrider.errors import OutriderError
 from outrider.model_service import DEVICE_PATIENCE_S
-from outrider.rpc import DRAIN_S
+from outrider.rpc import DRAIN_S, AddressTaken
 from outrider.service_process import STOP_GRACE_S
 from target_service.server import start
 
@@ -47,6 +47,18 @@ async def test_whoever_stops_a_stuck_device_gets_control_back(
         gate.set()
         await asyncio.wait_for(running.stop(PATIENCE_S), PATIENCE_S)
     check_empty(running.runner.pool)
+
+
+async def test_a_taken_address_for_metrics_ends_the_start() -> None:
+    """The device thread that was there already ends with it; a service that serves says where its metrics are."""
+    running = await start(replace(SETTINGS, kv_tokens=512, metrics_listen="127.0.0.1:0"))
+    try:
+        taken = running.further_addresses["metrics"]
+        with pytest.raises(AddressTaken, match=taken):
+            await start(replace(SETTINGS, kv_tokens=512, metrics_listen=taken))
+        await eventually(lambda: [thread.name for thread in threading.enumerate()].count("target device") == 1)
+    finally:
+        await running.stop(0)
 
 
 STUCK = """

@@ -1,14 +1,24 @@
 """The settings of a service with a model: threads, models and addresses, before anything is loaded."""
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from outrider import model_service_flags
 from outrider.engine.ops import native
 from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest, ModelRefused
-from outrider.model_service_flags import MAX_THREADS, ModelServiceSettings, available_cpus, check_model
+from outrider.model_service_flags import (
+    MAX_THREADS,
+    ModelServiceSettings,
+    available_cpus,
+    check_model,
+    model_service_app,
+)
+from outrider.process import Service
 
 
 def test_a_large_machine_does_not_ask_for_too_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,5 +56,30 @@ def test_a_sized_model_is_one_of_the_service_s_own_role() -> None:
 
 def test_the_address_is_checked_before_a_model_is_loaded() -> None:
     """Settings with an address that is none do not exist."""
-    with pytest.raises(InvalidRequest, match="listen is 'localhost', but must be HOST:PORT"):
+    with pytest.raises(InvalidRequest, match=r"^listen is 'localhost', but must be HOST:PORT"):
         ModelServiceSettings("model", listen="localhost")
+    with pytest.raises(InvalidRequest, match=r"^metrics_listen is '9102', but must be HOST:PORT"):
+        ModelServiceSettings("model", metrics_listen="9102")
+
+
+@pytest.mark.parametrize(
+    ("words", "variable", "expected"),
+    [([], None, True), (["--no-prefix-cache"], None, False), ([], "0", False), (["--prefix-cache"], "0", True)],
+)
+def test_the_prefix_cache_can_be_switched_off(
+    words: list[str], variable: str | None, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By flag and by variable, of which the flag wins."""
+    given: list[ModelServiceSettings] = []
+
+    async def start(settings: ModelServiceSettings) -> Service:
+        raise AssertionError("nothing is started here")
+
+    def note(role: str, start: "partial[object]", **_: object) -> None:
+        given.extend(start.args)
+
+    monkeypatch.setattr(model_service_flags, "run_service", note)
+    app = model_service_app("target", 0, start)
+    result = CliRunner().invoke(app, ["--model", str(tmp_path), *words], env={"OUTRIDER_PREFIX_CACHE": variable})
+    assert result.exit_code == 0
+    assert [settings.prefix_cache for settings in given] == [expected]

@@ -77,10 +77,10 @@ async def test_a_full_pool_ends_no_session(tmp_path: Path) -> None:
         await leased.verdict()
         leased.call.cancel()
         await eventually(lambda: running.table.num_leased == 1)
-        await first.open(spec_of(range(1, 61), 96, eos=()))
+        await first.open(spec_of(range(61, 121), 96, eos=()))
         await first.verdict()
         assert len(running.table) == 1
-        await second.open(spec_of(range(1, 61), 96, eos=()))
+        await second.open(spec_of(range(121, 181), 96, eos=()))
         for step in range(3):
             assert (await second.verdict())[0] == 60 + step
             await first.step(1, 61 + step)

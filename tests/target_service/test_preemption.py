@@ -5,6 +5,8 @@ import pytest
 from target_service.preemption import Holder, is_first, victims
 
 RUNNING, IDLE, WAITING = Holder(3, True), Holder(2, False), Holder(0, True)
+# Two blocks of three that others have as well.
+SHARING = Holder(3, True, (7, 8))
 
 
 @pytest.mark.parametrize(
@@ -20,6 +22,12 @@ RUNNING, IDLE, WAITING = Holder(3, True), Holder(2, False), Holder(0, True)
         (2, 4, [IDLE, IDLE, WAITING, RUNNING], [3, 1]),
         (2, 1, [IDLE, RUNNING, WAITING], None),
         (0, 1, [WAITING], None),
+        (0, 1, [RUNNING, SHARING, SHARING], [2]),
+        (0, 2, [RUNNING, SHARING, SHARING], [2, 1]),
+        (0, 4, [RUNNING, SHARING, SHARING], [2, 1]),
+        (0, 5, [RUNNING, SHARING, SHARING], None),
+        (0, 2, [SHARING, SHARING, SHARING], [2, 1]),
+        (0, 3, [SHARING, SHARING, SHARING], None),
     ],
 )
 def test_later_sessions_give_way(

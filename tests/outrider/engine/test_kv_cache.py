@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.kv_cache import BlockPool, BlockTable, KVCache
+from outrider.engine.block_pool import BlockPool
+from outrider.engine.kv_cache import BlockTable, KVCache
 from outrider.errors import CacheFull
 
 SIZE = 4

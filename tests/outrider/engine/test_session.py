@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from outrider.engine.kv_cache import BlockPool, BlockTable, KVCache
+from outrider.engine.block_pool import BlockPool
+from outrider.engine.kv_cache import BlockTable, KVCache
 from outrider.engine.session import Session
 from outrider.engine.tree import EMPTY, TokenTree
 from outrider.errors import CacheFull, InvalidRequest
