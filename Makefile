@@ -42,7 +42,7 @@ test-page: $(SETUP) ## the page in Chromium, which Debian's package chromium pro
 	$(BIN)/python -m pytest -m page
 
 test-surface: $(SETUP) $(LITELLM_SETUP) ## the full conformance tests with real clients: two minutes
-	$(BIN)/python -m pytest -m surface
+	$(BIN)/python -m pytest -m "surface and not grid"
 
 $(LITELLM_SETUP): tests/surface/litellm-constraints.txt | $(SETUP)
 	@echo "Setting up $(LITELLM) for one of the clients."

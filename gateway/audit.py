@@ -91,8 +91,9 @@ class ShadowAudit:
         numerics_ids: set[str] = set()
         # Only tokens are compared, so the target need not tell log-probabilities, least of all a prompt's.
         # And what the target has cached of the prompt must not vouch for itself.
-        asked = {"logprob_count": None, "prompt_logprobs": False, "draft_logprobs": False}
-        spec = replace(finished.plan.spec, **asked, cache_salt=secrets.token_bytes(16))
+
+        bare = replace(finished.plan.spec, logprob_count=None, prompt_logprobs=False, draft_logprobs=False)
+        spec = replace(bare, cache_salt=secrets.token_bytes(16))
         async with aclosing(decode(replace(finished.plan, spec=spec, draft_count=0), finished.target)) as rounds:
             async for committed in rounds:
                 token_ids += committed.token_ids

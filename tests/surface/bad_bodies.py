@@ -1,0 +1,150 @@
+"""Bodies with one fault each, by the field that is at fault. Knows no gateway.
+
+Values are JSON texts, because some of them are numbers that no JSON library writes.
+"""
+
+import json
+from typing import Any
+
+from surface.rest_stack import CHAT, COMPLETIONS
+
+GOOD: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "target", "messages": [{"role": "user", "content": "Once"}], "max_tokens": 8, "seed": 1},
+    COMPLETIONS: {"model": "target", "prompt": "Once", "max_tokens": 8, "seed": 1},
+}
+# Characters that cannot be said in UTF-8, and more digits than a number has.
+LONE, DIGITS = r'"\ud83d"', "9" * 5000
+NOT_FINITE = ["NaN", "Infinity", "-Infinity", "1e400", "-1e400"]
+NO_NUMBER = ['"1"', "true", "[]", "{}", "[1]", '{"a":1}']
+NO_INTEGER = [*NO_NUMBER, *NOT_FINITE, "1.5", "1e30", DIGITS, "-" + DIGITS]
+NO_BOOLEAN = ['"true"', "1", "0", "[]", "{}", *NOT_FINITE]
+NO_STRING = ["1", "true", "[]", "{}", "NaN"]
+LONG = json.dumps("x" * 257)
+RARE = json.dumps("\U0001f9ff\U00013000" * 60)
+MANY = {count: json.dumps(["good"] * count) for count in (9, 65, 5000)}
+SPECULATION = {
+    "enabled": NO_BOOLEAN,
+    "draft_count": ["-1", "33", '"many"', "true", "1.5", "[]", "{}", *NOT_FINITE, DIGITS],
+    "rule": ['"greedy"', '""', *NO_STRING, LONE],
+    "lenience": ["0.5", "0", "-1", "1.1", *NO_NUMBER, *NOT_FINITE],
+    "typical_epsilon": ["0.5", "0", "-1", "1.1", *NO_NUMBER, *NOT_FINITE],
+    "typical_delta": ["0.5", "0", "-1", "1.1", *NO_NUMBER, *NOT_FINITE],
+    "drafter": ['"none-such"', *NO_STRING, LONE, json.dumps("x" * 5000)],
+    "return_rounds": NO_BOOLEAN,
+    "unknown": ["1", "null"],
+}
+BOTH: dict[str, list[str]] = {
+    "model": ['""', LONE, *NO_STRING],
+    "max_tokens": ["0", "-1", "2147483648", "5000", *NO_INTEGER],
+    "temperature": ["-0.1", "-1", "100.1", "1e308", "-1e308", *NO_NUMBER, *NOT_FINITE, DIGITS],
+    "top_p": ["0", "-0.1", "1.1", "1e308", *NO_NUMBER, *NOT_FINITE],
+    "top_k": ["-1", "-5", "2147483648", *NO_INTEGER],
+    "min_p": ["-0.1", "1.1", *NO_NUMBER, *NOT_FINITE],
+    "presence_penalty": ["-2.1", "2.1", "1e308", *NO_NUMBER, *NOT_FINITE],
+    "frequency_penalty": ["-2.1", "2.1", "1e308", *NO_NUMBER, *NOT_FINITE],
+    "repetition_penalty": ["0", "-1", "100.1", *NO_NUMBER, *NOT_FINITE],
+    "logit_bias": [
+        *('{"12":100.1}', '{"12":-101}', '{"12":NaN}', '{"12":Infinity}', '{"12":"5"}', '{"12":null}', '{"12":true}'),
+        *('{"4096":1}', '{"-1":1}', '{"x":1}', '{"1.5":1}', '{"":1}', '{" 12":1}', '{"+12":1}', '{"0x1":1}'),
+        *('{"' + DIGITS + '":1}', "[1]", '"12"', "1", "true", r'{"\ud83d":1}', '{"\u0661\u0662":1}', '{"1_2":1}'),
+        *(json.dumps(dict.fromkeys(map(str, range(count)), 1.0)) for count in (301, 4096)),
+    ],
+    "min_tokens": ["-1", "9", "2147483648", *NO_INTEGER],
+    "ignore_eos": NO_BOOLEAN,
+    "n": ["0", "-1", "9", "1000000000", *NO_INTEGER],
+    "seed": ["9223372036854775808", "-9223372036854775809", *NO_INTEGER],
+    "stop": [
+        '[""]',
+        '""',
+        LONG,
+        f"[{LONG}]",
+        MANY[9],
+        MANY[5000],
+        "1",
+        "true",
+        "{}",
+        "[1]",
+        "[null]",
+        LONE,
+        f"[{LONE}]",
+    ],
+    "stop_token_ids": ["[4096]", "[-1]", '["5"]', "[1.5]", "[true]", "[NaN]", "5", "{}", json.dumps([5] * 65)],
+    "banned_words": ['[""]', f"[{LONG}]", f"[{RARE}]", MANY[65], '"the"', "[1]", "{}", f"[{LONE}]"],
+    "cache_salt": [json.dumps("x" * 65), json.dumps("\u00e9" * 33), *NO_STRING, LONE],
+    "user": ["1", "[]", LONE],
+    "stream": NO_BOOLEAN,
+    "stream_options": ['{"include_usage":true}', '{"unknown":1}', "true", "[]", '"yes"'],
+    "speculation": ["true", "1", "[]", '"auto"'],
+    "unknown_field": ["1", "null", "{}"],
+    **{f"speculation.{name}": values for name, values in SPECULATION.items()},
+}
+ONLY: dict[str, dict[str, list[str]]] = {
+    CHAT: {
+        "messages": [
+            *("[]", '"Once"', "{}", "null", "[1]", "[{}]", "[null]", '[{"role":"user"}]', '[{"content":"x"}]'),
+            *('[{"role":"wizard","content":"x"}]', '[{"role":1,"content":"x"}]', '[{"role":"user","content":1}]'),
+            '[{"role":"user","content":"x","unknown":1}]',
+            '[{"role":"user","content":[{"type":"image_url","image_url":{"url":"x"}}]}]',
+            '[{"role":"user","content":[{"type":"text"}]}]',
+            f'[{{"role":"user","content":{LONE}}}]',
+            json.dumps([{"role": "user", "content": "x"}] * 5000),
+        ],
+        "max_completion_tokens": ["0", "-1", "2147483648", *NO_INTEGER],
+        "logprobs": ['"yes"', "1", "[]", "{}"],
+        "top_logprobs": ["-1", "21", *NO_INTEGER, "2"],
+        "response_format": ['{"type":"json_object"}', '{"type":"x"}', '"text"', "1", "{}", '{"type":"json_schema"}'],
+        "prompt": ['"x"'],
+        "tools": ["1", "{}", "[1]", '[{"type":"function"}]', '[{"type":"x","function":{"name":"f"}}]'],
+        "tool_choice": ['"x"', "1", '{"type":"function","function":{"name":"f"}}'],
+        "parallel_tool_calls": ['"x"', "1"],
+        "metadata": ["1", '{"a":1}', "[]", json.dumps({str(number): "x" for number in range(17)})],
+        "store": ['"x"', "1"],
+        "service_tier": ['"x"', "1"],
+        "safety_identifier": ["1", LONE],
+        "prompt_cache_key": ["1", LONE],
+    },
+    COMPLETIONS: {
+        "prompt": [
+            *('""', "[]", '[""]', "1", "true", "{}", "null", '["x",1]', "[[]]", "[[1],2]", "[4096]", "[-1]", "[1.5]"),
+            *("[true]", "[NaN]", "[[4096]]", "[null]", LONE, f"[{LONE}]", json.dumps(["x"] * 1000)),
+        ],
+        "logprobs": ["-1", "21", *NO_INTEGER],
+        "echo": NO_BOOLEAN,
+        "best_of": ["2", "-1", '"x"'],
+        "messages": ["[]"],
+    },
+}
+# Named in OpenAI's reference, and not served: each would change an answer if it were.
+UNSUPPORTED = {
+    **dict.fromkeys(("functions", "modalities", "prompt_cache_options", "moderation"), "[]"),
+    **dict.fromkeys(("audio", "prediction", "web_search_options"), "{}"),
+    **dict.fromkeys(("function_call", "reasoning_effort", "verbosity", "prompt_cache_retention", "suffix"), '"x"'),
+    "store": "true",
+    "service_tier": '"priority"',
+    "tools": '[{"type":"function","function":{"name":"f"}}]',
+    "tool_choice": '"required"',
+}
+# What clients send without wanting anything of it.
+HARMLESS: dict[str, Any] = {
+    "user": "someone",
+    "metadata": {"a": "b"},
+    "store": False,
+    "service_tier": "auto",
+    "safety_identifier": "x",
+    "prompt_cache_key": "x",
+    "parallel_tool_calls": True,
+}
+
+
+def faults(path: str) -> dict[str, list[str]]:
+    """All faults of an endpoint, by field."""
+    return {**BOTH, **ONLY[path]}
+
+
+def with_fault(path: str, field: str, value: str) -> bytes:
+    """The good body with a value that JSON writes so, or does not."""
+    outer, _, inner = field.partition(".")
+    text = f'{{"{inner}":{value}}}' if inner else value
+    # JSON has no NaN, but this is where a client would write it.
+    fields = {name: json.dumps(each) for name, each in GOOD[path].items()} | {outer: text}
+    return ("{" + ",".join(f'"{name}":{each}' for name, each in fields.items()) + "}").encode()

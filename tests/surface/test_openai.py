@@ -1,0 +1,185 @@
+"""The official openai package, unmodified, against a running stack: what it makes of whole answers and of streams."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+import pytest_asyncio
+from grid_checks import decoded
+from openai import AsyncOpenAI, OpenAI
+from surface.rest_stack import RestStack, rest_stack, said
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+TALE = "Once upon a time there was a king who had"
+CHAT = {"model": "target", "max_completion_tokens": 16, "seed": 5, **said("Tell me of the king's daughter \U0001f409.")}
+TEXT = {"model": "target", "max_tokens": 16, "seed": 5, "prompt": TALE}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def rest() -> AsyncIterator[RestStack]:
+    """One stack for all of them."""
+    async with rest_stack() as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(rest: RestStack) -> AsyncIterator[AsyncOpenAI]:
+    """A client that does not ask twice."""
+    async with AsyncOpenAI(base_url=rest.base_url, api_key="none", max_retries=0) as connected:
+        yield connected
+
+
+async def test_models_are_listed_and_found(client: AsyncOpenAI) -> None:
+    """The list has the target's model, and nothing else; another name is not found."""
+    [model] = (await client.models.list()).data
+    assert (model.id, model.object) == ("target", "model")
+    assert (await client.models.retrieve("target")).id == "target"
+    with pytest.raises(openai.NotFoundError):
+        await client.models.retrieve("no-such-model")
+
+
+async def test_chat_whole_and_streamed_are_the_same(client: AsyncOpenAI) -> None:
+    """Joined deltas are the message; role, reason and usage are where the package looks for them."""
+    whole = await client.chat.completions.create(**CHAT)
+    stream = await client.chat.completions.create(**CHAT, stream=True, stream_options={"include_usage": True})
+    chunks = [chunk async for chunk in stream]
+    [choice] = whole.choices
+    assert choice.message.role == chunks[0].choices[0].delta.role == "assistant"
+    assert choice.message.content == "".join(each.choices[0].delta.content or "" for each in chunks if each.choices)
+    assert choice.message.content
+    assert [each.choices[0].finish_reason for each in chunks if each.choices][-1] == choice.finish_reason
+    assert whole.usage is not None
+    assert chunks[-1].usage == whole.usage.model_copy(
+        update={"prompt_tokens_details": chunks[-1].usage and chunks[-1].usage.prompt_tokens_details}
+    )
+    assert whole.usage.completion_tokens == 16
+    assert whole.id != chunks[0].id
+    assert whole.system_fingerprint == chunks[0].system_fingerprint
+
+
+async def test_chat_by_the_streaming_helper(client: AsyncOpenAI) -> None:
+    """Its accumulated message is the whole one, with log-probabilities."""
+    fields: dict[str, Any] = {**CHAT, "logprobs": True, "top_logprobs": 2}
+    text = str((await client.chat.completions.create(**fields)).choices[0].message.content)
+    # It takes an answer that its length ends for an error.
+    fields["stop"] = text[len(text) // 2 :][:3]
+    whole = await client.chat.completions.create(**fields)
+    async with client.chat.completions.stream(**fields) as stream:
+        kinds = {event.type async for event in stream}
+        final = await stream.get_final_completion()
+    assert {"chunk", "content.delta", "content.done"} <= kinds
+    assert final.choices[0].message.content == whole.choices[0].message.content
+    assert whole.choices[0].logprobs is not None
+    assert final.choices[0].logprobs is not None
+    assert final.choices[0].logprobs.content == whole.choices[0].logprobs.content
+
+
+async def test_text_whole_and_streamed_are_the_same(client: AsyncOpenAI) -> None:
+    """The older protocol as well, for text and for token ids."""
+    whole = await client.completions.create(**TEXT)
+    chunks = [chunk async for chunk in await client.completions.create(**TEXT, stream=True)]
+    assert whole.choices[0].text == "".join(chunk.choices[0].text for chunk in chunks)
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+    ids = [2256, 677, 259, 513, 443, 307, 259, 540, 390, 337]
+    assert decoded(ids) == TALE
+    numbered = await client.completions.create(**{**TEXT, "prompt": ids})
+    assert numbered.choices[0].text == whole.choices[0].text
+    assert numbered.usage == whole.usage.model_copy(  # type: ignore[union-attr]
+        update={"prompt_tokens_details": numbered.usage and numbered.usage.prompt_tokens_details}
+    )
+
+
+async def test_synchronous_client_says_the_same(rest: RestStack, client: AsyncOpenAI) -> None:
+    """In a thread of its own, whole and streamed."""
+
+    def ask() -> tuple[str | None, str]:
+        with OpenAI(base_url=rest.base_url, api_key="none", max_retries=0) as connected:
+            whole = connected.chat.completions.create(**CHAT)
+            chunks = list(connected.chat.completions.create(**CHAT, stream=True))
+        return whole.choices[0].message.content, "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+    expected = (await client.chat.completions.create(**CHAT)).choices[0].message.content
+    assert await asyncio.to_thread(ask) == (expected, expected)
+
+
+async def test_log_probabilities_of_chat(client: AsyncOpenAI) -> None:
+    """One entry a token, whose bytes join to the text, with so many alternatives in falling order."""
+    reply = await client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=3, logit_bias={"128": 8, "103": 8})
+    [choice] = reply.choices
+    assert choice.logprobs is not None
+    content = choice.logprobs.content
+    assert content is not None
+    assert reply.usage is not None
+    assert len(content) == reply.usage.completion_tokens
+    spelled = b"".join(bytes(each.bytes or ()) for each in content)
+    assert spelled.decode(errors="replace").startswith(str(choice.message.content).rstrip("\ufffd"))
+    for each in content:
+        values = [other.logprob for other in each.top_logprobs]
+        assert len(values) == 3
+        assert values == sorted(values, reverse=True)
+        assert all(-1e4 < value <= 0 for value in [each.logprob, *values])
+
+
+async def test_log_probabilities_of_text(client: AsyncOpenAI) -> None:
+    """Four lists of one length; with echo they begin with the prompt, whose first token has none."""
+    reply = await client.completions.create(**TEXT, logprobs=2, echo=True)
+    [choice] = reply.choices
+    assert choice.text.startswith(TALE)
+    told = choice.logprobs
+    assert told is not None
+    assert told.tokens is not None
+    assert told.token_logprobs is not None
+    assert told.top_logprobs is not None
+    assert told.text_offset is not None
+    assert reply.usage is not None
+    assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == reply.usage.total_tokens
+    assert "".join(told.tokens) == choice.text
+    assert told.token_logprobs[0] is None
+    assert all(value is not None and math.isfinite(value) for value in told.token_logprobs[1:])
+    assert [choice.text[start:][:4] for start in told.text_offset[:3]] == [
+        (token + choice.text[start + len(token) :])[:4]
+        for token, start in zip(told.tokens[:3], told.text_offset[:3], strict=True)
+    ]
+
+
+async def test_several_answers(client: AsyncOpenAI) -> None:
+    """Each has its index and its text, streamed or not; the first is what one alone would be."""
+    whole = await client.chat.completions.create(**CHAT, n=4)
+    texts = [choice.message.content for choice in whole.choices]
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    assert len(set(texts)) > 1
+    assert texts[0] == (await client.chat.completions.create(**CHAT)).choices[0].message.content
+    streamed = dict.fromkeys(range(4), "")
+    async for chunk in await client.chat.completions.create(**CHAT, n=4, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert list(streamed.values()) == texts
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 4 * 16
+
+
+async def test_stop_ends_the_text_before_it(client: AsyncOpenAI) -> None:
+    """A string or a list of them, streamed or not; the text does not contain it, and the reason is `stop`."""
+    full = (await client.completions.create(**TEXT)).choices[0].text
+    stop = full[len(full) // 2 :][:3]
+    expected = full[: full.index(stop)]
+    for given in (stop, [stop, "\u2603"]):
+        reply = (await client.completions.create(**TEXT, stop=given)).choices[0]
+        assert (reply.text, reply.finish_reason) == (expected, "stop")
+        chunks = [chunk async for chunk in await client.completions.create(**TEXT, stop=given, stream=True)]
+        assert "".join(chunk.choices[0].text for chunk in chunks) == expected
+        assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+async def test_speculation_is_an_extra_field(client: AsyncOpenAI) -> None:
+    """`extra_body` carries it, and the reply's own fields are there as attributes."""
+    reply = await client.chat.completions.create(**CHAT, extra_body={"speculation": {"draft_count": 4}})
+    plain = await client.chat.completions.create(**CHAT, extra_body={"speculation": {"enabled": False}})
+    assert reply.choices[0].message.content == plain.choices[0].message.content
+    assert reply.model_extra is not None
+    assert plain.model_extra is not None
+    assert reply.model_extra["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
+    assert plain.model_extra["metrics"]["speculative_decoding"] is None
