@@ -7,8 +7,8 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 
 from outrider.errors import InvalidRequest, Overloaded
@@ -36,6 +36,7 @@ class Admission:
         """Samples that run."""
         self._queue: deque[_Waiter] = deque()
         self._place_s = RETRY_AFTER_S[0]
+        self._num_arriving = 0
 
     @property
     def waiting(self) -> int:
@@ -56,6 +57,19 @@ class Admission:
                 f"of at most {self.queue_len}",
                 retry_after_s=self.retry_after_s,
             )
+
+    @contextmanager
+    def arrival(self, sample_count: int) -> Iterator[None]:
+        """Bounds how many requests are looked at, which takes long while the target is away. Raises as `check` does."""
+        self.check(sample_count)
+        if self._num_arriving >= self.places + self.queue_len:
+            message = f"{self._num_arriving} requests are looked at already, which takes long while the target is away"
+            raise Overloaded(message, retry_after_s=self.retry_after_s)
+        self._num_arriving += 1
+        try:
+            yield
+        finally:
+            self._num_arriving -= 1
 
     @property
     def retry_after_s(self) -> int:

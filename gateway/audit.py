@@ -91,7 +91,6 @@ class ShadowAudit:
         numerics_ids: set[str] = set()
         # Only tokens are compared, so the target need not tell log-probabilities, least of all a prompt's.
         # And what the target has cached of the prompt must not vouch for itself.
-
         bare = replace(finished.plan.spec, logprob_count=None, prompt_logprobs=False, draft_logprobs=False)
         spec = replace(bare, cache_salt=secrets.token_bytes(16))
         async with aclosing(decode(replace(finished.plan, spec=spec, draft_count=0), finished.target)) as rounds:

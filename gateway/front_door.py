@@ -71,8 +71,8 @@ class FrontDoor:
         async with AsyncExitStack() as places:
             places.enter_context(request_scope())
             with self._refusals_told():
-                self.admission.check(num_samples)
-                prepared = [await prepare(ask, self.backend, time_left_s) for ask in asks]
+                with self.admission.arrival(num_samples):
+                    prepared = [await self._prepared(asks, number, time_left_s) for number in range(len(asks))]
                 waited_s = await places.enter_async_context(self.admission.place(num_samples))
             plans = tuple(each.plan for each in prepared)
             self.metrics.admitted(waited_s, plans)
@@ -80,6 +80,15 @@ class FrontDoor:
             with self._end_told(record):
                 async with aclosing(self._events(prepared, int(1e6 * waited_s), record)) as events:
                     yield Generation(plans, events)
+
+    async def _prepared(self, asks: Sequence[GenerationAsk], number: int, time_left_s: float | None) -> Prepared:
+        """One of several requests, whose number is on its errors."""
+        try:
+            return await prepare(asks[number], self.backend, time_left_s)
+        except OutriderError as error:
+            if len(asks) > 1:
+                error.metadata["ask"] = str(number)
+            raise
 
     @contextmanager
     def _refusals_told(self) -> Iterator[None]:

@@ -108,7 +108,8 @@ async def check_request(ask: GenerationAsk, tokenizer: Tokenizer, limits: Servin
         token_ids=prompt,
         prompt_len=len(prompt),
         sampling=ask.sampling,
-        seed=secrets.randbits(63) if ask.seed is None else ask.seed,
+        # In 53 bits, so that a client in JavaScript, where numbers are floats, can send back what it was told.
+        seed=secrets.randbits(53) if ask.seed is None else ask.seed,
         max_len=len(prompt) + max_tokens,
         eos_token_ids=frozenset() if ask.sampling.ignore_eos else limits.eos_token_ids,
         stop_token_ids=frozenset(ask.stop_token_ids),
@@ -188,6 +189,8 @@ async def _prompt(ask: GenerationAsk, tokenizer: Tokenizer, limits: ServingLimit
     if (ask.text is None) == (ask.token_ids is None):
         raise InvalidRequest("prompt", "absent" if ask.text is None else "both", "exactly one of text and token_ids")
     if ask.token_ids is not None:
+        # First, because to look at each of a million ids would be felt by other requests.
+        _max_tokens(ask, len(ask.token_ids), limits)
         _check_token_ids("token_ids", ask.token_ids, limits)
     prompt = ask.token_ids
     if ask.text is not None:

@@ -6,7 +6,6 @@ special tokens out and never shows half a character.
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import tokenizers
@@ -42,8 +41,13 @@ class Tokenizer:
 
     async def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         """Token ids of a text, with the special tokens of a whole prompt; a long one is encoded off the event loop."""
-        encode = partial(self._tokenizer.encode, text, add_special_tokens=special)
-        encoding = await asyncio.to_thread(encode) if len(text) > LONG_TEXT else encode()
+        if len(text) > LONG_TEXT:
+            return await asyncio.to_thread(self._encode_long, text, special)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def _encode_long(self, text: str, special: bool) -> tuple[int, ...]:
+        # As a batch of one: for a single text the library keeps all other threads from running, the loop's too.
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
         return tuple(encoding.ids)
 
     async def spell(self, token_ids: Sequence[int]) -> list[str]:

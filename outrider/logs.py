@@ -23,16 +23,23 @@ SHOWN_ID_LEN = 4
 def configure(level: str) -> None:
     """Sets up structlog and the standard library's logging, which grpc uses. `level` is one of LEVELS."""
     number = getattr(logging, level.upper())
-    logging.basicConfig(
-        level=max(number, logging.WARNING), stream=sys.stderr, format="%(levelname)s %(name)s %(message)s"
+    gathering: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    rendering = _rendering(sys.stderr.isatty())
+    foreign = logging.StreamHandler(sys.stderr)
+    # Lines of libraries look like ours, and their tracebacks have no more in them.
+    foreign.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[*gathering, structlog.stdlib.add_logger_name],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendering],
+        )
     )
+    logging.basicConfig(level=max(number, logging.WARNING), handlers=[foreign])
     structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            *_rendering(sys.stderr.isatty()),
-        ],
+        processors=[*gathering, *rendering],
         wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,

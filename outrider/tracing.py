@@ -22,6 +22,8 @@ from outrider.logs import bound
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 EXPORTER = "outrider.trace_export"
+# Of 8 KiB that gRPC takes beside a message; calls with more fail at random. W3C asks for 512 to be passed on.
+MAX_STATE_LEN = 4096
 
 PROPAGATOR = TraceContextTextMapPropagator()
 TRACER = trace.get_tracer("outrider")
@@ -82,10 +84,13 @@ def span(name: str, parent: Mapping[str, str] | None = None, **attributes: Attri
 
 
 def carrier() -> tuple[tuple[str, str], ...]:
-    """What tells the next process of the span that is open here, as metadata of a call; empty without one."""
+    """What tells the next process of the span that is open here, as metadata of a call; empty without one.
+
+    A client's own `tracestate` of more than MAX_STATE_LEN characters stays behind.
+    """
     told: dict[str, str] = {}
     PROPAGATOR.inject(told)
-    return tuple(told.items())
+    return tuple((name, value) for name, value in told.items() if len(value) <= MAX_STATE_LEN)
 
 
 def parent_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]:

@@ -28,7 +28,7 @@ FLAGS = [
     "--disable-sync",
 ]
 PATIENCE_MS = 60_000
-ENDED = re.compile("Done|Stopped|broke off|Identical|Differs|No result")
+ENDED = re.compile("Done|Stopped|broke off|No answer|Identical|same this time|Differs|No result")
 # A violation is told to the document; the console then tells it to us, whatever the browser itself would print.
 WATCH = """document.addEventListener("securitypolicyviolation", (event) =>
     console.error(`content policy: ${event.violatedDirective} ${event.blockedURI}`))"""

@@ -1,6 +1,7 @@
 """Runs many requests at a time through a stack, and asks transformers what the target alone says."""
 
 import asyncio
+import secrets
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,11 @@ NEAR_TIE = 1e-4
 async def answers(
     stack: RunningStack, prompts: Sequence[str], at_a_time: int = AT_A_TIME, **fields: Any
 ) -> list[Answer]:
-    """The answers to all prompts, in order; each has its own seed, so that no two share their noise."""
+    """The answers to all prompts, in order; each has its own seed, so that no two share their noise.
+
+    Each call has its own salt: what is compared with another call's answers must not be served from its cached keys.
+    """
+    fields = {"cache_salt": secrets.token_hex()} | fields
     slots = asyncio.Semaphore(at_a_time)
 
     async def answer(seed: int, prompt: str) -> Answer:

@@ -4,6 +4,7 @@ Nothing is promised to a client before the door is open: until then every error 
 the last event of a stream, and there is no [DONE].
 """
 
+import asyncio
 import hashlib
 import secrets
 import time
@@ -25,7 +26,7 @@ from gateway.rest.errors import error_json, unexpected
 from gateway.rest.fields import StreamOptions
 from gateway.rest.responses import Envelope
 from gateway.rest.settings import RestSettings
-from gateway.rest.sse import DONE, EventStream, data
+from gateway.rest.sse import DONE, EventStream, data, line
 from gateway.rest.tally import Tally
 from outrider.errors import InvalidRequest, OutriderError
 
@@ -92,19 +93,20 @@ class Answering:
         """The response; raises whatever is wrong before there is one, and ClientGone."""
         if order.stream is None:
             body = await while_there(request.receive, self._whole(order))
-            return Response(body.model_dump_json(exclude_unset=True), media_type="application/json")
+            return Response(body, media_type="application/json")
         stream = EventStream(self._frames(order), self.settings.keep_alive_s, self.settings.client_stall_s)
         await stream.begin(request.receive)
         return stream
 
-    async def _whole(self, order: Order) -> Envelope:
+    async def _whole(self, order: Order) -> str:
         async with self._opened(order) as opened:
             async for index, event in opened.events:
                 opened.tally.add(index, event)
                 opened.shape.take(index, event)
-        body = opened.shape.body()
-        body.usage, body.metrics, body.outrider = opened.tally.usage(), opened.tally.metrics(), opened.tally.facts()
-        return body
+        if any(ask.logprob_count is not None for ask in order.asks):
+            # Up to 21 objects a token: seconds for a long answer, which other requests would feel.
+            return await asyncio.to_thread(_body_json, opened)
+        return _body_json(opened)
 
     async def _frames(self, order: Order) -> AsyncGenerator[bytes, None]:
         """The first frame is empty, and says that the headers may go out."""
@@ -141,7 +143,7 @@ class Answering:
     def _check_places(self, asks: Sequence[GenerationAsk]) -> None:
         num_choices, places = sum(ask.sample_count or 1 for ask in asks), self.door.admission.places
         if len(asks) > 1 and num_choices > places:
-            raise InvalidRequest.too_many("prompt", num_choices, places, "choices, which is prompts times n,")
+            raise InvalidRequest.too_many("prompt", num_choices, places, "choices (prompts times n)")
 
     def _head(self, order: Order, target: ModelInfo | None) -> Head:
         answer_id = f"{order.id_prefix}-{secrets.token_hex(12)}"
@@ -161,6 +163,12 @@ async def _numbered(generation: Generation) -> AsyncGenerator[tuple[int, Event],
         firsts.append(firsts[-1] + plan.sample_count)
     async for number, event in generation.events:
         yield firsts[number] + event.sample_index, event
+
+
+def _body_json(opened: Opened) -> str:
+    body = opened.shape.body()
+    body.usage, body.metrics, body.outrider = opened.tally.usage(), opened.tally.metrics(), opened.tally.facts()
+    return body.model_dump_json(exclude_unset=True)
 
 
 async def _chunks(opened: Opened) -> AsyncGenerator[str, None]:
@@ -184,6 +192,7 @@ def _chunk_json(chunk: Envelope, options: StreamOptions) -> str:
     if options.include_usage:
         chunk.usage = None
     if options.include_obfuscation:
-        bare_len = len(chunk.model_dump_json(exclude_unset=True)) + len(',"obfuscation":""')
+        # In bytes: that is what can be seen of a chunk from outside.
+        bare_len = len(line(chunk.model_dump_json(exclude_unset=True))) + len(',"obfuscation":""')
         chunk.obfuscation = secrets.token_hex(PADDING)[: -bare_len % PADDING]
     return chunk.model_dump_json(exclude_unset=True)

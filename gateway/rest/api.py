@@ -20,7 +20,6 @@ from gateway.requests import GenerationAsk
 from gateway.rest.api_body import ask_from
 from gateway.rest.api_events import completion_view, error_view, opened, round_view
 from gateway.rest.api_status import status_view
-from gateway.rest.json_text import read_json
 from gateway.rest.settings import RestSettings
 from gateway.rest.sse import EventStream, typed
 from outrider.errors import OutriderError
@@ -32,7 +31,8 @@ def api_routes(door: FrontDoor, settings: RestSettings) -> APIRouter:
     """The page's own routes. Errors before the stream are raised as OutriderError."""
 
     async def generate(request: Request) -> Response:
-        ask = ask_from(read_json(await request.body(), settings.max_json_depth))
+        # The middleware has read it once already, strictly and off the loop where it is long.
+        ask = ask_from(json.loads(await request.body() or "null"))
         stream = EventStream(frames(door, ask), settings.keep_alive_s, settings.client_stall_s)
         await stream.begin(request.receive)
         return stream

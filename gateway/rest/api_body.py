@@ -38,7 +38,7 @@ class GenerateBody(Parameters):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | str | None = None
-    stop: list[str] = Field(default_factory=list)
+    stop: Annotated[list[str], Field(fail_fast=True)] = Field(default_factory=list)
     cache_salt: str = ""
     probabilities: bool = False
     speculation: SpeculationBody = Field(default_factory=SpeculationBody)

@@ -33,13 +33,13 @@ def ask_of(fields: GenerationFields) -> GenerationAsk:
         seed=fields.seed,
         stops=tuple([fields.stop] if isinstance(fields.stop, str) else fields.stop or ()),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
-        speculation_enabled=speculation.enabled,
+        speculation_enabled=speculation.enabled is not False,
         draft_count=speculation.draft_count if isinstance(speculation.draft_count, int) else None,
         acceptance=_acceptance(speculation),
-        drafter=speculation.drafter,
+        drafter=speculation.drafter or "",
         sample_count=fields.n,
         banned_words=tuple(fields.banned_words or ()),
-        return_rounds=speculation.return_rounds,
+        return_rounds=bool(speculation.return_rounds),
         cache_salt=fields.cache_salt or "",
     )
 
@@ -62,7 +62,12 @@ def check_prompt_len(field: str, text: str, most: int) -> None:
 
 
 def renamed(error: OutriderError, names: Mapping[str, str]) -> OutriderError:
-    """The error with the route's names of fields, in the field and in the limit, and not in the value."""
+    """The error with the route's names of fields, in the field and in the limit, and not in the value.
+
+    Of several prompts, one that is at fault is named with its number.
+    """
+    if "ask" in error.metadata:
+        names = {**names, **dict.fromkeys(("prompt", "token_ids"), f"prompt.{error.metadata['ask']}")}
     if isinstance(error, PromptTooLong):
         return PromptTooLong(error.message, **{"field": names.get("prompt", "prompt"), **error.metadata})
     if not isinstance(error, InvalidRequest):
@@ -89,7 +94,7 @@ def _sampling(fields: GenerationFields) -> SamplingParameters:
 
 
 def _acceptance(speculation: Speculation) -> Acceptance:
-    rule = Rule(speculation.rule)
+    rule = Rule(speculation.rule or Rule.MATCH)
     given = speculation.model_dump(include=SETTING_NAMES, exclude_none=True)
     for name, value in given.items():
         if name not in SETTINGS.get(rule, ()):

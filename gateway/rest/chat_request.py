@@ -8,6 +8,8 @@ from gateway.rest.fields import Count, GenerationFields, Strict, Unserved, text_
 from outrider.parameters import MAX_LOGPROB_COUNT
 
 MAX_MESSAGES = 4096
+# Of one message. Lists end at their first fault: a finding for each of a million entries takes minutes and gigabytes.
+MAX_PARTS, MAX_CALLS = 4096, 128
 NO_EFFECT = "Accepted without effect."
 
 
@@ -34,7 +36,8 @@ class ToolCall(Strict):
 
 
 Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Field(min_length=1), Tag("<list>")],
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("<list>")],
     Discriminator(
         text_or_list,
         custom_error_type="content_kind",
@@ -49,7 +52,7 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     refusal: Unserved = None
     audio: Unserved = None
@@ -86,11 +89,11 @@ class ResponseFormat(Strict):
 class ChatRequest(GenerationFields):
     """A conversation and how to go on."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROB_COUNT)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     response_format: ResponseFormat | None = None
     parallel_tool_calls: Annotated[bool | None, Field(description=NO_EFFECT)] = None

@@ -8,13 +8,13 @@ from pydantic import Discriminator, Field, Tag
 from gateway.rest.fields import GenerationFields, Unserved
 from outrider.parameters import MAX_LOGPROB_COUNT, MAX_SAMPLES, TokenId
 
-MAX_PROMPTS = 64
+MAX_PROMPTS, MAX_IDS = 64, 1_000_000
 PROMPT_KINDS = (
     "Input should be a string, a list of strings, a list of token ids, or a list of lists of token ids, and not empty"
 )
 
 Text = Annotated[str, Field(min_length=1)]
-Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_IDS, fail_fast=True)]
 
 
 def _prompt_kind(value: object) -> str | None:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstrai
 from pydantic.config import JsonDict
 
 from gateway.requests import MAX_BANNED_WORDS, MAX_STOPS, MAX_STRING_LEN
-from outrider.parameters import MAX_SAMPLES, MAX_STOP_TOKEN_IDS, Bias, Finite, Rule, Share, TokenId
+from outrider.parameters import MAX_SAMPLES, MAX_STOP_TOKEN_IDS, Bias, Finite, Share, TokenId
 
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**31 - 1
@@ -55,14 +55,14 @@ class StreamOptions(Strict):
 class Speculation(Strict):
     """Whether and how to speculate. Under `match` nothing here changes a token."""
 
-    enabled: bool = True
+    enabled: bool | None = None
     draft_count: Annotated[int, Field(ge=0, le=MAX_COUNT)] | Literal["auto"] | None = None
-    rule: Literal["match", "ratio", "block", "lenient", "typical"] = Rule.MATCH.value
+    rule: Literal["match", "ratio", "block", "lenient", "typical"] | None = None
     lenience: Share | None = None
     typical_epsilon: Share | None = None
     typical_delta: Share | None = None
-    drafter: Annotated[str, Field(max_length=MAX_STRING_LEN)] = ""
-    return_rounds: bool = False
+    drafter: Annotated[str, Field(max_length=MAX_STRING_LEN)] | None = None
+    return_rounds: bool | None = None
 
 
 class GenerationFields(Strict):

@@ -14,7 +14,7 @@ from gateway.rest.clients import ClientGone
 from gateway.rest.errors import error_response
 from gateway.rest.json_text import read_json
 from gateway.rest.settings import RestSettings
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, Overloaded
 
 METHODS = frozenset({"POST", "PUT", "PATCH"})
 JSON_TYPE = re.compile(r"application/([\w.+-]+\+)?json\s*(;\s*charset\s*=\s*\"?utf-?8\"?\s*)?", re.IGNORECASE)
@@ -46,58 +46,80 @@ class UnsupportedMedia(OutriderError):
     exit_code = 64
 
 
+class AmbiguousBody(OutriderError):
+    """The caller must say the length of its body in one way, or a proxy may see another request than this server."""
+
+    status = "INVALID_ARGUMENT"
+    reason = "AMBIGUOUS_BODY"
+    exit_code = 64
+
+
 class BodyLimits:
     """The middleware."""
 
     def __init__(self, app: ASGIApp, settings: RestSettings) -> None:
         self._app = app
         self._settings = settings
+        self._num_held = 0  # bytes of all bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a body that is refused itself."""
+        if scope["type"] == "http" and {"content-length", "transfer-encoding"} <= set(Headers(scope=scope)):
+            error = AmbiguousBody("A body has a content-length or a transfer-encoding, and not both")
+            await error_response(error, {"connection": "close"})(scope, receive, send)
+            return
         if scope["type"] != "http" or scope["method"] not in METHODS:
             await self._app(scope, receive, send)
             return
+        body = bytearray()
         try:
-            body = await self._read(Headers(scope=scope), receive)
+            await self._handle(body, scope, receive, send)
+        finally:
+            self._num_held -= len(body)
+
+    async def _handle(self, body: bytearray, scope: Scope, receive: Receive, send: Send) -> None:
+        """Collects the body and passes it on."""
+        try:
+            await self._read(body, Headers(scope=scope), receive)
         except OutriderError as error:
             # The server drops what is left of the body. To close now would take the answer from whoever still sends.
             await error_response(error)(scope, receive, send)
             return
-        await self._app(scope, _replayed(body, receive), send)
+        await self._app(scope, _replayed(bytes(body), receive), send)
 
-    async def _read(self, headers: Headers, receive: Receive) -> bytes:
+    async def _read(self, body: bytearray, headers: Headers, receive: Receive) -> None:
         most = self._settings.max_body_bytes
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > most:
             raise _too_large(most)
         try:
             async with asyncio.timeout(self._settings.body_wait_s):
-                body = await _collected(receive, most)
+                await self._collect(body, receive)
         except TimeoutError:
             raise BodyTimeout(f"The body did not come within {self._settings.body_wait_s:g} seconds") from None
         if body:
             _check_type(headers)
-            check = partial(read_json, body, self._settings.max_json_depth)
+            check = partial(read_json, bytes(body), self._settings.max_json_depth)
             await asyncio.to_thread(check) if len(body) > LONG_BODY else check()
-        return body
+
+    async def _collect(self, body: bytearray, receive: Receive) -> None:
+        is_whole = False
+        while not is_whole:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone("The client left before its request was there")
+            part = message.get("body", b"")
+            if len(body) + len(part) > self._settings.max_body_bytes:
+                raise _too_large(self._settings.max_body_bytes)
+            if self._num_held + len(part) > self._settings.max_held_bytes:
+                raise Overloaded(f"{self._num_held} bytes of requests are held already", num_bytes=self._num_held)
+            body += part
+            self._num_held += len(part)
+            is_whole = not message.get("more_body", False)
 
 
 def _too_large(most: int) -> BodyTooLarge:
     return BodyTooLarge(f"The body is longer than {most} bytes", limit=f"at most {most} bytes")
-
-
-async def _collected(receive: Receive, most: int) -> bytes:
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone("The client left before its request was there")
-        body += message.get("body", b"")
-        if len(body) > most:
-            raise _too_large(most)
-        if not message.get("more_body", False):
-            return bytes(body)
 
 
 def _check_type(headers: Headers) -> None:

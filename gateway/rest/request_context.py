@@ -7,6 +7,7 @@ meanwhile.
 import re
 import time
 import uuid
+from urllib.parse import quote
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
@@ -37,11 +38,13 @@ class RequestContext:
         request_id = _request_id(headers)
         answer = _Answer(send, request_id)
         started_s = time.monotonic()
-        facts = {"http.request.method": scope["method"], "url.path": scope["path"]}
+        # As it is on the wire: decoded, it may have characters that change what a terminal shows.
+        path = quote(scope["path"])
+        facts = {"http.request.method": scope["method"], "url.path": path}
         with bound(request_id=request_id), span("rest", _trace(headers), **facts):
             await self._guarded(scope, receive, answer)
             took_ms = round(1e3 * (time.monotonic() - started_s))
-            log.debug("answered", method=scope["method"], path=scope["path"], status=answer.status, took_ms=took_ms)
+            log.debug("answered", method=scope["method"], path=path, status=answer.status, took_ms=took_ms)
 
     async def _guarded(self, scope: Scope, receive: Receive, answer: "_Answer") -> None:
         try:

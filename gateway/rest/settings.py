@@ -16,6 +16,8 @@ class RestSettings:
     """For how long a client may take nothing of what is written to it."""
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 4 << 20
+    max_held_bytes: int = 256 << 20
+    """Of the bodies of all requests together."""
     body_wait_s: float = 30.0
     """For how long a client may send its body."""
     max_json_depth: int = 64

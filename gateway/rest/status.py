@@ -14,6 +14,7 @@ from starlette.responses import Response
 from gateway.front_door import FrontDoor
 from gateway.rest.asks import unknown_model
 from gateway.rest.documents import documented
+from outrider.errors import NotReady, OutriderError, PeerLost
 
 Encoder = Callable[[CollectorRegistry], bytes]
 
@@ -102,7 +103,11 @@ def _add_probes(router: APIRouter, door: FrontDoor) -> None:
     @router.get("/health", responses=documented(503))
     async def ready() -> Ready:
         """Whether requests can be served now; an error while the target is away."""
-        door.backend.target.present()
+        try:
+            door.backend.target.present()
+        except OutriderError as error:
+            # What answers and does not fit is no target either, and another may come.
+            raise error if isinstance(error, PeerLost) else NotReady(error.message) from None
         draft = door.backend.draft
         return Ready(draft="none" if draft is None else "absent" if draft.info is None else "present")
 

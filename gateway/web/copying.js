@@ -2,7 +2,7 @@
 
 import { SNIPPETS } from "./snippets.js";
 
-const GRPC_PORT = 50050;
+const [GRPC_PORT, SHOWN_MS] = [50050, 2000];
 const at = (id) => document.getElementById(id);
 
 // Tells whether it worked: browsers refuse it outside of secure origins, and then what is shown can still be marked.
@@ -13,6 +13,15 @@ export async function toClipboard(text) {
   } catch {
     return false;
   }
+}
+
+// A button says for a moment what came of it. Whoever does not see it hears the announcement.
+export function flash(button, text) {
+  button.dataset.label ??= button.textContent;
+  button.textContent = text;
+  setTimeout(() => {
+    button.textContent = button.dataset.label;
+  }, SHOWN_MS);
 }
 
 export function save(name, value) {

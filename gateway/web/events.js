@@ -7,20 +7,28 @@ export class Refused extends Error {
   }
 }
 
+const UNREACHED = "The gateway cannot be reached. Start it again with `outrider up`, then ask again.";
+const LOST = "The gateway was lost in mid-answer. When it is back, the same prompt and seed give the same answer.";
+
+// What browsers say of a lost connection is two words, in every browser others.
+async function connected(promise, sentence) {
+  try {
+    return await promise;
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new Refused(sentence);
+  }
+}
+
 // Yields {event, data} until the stream ends, which it does well only behind a completion or an error.
 export async function* events(body, signal) {
-  const response = await fetch("api/generate", {
-    method: "POST",
-    headers: { "content-type": "application/json", accept: "text/event-stream" },
-    body: JSON.stringify(body),
-    signal,
-  });
+  const options = { method: "POST", headers: { "content-type": "application/json", accept: "text/event-stream" }, signal };
+  const response = await connected(fetch("api/generate", { ...options, body: JSON.stringify(body) }), UNREACHED);
   if (!response.ok) throw await refusal(response);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   let last = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await connected(reader.read(), LOST);
     if (done) break;
     const blocks = (rest + value).split("\n\n");
     rest = blocks.pop();
@@ -31,7 +39,7 @@ export async function* events(body, signal) {
       yield event;
     }
   }
-  if (last !== "completion" && last !== "error") throw new Refused("The stream ended before the answer did.");
+  if (last !== "completion" && last !== "error") throw new Refused(LOST);
 }
 
 // An event, or null for a comment, which only keeps the connection alive.

@@ -20,8 +20,8 @@ export function drawFigures(list, run) {
 }
 
 export function summary(run) {
-  if (run.error) return "The answer broke off.";
-  if (run.stopped) return `Stopped behind ${count(run.tokens.length)} tokens.`;
+  if (run.error) return run.opened === null ? "No answer came." : "The answer broke off.";
+  if (run.stopped) return `Stopped after ${count(run.tokens.length)} tokens.`;
   const speed = run.rate === null ? "" : `, ${rate(run.rate)} tokens a second`;
   return `Done: ${count(run.tokens.length)} tokens${speed}.`;
 }
@@ -29,7 +29,8 @@ export function summary(run) {
 // How a run ended, and what else its completion tells.
 export function result(run) {
   const { completion } = run;
-  if (completion === null) return "";
+  if (completion === null && run.opened === null) return run.stopped ? summary(run) : "";
+  if (completion === null) return `${summary(run)} Seed ${run.opened.seed}.`;
   const { usage, timings } = completion;
   const ends = { eos: "an end of text", stop_token: "a stop token", stop_string: "a stop string", length: "the most tokens" };
   return [

@@ -1,7 +1,7 @@
 // Wires the page together: buttons and keys, one run or a race at a time, and one change of the page a frame.
 
 import { drawCounts, drawPositions, drawTimes } from "./charts.js";
-import { openCopyDialog, save, toClipboard } from "./copying.js";
+import { flash, openCopyDialog, save, toClipboard } from "./copying.js";
 import { events } from "./events.js";
 import { Tip } from "./facts.js";
 import { drawFigures, drawLegend, result, summary } from "./figures.js";
@@ -47,9 +47,9 @@ class Page {
     });
     click("race", () => this.race());
     click("stop", () => this.stop());
-    click("copy-as", () => openCopyDialog(() => this.settings.request(), () => this.status.now));
+    click("copy-as", () => at("ask").reportValidity() && openCopyDialog(() => this.settings.request(), () => this.status.now));
     click("copy-link", () => this.copyLink());
-    click("copy-text", () => this.say(toClipboard(this.lanes[0].run.text), "Text copied."));
+    click("copy-text", () => this.say("copy-text", toClipboard(this.lanes[0].run.text), "Mark the answer instead."));
     click("download", () => this.download());
     at("show-marks").addEventListener("change", (event) => at("answer").classList.toggle("unmarked", !event.target.checked));
     at("show-rejected").addEventListener("change", (event) => at("answer").classList.toggle("with-rejected", event.target.checked));
@@ -175,7 +175,7 @@ class Page {
   copyLink() {
     const link = this.settings.link();
     history.replaceState(null, "", link);
-    this.say(toClipboard(link), "Link copied.");
+    this.say("copy-link", toClipboard(link), "The address bar has the link.");
   }
 
   download() {
@@ -183,8 +183,10 @@ class Page {
     save("outrider-trace.json", { format: "outrider-trace-1", saved: new Date().toISOString(), status: this.status.now, runs });
   }
 
-  async say(done, text) {
-    at("announce").textContent = (await done) ? text : "The browser did not let the page copy. The address bar has the link.";
+  async say(id, done, instead) {
+    const copied = await done;
+    flash(at(id), copied ? "Copied" : "Not copied");
+    at("announce").textContent = copied ? "Copied." : `The browser did not let the page copy. ${instead}`;
   }
 }
 

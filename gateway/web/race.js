@@ -28,7 +28,11 @@ export function verdict(fast, plain) {
   }
   const at = difference(fast, plain);
   const lines = [speed(fast, plain)];
-  if (at === null) return { same: true, head: `✓ Identical token for token: ${plural(plain.tokens.length, "token")}`, lines };
+  if (fast.positions.length === 0) lines.push("Neither run had any guesses, so what differs in time is the machine's.");
+  const tokens = plural(plain.tokens.length, "token");
+  // Only match promises it. Under another rule it is chance, so there is no tick.
+  if (at === null && fast.completion.rule !== "match") return { same: false, head: `The same this time: ${tokens}`, lines: [reason(fast, plain), ...lines] };
+  if (at === null) return { same: true, head: `✓ Identical token for token: ${tokens}`, lines };
   return { same: false, head: `≠ Differs at token ${at + 1}`, lines: [told(fast, plain, at), reason(fast, plain), ...lines] };
 }
 
@@ -37,7 +41,7 @@ function speed(fast, plain) {
   const ratio = other / own;
   const times = `${time(own)} with speculation, ${time(other)} without`;
   const [ours, theirs] = [fast.rate, plain.rate];
-  const behind = ours && theirs ? ` Behind the first token ${rate(ours)} against ${rate(theirs)} tokens a second.` : "";
+  const behind = ours && theirs ? ` After the first token ${rate(ours)} against ${rate(theirs)} tokens a second.` : "";
   const cost = `A round took ${time(mean(fast))} and brought ${(perRound(fast)).toFixed(2)} tokens; a plain one took ${time(mean(plain))}.`;
   return `${ratio.toFixed(2)} times ${ratio < 0.98 ? "as fast, so slower" : "as fast"}: ${times}.${behind} ${fast.passes && plain.passes ? cost : ""}`;
 }
@@ -59,7 +63,7 @@ function reason(fast, plain) {
   const { rule } = fast.completion;
   const numerics = new Set([...fast.completion.numerics_ids, ...plain.completion.numerics_ids]);
   if (rule === "lenient" || rule === "typical") return `The rule ${rule} does not follow the target's distribution.`;
-  if (rule !== "match") return `The rule ${rule} keeps the target's distribution and draws other tokens; only match promises the same ones.`;
+  if (rule !== "match") return `The rule ${rule} keeps the target's distribution and may draw other tokens; only match promises the same ones.`;
   if (numerics.size > 1) return `The runs were computed in different ways (${[...numerics].join(", ")}); then only the distribution is promised.`;
   return "Under match on the same numerics this must not happen. Please keep the trace: it is a bug.";
 }

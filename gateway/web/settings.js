@@ -39,6 +39,8 @@ const PROMISES = {
   lenient: "lenient: keeps more guesses, and does not follow the target's distribution.",
   typical: "typical: keeps what the target finds likely enough, and does not follow its distribution.",
 };
+// What a link does not name is as on a fresh page, so that a link means the same wherever it is opened.
+const DEFAULTS = { ...PRESETS[0], rule: "match", top_p: "1", seed: "", stop_strings: "" };
 const FIELDS = ["prompt", "draft_count", "rule", "temperature", "top_p", "max_tokens", "seed", "stop_strings"];
 
 export class Settings {
@@ -47,7 +49,7 @@ export class Settings {
     this.fields = Object.fromEntries(FIELDS.map((name) => [name, form.elements.namedItem(name)]));
     const row = form.querySelector("#presets");
     for (const preset of PRESETS) row.append(this.button(preset));
-    this.fill(PRESETS[0]);
+    this.fill(DEFAULTS);
     this.read();
     form.addEventListener("change", () => this.promise());
     window.addEventListener("hashchange", () => this.read());
@@ -74,7 +76,8 @@ export class Settings {
 
   read() {
     const told = new URLSearchParams(location.hash.slice(1));
-    this.fill(Object.fromEntries(FIELDS.filter((name) => told.has(name)).map((name) => [name, told.get(name)])));
+    const named = FIELDS.filter((name) => told.has(name));
+    if (named.length) this.fill({ ...DEFAULTS, ...Object.fromEntries(named.map((name) => [name, told.get(name)])) });
   }
 
   link() {

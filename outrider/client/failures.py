@@ -7,6 +7,9 @@ import grpc
 from outrider.errors import InvalidRequest, OutriderError, PeerLost
 from outrider.rpc import error_from, said_by_peer
 
+# What gRPC says when a server of plain HTTP answers it.
+HTTP_1 = "http1.x server"
+
 
 class TimedOut(OutriderError):
     """The caller gave the call less time than it took; a longer timeout_s or fewer tokens help."""
@@ -46,6 +49,9 @@ def failure(error: grpc.RpcError, address: str, timeout_s: float | None) -> Outr
             f"No whole answer within {timeout_s:g} s; allow more time with timeout_s, or ask for fewer tokens.",
             timeout_s=timeout_s,
         )
+    if HTTP_1 in (error.details() or ""):
+        # Most often the port that a browser takes, of the very same gateway.
+        return InvalidRequest("address", address, "where a gateway answers gRPC, and not its REST")
     raised = error_from(error)
     return lost(address) if isinstance(raised, PeerLost) else raised
 

@@ -46,6 +46,16 @@ async def test_a_full_queue_refuses_and_says_when_to_come_again() -> None:
     admission.check(1)
 
 
+async def test_who_is_looked_at_is_counted_too() -> None:
+    """The target may be away for long, and whoever waits for it holds a whole request."""
+    admission = Admission(1, 1)
+    with admission.arrival(1):
+        with admission.arrival(1), pytest.raises(Overloaded, match="2 requests are looked at"), admission.arrival(1):
+            pytest.fail("a third one came in")
+        with admission.arrival(1):
+            assert admission.running == admission.waiting == 0
+
+
 def test_more_than_there_are_places_is_the_callers_fault() -> None:
     """Such a request would wait for ever."""
     with pytest.raises(InvalidRequest, match="sample_count is 3, but must be at most 2"):

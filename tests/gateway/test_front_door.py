@@ -89,6 +89,19 @@ async def test_nothing_is_spent_on_a_bad_request(
         assert door.admission.running == 0
 
 
+async def test_those_who_wait_for_a_target_are_bounded(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is away no more requests are held than run and wait otherwise."""
+    async with markov_stack(tokenizer, max_requests=1, queue_len=1) as stack:
+        door, _ = door_of(stack)
+        with monkeypatch.context() as away:
+            away.setattr(stack.gateway.backend.target.links[0], "info", None)
+            waiting = [asyncio.create_task(texts(door, [ask()])) for _ in range(2)]
+            await asyncio.sleep(0)
+            with pytest.raises(Overloaded):
+                await texts(door, [ask()])
+        assert len(set(map(tuple, await asyncio.gather(*waiting)))) == 1
+
+
 async def test_an_observer_hears_of_everything_once(tokenizer: str) -> None:
     """Admitted, rounds, one completion, ended well."""
     async with markov_stack(tokenizer) as stack:

@@ -28,7 +28,8 @@ async def test_defaults_are_filled_in() -> None:
     assert plan.spec.token_ids == await TOKENIZER.encode("Once upon a time")
     assert plan.spec.max_len == plan.spec.prompt_len + 128
     assert plan.spec.eos_token_ids == {0}
-    assert 0 <= plan.spec.seed < 2**63
+    # What a number of JavaScript holds.
+    assert 0 <= plan.spec.seed < 2**53
     assert plan.draft_count is None
 
 
@@ -52,6 +53,12 @@ async def test_too_long_names_all_three_numbers() -> None:
     """The error says how long prompt and output are, and what the context is."""
     with pytest.raises(PromptTooLong, match=r"prompt of 1000 tokens and max_tokens 25 .* context of 1024 tokens"):
         await check(GenerationAsk(token_ids=(5,) * 1000, max_tokens=25))
+
+
+async def test_a_prompt_that_is_too_long_is_not_looked_into() -> None:
+    """Its ids are not checked one by one, which would take the loop's time."""
+    with pytest.raises(PromptTooLong):
+        await check(GenerationAsk(token_ids=(99_999,) * 2000))
 
 
 async def test_a_prompt_alone_too_long_is_told_of_nothing_that_nobody_wrote() -> None:

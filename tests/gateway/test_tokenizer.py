@@ -1,5 +1,6 @@
 """Text and tokens, with the embedded target's tokenizer."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,14 @@ def test_a_sized_model_has_the_tokenizer_inside() -> None:
     with pytest.raises(ModelRefused, match=r"^sized:7b is no sized model") as refusal:
         Tokenizer("sized:7b")
     assert refusal.value.exit_code == 78
+
+
+async def test_a_long_text_does_not_stop_the_loop() -> None:
+    """Others go on meanwhile, although the library would keep every other thread from running."""
+    encoding = asyncio.create_task(TOKENIZER.encode("abc def " * 100_000))
+    turns = 0
+    while not encoding.done():
+        await asyncio.sleep(0.005)
+        turns += 1
+    assert len(await encoding) > 100_000
+    assert turns > 5

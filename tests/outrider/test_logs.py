@@ -16,6 +16,7 @@ from outrider import logs
 ROOT = Path(__file__).resolve().parents[2]
 # The secret is not in the source, which a traceback may show.
 SCRIPT = """
+import logging
 import structlog
 from outrider import logs
 
@@ -28,6 +29,7 @@ try:
     handle({"text": "".join(("open ", "sesame"))})
 except KeyError:
     structlog.get_logger().exception("handler failed")
+    logging.getLogger("library").exception("%s failed", "library")
 """
 SECRETS = ("swordfish", "open sesame")
 
@@ -42,12 +44,14 @@ async def logged(stderr: int) -> bytes:
 
 async def test_json_holds_the_traceback_without_locals() -> None:
     """A log that leaves the machine tells where it went wrong, and nothing of what users wrote."""
-    [line] = (await logged(asyncio.subprocess.PIPE)).decode().splitlines()
-    event = json.loads(line)
-    [exception] = event["exception"]
-    assert (exception["exc_type"], exception["exc_value"]) == ("KeyError", "'of 9 characters'")
-    assert [frame["name"] for frame in exception["frames"]] == ["<module>", "handle"]
-    assert not any(secret in line for secret in SECRETS)
+    lines = (await logged(asyncio.subprocess.PIPE)).decode().splitlines()
+    assert [json.loads(line)["event"] for line in lines] == ["handler failed", "library failed"]
+    for line in lines:
+        [exception] = json.loads(line)["exception"]
+        assert (exception["exc_type"], exception["exc_value"]) == ("KeyError", "'of 9 characters'")
+        assert [frame["name"] for frame in exception["frames"]] == ["<module>", "handle"]
+        assert not any(secret in line for secret in SECRETS)
+    assert json.loads(lines[1])["logger"] == "library"
 
 
 async def test_terminal_shows_the_traceback_without_locals() -> None:

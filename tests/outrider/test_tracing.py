@@ -34,6 +34,16 @@ def test_a_malformed_parent_is_none(traceparent: str) -> None:
         assert "trace_id" not in get_contextvars()
 
 
+def test_a_long_state_of_a_trace_stays_behind() -> None:
+    """With it the metadata of a call would be more than gRPC takes, and the client's request would fail for it."""
+    for count, goes_on in ((3, True), (20, False)):
+        state = ",".join(f"k{number:02}={'v' * 250}" for number in range(count))
+        with tracing.span("one", {**PARENT, "tracestate": state}):
+            told = dict(tracing.carrier())
+        assert told["traceparent"].split("-")[1] == TRACE_ID
+        assert told.get("tracestate") == (state if goes_on else None)
+
+
 async def test_errors_and_cancellations_pass() -> None:
     """A span changes nothing about what is raised inside."""
     for error in (InvalidRequest("a", 1, "2"), RuntimeError("b"), asyncio.CancelledError()):

@@ -103,6 +103,17 @@ async def test_rounds_and_charts(page: Page) -> None:
     assert (await page.locator("#counts .asked").get_attribute("d") or "").startswith("M0 ")
 
 
+async def test_a_prompt_turns_no_writing_but_its_own(page: Page) -> None:
+    """A mark that turns the direction of writing ends with the prompt: the answer is read from left to right."""
+    await ask(page, prompt="The fox \u202esaid to the wolf,", temperature=0, max_tokens=8)
+    await ended(page)
+    boxes = [await page.locator("#lane-main .t").nth(place).bounding_box() for place in (0, 1)]
+    assert boxes[0]
+    assert boxes[1]
+    assert boxes[0]["y"] == boxes[1]["y"]
+    assert boxes[0]["x"] < boxes[1]["x"]
+
+
 async def test_markup_of_a_model_stays_text(page: Page) -> None:
     """What looks like markup in a prompt is shown letter by letter."""
     await ask(page, prompt="<img src=x onerror=alert(1)><b>fox</b> and", max_tokens=8)

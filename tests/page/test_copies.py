@@ -8,9 +8,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from browser import ended, fill, spoken
+from browser import ended, fill, spoken, visit
 from google.protobuf import json_format
-from playwright.async_api import Page, expect
+from playwright.async_api import Browser, Page, expect
 from stack import RunningStack
 
 from outrider.v1 import generation_service_pb2 as pb
@@ -91,6 +91,29 @@ async def test_the_trace_has_all_events(page: Page) -> None:
     tokens = [token for event in events[1:-1] for token in event["data"]["tokens"]]
     assert "".join(token["text"] for token in tokens) + events[-1]["data"]["text"] == text
     assert events[0]["data"]["seed"] == str(SEED)
+
+
+async def test_a_form_that_is_wrong_gives_no_code(page: Page) -> None:
+    """The browser marks the field; no dialog opens, and no script fails."""
+    await fill(page, prompt=PROMPT, seed="seven")
+    await page.locator("#copy-as").click()
+    await expect(page.locator("#seed")).to_be_focused()
+    await expect(page.locator("#copy-dialog")).to_be_hidden()
+
+
+async def test_the_buttons_say_whether_they_copied(browser: Browser, stack: RunningStack) -> None:
+    """Where it can be seen, and in the announcement what to do where the browser refuses."""
+    async with visit(browser, stack.gateway.rest_address, permissions=["clipboard-read", "clipboard-write"]) as page:
+        text = await answered(page)
+        button = page.locator("#copy-text")
+        await button.click()
+        await expect(button).to_have_text("Copied")
+        assert await page.evaluate("navigator.clipboard.readText()") == text
+        await expect(button).to_have_text("Copy text")
+        await page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
+        await button.click()
+        await expect(button).to_have_text("Not copied")
+        await expect(page.locator("#announce")).to_contain_text("Mark the answer instead")
 
 
 async def test_the_dialog_is_closed_by_escape(page: Page) -> None:

@@ -1,5 +1,7 @@
 """What the page shows when things go away: the draft in the middle of an answer, the user, the settings' sense."""
 
+import re
+
 import pytest
 from browser import PATIENCE_MS, ended, fill, spoken, visit
 from playwright.async_api import Browser, Page, Request, expect
@@ -38,9 +40,10 @@ async def test_a_stopped_answer_frees_everything(page: Page, stack: RunningStack
     """Stop and Esc end the stream; the text stays, and both services come to rest."""
     await begin(page, 4000)
     await (page.locator("#stop").click() if way == "button" else page.keyboard.press("Escape"))
-    assert (await ended(page)).startswith("Stopped behind")
+    assert (await ended(page)).startswith("Stopped after")
     await expect(page.locator("#stop")).to_have_attribute("aria-disabled", "true")
     assert await spoken(page) != ""
+    await expect(page.locator("#result")).to_have_text(re.compile(r"^Stopped after [\d,]+ tokens\. Seed 2\.$"))
     await stack.quiet()
 
 
@@ -55,8 +58,48 @@ async def test_a_request_that_cannot_be_is_told_in_one_sentence(browser: Browser
     await expect(page.locator("#failure")).to_contain_text(
         "max_tokens 100000 do not fit into the context of 4096 tokens"
     )
+    assert await ended(page) == "No answer came."
     await expect(page.locator("#generate")).to_have_attribute("aria-disabled", "false")
     await context.close()
+
+
+async def test_a_gateway_out_of_reach_is_told_in_one_sentence(browser: Browser, stack: RunningStack) -> None:
+    """Not in the browser's own two words, which say neither what happened nor what to do."""
+    # Not watched: the browser writes every connection that fails to its console.
+    context = await browser.new_context()
+    page = await context.new_page()
+    await page.goto(f"http://{stack.gateway.rest_address}/")
+    await page.route("**/api/generate", lambda route: route.abort("connectionrefused"))
+    await page.locator("#generate").click()
+    await expect(page.locator("#failure")).to_contain_text("The gateway cannot be reached. Start it again")
+    await context.close()
+
+
+async def test_a_gateway_lost_in_mid_answer_is_told_in_one_sentence(browser: Browser) -> None:
+    """What was said stays, and the seed that gives it again stands below."""
+    context = await browser.new_context()
+    async with running_stack(draft=None, gateway={"rest_listen": "127.0.0.1:0"}) as stack:
+        page = await context.new_page()
+        await page.goto(f"http://{stack.gateway.rest_address}/")
+        await begin(page, 4000)
+        await context.set_offline(True)
+        await stack.gateway.stop(0)
+        assert await ended(page) == "The answer broke off."
+        await expect(page.locator("#failure")).to_contain_text("The gateway was lost in mid-answer")
+        await expect(page.locator("#result")).to_contain_text("Seed 2.")
+    await context.close()
+
+
+async def test_a_link_means_the_same_wherever_it_is_opened(page: Page) -> None:
+    """What it does not name is as on a fresh page, and a fragment that is no link changes nothing."""
+    await fill(page, prompt="Mine", seed=7, rule="ratio", stop_strings="the")
+    await page.evaluate("location.hash = '#answer'")
+    await expect(page.locator("#prompt")).to_have_value("Mine")
+    await page.evaluate("location.hash = '#prompt=Yours'")
+    await expect(page.locator("#prompt")).to_have_value("Yours")
+    await expect(page.locator("#seed")).to_have_value("")
+    await expect(page.locator("#rule")).to_have_value("match")
+    await expect(page.locator("#stop_strings")).to_have_value("")
 
 
 async def test_a_lost_target_breaks_the_answer_off_in_one_sentence(browser: Browser) -> None:

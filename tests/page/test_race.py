@@ -46,6 +46,21 @@ async def test_a_race_under_ratio_says_why_the_lanes_differ(page: Page) -> None:
     assert "Identical" not in verdict
 
 
+async def test_equal_answers_without_a_promise_get_no_tick(page: Page) -> None:
+    """Under another rule two answers may be the same by chance; the page says so, and that nothing promises it."""
+    verdict = await race(page, temperature=0.1, top_p=0.01, rule="typical", seed=0, max_tokens=3)
+    assert "The same this time: 3 tokens" in verdict
+    assert "The rule typical does not follow the target's distribution" in verdict
+    assert "✓" not in verdict
+    assert "Identical" not in verdict
+    assert await page.locator("#verdict.same").count() == 0
+
+
+async def test_a_race_without_guesses_credits_no_speculation(page: Page) -> None:
+    """With no guesses both lanes do the same, whatever the clocks say."""
+    assert "Neither run had any guesses" in await race(page, draft_count=0, max_tokens=8)
+
+
 async def test_a_stopped_race_claims_nothing(page: Page) -> None:
     """Half a race has no result."""
     await fill(page, prompt="Once upon a time", max_tokens=2000)

@@ -26,6 +26,8 @@ class Turn:
     seed: int
     answer: str | None = None
     result: Result | None = None
+    fixed_seed: int | None = None
+    """What seeds were fixed to when the turn began; None when it drew its own."""
 
     @property
     def is_stopped(self) -> bool:
@@ -36,7 +38,8 @@ class Turn:
 class Conversation:
     """Turns, of which the last may still be without an answer; such a turn is forgotten when the next one begins.
 
-    A fixed `seed` holds for every turn, and each repetition adds one to it; without one every turn draws its own.
+    A fixed `seed` holds for every turn, and each repetition adds one to it; without one every turn draws its own. One
+    that was fixed or changed after a turn holds for the next repetition of that turn as it is.
     """
 
     def __init__(self, system: str = "", seed: int | None = None) -> None:
@@ -53,7 +56,7 @@ class Conversation:
         """Begins the last turn again, with another seed. Raises WrongCommand when there is none."""
         last = self._last()
         self.turns.pop()
-        return self._begin(last.user, self._next_seed(last.seed))
+        return self._begin(last.user, self._next_seed(last))
 
     def edit(self, text: str) -> Turn:
         """Begins the last turn again with other words. Raises WrongCommand when there is none."""
@@ -95,7 +98,7 @@ class Conversation:
         return {"messages": self.messages(), "turns": turns}
 
     def _begin(self, text: str, seed: int) -> Turn:
-        self.turns.append(Turn(text, seed))
+        self.turns.append(Turn(text, seed, fixed_seed=self.seed))
         return self.turns[-1]
 
     def _last(self) -> Turn:
@@ -110,10 +113,11 @@ class Conversation:
     def _first_seed(self) -> int:
         return secrets.randbits(SEED_BITS) if self.seed is None else self.seed
 
-    def _next_seed(self, seed: int) -> int:
+    def _next_seed(self, last: Turn) -> int:
         """Another one: a random one, or the next where seeds are fixed, so that the repetition can be repeated."""
-        if self.seed is None:
-            return secrets.randbits(SEED_BITS)
+        if self.seed is None or last.fixed_seed != self.seed:
+            return self._first_seed()
+        seed = last.seed
         return seed + 1 if seed < INT64_MAX else -INT64_MAX
 
 

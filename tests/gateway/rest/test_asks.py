@@ -7,6 +7,7 @@ import pytest
 from gateway.requests import GenerationAsk
 from gateway.rest.asks import CHAT_NAMES, TEXT_NAMES, ask_of, renamed
 from gateway.rest.completion_request import CompletionRequest
+from gateway.rest.fields import Speculation
 from outrider.errors import InvalidRequest, Overloaded, PromptTooLong
 from outrider.parameters import MAX_SAMPLES, Acceptance, Rule, SamplingParameters
 
@@ -20,6 +21,7 @@ def test_nothing_given_asks_for_the_gateways_defaults() -> None:
     """REST has no defaults of its own, so that an empty request says the same on every surface."""
     assert ask() == GenerationAsk()
     assert ask(temperature=None, stop=None, speculation=None, n=None) == GenerationAsk()
+    assert ask(speculation=dict.fromkeys(Speculation.model_fields)) == GenerationAsk()
 
 
 def test_every_field_arrives() -> None:

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ValidationError
 
 from gateway.rest.chat_request import ChatRequest
 from gateway.rest.completion_request import CompletionRequest
+from gateway.rest.fields import Speculation
 from gateway.rest.findings import error_about
 from outrider.errors import OutriderError
 
@@ -94,9 +95,26 @@ def test_many_wrong_token_ids_are_one_finding() -> None:
     assert len(raised.value.errors()) == 1
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "user", "content": [1] * 100_000}]},
+        {"messages": [{"role": "assistant", "tool_calls": [1] * 100_000}]},
+        {"messages": [1] * 4_096},
+        {"tools": [1] * 128},
+    ],
+)
+def test_many_wrong_entries_are_one_finding(fields: dict[str, Any]) -> None:
+    """Whatever list of a conversation they are in: a finding takes a thousand times the space of an entry."""
+    with pytest.raises(ValidationError) as raised:
+        ChatRequest.model_validate({"messages": [USER], **fields})
+    assert len(raised.value.errors()) == 1
+
+
 def test_null_is_the_same_as_absent() -> None:
     """Clients write null where they mean nothing, for known and for unserved fields."""
     nothing = dict.fromkeys(set(ChatRequest.model_fields) - {"messages"})
     assert ChatRequest.model_validate({"messages": [USER], **nothing}) == ChatRequest.model_validate(
         {"messages": [USER]}
     )
+    Speculation.model_validate(dict.fromkeys(Speculation.model_fields))

@@ -120,11 +120,22 @@ async def test_without_usage_the_last_chunk_tells_the_seed(http: httpx.AsyncClie
     assert all("obfuscation" in chunk for chunk in found)
 
 
+async def test_padding_hides_what_is_seen_from_outside(http: httpx.AsyncClient) -> None:
+    """That is bytes, of which a character has up to four."""
+    body = {**BODIES[TEXT], "prompt": "é 日本 😀", "echo": True, "stream": True}
+    reply = await http.post(TEXT, json={**body, "stream_options": {"include_obfuscation": True}})
+    events = [event.removeprefix(b"data: ") for event in reply.content.split(b"\n\n")[:-2]]
+    assert "日本".encode() in events[0]
+    assert {len(event) % 32 for event in events} == {0}
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "status", "param"),
     [
         (TEXT, {"model": "other"}, 404, "model"),
         (TEXT, {"prompt": [99]}, 400, "prompt.0"),
+        (TEXT, {"prompt": [[1], [1, 99]]}, 400, "prompt.1.1"),
+        (TEXT, {"prompt": ["fox", "fox " * 999]}, 400, "prompt.1"),
         (TEXT, {"max_tokens": 9999}, 400, "prompt"),
         (TEXT, {"best_of": 2}, 400, "best_of"),
         (TEXT, {"prompt": ["fox"] * 5}, 400, "prompt"),

@@ -87,6 +87,30 @@ async def test_a_client_that_sends_too_much_reads_why() -> None:
             assert reply.status_code == 413
 
 
+async def test_bodies_together_are_limited() -> None:
+    """Whoever comes with more than all may hold is to come again; what an answered request held is free again."""
+    app = BodyLimits(echo, RestSettings(max_held_bytes=30))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+        for content, status in ((b'"' + b"x" * 20 + b'"', 200), (b'"' + b"x" * 30 + b'"', 429)) * 2:
+            reply = await http.post("/", content=content, headers=JSON)
+            assert (reply.status_code, "retry-after" in reply.headers) == (status, status == 429)
+
+
+async def test_a_body_with_two_lengths_is_refused() -> None:
+    """And the connection closed: a proxy in front may have read another request than this server."""
+    lengths = b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+    request = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n" + lengths
+    smuggled = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+    async with (
+        served(RequestContext(BodyLimits(echo, SETTINGS))) as running,
+        connected(running, request + smuggled) as (reader, _),
+    ):
+        received = await reader.read()
+    assert received.startswith(b"HTTP/1.1 400")
+    assert received.count(b"HTTP/1.1") == 1
+    assert b"ambiguous_body" in received
+
+
 async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     """408 tells a client that it may try again."""
     app = RequestContext(BodyLimits(echo, RestSettings(body_wait_s=0.02)))

@@ -4,7 +4,7 @@ import httpx
 import pytest
 from markov_stack import MarkovStack
 
-from outrider.errors import PeerLost
+from outrider.errors import PeerLost, VocabularyMismatch
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -37,6 +37,9 @@ async def test_probes_answer(http: httpx.AsyncClient, markov: MarkovStack, monke
         assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
         assert reply.json()["error"]["code"] == "peer_lost"
     assert (await http.get("/live")).status_code == 200
+    monkeypatch.setattr(link, "misfit", VocabularyMismatch("another model"))
+    reply = await http.get("/ready")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "not_ready")
 
 
 @pytest.mark.parametrize(

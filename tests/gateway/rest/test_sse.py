@@ -1,6 +1,7 @@
 """A stream of events sends what its generator gives, keeps the connection alive, and ends the generator in time."""
 
 import asyncio
+import json
 
 import pytest
 from helpers import PATIENCE_S, eventually
@@ -29,6 +30,14 @@ def test_frames_are_events() -> None:
     """One line of data each, with a type before it only where one is wanted."""
     assert data('{"a":"é"}') == 'data: {"a":"é"}\n\n'.encode()
     assert typed("round", "{}") == b"event: round\ndata: {}\n\n"
+
+
+def test_no_reader_sees_a_line_end_in_a_payload() -> None:
+    """Readers that split text as Python does take more characters for ends of lines than the standard has."""
+    payload = json.dumps("a\x85b\u2028c\u2029d\r\n\x0b\x1c", ensure_ascii=False)
+    for frame in (data(payload).decode(), typed("round", payload).decode()):
+        line, empty = frame.splitlines()[-2:]
+        assert (json.loads(line.removeprefix("data: ")), empty) == (json.loads(payload), "")
 
 
 async def test_a_stream_is_its_frames_and_nothing_else() -> None:

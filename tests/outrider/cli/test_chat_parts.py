@@ -47,6 +47,8 @@ def test_repetitions_draw_other_seeds() -> None:
     fixed = Conversation(seed=2**63 - 2)
     assert [fixed.ask("One").seed, fixed.retry().seed, fixed.retry().seed] == [2**63 - 2, 2**63 - 1, -(2**63 - 1)]
     assert fixed.edit("Two").seed == 2**63 - 2
+    free.seed = 5
+    assert [free.retry().seed, free.retry().seed] == [5, 6], "a seed fixed behind an answer holds for its repetition"
 
 
 def test_reset_keeps_the_system_message() -> None:

@@ -181,6 +181,29 @@ async def test_a_service_that_is_no_gateway() -> None:
     await server.stop(0)
 
 
+async def test_the_port_of_rest_is_no_gateway_for_this() -> None:
+    """An HTTP server answers there, so that nothing does would be wrong; often it is the very gateway's page."""
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        code, _, notes = await run_command("Hello", "--address", address)
+    assert code == 64
+    limit = "where a gateway answers gRPC, and not its REST"
+    assert notes == f"outrider: --address is '{address}', but must be {limit}\n"
+
+
+async def test_a_full_disk_is_a_sentence(gateway: ScriptedGateway) -> None:
+    """It is nobody's bug, so there is no traceback."""
+    script = f'{sys.executable} -c "{COMMAND[2]}" generate Hello --address {gateway.address} >/dev/full'
+    code, _, notes = await run_command(script, command=("bash", "-c"))
+    assert (code, notes) == (74, "outrider: The output cannot be written: the disk or the quota is full.\n")
+
+
 async def test_nobody_answers(gateway: ScriptedGateway) -> None:
     """An address where nothing listens ends with EX_UNAVAILABLE and one line."""
     code, output, notes = await run_command("Hello", "--address", "127.0.0.1:1")
