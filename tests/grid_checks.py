@@ -1,5 +1,6 @@
 """What must hold of every answer, whatever its parameters. Each check fails by itself, and knows no other request."""
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -39,8 +40,11 @@ class Samples:
 
 
 async def ask(stack: RunningStack, fields: Fields) -> Samples:
-    """Runs a request to its end; each sample's completion is the last of its messages."""
-    call = stack.call(request_of(**fields))
+    """Runs a request to its end; each sample's completion is the last of its messages.
+
+    Each call has its own salt: what is compared with another call's answer must not be served from its cached keys.
+    """
+    call = stack.call(request_of(**{"cache_salt": secrets.token_hex(), **fields}))
     rounds: dict[int, list[pb.Round]] = {}
     answers: dict[int, Answer] = {}
     async for response in call:

@@ -41,7 +41,7 @@ def routes(door: FrontDoor, settings: RestSettings) -> APIRouter:
 
 def _order(body: ChatRequest, ask: GenerationAsk, tokenizer: Tokenizer) -> Order:
     async def shape(head: Head, _: Sequence[GenerationPlan]) -> ChatShape:
-        return ChatShape(head, tokenizer, bool(body.logprobs))
+        return ChatShape(head, tokenizer, bool(body.logprobs), bool(body.return_token_ids))
 
     stream = (body.stream_options or StreamOptions()) if body.stream else None
     return Order([ask], CHAT_NAMES, "chatcmpl", stream, shape)
@@ -51,6 +51,8 @@ async def _ask(body: ChatRequest, template: ChatTemplate, settings: RestSettings
     """Raises InvalidRequest about fields that do not go together and about what the template does not take."""
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs", body.top_logprobs, "absent unless logprobs is true")
+    if body.tool_choice is not None and not body.tools:
+        raise InvalidRequest("tool_choice", body.tool_choice, "absent without tools")
     if body.tools and not template.renders_tools:
         raise Unsupported("tools is not served: the model's chat template has no place for them", field="tools")
     ask = replace(

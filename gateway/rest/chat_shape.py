@@ -29,6 +29,7 @@ class ChatShape:
     head: Head
     tokenizer: Tokenizer
     tells_logprobs: bool
+    tells_token_ids: bool
     begun: set[int] = field(default_factory=set)
     """Choices that have said who speaks."""
     choices: defaultdict[int, Spoken] = field(default_factory=lambda: defaultdict(Spoken))
@@ -41,8 +42,8 @@ class ChatShape:
             chunks.append(self._chunk(index, ChatDelta(role="assistant", content="")))
         if isinstance(event, RoundEvent):
             text, logprobs = "".join(token.text for token in event.tokens), self._logprobs(event.tokens)
-            if text or (logprobs and logprobs.content):
-                chunks.append(self._chunk(index, ChatDelta(content=text), logprobs))
+            if text or (logprobs and logprobs.content) or self.tells_token_ids:
+                chunks.append(self._chunk(index, ChatDelta(content=text), logprobs, tokens=event.tokens))
         else:
             if event.text_delta:
                 chunks.append(self._chunk(index, ChatDelta(content=event.text_delta)))
@@ -63,17 +64,27 @@ class ChatShape:
         return ChatCompletion(**asdict(self.head), object="chat.completion", choices=choices)
 
     def _choice(self, index: int, spoken: Spoken) -> ChatChoice:
-        return ChatChoice(
+        choice = ChatChoice(
             index=index,
             message=ChatMessage(role="assistant", content=spoken.text, refusal=None),
             logprobs=self._logprobs(spoken.tokens),
             finish_reason=spoken.finish_reason,
         )
+        if self.tells_token_ids:
+            choice.token_ids = [token.token_id for token in spoken.tokens]
+        return choice
 
     def _chunk(
-        self, index: int, delta: ChatDelta, logprobs: ChatLogprobs | None = None, finish: Finish | None = None
+        self,
+        index: int,
+        delta: ChatDelta,
+        logprobs: ChatLogprobs | None = None,
+        finish: Finish | None = None,
+        tokens: Sequence[SpokenToken] = (),
     ) -> ChatChunk:
         choice = ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish)
+        if self.tells_token_ids:
+            choice.token_ids = [token.token_id for token in tokens]
         return ChatChunk(**asdict(self.head), object="chat.completion.chunk", choices=[choice])
 
     def _logprobs(self, tokens: Sequence[SpokenToken]) -> ChatLogprobs | None:

@@ -41,7 +41,8 @@ def completion_order(body: CompletionRequest, tokenizer: Tokenizer, settings: Re
 
     async def shape(head: Head, plans: Sequence[GenerationPlan]) -> TextShape:
         echo = [await _text(prompt, tokenizer) for prompt in prompts] if body.echo else []
-        return TextShape(head, tokenizer, body.logprobs is not None, echo, plans[0].sample_count)
+        has_logprobs, has_ids = body.logprobs is not None, bool(body.return_token_ids)
+        return TextShape(head, tokenizer, has_logprobs, has_ids, echo, plans[0].sample_count)
 
     return Order(asks, TEXT_NAMES, "cmpl", (body.stream_options or StreamOptions()) if body.stream else None, shape)
 

@@ -86,6 +86,7 @@ class GenerationFields(Strict):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
     banned_words: Annotated[list[Word], Field(max_length=MAX_BANNED_WORDS, fail_fast=True)] | None = None
     cache_salt: str | None = None
+    return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: Speculation | None = None

@@ -131,6 +131,7 @@ class ChatChoice(BaseModel):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: Finish
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(Envelope):
@@ -154,6 +155,7 @@ class ChatChunkChoice(BaseModel):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: Finish | None
+    token_ids: list[int] | None = None
 
 
 class ChatChunk(Envelope):
@@ -170,6 +172,7 @@ class TextChoice(BaseModel):
     text: str
     logprobs: TextLogprobs | None
     finish_reason: Finish | None
+    token_ids: list[int] | None = None
 
 
 class TextCompletion(Envelope):

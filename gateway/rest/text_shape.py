@@ -24,6 +24,7 @@ class TextShape:
     head: Head
     tokenizer: Tokenizer
     tells_logprobs: bool
+    tells_token_ids: bool
     prompts: Sequence[str]
     sample_count: int
     prompt_tokens: dict[int, tuple[PromptToken, ...]] = field(default_factory=dict)
@@ -80,7 +81,8 @@ class TextShape:
         start = self.offsets[index]
         self.offsets[index] += len(text)
         logprobs = self._logprobs(tokens, start) if tokens else None
-        return [self._envelope([self._text_choice(index, text, logprobs)])] if text or logprobs else []
+        choice = self._text_choice(index, text, logprobs, tokens=tokens)
+        return [self._envelope([choice])] if text or logprobs or choice.token_ids else []
 
     def _choice(self, index: int, spoken: Spoken) -> TextChoice:
         echo, echoed = self._echo(index)
@@ -89,7 +91,7 @@ class TextShape:
             said = text_logprobs(spoken.tokens, self.tokenizer, len(echo))
             for name in TextLogprobs.model_fields:
                 getattr(logprobs, name).extend(getattr(said, name))
-        return self._text_choice(index, echo + spoken.text, logprobs, spoken.finish_reason)
+        return self._text_choice(index, echo + spoken.text, logprobs, spoken.finish_reason, spoken.tokens)
 
     def _echo(self, index: int) -> tuple[str, Tokens]:
         """The prompt that a choice begins with, and its tokens if their log-probabilities are wanted."""
@@ -102,9 +104,18 @@ class TextShape:
         return text_logprobs(tokens, self.tokenizer, start) if self.tells_logprobs else None
 
     def _text_choice(
-        self, index: int, text: str, logprobs: TextLogprobs | None, finish: Finish | None = None
+        self,
+        index: int,
+        text: str,
+        logprobs: TextLogprobs | None,
+        finish: Finish | None = None,
+        tokens: Tokens = (),
     ) -> TextChoice:
-        return TextChoice(index=index, text=text, logprobs=logprobs, finish_reason=finish)
+        choice = TextChoice(index=index, text=text, logprobs=logprobs, finish_reason=finish)
+        if self.tells_token_ids:
+            # An echoed prompt is not part of the answer.
+            choice.token_ids = [token.token_id for token in tokens if isinstance(token, SpokenToken)]
+        return choice
 
     def _envelope(self, choices: list[TextChoice]) -> TextCompletion:
         return TextCompletion(**asdict(self.head), object="text_completion", choices=choices)

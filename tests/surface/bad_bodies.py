@@ -51,6 +51,7 @@ BOTH: dict[str, list[str]] = {
     ],
     "min_tokens": ["-1", "9", "2147483648", *NO_INTEGER],
     "ignore_eos": NO_BOOLEAN,
+    "return_token_ids": NO_BOOLEAN,
     "n": ["0", "-1", "9", "1000000000", *NO_INTEGER],
     "seed": ["9223372036854775808", "-9223372036854775809", *NO_INTEGER],
     "stop": [

@@ -1,7 +1,7 @@
 """Tests of target_service.room through the sessions: leases end first, then sessions take turns, and none fails."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,8 @@ from outrider.engine.runner import ModelRunner
 from outrider.engine.tree import EMPTY, TokenTree
 from outrider.errors import OutriderError, PromptTooLong
 from outrider.fencing import Fence
+from target_service import room
+from target_service.preemption import Holder, victims
 from target_service.room import GRACE_STEPS
 from target_service.sessions import Answer, Step
 
@@ -82,6 +84,27 @@ def test_a_session_whose_draft_is_guessing_keeps_its_cache(small: Target) -> Non
     assert len(small.run()) == 1
     assert small.sessions.counts().preemptions == 1
     assert len(answers) == 1
+
+
+def test_who_waits_is_weighed_once_for_all_behind_it(small: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a session that was refused, others that lack no less are not weighed in the same step; in the next anew."""
+    small.open(spec_of(range(1, 41), 60, eos=()), budget=10)
+    small.run()
+    answers: list[Answer | OutriderError] = []
+    for number, length in enumerate((60, 50, 30, 20)):
+        late = spec_of(range(100 + number, 100 + number + length), 64, eos=())
+        fence = Fence(os.urandom(16), 1, length)
+        small.sessions.open(fence, late, Step(EMPTY, 0, 0), answers, answers.append)
+    weighed = []
+
+    def counting(asking: int, num_missing: int, holders: Sequence[Holder]) -> list[int] | None:
+        weighed.append((asking, num_missing))
+        return victims(asking, num_missing, holders)
+
+    monkeypatch.setattr(room, "victims", counting)
+    for _ in range(2):
+        small.device.step(small.verifier.advance)
+    assert weighed == [(1, 4), (3, 2)] * 2
 
 
 def test_a_proposal_without_room_is_decoded_plainly(small: Target, runner: ModelRunner) -> None:

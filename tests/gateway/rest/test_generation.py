@@ -146,6 +146,7 @@ async def test_padding_hides_what_is_seen_from_outside(http: httpx.AsyncClient) 
         (CHAT, {"max_completion_tokens": 3}, 400, "max_tokens"),
         (CHAT, {"top_logprobs": 2}, 400, "top_logprobs"),
         (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
+        (CHAT, {"tool_choice": "auto"}, 400, "tool_choice"),
         (CHAT, {"foo": 1}, 400, "foo"),
     ],
 )

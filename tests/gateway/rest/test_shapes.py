@@ -78,7 +78,7 @@ def test_figures_are_of_one_choice_that_may_speculate() -> None:
 
 def test_choices_wait_for_the_log_probabilities_of_their_prompt(words: str) -> None:
     """They come with the first choice of each prompt, which may be later than another choice."""
-    shape = TextShape(HEAD, Tokenizer(words), True, ["fox sea", "king"], 2)
+    shape = TextShape(HEAD, Tokenizer(words), True, False, ["fox sea", "king"], 2)
     assert shape.chunks(1, said("a")) == []
     assert shape.chunks(1, ended()) == []
     told = [chunk.choices[0] for chunk in shape.chunks(0, said("b", prompt=PROMPT))]
