@@ -5,6 +5,7 @@ its task goes on as soon as there is room, with the same logits, because a row's
 computed. Belongs to the device thread.
 """
 
+import sys
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -54,10 +55,13 @@ class Room:
         self._runner = runner
         self._holdings = holdings
         self._step = 0
+        # What was missing to whoever was refused in this step; see _preempt.
+        self._least_refused = sys.maxsize
 
     def begin_step(self) -> dict[Session, int]:
         """The place of each session in the order of the first opens. Whoever came first has to ask first."""
         self._step += 1
+        self._least_refused = sys.maxsize
         ages = {}
         for age, holding in enumerate(self._holdings):
             ages[holding.session] = age
@@ -97,18 +101,26 @@ class Room:
 
         Raises CacheFull when the first of the active sessions finds none, so that nobody waits for nothing.
         """
+        pool = self._runner.pool
+        num_needed = -(-len(session) // pool.block_size) - len(session.table)
+        num_missing = max(num_needed - pool.num_free, 1)
+        if num_missing >= self._least_refused:
+            # Later sessions have fewer others behind them, and weighing those costs as much as a forward where many
+            # wait and share long prefixes.
+            return False
         holdings = list(self._holdings)
         asking = [holding.session for holding in holdings].index(session)
         holders = [self._holder(holding) for holding in holdings]
-        pool = self._runner.pool
-        num_needed = -(-len(session) // pool.block_size) - len(session.table)
-        chosen = victims(asking, max(num_needed - pool.num_free, 1), holders)
+        chosen = victims(asking, num_missing, holders)
         if chosen is None and is_first(asking, holders):
             raise CacheFull(f"{pool} has no room for {len(session)} tokens, and no session holds what is missing")
-        for index in chosen or ():
+        if chosen is None:
+            self._least_refused = num_missing
+            return False
+        for index in chosen:
             holdings[index].session.free()
             self._holdings.count_preemption()
-        return chosen is not None
+        return True
 
     def _holder(self, holding: Holding) -> Holder:
         table = holding.session.table

@@ -87,7 +87,7 @@ def test_a_session_whose_draft_is_guessing_keeps_its_cache(small: Target) -> Non
 
 
 def test_who_waits_is_weighed_once_for_all_behind_it(small: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind a session that was refused, others that lack no less are not weighed in the same step; in the next anew."""
+    """Behind a session that was refused, others that lack no less are not weighed in the same step, but in the next."""
     small.open(spec_of(range(1, 41), 60, eos=()), budget=10)
     small.run()
     answers: list[Answer | OutriderError] = []

@@ -46,7 +46,7 @@ async def test_each_line_is_a_turn(gateway: ScriptedGateway, tmp_path: Path) -> 
         [*first, ("assistant", ANSWER), ("user", "instead")],
     ]
     assert said[3] == [("system", "Be brief."), *said[2][1:]]
-    assert [chat.generation.seed for chat in gateway.chats] == [5, 5, 5, 6]
+    assert [chat.generation.seed for chat in gateway.chats] == [5, 5, 5, 9]
     generation = gateway.chats[0].generation
     assert (generation.max_tokens, generation.speculation.return_rounds) == (9, True)
     saved = json.loads(file.read_text())
