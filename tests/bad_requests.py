@@ -205,9 +205,10 @@ FAULTS: dict[str, Faults] = {
     "speculation.acceptance.lenience": settings_of("lenience"),
     "speculation.acceptance.typical_epsilon": settings_of("typical_epsilon"),
     "speculation.acceptance.typical_delta": settings_of("typical_delta"),
+    "cache_salt": set_in("cache_salt", st.sampled_from(("x" * 65, "é" * 33, LONG, "é" * 5000))),
 }
 # Every value of these is a good one.
-FAULTLESS = {"seed", "sampling.ignore_eos", "speculation.enabled"}
+FAULTLESS = {"seed", "sampling.ignore_eos", "speculation.enabled", "speculation.return_rounds"}
 
 
 def paths(descriptor: Descriptor = pb.GenerateRequest.DESCRIPTOR, prefix: str = "") -> set[str]:

@@ -32,6 +32,7 @@ SCALARS: dict[int, st.SearchStrategy[Any]] = {
     FieldDescriptor.TYPE_INT64: st.sampled_from((*EDGES, 2**63 - 1, -(2**63))),
     FieldDescriptor.TYPE_FIXED64: st.sampled_from((0, 1, 2**64 - 1)),
     FieldDescriptor.TYPE_DOUBLE: st.sampled_from(FLOATS),
+    FieldDescriptor.TYPE_FLOAT: st.sampled_from(FLOATS),
     FieldDescriptor.TYPE_BOOL: st.booleans(),
     FieldDescriptor.TYPE_BYTES: st.binary(max_size=40),
     FieldDescriptor.TYPE_STRING: st.sampled_from(("", "model", "no such", "é\n" * 3000)),

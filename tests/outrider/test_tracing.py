@@ -77,8 +77,9 @@ def test_only_text_of_metadata_is_a_parent() -> None:
         {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://localhost:4317", "OTEL_TRACES_EXPORTER": "none"},
     ],
 )
-def test_nothing_is_exported_unasked(environment: dict[str, str]) -> None:
+def test_nothing_is_exported_unasked(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an endpoint, or switched off, the exporter is not even imported."""
+    monkeypatch.delitem(sys.modules, tracing.EXPORTER, raising=False)
     tracing.configure("test", environment)()
     assert tracing.EXPORTER not in sys.modules
 
