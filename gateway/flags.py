@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from gateway.settings import GatewaySettings
+from gateway.settings import GatewaySettings, listed
+from gateway.sites import Sites
 from outrider.command_line import above, between
 from outrider.process import DrainFlag, LogLevel, LogLevelFlag, StopWithStdinFlag
 from outrider.rpc import DRAIN_S
@@ -95,6 +96,13 @@ class Surfaces:
             envvar="OUTRIDER_CORS_ORIGINS", help="Origins whose pages may call REST, with commas, or *. Empty: none."
         ),
     ] = ""
+    allowed_hosts: Annotated[
+        str,
+        typer.Option(
+            envvar="OUTRIDER_ALLOWED_HOSTS",
+            help="Names with a dot by which browsers call this gateway, with commas, *.DOMAIN, or *.",
+        ),
+    ] = ""
     vllm_metric_names: Annotated[
         bool,
         typer.Option("--vllm-metric-names", envvar="OUTRIDER_VLLM_METRIC_NAMES", help="Metrics also as `vllm:` names."),
@@ -164,7 +172,7 @@ def settings_from(
         reflection=surfaces.reflection,
         queue_len=bounds.max_queue,
         served_model_name=surfaces.served_model_name,
-        cors_origins=tuple(origin.strip() for origin in surfaces.cors_origins.split(",") if origin.strip()),
+        sites=Sites(listed(surfaces.cors_origins), listed(surfaces.allowed_hosts)),
         vllm_metric_names=surfaces.vllm_metric_names,
         keep_alive_s=bounds.keep_alive_seconds,
     )

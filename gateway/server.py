@@ -29,7 +29,7 @@ from gateway.rest.app import build_app
 from gateway.rest.server import RunningRest, serve_rest
 from gateway.rest.settings import RestSettings
 from gateway.servicer import generation_service
-from gateway.settings import GatewaySettings, addresses
+from gateway.settings import GatewaySettings, listed
 from gateway.tokenizer import Tokenizer
 from outrider import rpc
 from outrider.errors import NotReady, VocabularyMismatch
@@ -127,7 +127,7 @@ async def _serve_rest(
     rest = RestSettings(
         keep_alive_s=settings.keep_alive_s,
         client_stall_s=settings.client_stall_s,
-        cors_origins=settings.cors_origins,
+        sites=settings.sites,
         grpc_port=int(grpc_address.rpartition(":")[2]),
     )
     return await serve_rest(settings.rest_listen, build_app(door, rest, registry))
@@ -136,8 +136,8 @@ async def _serve_rest(
 def _backend(settings: GatewaySettings, tokenizer: Tokenizer, registry: CollectorRegistry) -> Backend:
     vocabulary = tokenizer.vocabulary()
     fits = _fits(vocabulary, settings.tokenizer)
-    target = Replicas([ServiceLink("target", address, fits) for address in addresses(settings.target)])
-    drafts = [ServiceLink("draft", address, fits) for address in addresses(settings.draft)]
+    target = Replicas([ServiceLink("target", address, fits) for address in listed(settings.target)])
+    drafts = [ServiceLink("draft", address, fits) for address in listed(settings.draft)]
     return Backend(
         tokenizer=tokenizer,
         target=target,

@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 
+from gateway.sites import OWN_PAGE, Sites
 from outrider.addresses import check_address
 
 
-def addresses(text: str) -> tuple[str, ...]:
-    """The addresses in a list with commas, in order of preference."""
-    return tuple(address.strip() for address in text.split(",") if address.strip())
+def listed(text: str) -> tuple[str, ...]:
+    """The entries of a list with commas, in order."""
+    return tuple(entry.strip() for entry in text.split(",") if entry.strip())
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +38,14 @@ class GatewaySettings:
     reflection: bool = False
     queue_len: int = 64
     served_model_name: str = ""
-    cors_origins: tuple[str, ...] = ()
+    sites: Sites = OWN_PAGE
     vllm_metric_names: bool = False
     keep_alive_s: float = 15.0
 
     def __post_init__(self) -> None:
-        for address in addresses(self.target) or [""]:
+        for address in listed(self.target) or [""]:
             check_address("target", address)
-        for address in addresses(self.draft):
+        for address in listed(self.draft):
             check_address("draft", address)
         check_address("listen", self.listen, least_port=0)
         for name in ("metrics_listen", "rest_listen"):

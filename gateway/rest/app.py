@@ -15,6 +15,7 @@ from gateway.rest.limits import BodyLimits
 from gateway.rest.page import page_routes
 from gateway.rest.request_context import RequestContext
 from gateway.rest.settings import RestSettings
+from gateway.rest.site_guard import SiteGuard
 from outrider.errors import OutriderError
 
 EXPOSED_HEADERS = ("x-request-id", "retry-after", "retry-after-ms", "x-should-retry")
@@ -37,10 +38,11 @@ def build_app(door: FrontDoor, settings: RestSettings, registry: CollectorRegist
     app.add_exception_handler(HTTPException, failures.unrouted)
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimits, settings=settings)
-    if settings.cors_origins:
+    app.add_middleware(SiteGuard, sites=settings.sites)
+    if settings.sites.origins:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=settings.cors_origins,
+            allow_origins=settings.sites.origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
             expose_headers=EXPOSED_HEADERS,

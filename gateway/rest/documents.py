@@ -11,6 +11,7 @@ SCHEMAS = "#/components/schemas/"
 JSON_TEXT = {"type": "string", "contentMediaType": "application/json"}
 MEANINGS = {
     400: "The request must change; `param` names the field.",
+    403: "A page of another site asked, which the operator did not allow.",
     404: "There is no such model or path.",
     408: "The body did not come in time.",
     413: "The body is too long.",
@@ -77,7 +78,7 @@ def documented_answer(chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]
             }
         },
     }
-    return documented(400, 404, 408, 413, 415, 429, 503, 504) | {
+    return documented(400, 403, 404, 408, 413, 415, 429, 503, 504) | {
         200: {
             "content": {"text/event-stream": {"itemSchema": event}},
             "description": "The answer, whole or as server-sent events when `stream` is true.",

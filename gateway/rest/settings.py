@@ -2,19 +2,18 @@
 
 from dataclasses import dataclass
 
+from gateway.sites import OWN_PAGE, Sites
+
 
 @dataclass(frozen=True, slots=True)
 class RestSettings:
-    """Limits and habits of the REST surface. Sizes are bytes or characters, times are seconds.
-
-    Without origins no other site's page may read an answer; "*" lets all of them.
-    """
+    """Limits and habits of the REST surface. Sizes are bytes or characters, times are seconds."""
 
     keep_alive_s: float = 15.0
     """Silence on a stream after which a comment says that it is alive."""
     client_stall_s: float = 30.0
     """For how long a client may take nothing of what is written to it."""
-    cors_origins: tuple[str, ...] = ()
+    sites: Sites = OWN_PAGE
     max_body_bytes: int = 4 << 20
     max_held_bytes: int = 256 << 20
     """Of the bodies of all requests together."""

@@ -9,7 +9,7 @@ from outrider.errors import PeerLost, VocabularyMismatch
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ORIGIN = "https://page.example"
-ERRORS = {"400", "404", "408", "413", "415", "429", "500", "503", "504"}
+ERRORS = {"400", "403", "404", "408", "413", "415", "429", "500", "503", "504"}
 
 
 async def test_the_served_model_is_listed(http: httpx.AsyncClient) -> None:
@@ -29,6 +29,7 @@ async def test_probes_answer(http: httpx.AsyncClient, markov: MarkovStack, monke
     assert (await http.get("/version")).json().keys() == {"version"}
     for path in ("/ready", "/health"):
         assert (await http.get(path)).json() == {"status": "ready", "target": "present", "draft": "present"}
+        assert (await http.head(path)).status_code == 200
     link = markov.gateway.backend.target.links[0]
     monkeypatch.setattr(link, "info", None)
     monkeypatch.setattr(link, "misfit", PeerLost("away"))
@@ -36,7 +37,7 @@ async def test_probes_answer(http: httpx.AsyncClient, markov: MarkovStack, monke
         reply = await http.get(path)
         assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
         assert reply.json()["error"]["code"] == "peer_lost"
-    assert (await http.get("/live")).status_code == 200
+    assert (await http.head("/live")).status_code == 200
     monkeypatch.setattr(link, "misfit", VocabularyMismatch("another model"))
     reply = await http.get("/ready")
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "not_ready")
@@ -89,3 +90,19 @@ async def test_other_sites_read_answers_only_where_they_may(http: httpx.AsyncCli
         assert reply.headers["access-control-allow-origin"] == ORIGIN
     reply = await http.get("/v1/models", headers={"origin": "https://other.example"})
     assert "access-control-allow-origin" not in reply.headers
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/api/generate"])
+async def test_other_sites_pages_make_nothing_work(http: httpx.AsyncClient, path: str) -> None:
+    """Their request is refused before its body is looked at; programs, which have no origin, are not asked."""
+    asked = {"content": b"{", "headers": {"content-type": "application/json"}}
+    assert (await http.post(path, **asked)).status_code == 400
+    for origin in (ORIGIN, str(http.base_url).rstrip("/")):
+        asked["headers"] |= {"origin": origin}
+        assert (await http.post(path, **asked)).status_code == 400
+    asked["headers"] |= {"origin": "https://other.example"}
+    reply = await http.post(path, **asked)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (403, "site_not_allowed")
+    rebound = {"origin": "http://rebound.example:8080", "host": "rebound.example:8080", "sec-fetch-site": "same-origin"}
+    asked["headers"] |= rebound
+    assert "--allowed-hosts rebound.example" in (await http.post(path, **asked)).json()["error"]["message"]
