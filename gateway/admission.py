@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 
-from outrider.errors import InvalidRequest, Overloaded
+from outrider.errors import InvalidRequest, NotReady, Overloaded
 
 # What a client is told to wait: between a moment and a minute, by how fast places came free lately.
 RETRY_AFTER_S = (1.0, 60.0)
@@ -24,6 +24,7 @@ class _Waiter:
 
     num_samples: int
     turn: asyncio.Event = field(default_factory=asyncio.Event)
+    has_places: bool = False
 
 
 class Admission:
@@ -37,6 +38,7 @@ class Admission:
         self._queue: deque[_Waiter] = deque()
         self._place_s = RETRY_AFTER_S[0]
         self._num_arriving = 0
+        self._is_closed = False
 
     @property
     def waiting(self) -> int:
@@ -46,8 +48,9 @@ class Admission:
     def check(self, sample_count: int) -> None:
         """Raises Overloaded when a request for so many places would not even be queued, so that it costs nothing more.
 
-        Raises InvalidRequest when it would never get them.
+        Raises InvalidRequest when it would never get them, NotReady after `close`.
         """
+        self._check_open()
         if sample_count > self.places:
             limit = f"at most {self.places}, the samples that this gateway takes at a time"
             raise InvalidRequest("sample_count", sample_count, limit)
@@ -57,6 +60,17 @@ class Admission:
                 f"of at most {self.queue_len}",
                 retry_after_s=self.retry_after_s,
             )
+
+    def close(self) -> None:
+        """Sends whoever waits and whoever comes elsewhere; those who run keep their places."""
+        self._is_closed = True
+        for waiter in self._queue:
+            waiter.turn.set()
+        self._queue.clear()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise NotReady("The gateway is stopping and takes no more requests")
 
     @contextmanager
     def arrival(self, sample_count: int) -> Iterator[None]:
@@ -101,9 +115,11 @@ class Admission:
         self._queue.append(waiter)
         try:
             await waiter.turn.wait()
+            if not waiter.has_places:
+                self._check_open()
         except BaseException:
             # Its turn may have come in the same moment in which it left.
-            if waiter.turn.is_set():
+            if waiter.has_places:
                 self.running -= sample_count
             with suppress(ValueError):
                 self._queue.remove(waiter)
@@ -118,4 +134,5 @@ class Admission:
         while self._queue and self.running + self._queue[0].num_samples <= self.places:
             waiter = self._queue.popleft()
             self.running += waiter.num_samples
+            waiter.has_places = True
             waiter.turn.set()

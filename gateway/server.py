@@ -65,7 +65,8 @@ class RunningGateway:
         return self.further_addresses["rest"]
 
     async def stop(self, grace_s: float = rpc.DRAIN_S) -> None:
-        """Takes no new requests, gives running ones grace_s to end, and closes the links."""
+        """Turns away who waits or comes, gives running requests grace_s to end, and closes the links."""
+        self.door.admission.close()
         for task in self.tasks:
             task.cancel()
         await asyncio.wait(self.tasks)

@@ -6,7 +6,7 @@ import pytest
 from helpers import eventually
 
 from gateway.admission import Admission
-from outrider.errors import InvalidRequest, Overloaded
+from outrider.errors import InvalidRequest, NotReady, Overloaded
 
 
 async def hold(admission: Admission, sample_count: int, order: list[str], name: str, leave: asyncio.Event) -> None:
@@ -79,3 +79,34 @@ async def test_who_leaves_the_queue_takes_nothing_along(*, turn_comes_first: boo
     assert waiter.cancelled()
     assert behind.exception() is None
     assert admission.running == admission.waiting == 0
+
+
+async def test_a_closed_queue_turns_away_and_lets_those_who_run_end() -> None:
+    """Whoever waits, comes, or has just been given places, which it keeps."""
+    admission, leave, order = Admission(1, 3), asyncio.Event(), list[str]()
+    tasks = [asyncio.create_task(hold(admission, 1, order, name, leave)) for name in "abc"]
+    await eventually(lambda: admission.waiting == 2)
+    admission.close()
+    outcomes = asyncio.gather(*tasks, return_exceptions=True)
+    await eventually(lambda: tasks[1].done() and tasks[2].done())
+    assert (order, admission.running, admission.waiting) == (["a"], 1, 0)
+    with pytest.raises(NotReady, match="stopping"):
+        admission.check(1)
+    leave.set()
+    first, *others = await outcomes
+    assert first is None
+    assert [type(each) for each in others] == [NotReady, NotReady]
+    assert admission.running == 0
+
+
+async def test_places_given_in_the_moment_of_closing_are_kept() -> None:
+    """They were promised, and nobody else could have them."""
+    admission, leaves, order = Admission(1, 1), [asyncio.Event(), asyncio.Event()], list[str]()
+    tasks = [asyncio.create_task(hold(admission, 1, order, name, leaves[int(name)])) for name in "01"]
+    await eventually(lambda: admission.waiting == 1)
+    leaves[0].set()
+    await eventually(lambda: admission.waiting == 0)
+    admission.close()
+    leaves[1].set()
+    await asyncio.gather(*tasks)
+    assert order == ["0", "1"]
