@@ -31,6 +31,8 @@ class RoundEvent:
     sample_index: int = 0
     prompt_tokens: tuple[PromptToken, ...] = ()
     rejected: tuple[RejectedToken, ...] = ()
+    elapsed_us: int = 0
+    """When the tokens were there, since the gateway received the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +114,15 @@ async def _sample(plan: GenerationPlan, course: Course) -> AsyncGenerator[Event,
     first_token_us = 0
     async with aclosing(decode(plan, course.backend, course.target, course.expiry)) as rounds:
         async for committed in rounds:
-            first_token_us = first_token_us or course.elapsed_us
+            elapsed_us = course.elapsed_us
+            first_token_us = first_token_us or elapsed_us
             num_numerics = max(1, len(transcript.numerics_ids))
             tokens = transcript.take(committed)
             prompt_tokens = await _prompt_tokens(plan, course, committed)
             new_numerics_id = "".join(transcript.numerics_ids[num_numerics:])
             rejected = _rejected(plan, course, committed)
-            yield RoundEvent(tokens, committed, new_numerics_id, plan.sample_index, prompt_tokens, rejected)
+            index = plan.sample_index
+            yield RoundEvent(tokens, committed, new_numerics_id, index, prompt_tokens, rejected, elapsed_us)
             if transcript.finish_reason is not None:
                 break
     yield _completion(plan, course, transcript, first_token_us)

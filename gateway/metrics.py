@@ -92,6 +92,8 @@ class GatewayMetrics:
         if isinstance(event, RoundEvent):
             self._count(event)
             self._time(event.committed)
+            if event.committed.is_first:
+                self._requests.first_token.observe(event.elapsed_us / 1e6)
         else:
             self._complete(event)
 
@@ -157,7 +159,6 @@ class GatewayMetrics:
             families.cached_tokens.inc(event.cached_prompt_tokens)
             families.prompt_size.observe(event.prompt_tokens)
         families.answer_size.observe(num_tokens)
-        families.first_token.observe(event.first_token_us / 1e6)
         families.total.observe(event.total_us / 1e6)
         families.prefill.observe(max(0, event.first_token_us - event.queue_us) / 1e6)
         families.decode.observe((event.total_us - event.first_token_us) / 1e6)

@@ -54,7 +54,7 @@ def round_event(origins: Sequence[TokenOrigin], num_spoken: int | None = None, *
     }
     committed = Round(tuple(range(len(origins))), tuple(origins), **{**fields, **changes})
     spoken = tuple(SpokenToken(token_id, origin, "") for token_id, origin in enumerate(origins))
-    return RoundEvent(spoken[:num_spoken], committed)
+    return RoundEvent(spoken[:num_spoken], committed, elapsed_us=30_000)
 
 
 def completion(**changes: Any) -> CompletionEvent:
@@ -131,12 +131,19 @@ def test_where_the_time_of_a_round_goes() -> None:
     assert early["verify_rpc_overhead_seconds_sum"] == 0
 
 
+def test_the_first_token_is_counted_when_it_comes() -> None:
+    """Once a sample, and whether or not the sample ends."""
+    found = counted(round_event([PLAIN], is_first=True), round_event([PLAIN]))
+    assert found["time_to_first_token_seconds_count"] == 1
+    assert found["time_to_first_token_seconds_sum"] == pytest.approx(0.03)
+    assert counted(completion())["time_to_first_token_seconds_count"] == 0
+
+
 def test_what_users_feel() -> None:
     """The time of a token is that behind the first; the samples of a request share its prompt."""
     found = counted(completion(), completion(sample_index=1, completion_tokens=1, finish_reason=FinishReason.LENGTH))
     assert found["request_time_per_output_token_seconds_count"] == 1
     assert found["request_time_per_output_token_seconds_sum"] == pytest.approx(0.01)
-    assert found["time_to_first_token_seconds_sum"] == pytest.approx(0.06)
     assert found["request_prefill_time_seconds_sum"] == pytest.approx(0.04)
     assert found["request_decode_time_seconds_sum"] == pytest.approx(0.2)
     assert found["request_inference_time_seconds_sum"] == pytest.approx(0.24)
