@@ -10,6 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from gateway.front_door import FrontDoor
 from gateway.rest import chat, completions, failures, status
+from gateway.rest.answer_counts import AnswerCounts
 from gateway.rest.documents import DocumentedApp
 from gateway.rest.limits import BodyLimits
 from gateway.rest.page import page_routes
@@ -47,7 +48,7 @@ def build_app(door: FrontDoor, settings: RestSettings, registry: CollectorRegist
             allow_headers=("*",),
             expose_headers=EXPOSED_HEADERS,
         )
-    app.add_middleware(RequestContext)
+    app.add_middleware(RequestContext, counts=AnswerCounts(registry))
     app.include_router(completions.routes(door, settings))
     app.include_router(chat.routes(door, settings))
     app.include_router(status.routes(door, registry))

@@ -13,6 +13,7 @@ import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.rest.answer_counts import AnswerCounts
 from gateway.rest.errors import error_response, unexpected
 from outrider.logs import bound
 from outrider.tracing import span
@@ -26,8 +27,9 @@ log = structlog.get_logger()
 class RequestContext:
     """The middleware around everything else. What nobody expected becomes a 500, or the end of the connection."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, counts: AnswerCounts) -> None:
         self._app = app
+        self._counts = counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Lets the request pass."""
@@ -42,7 +44,10 @@ class RequestContext:
         path = quote(scope["path"])
         facts = {"http.request.method": scope["method"], "url.path": path}
         with bound(request_id=request_id), span("rest", _trace(headers), **facts):
-            await self._guarded(scope, receive, answer)
+            try:
+                await self._guarded(scope, receive, answer)
+            finally:
+                self._counts.count(scope, answer.status)
             took_ms = round(1e3 * (time.monotonic() - started_s))
             log.debug("answered", method=scope["method"], path=path, status=answer.status, took_ms=took_ms)
 

@@ -69,7 +69,8 @@ async def live(environment: pytest.MonkeyPatch) -> AsyncIterator[Live]:
         }
         await asyncio.gather(*(life.enter_async_context(service) for service in services.values()))
         addresses = {role: service.address for role, service in services.items()}
-        gateway = Process(launch_of("gateway", **addresses, tokenizer=MODELS["target"], rest_listen="", **common))
+        fronts = {"tokenizer": MODELS["target"], "rest_listen": "127.0.0.1:0"}
+        gateway = Process(launch_of("gateway", **addresses, **fronts, **common))
         await life.enter_async_context(gateway)
         processes = {**services, "gateway": gateway}
         channel = await life.enter_async_context(open_channel(gateway.address))

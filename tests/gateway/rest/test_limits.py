@@ -7,10 +7,12 @@ from typing import Any
 import httpx
 import pytest
 from http_serving import connected, served
+from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from gateway.rest.answer_counts import AnswerCounts
 from gateway.rest.limits import BodyLimits
 from gateway.rest.request_context import RequestContext
 from gateway.rest.settings import RestSettings
@@ -27,9 +29,14 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     await JSONResponse({"got": body.decode()})(scope, receive, send)
 
 
+def surface(settings: RestSettings) -> RequestContext:
+    """The middleware before a server that echoes."""
+    return RequestContext(BodyLimits(echo, settings), AnswerCounts(CollectorRegistry()))
+
+
 def client() -> httpx.AsyncClient:
     """A client of the application without a network."""
-    app = RequestContext(BodyLimits(echo, SETTINGS))
+    app = surface(SETTINGS)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 
@@ -80,7 +87,7 @@ async def test_a_body_without_a_length_is_limited_too() -> None:
 
 async def test_a_client_that_sends_too_much_reads_why() -> None:
     """The rest of its body is dropped; closing would take the answer from it."""
-    app = RequestContext(BodyLimits(echo, SETTINGS))
+    app = surface(SETTINGS)
     async with served(app) as running, httpx.AsyncClient(base_url=f"http://{running.address}") as http:
         for _ in range(2):
             reply = await http.post("/", content=b" " * 8_000_000, headers=JSON)
@@ -102,7 +109,7 @@ async def test_a_body_with_two_lengths_is_refused() -> None:
     request = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n" + lengths
     smuggled = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
     async with (
-        served(RequestContext(BodyLimits(echo, SETTINGS))) as running,
+        served(surface(SETTINGS)) as running,
         connected(running, request + smuggled) as (reader, _),
     ):
         received = await reader.read()
@@ -113,7 +120,7 @@ async def test_a_body_with_two_lengths_is_refused() -> None:
 
 async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     """408 tells a client that it may try again."""
-    app = RequestContext(BodyLimits(echo, RestSettings(body_wait_s=0.02)))
+    app = surface(RestSettings(body_wait_s=0.02))
     request = b"POST / HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
     async with served(app) as running, connected(running, request) as (reader, _):
         async with asyncio.timeout(20):

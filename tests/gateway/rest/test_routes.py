@@ -3,6 +3,7 @@
 import httpx
 import pytest
 from markov_stack import MarkovStack
+from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.errors import PeerLost, VocabularyMismatch
 
@@ -106,3 +107,33 @@ async def test_other_sites_pages_make_nothing_work(http: httpx.AsyncClient, path
     rebound = {"origin": "http://rebound.example:8080", "host": "rebound.example:8080", "sec-fetch-site": "same-origin"}
     asked["headers"] |= rebound
     assert "--allowed-hosts rebound.example" in (await http.post(path, **asked)).json()["error"]["message"]
+
+
+async def test_every_answer_is_counted(http: httpx.AsyncClient) -> None:
+    """By route and status, also one that no route gave; clients cannot make labels of their own."""
+
+    async def counted() -> dict[tuple[str, ...], float]:
+        name = "outrider_http_answers_total"
+        text = (await http.get("/metrics")).text
+        found = {family.name: family for family in text_string_to_metric_families(text)}["outrider_http_answers"]
+        names = ("method", "route", "status")
+        return {tuple(each.labels[n] for n in names): each.value for each in found.samples if each.name == name}
+
+    before = await counted()
+    await http.get("/v1/models")
+    await http.get("/v1/models/nobody")
+    await http.get("/nowhere/1")
+    await http.request("BREW", "/nowhere/2")
+    await http.post("/v1/completions", json={"model": "markov"})
+    await http.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})
+    expected = {
+        ("GET", "/metrics", "200"): 1,
+        ("GET", "/v1/models", "200"): 1,
+        ("GET", "/v1/models/{model:path}", "404"): 1,
+        ("GET", "other", "404"): 1,
+        ("other", "other", "404"): 1,
+        ("POST", "/v1/completions", "400"): 1,
+        ("POST", "other", "400"): 1,
+    }
+    after = await counted()
+    assert {key: after[key] - before.get(key, 0) for key in after if after[key] != before.get(key)} == expected
