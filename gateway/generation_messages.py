@@ -138,6 +138,7 @@ def _completion(event: CompletionEvent) -> pb.Completion:
 def _figures(figures: SpeculationFigures) -> pb.SpeculationFigures:
     return pb.SpeculationFigures(
         rounds=figures.rounds,
+        drafts=figures.drafts,
         draft_tokens=figures.draft_tokens,
         accepted_tokens=figures.accepted_tokens,
         evaluated_tokens=figures.evaluated_tokens,

@@ -137,7 +137,7 @@ class GatewayMetrics:
         if committed.is_first:
             times.prompt.observe(committed.verify_compute_us / 1e6)
             return
-        times.burst.observe(committed.round_us / 1e6)
+        times.burst.observe(committed.gap_us / 1e6)
         times.verify_compute.observe(committed.verify_compute_us / 1e6)
         if committed.draft_count == 0:
             return

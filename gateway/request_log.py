@@ -64,6 +64,7 @@ class RequestLog:
             first_token_ms=None if self._first_token_s is None else self._ms_until(self._first_token_s),
             total_ms=self._ms_until(ended_s),
             rounds=figures.rounds,
+            drafts=figures.drafts,
             draft_tokens=figures.draft_tokens,
             accepted_tokens=figures.accepted_tokens,
             draft_acceptance_rate=round(figures.draft_acceptance_rate, 4),

@@ -123,6 +123,7 @@ class Round:
     proposal: Proposal = NOTHING
     accepted_rows: tuple[int, ...] = ()
     is_first: bool = False  # the prompt's own pass
+    gap_us: int = 0  # since the commit before it, what the client took included
 
     @property
     def rejected_rows(self) -> tuple[int, ...]:
@@ -137,7 +138,7 @@ class TokenLog:
     def __init__(self, prompt: tuple[int, ...], clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
         self._token_ids = list(prompt)
         self._clock_ns = clock_ns
-        self._started_ns = clock_ns()
+        self._started_ns = self._committed_ns = clock_ns()
         self.prompt_len = len(prompt)
         self.finish_reason: FinishReason | None = None
 
@@ -160,6 +161,7 @@ class TokenLog:
         base_len = len(self)
         self._token_ids += token_ids
         started_ns, self._started_ns = self._started_ns, self._clock_ns()
+        before_ns, self._committed_ns = self._committed_ns, self._started_ns
         self.finish_reason = verdict.finish_reason
         return Round(
             token_ids=token_ids,
@@ -185,6 +187,7 @@ class TokenLog:
             proposal=proposal,
             accepted_rows=verdict.accepted_rows,
             is_first=base_len == self.prompt_len,
+            gap_us=(self._committed_ns - before_ns) // 1000,
         )
 
 

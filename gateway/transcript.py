@@ -42,6 +42,7 @@ class SpeculationFigures:
     """What speculation did in a request, counted as generation_service.proto says."""
 
     rounds: int = 0
+    drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
     evaluated_tokens: int = 0
@@ -50,6 +51,7 @@ class SpeculationFigures:
     def add(self, committed: Round) -> None:
         """Counts a round that is not the prompt's own pass."""
         self.rounds += 1
+        self.drafts += committed.draft_count > 0
         self.draft_tokens += committed.draft_count
         self.accepted_tokens += committed.accepted_count
         self.evaluated_tokens += committed.evaluated_count
@@ -67,8 +69,8 @@ class SpeculationFigures:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens committed in a round, on average: 1 + accepted over rounds."""
-        return 1 + self.accepted_tokens / max(1, self.rounds)
+        """Tokens committed in a round with a draft, on average, as vLLM counts it; 1 when there was none."""
+        return 1 + self.accepted_tokens / max(1, self.drafts)
 
 
 @dataclass(slots=True)

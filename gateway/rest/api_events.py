@@ -106,6 +106,7 @@ def _rejected(token: RejectedToken) -> dict[str, Any]:
 def _figures(figures: SpeculationFigures) -> dict[str, Any]:
     return {
         "rounds": figures.rounds,
+        "drafts": figures.drafts,
         "draft_tokens": figures.draft_tokens,
         "accepted_tokens": figures.accepted_tokens,
         "evaluated_tokens": figures.evaluated_tokens,

@@ -61,6 +61,7 @@ class Facts(BaseModel):
     numerics_ids: list[str]
     finish_reasons: list[str]
     rounds: int
+    drafts: int
     draft_tokens: int
     accepted_tokens: int
     acceptance_rate: float

@@ -69,7 +69,7 @@ class Tally:
         ends = [end for _, end in sorted(self.ends.items())]
         figures = [end.figures for end in ends]
         drafted, accepted = sum(each.draft_tokens for each in figures), sum(each.accepted_tokens for each in figures)
-        rounds = sum(each.rounds for each in figures)
+        drafts = sum(each.drafts for each in figures)
         return Facts(
             seed=ends[0].seed,
             seeds=[end.seed for end in ends],
@@ -79,12 +79,13 @@ class Tally:
             numerics_id=ends[-1].numerics_ids[-1],
             numerics_ids=list(dict.fromkeys(each for end in ends for each in end.numerics_ids)),
             finish_reasons=[end.finish_reason.value for end in ends],
-            rounds=rounds,
+            rounds=sum(each.rounds for each in figures),
+            drafts=drafts,
             draft_tokens=drafted,
             accepted_tokens=accepted,
             acceptance_rate=accepted / max(1, sum(each.evaluated_tokens for each in figures)),
             draft_acceptance_rate=accepted / max(1, drafted),
-            mean_acceptance_length=1 + accepted / max(1, rounds),
+            mean_acceptance_length=1 + accepted / max(1, drafts),
             fallback_rounds=sum(each.fallback_rounds for each in figures),
             target_reopens=sum(end.target_reopens for end in ends),
             drift_repairs=sum(end.drift_repairs for end in ends),

@@ -745,6 +745,7 @@ class SpeculationFigures(_message.Message):
     DRAFT_ACCEPTANCE_RATE_FIELD_NUMBER: _builtins.int
     MEAN_ACCEPTANCE_LENGTH_FIELD_NUMBER: _builtins.int
     FALLBACK_ROUNDS_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
     rounds: _builtins.int
     """Verdicts, which is target passes after the prompt's own. The first token comes from the prompt's pass."""
     draft_tokens: _builtins.int
@@ -758,9 +759,11 @@ class SpeculationFigures(_message.Message):
     draft_acceptance_rate: _builtins.float
     """accepted_tokens over draft_tokens, as vLLM counts it; 0 when nothing was drafted."""
     mean_acceptance_length: _builtins.float
-    """1 + accepted_tokens over rounds."""
+    """1 + accepted_tokens over drafts, as vLLM counts it; 1 without drafts."""
     fallback_rounds: _builtins.int
     """Rounds that were to be speculative but had no proposal."""
+    drafts: _builtins.int
+    """Rounds with at least one draft token."""
     def __init__(
         self,
         *,
@@ -772,10 +775,11 @@ class SpeculationFigures(_message.Message):
         draft_acceptance_rate: _builtins.float = ...,
         mean_acceptance_length: _builtins.float = ...,
         fallback_rounds: _builtins.int = ...,
+        drafts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rate", b"acceptance_rate", "accepted_tokens", b"accepted_tokens", "draft_acceptance_rate", b"draft_acceptance_rate", "draft_tokens", b"draft_tokens", "evaluated_tokens", b"evaluated_tokens", "fallback_rounds", b"fallback_rounds", "mean_acceptance_length", b"mean_acceptance_length", "rounds", b"rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rate", b"acceptance_rate", "accepted_tokens", b"accepted_tokens", "draft_acceptance_rate", b"draft_acceptance_rate", "draft_tokens", b"draft_tokens", "drafts", b"drafts", "evaluated_tokens", b"evaluated_tokens", "fallback_rounds", b"fallback_rounds", "mean_acceptance_length", b"mean_acceptance_length", "rounds", b"rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,10 +26,13 @@ async def test_a_client_that_takes_its_time_is_in_no_round() -> None:
     target = SlowTarget(max_len=30)
     log = target.log = TokenLog((3, 5), lambda: target.now_us * 1000)
     draft = MarkovDraft(log=log)
-    times = []
+    times, gaps = [], []
     async with aclosing(speculate(log, Pace(SpeculationPolicy(), 4, 30, 8), target, draft)) as rounds:
         async for committed in rounds:
             times.append(committed.round_us)
+            gaps.append(committed.gap_us)
             target.now_us += 1_000_000
     assert len(times) > 3
     assert set(times) == {1000}
+    # What a user waits from one burst of tokens to the next has it all.
+    assert set(gaps[1:]) == {1_001_000}

@@ -42,7 +42,8 @@ async def test_text_and_tokens_are_those_of_plain_decoding(tokenizer: str) -> No
         assert figures.rounds == len(rounds) - 1
         assert figures.accepted_tokens == sum(each.facts.accepted_count for each in rounds)
         assert len(token_ids) == 1 + figures.rounds + figures.accepted_tokens == completion.usage.completion_tokens
-        assert figures.mean_acceptance_length == 1 + figures.accepted_tokens / figures.rounds
+        assert figures.mean_acceptance_length == 1 + figures.accepted_tokens / figures.drafts
+        assert figures.drafts == sum(each.facts.draft_count > 0 for each in rounds) > 0
         assert 0 < figures.acceptance_rate < 1
         assert completion.finish_reason == types_pb2.FINISH_REASON_LENGTH
         assert (completion.seed, completion.usage.prompt_tokens, completion.numerics_id) == (SEED, 2, "markov")
