@@ -121,7 +121,7 @@ def _front_door(
 
 
 async def _serve_rest(
-    settings: GatewaySettings, door: FrontDoor, registry: CollectorRegistry, grpc_address: str
+    settings: GatewaySettings, door: FrontDoor, registry: Registry, grpc_address: str
 ) -> RunningRest | None:
     if not settings.rest_listen:
         return None

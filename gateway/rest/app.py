@@ -4,7 +4,6 @@ from importlib.metadata import version
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -18,12 +17,13 @@ from gateway.rest.request_context import RequestContext
 from gateway.rest.settings import RestSettings
 from gateway.rest.site_guard import SiteGuard
 from outrider.errors import OutriderError
+from outrider.metrics_server import Registry
 
 EXPOSED_HEADERS = ("x-request-id", "retry-after", "retry-after-ms", "x-should-retry")
 DESCRIPTION = "What OpenAI's clients speak, answered by speculative decoding. docs/rest.md has every field."
 
 
-def build_app(door: FrontDoor, settings: RestSettings, registry: CollectorRegistry) -> FastAPI:
+def build_app(door: FrontDoor, settings: RestSettings, registry: Registry) -> FastAPI:
     """The application: /v1, the routes for operators, and the page."""
     app = DocumentedApp(
         title="Outrider",
@@ -33,6 +33,8 @@ def build_app(door: FrontDoor, settings: RestSettings, registry: CollectorRegist
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        # Spans of its own would stand between ours and the services', with the query in them.
+        telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.add_exception_handler(OutriderError, failures.told)
     app.add_exception_handler(RequestValidationError, failures.misfit)

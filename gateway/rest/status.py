@@ -1,22 +1,17 @@
 """Routes that tell about the gateway: models, liveness, readiness, metrics, version. They spend nothing."""
 
-from collections.abc import Callable
 from importlib.metadata import version
-from typing import Literal
+from typing import Annotated, Literal
 
-from fastapi import APIRouter
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
+from fastapi import APIRouter, Query
 from pydantic import BaseModel
-from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.front_door import FrontDoor
 from gateway.rest.asks import unknown_model
 from gateway.rest.documents import documented
 from outrider.errors import NotReady, OutriderError, PeerLost
-
-Encoder = Callable[[CollectorRegistry], bytes]
+from outrider.metrics_server import Registry, exposition
 
 
 class Model(BaseModel):
@@ -56,17 +51,17 @@ class Version(BaseModel):
     version: str
 
 
-def routes(door: FrontDoor, registry: CollectorRegistry) -> APIRouter:
+def routes(door: FrontDoor, registry: Registry) -> APIRouter:
     """The routes."""
     router = APIRouter()
     _add_models(router, door)
     _add_probes(router, door)
 
     @router.get("/metrics", response_class=Response, responses=documented(text="text/plain"))
-    async def metrics(request: Request) -> Response:
-        """Figures for Prometheus, in its text format or in that of OpenMetrics."""
-        encoder, content_type = _encoder(request.headers.get("accept", ""))
-        return Response(encoder(registry), headers={"content-type": content_type})
+    async def metrics(names: Annotated[list[str] | None, Query(alias="name[]")] = None) -> Response:
+        """Figures for Prometheus in its text format, all or those of some names."""
+        body, content_type = exposition(registry.restricted_registry(names) if names else registry)
+        return Response(body, headers={"content-type": content_type})
 
     return router
 
@@ -119,11 +114,3 @@ def _add_probes(router: APIRouter, door: FrontDoor) -> None:
     async def show_version() -> Version:
         """The version of the gateway."""
         return Version(version=version("outrider"))
-
-
-def _encoder(accept: str) -> tuple[Encoder, str]:
-    try:
-        return choose_encoder(accept)
-    except (TypeError, ValueError):
-        # A version that is no version.
-        return choose_encoder("")
