@@ -42,7 +42,7 @@ VLLM_NAMES = {
             *("inter_token_latency_seconds", "request_time_per_output_token_seconds", "e2e_request_latency_seconds"),
             *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
             *("request_inference_time_seconds", "request_prompt_tokens", "request_generation_tokens"),
-            *("request_params_n", "request_params_max_tokens"),
+            *("request_params_n", "request_params_max_tokens", "admission_rejections"),
         )
     },
     "vllm:prefix_cache_queries": "outrider_prompt_tokens",
