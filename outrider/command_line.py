@@ -9,6 +9,8 @@ from typing import NoReturn
 import typer
 
 from outrider.errors import InvalidRequest, OutriderError
+from outrider.parser_errors import ParserError, parser_sentence
+from outrider.standard_streams import checked_streams, is_lost_output
 
 USAGE_EXIT_CODE = 64
 # What the parser exits with on wrong usage; every other error here has a code of sysexits.h.
@@ -52,24 +54,41 @@ def refuse_together(option: str, value: object, others: Mapping[str, object]) ->
 
 
 def service_app() -> typer.Typer:
-    """An empty command line of a service. Its last line on stderr is read as a sentence, so errors get no boxes."""
+    """An empty command line of a service, whose help is plain text."""
     return typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 def run_app(app: Callable[[], object], prefix: str = "") -> NoReturn:
-    """Runs a command line to its end; an OutriderError becomes its sentence, behind the prefix, and its exit code.
+    """Runs a command line to its end; an error becomes one sentence, behind the prefix, and its exit code.
 
-    Any other error is told with its traceback, and exits with 70.
+    What is neither wrong usage nor an OutriderError nor a lost output is told with its traceback, and exits with 70.
     """
+    with checked_streams(prefix):
+        code = _exit_code(app, prefix)
+    sys.exit(code)
+
+
+def _exit_code(app: Callable[[], object], prefix: str) -> int:
     try:
-        app()
+        # The parser's own way to tell an error is a box of several lines.
+        ended = app(standalone_mode=False) if isinstance(app, typer.Typer) else app()
     except OutriderError as error:
-        sys.stderr.write(f"{prefix}{error.message}\n")
-        sys.exit(error.exit_code)
+        return _told(prefix + error.message, error.exit_code)
     except SystemExit as ending:
-        sys.exit(USAGE_EXIT_CODE if ending.code == PARSER_EXIT_CODE else ending.code)
-    except Exception:  # noqa: BLE001 - told whole, and the code says that it is a fault of ours
+        if ending.code != PARSER_EXIT_CODE:
+            raise
+        return USAGE_EXIT_CODE
+    except Exception as error:
+        if isinstance(error, ParserError):
+            return _told(prefix + parser_sentence(error), USAGE_EXIT_CODE)
+        if is_lost_output(error):
+            raise
         traceback.print_exc()
-        sys.stderr.write(f"{prefix}An internal fault; report it with the lines above.\n")
-        sys.exit(OutriderError.exit_code)
-    sys.exit(0)
+        return _told(f"{prefix}An internal fault; report it with the lines above.", OutriderError.exit_code)
+    # An exit that a command asked for comes back as its code.
+    return ended if isinstance(ended, int) else 0
+
+
+def _told(sentence: str, code: int) -> int:
+    sys.stderr.write(f"{sentence}\n")
+    return code

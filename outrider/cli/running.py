@@ -1,10 +1,7 @@
 """Runs a command's coroutine: signals become cancellation, errors one sentence and an exit code. Knows no command."""
 
 import asyncio
-import errno
-import os
 import signal
-import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,9 +10,6 @@ import typer
 from outrider.errors import OutriderError
 from outrider.service_process import ServiceFailed
 
-IO_EXIT_CODE = 74
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-BROKEN_PIPE_EXIT_CODE = 128 + signal.SIGPIPE
 # The codes of sysexits.h; a child that ended with any other one had an internal fault.
 SYSEXITS = range(64, 79)
 
@@ -86,15 +80,6 @@ def failures_told() -> Iterator[None]:
         raise fail(error.message, code) from None
     except OutriderError as error:
         raise fail(error.message, error.exit_code) from None
-    except BrokenPipeError:
-        # Whoever read our output is gone: say nothing, and keep the interpreter from flushing into the void.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(BROKEN_PIPE_EXIT_CODE) from None
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise fail("The output cannot be written: the disk or the quota is full.", IO_EXIT_CODE) from None
 
 
 def note(sentence: str) -> None:

@@ -58,14 +58,26 @@ def test_ranges_and_codes(
     assert capsys.readouterr().err == sentence
 
 
-def test_the_parsers_own_errors_have_no_box(
+def test_the_parsers_own_errors_are_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They exit 64 as all wrong usage does, and the last line is the sentence."""
+    """They exit 64 as all wrong usage does, and end with where to look."""
     assert ended(numbers_app(), "--county", "1", monkeypatch=monkeypatch) == 64
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert "--county" in last
-    assert last.isascii()
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("program: No such option: --county")
+    assert line.endswith(" --help`.")
+    assert line.isascii()
+
+
+def test_an_exit_that_a_command_asks_for_is_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a signal's, which is none of sysexits.h."""
+    app = service_app()
+
+    @app.command()
+    def command() -> None:
+        raise typer.Exit(130)
+
+    assert ended(app, monkeypatch=monkeypatch) == 130
 
 
 def test_options_that_exclude_each_other() -> None:

@@ -20,8 +20,8 @@ import outrider
 import target_service
 from outrider.cli import app as commands
 from outrider.cli import main
-from outrider.cli.running import IO_EXIT_CODE
 from outrider.errors import OutriderError
+from outrider.standard_streams import IO_EXIT_CODE
 
 DOCS = (Path(__file__).resolve().parents[3] / "docs" / "cli.md").read_text()
 PACKAGES = (outrider, gateway, draft_service, target_service, bench)

@@ -82,11 +82,38 @@ def test_an_option_without_an_effect_is_refused(line: str, idle: str, other: str
     assert outrider(*line.split()) == (64, "", sentence)
 
 
-def test_unknown_options() -> None:
-    """Those are the parser's to tell, with the code of all wrong usage."""
-    code, output, notes = outrider("generate", "Hi", "--unknown")
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("generate", "Missing argument 'PROMPT'."),
+        ("generate Hi --unknown", "No such option: --unknown"),
+        ("generate Hi Ho", "unexpected extra argument"),
+        ("generate Hi --max-tokens", "Option '--max-tokens' requires an argument."),
+        ("generate Hi --max-tokens x", "Invalid value for '--max-tokens': "),
+        ("generate Hi --rule foo", "Invalid value for '--rule': 'foo' is not one of 'match', 'ratio'"),
+        ("nope", "No such command 'nope'."),
+        ("bench nope", "No such command 'nope'."),
+        ("bench serve --nope", "No such option: --nope"),
+        ("version --json=3", "Option '--json' does not take a value."),
+    ],
+)
+def test_what_the_parser_refuses_is_one_sentence(line: str, words: str) -> None:
+    """No box, no usage block: the only line on stderr says what is wrong, and ends with the fix."""
+    code, output, notes = outrider(*line.split())
     assert (code, output) == (64, "")
-    assert "--unknown" in notes
+    [sentence] = notes.splitlines()
+    assert sentence.startswith("outrider: ")
+    assert words in sentence
+    assert sentence.endswith(".")
+    assert "--help" in sentence
+
+
+@pytest.mark.parametrize("words", [[], ["bench"]])
+def test_a_missing_command_is_answered_with_help(words: list[str]) -> None:
+    """And with one sentence on stderr, because nothing was done."""
+    code, output, notes = outrider(*words)
+    assert (code, "Commands" in output, notes.count("\n")) == (64, True, 1)
+    assert notes.startswith("outrider: No command is given. See `")
 
 
 @pytest.mark.parametrize(("argument", "stdin"), [("-", b"a\xff"), (b"a\xff", b"")])
