@@ -24,6 +24,8 @@ MessageT = TypeVar("MessageT", bound=Protobuf)
 CALL_OPTIONS = frozenset({"timeout_s", "metadata"})
 NAMES = GenerationOptions.__optional_keys__
 STRING_LISTS = frozenset({"stop", "banned_words"})
+# What can be iterated, but is no list: nobody means the numbers of bytes, or the keys of a mapping.
+NO_LISTS = (bytes, bytearray, memoryview, Mapping)
 KINDS = {
     FieldDescriptor.CPPTYPE_INT32: "a whole number of 32 bits",
     FieldDescriptor.CPPTYPE_INT64: "a whole number of 64 bits",
@@ -43,6 +45,8 @@ def generate_request(prompt: Prompt, options: GenerationOptions) -> pb.GenerateR
     message = _request(options)
     if isinstance(prompt, str):
         _put(message, "text", prompt)
+    elif isinstance(prompt, NO_LISTS) or not isinstance(prompt, Iterable):
+        raise InvalidRequest("prompt", prompt, "text, or a list of token ids")
     else:
         message.token_ids.SetInParent()
         _put(message.token_ids, "token_ids", prompt)
@@ -52,6 +56,8 @@ def generate_request(prompt: Prompt, options: GenerationOptions) -> pb.GenerateR
 def chat_request(messages: Iterable[Message], options: GenerationOptions) -> pb.ChatRequest:
     """The message for Chat. Raises the same, and InvalidRequest about a turn without role or content."""
     request = pb.ChatRequest(generation=_request(options))
+    if isinstance(messages, (str, *NO_LISTS)) or not isinstance(messages, Iterable):
+        raise InvalidRequest("messages", messages, "a list, each a mapping with role and content")
     for index, turn in enumerate(messages):
         message, prefix = request.messages.add(), f"messages.{index}"
         if not isinstance(turn, Mapping) or turn.keys() != {"role", "content"}:
@@ -106,13 +112,20 @@ def _put(message: Protobuf, name: str, value: object, prefix: str = "") -> None:
         if field.message_type is not None:
             getattr(message, name).update(value)
         elif field.is_repeated:
-            getattr(message, name).extend(value)
+            getattr(message, name).extend(_entries(value))
         else:
             setattr(message, name, value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         kind = KINDS[field.cpp_type]
         is_list = field.is_repeated and field.message_type is None
         raise InvalidRequest(prefix + name, value, f"a list, each {kind}" if is_list else kind) from None
+
+
+def _entries(value: object) -> Iterable[object]:
+    """What a list holds; raises TypeError about what is none."""
+    if isinstance(value, NO_LISTS) or not isinstance(value, Iterable):
+        raise TypeError(f"{type(value).__name__} is no list")
+    return value
 
 
 def _sized(message: MessageT) -> MessageT:

@@ -100,6 +100,9 @@ def test_a_conversation_keeps_its_order() -> None:
         ("temperature", "warm", "temperature is 'warm', but must be a number"),
         ("stop", "a\udc80", "stop is ['a\\udc80'], but must be a list, each text that UTF-8 can carry"),
         ("stop_token_ids", 5, "stop_token_ids is 5, but must be a list, each a whole number of 32 bits"),
+        ("stop_token_ids", b"5", "stop_token_ids is b'5', but must be a list, each a whole number of 32 bits"),
+        ("echo", 2**64, "echo is 18446744073709551616, but must be true or false"),
+        pytest.param("top_p", 10**400, f"top_p is 1{'0' * 76}..., but must be a number", id="top_p-larger-than-any"),
         ("logit_bias", {5: "x"}, "logit_bias is {5: 'x'}, but must be a mapping of token ids to numbers"),
         (
             "speculation",
@@ -124,6 +127,23 @@ def test_what_no_message_can_carry_is_named(option: str, value: object, sentence
     with pytest.raises(InvalidRequest) as raised:
         generate_request("Hello", options)
     assert raised.value.message == sentence
+
+
+@pytest.mark.parametrize("prompt", [None, 5, b"Hi", {1: 2}])
+def test_a_prompt_is_text_or_a_list(prompt: Any) -> None:
+    """Bytes could be either, so they are neither."""
+    with pytest.raises(InvalidRequest) as raised:
+        generate_request(prompt, {})
+    assert raised.value.message == f"prompt is {prompt!r}, but must be text, or a list of token ids"
+
+
+@pytest.mark.parametrize("messages", [None, 5, "Hi", {"role": "user", "content": "Hi"}])
+def test_a_conversation_is_a_list(messages: Any) -> None:
+    """One message is told as what it is, and not by its letters or keys."""
+    with pytest.raises(
+        InvalidRequest, match=r"^messages is .+, but must be a list, each a mapping with role and content"
+    ):
+        chat_request(messages, {})
 
 
 @pytest.mark.parametrize("turn", ["Hi", {"role": "user"}, {"role": "user", "content": "Hi", "name": "me"}])
