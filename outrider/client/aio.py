@@ -11,7 +11,7 @@ import grpc
 from outrider.client.answers import Answer, Transcript
 from outrider.client.calls import Caller, Terms
 from outrider.client.events import Event
-from outrider.client.failures import Cancelled, failure
+from outrider.client.failures import Cancelled, call_cancelled, client_closed, closed_before
 from outrider.client.replies import AsyncReplies, Stub, event_or_end
 from outrider.client.requests import chat_request, generate_request
 from outrider.client.settings import GenerationOptions, Message, Metadata, Prompt
@@ -22,8 +22,8 @@ class AsyncStream:
     """The events of one request, as they come. Like a file it is read once, and goes on where reading stopped.
 
     Leaving its context, `cancel`, cancelling the task that reads and dropping it unread all end the call, and with it
-    the work of the services. Reading raises the OutriderError that the gateway answered, PeerLost when it is gone, and
-    TimedOut.
+    the work of the services. Reading raises the OutriderError that the gateway answered, PeerLost when it is gone,
+    TimedOut, and Cancelled when the client was closed meanwhile, or a task that read before was cancelled.
     """
 
     def __init__(self, call: AsyncReplies, terms: Terms) -> None:
@@ -42,10 +42,12 @@ class AsyncStream:
         try:
             event = event_or_end(await self._call.read())
         except grpc.RpcError as error:
-            raise failure(error, self._terms.address, self._terms.timeout_s) from None
+            raise self._terms.failure(error) from None
         except asyncio.CancelledError:
-            if not self._cancelled or _is_being_cancelled():
+            if _is_being_cancelled():
                 raise
+            if not self._cancelled:
+                raise self._ended_by_caller() from None
             event = None
         if event is None:
             raise StopAsyncIteration
@@ -62,7 +64,7 @@ class AsyncStream:
         async for _ in self:
             pass
         if self._cancelled and not self._transcript.is_whole:
-            raise Cancelled("The call was cancelled before its answer had ended.")
+            raise call_cancelled()
         return self._transcript.answer()
 
     def cancel(self) -> None:
@@ -78,15 +80,19 @@ class AsyncStream:
     ) -> None:
         self.cancel()
 
+    def _ended_by_caller(self) -> Cancelled:
+        """For a task that nobody cancelled: a bare CancelledError would end it as if somebody had."""
+        return client_closed() if self._terms.closed.is_set() else call_cancelled()
+
 
 class AsyncClient:
     """A connection to a gateway, made by the first request and again after a loss. Belongs to one event loop.
 
     `timeout_s` and `metadata` hold for every request that names none of its own; metadata of both is sent. Raises
-    InvalidRequest about an address that is not HOST:PORT.
+    InvalidRequest about an address that is not HOST:PORT, and about a timeout or metadata that no call can have.
     """
 
-    def __init__(self, address: str, *, timeout_s: float | None = None, metadata: Metadata = ()) -> None:
+    def __init__(self, address: str, *, timeout_s: float | None = None, metadata: Metadata | None = None) -> None:
         self._caller = Caller(address, timeout_s, metadata)
         # Made within the event loop to which it then belongs: a client may be made before there is one.
         self._channel: grpc.aio.Channel | None = None
@@ -94,8 +100,8 @@ class AsyncClient:
     def generate(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> AsyncStream:
         """Continues text or token ids; see GenerationOptions. Needs a running event loop.
 
-        Raises InvalidRequest and PromptTooLong at once about what no message can carry, and TypeError about an option
-        that there is not. What the gateway refuses is raised by reading.
+        Raises InvalidRequest and PromptTooLong at once about what no message can carry, TypeError about an option that
+        there is not, and Cancelled after `close`. What the gateway refuses is raised by reading.
         """
         message, terms = generate_request(prompt, options), self._caller.terms(options)
         call = Stub(self._open()).Generate(message, timeout=terms.timeout_s, metadata=terms.metadata)
@@ -108,7 +114,8 @@ class AsyncClient:
         return AsyncStream(call, terms)
 
     async def close(self) -> None:
-        """Ends the connection and every request on it."""
+        """Ends the connection and every request on it, whose reading then raises Cancelled; there is no way back."""
+        self._caller.closed.set()
         if self._channel is not None:
             await self._channel.close()
 
@@ -121,6 +128,8 @@ class AsyncClient:
         await self.close()
 
     def _open(self) -> grpc.aio.Channel:
+        if self._caller.closed.is_set():
+            raise closed_before()
         if self._channel is None:
             self._channel = open_channel(self._caller.address)
         return self._channel

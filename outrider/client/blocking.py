@@ -1,7 +1,7 @@
 """The client without an event loop. Knows no protobuf; any number of threads may share a client, one reads a stream."""
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -10,7 +10,7 @@ import grpc
 from outrider.client.answers import Answer, Transcript
 from outrider.client.calls import Caller, Terms
 from outrider.client.events import Event
-from outrider.client.failures import Cancelled, failure
+from outrider.client.failures import call_cancelled, closed_before
 from outrider.client.replies import Replies, Stub, event_from
 from outrider.client.requests import chat_request, generate_request
 from outrider.client.settings import GenerationOptions, Message, Metadata, Prompt
@@ -21,7 +21,8 @@ class Stream:
     """The events of one request, as they come. Like a file it is read once, and goes on where reading stopped.
 
     Leaving its context, `cancel`, and dropping it unread all end the call, and with it the work of the services.
-    Reading raises the OutriderError that the gateway answered, PeerLost when it is gone, and TimedOut.
+    Reading raises the OutriderError that the gateway answered, PeerLost when it is gone, TimedOut, and Cancelled when
+    the client was closed meanwhile.
     """
 
     def __init__(self, call: Replies, terms: Terms) -> None:
@@ -42,7 +43,7 @@ class Stream:
         except grpc.RpcError as error:
             if self._cancelled:
                 raise StopIteration from None
-            raise failure(error, self._terms.address, self._terms.timeout_s) from None
+            raise self._terms.failure(error) from None
         return self._transcript.add(event_from(response))
 
     def text(self, sample_index: int = 0) -> Iterator[str]:
@@ -56,7 +57,7 @@ class Stream:
         for _ in self:
             pass
         if self._cancelled and not self._transcript.is_whole:
-            raise Cancelled("The call was cancelled before its answer had ended.")
+            raise call_cancelled()
         return self._transcript.answer()
 
     def cancel(self) -> None:
@@ -77,10 +78,10 @@ class Client:
     """A connection to a gateway, made by the first request and again after a loss.
 
     `timeout_s` and `metadata` hold for every request that names none of its own; metadata of both is sent. Raises
-    InvalidRequest about an address that is not HOST:PORT.
+    InvalidRequest about an address that is not HOST:PORT, and about a timeout or metadata that no call can have.
     """
 
-    def __init__(self, address: str, *, timeout_s: float | None = None, metadata: Metadata = ()) -> None:
+    def __init__(self, address: str, *, timeout_s: float | None = None, metadata: Metadata | None = None) -> None:
         self._caller = Caller(address, timeout_s, metadata)
         self._channel = grpc.insecure_channel(address, options=channel_options())
         self._stub = Stub(self._channel)
@@ -88,19 +89,20 @@ class Client:
     def generate(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Stream:
         """Continues text or token ids; see GenerationOptions.
 
-        Raises InvalidRequest and PromptTooLong at once about what no message can carry, and TypeError about an option
-        that there is not. What the gateway refuses is raised by reading.
+        Raises InvalidRequest and PromptTooLong at once about what no message can carry, TypeError about an option that
+        there is not, and Cancelled after `close`. What the gateway refuses is raised by reading.
         """
         message, terms = generate_request(prompt, options), self._caller.terms(options)
-        return Stream(self._stub.Generate(message, timeout=terms.timeout_s, metadata=terms.metadata), terms)
+        return _started(self._stub.Generate, message, terms)
 
     def chat(self, messages: Iterable[Message], **options: Unpack[GenerationOptions]) -> Stream:
         """Answers the last of some messages, each with a role and a content; the same in everything else."""
         message, terms = chat_request(messages, options), self._caller.terms(options)
-        return Stream(self._stub.Chat(message, timeout=terms.timeout_s, metadata=terms.metadata), terms)
+        return _started(self._stub.Chat, message, terms)
 
     def close(self) -> None:
-        """Ends the connection and every request on it."""
+        """Ends the connection and every request on it, whose reading then raises Cancelled; there is no way back."""
+        self._caller.closed.set()
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -110,3 +112,13 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _started(method: Callable[..., Replies], message: object, terms: Terms) -> Stream:
+    """The stream of a call that begins now. Raises Cancelled on a channel that is closed, perhaps by another thread."""
+    try:
+        return Stream(method(message, timeout=terms.timeout_s, metadata=terms.metadata), terms)
+    except ValueError:
+        if not terms.closed.is_set():
+            raise
+        raise closed_before() from None

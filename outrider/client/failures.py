@@ -1,7 +1,5 @@
 """How a call can fail besides what the gateway says about it. Knows no messages; every failure is an OutriderError."""
 
-import math
-
 import grpc
 
 from outrider.errors import InvalidRequest, OutriderError, PeerLost
@@ -20,27 +18,37 @@ class TimedOut(OutriderError):
 
 
 class Cancelled(OutriderError):
-    """The caller cancelled the call, and then asked for its whole answer."""
+    """The caller cancelled the call, or closed the client, and then asked for more of the answer."""
 
     status = "CANCELLED"
     reason = "CANCELLED"
     exit_code = 75
 
 
-def checked_timeout_s(timeout_s: float | None) -> float | None:
-    """Returns it; raises InvalidRequest unless it is a positive number or None."""
-    if timeout_s is not None and not 0 < timeout_s < math.inf:
-        raise InvalidRequest("timeout_s", timeout_s, "more than 0, and finite")
-    return timeout_s
+def call_cancelled() -> Cancelled:
+    """The end by `cancel`, or of the task that read before."""
+    return Cancelled("The call was cancelled before its answer had ended.")
 
 
-def failure(error: grpc.RpcError, address: str, timeout_s: float | None) -> OutriderError:
-    """The error that the gateway raised, or what became of the connection to it.
+def client_closed() -> Cancelled:
+    """The end of a call under way by `close`."""
+    return Cancelled("The client was closed before the answer had ended.")
+
+
+def closed_before() -> Cancelled:
+    """What becomes of a call that begins after `close`."""
+    return Cancelled("The client is closed; make another one for further requests.")
+
+
+def failure(error: grpc.RpcError, address: str, timeout_s: float | None, *, is_closed: bool = False) -> OutriderError:
+    """The error that the gateway raised, or what became of the connection to it; `is_closed` is about the client.
 
     A gateway may say PeerLost as well, about a service behind it: that one travels as it is.
     """
     if said_by_peer(error):
         return error_from(error)
+    if is_closed and error.code() is grpc.StatusCode.CANCELLED:
+        return client_closed()
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         # Often it is that of a model service, which `outrider up` shows too.
         return InvalidRequest("address", address, "that of a gateway")

@@ -8,8 +8,9 @@ from outrider.parameters import Rule
 
 Prompt = str | Sequence[int]
 """Text, or token ids that are taken as they are."""
-Metadata = Mapping[str, str] | Iterable[tuple[str, str]]
-"""What travels beside the message, for instance a `traceparent`."""
+Metadata = Mapping[str, str | bytes] | Iterable[tuple[str, str | bytes]]
+"""What travels beside the message, for instance a `traceparent`: text of printable ASCII, and bytes under names that
+end in -bin."""
 
 
 class ChatMessage(TypedDict):

@@ -4,7 +4,10 @@ import asyncio
 import gc
 import subprocess
 import sys
+import tomllib
 from collections.abc import AsyncIterator, Callable
+from importlib import resources
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -13,6 +16,7 @@ from scripted_gateway import ScriptedGateway, scripted_gateway
 
 from outrider.client import AsyncClient, Cancelled, Client, InvalidRequest, OutriderError, PeerLost, TimedOut
 
+ROOT = Path(__file__).resolve().parents[3]
 PIECES = ["Once", " upon a", "!"]
 ResultT = TypeVar("ResultT")
 
@@ -207,21 +211,24 @@ async def test_a_service_that_is_no_gateway() -> None:
 
 
 async def test_metadata_travels(gateway: ScriptedGateway) -> None:
-    """The client's own and the call's, with keys in lower case."""
+    """The client's own and the call's, with keys in lower case, and bytes where the key says so."""
     settings = {"metadata": {"Traceparent": "00-ab-cd-01"}}
     await blocking(
-        gateway.address, lambda client: client.generate("a", metadata=[("X-Who", "me")]).result(), **settings
+        gateway.address,
+        lambda client: client.generate("a", metadata=[("X-Who", "me"), ("x-id-bin", b"\x00\xff")]).result(),
+        **settings,
     )
     [metadata] = gateway.metadata
-    assert (metadata["traceparent"], metadata["x-who"]) == ("00-ab-cd-01", "me")
+    assert (metadata["traceparent"], metadata["x-who"], metadata["x-id-bin"]) == ("00-ab-cd-01", "me", b"\x00\xff")
 
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
         ({"address": "localhost"}, r"^address is 'localhost', but must be HOST:PORT"),
-        ({"timeout_s": 0}, r"^timeout_s is 0, but must be more than 0, and finite$"),
-        ({"timeout_s": float("nan")}, r"^timeout_s is nan, but must be more than 0, and finite$"),
+        ({"address": 50050}, r"^address is 50050, but must be text, HOST:PORT$"),
+        ({"timeout_s": 0}, r"^timeout_s is 0, but must be a number more than 0, and at most 1000000000$"),
+        ({"metadata": {"x": "é"}}, r"^metadata\.x is 'é', but must be text of printable ASCII"),
     ],
 )
 def test_wrong_settings_are_told_at_once(settings: dict[str, Any], sentence: str) -> None:
@@ -229,6 +236,13 @@ def test_wrong_settings_are_told_at_once(settings: dict[str, Any], sentence: str
     for kind in (Client, AsyncClient):
         with pytest.raises(InvalidRequest, match=sentence):
             kind(**{"address": "127.0.0.1:1", **settings})
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    """By the marker of PEP 561, beside its code and in what is installed from a wheel."""
+    assert resources.files("outrider").joinpath("py.typed").is_file()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "py.typed" in project["tool"]["setuptools"]["package-data"]["outrider"]
 
 
 LIGHT = """
