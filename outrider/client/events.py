@@ -97,6 +97,8 @@ class SpeculationFigures:
     draft_acceptance_rate: float
     mean_acceptance_length: float
     fallback_rounds: int
+    drafts: int = 0
+    """Rounds with at least one draft token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,7 @@ def _figures(message: pb.SpeculationFigures) -> SpeculationFigures:
         draft_acceptance_rate=message.draft_acceptance_rate,
         mean_acceptance_length=message.mean_acceptance_length,
         fallback_rounds=message.fallback_rounds,
+        drafts=message.drafts,
     )
 
 
