@@ -107,6 +107,9 @@ async def test_rounds_tell_what_was_rejected(stack: RunningStack) -> None:
     ).result()
     rounds = [each for each in answer.samples[0].rounds if each.facts.draft_count]
     assert any(each.rejected for each in rounds)
+    figures = answer.result.speculation
+    assert figures.drafts == len(rounds)
+    assert figures.mean_acceptance_length == 1 + figures.accepted_tokens / figures.drafts
     for each in rounds[:-1]:
         assert len(each.rejected) == each.facts.draft_count - each.facts.accepted_count
         assert all(token.draft_logprob is not None for token in each.tokens[: each.facts.accepted_count])
