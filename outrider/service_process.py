@@ -1,15 +1,16 @@
 """One incarnation of a service as a child process. Knows nothing about models, restarts or gRPC.
 
-The contract with a child: it takes `--listen HOST:PORT` and `--stop-with-stdin`; when it serves it prints one line of
-JSON with the event "listening" and its address to stdout; it logs to stderr; at the end of its stdin it drains and
-exits 0. So a child never outlives this process, however this process ends.
+The contract with a child: it takes `--listen HOST:PORT` and `--stop-with-stdin`, and a `--WHAT-listen` for whatever
+else it serves; when it serves it prints one line of JSON with the event "listening" and its addresses to stdout; it
+logs to stderr; at the end of its stdin it drains and exits 0. So a child never outlives this process, however this
+process ends.
 """
 
 import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from outrider.errors import OutriderError
@@ -35,16 +36,24 @@ class ServiceFailed(OutriderError):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a service is started: argv without the address, the address wanted (port 0: any), seconds until it serves."""
+    """How a service is started: argv without addresses, those wanted (port 0: any), seconds until it serves."""
 
     name: str
     command: tuple[str, ...]
     listen: str = "127.0.0.1:0"
     ready_timeout_s: float = 600.0
+    further: Mapping[str, str] = field(default_factory=dict)
+    """Where else it listens, by what is served there; empty for nowhere."""
 
     def argv(self, listen: str) -> tuple[str, ...]:
         """The whole command line for an address."""
-        return (*self.command, "--listen", listen, "--stop-with-stdin")
+        further = (word for what, where in self.further.items() for word in (f"--{what}-listen", where))
+        return (*self.command, *further, "--listen", listen, "--stop-with-stdin")
+
+    def at(self, addresses: Mapping[str, str]) -> Self:
+        """The same on the addresses that an incarnation got, for the next one."""
+        further = {what: addresses.get(what, where) for what, where in self.further.items()}
+        return replace(self, listen=addresses["address"], further=further)
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
@@ -83,7 +92,7 @@ class ServiceProcess:
     def __init__(self, launch: Launch, process: asyncio.subprocess.Process, log: Callable[[str], None]) -> None:
         self.address = ""
         self.addresses: Mapping[str, str] = {}
-        """All that the child said about where it serves: `address`, and `rest` of a gateway."""
+        """All that the child said about where it serves: `address`, and `rest` and `metrics` where it has them."""
         self._launch = launch
         self._process = process
         self._log = log

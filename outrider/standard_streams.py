@@ -22,7 +22,7 @@ FULL_OUTPUT = "The output cannot be written: the disk or the quota is full."
 
 @contextmanager
 def checked_streams(prefix: str) -> Iterator[None]:
-    """All three streams are there within it; exits with 74 or 141 where the output is closed, full or without reader."""
+    """All three streams are there within it. Exits with 74 or 141 when the output is closed, full or without reader."""
     had_output = sys.stdout is not None
     _open_missing()
     if not had_output:

@@ -1,4 +1,4 @@
-"""Keeps a set of services running: starts them, restarts what dies on the same port, stops them in reverse order.
+"""Keeps a set of services running: starts them, restarts what dies on the same ports, stops them in reverse order.
 
 Knows nothing about models or the terminal. What to do about a death, how long to wait before a restart or to give up,
 is decided by pure functions.
@@ -65,11 +65,10 @@ def unobserved(_: Change) -> None:
 
 @dataclass(slots=True)
 class _Service:
-    """A launch and its current incarnation. The address outlives incarnations."""
+    """A launch and its current incarnation. The launch has the addresses of the first, which outlive it."""
 
     launch: Launch
     process: ServiceProcess
-    address: str
 
 
 class Supervisor:
@@ -105,20 +104,20 @@ class Supervisor:
 
         Raises ServiceFailed about the first that does not; the others of the call are killed then.
         """
-        tasks = [asyncio.create_task(self._spawn(launch, launch.listen)) for launch in launches]
+        tasks = [asyncio.create_task(self._spawn(launch)) for launch in launches]
         try:
             processes = await asyncio.gather(*tasks)
         except BaseException:
             await _abandon(tasks)
             raise
         started = [
-            _Service(launch, process, process.address) for launch, process in zip(launches, processes, strict=True)
+            _Service(launch.at(process.addresses), process) for launch, process in zip(launches, processes, strict=True)
         ]
         self._services += started
-        return [service.address for service in started]
+        return [service.process.address for service in started]
 
     async def watch(self) -> None:
-        """Restarts services that end, each on its own address, until it is cancelled.
+        """Restarts services that end, each on its own addresses, until it is cancelled.
 
         Raises ServiceFailed about the first whose restart fails for a reason that only the operator can remove.
         """
@@ -150,9 +149,9 @@ class Supervisor:
         """Where the current incarnation of a service answers; see ServiceProcess.addresses."""
         return next(service.process.addresses for service in self._services if service.launch.name == name)
 
-    async def _spawn(self, launch: Launch, listen: str) -> ServiceProcess:
+    async def _spawn(self, launch: Launch) -> ServiceProcess:
         self._observe(Change(launch.name, State.STARTING))
-        process = await ServiceProcess.start(launch, listen, partial(self._log, launch.name))
+        process = await ServiceProcess.start(launch, launch.listen, partial(self._log, launch.name))
         self._observe(Change(launch.name, State.SERVING, process.pid, process.addresses))
         return process
 
@@ -168,11 +167,11 @@ class Supervisor:
             delay_s = await self._restart(service, delay_s)
 
     async def _restart(self, service: _Service, delay_s: float) -> float:
-        """Tries until the service serves again, on the address that its peers know; returns the last wait."""
+        """Tries until the service serves again, on the addresses that its peers know; returns the last wait."""
         while True:
             await asyncio.sleep(delay_s)
             try:
-                service.process = await self._spawn(service.launch, service.address)
+                service.process = await self._spawn(service.launch)
             except ServiceFailed as error:
                 if not self._policy.may_retry(error.code):
                     raise
@@ -180,7 +179,7 @@ class Supervisor:
                 self._observe(Change(service.launch.name, State.DIED, ending=ending(error.code), delay_s=delay_s))
                 self._report(f"{error.message} The next attempt is in {delay_s:g} s.")
             else:
-                self._report(f"The {service.launch.name} service is back on {service.address}.")
+                self._report(f"The {service.launch.name} service is back on {service.process.address}.")
                 return delay_s
 
 

@@ -5,15 +5,11 @@ import json
 from collections.abc import Sequence
 from typing import Any, Protocol, TextIO
 
-from rich.console import Console
-from rich.text import Text
-
 from outrider.cli.model_facts import ModelFacts
-from outrider.cli.rendering import console_for
 from outrider.cli.running import note
 from outrider.cli.services import RESTARTED, Services, event_of
 from outrider.cli.stack import Addresses
-from outrider.cli.tables import model_table
+from outrider.cli.tables import model_line
 from outrider.supervisor import Change, State
 
 
@@ -35,19 +31,20 @@ class Display(Protocol):
     async def run(self) -> None:
         """Keeps what is shown up to date until it is cancelled."""
 
+    def close(self) -> None:
+        """Comes at the very end, when all processes have stopped, whatever happened."""
+
 
 def page_of(rest: str | None) -> str | None:
     """Where a browser finds the page, by the address of REST."""
     return f"http://{rest}/" if rest else None
 
 
-def announce(console: Console, addresses: Addresses, facts: Sequence[ModelFacts]) -> None:
-    """Prints what a newcomer opens first, the models, and where the gateway answers."""
-    page = page_of(addresses.rest)
-    if page:
-        console.print(Text(f"The page: {page}\n"), soft_wrap=True)
-    console.print(model_table(list(facts)))
-    console.print(Text(f"The gateway answers on {addresses.gateway}.\n"), soft_wrap=True)
+def gateway_lines(addresses: Addresses) -> list[str]:
+    """Where the gateway has its metrics, and where it answers."""
+    metrics = addresses.metrics.get("gateway")
+    told = [f"The gateway's metrics are on {metrics}, with REST."]
+    return [*(told if metrics else []), f"The gateway answers on {addresses.gateway}."]
 
 
 class LinesDisplay:
@@ -68,13 +65,20 @@ class LinesDisplay:
         note(f"{name}: {line}")
 
     def serving(self, addresses: Addresses, facts: Sequence[ModelFacts]) -> None:
-        """Prints models and addresses."""
-        announce(console_for(self._output), addresses, facts)
+        """Writes what a newcomer opens first, the models, and where the gateway answers."""
+        page = page_of(addresses.rest)
+        models = [model_line(fact, addresses.metrics.get(fact.role)) for fact in facts]
+        for line in [*([f"The page: {page}"] if page else []), *models, *gateway_lines(addresses)]:
+            self._output.write(f"{line}\n")
+        self._output.flush()
 
     async def run(self) -> None:
         """Says how to end it, and has nothing to draw again."""
         note("Serving until Ctrl-C.")
         await asyncio.Event().wait()
+
+    def close(self) -> None:
+        """Everything is written already."""
 
 
 class JsonDisplay:
@@ -104,11 +108,15 @@ class JsonDisplay:
         pids = {view.name: view.pid for view in self._services}
         places = {"page": page_of(addresses.rest), "rest": addresses.rest, "gateway": addresses.gateway}
         services = {"target": addresses.target, "draft": addresses.draft}
-        self._write({"event": "serving", **places, **services, "models": models, "pids": pids})
+        metrics = dict(addresses.metrics)
+        self._write({"event": "serving", **places, **services, "metrics": metrics, "models": models, "pids": pids})
 
     async def run(self) -> None:
         """Has nothing to draw again."""
         await asyncio.Event().wait()
+
+    def close(self) -> None:
+        """Everything is written already."""
 
     def _write(self, event: dict[str, Any]) -> None:
         self._output.write(json.dumps(event) + "\n")

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from outrider.cli.display import Display, JsonDisplay, LinesDisplay, announce, page_of
+from outrider.cli.display import Display, JsonDisplay, LinesDisplay, gateway_lines, page_of
 from outrider.cli.doctor.answering import rest_text
 from outrider.cli.gateway_counts import GatewayCounts, parse_counts, work_line
 from outrider.cli.model_facts import ModelFacts, model_facts
@@ -17,6 +17,7 @@ from outrider.cli.running import note
 from outrider.cli.services import Services
 from outrider.cli.stack import Addresses
 from outrider.cli.status_table import status_table
+from outrider.cli.tables import model_table
 from outrider.cli.terminal import is_rich
 from outrider.errors import OutriderError
 from outrider.supervisor import Change
@@ -64,23 +65,33 @@ class TableDisplay:
         self._addresses = addresses
         for fact in facts:
             self._services[fact.role].model = fact.model
-        announce(self._console, addresses, facts)
+        page = page_of(addresses.rest)
+        if page:
+            self._console.print(Text(f"The page: {page}\n"), soft_wrap=True)
+        self._console.print(model_table(facts, addresses.metrics))
+        self._console.print(Text("\n".join(gateway_lines(addresses)) + "\n"), soft_wrap=True)
 
     async def run(self) -> None:
-        """Draws the table until it is cancelled, and leaves its last state."""
-        with Live(console=self._console, auto_refresh=False) as live:
-            self._live = live
-            try:
-                while True:
-                    self._lines = await self._work()
-                    self._draw()
-                    await asyncio.sleep(REFRESH_S)
-            finally:
-                self._live = None
+        """Draws the table until it is cancelled; what changes after that is still drawn, until it is closed."""
+        self._live = Live(console=self._console, auto_refresh=False)
+        self._live.start()
+        try:
+            while True:
+                self._lines = await self._work()
+                self._draw()
+                await asyncio.sleep(REFRESH_S)
+        finally:
+            # Nobody will ask again, so they would grow old.
+            self._lines = []
+
+    def close(self) -> None:
+        """Leaves the last state in the terminal."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
     def _draw(self) -> None:
         if self._live is not None and self._addresses is not None:
-            # A gateway that was started again may have its page on another port.
             page = page_of(self._services["gateway"].addresses.get("rest"))
             self._live.update(status_table(self._services, self._lines, page), refresh=True)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from outrider.cli.stack import metrics_address
 from outrider.supervisor import Change, State
 
 PROC = Path("/proc")
@@ -59,6 +60,8 @@ def event_of(change: Change, *, is_restart: bool) -> dict[str, Any]:
     if change.state is State.SERVING:
         event |= {"pid": change.pid, "address": change.addresses.get("address", "")}
         event |= {"rest": change.addresses["rest"]} if "rest" in change.addresses else {}
+        metrics = metrics_address(change.addresses)
+        event |= {"metrics": metrics} if metrics else {}
     if change.state is State.DIED:
         event |= {"ending": change.ending, "again_in_s": change.delay_s}
     return event

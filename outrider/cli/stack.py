@@ -1,7 +1,8 @@
 """Which processes make a stack and with which flags. Starts them through a supervisor; knows nothing about requests."""
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from outrider.embedded_models import embedded_model
 from outrider.model_service_flags import check_model
@@ -43,6 +44,8 @@ class Addresses:
     target: str
     draft: str | None
     rest: str | None = None
+    metrics: Mapping[str, str] = field(default_factory=dict)
+    """HOST:PORT of /metrics by process; that of the gateway is its REST."""
 
 
 def choose_models(target: str | None, draft: str | None, *, no_draft: bool) -> tuple[str, str | None]:
@@ -68,15 +71,15 @@ def model_launch(role: str, stack: Stack) -> Launch:
         "--device": stack.device if is_target else stack.draft_device,
         "--dtype": stack.dtype if is_target else stack.draft_dtype or stack.dtype,
         "--threads": str(stack.threads if is_target else stack.draft_threads),
-        # Named, because a variable of the environment would name one port for all three.
-        "--metrics-listen": f"{HOST}:0",
         "--log-level": "warning",
     }
     if stack.top_n is not None and not is_target:
         flags["--top-n"] = str(stack.top_n)
     port = stack.target_port if is_target else stack.draft_port
     switches = () if stack.prefix_cache else ("--no-prefix-cache",)
-    return Launch(role, (*_command(f"{role}_service", flags), *switches), f"{HOST}:{port}")
+    command = (*_command(f"{role}_service", flags), *switches)
+    # Named, because a variable of the environment would name one port for all three.
+    return Launch(role, command, f"{HOST}:{port}", further={"metrics": f"{HOST}:0"})
 
 
 def gateway_launch(stack: Stack, target_address: str, draft_address: str | None) -> Launch:
@@ -85,13 +88,13 @@ def gateway_launch(stack: Stack, target_address: str, draft_address: str | None)
         "--target": target_address,
         "--draft": draft_address or "",
         "--tokenizer": stack.target,
-        "--rest-listen": "" if stack.rest_port is None else f"{HOST}:{stack.rest_port}",
-        # REST has them as well.
-        "--metrics-listen": "",
         "--log-level": "warning",
     }
+    # REST has the metrics as well.
+    further = {"rest": "" if stack.rest_port is None else f"{HOST}:{stack.rest_port}", "metrics": ""}
     # Whoever starts a stack by hand wants to look at it with grpcurl.
-    return Launch("gateway", (*_command("gateway", flags), "--reflection"), f"{HOST}:{stack.gateway_port}")
+    command = (*_command("gateway", flags), "--reflection")
+    return Launch("gateway", command, f"{HOST}:{stack.gateway_port}", further=further)
 
 
 def _command(module: str, flags: dict[str, str]) -> tuple[str, ...]:
@@ -105,4 +108,11 @@ async def start_stack(supervisor: Supervisor, stack: Stack) -> Addresses:
     target, *drafts = await supervisor.start(*(model_launch(role, stack) for role in roles))
     draft = drafts[0] if drafts else None
     [gateway] = await supervisor.start(gateway_launch(stack, target, draft))
-    return Addresses(gateway, target, draft, supervisor.addresses("gateway").get("rest"))
+    places = {role: metrics_address(supervisor.addresses(role)) for role in ("gateway", *roles)}
+    metrics = {role: place for role, place in places.items() if place}
+    return Addresses(gateway, target, draft, supervisor.addresses("gateway").get("rest"), metrics)
+
+
+def metrics_address(addresses: Mapping[str, str]) -> str | None:
+    """Where a process serves /metrics, among all that it said about where it serves; None where it has none."""
+    return addresses.get("metrics") or addresses.get("rest")

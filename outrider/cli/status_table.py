@@ -16,13 +16,16 @@ STYLES = {State.SERVING: "green", State.STARTING: "yellow", State.DIED: "bold re
 
 
 def status_table(services: Iterable[ServiceView], lines: Sequence[str], page: str | None) -> RenderableType:
-    """One row a process, and below it the lines and how to end it. Fits into 80 columns."""
+    """One row a process, and below it the lines and how to end it, unless it has ended. Fits into 80 columns."""
     table = Table("service", "state", "address", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("pid", "restarts", "memory"):
         table.add_column(name, justify="right")
     table.add_column("model", overflow="ellipsis", no_wrap=True, max_width=16)
-    for each in services:
+    shown = list(services)
+    for each in shown:
         table.add_row(*_cells(each))
+    if all(each.state is State.STOPPED for each in shown):
+        return table
     below = [Text(line, overflow="ellipsis") for line in lines]
     hint = f"Ctrl-C stops it. The page: {page}" if page else "Ctrl-C stops it."
     return Group(table, *below, Text(hint, "dim"))

@@ -1,6 +1,6 @@
 """What is told in figures: the line behind an answer, log-probabilities, models. Prints nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.table import Table
@@ -69,8 +69,8 @@ def _numbers(logprob: TokenLogprob | None) -> tuple[str, str]:
     return f"{logprob.logprob:.3f}", "  ".join(f"{token_id} {value:.3f}" for token_id, value in alternatives)
 
 
-def model_table(facts: list[ModelFacts]) -> Table:
-    """One column a model, so that the table fits into a narrow terminal."""
+def model_table(facts: Sequence[ModelFacts], metrics: Mapping[str, str]) -> Table:
+    """One column a model, so that the table fits into a narrow terminal. `metrics` are addresses by role."""
     table = Table("role", *(fact.role for fact in facts))
     table.add_row("model", *(fact.model for fact in facts))
     table.add_row("parameters", *(f"{fact.parameters:,}" for fact in facts))
@@ -81,4 +81,19 @@ def model_table(facts: list[ModelFacts]) -> Table:
     table.add_row("context", *(f"{fact.context_len:,} tokens" for fact in facts))
     table.add_row("KV blocks", *(f"{fact.blocks:,} of {fact.block_size} tokens" for fact in facts))
     table.add_row("address", *(fact.address for fact in facts))
+    table.add_row("metrics", *(metrics.get(fact.role, "") for fact in facts))
     return table
+
+
+def model_line(fact: ModelFacts, metrics: str | None) -> str:
+    """What the table says about a model, as one line."""
+    parts = [
+        f"The {fact.role}: {fact.model}",
+        f"{fact.parameters:,} parameters in {fact.dtype}",
+        f"{fact.device} with threads: {fact.threads}",
+        f"numerics {fact.numerics_id}",
+        f"context of {fact.context_len:,} tokens",
+        f"{fact.blocks:,} KV blocks of {fact.block_size} tokens",
+        f"answers on {fact.address}",
+    ]
+    return ", ".join([*parts, f"metrics on {metrics}"] if metrics else parts)

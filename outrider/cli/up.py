@@ -54,15 +54,22 @@ def serving(stack: Stack, display: Display, *, story: bool) -> Work:
 
     async def work(interrupts: Interrupts) -> None:
         check_ports(stack)
-        async with Supervisor(display.report, display.log, observe=display.observe) as supervisor:
-            interrupts.urgent = supervisor.kill
-            with Console(stderr=True).status("Starting the services"):
-                addresses = await start_stack(supervisor, stack)
-            served = [address for address in (addresses.target, addresses.draft) if address]
-            display.serving(addresses, await asyncio.gather(*map(model_facts, served)))
-            await _serve(supervisor, addresses.gateway, display, story=story)
+        try:
+            async with Supervisor(display.report, display.log, observe=display.observe) as supervisor:
+                interrupts.urgent = supervisor.kill
+                await _start_and_serve(supervisor, stack, display, story=story)
+        finally:
+            display.close()
 
     return work
+
+
+async def _start_and_serve(supervisor: Supervisor, stack: Stack, display: Display, *, story: bool) -> None:
+    with Console(stderr=True).status("Starting the services"):
+        addresses = await start_stack(supervisor, stack)
+    served = [address for address in (addresses.target, addresses.draft) if address]
+    display.serving(addresses, await asyncio.gather(*map(model_facts, served)))
+    await _serve(supervisor, addresses.gateway, display, story=story)
 
 
 async def _serve(supervisor: Supervisor, gateway: str, display: Display, *, story: bool) -> None:

@@ -257,3 +257,24 @@ async def test_a_taken_port_is_told_by_the_child_alone(supervisor: Supervisor, r
             await supervisor.start(refused)
     assert failure.value.code == 69
     assert record.log == []
+
+
+SERVES_METRICS = SERVES.replace(
+    "print(json.dumps({",
+    'metrics = socket.create_server((host, int(sys.argv[sys.argv.index("--metrics-listen") + 1].rsplit(":", 1)[1])))\n'
+    'print(json.dumps({"metrics": f"{host}:{metrics.getsockname()[1]}", ',
+)
+
+
+async def test_a_restart_keeps_all_ports(supervisor: Supervisor, record: Record) -> None:
+    """Also that of the metrics, which was any free one, so that whoever scrapes it goes on."""
+    child = Launch("target", (sys.executable, "-c", SERVES_METRICS), further={"metrics": "127.0.0.1:0"})
+    await supervisor.start(child)
+    before = dict(supervisor.addresses("target"))
+    watching = asyncio.create_task(supervisor.watch())
+    os.kill(supervisor.pid("target"), signal.SIGKILL)
+    await record.until("is back on")
+    assert dict(supervisor.addresses("target")) == before
+    assert before["metrics"] != before["address"]
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)

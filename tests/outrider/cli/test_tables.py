@@ -58,6 +58,15 @@ def test_model_table_names_everything(width: int) -> None:
         for role in ("target", "draft")
     ]
     output = io.StringIO()
-    Console(file=output, width=width).print(model_table(facts))
-    for word in ("target", "draft", "11,015,808", "cpu-bfloat16-v4", "1,024 tokens", "4,096 of 16 tokens", ":50052"):
+    Console(file=output, width=width).print(model_table(facts, {"draft": "127.0.0.1:4711"}))
+    for word in (
+        "target",
+        "draft",
+        "11,015,808",
+        "cpu-bfloat16-v4",
+        "1,024 tokens",
+        "4,096 of 16 tokens",
+        ":50052",
+        ":4711",
+    ):
         assert word in output.getvalue()

@@ -21,7 +21,8 @@ from outrider.cli.terminal import is_rich
 from outrider.supervisor import Change, State
 
 FACTS = [ModelFacts("target", "big", 11, "bfloat16", "cpu", 2, "cpu-x", 4096, 100, 16, "127.0.0.1:2")]
-ADDRESSES = Addresses("127.0.0.1:1", "127.0.0.1:2", None, "127.0.0.1:4")
+METRICS_PLACES = {"gateway": "127.0.0.1:4", "target": "127.0.0.1:5"}
+ADDRESSES = Addresses("127.0.0.1:1", "127.0.0.1:2", None, "127.0.0.1:4", METRICS_PLACES)
 METRICS = """\
 outrider_num_requests_running 3.0
 outrider_num_requests_waiting 2.0
@@ -34,14 +35,14 @@ outrider_spec_decode_num_accepted_tokens_per_pos_total{{position="0"}} 9.0
 """
 LIFE = (
     Change("target", State.STARTING),
-    Change("target", State.SERVING, 7, {"address": "127.0.0.1:2"}),
+    Change("target", State.SERVING, 7, {"address": "127.0.0.1:2", "metrics": "127.0.0.1:5"}),
     Change("gateway", State.STARTING),
     Change("gateway", State.SERVING, 8, {"address": "127.0.0.1:1", "rest": "127.0.0.1:4"}),
 )
 DEATH = (
     Change("target", State.DIED, ending="was ended by signal 9", delay_s=0.5),
     Change("target", State.STARTING),
-    Change("target", State.SERVING, 9, {"address": "127.0.0.1:2"}),
+    Change("target", State.SERVING, 9, {"address": "127.0.0.1:2", "metrics": "127.0.0.1:5"}),
     Change("target", State.STOPPED),
 )
 
@@ -117,6 +118,7 @@ def test_json_tells_every_event_on_a_line_of_its_own() -> None:
         8,
     )
     assert (events[3]["again_in_s"], events[5]["pid"]) == (0.5, 9)
+    assert (events[2]["metrics"], events[5]["metrics"]) == (METRICS_PLACES, "127.0.0.1:5")
 
 
 def test_lines_name_the_page_first() -> None:
@@ -128,6 +130,23 @@ def test_lines_name_the_page_first() -> None:
     LinesDisplay(output).serving(Addresses("127.0.0.1:1", "127.0.0.1:2", None), FACTS)
     assert "page" not in output.getvalue()
     assert output.getvalue().rstrip().endswith("The gateway answers on 127.0.0.1:1.")
+
+
+def test_lines_tell_all_of_the_table_without_drawing_one() -> None:
+    """Who sets NO_COLOR reads lines: models, addresses and where the metrics are, in ASCII."""
+    output = io.StringIO()
+    LinesDisplay(output).serving(ADDRESSES, FACTS)
+    text = output.getvalue()
+    assert text.isascii()
+    assert [line.partition(" ")[0] for line in text.splitlines()] == ["The"] * 4
+    for words in (
+        "The target: big,",
+        "4,096 tokens",
+        "answers on 127.0.0.1:2,",
+        "metrics on 127.0.0.1:5",
+        "are on 127.0.0.1:4,",
+    ):
+        assert words in text
 
 
 def test_counts_of_a_gateway() -> None:
@@ -208,3 +227,22 @@ async def test_the_table_shows_processes_and_the_gateway_s_work(metrics: str) ->
 async def test_without_metrics_the_services_are_asked() -> None:
     """Where nobody answers either, the table is drawn all the same."""
     assert "Ctrl-C stops it." in await shown(None)
+
+
+async def test_the_last_table_says_that_everything_has_stopped() -> None:
+    """Behind Ctrl-C no process is said to serve, with the id of one that is gone, and nothing is left to stop."""
+    output = io.StringIO()
+    display = TableDisplay(Console(file=output, width=80, force_terminal=True, color_system=None))
+    for change in LIFE:
+        display.observe(change)
+    display.serving(Addresses("127.0.0.1:1", "127.0.0.1:2", None), FACTS)
+    running = asyncio.create_task(display.run())
+    await eventually(lambda: "Ctrl-C" in output.getvalue())
+    running.cancel()
+    await asyncio.wait({running})
+    for name in ("gateway", "target"):
+        display.observe(Change(name, State.STOPPED))
+    display.close()
+    last = output.getvalue().rpartition("service")[2]
+    assert last.count("stopped") == 2
+    assert not any(word in last for word in ("serving", "Ctrl-C", " 7 ", " 8 "))
