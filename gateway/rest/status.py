@@ -58,7 +58,7 @@ def routes(door: FrontDoor, registry: Registry) -> APIRouter:
     _add_probes(router, door)
 
     @router.get("/metrics", response_class=Response, responses=documented(text="text/plain"))
-    async def metrics(names: Annotated[list[str] | None, Query(alias="name[]")] = None) -> Response:
+    async def metrics(names: Annotated[list[str], Query(alias="name[]", default_factory=list)]) -> Response:
         """Figures for Prometheus in its text format, all or those of some names."""
         body, content_type = exposition(registry.restricted_registry(names) if names else registry)
         return Response(body, headers={"content-type": content_type})
