@@ -30,7 +30,7 @@ def stack_of(models: options.Models, cpus: Cpus, *, needs_draft: bool = True) ->
         draft=draft,
         dtype=(models.dtype or Dtype.BFLOAT16).value,
         threads=cpus.threads or available_cpus(),
-        draft_threads=cpus.draft_threads,
+        draft_threads=cpus.draft_threads or 1,
         draft_dtype=models.draft_dtype.value if models.draft_dtype else None,
         top_n=models.top_n,
         # A prompt that is asked again under other settings must cost the same again.

@@ -19,6 +19,7 @@ from outrider.cli.parsing import INT32_MAX, INT64_MAX, INT64_MIN, parse_draft_co
 from outrider.cli.running import Interrupts, Work, run
 from outrider.command_line import between, refuse_together
 from outrider.errors import InvalidRequest
+from outrider.model_service_flags import MAX_THREADS
 from outrider.option_groups import grouped, options_of
 
 app = typer.Typer(help="Measures this machine and the whole stack on it.", no_args_is_help=True)
@@ -62,7 +63,15 @@ class Cpus:
     """How many threads compute."""
 
     threads: options.Threads = None
-    draft_threads: options.DraftThreads = 1
+    draft_threads: Annotated[
+        int | None,
+        typer.Option(
+            help="Compute threads of the draft. Default: 1.",
+            metavar="N",
+            callback=between(1, MAX_THREADS),
+            rich_help_panel="The machine",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +152,7 @@ def check_load(load: Load, models: options.Models, cpus: Cpus) -> None:
     parse_draft_count(load.draft_count)
     if load.address is not None:
         check_address("--address", load.address)
-        refuse_together("--address", load.address, options_of(models) | options_of(cpus, "threads"))
+        refuse_together("--address", load.address, options_of(models) | options_of(cpus))
 
 
 def parse_temperatures(text: str) -> tuple[float, ...]:

@@ -76,6 +76,7 @@ async def test_nobody_there_is_unavailable() -> None:
     [
         (Load(address="a:1"), Models(target="x"), Cpus()),
         (Load(address="a:1"), Models(), Cpus(threads=2)),
+        (Load(address="a:1"), Models(), Cpus(draft_threads=4)),
         (Load(address="a"), Models(), Cpus()),
         (Load(draft_count="many"), Models(), Cpus()),
     ],
