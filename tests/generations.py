@@ -23,6 +23,8 @@ RESULT = Result(
     total_us=100_000,
     model_hash="ab",
     numerics_ids=("cpu-test",),
+    cached_prompt_tokens=2,
+    queue_us=50,
 )
 TEXT = "Once upon a é time"
 NUMBERED = (

@@ -88,7 +88,6 @@ class JsonScreen:
         if turn.result is None:
             return
         answer = sample_object(self._rounds, turn.result, with_rounds=self._tells_rounds)
-        answer["usage"]["cached_prompt_tokens"] = turn.result.cached_prompt_tokens
         self._output.write(json.dumps({"user": turn.user, **answer}, ensure_ascii=False) + "\n")
         self._output.flush()
 

@@ -142,4 +142,4 @@ def test_figures_while_an_answer_comes() -> None:
     assert progress.line(1) == "1 tokens, first token 30 ms, seed 5"
     progress.add(Round((token, token), "aa", facts=RoundFacts(accepted_count=1, evaluated_count=2)), 0.05)
     assert progress.line(1) == "3 tokens, first token 30 ms, acceptance rate 0.50, seed 5"
-    assert "cached 0 of 3 prompt tokens" in result_line(RESULT)
+    assert "cached 2 of 3 prompt tokens" in result_line(RESULT)

@@ -18,9 +18,9 @@ def test_json_is_one_object() -> None:
     assert answer["token_ids"] == [5, 6, 7, 8, 9]
     assert answer["finish_reason"] == "length"
     assert answer["seed"] == 11
-    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 5}
+    assert answer["usage"] == {"prompt_tokens": 3, "cached_prompt_tokens": 2, "completion_tokens": 5}
     assert answer["speculation"]["acceptance_rate"] == 0.5
-    assert answer["timings"] == {"first_token_us": 1_000, "total_us": 100_000}
+    assert answer["timings"] == {"queue_us": 50, "first_token_us": 1_000, "total_us": 100_000}
 
 
 def test_json_tells_log_probabilities() -> None:
