@@ -44,6 +44,8 @@ class Launch:
     ready_timeout_s: float = 600.0
     further: Mapping[str, str] = field(default_factory=dict)
     """Where else it listens, by what is served there; empty for nowhere."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that hold for it whatever this process has."""
 
     def argv(self, listen: str) -> tuple[str, ...]:
         """The whole command line for an address."""
@@ -108,7 +110,7 @@ class ServiceProcess:
         Raises ServiceFailed with the child's own last sentence when it ends first, or when the time is up.
         """
         pipe = asyncio.subprocess.PIPE
-        environment = {**CHILD_DEFAULTS, **os.environ}
+        environment = {**CHILD_DEFAULTS, **os.environ, **launch.environment}
         # A session of its own, so that Ctrl-C in the terminal reaches the parent alone and services stop in order.
         process = await asyncio.create_subprocess_exec(
             *launch.argv(listen), stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, env=environment

@@ -11,6 +11,8 @@ from outrider.sized_presets import parse
 from outrider.supervisor import Supervisor
 
 HOST = "127.0.0.1"
+# Read by the hub's library.
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,13 @@ class Stack:
     draft_dtype: str | None = None
     top_n: int | None = None
     prefix_cache: bool = True
+    offline: bool = False
+    """Downloads nothing: a hub id that is not on this machine is refused."""
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Variables that all processes get."""
+        return OFFLINE if self.offline else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +88,8 @@ def model_launch(role: str, stack: Stack) -> Launch:
     switches = () if stack.prefix_cache else ("--no-prefix-cache",)
     command = (*_command(f"{role}_service", flags), *switches)
     # Named, because a variable of the environment would name one port for all three.
-    return Launch(role, command, f"{HOST}:{port}", further={"metrics": f"{HOST}:0"})
+    further = {"metrics": f"{HOST}:0"}
+    return Launch(role, command, f"{HOST}:{port}", further=further, environment=stack.environment)
 
 
 def gateway_launch(stack: Stack, target_address: str, draft_address: str | None) -> Launch:
@@ -94,7 +104,8 @@ def gateway_launch(stack: Stack, target_address: str, draft_address: str | None)
     further = {"rest": "" if stack.rest_port is None else f"{HOST}:{stack.rest_port}", "metrics": ""}
     # Whoever starts a stack by hand wants to look at it with grpcurl.
     command = (*_command("gateway", flags), "--reflection")
-    return Launch("gateway", command, f"{HOST}:{stack.gateway_port}", further=further)
+    listen = f"{HOST}:{stack.gateway_port}"
+    return Launch("gateway", command, listen, further=further, environment=stack.environment)
 
 
 def _command(module: str, flags: dict[str, str]) -> tuple[str, ...]:

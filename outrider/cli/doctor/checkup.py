@@ -68,10 +68,10 @@ async def check_machine(machine: Machine, interrupts: Interrupts, report: Report
         yield finding
     for finding in await _ports(stack):
         yield finding
-    pair = list(_pair(stack))
-    for finding in pair:
+    pair = _pair(stack)
+    for finding in pair.findings:
         yield finding
-    async for finding in _running(machine, stack, interrupts, report, can_serve=exit_code(pair) == 0):
+    async for finding in _running(machine, stack, interrupts, report, pair):
         yield finding
     yield clock.judge(started, clock.now(), clock.resolution_s())
 
@@ -83,7 +83,15 @@ async def _ports(stack: Stack) -> list[Finding]:
     return ports.judge(await ports.gather({**wanted, "--target-port": stack.target_port}))
 
 
-def _pair(stack: Stack) -> list[Finding]:
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What was found about both models, and the hub ids among them that are not on this machine."""
+
+    findings: list[Finding]
+    absent: list[str]
+
+
+def _pair(stack: Stack) -> Pair:
     """The files of both models, whether they fit together, and into memory."""
     dtypes = {"target": stack.dtype, "draft": stack.draft_dtype or stack.dtype}
     named = {"target": stack.target, "draft": stack.draft}
@@ -92,10 +100,12 @@ def _pair(stack: Stack) -> list[Finding]:
     read = {role: each for role, each in files.items() if isinstance(each, models.ModelFiles)}
     if len(read) == len(named):
         findings += models.judge_pair(read["target"], read["draft"])
+    elif stack.draft:
+        findings.append(models.judge_absent([model for role, model in named.items() if model and role not in read]))
     if read:
         needs = {role: memory.needed_bytes(each, dtypes[role]) for role, each in read.items()}
         findings.append(memory.judge(needs, memory.available_bytes()))
-    return findings
+    return Pair(findings, [model for role, model in named.items() if model and files[role] is None])
 
 
 def _files(role: str, model: str) -> models.ModelFiles | ModelRefused | None:
@@ -106,10 +116,11 @@ def _files(role: str, model: str) -> models.ModelFiles | ModelRefused | None:
 
 
 async def _running(
-    machine: Machine, stack: Stack, interrupts: Interrupts, report: Report, *, can_serve: bool
+    machine: Machine, stack: Stack, interrupts: Interrupts, report: Report, pair: Pair
 ) -> AsyncIterator[Finding]:
     """What needs processes: the engine's probe, then the whole stack."""
-    model = "" if machine.quick or not can_serve else stack.target
+    has_failed = exit_code(pair.findings) != 0
+    model = "" if machine.quick or has_failed or stack.target in pair.absent else stack.target
     report.begin("Comparing rows of the target, bit by bit" if model else "Asking the engine what it computes with")
     found = await engine.gather(engine.command(model, stack.dtype, stack.device, stack.threads))
     findings = engine.judge(found, engine.compiler(), stack.device)
@@ -117,16 +128,19 @@ async def _running(
         yield finding
     if machine.quick:
         yield skipped(selftest.CHECK, "Nothing was started.", QUICK_FIX)
-    elif not can_serve or exit_code(findings):
+    elif has_failed or exit_code(findings):
         yield skipped(selftest.CHECK, "Nothing was started, because of what failed above.")
+    elif pair.absent:
+        told = f"Nothing was started, because {' and '.join(pair.absent)} would have to be downloaded."
+        yield skipped(selftest.CHECK, told, models.download_fix(pair.absent))
     else:
         report.begin("Starting a stack on free ports, to ask it twice")
         yield await _self_test(stack, interrupts)
 
 
 async def _self_test(stack: Stack, interrupts: Interrupts) -> Finding:
-    """A real stack on free ports, asked with and without speculation."""
-    alone = replace(stack, gateway_port=0, draft_port=0, target_port=0, rest_port=None)
+    """A real stack on free ports that downloads nothing, asked with and without speculation."""
+    alone = replace(stack, gateway_port=0, draft_port=0, target_port=0, rest_port=None, offline=True)
     async with Supervisor(_unsaid, _unlogged) as supervisor:
         interrupts.urgent = supervisor.kill
         try:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.cli.doctor.findings import CONFIG, SOFTWARE, Finding, failed, gibibytes, ok, skipped, warning
+from outrider.cli.stack import OFFLINE
 
 KERNELS, CUDA, ROWS = "kernels", "cuda", "row invariance"
 COMPILERS = ("cc", "gcc", "clang")
@@ -41,7 +42,7 @@ async def gather(arguments: tuple[str, ...]) -> Engine:
     """Runs the child to its end; cancelled, it ends the child."""
     pipe = asyncio.subprocess.PIPE
     # A check of this machine downloads nothing.
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, **OFFLINE}
     child = await asyncio.create_subprocess_exec(
         *arguments, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
     )

@@ -3,10 +3,12 @@
 import json
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.cli.doctor.downloads import downloaded
 from outrider.cli.doctor.findings import CONFIG, Finding, failed, ok, skipped, told, warning
 from outrider.embedded_models import unsized
 from outrider.errors import ModelRefused
@@ -34,10 +36,14 @@ class ModelFiles:
 
 
 def read_model(role: str, model: str) -> ModelFiles | None:
-    """Reads a folder or the embedded part of a sized model; None for a hub id. Raises ModelRefused."""
+    """Reads a folder, a hub id that was downloaded, or the embedded part of a sized model. Raises ModelRefused.
+
+    None for a hub id that is not here.
+    """
     sized = parse(model, role)
-    folder = Path(unsized(model)).expanduser()
-    if not folder.is_dir():
+    given = Path(unsized(model)).expanduser()
+    folder = given if given.is_dir() else downloaded(model)
+    if folder is None:
         return None
     config = _json_of(folder / "config.json")
     stored, count = _weights(folder)
@@ -46,7 +52,7 @@ def read_model(role: str, model: str) -> ModelFiles | None:
         shape = sized.shape
         count, context_len = shape.parameter_count, CONTEXT_LEN
         width = shape.num_layers * shape.num_kv_heads * shape.head_dim
-    name = sized.name if sized else folder.resolve().name
+    name = sized.name if sized else (given.resolve() if given.is_dir() else given).name
     return ModelFiles(role, name, folder, count, stored, context_len, width, Vocabulary.read(folder))
 
 
@@ -58,7 +64,7 @@ def judge_model(role: str, model: str | None, files: ModelFiles | ModelRefused |
     if isinstance(files, ModelRefused):
         return failed(check, _sentence(files.message), f"Name another model with --{role}.", CONFIG)
     if files is None:
-        return skipped(check, f"{model} is a hub id, whose files are found when it is loaded.")
+        return skipped(check, f"{model} is no folder, and as a hub id not downloaded.", download_fix([model]))
     sentence = (
         f"{files.name}: {told(files.parameter_count, 'parameter')} in {files.stored_dtype}, served in {dtype}, "
         f"context of {files.context_len:,} tokens ({files.folder})."
@@ -67,6 +73,17 @@ def judge_model(role: str, model: str | None, files: ModelFiles | ModelRefused |
         fix = "Use --dtype float32 to keep every bit of the file."
         return warning(check, f"{sentence} bfloat16 keeps 3 bits less of each number.", fix)
     return ok(check, sentence)
+
+
+def download_fix(names: Sequence[str]) -> str:
+    """How models of the hub come here; `outrider up` does it as well."""
+    commands = (f"`hf download {name.replace('@', ' --revision ')}`" for name in names)
+    return f"Run {' and '.join(commands)}, or let `outrider up` download."
+
+
+def judge_absent(names: Sequence[str]) -> Finding:
+    """Instead of judge_pair, where these models of the pair could not be read."""
+    return skipped(VOCABULARY, f"There is nothing to compare without the files of {' and '.join(names)}.")
 
 
 def judge_pair(target: ModelFiles, draft: ModelFiles) -> list[Finding]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from outrider.cli.doctor.answering import Answerer, who_answers
-from outrider.cli.doctor.findings import UNAVAILABLE, Finding, failed, ok, warning
+from outrider.cli.doctor.findings import UNAVAILABLE, Finding, failed, ok
 from outrider.cli.stack import HOST
 
 CHECK = "ports"
@@ -58,10 +58,11 @@ def _taken(port: Port) -> Finding:
         return failed(CHECK, f"{port.number} cannot be used: {port.problem}.", choose, UNAVAILABLE)
     role = port.answerer.role
     if role == "other":
-        sentence = f"{port.number} is taken by a program that is not Outrider's."
-        return warning(CHECK, sentence, f"Stop it, or choose another port: {choose}")
+        sentence = f"{port.number} is taken by a program that is not Outrider's, so `outrider up` cannot start."
+        return failed(CHECK, sentence, f"Stop it, or choose another port: {choose}", UNAVAILABLE)
     detail = f" ({port.answerer.detail})" if port.answerer.detail else ""
     sentence = f"{port.number} answers already, as Outrider's {NAMES.get(role, role)}{detail}."
     if role != ROLES[port.option]:
-        return warning(CHECK, sentence, f"`outrider up` wants it for something else: {choose}")
+        fix = f"`outrider up` wants it for something else: stop what answers there, or choose another port: {choose}"
+        return failed(CHECK, sentence, fix, UNAVAILABLE)
     return ok(CHECK, sentence)

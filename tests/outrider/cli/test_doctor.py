@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -19,7 +21,9 @@ from outrider.cli.doctor.findings import Finding, Status, failed, ok, skipped, w
 from outrider.cli.doctor.report import JsonReport, PlainReport, Report, TerminalReport, summary
 from outrider.cli.doctor.selftest import Answered, Outcome
 from outrider.client import Result, SpeculationFigures
+from outrider.service_process import Launch, ServiceFailed, ServiceProcess
 
+FREE_PORTS = ("--port", "0", "--rest-port", "0", "--draft-port", "0", "--target-port", "0")
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()", "doctor")
 FINDINGS = [ok("a", "It is."), warning("b", "It is slow.", "Hurry."), failed("c", "It is not.", "Do it.", 69)]
@@ -167,7 +171,7 @@ async def test_a_gateway_without_its_draft_passes_with_a_warning(stack: RunningS
 
 def test_this_machine_passes_whole() -> None:
     """The real command: the probe compares rows of the embedded target, and a real stack answers twice alike."""
-    line = [*COMMAND, "--json", "--port", "0", "--rest-port", "0", "--draft-port", "0", "--target-port", "0"]
+    line = [*COMMAND, "--json", *FREE_PORTS]
     ended = subprocess.run(line, capture_output=True, check=False, timeout=240, cwd=ROOT, encoding="utf-8")
     assert ended.returncode == 0, ended.stdout
     found = {each["check"]: each for each in json.loads(ended.stdout)["findings"]}
@@ -183,6 +187,34 @@ def test_a_missing_model_fails_without_starting_anything(tmp_path: Path) -> None
     assert ended.returncode == 78, ended.stdout
     found = {each["check"]: each["status"] for each in json.loads(ended.stdout)["findings"]}
     assert (found["target model"], found["draft model"], found["self test"]) == ("failed", "skipped", "skipped")
+
+
+def test_nothing_is_downloaded(tmp_path: Path) -> None:
+    """Nobody asks the hub for a draft that is not here: what needs it is skipped with the reason, nothing failed."""
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        place = f"http://127.0.0.1:{hub.getsockname()[1]}"
+        environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": place, "HF_HUB_OFFLINE": "0"}
+        line = [*COMMAND, "--json", *FREE_PORTS, "--draft", "someone/something"]
+        ended = subprocess.run(
+            line, capture_output=True, check=False, timeout=120, cwd=ROOT, encoding="utf-8", env=environment
+        )
+        hub.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            hub.accept()
+    assert ended.returncode == 0, ended.stdout
+    found = {each["check"]: each for each in json.loads(ended.stdout)["findings"]}
+    assert found["row invariance"]["status"] == "ok"
+    for check in ("draft model", "vocabulary", "self test"):
+        assert (found[check]["status"], "someone/something" in found[check]["sentence"]) == ("skipped", True)
+
+
+async def test_variables_of_a_launch_hold_in_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this process has: the stack of a self test is offline."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    script = "import os, sys; sys.exit('offline ' + os.environ['HF_HUB_OFFLINE'])"
+    launch = Launch("child", (sys.executable, "-c", script), environment={"HF_HUB_OFFLINE": "1"})
+    with pytest.raises(ServiceFailed, match="offline 1"):
+        await ServiceProcess.start(launch, launch.listen, lambda _line: None)
 
 
 def test_only_an_answer_shows_that_it_works() -> None:

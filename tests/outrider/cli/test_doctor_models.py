@@ -31,6 +31,16 @@ def copied(folder: Path, **config: object) -> Path:
     return folder
 
 
+def cached(hub: Path, name: str) -> Path:
+    """The embedded draft as the hub's library keeps a model."""
+    folder = hub / f"models--{name.replace('/', '--')}"
+    snapshot = folder / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("abc")
+    return copied(snapshot)
+
+
 def test_the_embedded_pair_fits() -> None:
     """Sizes and type come from the headers, the verdict from the digests."""
     target, draft = read("target", TARGET), read("draft", DRAFT)
@@ -52,7 +62,20 @@ def test_a_sized_model_has_its_shape_and_takes_its_memory() -> None:
 def test_a_hub_id_is_not_looked_at() -> None:
     """Nothing is downloaded for a report."""
     assert models.read_model("target", "someone/something") is None
-    assert models.judge_model("target", "someone/something", None, "bfloat16").status is Status.SKIPPED
+    finding = models.judge_model("target", "someone/something", None, "bfloat16")
+    assert (finding.status, "hf download someone/something" in finding.fix) == (Status.SKIPPED, True)
+    assert models.judge_absent(["someone/something"]).status is Status.SKIPPED
+
+
+def test_a_hub_id_that_was_downloaded_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the library's cache, under its own name; what broke off before the weights came is not there."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    snapshot = cached(tmp_path, "someone/something")
+    files = models.read_model("draft", "someone/something")
+    assert files is not None
+    assert (files.name, files.vocabulary) == ("something", read("draft", DRAFT).vocabulary)
+    (snapshot / "model.safetensors").unlink()
+    assert models.read_model("draft", "someone/something") is None
 
 
 def test_other_vocabularies_and_shorter_drafts(tmp_path: Path) -> None:

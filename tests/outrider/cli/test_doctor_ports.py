@@ -27,7 +27,7 @@ def free_port() -> Iterator[int]:
 
 
 async def test_services_of_ours_are_known_by_their_role() -> None:
-    """The draft says that it is one; on its own port that is well, on another's it is in the way."""
+    """The draft says that it is one; on its own port that is well, on another's it keeps `up` from starting."""
     async with serving(DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(), (1,))) as address:
         answerer = await who_answers(address)
         number = int(address.rpartition(":")[2])
@@ -35,12 +35,12 @@ async def test_services_of_ours_are_known_by_their_role() -> None:
     assert answerer is not None
     assert answerer.role == "draft"
     [well], [in_the_way] = ports.judge([right]), ports.judge([wrong])
-    assert (well.status, in_the_way.status) == (Status.OK, Status.WARNING)
+    assert (well.status, in_the_way.status, in_the_way.exit_code) == (Status.OK, Status.FAILED, 69)
     assert "--port 0" in in_the_way.fix
 
 
 async def test_strangers_are_told_as_such() -> None:
-    """A web server that knows nothing of Outrider, whose answer can be read all the same."""
+    """A web server that knows nothing of Outrider fails the check, as it would `up`; its answer can be read."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
@@ -54,7 +54,9 @@ async def test_strangers_are_told_as_such() -> None:
         assert await asyncio.to_thread(rest_text, f"127.0.0.1:{number}", "/") == "hi"
         [port] = await ports.gather({"--port": number})
     assert port.answerer == Answerer("other")
-    assert ports.judge([port])[0].status is Status.WARNING
+    [finding] = ports.judge([port])
+    assert (finding.status, finding.exit_code) == (Status.FAILED, 69)
+    assert "--port 0" in finding.fix
 
 
 async def test_a_free_port(free_port: int) -> None:

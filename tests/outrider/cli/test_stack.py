@@ -84,6 +84,15 @@ def test_the_draft_may_have_a_dtype_and_a_top_n_of_its_own() -> None:
     assert (draft[draft.index("--dtype") + 1], draft[draft.index("--top-n") + 1]) == ("bfloat16", "16")
 
 
+def test_an_offline_stack_downloads_nothing() -> None:
+    """The hub's library in each of its processes is told; any other stack has the environment that there is."""
+    launches = [model_launch("target", PAIR), model_launch("draft", PAIR), gateway_launch(PAIR, "127.0.0.1:7", None)]
+    assert [each.environment for each in launches] == [{}] * 3
+    offline = replace(PAIR, offline=True)
+    for launch in (model_launch("draft", offline), gateway_launch(offline, "127.0.0.1:7", None)):
+        assert launch.environment == {"HF_HUB_OFFLINE": "1"}
+
+
 def test_taken_port_is_told_with_the_way_out() -> None:
     """A port in use ends `up` before anything starts, also when its owner would share it."""
     with socket.socket() as listener:
