@@ -6,10 +6,10 @@ wrong with a request is known before a surface has promised its client anything.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from gateway.admission import Admission
 from gateway.backend import Backend
@@ -21,6 +21,8 @@ from gateway.samples import merged
 from outrider.errors import OutriderError
 from outrider.logs import request_scope
 from outrider.parameters import MAX_SAMPLES
+
+ValueT = TypeVar("ValueT")
 
 
 class Observer(Protocol):
@@ -109,10 +111,10 @@ class FrontDoor:
         try:
             yield
         except BaseException as error:
-            self.metrics.ended(error)
+            _soon(self.metrics.ended, error)
             record.ended(error)
             raise
-        self.metrics.ended(None)
+        _soon(self.metrics.ended, None)
         record.ended(None)
 
     async def _events(
@@ -121,7 +123,7 @@ class FrontDoor:
         streams = [_numbered(number, each.events(queue_us)) for number, each in enumerate(prepared)]
         async with aclosing(streams[0] if len(streams) == 1 else merged(streams)) as events:
             async for number, event in events:
-                self.metrics.observe(event)
+                _soon(self.metrics.observe, event)
                 record.observe(event)
                 yield number, event
 
@@ -130,3 +132,8 @@ async def _numbered(number: int, events: AsyncGenerator[Event, None]) -> AsyncGe
     async with aclosing(events):
         async for event in events:
             yield number, event
+
+
+def _soon(observe: Callable[[ValueT], None], value: ValueT) -> None:
+    """Lets the observer know, in order, while the next round waits for a service: counting takes a while."""
+    asyncio.get_running_loop().call_soon(observe, value)
