@@ -40,5 +40,5 @@ async def start_with(
     facts = describe("draft", model, drafters=DRAFTERS)
     metrics = metrics_of(settings, model, facts, sessions, worker)
     own = draft_service(facts, sessions, worker, metrics.observe)
-    services = {**own, **model_service(facts, sessions, worker)}
+    services = {**own, **model_service(facts, sessions, worker, metrics.observe_rollback)}
     return await serve_model(settings, model, facts, worker, table, services, metrics)

@@ -3,6 +3,7 @@
 Rollback is decided by the service's sessions, on the device thread, between two steps of the running job.
 """
 
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -112,8 +113,12 @@ class Device(Protocol):
 class ModelServicer(ModelServiceServicer):
     """Serves ModelService for the sessions of one service."""
 
-    def __init__(self, facts: ServiceFacts, sessions: Sessions, device: Device) -> None:
+    def __init__(
+        self, facts: ServiceFacts, sessions: Sessions, device: Device, observe_rollback: Callable[[float], None]
+    ) -> None:
+        """`observe_rollback` is told the seconds that a rollback took on the device thread, there."""
         self._facts = facts
+        self._observe_rollback = observe_rollback
         self._sessions = sessions
         self._device = device
 
@@ -176,7 +181,13 @@ class ModelServicer(ModelServiceServicer):
         num_waiting = self._device.num_waiting
         if num_waiting >= MAX_WAITING_JOBS:
             raise Overloaded(f"{num_waiting} jobs wait for the device already", limit=MAX_WAITING_JOBS)
-        return await self._device.call(partial(self._sessions.rollback, fence))
+        return await self._device.call(partial(self._timed, fence))
+
+    def _timed(self, fence: Fence) -> RolledBack:
+        started_s = time.perf_counter()
+        rolled = self._sessions.rollback(fence)
+        self._observe_rollback(time.perf_counter() - started_s)
+        return rolled
 
 
 def _offers(drafters: Mapping[str, frozenset[Rule]]) -> list[pb.DrafterOffer]:
@@ -186,7 +197,13 @@ def _offers(drafters: Mapping[str, frozenset[Rule]]) -> list[pb.DrafterOffer]:
     ]
 
 
-def model_service(facts: ServiceFacts, sessions: Sessions, device: Device) -> rpc.Services:
-    """The service for `outrider.rpc.serve`."""
-    servicer = ModelServicer(facts, sessions, device)
+def unobserved(seconds: float) -> None:
+    """Takes no note of it."""
+
+
+def model_service(
+    facts: ServiceFacts, sessions: Sessions, device: Device, observe_rollback: Callable[[float], None] = unobserved
+) -> rpc.Services:
+    """The service for `outrider.rpc.serve`; `observe_rollback` as in ModelServicer."""
+    servicer = ModelServicer(facts, sessions, device, observe_rollback)
     return rpc.service(pb.DESCRIPTOR, "ModelService", partial(add_ModelServiceServicer_to_server, servicer))

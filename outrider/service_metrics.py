@@ -26,6 +26,8 @@ JOB_S = (
     *(0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
+# A rollback computes nothing: it cuts a list of blocks.
+ROLLBACK_S = (0.00001, 0.000025, *JOB_S)
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 # What requests say of the prefix cache is the gateway's to tell under these names.
 VLLM_NAMES = {f"vllm:{name}": PREFIX + name for name in ("kv_cache_usage_perc", "num_preemptions")}
@@ -48,7 +50,7 @@ class ServiceMetrics:
         self._counts = counts
         self._forwards = forwards
         self._device = device
-        self._queue_s, self._compute_s = Tally(JOB_S), Tally(JOB_S)
+        self._queue_s, self._compute_s, self._rollback_s = Tally(JOB_S), Tally(JOB_S), Tally(ROLLBACK_S)
         self.registry = Registry()
         self.registry.register(self)
         if vllm_names:
@@ -60,6 +62,10 @@ class ServiceMetrics:
             self._queue_s.add(times.queue_us / 1e6)
             self._compute_s.add(times.compute_us / 1e6)
 
+    def observe_rollback(self, seconds: float) -> None:
+        """Takes note of how long the device thread was busy with a rollback; on that thread."""
+        self._rollback_s.add(seconds)
+
     def collect(self) -> Iterator[Metric]:
         """All families, as they are now."""
         yield InfoMetricFamily(PREFIX + "model", "What is served, and on what.", self._model())
@@ -67,6 +73,7 @@ class ServiceMetrics:
         yield from self._device_families()
         yield self._histogram("job_queue_seconds", "From a request's arrival to its first forward.", self._queue_s)
         yield self._histogram("job_compute_seconds", "Forwards and draws of one answer.", self._compute_s)
+        yield self._histogram("rollback_compute_seconds", "What a call of Rollback did.", self._rollback_s)
 
     def _cache_and_sessions(self, counts: ServiceCounts) -> Iterator[Metric]:
         num_blocks = self._facts.block_count

@@ -32,5 +32,5 @@ async def start_with(model: LoadedModel, settings: ModelServiceSettings) -> Runn
     facts = describe("target", model, unacknowledged_window=UNACKNOWLEDGED_WINDOW)
     metrics = metrics_of(settings, model, facts, sessions, worker)
     own = target_service(facts, sessions, worker, metrics.observe)
-    services = {**own, **model_service(facts, sessions, worker)}
+    services = {**own, **model_service(facts, sessions, worker, metrics.observe_rollback)}
     return await serve_model(settings, model, facts, worker, table, services, metrics)

@@ -21,7 +21,9 @@ from trace_collector import TraceCollector, collecting
 
 from outrider.rpc import open_channel
 from outrider.v1 import generation_service_pb2 as pb
+from outrider.v1 import model_service_pb2, types_pb2
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
+from outrider.v1.model_service_pb2_grpc import ModelServiceStub
 
 ROOT = Path(__file__).resolve().parents[2]
 MONITORING = ROOT / "deploy" / "monitoring"
@@ -77,6 +79,7 @@ async def live(environment: pytest.MonkeyPatch) -> AsyncIterator[Live]:
         channel = await life.enter_async_context(open_channel(gateway.address))
         completion, answer = await _use(GenerationServiceStub(channel))
         await asyncio.to_thread(_use_rest, gateway)
+        await _roll_back(await life.enter_async_context(open_channel(services["target"].address)))
         expositions = {name: await asyncio.to_thread(_scrape, process) for name, process in processes.items()}
         yield Live(processes, collector, completion, answer, expositions)
 
@@ -93,6 +96,12 @@ async def _use(stub: GenerationServiceStub) -> tuple[pb.Completion, str]:
     await leaving.read()
     leaving.cancel()
     return said[-1].completion, "".join(response.round.text_delta for response in said)
+
+
+async def _roll_back(channel: grpc.aio.Channel) -> None:
+    """Of a session that nobody knows, which is a call like any other."""
+    fence = types_pb2.Fence(session_id=b"?" * 16, epoch=1, base_len=1)
+    assert (await ModelServiceStub(channel).Rollback(model_service_pb2.RollbackRequest(fence=fence))).cached_len == 0
 
 
 def _use_rest(gateway: Process) -> None:
@@ -137,6 +146,8 @@ async def test_services_and_gateway_count_the_same(live: Live) -> None:
     # Of the client that left the target may have computed a verdict or two that nobody read, and less is impossible.
     assert counts["t"] >= verdicts > 0
     assert counts["d"] >= gateway["outrider_spec_decode_num_drafts_total"].samples[0].value > 0
+    rollbacks = {each.name: each.value for each in target["outrider_rollback_compute_seconds"].samples}
+    assert rollbacks["outrider_rollback_compute_seconds_count"] == 1
     info = target["outrider_model_info"].samples[0].labels
     assert (info["model_name"], info["device"], info["dtype"]) == ("target", "cpu", "bfloat16")
     assert info["model_hash"] == live.completion.model_hash

@@ -52,6 +52,7 @@ def exposition(forwards: ForwardCounts, *answers: ComputeTimes, vllm_names: bool
     metrics = ServiceMetrics(FACTS, lambda: COUNTS, forwards, Device(), vllm_names=vllm_names)
     for times in answers:
         metrics.observe(times)
+    metrics.observe_rollback(0.00002)
     return generate_latest(metrics.registry).decode()
 
 
@@ -102,6 +103,8 @@ def test_forwards_and_jobs_are_sorted_into_buckets() -> None:
         'outrider_job_queue_seconds_bucket{le="0.0001",service="target"} 1.0',
         'outrider_job_compute_seconds_count{service="target"} 1.0',
         'outrider_job_compute_seconds_sum{service="target"} 0.003',
+        'outrider_rollback_compute_seconds_bucket{le="1e-05",service="target"} 0.0',
+        'outrider_rollback_compute_seconds_bucket{le="2.5e-05",service="target"} 1.0',
     ):
         assert line in lines
 
