@@ -13,11 +13,13 @@ from typing import Self
 
 from gateway.template_files import DEFAULT, TOOL_USE, TemplateFiles, find_templates
 from gateway.template_sandbox import SafeTemplate, TemplateRefusal
-from outrider.errors import InvalidRequest, ModelRefused
+from outrider.errors import InvalidRequest, ModelRefused, Unsupported
 
 LONG_CHAT, LONG_TEXT = 16, 4_000  # messages, and characters of them; rendering more is felt by other requests
 MAX_SENTENCE_LEN = 300
 SPEAKERS = {"developer": "system"}  # two names of one who sets the rules
+# What a turn may have beside its content, and the lines have no place for.
+TEMPLATE_ONLY = ("name", "tool_calls", "tool_call_id")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 Message = Mapping[str, object]
@@ -77,10 +79,11 @@ class ChatTemplate:
         Messages are those of the OpenAI protocol with the parts of their text joined; a value of None is an absent one.
         `variables` are for the template to read, and never a client's own dictionary.
 
-        Raises InvalidRequest with the template's own sentence, or Python's, when it does not take them.
+        Raises InvalidRequest with the template's own sentence, or Python's, when it does not take them, and Unsupported
+        about what only a template could show.
         """
         if tools is not None and not self.renders_tools:
-            raise InvalidRequest("tools", f"{len(tools)} tools", "absent: the chat template has no place for them")
+            raise Unsupported("tools is not served: the model's chat template has no place for them", field="tools")
         present = [_aliased({key: value for key, value in each.items() if value is not None}) for each in messages]
         if self.is_default:
             return RenderedPrompt(_plain(present, add_generation_prompt), add_special_tokens=True)
@@ -125,8 +128,9 @@ def _aliased(message: dict[str, object]) -> dict[str, object]:
 def _plain(messages: Sequence[Message], add_generation_prompt: bool) -> str:
     lines = []
     for number, message in enumerate(messages):
-        if message.get("tool_calls"):
-            raise InvalidRequest(f"messages.{number}.tool_calls", "present", "absent for a model without chat template")
+        for name in (name for name in TEMPLATE_ONLY if name in message):
+            field = f"messages.{number}.{name}"
+            raise Unsupported(f"{field} is not served: the model has no chat template that would show it", field=field)
         role = str(message["role"])
         lines.append(f"{SPEAKERS.get(role, role).capitalize()}: {message.get('content', '')}".rstrip())
     return "\n\n".join([*lines, *["Assistant:"] * add_generation_prompt])

@@ -22,7 +22,7 @@ from gateway.rest.findings import MissingParameter
 from gateway.rest.responses import ChatChunk, ChatCompletion
 from gateway.rest.settings import RestSettings
 from gateway.tokenizer import Tokenizer
-from outrider.errors import InvalidRequest, Unsupported
+from outrider.errors import InvalidRequest
 
 
 def routes(door: FrontDoor, settings: RestSettings) -> APIRouter:
@@ -53,8 +53,6 @@ async def _ask(body: ChatRequest, template: ChatTemplate, settings: RestSettings
         raise InvalidRequest("top_logprobs", body.top_logprobs, "absent unless logprobs is true")
     if body.tool_choice is not None and not body.tools:
         raise InvalidRequest("tool_choice", body.tool_choice, "absent without tools")
-    if body.tools and not template.renders_tools:
-        raise Unsupported("tools is not served: the model's chat template has no place for them", field="tools")
     ask = replace(
         ask_of(body), max_tokens=_max_tokens(body), logprob_count=(body.top_logprobs or 0) if body.logprobs else None
     )

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from gateway.chat_template import ChatTemplate, RenderedPrompt
 from gateway.template_files import TemplateFiles
 from gateway.template_sandbox import SafeTemplate
-from outrider.errors import InvalidRequest, ModelRefused
+from outrider.errors import InvalidRequest, ModelRefused, Unsupported
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 CONVERSATIONS = {
@@ -104,13 +104,19 @@ def test_a_template_writes_the_special_tokens() -> None:
 
 
 def test_nothing_is_left_out_in_silence() -> None:
-    """Tools where there is no place for them, and calls of them where there is no template."""
+    """Tools where there is no place for them, and what only a template can show where there is none."""
     for template in (ChatTemplate(), ours(templates.CHATML)):
         assert not template.renders_tools
-        with pytest.raises(InvalidRequest, match=r"^tools is '1 tools', but must be absent"):
+        with pytest.raises(Unsupported, match=r"^tools is not served"):
             template.render([templates.USER], [templates.TOOL])
-    with pytest.raises(InvalidRequest, match=r"^messages\.1\.tool_calls is"):
-        ChatTemplate().render([templates.USER, templates.CALL])
+    for name, message in (
+        ("tool_calls", templates.CALL),
+        ("name", {**templates.USER, "name": "bob"}),
+        ("tool_call_id", {"role": "tool", "content": "3", "tool_call_id": "a"}),
+    ):
+        with pytest.raises(Unsupported, match=rf"^messages\.1\.{name} is not served") as caught:
+            ChatTemplate().render([templates.USER, message])
+        assert caught.value.metadata["field"] == f"messages.1.{name}"
     assert ours(templates.LLAMA3).renders_tools
 
 

@@ -85,6 +85,8 @@ ONLY: dict[str, dict[str, list[str]]] = {
             *("[]", '"Once"', "{}", "null", "[1]", "[{}]", "[null]", '[{"role":"user"}]', '[{"content":"x"}]'),
             *('[{"role":"wizard","content":"x"}]', '[{"role":1,"content":"x"}]', '[{"role":"user","content":1}]'),
             '[{"role":"user","content":"x","unknown":1}]',
+            '[{"role":"user","content":"x","name":"bob"}]',
+            '[{"role":"tool","content":"x","tool_call_id":"a"}]',
             '[{"role":"user","content":[{"type":"image_url","image_url":{"url":"x"}}]}]',
             '[{"role":"user","content":[{"type":"text"}]}]',
             f'[{{"role":"user","content":{LONE}}}]',
