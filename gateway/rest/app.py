@@ -5,7 +5,6 @@ from importlib.metadata import version
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 
 from gateway.front_door import FrontDoor
 from gateway.rest import chat, completions, failures, status
@@ -15,7 +14,7 @@ from gateway.rest.limits import BodyLimits
 from gateway.rest.page import page_routes
 from gateway.rest.request_context import RequestContext
 from gateway.rest.settings import RestSettings
-from gateway.rest.site_guard import SiteGuard
+from gateway.rest.site_guard import CrossOrigin, SiteGuard
 from outrider.errors import OutriderError
 from outrider.metrics_server import Registry
 
@@ -44,7 +43,7 @@ def build_app(door: FrontDoor, settings: RestSettings, registry: Registry) -> Fa
     app.add_middleware(SiteGuard, sites=settings.sites)
     if settings.sites.origins:
         app.add_middleware(
-            CORSMiddleware,
+            CrossOrigin,
             allow_origins=settings.sites.origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),

@@ -4,6 +4,8 @@ Reading is left to the browser, which shows answers to other sites' pages only a
 """
 
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.rest.errors import error_response
@@ -31,3 +33,17 @@ class SiteGuard:
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+class CrossOrigin(CORSMiddleware):
+    """CORS for the sites that were named; a refused preflight is an error like any other, and not Starlette's text."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """The answer to a browser that asks before it sends."""
+        response = super().preflight_response(request_headers)
+        if response.status_code < 400:
+            return response
+        origin = request_headers["origin"][:200]
+        words = bytes(response.body).decode()
+        refused = SiteRefused(f"a page of {origin!r} may not ask this: {words}", field="origin", value=origin)
+        return error_response(refused, {"vary": response.headers.get("vary", "Origin")})

@@ -88,6 +88,21 @@ async def test_other_sites_read_answers_only_where_they_may(http: httpx.AsyncCli
     assert "access-control-allow-origin" not in reply.headers
 
 
+async def test_browsers_that_ask_before_they_send_get_an_answer(http: httpx.AsyncClient) -> None:
+    """The site and the methods that were named are let through; a refusal is an error like any other."""
+
+    async def preflight(origin: str, method: str) -> httpx.Response:
+        headers = {"origin": origin, "access-control-request-method": method}
+        return await http.options("/v1/completions", headers=headers)
+
+    welcome = await preflight(ORIGIN, "POST")
+    assert (welcome.status_code, welcome.headers["access-control-allow-origin"]) == (200, ORIGIN)
+    for origin, method in (("https://other.example", "POST"), (ORIGIN, "PUT")):
+        refused = await preflight(origin, method)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "site_not_allowed")
+        assert refused.json()["error"]["param"] == "origin"
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/api/generate"])
 async def test_other_sites_pages_make_nothing_work(http: httpx.AsyncClient, path: str) -> None:
     """Their request is refused before its body is looked at; programs, which have no origin, are not asked."""
