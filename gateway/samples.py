@@ -11,14 +11,14 @@ EventT = TypeVar("EventT")
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """The seed of a sample, a signed 64-bit integer; the first sample has the request's own.
+    """The seed of a sample; the first has the request's own, the others one of 53 bits, which JavaScript can repeat.
 
     Far apart for neighbouring seeds and indices, so that no sample of one request is a sample of another.
     """
     if index == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8)
-    return int.from_bytes(digest.digest(), "little", signed=True)
+    return int.from_bytes(digest.digest(), "little") >> 11
 
 
 @dataclass(frozen=True, slots=True)
