@@ -48,10 +48,8 @@ async def test_past_the_draft_s_context_the_target_goes_on_alone(tmp_path: Path)
 
 
 async def test_paddings_of_different_width_are_never_said(tmp_path: Path) -> None:
-    """As in Qwen 2.5, where the small model's logits are narrower than the large one's, and the tokenizer's ids fewer.
-
-    Either of the pair may be the wider one; one in five tokens would be padding if it were not masked.
-    """
+    """As in Qwen 2.5, whose small model has narrower logits than the large one, and whose tokenizer has fewer ids."""
+    # Either of the pair may be the wider one; one in five tokens would be padding if it were not masked.
     wide = write_tiny_model(tmp_path / "wide", "qwen2", vocab_size=320, seed=5)
     slim = narrow(wide, tmp_path / "slim", 264)
     fields: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}

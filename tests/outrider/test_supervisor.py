@@ -32,9 +32,9 @@ sys.exit(78)
 """
 SILENT = "import sys; sys.stdin.read()"
 DEAF = """
-import json, sys, time
+import json, signal
 print(json.dumps({"event": "listening", "address": "127.0.0.1:1"}), flush=True)
-while True: time.sleep(1)
+while True: signal.pause()
 """
 LONG_LINE = """
 import sys

@@ -183,10 +183,8 @@ def test_a_planted_bug_is_found_in_a_wide_vocabulary(rule: RuleFunction) -> None
 
 @pytest.mark.parametrize("planted", [DraftDrawsReused, NoiseReused])
 def test_noise_that_serves_two_rounds_is_found_under_block(planted: type[Rounds]) -> None:
-    """Block verification looks at rows behind the one where it ends, so what was drawn there tells of that end.
-
-    Each round's first token is right; only what follows it is not. Under `ratio` nobody looked.
-    """
+    """Block verification looks at rows behind the one where it ends, so what was drawn there tells of that end."""
+    # Each round's first token is right; only what follows it is not. Under `ratio` nobody looked.
     language = NARROW["like"]
     tokens = planted(language, block, num_seeds=NUM_SEEDS).tokens(3)
     assert chance(tokens[:, :1], language.law(1)) > 1e-4
