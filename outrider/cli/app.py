@@ -13,6 +13,7 @@ from outrider.cli.doctor.checkup import Machine
 from outrider.cli.doctor.command import examine_gateway, examine_machine
 from outrider.cli.generate import choose_view, generation, read_prompt
 from outrider.cli.live_display import choose_display
+from outrider.cli.naming import OPTIONS
 from outrider.cli.running import note, run
 from outrider.cli.stack import Stack, choose_models
 from outrider.cli.up import serving
@@ -73,7 +74,7 @@ def generate(
     ask = Ask(read_prompt(prompt), answer, sampling, speculation, report)
     check_ask(ask)
     stack = None if address is not None else _stack_alone(models, speculation)
-    run(generation(ask, choose_view(as_json=as_json), address, stack))
+    run(generation(ask, choose_view(as_json=as_json), address, stack), options=OPTIONS)
 
 
 @app.command()

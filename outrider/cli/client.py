@@ -17,18 +17,8 @@ async def generate(address: str, ask: Ask) -> AsyncGenerator[Event]:
     """
     options = call_options(ask.answer, ask.sampling, ask.speculation, ask.report)
     async with AsyncClient(address) as client, client.generate(ask.prompt, **options) as stream:
-        try:
-            async for event in stream:
-                yield event
-        except InvalidRequest as error:
-            raise in_options(error, address) from None
-
-
-def in_options(error: InvalidRequest, address: str) -> InvalidRequest:
-    """The same about the client's own address, by the name of its option; what the gateway refuses stays as it is."""
-    if error.metadata.get("field") != "address":
-        return error
-    return InvalidRequest("--address", address, error.metadata["limit"])
+        async for event in stream:
+            yield event
 
 
 def check_ask(ask: Ask) -> None:

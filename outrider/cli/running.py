@@ -2,11 +2,12 @@
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import typer
 
+from outrider.cli.naming import SHARED_OPTIONS, in_options
 from outrider.errors import OutriderError
 from outrider.service_process import ServiceFailed
 
@@ -59,27 +60,28 @@ async def _as_coroutine(work: Work, interrupts: Interrupts) -> None:
     await work(interrupts)
 
 
-def run(work: Work, *, serves: bool = False) -> None:
+def run(work: Work, *, serves: bool = False, options: Mapping[str, str] = SHARED_OPTIONS) -> None:
     """Runs a command and raises typer.Exit unless it ended well.
 
     A signal is how a command that `serves` ends, so it is a success there; elsewhere the code is 128 + signal.
+    `options` are what it calls the fields that an error may name.
     """
-    with failures_told():
+    with failures_told(options):
         number = asyncio.run(_until_interrupted(work))
     if number is not None and not serves:
         raise typer.Exit(128 + number)
 
 
 @contextmanager
-def failures_told() -> Iterator[None]:
-    """Turns what goes wrong within it into a sentence and the typer.Exit to raise."""
+def failures_told(options: Mapping[str, str]) -> Iterator[None]:
+    """Turns what goes wrong within it into a sentence, by the names of options, and the typer.Exit to raise."""
     try:
         yield
     except ServiceFailed as error:
         code = error.code if error.code in SYSEXITS else OutriderError.exit_code
         raise fail(error.message, code) from None
     except OutriderError as error:
-        raise fail(error.message, error.exit_code) from None
+        raise fail(in_options(error, options), error.exit_code) from None
 
 
 def note(sentence: str) -> None:

@@ -20,10 +20,10 @@ from outrider.cli.chat.live_screen import LiveScreen
 from outrider.cli.chat.readers import PipeReader, Reader, TerminalReader
 from outrider.cli.chat.screens import JsonScreen, PlainScreen, Screen
 from outrider.cli.chat.talk import Talk
-from outrider.cli.client import in_options
+from outrider.cli.naming import OPTIONS
 from outrider.cli.running import failures_told, note, service_log
 from outrider.cli.stack import Stack, start_stack
-from outrider.client import Client, GenerationOptions, InvalidRequest, OutriderError
+from outrider.client import Client, GenerationOptions, OutriderError
 from outrider.supervisor import Supervisor
 
 
@@ -42,14 +42,12 @@ class Chat:
 def chatting(chat: Chat) -> None:
     """Carries a conversation out. Raises typer.Exit unless it ended well."""
     signal.signal(signal.SIGTERM, _terminate)
-    with failures_told():
+    with failures_told(OPTIONS):
         try:
             with _gateway(chat) as address, Client(address) as client:
                 reader, screen = choose_ends(chat)
                 conversation = Conversation(chat.system, chat.options.get("seed"))
                 Talk(client, conversation, chat.options, reader, screen).run()
-        except InvalidRequest as error:
-            raise in_options(error, chat.address or "") from None
         except KeyboardInterrupt:
             raise typer.Exit(128 + signal.SIGINT) from None
 

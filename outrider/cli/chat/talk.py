@@ -11,6 +11,7 @@ from outrider.cli.chat.commands import Command, Said, help_text, parse, parse_se
 from outrider.cli.chat.conversation import Conversation, Turn, WrongCommand
 from outrider.cli.chat.readers import Reader
 from outrider.cli.chat.screens import Screen
+from outrider.cli.naming import OPTIONS, in_options
 from outrider.client import Client, GenerationOptions, OutriderError, Result, Stream
 
 HINT = "Ctrl-C again leaves, and so does /quit."
@@ -53,7 +54,7 @@ class Talk:
             except OutriderError as error:
                 if not self._reader.is_interactive:
                     raise
-                self._screen.tell(error.message)
+                self._screen.tell(in_options(error, OPTIONS))
 
     def _step(self) -> bool:
         """One line of input; whether there may be another."""

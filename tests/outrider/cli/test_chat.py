@@ -57,7 +57,7 @@ async def test_each_line_is_a_turn(gateway: ScriptedGateway, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("lines", "code", "sentence"),
     [
-        (b"refuse\nHi\n", 64, "temperature is -1.0, but must be at least 0"),
+        (b"refuse\nHi\n", 64, "--temperature is -1.0, but must be at least 0"),
         (b"a\xff\n", 64, "line is b'a\\xff\\n', but must be valid UTF-8"),
         (b"/save\n", 64, "/save needs the name of a file behind it."),
     ],

@@ -72,16 +72,16 @@ async def test_errors_end_no_conversation(gateway: ScriptedGateway, tmp_path: Pa
     async with terminal("chat", "--address", gateway.address, changes={"EDITOR": str(editor)}) as screen:
         await screen.until(PROMPT)
         screen.type("refuse\n")
-        await screen.until("temperature is -1.0, but must be at least 0")
+        await screen.until("--temperature is -1.0, but must be at least 0")
         screen.type("/rety\n")
         await screen.until("There is no command /rety; /help lists all")
         screen.type("/ret\t\n")
-        await screen.until("temperature is -1.0")
+        await screen.until("--temperature is -1.0")
         screen.type("/edit\n")
         await screen.until(FIGURES)
         assert said(gateway) == ["Changed"]
         screen.type("refuse\n")
-        await screen.until("temperature is -1.0")
+        await screen.until("--temperature is -1.0")
         screen.type("two \\\nlines\n")
         await screen.until(FIGURES)
         assert said(gateway) == ["Changed", ANSWER, "two \nlines"]

@@ -151,10 +151,10 @@ async def test_terminal_gets_styles(gateway: ScriptedGateway) -> None:
 
 
 async def test_refusal_is_one_sentence(gateway: ScriptedGateway) -> None:
-    """The gateway's sentence goes to stderr, and nothing to stdout."""
+    """The gateway's sentence goes to stderr, about the option instead of the field, and nothing to stdout."""
     code, output, notes = await run_command("refuse", "--temperature", "-1", "--address", gateway.address)
     assert (code, output) == (64, "")
-    assert notes == "outrider: temperature is -1.0, but must be at least 0\n"
+    assert notes == "outrider: --temperature is -1.0, but must be at least 0\n"
 
 
 async def test_a_refusal_in_a_terminal_has_a_line_of_its_own(gateway: ScriptedGateway) -> None:
@@ -167,7 +167,7 @@ async def test_a_refusal_in_a_terminal_has_a_line_of_its_own(gateway: ScriptedGa
     assert await asyncio.wait_for(process.wait(), 60) == 64
     shown = os.read(ours, 1 << 16).decode()
     os.close(ours)
-    assert shown.endswith("\r\noutrider: temperature is -1.0, but must be at least 0\r\n")
+    assert shown.endswith("\r\noutrider: --temperature is -1.0, but must be at least 0\r\n")
 
 
 async def test_a_service_that_is_no_gateway() -> None:

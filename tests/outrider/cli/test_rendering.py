@@ -110,7 +110,7 @@ def test_control_characters_become_pictures() -> None:
 
 
 def test_rejected_guesses_are_struck_through() -> None:
-    """Before what the target said instead, else behind the tokens. The legend tells of them; a pipe never sees them."""
+    """Before what the target said instead, else behind the tokens; the legend tells of them, a pipe never sees them."""
     screen, output = io.StringIO(), io.StringIO()
     shown(terminal(screen, colour=True), REJECTED, rejected=True)
     struck = "\x1b[2;9;31m"
