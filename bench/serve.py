@@ -20,6 +20,7 @@ from bench.stack import served, stack_of
 from outrider import logs
 from outrider.cli import options
 from outrider.cli.bench import Cpus, Load, Settings, check_load
+from outrider.cli.naming import SHARED_OPTIONS
 from outrider.cli.parsing import parse_draft_count
 from outrider.cli.running import Interrupts, Work
 from outrider.cli.running import run as run_work
@@ -50,7 +51,7 @@ def serve(*, load: Load, models: options.Models, cpus: Cpus) -> None:
     stack = (
         None if load.address is not None else stack_of(models, cpus, needs_draft=load.speculation is not Settings.OFF)
     )
-    run_work(measuring(load, plan_of(load), stack))
+    run_work(measuring(load, plan_of(load), stack), options={**SHARED_OPTIONS, "max_tokens": "--tokens"})
 
 
 def plan_of(load: Load) -> LoadPlan:

@@ -1,6 +1,7 @@
 """Refusals of a gateway name the option that was typed: against a real one, and the table that the names come from."""
 
 import asyncio
+import re
 import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import fields
@@ -108,9 +109,13 @@ async def test_a_conversation_names_it_too(stack: RunningStack) -> None:
 
 async def test_a_measurement_names_it_too(stack: RunningStack) -> None:
     """By the options that it has, which are not all called as elsewhere."""
-    code, output, notes = await outrider("bench", "serve", "--address", stack.address, "--draft-count", "4000")
-    assert (code, output) == (64, "")
-    assert notes.splitlines()[-1].startswith("outrider: --draft-count is 4000, but must be between 0 and")
+    for option, value, sentence in (
+        ("--draft-count", "4000", "--draft-count is 4000, but must be between 0 and"),
+        ("--tokens", "100000", r"a prompt of \d+ tokens and --tokens 100000 do not fit"),
+    ):
+        code, output, notes = await outrider("bench", "serve", "--address", stack.address, option, value)
+        assert (code, output) == (64, "")
+        assert re.match(f"outrider: {sentence}", notes.splitlines()[-1]), notes
 
 
 async def test_a_prompt_is_no_option(stack: RunningStack) -> None:
