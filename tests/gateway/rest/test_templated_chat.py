@@ -1,0 +1,169 @@
+"""Conversations with tools over REST, where the model's chat template has a place for all that a turn can carry."""
+
+import json
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from stack import TARGET, RunningStack, running_stack
+from transformers import PreTrainedTokenizerFast
+
+from outrider.v1 import generation_service_pb2 as pb
+from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TEMPLATE = """
+{%- if tools is not none %}{{ 'You may call:\\n' }}{% endif %}
+{%- for tool in tools or [] %}{{ tool | tojson ~ '\\n' }}{% endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' and message.tool_call_id is not defined %}
+        {{- raise_exception('Say which call that answers.') }}
+    {%- endif %}
+    {{- message.role }}{{ ' ' ~ message.name if message.name is defined }}
+    {{- ' to ' ~ message.tool_call_id if message.tool_call_id is defined }}: {{ message.content or '' }}
+    {%- for call in message.tool_calls or [] %}
+        {{- ' <' ~ call.id ~ ' ' ~ call.function.name ~ '> ' ~ call.function.arguments | tojson }}
+    {%- endfor %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}assistant:{% endif %}
+"""
+PARAMETERS = {"type": "object", "properties": {"where": {"type": "string", "default": None}}}
+TOOL = {"type": "function", "function": {"name": "count", "description": "Counts <ships>.", "parameters": PARAMETERS}}
+TOOL_LINE = f"{json.dumps(TOOL)}\n"
+ONE_TOOL = f"You may call:\n{TOOL_LINE}"
+USER = {"role": "user", "name": "Ada", "content": "How many ships?"}
+ARGUMENTS = {"where": "é", "deep": [1, None]}
+CALLS = [
+    {"id": f"call-{number}", "type": "function", "function": {"name": "count", "arguments": ARGUMENTS}}
+    for number in range(2)
+]
+CALLING: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": CALLS}
+RESULTS = [{"role": "tool", "tool_call_id": f"call-{number}", "content": str(number)} for number in (1, 0)]
+TURNS = [USER, CALLING, *RESULTS]
+TURN_LINES = (
+    'user Ada: How many ships?\nassistant:  <call-0 count> {"where": "é", "deep": [1, null]}'
+    ' <call-1 count> {"where": "é", "deep": [1, null]}\ntool to call-1: 1\ntool to call-0: 0\nassistant:'
+)
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    """The embedded pair's tokenizer as transformers reads it, from a folder with a chat template."""
+    folder = tmp_path_factory.mktemp("templated")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(TARGET) / name, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return PreTrainedTokenizerFast.from_pretrained(str(folder))
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def stack(tokenizer: PreTrainedTokenizerFast) -> AsyncIterator[RunningStack]:
+    """A target behind a gateway that has that folder."""
+    options = {"tokenizer": tokenizer.name_or_path, "rest_listen": "127.0.0.1:0"}
+    async with running_stack(draft=None, gateway=options) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def http(stack: RunningStack) -> AsyncIterator[httpx.AsyncClient]:
+    """A client that knows nothing of the protocol."""
+    assert stack.gateway is not None
+    async with httpx.AsyncClient(base_url=f"http://{stack.gateway.rest_address}", timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def prompts(stack: RunningStack, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The token ids of all prompts that reach the target."""
+    seen: list[list[int]] = []
+    begin = stack.target.runner.open
+
+    def noted(token_ids: list[int], *rest: Any) -> Any:
+        seen.append(list(token_ids))
+        return begin(token_ids, *rest)
+
+    monkeypatch.setattr(stack.target.runner, "open", noted)
+    return seen
+
+
+def body_of(messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    """A body in which calls have their arguments as text, as the protocol wants them."""
+    copied = json.loads(json.dumps(messages))
+    for call in (call for message in copied for call in message.get("tool_calls", ())):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    return {"messages": copied, "max_tokens": 2, **fields}
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields", "expected"),
+    [
+        ([USER], {}, "user Ada: How many ships?\nassistant:"),
+        ([USER], {"tools": []}, "user Ada: How many ships?\nassistant:"),
+        ([USER], {"tools": [TOOL]}, f"{ONE_TOOL}user Ada: How many ships?\nassistant:"),
+        (TURNS, {}, TURN_LINES),
+        (TURNS, {"tools": [TOOL, TOOL]}, ONE_TOOL + TOOL_LINE + TURN_LINES),
+        (TURNS, {"tools": [TOOL], "tool_choice": "auto"}, ONE_TOOL + TURN_LINES),
+        (TURNS, {"tools": [TOOL], "tool_choice": "none"}, ONE_TOOL + TURN_LINES),
+        (TURNS, {"tools": [TOOL], "stream": True, "stream_options": {"include_usage": True}}, ONE_TOOL + TURN_LINES),
+    ],
+)
+async def test_the_target_reads_what_the_template_says(
+    http: httpx.AsyncClient,
+    prompts: list[list[int]],
+    tokenizer: PreTrainedTokenizerFast,
+    messages: list[dict[str, Any]],
+    fields: dict[str, Any],
+    expected: str,
+) -> None:
+    """Names, calls, answers with the ids of their calls, and tools whatever the choice: the ids of transformers."""
+    reply = await http.post(CHAT, json=body_of(messages, **fields))
+    assert reply.status_code == 200, reply.text
+    assert [tokenizer.decode(ids) for ids in prompts] == [expected]
+    tools = fields.get("tools") or None
+    assert prompts == [tokenizer.apply_chat_template(messages, tools, add_generation_prompt=True, return_dict=False)]
+    assert f'"prompt_tokens":{len(prompts[0])},' in reply.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "count"}}])
+async def test_a_choice_that_forces_a_call_is_refused(
+    http: httpx.AsyncClient, prompts: list[list[int]], choice: object, stream: bool
+) -> None:
+    """By name, before anything reaches the target."""
+    reply = await http.post(CHAT, json=body_of(TURNS, tools=[TOOL], tool_choice=choice, stream=stream))
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"], error["code"]) == (400, "tool_choice", "unsupported_parameter")
+    assert error["message"].startswith("tool_choice is ")
+    assert "'auto' or 'none'" in error["message"]
+    assert not prompts
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_template_s_own_sentence_is_the_error(
+    http: httpx.AsyncClient, prompts: list[list[int]], stream: bool
+) -> None:
+    """About the messages, with a status also for a stream, before anything reaches the target."""
+    reply = await http.post(CHAT, json=body_of([USER, {"role": "tool", "content": "3"}], tools=[TOOL], stream=stream))
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"], error["code"]) == (400, "messages", "invalid_value")
+    assert error["message"].endswith("the chat template takes them, which says: Say which call that answers.")
+    assert not prompts
+
+
+async def test_grpc_reads_the_same(http: httpx.AsyncClient, prompts: list[list[int]], stack: RunningStack) -> None:
+    """What its messages can carry: roles and contents."""
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
+    assert (await http.post(CHAT, json=body_of(turns))).status_code == 200
+    request = pb.ChatRequest(messages=[pb.ChatMessage(**turn) for turn in turns])
+    request.generation.max_tokens = 2
+    stub = GenerationServiceStub(stack.channel(stack.address))
+    assert [each async for each in stub.Chat(request)]
+    assert len(prompts) == 2
+    assert prompts[0] == prompts[1]
