@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from held_device import HeldDevice, held
 from helpers import PATIENCE_S, eventually
-from integration.test_prompt_cancellation import HeldDevice, held
 from surface.rest_stack import CHAT, COMPLETIONS, RestStack, rest_stack, said
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
