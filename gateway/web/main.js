@@ -96,8 +96,14 @@ class Page {
     this.rounds.clear(this.lanes[0].run);
     for (const id of ["failure", "verdict", "facts", "result"]) at(id).hidden = true;
     this.enable();
+    this.showAnswer();
     at("announce").textContent = requests.length > 1 ? "The race has begun." : "Generating.";
     this.painter.ask();
+  }
+
+  // In one column the answer would come out of sight.
+  showAnswer() {
+    if (at("lanes").getBoundingClientRect().top > 0.8 * innerHeight) at("figures").scrollIntoView();
   }
 
   async follow(lane) {

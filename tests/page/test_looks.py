@@ -3,7 +3,7 @@
 import pytest
 from axe_playwright_python.async_playwright import Axe
 from browser import ended, fill, visit
-from playwright.async_api import Browser, Page
+from playwright.async_api import Browser, Page, expect
 from stack import RunningStack
 
 pytestmark = [pytest.mark.page, pytest.mark.asyncio(loop_scope="module")]
@@ -30,7 +30,8 @@ async def check(page: Page) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_axe_has_no_serious_finding(browser: Browser, stack: RunningStack, scheme: str) -> None:
     """Empty, with an answer, in a race, and with the dialog open."""
-    async with visit(browser, stack.gateway.rest_address, color_scheme=scheme) as page:
+    # Without motion, because a colour on its way to another is neither.
+    async with visit(browser, stack.gateway.rest_address, color_scheme=scheme, reduced_motion="reduce") as page:
         await check(page)
         await shown(page)
         await check(page)
@@ -50,6 +51,18 @@ async def test_nothing_scrolls_sideways(browser: Browser, stack: RunningStack, w
         await page.locator("#race").click()
         await ended(page)
         assert await page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("width", [360, 800])
+async def test_in_one_column_the_answer_comes_into_sight(browser: Browser, stack: RunningStack, width: int) -> None:
+    """And the button that stops it is there, whatever is scrolled."""
+    async with visit(browser, stack.gateway.rest_address, viewport={"width": width, "height": 740}) as page:
+        await fill(page, prompt="Once upon a time", seed=4, max_tokens=2000)
+        await page.locator("#generate").click()
+        await expect(page.locator("#lane-main .t").first).to_be_in_viewport()
+        await expect(page.locator("#stop")).to_be_in_viewport(ratio=1)
+        await page.locator("#stop").click()
+        await ended(page)
 
 
 async def test_every_stop_of_the_tab_key_is_seen(page: Page) -> None:
