@@ -10,9 +10,11 @@ from statistics import median
 import torch
 
 from bench.samples import StepPoint
-from outrider.engine.decoding import Ask, forward_and_draw, reserve
+from outrider.engine.batching import Feed
+from outrider.engine.decoding import forward_and_draw, reserve
+from outrider.engine.drawing import Ask
 from outrider.engine.model_config import ModelConfig
-from outrider.engine.runner import Feed, ModelRunner
+from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
 from outrider.engine.tree import EMPTY, TokenTree
 from outrider.errors import ModelRefused, OutriderError

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from outrider import wire
 from outrider.errors import ProtocolViolation
 from outrider.parameters import SessionSpec
-from outrider.rpc import error_from
+from outrider.rpc_errors import error_from
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import target_service_pb2 as target_pb
 from outrider.v1 import types_pb2 as pb

@@ -15,9 +15,10 @@ from draft_service.drafters.model_drafter import ModelDrafter
 from draft_service.drafters.offers import MODEL, noise_of
 from draft_service.drafters.task import DraftTask
 from outrider.compute_times import Meter
+from outrider.engine.batching import Feed
 from outrider.engine.drawing import Ask, row_contexts
 from outrider.engine.quantise import quantise
-from outrider.engine.runner import Feed, ModelRunner
+from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling import transform
 from outrider.engine.session import Session
 from outrider.engine.tree import EMPTY, TokenTree

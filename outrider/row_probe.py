@@ -15,8 +15,9 @@ from torch import Tensor
 
 from outrider import logs
 from outrider.command_line import between, run_app, service_app
+from outrider.engine.batching import Feed
 from outrider.engine.ops.library import load_kernels, processor_levels
-from outrider.engine.runner import Feed, ModelRunner
+from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
 from outrider.engine.tree import EMPTY, TokenTree
 from outrider.model_service import load_model

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Iterator
 from typing import Protocol
 
+from outrider.engine.batching import Feed
 from outrider.engine.decoding import Allocate, reserve
-from outrider.engine.runner import Feed, ModelRunner
+from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
 from outrider.engine.tree import EMPTY, TokenTree
 from outrider.errors import CacheFull, PromptTooLong

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from outrider.compute_times import ComputeTimes, Meter
+from outrider.engine.batching import Feed
 from outrider.engine.drawing import Ask
-from outrider.engine.runner import Feed, ForwardResult, ModelRunner
+from outrider.engine.runner import ForwardResult, ModelRunner
 from outrider.engine.session import Session
 from outrider.engine.tree import TokenTree
 from outrider.engine.worker import own_fault

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from draft_service.drafters.task import DraftTask, Guess
+from outrider.engine.batching import Feed
 from outrider.engine.drawing import Ask, draw_each, key_column, rows_of, scores_behind
 from outrider.engine.noise import Purpose, round_key
 from outrider.engine.quantise import quantise
-from outrider.engine.runner import Feed, ModelRunner
+from outrider.engine.runner import ModelRunner
 from outrider.errors import OutriderError
 
 # The logarithm of what float64 cannot tell from 0 is not infinite.

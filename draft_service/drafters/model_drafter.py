@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 
 from draft_service.drafters.guessing import guess_each
 from draft_service.drafters.task import DraftTask
+from outrider.engine.batching import Feed
 from outrider.engine.decoding import Allocate, reserve
 from outrider.engine.quantise import DEFAULT_TOP_N
-from outrider.engine.runner import Feed, ModelRunner
+from outrider.engine.runner import ModelRunner
 from outrider.engine.worker import own_fault
 from outrider.errors import OutriderError
 

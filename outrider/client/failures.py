@@ -3,7 +3,7 @@
 import grpc
 
 from outrider.errors import InvalidRequest, OutriderError, PeerLost
-from outrider.rpc import error_from, said_by_peer
+from outrider.rpc_errors import error_from, said_by_peer
 
 # What gRPC says when a server of plain HTTP answers it.
 HTTP_1 = "http1.x server"

@@ -5,8 +5,9 @@ Knows no messages, no acceptance and no lengths of requests.
 
 from collections.abc import Callable, Sequence
 
+from outrider.engine.batching import Feed
 from outrider.engine.drawing import Ask, Drawn, draw_each
-from outrider.engine.runner import Feed, ModelRunner
+from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
 
 __all__ = ["Allocate", "Ask", "forward_and_draw", "reopen", "reserve"]

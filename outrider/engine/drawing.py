@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.engine.batching import Feed
 from outrider.engine.heat import collapse, heat
 from outrider.engine.noise import Purpose, first_uniforms, noise_key
-from outrider.engine.runner import Feed, ModelRunner
-from outrider.engine.sampling import RowContext, divisor, is_plain, transform
+from outrider.engine.penalties import RowContext
+from outrider.engine.runner import ModelRunner
+from outrider.engine.sampling import divisor, is_plain, transform
 from outrider.errors import OutriderError
 from outrider.parameters import SessionSpec
 

@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from drafted import ruled
-from helpers import spec_of
-from session_clients import DraftClient, channel_to
-from tiny_models import write_tiny_model
+from support.basics import spec_of
+from support.rules import ruled
+from support.session_clients import DraftClient, channel_to
+from support.tiny_models import write_tiny_model
 
 from draft_service.server import start
 from outrider import wire

@@ -4,14 +4,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
-from helpers import check_empty, eventually, spec_of
-from stepped_draft import fresh_guesses
 from structlog.testing import capture_logs
+from support.basics import check_empty, eventually, spec_of
+from support.stepped_draft import fresh_guesses
 
 from draft_service.drafters.model_drafter import ModelDrafter
 from draft_service.drafters.task import DraftTask
 from draft_service.sessions import Answer, DraftSession, DraftSessions, Wanted
-from outrider.engine.runner import Feed, ForwardResult, ModelRunner
+from outrider.engine.batching import Feed
+from outrider.engine.runner import ForwardResult, ModelRunner
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import OutriderError
 from outrider.fencing import Fence

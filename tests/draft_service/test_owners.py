@@ -2,8 +2,8 @@
 
 import os
 
-from helpers import spec_of
-from stepped_draft import PROMPT, SPEC, Draft, fresh_guesses
+from support.basics import spec_of
+from support.stepped_draft import PROMPT, SPEC, Draft, fresh_guesses
 
 from draft_service.sessions import Answer, Wanted
 from outrider.errors import OutriderError

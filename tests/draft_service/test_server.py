@@ -8,9 +8,9 @@ from pathlib import Path
 
 import grpc
 import pytest
-from helpers import PATIENCE_S, check_empty, eventually, spec_of
-from session_clients import DraftClient, channel_to
-from tiny_models import write_tiny_model
+from support.basics import PATIENCE_S, check_empty, eventually, spec_of
+from support.session_clients import DraftClient, channel_to
+from support.tiny_models import write_tiny_model
 
 from draft_service.server import start, start_with
 from outrider import wire

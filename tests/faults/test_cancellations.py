@@ -5,9 +5,9 @@ import random
 from collections import Counter
 
 import grpc
-from helpers import eventually
 from prompts import OPENINGS
-from stack import RunningStack, request_of, running_stack
+from support.basics import eventually
+from support.stack import RunningStack, request_of, running_stack
 
 from outrider.v1 import generation_service_pb2 as pb
 

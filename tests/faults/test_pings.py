@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from chaos_proxy import ChaosProxy
 from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from helpers import eventually
+from support.basics import eventually
+from support.network import ChaosProxy
 
 from outrider import rpc
 

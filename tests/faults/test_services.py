@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import grpc
 import pytest
 import pytest_asyncio
-from chaos_proxy import ChaosProxy
 from faults.load import REQUESTS, Load, said
 from faults.service import KV_TOKENS, LEASE_S, MODELS, Service
-from helpers import eventually
-from stack import until_quiet
+from support.basics import eventually
+from support.network import ChaosProxy
+from support.stack import until_quiet
 
 from draft_service.server import start as start_draft
 from gateway.links import ServiceLink

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from helpers import eventually
+from support.basics import eventually
 
 from gateway.admission import Admission
 from outrider.errors import InvalidRequest, NotReady, Overloaded

@@ -5,12 +5,12 @@ import urllib.request
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 
-from helpers import PATIENCE_S, eventually, spec_of
-from markov_stack import MarkovStack, markov_stack, request
-from mischief import Mischief
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
+from support.basics import PATIENCE_S, eventually, spec_of
+from support.markov_services import Mischief
+from support.markov_stack import MarkovStack, markov_stack, request
 
 from gateway import audit
 from gateway.links import ModelInfo

@@ -1,7 +1,7 @@
 """A request that the target's key-value cache can never hold is refused before anything is spent on it."""
 
 import pytest
-from stack import running_stack
+from support.stack import running_stack
 
 from outrider.errors import PromptTooLong
 

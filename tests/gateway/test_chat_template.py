@@ -6,8 +6,8 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-import chat_templates as templates
 import pytest
+from gateway.text import chat_templates as templates
 from jinja2 import TemplateError
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from markov import NUM_TOKENS, MarkovModel
-from markov_services import DraftServicer, serving
+from support.markov import NUM_TOKENS, MarkovModel
+from support.markov_services import DraftServicer, serving
 
 from gateway.draft_stream import DraftStream
 from gateway.links import ServiceLink

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-from helpers import eventually
-from markov_stack import SEED, MarkovStack, markov_stack
+from support.basics import eventually
+from support.markov_stack import SEED, MarkovStack, markov_stack
 
 from gateway.front_door import FrontDoor
 from gateway.generation import CompletionEvent, Event, RoundEvent

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from typing import Self
 
 import pytest
-from helpers import eventually
-from markov import MarkovModel
-from markov_services import DraftServicer, TargetServicer, serving
-from mischief import Mischief
+from support.basics import eventually
+from support.markov import MarkovModel
+from support.markov_services import DraftServicer, Mischief, TargetServicer, serving
 
 from gateway.breaker import CircuitBreaker
 from gateway.deadline import DraftDeadline, RoundDeadline

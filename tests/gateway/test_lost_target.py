@@ -4,9 +4,8 @@ import os
 from contextlib import AsyncExitStack
 
 import pytest
-from markov import MarkovModel
-from markov_services import TargetServicer, serving
-from mischief import Mischief
+from support.markov import MarkovModel
+from support.markov_services import Mischief, TargetServicer, serving
 
 from gateway.deadline import RoundDeadline
 from gateway.links import ModelInfo, ServiceLink

@@ -1,8 +1,8 @@
 """Several samples of a request through the gateway, and log-probabilities that a target owes."""
 
 import pytest
-from helpers import eventually
-from markov_stack import SEED, MarkovStack, markov_stack, request
+from support.basics import eventually
+from support.markov_stack import SEED, MarkovStack, markov_stack, request
 
 from outrider.errors import InvalidRequest, Overloaded, ProtocolViolation
 from outrider.v1 import generation_service_pb2 as pb

@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
-from helpers import spec_of
-from markov_stack import WORDS, MarkovStack, markov_stack, request
-from metric_lint import families, findings
-from mischief import Mischief
 from prometheus_client import CollectorRegistry, generate_latest
+from support.basics import spec_of
+from support.markov_services import Mischief
+from support.markov_stack import WORDS, MarkovStack, markov_stack, request
+from support.observability import families, findings
 
 from gateway.generation import CompletionEvent, RoundEvent
 from gateway.metrics import GatewayMetrics

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from helpers import eventually
-from markov import MarkovModel
-from markov_services import TargetServicer, serving
+from support.basics import eventually
+from support.markov import MarkovModel
+from support.markov_services import TargetServicer, serving
 
 from gateway.server import start
 from gateway.settings import GatewaySettings

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 import pytest_asyncio
-from helpers import eventually
-from stack import Answer, RunningStack, request_of, running_stack
+from support.basics import eventually
+from support.stack import Answer, RunningStack, request_of, running_stack
 
 from outrider.errors import PromptTooLong
 from outrider.v1 import generation_service_pb2 as pb

@@ -8,10 +8,9 @@ from typing import Any, Self
 
 import grpc
 import pytest
-from helpers import eventually
-from markov import MarkovModel, plain_decoding
-from markov_services import DraftServicer, MarkovSession, Service, TargetServicer, serving
-from mischief import Mischief
+from support.basics import eventually
+from support.markov import MarkovModel, plain_decoding
+from support.markov_services import DraftServicer, MarkovSession, Mischief, Service, TargetServicer, serving
 
 from gateway.deadline import DraftDeadline, RoundDeadline
 from gateway.draft_session import RemoteDraftSession

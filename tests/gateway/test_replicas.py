@@ -5,10 +5,9 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
-from helpers import eventually
-from markov import MarkovModel, plain_decoding
-from markov_services import DraftServicer, TargetServicer, serving
-from mischief import Mischief
+from support.basics import eventually
+from support.markov import MarkovModel, plain_decoding
+from support.markov_services import DraftServicer, Mischief, TargetServicer, serving
 
 from gateway.deadline import DraftDeadline, RoundDeadline
 from gateway.draft_session import RemoteDraftSession

@@ -2,7 +2,7 @@
 
 from contextlib import aclosing
 
-from markov import MarkovDraft, MarkovTarget
+from support.markov import MarkovDraft, MarkovTarget
 
 from gateway.pace import Pace
 from gateway.policy import SpeculationPolicy

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import pytest
-from helpers import PATIENCE_S
+from support.basics import PATIENCE_S
 
 from gateway.samples import merged, sample_seed
 

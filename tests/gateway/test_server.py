@@ -6,22 +6,14 @@ from pathlib import Path
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from helpers import eventually
-from markov import NUM_TOKENS, MarkovModel, plain_decoding
-from markov_services import DraftServicer, serving
-from markov_stack import SEED, WORDS, markov_stack, request
-from mischief import Mischief
+from support.basics import eventually
+from support.markov import NUM_TOKENS, MarkovModel, plain_decoding
+from support.markov_services import DraftServicer, Mischief, serving
+from support.markov_stack import SEED, WORDS, markov_stack, request
 
 from gateway.server import start
 from gateway.settings import GatewaySettings
-from outrider.errors import (
-    InvalidRequest,
-    ModelRefused,
-    NotReady,
-    Overloaded,
-    PromptTooLong,
-    VocabularyMismatch,
-)
+from outrider.errors import InvalidRequest, ModelRefused, NotReady, Overloaded, PromptTooLong, VocabularyMismatch
 from outrider.rpc import open_channel
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import model_service_pb2 as model_pb

@@ -6,10 +6,9 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
-from helpers import eventually
-from markov import MarkovModel, plain_decoding
-from markov_services import DraftServicer, Service, TargetServicer, serving
-from mischief import GARBAGE, Mischief
+from support.basics import eventually
+from support.markov import MarkovModel, plain_decoding
+from support.markov_services import GARBAGE, DraftServicer, Mischief, Service, TargetServicer, serving
 
 from gateway.deadline import DraftDeadline, RoundDeadline
 from gateway.draft_session import RemoteDraftSession

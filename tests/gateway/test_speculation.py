@@ -6,7 +6,7 @@ from contextlib import aclosing
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from markov import EOS, NUM_TOKENS, MarkovDraft, MarkovModel, MarkovTarget, plain_decoding
+from support.markov import EOS, NUM_TOKENS, MarkovDraft, MarkovModel, MarkovTarget, plain_decoding
 
 from gateway.pace import Pace
 from gateway.policy import SpeculationPolicy

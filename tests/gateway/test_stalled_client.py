@@ -6,9 +6,9 @@ from pathlib import Path
 
 import grpc
 import pytest
-from helpers import eventually
-from markov import EOS, MarkovModel
-from markov_services import TargetServicer, serving
+from support.basics import eventually
+from support.markov import EOS, MarkovModel
+from support.markov_services import TargetServicer, serving
 
 from gateway.server import start
 from gateway.settings import GatewaySettings

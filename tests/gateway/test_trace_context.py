@@ -4,11 +4,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from markov_services import DraftServicer, Service, TargetServicer
-from markov_stack import markov_stack, request
-from mischief import Mischief
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
+from support.markov_services import DraftServicer, Mischief, Service, TargetServicer
+from support.markov_stack import markov_stack, request
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 METADATA = (("traceparent", f"00-{TRACE_ID}-00f067aa0ba902b7-01"),)

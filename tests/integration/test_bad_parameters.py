@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import grpc
 import pytest
-from bad_requests import FAULTLESS, FAULTS, INT32, Fault, good_request, paths
-from garbage import PYTHON_TEXT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from stack import RunningStack, running_stack
+from support.bad_requests import FAULTLESS, FAULTS, INT32, Fault, good_request, paths
+from support.garbage import PYTHON_TEXT
+from support.stack import RunningStack, running_stack
 
 from outrider.errors import InvalidRequest, OutriderError, PromptTooLong
-from outrider.rpc import error_from
+from outrider.rpc_errors import error_from
 from outrider.sessions import SessionTable
 from outrider.v1 import generation_service_pb2 as pb
 

@@ -6,7 +6,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from stack import request_of, until_quiet
+from support.stack import request_of, until_quiet
 
 from outrider.cli.stack import Stack, start_stack
 from outrider.embedded_models import embedded_model

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from prompts import OPENINGS
-from stack import Answer, running_stack
+from support.stack import Answer, running_stack
 
 from bench.hop_bytes import hop_bytes
 from outrider.engine.ops.eager import EagerOps

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from embedded_target import PROMPT, SETTINGS
-from helpers import PATIENCE_S, check_empty, eventually, spec_of
-from session_clients import TargetClient, channel_to
+from support.basics import PATIENCE_S, check_empty, eventually, spec_of
+from support.session_clients import TargetClient, channel_to
+from support.tiny_models import PROMPT, SETTINGS
 
 from outrider import model_service
 from outrider.errors import OutriderError

@@ -9,7 +9,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from outrider import rpc
+from outrider import rpc, rpc_errors
 from outrider.errors import CacheFull, InvalidRequest, OutriderError, PeerLost, ProtocolViolation, Unsupported
 from outrider.v1 import model_service_pb2 as pb
 from outrider.v1 import target_service_pb2 as target_pb
@@ -135,7 +135,7 @@ async def test_errors_arrive_as_they_were_raised(
 ) -> None:
     """Class, text and metadata survive, in unary calls and in streams."""
     harness.fail(error)
-    arrived = rpc.error_from(await read_error(channel))
+    arrived = rpc_errors.error_from(await read_error(channel))
     assert type(arrived) is type(error)
     assert (arrived.message, str(arrived), arrived.metadata) == (error.message, error.message, error.metadata)
 
@@ -168,7 +168,7 @@ async def test_no_python_text_leaves(
     error = await read_error(channel)
     assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, "internal error")
     assert "secret" not in str(error.trailing_metadata())
-    assert type(rpc.error_from(error)) is OutriderError
+    assert type(rpc_errors.error_from(error)) is OutriderError
 
 
 async def test_unexpected_errors_are_logged_once(
@@ -192,7 +192,7 @@ async def test_malformed_messages_are_the_callers_fault(channel: grpc.aio.Channe
         await call.read()
     for error in (caught.value, caught_in_stream.value):
         assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
-        assert rpc.error_from(error).metadata["value"] == "'4 bytes'"
+        assert rpc_errors.error_from(error).metadata["value"] == "'4 bytes'"
         assert "Error" not in (error.details() or "")
 
 
@@ -231,14 +231,14 @@ async def test_nobody_there_is_a_lost_peer(server: rpc.RunningServer) -> None:
     """A connection that is refused says so as PeerLost."""
     await server.stop(0)
     async with rpc.open_channel(server.address) as channel:
-        assert isinstance(rpc.error_from(await unary_error(channel)), PeerLost)
+        assert isinstance(rpc_errors.error_from(await unary_error(channel)), PeerLost)
 
 
 async def test_unknown_methods_are_violations(channel: grpc.aio.Channel) -> None:
     """A service that lacks a method speaks another protocol."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await channel.unary_unary("/outrider.v1.ModelService/Nothing")(b"", timeout=10)
-    assert isinstance(rpc.error_from(caught.value), ProtocolViolation)
+    assert isinstance(rpc_errors.error_from(caught.value), ProtocolViolation)
 
 
 async def test_an_address_has_one_owner(server: rpc.RunningServer, harness: Harness) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 import gateway.__main__ as gateway_main
 import outrider.cli.up as outrider_up
-from outrider import rpc
+from outrider import rpc, rpc_errors
 from outrider.errors import InvalidRequest, OutriderError, PeerLost
 from outrider.v1 import model_service_pb2 as pb
 from outrider.v1.model_service_pb2_grpc import (
@@ -50,8 +50,8 @@ async def test_a_loss_that_the_peer_tells_is_not_the_loss_of_the_peer(server: rp
         await server.stop(0)
         own = await error_of(ModelServiceStub(channel).GetModelInfo(pb.GetModelInfoRequest(), timeout=10))
     assert (told.code(), own.code()) == (grpc.StatusCode.UNAVAILABLE,) * 2
-    assert (rpc.said_by_peer(told), rpc.said_by_peer(own)) == (True, False)
-    for error in map(rpc.error_from, (told, own)):
+    assert (rpc_errors.said_by_peer(told), rpc_errors.said_by_peer(own)) == (True, False)
+    for error in map(rpc_errors.error_from, (told, own)):
         assert type(error) is PeerLost
         assert error.metadata == {}
 
@@ -62,7 +62,7 @@ async def test_a_message_over_the_limit_is_the_senders_fault(server: rpc.Running
     options = rpc.channel_options() if limited == "sender" else (("grpc.max_send_message_length", -1),)
     async with grpc.aio.insecure_channel(server.address, options=options) as channel:
         method = channel.unary_unary("/outrider.v1.ModelService/GetModelInfo")
-        error = rpc.error_from(await error_of(method(b"x" * (rpc.MAX_MESSAGE_BYTES + 5), timeout=10)))
+        error = rpc_errors.error_from(await error_of(method(b"x" * (rpc.MAX_MESSAGE_BYTES + 5), timeout=10)))
     assert type(error) is InvalidRequest
     assert error.message == f"message is '{rpc.MAX_MESSAGE_BYTES + 5} bytes', but must be at most 4194304 bytes"
 
@@ -70,7 +70,9 @@ async def test_a_message_over_the_limit_is_the_senders_fault(server: rpc.Running
 async def test_other_exhausted_resources_stay_what_they_are() -> None:
     """Only gRPC's own sentence about sizes is translated."""
     empty = grpc.aio.Metadata()
-    error = rpc.error_from(grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, empty, empty, "too many pings"))
+    error = rpc_errors.error_from(
+        grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, empty, empty, "too many pings")
+    )
     assert type(error) is OutriderError
     assert error.message == "RESOURCE_EXHAUSTED: too many pings"
 
@@ -81,11 +83,11 @@ class Borrowing(OutriderError):
 
 def test_a_class_without_a_reason_of_its_own_stands_for_nothing() -> None:
     """An unexpected error arrives as what it is, whichever subclasses the receiving process happens to have."""
-    status = rpc.status_of(OutriderError("internal error"))
+    status = rpc_errors.status_of(OutriderError("internal error"))
     call = grpc.aio.AioRpcError(
         status.code, grpc.aio.Metadata(), grpc.aio.Metadata(*status.trailing_metadata), status.details
     )
-    assert type(rpc.error_from(call)) is OutriderError
+    assert type(rpc_errors.error_from(call)) is OutriderError
 
 
 def test_every_error_has_a_reason_of_its_own() -> None:

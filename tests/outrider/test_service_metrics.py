@@ -1,7 +1,7 @@
 """The figures of a service: what its parts count is what a scrape tells, at that moment, and under vLLM's names too."""
 
-from metric_lint import families, findings
 from prometheus_client import generate_latest
+from support.observability import families, findings
 
 from outrider.compute_times import ComputeTimes
 from outrider.engine.forward_counts import ForwardCounts

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from helpers import PATIENCE_S
+from support.basics import PATIENCE_S
 
 from outrider.errors import InvalidRequest, NotReady, Overloaded
 from outrider.session_stream import MAX_UNFINISHED_JOBS, Outbox, SessionStream

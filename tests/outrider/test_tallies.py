@@ -4,8 +4,8 @@ import asyncio
 import urllib.request
 
 import pytest
-from metric_lint import families, findings
 from prometheus_client import Counter, Histogram, generate_latest
+from support.observability import families, findings
 
 from outrider.metric_aliases import Renamed
 from outrider.metrics_server import Registry, serve_metrics

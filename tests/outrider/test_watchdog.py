@@ -10,8 +10,8 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from helpers import PATIENCE_S, spec_of
-from session_clients import TargetClient, channel_to
+from support.basics import PATIENCE_S, spec_of
+from support.session_clients import TargetClient, channel_to
 
 from outrider.watchdog import LAST_WORDS_S, Watchdog, wait_s
 

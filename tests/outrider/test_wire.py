@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from helpers import spec_of
+from support.basics import spec_of
 
 from outrider import wire
 from outrider.errors import InvalidRequest

@@ -12,7 +12,6 @@ from typing import Any
 from unittest import mock
 
 import grpc
-from helpers import check_empty
 from prometheus_client import CollectorRegistry
 from simulation.await_points import AwaitPoints
 from simulation.calls import CANCELLED, Call, ServerCall
@@ -24,6 +23,7 @@ from simulation.transport import Channel, Network, Server
 from simulation.weather import Fault, Kind, Weather
 from structlog.processors import format_exc_info
 from structlog.testing import capture_logs
+from support.basics import check_empty
 
 from gateway.admission import Admission
 from gateway.audit import ShadowAudit
@@ -39,7 +39,7 @@ from gateway.policy import Choice, SpeculationPolicy
 from gateway.replicas import Replicas
 from gateway.servicer import generation_service
 from outrider.parameters import Rule
-from outrider.rpc import error_from
+from outrider.rpc_errors import error_from
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub

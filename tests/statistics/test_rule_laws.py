@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from two_rounds import (
+from support.rules import (
     BASE,
     OPS,
     PROMPT,
@@ -30,11 +29,12 @@ from two_rounds import (
     residual_key,
     token_key,
 )
+from torch import Tensor
 
+from outrider.engine.batching import Feed
 from outrider.engine.drawing import Ask
 from outrider.engine.noise import Purpose, noise_key, round_key
 from outrider.engine.quantise import quantise
-from outrider.engine.runner import Feed
 from outrider.engine.session import Session
 from outrider.engine.tree import TokenTree
 from outrider.parameters import Acceptance, Rule, SamplingParameters, SessionSpec

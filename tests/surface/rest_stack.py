@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from helpers import eventually
-from stack import RunningStack, running_stack
+from support.basics import eventually
+from support.stack import RunningStack, running_stack
 from surface.event_streams import EventStream, read_events
 
 from gateway.admission import Admission

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from garbage import PYTHON_TEXT
+from support.garbage import PYTHON_TEXT
 from surface.bad_bodies import GOOD, HARMLESS, ONLY, UNSUPPORTED, faults, with_fault
 from surface.rest_stack import CHAT, COMPLETIONS, RestStack, rest_stack
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from helpers import eventually
 from prompts import OPENINGS
+from support.basics import eventually
 from surface.event_streams import check_stream
 from surface.rest_stack import CHAT, COMPLETIONS, PATIENCE_S, RestStack, rest_stack, said
 

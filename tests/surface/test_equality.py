@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from grid_checks import ask
-from grid_rows import RULES
-from stack import TARGET, request_of
+from support.grid import RULES
+from support.grid_checks import ask
+from support.stack import TARGET, request_of
 from surface.event_streams import check_stream
 from surface.rest_rows import body_of
 from surface.rest_stack import CHAT, COMPLETIONS, RestStack, rest_stack

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import grpc
 import pytest
-from embedded_target import PROMPT, SETTINGS
-from helpers import PATIENCE_S, check_empty, eventually, spec_of
-from session_clients import TargetClient, channel_to
+from support.basics import PATIENCE_S, check_empty, eventually, spec_of
+from support.session_clients import TargetClient, channel_to
+from support.tiny_models import PROMPT, SETTINGS
 
 from outrider import model_servicer, session_servicer
 from outrider.errors import Overloaded

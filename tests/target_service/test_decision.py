@@ -4,12 +4,13 @@ import math
 from dataclasses import replace
 
 import pytest
-from drafted import RULES_WITH_LAWS, continued, drafted, logits_behind, ruled
-from helpers import spec_of
-from stepped_target import PROMPT, VOCABULARY_SIZE
+from support.basics import spec_of
+from support.rules import RULES_WITH_LAWS, continued, drafted, logits_behind, ruled
+from support.stepped_target import PROMPT, VOCABULARY_SIZE
 
+from outrider.engine.batching import Feed
 from outrider.engine.drawing import Ask
-from outrider.engine.runner import Feed, ModelRunner
+from outrider.engine.runner import ModelRunner
 from outrider.engine.tree import EMPTY, TokenTree
 from outrider.errors import OutriderError
 from outrider.parameters import Rule, SessionSpec

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from helpers import spec_of
-from stepped_target import PROMPT, Target, plain
+from support.basics import spec_of
+from support.stepped_target import PROMPT, Target, plain
 
 from outrider.engine.runner import ModelRunner
 from outrider.engine.tree import EMPTY, TokenTree

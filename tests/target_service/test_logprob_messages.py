@@ -4,9 +4,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from embedded_target import PROMPT
-from helpers import spec_of
-from session_clients import TargetClient
+from support.basics import spec_of
+from support.session_clients import TargetClient
+from support.tiny_models import PROMPT
 
 from outrider import rpc
 from outrider.errors import InvalidRequest

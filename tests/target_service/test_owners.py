@@ -3,8 +3,8 @@
 import os
 import time
 
-from helpers import spec_of
-from stepped_target import PROMPT, Target, plain
+from support.basics import spec_of
+from support.stepped_target import PROMPT, Target, plain
 
 from outrider.engine.tree import EMPTY
 from outrider.errors import OutriderError

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import check_empty, spec_of
-from logprob_cases import Entries, all_entries, asking, first_entries, of_text, plain_tokens
-from stepped_target import PROMPT, VOCABULARY_SIZE, Target, plain
+from support.basics import check_empty, spec_of
+from support.rules import Entries, all_entries, asking, first_entries, of_text, plain_tokens
+from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target, plain
 
 from outrider.engine import runner as runner_module
 from outrider.engine.runner import ModelRunner

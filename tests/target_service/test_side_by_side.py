@@ -2,8 +2,8 @@
 
 import os
 
-from helpers import spec_of
-from stepped_target import PROMPT, VOCABULARY_SIZE, Target
+from support.basics import spec_of
+from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target
 
 from outrider.engine.runner import ModelRunner
 from outrider.engine.tree import EMPTY

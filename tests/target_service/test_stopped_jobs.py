@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import SteppedDevice, spec_of
-from tiny_models import write_tiny_model
+from support.basics import SteppedDevice, spec_of
+from support.tiny_models import write_tiny_model
 
 from outrider.engine.runner import ModelRunner
 from outrider.engine.tree import EMPTY

@@ -4,8 +4,8 @@ import asyncio
 import json
 
 import pytest
-from helpers import eventually
-from http_serving import GET, Source, connected, served, streaming
+from support.basics import eventually
+from support.network import GET, Source, connected, served, streaming
 
 from gateway.rest import server
 from gateway.rest.server import serve_rest

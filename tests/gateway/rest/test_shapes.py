@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from helpers import spec_of
+from support.basics import spec_of
 
 from gateway.generation import CompletionEvent, RoundEvent
 from gateway.requests import GenerationPlan

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import eventually
-from stack import until_quiet
+from support.basics import eventually
+from support.stack import until_quiet
 
 from outrider.cli.asking import Answer, Ask, Sampling, Speculation
 from outrider.cli.client import generate

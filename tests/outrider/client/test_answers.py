@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from generations import RESULT, ROUNDS, TEXT
+from support.command_line import RESULT, ROUNDS, TEXT
 
 from outrider.client import OutriderError, RejectedToken, Round, RoundFacts
 from outrider.client.answers import Transcript

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from outrider.engine.bans import forbidden
 from outrider.engine.ops import Ops, choose_ops
-from outrider.engine.sampling import RowContext, transform
+from outrider.engine.penalties import RowContext
+from outrider.engine.sampling import transform
 from outrider.engine.tree import TokenTree
 from outrider.parameters import SamplingParameters
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_models import FALLBACK_FAMILIES, FAMILIES, TARGET, write_tiny_model
+from support.tiny_models import FALLBACK_FAMILIES, FAMILIES, TARGET, write_tiny_model
 
 from outrider.engine.checkpoints import FolderCheckpoint, SizedCheckpoint, find_checkpoint
 from outrider.engine.fallback.checkpoint import FallbackCheckpoint

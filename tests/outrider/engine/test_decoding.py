@@ -1,10 +1,12 @@
 """One forward and a draw behind every row: whoever shares it, each session draws what it would draw alone."""
 
 import pytest
-from tiny_models import TARGET
+from support.tiny_models import TARGET
 
-from outrider.engine.decoding import Ask, forward_and_draw
-from outrider.engine.runner import Feed, ModelRunner
+from outrider.engine.batching import Feed
+from outrider.engine.decoding import forward_and_draw
+from outrider.engine.drawing import Ask
+from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling import is_plain
 from outrider.engine.tree import EMPTY, TokenTree
 from outrider.parameters import SamplingParameters, SessionSpec

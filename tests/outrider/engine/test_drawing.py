@@ -6,14 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import spec_of
 from scipy import stats
-from tiny_models import TARGET
+from support.basics import spec_of
+from support.tiny_models import TARGET
 from torch import Tensor
 
+from outrider.engine.batching import Feed
 from outrider.engine.drawing import UNDRAWN, Ask, before_collapse, draw_from, row_contexts, rows_of, scores_behind
 from outrider.engine.noise import Purpose, noise_key
-from outrider.engine.runner import Feed, ModelRunner
+from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling import transform
 from outrider.engine.tree import TokenTree
 from outrider.parameters import SamplingParameters

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from model_cases import SCALINGS, THETA, WINDOWS
-from ops_cases import BUILT, native
-from tiny_models import TARGET, write_tiny_model
+from support.engine_cases import BUILT, native
+from support.model_cases import SCALINGS, THETA, WINDOWS
+from support.tiny_models import TARGET, write_tiny_model
 
-from outrider.engine.batching import build_batch
+from outrider.engine.batching import Feed, build_batch
 from outrider.engine.fused import FusedTransformer
 from outrider.engine.model import Transformer
 from outrider.engine.model_config import ModelConfig
 from outrider.engine.ops.reference import ReferenceOps
-from outrider.engine.runner import Feed, ModelIdentity, ModelRunner
+from outrider.engine.runner import ModelIdentity, ModelRunner
 from outrider.engine.session import Session
 from outrider.engine.tree import EMPTY, TokenTree
 from outrider.engine.weights import load_tensors

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from tiny_models import write_tiny_model
+from support.tiny_models import write_tiny_model
 
 from outrider.engine import hub
 from outrider.engine.checkpoints import find_checkpoint

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_models import TARGET
+from support.tiny_models import TARGET
 
 from outrider.engine.model_config import ModelConfig
 from outrider.engine.rope import LinearRope, Rope

@@ -5,10 +5,12 @@ import shutil
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
-from tiny_models import write_tiny_model
+from support.tiny_models import write_tiny_model
 
-from outrider.engine.decoding import Ask, forward_and_draw
-from outrider.engine.runner import Feed, ModelRunner
+from outrider.engine.batching import Feed
+from outrider.engine.decoding import forward_and_draw
+from outrider.engine.drawing import Ask
+from outrider.engine.runner import ModelRunner
 from outrider.parameters import SamplingParameters, SessionSpec
 
 NUM_KNOWN, NUM_ROWS = 257, 300

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from model_cases import SCALINGS, THETA, WINDOWS, random_ids
-from tiny_models import write_tiny_model
+from support.model_cases import SCALINGS, THETA, WINDOWS, random_ids
+from support.tiny_models import write_tiny_model
 from torch import Tensor
 
 from outrider.engine import runner as runner_module
+from outrider.engine.batching import Feed
 from outrider.engine.ops.reference import ReferenceOps
 from outrider.engine.plan import RowPlan
-from outrider.engine.runner import Feed, ModelRunner
+from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
 from outrider.engine.tree import EMPTY, TokenTree
 

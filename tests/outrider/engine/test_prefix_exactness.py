@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from forwards import TREE, close, finish, fresh, random_ids
-from model_cases import SCALINGS, THETA, WINDOWS
-from tiny_models import TARGET, write_tiny_model
+from support.engine_cases import TREE, close, finish, fresh, random_ids
+from support.model_cases import SCALINGS, THETA, WINDOWS
+from support.tiny_models import TARGET, write_tiny_model
 
-from outrider.engine.runner import Feed, ModelRunner
+from outrider.engine.batching import Feed
+from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
 from outrider.engine.tree import EMPTY, TokenTree
 

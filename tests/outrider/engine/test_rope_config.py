@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_cases import SCALINGS
+from support.model_cases import SCALINGS
 
 from outrider.engine.json_keys import JsonKeys
 from outrider.engine.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from outrider.engine.noise import Purpose, noise_key
 from outrider.engine.ops import Ops, choose_ops
-from outrider.engine.sampling import NUCLEUS_WIDTH, RowContext, transform
+from outrider.engine.penalties import RowContext
+from outrider.engine.sampling import NUCLEUS_WIDTH, transform
 from outrider.parameters import SamplingParameters
 
 OPS: Ops = choose_ops(torch.device("cpu"), num_threads=2)

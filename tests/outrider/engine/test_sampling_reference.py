@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from outrider.engine.ops import choose_ops
-from outrider.engine.sampling import RowContext, transform
+from outrider.engine.penalties import RowContext
+from outrider.engine.sampling import transform
 from outrider.parameters import SamplingParameters
 
 OPS = choose_ops(torch.device("cpu"), num_threads=2)

@@ -8,16 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import TARGET, write_tiny_model
+from support.tiny_models import TARGET, write_tiny_model
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from bench.sized_pair import write
+from outrider.engine.batching import Feed
 from outrider.engine.checkpoints import SizedCheckpoint, find_checkpoint
-from outrider.engine.decoding import Ask, forward_and_draw
+from outrider.engine.decoding import forward_and_draw
+from outrider.engine.drawing import Ask
 from outrider.engine.model_config import ModelConfig
 from outrider.engine.rope import LinearRope
-from outrider.engine.runner import Feed, ModelRunner
+from outrider.engine.runner import ModelRunner
 from outrider.engine.sized import STANDARD_DEVIATION, spots, widened
 from outrider.errors import ModelRefused
 from outrider.parameters import SamplingParameters, SessionSpec

@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from forwards import TREE, assert_like_fresh, close, decoded, finish, fresh, random_ids
-from model_cases import TOLERANCE, reference
-from tiny_models import write_tiny_model
+from support.engine_cases import TREE, assert_like_fresh, close, decoded, finish, fresh, random_ids
+from support.model_cases import TOLERANCE, reference
+from support.tiny_models import write_tiny_model
 from torch import Tensor
 
 from outrider.engine import runner as runner_module
+from outrider.engine.batching import Feed
 from outrider.engine.fallback import decoder
 from outrider.engine.fallback.checkpoint import find
 from outrider.engine.ops.reference import ReferenceOps
-from outrider.engine.runner import Feed, ModelRunner
+from outrider.engine.runner import ModelRunner
 from outrider.engine.tree import TokenTree
 from outrider.errors import ModelRefused
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from forwards import fresh, random_ids
 from safetensors.torch import load_file, save_file
-from tiny_models import write_tiny_model
+from support.engine_cases import fresh, random_ids
+from support.tiny_models import write_tiny_model
 from torch import Tensor
 
 from outrider.engine.runner import ModelRunner

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny_models import write_tiny_model
+from support.tiny_models import write_tiny_model
 from torch import Tensor, nn
 
 from outrider.engine.checkpoints import find_checkpoint

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from helpers import spec_of
-from stepped_target import PROMPT, VOCABULARY_SIZE, Target, assert_like_fresh
+from support.basics import spec_of
+from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target, assert_like_fresh
 
 from outrider.engine.runner import ModelRunner
 from outrider.engine.tree import EMPTY, TokenTree

@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 
 import torch
-from helpers import SteppedDevice, spec_of
 
 from outrider.engine.runner import ModelRunner
 from outrider.engine.tree import EMPTY, TokenTree
@@ -13,6 +12,7 @@ from outrider.errors import OutriderError
 from outrider.fencing import Fence
 from outrider.parameters import SessionSpec
 from outrider.sessions import SessionTable
+from support.basics import SteppedDevice, spec_of
 from target_service.sessions import Answer, Step, TargetSession, TargetSessions
 from target_service.verifier import Verifier, VerifyTask
 

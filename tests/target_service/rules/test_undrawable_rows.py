@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from helpers import spec_of
-from stepped_target import PROMPT, VOCABULARY_SIZE, Target, plain
+from support.basics import spec_of
+from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target, plain
 from torch import Tensor
 
 from outrider.engine.kv_cache import KVCache

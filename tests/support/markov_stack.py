@@ -5,16 +5,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import grpc
-from markov import MarkovModel
-from markov_services import DraftServicer, TargetServicer, serving
 
 from gateway.server import RunningGateway, start
 from gateway.settings import GatewaySettings
-from outrider.rpc import error_from, open_channel
+from outrider.rpc import open_channel
+from outrider.rpc_errors import error_from
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 from outrider.vocabulary import Vocabulary
+from support.markov import MarkovModel
+from support.markov_services import DraftServicer, TargetServicer, serving
 
 WORDS = ["<end>", "king", "queen", "fox", "ring", "sea", "wolf", "gold", "tower", "dwarf", "apple", "moon"]
 SEED = 9

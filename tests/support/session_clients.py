@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import grpc
-from helpers import PATIENCE_S
 
 from outrider import wire
 from outrider.parameters import SessionSpec
-from outrider.rpc import error_from, open_channel
+from outrider.rpc import open_channel
+from outrider.rpc_errors import error_from
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import target_service_pb2 as target_pb
@@ -18,6 +18,7 @@ from outrider.v1 import types_pb2 as pb
 from outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub
 from outrider.v1.target_service_pb2_grpc import TargetServiceStub
+from support.basics import PATIENCE_S
 
 
 class Client:

@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 
 import torch
-from helpers import SteppedDevice, spec_of
 
 from draft_service.drafters.model_drafter import ModelDrafter
 from draft_service.drafters.task import DraftTask
@@ -14,6 +13,7 @@ from outrider.errors import OutriderError
 from outrider.fencing import Fence
 from outrider.parameters import SessionSpec
 from outrider.sessions import SessionTable
+from support.basics import SteppedDevice, spec_of
 
 PROMPT = (5, 17, 200, 3, 90)
 CONTEXT_LEN = 64

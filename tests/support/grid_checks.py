@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from grid_rows import EOS, STORY, is_plain
-from stack import MODELS, Answer, RunningStack, request_of
 from tokenizers import Tokenizer
 
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
+from support.grid import EOS, STORY, is_plain
+from support.stack import MODELS, Answer, RunningStack, request_of
 
 Fields = Mapping[str, Any]
 

@@ -8,7 +8,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from outrider.engine.runner import Feed, ModelRunner
+from outrider.engine.batching import Feed
+from outrider.engine.runner import ModelRunner
 from outrider.engine.tree import TokenTree
 
 TOLERANCE = 1e-4

@@ -1,4 +1,4 @@
-"""Writes tiny random models with tokenizers, as real folders, for tests of everything that loads a model."""
+"""Real model folders for tests: tiny random models with tokenizers, drafts that guess as differently as drafts can."""
 
 import json
 import shutil
@@ -6,9 +6,12 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-TARGET = Path(__file__).resolve().parent.parent / "models" / "target"
+from outrider.model_service_flags import ModelServiceSettings
+
+TARGET = Path(__file__).resolve().parents[4] / "models" / "target"
 CONTEXT_LEN = 256
 # Sizes that are awkward on purpose: no multiples of a kernel's tile, heads that do not add up to the hidden size.
 SIZES = {
@@ -87,3 +90,33 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
+
+
+MODELS = Path(__file__).resolve().parents[4] / "models"
+TARGET_FOLDER = MODELS / "target"
+TRAINED = MODELS / "draft"
+
+
+def write_adversary(folder: Path) -> Path:
+    """Writes the target with its output matrix negated: its most probable token is the target's least probable one."""
+    shutil.copytree(TARGET_FOLDER, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": -tensors["model.embed_tokens.weight"]}, folder / "model.safetensors")
+    return folder
+
+
+def write_drafts(folder: Path) -> dict[str, Path]:
+    """Returns the folders of four drafts: trained, random weights, the target itself, always wrong."""
+    return {
+        "trained": TRAINED,
+        "random": write_tiny_model(folder / "random", "llama", vocab_size=4096, seed=7),
+        "itself": TARGET_FOLDER,
+        "adversary": write_adversary(folder / "adversary"),
+    }
+
+
+TARGET_MODEL = Path(__file__).resolve().parents[4] / "models" / "target"
+SETTINGS = ModelServiceSettings(str(TARGET_MODEL), kv_tokens=8192)
+PROMPT = (0, 401, 913, 260, 555, 12)

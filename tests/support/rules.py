@@ -1,12 +1,7 @@
-"""Many requests at once over a little language, round by round, through the functions that the services call.
-
-The next token depends on the last one only, so that a table holds every row of logits that can come up, and the joint
-law of the first tokens is known. A planted bug is a subclass of `Rounds` that does one thing wrongly; nothing of the
-product is replaced. Not a second implementation: rules, draws, keys and quantised laws are the product's own.
-"""
+"""For tests of acceptance rules: proposals from any scores, two rounds of many requests at once, sessions with logprobs."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -15,16 +10,68 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from outrider.engine.drawing import draw_from
-from outrider.engine.noise import GAMMA, MASK, MULTIPLIERS, SHIFTS, Purpose, first_uniforms
+from outrider.engine.batching import Feed
+from outrider.engine.drawing import Ask, draw_from, row_contexts
+from outrider.engine.noise import GAMMA, MASK, MULTIPLIERS, SHIFTS, Purpose, first_uniforms, noise_key, round_key
 from outrider.engine.ops import choose_ops
+from outrider.engine.penalties import RowContext
 from outrider.engine.quantise import Laws, quantise
-from outrider.engine.sampling import RowContext, transform
+from outrider.engine.runner import ModelRunner
+from outrider.engine.sampling import transform
 from outrider.engine.tree import TokenTree
-from outrider.parameters import SamplingParameters
+from outrider.errors import OutriderError
+from outrider.parameters import Acceptance, Rule, SamplingParameters, SessionSpec, TokenLogprob
+from support.basics import spec_of
+from support.stepped_target import Target
 from target_service.acceptance import walk
 from target_service.rules.outcome import Outcome
 from target_service.rules.ratio import ratio
+from target_service.sessions import Answer
+
+RULES_WITH_LAWS = tuple(rule for rule in Rule if rule.needs_distributions)
+
+
+def drafted(runner: ModelRunner, spec: SessionSpec, count: int, noise: float = 0.3, top_n: int = 32) -> TokenTree:
+    """A chain behind the spec's tokens, from the runner's own logits with noise on them: most tokens are accepted.
+
+    Drawn from its laws, and with them, where the spec's rule needs them, and else with the target's own noise.
+    """
+    dice = torch.Generator().manual_seed(spec.seed)
+    token_ids, laws = list(spec.token_ids), []
+    for _ in range(count):
+        logits = logits_behind(runner, token_ids)
+        logits = logits + noise * torch.randn(logits.shape, generator=dice)
+        session = runner.open(token_ids, spec.prompt_len)
+        [context] = row_contexts(Ask(Feed(session), spec))
+        scores = transform(logits, [context], runner.vocabulary_size, runner.ops)
+        if spec.acceptance.rule.needs_distributions:
+            law = quantise(scores, top_n, runner.ops)
+            key = round_key(spec.seed, len(spec.token_ids), len(token_ids), Purpose.DRAFT)
+            token_ids += law.draw(torch.tensor([key])).tolist()
+            laws += law.distributions()
+        else:
+            key = noise_key(spec.seed, len(token_ids), Purpose.TOKEN)
+            token_ids += runner.ops.draw(scores, torch.tensor([key])).tolist()
+    return TokenTree.chain(token_ids[len(spec.token_ids) :], laws)
+
+
+def logits_behind(runner: ModelRunner, token_ids: list[int]) -> Tensor:
+    """The one row of logits [1, V] behind these tokens."""
+    session = runner.open(token_ids, 1)
+    result = runner.forward([Feed(session)])
+    session.free()
+    return result.logits
+
+
+def ruled(spec: SessionSpec, rule: Rule, **settings: float) -> SessionSpec:
+    """The spec under another rule."""
+    return replace(spec, acceptance=Acceptance(rule=rule, **settings))
+
+
+def continued(spec: SessionSpec, token_ids: Sequence[int]) -> SessionSpec:
+    """The spec with more committed tokens."""
+    return replace(spec, token_ids=(*spec.token_ids, *token_ids))
+
 
 PROMPT = (1, 2, 3)
 BASE = len(PROMPT)
@@ -265,3 +312,54 @@ def chance(tokens: Tensor, law: Floats, widths: Sequence[int] = ()) -> float:
     observed = np.append(counts[~rare], counts[rare].sum())
     wanted = np.append(expected[~rare], expected[rare].sum())
     return float(stats.chisquare(observed[wanted > 0], wanted[wanted > 0]).pvalue)
+
+
+COUNT = 5
+Entries = list[TokenLogprob]
+
+
+def asking(spec: SessionSpec, count: int = COUNT) -> SessionSpec:
+    """The same request with all log-probabilities."""
+    return replace(spec, logprob_count=count, prompt_logprobs=True)
+
+
+def entries_of(answers: Sequence[Answer], spec: SessionSpec) -> tuple[Entries, Entries]:
+    """The prompt's entries, which only the first verdict carries, and one for each committed token."""
+    verdicts = [answer.verdict for answer in answers if answer.verdict]
+    assert all(len(verdict.logprobs) == len(verdict.token_ids) for verdict in verdicts)
+    assert len(verdicts[0].prompt_logprobs) == spec.prompt_len - 1
+    assert not any(verdict.prompt_logprobs for verdict in verdicts[1:])
+    return list(verdicts[0].prompt_logprobs), [entry for verdict in verdicts for entry in verdict.logprobs]
+
+
+def all_entries(answers: Sequence[Answer], spec: SessionSpec) -> Entries:
+    """The prompt's entries, and those of the committed tokens behind them."""
+    prompt, output = entries_of(answers, spec)
+    return prompt + output
+
+
+def first_entries(answers: Sequence[Answer | OutriderError]) -> Entries:
+    """The prompt's entries of the first answer."""
+    assert isinstance(answers[0], Answer)
+    assert answers[0].verdict is not None
+    return list(answers[0].verdict.prompt_logprobs)
+
+
+def of_text(runner: ModelRunner, token_ids: Sequence[int]) -> Entries:
+    """One entry for each token but the first, of a session whose prompt is the whole text."""
+    target = Target(runner)
+    target.open(asking(spec_of(token_ids, 600)))
+    [answer] = target.run()
+    target.table.clear()
+    assert answer.verdict is not None
+    return list(answer.verdict.prompt_logprobs)
+
+
+def plain_tokens(runner: ModelRunner, spec: SessionSpec) -> list[int]:
+    """The tokens of the same request without log-probabilities and proposals."""
+    alone = Target(runner)
+    alone.open(replace(spec, logprob_count=None, prompt_logprobs=False), budget=spec.max_len)
+    alone.run()
+    tokens = list(alone.tokens)
+    alone.table.clear()
+    return tokens

@@ -2,18 +2,18 @@
 
 The draft is the embedded one; the target says what the embedded one says, at the cost of 200 million parameters.
 
-.venv/bin/python tests/page_screenshots.py
+.venv/bin/python tests/page/screenshots.py
 """
 
 import asyncio
 from pathlib import Path
 
-from browser import chromium, ended, fill, visit
+from page.browser import chromium, ended, fill, visit
 from playwright.async_api import Page
-from stack import TARGET as TOKENIZER
-from stack import running_stack
+from support.stack import TARGET as TOKENIZER
+from support.stack import running_stack
 
-IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
+IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 TARGET = "sized:200m"
 SEED = 7
 

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from drafted import RULES_WITH_LAWS, drafted, ruled
-from helpers import spec_of
-from stepped_target import PROMPT, Target, assert_like_fresh
+from support.basics import spec_of
+from support.rules import RULES_WITH_LAWS, drafted, ruled
+from support.stepped_target import PROMPT, Target, assert_like_fresh
 
 from outrider.engine.runner import ModelRunner
 from outrider.engine.tree import EMPTY, TokenTree
