@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from outrider import wire, wire_proposal
 from outrider.compute_times import ComputeTimes
-from outrider.engine.tree import TokenTree
 from outrider.fencing import Fence
+from outrider.token_tree import TokenTree
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import target_service_pb2 as target_pb
 

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from outrider.command_line import run_app
 from outrider.embedded_models import unsized
-from outrider.engine.checkpoints import SizedCheckpoint
-from outrider.engine.model_config import ModelConfig
-from outrider.engine.weights import DTYPES, expected_shapes
+from outrider.engine.models.checkpoints import SizedCheckpoint
+from outrider.engine.models.config import ModelConfig
+from outrider.engine.models.weights import DTYPES, expected_shapes
 from outrider.errors import InvalidRequest
 from outrider.sized_presets import PREFIX, PRESETS, parse
 

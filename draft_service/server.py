@@ -5,7 +5,7 @@ from draft_service.drafters.offers import DRAFTERS
 from draft_service.drafters.task import DraftTask
 from draft_service.servicer import draft_service
 from draft_service.sessions import DraftSession, DraftSessions
-from outrider.engine.quantise import DEFAULT_TOP_N
+from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N
 from outrider.engine.worker import DeviceWorker
 from outrider.model_service import (
     LoadedModel,

@@ -11,13 +11,13 @@ from draft_service.drafters.offers import MODEL, noise_of
 from draft_service.drafters.task import DraftTask
 from outrider.compute_times import ComputeTimes, Meter
 from outrider.engine.runner import ModelRunner
-from outrider.engine.tree import TokenTree
 from outrider.errors import OutriderError
 from outrider.fencing import Fence, Known, Standing, judge
 from outrider.model_servicer import RolledBack, ServiceCounts
 from outrider.parameters import SessionSpec
 from outrider.session_book import SessionBook, SessionRecord
 from outrider.sessions import SessionTable
+from outrider.token_tree import TokenTree
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from gateway.rounds import FallbackReason
 
 PREFIX = "outrider_"
-OUTCOMES = ("plain", "fallback", "corrected", "bonus", "ended")
+OUTCOME_LABELS = ("plain", "fallback", "corrected", "bonus", "ended")
 # What happens in a round takes between tens of microseconds and some seconds; half of it is below 10 ms.
 ROUND_S = (
     *(0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1),
@@ -40,7 +40,7 @@ class SpeculationFamilies:
         )
         # A counter behind its labels is looked up once: that takes longer than counting.
         outcomes = counter("round_outcomes", "Verdicts by how they ended.", "outcome")
-        self.outcomes = {outcome: outcomes.labels(outcome) for outcome in OUTCOMES}
+        self.outcomes = {outcome: outcomes.labels(outcome) for outcome in OUTCOME_LABELS}
         fallbacks = counter("fallback_rounds", "Rounds that were to be speculative and had no draft.", "reason")
         self.fallbacks = {reason: fallbacks.labels(reason.value) for reason in FallbackReason}
         wire_bytes = counter("wire_bytes", "Bytes of the messages of sessions, both ways.", "peer")

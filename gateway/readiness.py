@@ -10,7 +10,7 @@ from grpc_health.v1 import health, health_pb2
 
 from gateway.replicas import Replicas
 
-LOOK_S = 0.25
+READINESS_LOOK_S = 0.25
 
 log = structlog.get_logger()
 
@@ -26,4 +26,4 @@ async def report_readiness(target: Replicas, servicer: health.aio.HealthServicer
             for name in names:
                 await servicer.set(name, statuses.SERVING if is_ready else statuses.NOT_SERVING)
         was_ready = is_ready
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(READINESS_LOOK_S)

@@ -2,7 +2,7 @@
 
 A piece is the token as it stands in the middle of a text, so the pieces of a whole text may begin with a space more
 than the text, where a tokenizer puts one before the first word. Bytes that are no text alone are written as OpenAI
-writes them, `bytes:\xe2\x82`, and an id that no token has as vLLM writes it, `token_id:4100`.
+writes them, `bytes:â`, and an id that no token has as vLLM writes it, `token_id:4100`.
 """
 
 import json

@@ -15,7 +15,7 @@ import structlog
 import torch
 
 from outrider import rpc
-from outrider.engine.checkpoints import find_checkpoint
+from outrider.engine.models.checkpoints import find_checkpoint
 from outrider.engine.runner import ModelRunner
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import NotReady, OutriderError

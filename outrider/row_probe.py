@@ -19,9 +19,9 @@ from outrider.engine.batching import Feed
 from outrider.engine.ops.library import load_kernels, processor_levels
 from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
-from outrider.engine.tree import EMPTY, TokenTree
 from outrider.model_service import load_model
 from outrider.model_service_flags import MAX_THREADS, Dtype, ModelServiceSettings
+from outrider.token_tree import EMPTY, TokenTree
 
 SESSIONS, PROMPT_LEN, DRAFT_COUNT = 8, 24, 8
 KV_TOKENS = 4096

@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import (
 )
 
 from outrider.compute_times import ComputeTimes
-from outrider.engine.forward_counts import ForwardCounts
+from outrider.engine.runner import ForwardCounts
 from outrider.metric_aliases import Renamed
 from outrider.metrics_server import Registry
 from outrider.model_servicer import Device, ServiceCounts, ServiceFacts

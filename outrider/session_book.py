@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from outrider.engine.decoding import reopen
 from outrider.engine.runner import ModelRunner
+from outrider.engine.sampling.draw import reopen
 from outrider.engine.session import Session
 from outrider.errors import OutriderError
 from outrider.fencing import Fence, Known, Standing, judge_open, judge_rollback

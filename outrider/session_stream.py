@@ -19,8 +19,8 @@ from outrider.fencing import Fence
 MAX_UNSENT_ANSWERS = 2048
 MAX_UNFINISHED_JOBS = 16
 
-AnswerT = TypeVar("AnswerT")
-RequestT = TypeVar("RequestT")
+OutT = TypeVar("AnswerT")
+InT = TypeVar("RequestT")
 T = TypeVar("T")
 
 
@@ -54,7 +54,7 @@ def _for_ever() -> None:
     """No deadline."""
 
 
-class Outbox(Generic[AnswerT]):
+class Outbox(Generic[OutT]):
     """Answers on their way to one stream, in order; filled from any thread, emptied on the loop that made it.
 
     A client that leaves more than `most` of them unread is given up: `overflow` has the error then.
@@ -63,12 +63,12 @@ class Outbox(Generic[AnswerT]):
     def __init__(self, most: int = MAX_UNSENT_ANSWERS) -> None:
         self._loop = asyncio.get_running_loop()
         self._most = most
-        self._items: deque[AnswerT | Exception | None] = deque()
+        self._items: deque[OutT | Exception | None] = deque()
         self._is_waking = False
         self._wanted: asyncio.Future[None] | None = None
         self.overflow: asyncio.Future[Overloaded] = self._loop.create_future()
 
-    def put(self, answer: AnswerT | Exception | None) -> None:
+    def put(self, answer: OutT | Exception | None) -> None:
         """Adds an answer, the error that ends the stream, or None for its end behind the answers so far."""
         if len(self._items) <= self._most:
             self._items.append(answer)
@@ -77,7 +77,7 @@ class Outbox(Generic[AnswerT]):
             self._is_waking = True
             self._loop.call_soon_threadsafe(self._wake)
 
-    async def get(self) -> AnswerT | None:
+    async def get(self) -> OutT | None:
         """The next answer, None at the end; raises the error that ends the stream."""
         while not self._items:
             self._wanted = self._loop.create_future()
@@ -97,12 +97,12 @@ class Outbox(Generic[AnswerT]):
             self._wanted.set_result(None)
 
 
-class SessionStream(Generic[RequestT, AnswerT]):
+class SessionStream(Generic[InT, OutT]):
     """A stream and the one session that it carries; owns the session until another stream opens it again."""
 
     def __init__(self, device: Device, leases: Leases, time_left_s: Callable[[], float | None] = _for_ever) -> None:
         """`time_left_s` tells what is left of the client's deadline; None for no end."""
-        self.outbox = Outbox[AnswerT]()
+        self.outbox = Outbox[OutT]()
         self._device = device
         self._leases = leases
         self._time_left_s = time_left_s
@@ -138,9 +138,9 @@ class SessionStream(Generic[RequestT, AnswerT]):
 
     async def carry(
         self,
-        requests: AsyncIterator[RequestT],
-        write: Callable[[AnswerT], Awaitable[None]],
-        handle: Callable[[RequestT], Awaitable[bool]],
+        requests: AsyncIterator[InT],
+        write: Callable[[OutT], Awaitable[None]],
+        handle: Callable[[InT], Awaitable[bool]],
     ) -> None:
         """Hands requests to `handle` until it returns False, and writes the outbox, until the stream ends.
 
@@ -174,11 +174,11 @@ class SessionStream(Generic[RequestT, AnswerT]):
             self._has_failed = True
             self.outbox.put(error)
 
-    async def _write(self, write: Callable[[AnswerT], Awaitable[None]]) -> None:
+    async def _write(self, write: Callable[[OutT], Awaitable[None]]) -> None:
         while (answer := await self.outbox.get()) is not None:
             await write(answer)
 
-    async def _read(self, requests: AsyncIterator[RequestT], handle: Callable[[RequestT], Awaitable[bool]]) -> None:
+    async def _read(self, requests: AsyncIterator[InT], handle: Callable[[InT], Awaitable[bool]]) -> None:
         end: Exception | None = None
         try:
             async for request in requests:

@@ -11,10 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.drawing import Ask, before_collapse, draw_from, row_contexts, rows_of, scores_behind, undrawable
 from outrider.engine.noise import Purpose, first_uniforms, noise_key, round_key
 from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling import transform
+from outrider.engine.sampling.draw import (
+    Ask,
+    before_collapse,
+    draw_from,
+    row_contexts,
+    rows_of,
+    scores_behind,
+    undrawable,
+)
+from outrider.engine.sampling.transforms import transform
 from outrider.errors import OutriderError
 from outrider.parameters import Rule
 from target_service.acceptance import Walk

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from outrider.engine.drawing import Ask, draw_each
 from outrider.engine.runner import ModelRunner
+from outrider.engine.sampling.draw import Ask, draw_each
 from outrider.errors import OutriderError
 from outrider.parameters import Acceptance
 from target_service.acceptance import Walk, walk

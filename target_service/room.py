@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from outrider.engine.batching import Feed
-from outrider.engine.decoding import Allocate, reserve
 from outrider.engine.runner import ModelRunner
+from outrider.engine.sampling.draw import Allocate, reserve
 from outrider.engine.session import Session
-from outrider.engine.tree import EMPTY, TokenTree
 from outrider.errors import CacheFull, PromptTooLong
+from outrider.token_tree import EMPTY, TokenTree
 from target_service.preemption import Holder, is_first, victims
 
 

@@ -8,13 +8,13 @@ import grpc
 from outrider import rpc, tracing, wire
 from outrider.checks import check_range
 from outrider.compute_times import ComputeTimes
-from outrider.engine.tree import TokenTree
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import InvalidRequest, PromptTooLong
 from outrider.fencing import Fence
 from outrider.model_servicer import MAX_DRAFT_COUNT, ServiceFacts
 from outrider.parameters import SessionSpec
 from outrider.session_servicer import Arrival, SessionServicer, unobserved
+from outrider.token_tree import TokenTree
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.target_service_pb2_grpc import TargetServiceServicer, add_TargetServiceServicer_to_server

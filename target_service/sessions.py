@@ -10,13 +10,13 @@ from functools import partial
 
 from outrider.compute_times import ComputeTimes, Meter
 from outrider.engine.runner import ModelRunner
-from outrider.engine.tree import EMPTY, TokenTree
 from outrider.errors import InvalidRequest, OutriderError, ProtocolViolation
 from outrider.fencing import Fence, Known, Standing, judge
 from outrider.model_servicer import RolledBack, ServiceCounts
 from outrider.parameters import FinishReason, SessionSpec
 from outrider.session_book import SessionBook, SessionRecord
 from outrider.sessions import SessionTable
+from outrider.token_tree import EMPTY, TokenTree
 from target_service.acceptance import Verdict
 from target_service.verifier import VerifyTask
 

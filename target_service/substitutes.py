@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from outrider.engine.drawing import Ask, Drawn, before_collapse, row_contexts
 from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling import transform
-from outrider.engine.tree import TokenTree
+from outrider.engine.sampling.draw import Ask, Drawn, before_collapse, row_contexts
+from outrider.engine.sampling.transforms import transform
 from outrider.parameters import Rule
+from outrider.token_tree import TokenTree
 from target_service.acceptance import child_with
 from target_service.rules.typical import exp_entropies, typical_children
 

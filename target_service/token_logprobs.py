@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from outrider.engine.logprobs import row_logprobs
 from outrider.engine.runner import ModelRunner
+from outrider.engine.sampling.logprobs import row_logprobs
 from outrider.engine.session import Session
 from outrider.parameters import SessionSpec, TokenLogprob
 from target_service.acceptance import Verdict

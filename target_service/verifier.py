@@ -12,13 +12,13 @@ from torch import Tensor
 
 from outrider.compute_times import ComputeTimes, Meter
 from outrider.engine.batching import Feed
-from outrider.engine.drawing import Ask
 from outrider.engine.runner import ForwardResult, ModelRunner
+from outrider.engine.sampling.draw import Ask
 from outrider.engine.session import Session
-from outrider.engine.tree import TokenTree
 from outrider.engine.worker import own_fault
 from outrider.errors import OutriderError
 from outrider.parameters import SessionSpec, TokenLogprob
+from outrider.token_tree import TokenTree
 from target_service import token_logprobs
 from target_service.acceptance import Verdict, Walk, settle
 from target_service.decision import decide

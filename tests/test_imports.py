@@ -23,7 +23,7 @@ FORBIDDEN: Mapping[str, tuple[str, ...]] = {
     "outrider": ("gateway", "draft_service", "target_service", "bench", "transformers"),
 }
 # Transformers costs seconds and hundreds of megabytes: one package imports it, and is itself imported by name alone.
-FALLBACK = "outrider.engine.fallback"
+FALLBACK = "outrider.engine.hf_models"
 # What must not reach HEAVY by any chain of imports.
 LIGHT = (
     "gateway",

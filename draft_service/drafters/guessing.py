@@ -15,10 +15,10 @@ from torch import Tensor
 
 from draft_service.drafters.task import DraftTask, Guess
 from outrider.engine.batching import Feed
-from outrider.engine.drawing import Ask, draw_each, key_column, rows_of, scores_behind
 from outrider.engine.noise import Purpose, round_key
-from outrider.engine.quantise import quantise
 from outrider.engine.runner import ModelRunner
+from outrider.engine.sampling.draft_distribution import quantise
+from outrider.engine.sampling.draw import Ask, draw_each, key_column, rows_of, scores_behind
 from outrider.errors import OutriderError
 
 # The logarithm of what float64 cannot tell from 0 is not infinite.
@@ -42,14 +42,14 @@ def guess_each(
     return [guesses[number] for number in range(len(tasks))]
 
 
-def _ask(task: DraftTask) -> Ask:
+def _draw_input(task: DraftTask) -> Ask:
     return Ask(Feed(task.session), task.spec)
 
 
 def _coupled(
     runner: ModelRunner, tasks: Sequence[DraftTask], logits: Tensor, rows: Sequence[range], _top_n: int
 ) -> list[Guess | OutriderError]:
-    drawn = draw_each(runner, logits, [_ask(task) for task in tasks], rows)
+    drawn = draw_each(runner, logits, [_draw_input(task) for task in tasks], rows)
     guesses = [each if isinstance(each, OutriderError) else Guess(each[0]) for each in drawn]
     if not any(task.wants_logprob for task in tasks):
         return guesses
@@ -73,7 +73,7 @@ def _logprobs(
     hot = [number for number in made if tasks[number].spec.sampling.temperature]
     logprobs = dict.fromkeys(made, 0.0)
     if hot:
-        scores = scores_behind(runner, rows_of(logits, [rows[n] for n in hot]), [_ask(tasks[n]) for n in hot])
+        scores = scores_behind(runner, rows_of(logits, [rows[n] for n in hot]), [_draw_input(tasks[n]) for n in hot])
         ids = torch.tensor([made[number] for number in hot], device=scores.device)
         probs = runner.ops.softmax(scores).gather(1, ids[:, None]).flatten().tolist()
         logprobs |= zip(hot, map(_log, probs), strict=True)
@@ -83,7 +83,7 @@ def _logprobs(
 def _sampled(
     runner: ModelRunner, tasks: Sequence[DraftTask], logits: Tensor, rows: Sequence[range], top_n: int
 ) -> list[Guess | OutriderError]:
-    scores = _scores(runner, rows_of(logits, rows), [_ask(task) for task in tasks])
+    scores = _scores(runner, rows_of(logits, rows), [_draw_input(task) for task in tasks])
     laws = quantise(scores, top_n, runner.ops)
     keys = [round_key(task.spec.seed, task.base_len, len(task.session), Purpose.DRAFT) for task in tasks]
     token_ids = laws.draw(key_column(runner, keys))

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from draft_service.drafters.guessing import guess_each
 from draft_service.drafters.task import DraftTask
 from outrider.engine.batching import Feed
-from outrider.engine.decoding import Allocate, reserve
-from outrider.engine.quantise import DEFAULT_TOP_N
 from outrider.engine.runner import ModelRunner
+from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N
+from outrider.engine.sampling.draw import Allocate, reserve
 from outrider.engine.worker import own_fault
 from outrider.errors import OutriderError
 
@@ -20,9 +20,9 @@ class ModelDrafter:
     """Makes one step of all draft tasks at a time, whatever noise each draws with."""
 
     def __init__(self, runner: ModelRunner, with_room: Callable[[Allocate], None], top_n: int = DEFAULT_TOP_N) -> None:
-        """`with_room` makes room for an allocation when the pool is full; see outrider.engine.decoding.reserve.
+        """`with_room` makes room for an allocation when the pool is full; see outrider.engine.sampling.draw.reserve.
 
-        top_n is the most tokens of a law that is sent; see outrider.engine.quantise.
+        top_n is the most tokens of a law that is sent; see outrider.engine.sampling.draft_distribution.
         """
         self._runner = runner
         self._with_room = with_room

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from outrider.compute_times import Meter
 from outrider.engine.noise import Purpose
 from outrider.engine.session import Session
-from outrider.engine.tree import TokenTree
 from outrider.errors import OutriderError
 from outrider.parameters import DraftDistribution, SessionSpec
+from outrider.token_tree import TokenTree
 
 
 @dataclass(frozen=True, slots=True)

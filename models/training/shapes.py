@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.engine.model_config import ModelConfig
+from outrider.engine.models.config import ModelConfig
 from outrider.errors import InvalidRequest, ModelRefused
 from outrider.sized_presets import Shape
 

@@ -10,9 +10,9 @@ import transformers
 from bench import sized_pair
 from bench.sized_pair import write
 from outrider.engine.batching import Feed
-from outrider.engine.checkpoints import SizedCheckpoint, find_checkpoint
+from outrider.engine.models.checkpoints import SizedCheckpoint, find_checkpoint
+from outrider.engine.models.weights import DTYPES, load_tensors, weight_files
 from outrider.engine.runner import ModelRunner
-from outrider.engine.weights import DTYPES, load_tensors, weight_files
 from outrider.errors import InvalidRequest, ModelRefused
 from outrider.sized_presets import PRESETS, Shape
 from outrider.vocabulary import Vocabulary

@@ -20,8 +20,8 @@ from draft_service.flags import draft_service_app
 from draft_service.sessions import Wanted
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ForwardResult, ModelRunner
-from outrider.engine.tree import TokenTree
 from outrider.parameters import DraftDistribution, Rule, SessionSpec
+from outrider.token_tree import TokenTree
 
 GREEDY = spec_of(PROMPT, 60, seed=11, eos=())
 LAWLESS = (Rule.MATCH, Rule.TYPICAL)

@@ -4,7 +4,7 @@ from prometheus_client import generate_latest
 from support.observability import families, findings
 
 from outrider.compute_times import ComputeTimes
-from outrider.engine.forward_counts import ForwardCounts
+from outrider.engine.runner import ForwardCounts
 from outrider.model_servicer import ServiceCounts, ServiceFacts
 from outrider.service_metrics import ServiceMetrics
 

@@ -6,8 +6,8 @@ import pytest
 
 from outrider import embedded_models
 from outrider.embedded_models import unsized
-from outrider.engine.checkpoints import find_checkpoint
-from outrider.engine.weights import expected_shapes
+from outrider.engine.models.checkpoints import find_checkpoint
+from outrider.engine.models.weights import expected_shapes
 from outrider.errors import ModelRefused
 from outrider.sized_presets import CONTEXT_LEN, MAX_SEED, PRESETS, VOCAB_SIZE, SizedModel, parse
 

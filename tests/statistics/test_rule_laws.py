@@ -32,12 +32,12 @@ from support.rules import (
 from torch import Tensor
 
 from outrider.engine.batching import Feed
-from outrider.engine.drawing import Ask
 from outrider.engine.noise import Purpose, noise_key, round_key
-from outrider.engine.quantise import quantise
+from outrider.engine.sampling.draft_distribution import quantise
+from outrider.engine.sampling.draw import Ask
 from outrider.engine.session import Session
-from outrider.engine.tree import TokenTree
 from outrider.parameters import Acceptance, Rule, SamplingParameters, SessionSpec
+from outrider.token_tree import TokenTree
 from target_service.acceptance import Walk
 from target_service.decision import decide
 from target_service.rules.block import block

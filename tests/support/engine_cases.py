@@ -16,7 +16,7 @@ from outrider.engine.ops.reference import ReferenceOps
 from outrider.engine.plan import RowPlan
 from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
-from outrider.engine.tree import EMPTY, TokenTree
+from outrider.token_tree import EMPTY, TokenTree
 
 # Two paths share row 1, and rows 5, 6, 7 leave gaps when they are kept.
 TREE = TokenTree(token_ids=(11, 22, 33, 44, 55, 66, 77, 88), parents=(0, 0, 1, 1, 2, 5, 6, 3))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner
-from outrider.engine.tree import TokenTree
+from outrider.token_tree import TokenTree
 
 TOLERANCE = 1e-4
 # Lengths are chosen for heads of 12 and 16: some pairs turn fast, some slowly, some in between.

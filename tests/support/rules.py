@@ -11,16 +11,15 @@ from scipy import stats
 from torch import Tensor
 
 from outrider.engine.batching import Feed
-from outrider.engine.drawing import Ask, draw_from, row_contexts
 from outrider.engine.noise import GAMMA, MASK, MULTIPLIERS, SHIFTS, Purpose, first_uniforms, noise_key, round_key
 from outrider.engine.ops import choose_ops
-from outrider.engine.penalties import RowContext
-from outrider.engine.quantise import Laws, quantise
 from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling import transform
-from outrider.engine.tree import TokenTree
+from outrider.engine.sampling.draft_distribution import Laws, quantise
+from outrider.engine.sampling.draw import Ask, draw_from, row_contexts
+from outrider.engine.sampling.transforms import RowContext, transform
 from outrider.errors import OutriderError
 from outrider.parameters import Acceptance, Rule, SamplingParameters, SessionSpec, TokenLogprob
+from outrider.token_tree import TokenTree
 from support.basics import spec_of
 from support.stepped_target import Target
 from target_service.acceptance import walk

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from outrider.engine.runner import ModelRunner
-from outrider.engine.tree import EMPTY, TokenTree
 from outrider.errors import OutriderError
 from outrider.fencing import Fence
 from outrider.parameters import SessionSpec
 from outrider.sessions import SessionTable
+from outrider.token_tree import EMPTY, TokenTree
 from support.basics import SteppedDevice, spec_of
 from target_service.sessions import Answer, Step, TargetSession, TargetSessions
 from target_service.verifier import Verifier, VerifyTask

@@ -9,11 +9,11 @@ from support.rules import RULES_WITH_LAWS, continued, drafted, logits_behind, ru
 from support.stepped_target import PROMPT, VOCABULARY_SIZE
 
 from outrider.engine.batching import Feed
-from outrider.engine.drawing import Ask
 from outrider.engine.runner import ModelRunner
-from outrider.engine.tree import EMPTY, TokenTree
+from outrider.engine.sampling.draw import Ask
 from outrider.errors import OutriderError
 from outrider.parameters import Rule, SessionSpec
+from outrider.token_tree import EMPTY, TokenTree
 from target_service.acceptance import Walk
 from target_service.decision import decide
 

@@ -13,14 +13,14 @@ from support.stepped_target import plain
 from torch import Tensor
 
 from outrider.engine.batching import Feed
-from outrider.engine.drawing import Ask
 from outrider.engine.runner import ForwardResult, ModelRunner
-from outrider.engine.tree import EMPTY, TokenTree
+from outrider.engine.sampling.draw import Ask
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import OutriderError
 from outrider.fencing import Fence
 from outrider.parameters import SessionSpec
 from outrider.sessions import SessionTable
+from outrider.token_tree import EMPTY, TokenTree
 from target_service import decision, verifier
 from target_service.acceptance import Walk
 from target_service.sessions import Answer, Step, TargetSession, TargetSessions

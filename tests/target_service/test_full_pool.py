@@ -9,9 +9,9 @@ from support.basics import spec_of
 from support.stepped_target import PROMPT, Target, plain
 
 from outrider.engine.runner import ModelRunner
-from outrider.engine.tree import EMPTY, TokenTree
 from outrider.errors import OutriderError, PromptTooLong
 from outrider.fencing import Fence
+from outrider.token_tree import EMPTY, TokenTree
 from target_service import room
 from target_service.preemption import Holder, victims
 from target_service.room import GRACE_STEPS

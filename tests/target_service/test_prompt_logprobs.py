@@ -12,9 +12,9 @@ from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target, plain
 
 from outrider.engine import runner as runner_module
 from outrider.engine.runner import ModelRunner
-from outrider.engine.tree import EMPTY, TokenTree
 from outrider.errors import OutriderError
 from outrider.fencing import Fence
+from outrider.token_tree import EMPTY, TokenTree
 from target_service.sessions import Answer, Step
 
 LONG_PROMPT = tuple((7 * number + 3) % VOCABULARY_SIZE for number in range(75))

@@ -4,9 +4,9 @@ import pytest
 from support.basics import spec_of
 from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target, assert_like_fresh, plain
 
-from outrider.engine.tree import EMPTY, TokenTree
 from outrider.errors import InvalidRequest, OutriderError, ProtocolViolation
 from outrider.parameters import FinishReason
+from outrider.token_tree import EMPTY, TokenTree
 from target_service.sessions import Answer, Step
 
 

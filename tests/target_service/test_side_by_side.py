@@ -6,9 +6,9 @@ from support.basics import spec_of
 from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target
 
 from outrider.engine.runner import ModelRunner
-from outrider.engine.tree import EMPTY
 from outrider.errors import OutriderError
 from outrider.fencing import Fence
+from outrider.token_tree import EMPTY
 from target_service.sessions import Answer, Step
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.runner import ModelRunner
-from outrider.engine.tree import EMPTY, TokenTree
 from outrider.fencing import Fence
 from outrider.parameters import Acceptance, DraftDistribution, Rule, SessionSpec
+from outrider.token_tree import EMPTY, TokenTree
 from target_service import token_logprobs
 from target_service.sessions import Answer, Step
 

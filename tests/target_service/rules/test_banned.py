@@ -8,10 +8,10 @@ from support.basics import spec_of
 from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target, assert_like_fresh
 
 from outrider.engine.runner import ModelRunner
-from outrider.engine.tree import EMPTY, TokenTree
 from outrider.errors import OutriderError
 from outrider.fencing import Fence
 from outrider.parameters import SessionSpec
+from outrider.token_tree import EMPTY, TokenTree
 from target_service.sessions import Answer, Step
 
 WANTED = [{"temperature": 0.0}, {"temperature": 0.7, "top_k": 30}, {"temperature": 1.0, "frequency_penalty": 0.5}]

@@ -8,9 +8,9 @@ from support.rules import RULES_WITH_LAWS, drafted, ruled
 from support.stepped_target import PROMPT, Target, assert_like_fresh
 
 from outrider.engine.runner import ModelRunner
-from outrider.engine.tree import EMPTY, TokenTree
 from outrider.errors import InvalidRequest
 from outrider.parameters import DraftDistribution, FinishReason, Rule, SessionSpec
+from outrider.token_tree import EMPTY, TokenTree
 from target_service.sessions import Answer, Step
 
 SPEC = spec_of(PROMPT, 40, seed=4, eos=(), temperature=0.9)

@@ -6,10 +6,10 @@ from support.basics import spec_of
 from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target, plain
 from torch import Tensor
 
-from outrider.engine.kv_cache import KVCache
+from outrider.engine.cache.block_table import KVCache
 from outrider.engine.plan import RowPlan
-from outrider.engine.tree import TokenTree
 from outrider.errors import OutriderError
+from outrider.token_tree import TokenTree
 from target_service.acceptance import Walk, walk
 from target_service.sessions import Step
 

@@ -6,8 +6,7 @@ from support.engine_cases import every_ops, keys_of, native
 from torch import Tensor
 
 from outrider.engine.ops import Ops
-from outrider.engine.penalties import RowContext
-from outrider.engine.sampling import divisor, transform
+from outrider.engine.sampling.transforms import RowContext, divisor, transform
 from outrider.parameters import SamplingParameters
 
 EVERY_OPS = pytest.mark.parametrize("ops", every_ops(), ids=lambda ops: ops.name)
