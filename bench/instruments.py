@@ -10,7 +10,7 @@ from bench.plan import Plan
 from bench.samples import DRAFT, TARGET, Measurements, OperatorSample, StepPoint, StepSample
 from bench.summary import CONTEXT_LEN, MEMORY, ModelShape
 from outrider.engine.models.weights import DTYPES
-from outrider.model_service import LoadedModel, load_model
+from outrider.model_service.server import LoadedModel, load_model
 from outrider.model_service_flags import ModelServiceSettings
 
 OPERATOR_ROWS = (1, 5)

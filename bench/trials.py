@@ -12,8 +12,7 @@ from torch import Tensor
 
 from bench.engine_loop import spec_of
 from draft_service.drafters.model_drafter import ModelDrafter
-from draft_service.drafters.offers import MODEL, noise_of
-from draft_service.drafters.task import DraftTask
+from draft_service.drafters.task import MODEL, DraftTask, noise_of
 from outrider.compute_times import Meter
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner
@@ -25,7 +24,7 @@ from outrider.errors import OutriderError
 from outrider.parameters import Acceptance, SessionSpec
 from outrider.token_tree import EMPTY, TokenTree
 from target_service.acceptance import Walk
-from target_service.decision import decide
+from target_service.rules.batched import decide
 
 
 @dataclass(frozen=True, slots=True)

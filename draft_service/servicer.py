@@ -5,8 +5,7 @@ from functools import partial
 
 import grpc
 
-from draft_service.drafters.offers import choose_drafter
-from draft_service.drafters.task import DraftTask
+from draft_service.drafters.task import DraftTask, choose_drafter
 from draft_service.sessions import Answer, DraftSessions, Wanted
 from outrider import rpc, tracing, wire
 from outrider.checks import check_range, check_token_ids
@@ -14,8 +13,8 @@ from outrider.compute_times import ComputeTimes
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import InvalidRequest
 from outrider.fencing import Fence
-from outrider.model_servicer import MAX_DRAFT_COUNT, ServiceFacts
-from outrider.session_servicer import Arrival, SessionServicer, unobserved
+from outrider.model_service.servicer import MAX_DRAFT_COUNT, ServiceFacts
+from outrider.model_service.session_stream import Arrival, SessionServicer, unobserved
 from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.draft_service_pb2_grpc import DraftServiceServicer, add_DraftServiceServicer_to_server
@@ -23,7 +22,7 @@ from outrider.wire_proposal import tree_message
 
 
 class DraftMessages:
-    """What the messages of DraftService say; see outrider.session_servicer.Messages."""
+    """What the messages of DraftService say; see outrider.model_service.session_stream.Messages."""
 
     def __init__(self, facts: ServiceFacts, sessions: DraftSessions) -> None:
         self._facts = facts

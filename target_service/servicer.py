@@ -11,9 +11,9 @@ from outrider.compute_times import ComputeTimes
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import InvalidRequest, PromptTooLong
 from outrider.fencing import Fence
-from outrider.model_servicer import MAX_DRAFT_COUNT, ServiceFacts
+from outrider.model_service.servicer import MAX_DRAFT_COUNT, ServiceFacts
+from outrider.model_service.session_stream import Arrival, SessionServicer, unobserved
 from outrider.parameters import SessionSpec
-from outrider.session_servicer import Arrival, SessionServicer, unobserved
 from outrider.token_tree import TokenTree
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1 import types_pb2
@@ -30,7 +30,7 @@ OTHER_VERDICT_BYTES = 64 << 10
 
 
 class TargetMessages:
-    """What the messages of TargetService say; see outrider.session_servicer.Messages."""
+    """What the messages of TargetService say; see outrider.model_service.session_stream.Messages."""
 
     def __init__(self, facts: ServiceFacts, sessions: TargetSessions) -> None:
         self._facts = facts

@@ -9,7 +9,7 @@ from support.rules import logits_behind, ruled
 from support.stepped_draft import PROMPT, SPEC, Draft
 
 from draft_service.drafters.model_drafter import ModelDrafter
-from draft_service.drafters.offers import DRAFTERS, MODEL, SAMPLED, noise_of
+from draft_service.drafters.task import DRAFTERS, MODEL, SAMPLED, noise_of
 from draft_service.sessions import Wanted
 from outrider.engine.batching import Feed
 from outrider.engine.noise import Purpose

@@ -16,7 +16,7 @@ from outrider.engine.runner import ForwardResult, ModelRunner
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import OutriderError
 from outrider.fencing import Fence
-from outrider.sessions import SessionTable
+from outrider.model_service.session_store import SessionTable
 
 DRAFT_COUNT = 6
 SPECS = [spec_of((5, 17, first, 3, 90), 40, seed=first, eos=(), temperature=0.9) for first in (200, 111, 30)]

@@ -13,9 +13,9 @@ from support.rules import RULES_WITH_LAWS, drafted, ruled
 from support.stepped_draft import PROMPT, SPEC, Draft, continued, fresh_guesses
 from typer.testing import CliRunner
 
-from draft_service.drafters import guessing, model_drafter
+from draft_service.drafters import model_drafter
 from draft_service.drafters.model_drafter import ModelDrafter
-from draft_service.drafters.offers import DRAFTERS, MODEL, SAMPLED
+from draft_service.drafters.task import DRAFTERS, MODEL, SAMPLED
 from draft_service.flags import draft_service_app
 from draft_service.sessions import Wanted
 from outrider.engine.batching import Feed
@@ -164,7 +164,7 @@ def test_drafters_share_forwards_and_guess_what_they_guess_alone(
     ]
     alone = [proposal_of(runner, *wish) for wish in wishes]
     sizes = []
-    guess_each = guessing.guess_each
+    guess_each = model_drafter.guess_each
 
     def counted(runner: ModelRunner, tasks: Sequence[object], *rest: object) -> object:
         sizes.append(len(tasks))

@@ -16,7 +16,7 @@ from simulation.world import Scenario, simulate
 
 from gateway.target_stream import TargetStream
 from outrider.fencing import Fence, Known, Standing, judge, judge_open
-from outrider.sessions import SessionTable
+from outrider.model_service.session_store import SessionTable
 from outrider.v1 import target_service_pb2 as pb
 
 USUAL_EXAMPLES = 500
@@ -65,10 +65,10 @@ def leave_nothing(self: SessionTable[object], session_id: bytes, owner: object, 
 
 
 PLANTS = {
-    "an open's epoch is ignored": ("outrider.session_book.judge_open", opening_any_epoch),
+    "an open's epoch is ignored": ("outrider.model_service.session_store.judge_open", opening_any_epoch),
     "the target takes repetitions": ("target_service.sessions.judge", taking_repetitions),
     "the gateway matches by order": ("gateway.target_stream.TargetStream.receive", receive_in_order),
-    "a cancelled stream frees nothing": ("outrider.sessions.SessionTable.leave", leave_nothing),
+    "a cancelled stream frees nothing": ("outrider.model_service.session_store.SessionTable.leave", leave_nothing),
     "a close frees no blocks": ("outrider.engine.session.Session.free", lambda self: None),
 }
 

@@ -17,7 +17,7 @@ from support.tiny_models import write_tiny_model
 
 from draft_service.server import start as start_draft
 from outrider.errors import OutriderError, PeerLost
-from outrider.model_service import RunningModelService
+from outrider.model_service.server import RunningModelService
 from outrider.model_service_flags import ModelServiceSettings
 from outrider.rpc import open_channel
 from outrider.rpc_errors import error_from

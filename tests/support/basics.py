@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from outrider.engine.cache.block_pool import BlockPool
 from outrider.errors import OutriderError
-from outrider.model_service import RunningModelService
+from outrider.model_service.server import RunningModelService
 from outrider.parameters import SamplingParameters, SessionSpec
 
 PATIENCE_S = 20.0

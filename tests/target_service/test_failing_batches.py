@@ -18,11 +18,12 @@ from outrider.engine.sampling.draw import Ask
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import OutriderError
 from outrider.fencing import Fence
+from outrider.model_service.session_store import SessionTable
 from outrider.parameters import SessionSpec
-from outrider.sessions import SessionTable
 from outrider.token_tree import EMPTY, TokenTree
-from target_service import decision, verifier
+from target_service import verifier
 from target_service.acceptance import Walk
+from target_service.rules import batched
 from target_service.sessions import Answer, Step, TargetSession, TargetSessions
 from target_service.verifier import Verifier, VerifyTask
 
@@ -97,7 +98,7 @@ def _has_culprit(feeds: Sequence[Feed]) -> bool:
 
 def spoil(monkeypatch: pytest.MonkeyPatch, runner: ModelRunner, place: str, fails: Callable[..., bool]) -> None:
     """Lets a step raise when its keys and values are written but not counted, or when its forward is complete."""
-    forward, model_forward, decide = runner.forward, runner.model.forward, decision.decide
+    forward, model_forward, decide = runner.forward, runner.model.forward, batched.decide
     is_failing = False
 
     def spoiled_model(*arguments: object) -> object:

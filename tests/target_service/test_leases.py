@@ -10,7 +10,7 @@ from support.session_clients import TargetClient, channel_to
 from support.tiny_models import PROMPT, SETTINGS, write_tiny_model
 
 from outrider.errors import PromptTooLong
-from outrider.model_service import LoadedModel, RunningModelService
+from outrider.model_service.server import LoadedModel, RunningModelService
 from outrider.model_service_flags import ModelServiceSettings
 from target_service.server import start, start_with
 

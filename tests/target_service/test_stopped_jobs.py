@@ -10,7 +10,7 @@ from support.tiny_models import write_tiny_model
 
 from outrider.engine.runner import ModelRunner
 from outrider.fencing import Fence
-from outrider.sessions import SessionTable
+from outrider.model_service.session_store import SessionTable
 from outrider.token_tree import EMPTY
 from target_service.sessions import Step, TargetSession, TargetSessions
 from target_service.verifier import Verifier, VerifyTask

@@ -17,7 +17,7 @@ from outrider.engine.runner import ModelRunner
 from outrider.fencing import Fence
 from outrider.parameters import Acceptance, DraftDistribution, Rule, SessionSpec
 from outrider.token_tree import EMPTY, TokenTree
-from target_service import token_logprobs
+from target_service import verifier
 from target_service.sessions import Answer, Step
 
 LONG_PROMPT = tuple((7 * number + 3) % VOCABULARY_SIZE for number in range(75))
@@ -158,6 +158,6 @@ def test_who_asks_for_none_pays_nothing(target: Target, monkeypatch: pytest.Monk
     def refuse(*_arguments: object) -> None:
         raise AssertionError("nobody asked")
 
-    monkeypatch.setattr(token_logprobs, "row_logprobs", refuse)
+    monkeypatch.setattr(verifier, "row_logprobs", refuse)
     target.open(spec_of(LONG_PROMPT, 90, eos=()), budget=5)
     assert len(target.run()) == 6

@@ -1,8 +1,8 @@
-"""Tests of target_service.preemption: who gives way to whom."""
+"""Tests of target_service.block_allocator: who gives way to whom."""
 
 import pytest
 
-from target_service.preemption import Holder, is_first, victims
+from target_service.block_allocator import Holder, is_first, victims
 
 RUNNING, IDLE, WAITING = Holder(3, True), Holder(2, False), Holder(0, True)
 # Two blocks of three that others have as well.

@@ -5,8 +5,8 @@ from support.observability import families, findings
 
 from outrider.compute_times import ComputeTimes
 from outrider.engine.runner import ForwardCounts
-from outrider.model_servicer import ServiceCounts, ServiceFacts
-from outrider.service_metrics import ServiceMetrics
+from outrider.model_service.metrics import ServiceMetrics
+from outrider.model_service.servicer import ServiceCounts, ServiceFacts
 
 FACTS = ServiceFacts(
     role="target",

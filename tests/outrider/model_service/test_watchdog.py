@@ -1,4 +1,4 @@
-"""Tests of outrider.watchdog: when a device is given up, with a clock that goes on only when the watchdog sleeps."""
+"""Tests of outrider.model_service.watchdog: when a device is given up, with a clock that goes on only when the watchdog sleeps."""
 
 import asyncio
 import json
@@ -13,9 +13,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.basics import PATIENCE_S, spec_of
 from support.session_clients import TargetClient, channel_to
 
-from outrider.watchdog import LAST_WORDS_S, Watchdog, wait_s
+from outrider.model_service.watchdog import LAST_WORDS_S, Watchdog, wait_s
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 

@@ -1,4 +1,4 @@
-"""`python -m outrider.row_probe --model DIR`: whether rows of this model are bitwise independent on this machine.
+"""`python -m outrider.model_service.row_probe --model DIR`: whether rows of this model are bitwise independent on this machine.
 
 Loads a model as a service loads it, compares, prints one line of JSON and ends. Knows no service and no request.
 """
@@ -19,7 +19,7 @@ from outrider.engine.batching import Feed
 from outrider.engine.ops.library import load_kernels, processor_levels
 from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
-from outrider.model_service import load_model
+from outrider.model_service.server import load_model
 from outrider.model_service_flags import MAX_THREADS, Dtype, ModelServiceSettings
 from outrider.token_tree import EMPTY, TokenTree
 

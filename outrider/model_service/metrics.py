@@ -18,7 +18,7 @@ from outrider.compute_times import ComputeTimes
 from outrider.engine.runner import ForwardCounts
 from outrider.metric_aliases import Renamed
 from outrider.metrics_server import Registry
-from outrider.model_servicer import Device, ServiceCounts, ServiceFacts
+from outrider.model_service.servicer import Device, ServiceCounts, ServiceFacts
 from outrider.tallies import Tally, tally_of
 
 PREFIX = "outrider_"

@@ -1,6 +1,6 @@
-"""Tests of outrider.least_epochs: what is remembered of sessions that were not known."""
+"""Tests of outrider.model_service.session_store: what is remembered of sessions that were not known."""
 
-from outrider.least_epochs import LeastEpochs
+from outrider.model_service.session_store import LeastEpochs
 
 
 def test_the_newest_epoch_counts() -> None:

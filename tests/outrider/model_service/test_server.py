@@ -1,4 +1,4 @@
-"""Tests of outrider.model_service: how a service ends whose device does not answer, in this process and in its own."""
+"""Tests of outrider.model_service.server: how a service ends whose device does not answer, in this process and in its own."""
 
 import asyncio
 import json
@@ -13,14 +13,14 @@ from support.basics import PATIENCE_S, check_empty, eventually, spec_of
 from support.session_clients import TargetClient, channel_to
 from support.tiny_models import PROMPT, SETTINGS
 
-from outrider import model_service
 from outrider.errors import OutriderError
-from outrider.model_service import DEVICE_PATIENCE_S
+from outrider.model_service import server
+from outrider.model_service.server import DEVICE_PATIENCE_S
 from outrider.rpc import DRAIN_S, AddressTaken
 from outrider.service_process import STOP_GRACE_S
 from target_service.server import start
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_a_supervisor_waits_longer() -> None:
@@ -33,7 +33,7 @@ async def test_whoever_stops_a_stuck_device_gets_control_back(
     monkeypatch: pytest.MonkeyPatch, num_sessions: int
 ) -> None:
     """With a stream that waits for the device, or without; when the device answers again, the stop can be completed."""
-    monkeypatch.setattr(model_service, "DEVICE_PATIENCE_S", 0.05)
+    monkeypatch.setattr(server, "DEVICE_PATIENCE_S", 0.05)
     running = await start(replace(SETTINGS, kv_tokens=512))
     gate = threading.Event()
     async with channel_to(running.address) as channel:

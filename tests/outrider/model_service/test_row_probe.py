@@ -7,7 +7,7 @@ from support.tiny_models import write_tiny_model
 from torch import Tensor
 
 from outrider.engine.runner import ModelRunner
-from outrider.row_probe import Comparison, compare, engine_facts
+from outrider.model_service.row_probe import Comparison, compare, engine_facts
 
 ROWS = {"a row alone and in a batch": 72, "prefill and decoding": 24, "a proposal and plain decoding": 9}
 

@@ -1,4 +1,4 @@
-"""Tests of outrider.session_stream without gRPC: order, ends, and what bounds a client that does not read or stop."""
+"""Tests of outrider.model_service.session_stream without gRPC: order, ends, and what bounds a client that does not read or stop."""
 
 import asyncio
 import threading
@@ -9,7 +9,7 @@ import pytest
 from support.basics import PATIENCE_S
 
 from outrider.errors import InvalidRequest, NotReady, Overloaded
-from outrider.session_stream import MAX_UNFINISHED_JOBS, Outbox, SessionStream
+from outrider.model_service.session_stream import MAX_UNFINISHED_JOBS, Outbox, SessionStream
 
 
 class SlowDevice:

@@ -1,4 +1,4 @@
-"""Tests of outrider.sessions: leases, owners and who goes first when room is needed."""
+"""Tests of outrider.model_service.session_store: leases, owners and who goes first when room is needed."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ import structlog
 
 from outrider.errors import CacheFull
 from outrider.fencing import Fence
-from outrider.sessions import SessionTable
+from outrider.model_service.session_store import SessionTable
 
 
 @dataclass

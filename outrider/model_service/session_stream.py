@@ -1,26 +1,36 @@
-"""One session's stream on the server's side: requests are read while answers are computed. Knows no messages.
+"""The door to a service's sessions: one stream a session, the same for draft and target.
 
-Reading and writing are separate, because a newer epoch or a close has to be seen while a job runs. A stream ends when
+Requests are read while answers are computed, because a newer epoch or a close has to be seen while a job runs. Fences
+are checked, a close frees, a ping is answered at once; everything else becomes a job for the device. A stream ends when
 its client ends it, when a request says so, or with the first error; a client that cancels while nothing is under way
 looks like one that has ended its stream, so nothing may depend on which it was.
 """
 
 import asyncio
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from outrider.errors import InvalidRequest, NotReady, Overloaded
+from structlog.contextvars import bind_contextvars
+
+from outrider import tracing, wire
+from outrider.compute_times import ComputeTimes
+from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded
 from outrider.fencing import Fence
+from outrider.logs import session_prefix
+from outrider.model_service.session_store import SessionTable
+from outrider.v1 import types_pb2 as pb
 
 # Eight windows of unasked verdicts: a client that asks for all of them again a few times is still heard.
 MAX_UNSENT_ANSWERS = 2048
 MAX_UNFINISHED_JOBS = 16
 
-OutT = TypeVar("AnswerT")
-InT = TypeVar("RequestT")
+OutT = TypeVar("OutT")
+InT = TypeVar("InT")
 T = TypeVar("T")
 
 
@@ -37,7 +47,7 @@ class Device(Protocol):
 
 
 class Leases(Protocol):
-    """The part of a session table that the end of a stream concerns; see outrider.sessions.SessionTable."""
+    """The part of a session table that the end of a stream concerns; see outrider.model_service.session_store.SessionTable."""
 
     lease_s: float
 
@@ -215,3 +225,177 @@ class SessionStream(Generic[InT, OutT]):
 
 def _nothing() -> None:
     """A job whose end tells that those before it have ended."""
+
+
+# What took longer gets an event of its own; everything else is in the sums.
+SLOW_US = 500_000
+
+
+@dataclass(slots=True)
+class SessionFigures:
+    """Sums over a stream."""
+
+    num_answers: int = 0
+    num_forwards: int = 0
+    queue_us: int = 0
+    compute_us: int = 0
+
+    def add(self, times: ComputeTimes) -> None:
+        """Counts an answer."""
+        self.num_answers += 1
+        self.num_forwards += times.forward_count
+        self.queue_us += times.queue_us
+        self.compute_us += times.compute_us
+        # The first one read the prompt.
+        if self.num_answers == 1 or times.queue_us + times.compute_us > SLOW_US:
+            name = "first answer" if self.num_answers == 1 else "slow answer"
+            tracing.event(name, queue_us=times.queue_us, compute_us=times.compute_us, forwards=times.forward_count)
+
+    def tell(self) -> None:
+        """Writes the sums into the open span."""
+        tracing.note(
+            answers=self.num_answers, forwards=self.num_forwards, queue_us=self.queue_us, compute_us=self.compute_us
+        )
+
+
+# A stream has a handler, two tasks and some jobs, so this bounds all of them.
+MAX_STREAMS = 1024
+
+
+class Request(Protocol):
+    """A message of a session's stream."""
+
+    @property
+    def fence(self) -> pb.Fence:
+        """Which session it belongs to."""
+        ...
+
+    def WhichOneof(self, oneof_group: Literal["action"], /) -> str | None:  # noqa: N802 - the name is protobuf's
+        """Name of the field that is set."""
+        ...
+
+
+class Answered(Protocol):
+    """An answer to a message."""
+
+    @property
+    def times(self) -> ComputeTimes:
+        """What it cost."""
+        ...
+
+
+AnswerT = TypeVar("AnswerT", bound=Answered)
+RequestT = TypeVar("RequestT", bound=Request)
+ResponseT = TypeVar("ResponseT")
+RequestT_contra = TypeVar("RequestT_contra", bound=Request, contravariant=True)
+ResponseT_co = TypeVar("ResponseT_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival(Generic[AnswerT]):
+    """Of a message: its fence, its stream, where answers go, and when it came, on time.perf_counter_ns."""
+
+    fence: Fence
+    owner: object
+    reply: Callable[[AnswerT | OutriderError], None]
+    arrived_ns: int
+
+
+class Messages(Protocol[RequestT_contra, AnswerT, ResponseT_co]):
+    """What the messages of one service say."""
+
+    def job(self, action: str, request: RequestT_contra, arrival: Arrival[AnswerT]) -> Callable[[], None]:
+        """What the device thread does for a request; raises InvalidRequest and the like about what it says."""
+        ...
+
+    def response(self, answer: AnswerT) -> ResponseT_co:
+        """The message for an answer."""
+        ...
+
+    def pong(self, fence: Fence) -> ResponseT_co:
+        """The answer to a ping."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pinged:
+    """Stands for the answer to a ping among the answers of a stream."""
+
+    fence: Fence
+
+
+def unobserved(times: ComputeTimes) -> None:
+    """Nobody wants to know."""
+
+
+class SessionServicer(Generic[RequestT, AnswerT, ResponseT]):
+    """Carries the session streams of one service."""
+
+    def __init__(
+        self,
+        messages: Messages[RequestT, AnswerT, ResponseT],
+        context_len: int,
+        table: SessionTable[Any],
+        device: Device,
+        observe: Callable[[ComputeTimes], None] = unobserved,
+    ) -> None:
+        """`observe` is told what each answer cost, when it is sent."""
+        self._observe = observe
+        self._messages = messages
+        self._context_len = context_len
+        self._table = table
+        self._device = device
+        self._num_streams = 0
+
+    async def carry(
+        self,
+        requests: AsyncIterator[RequestT],
+        write: Callable[[ResponseT], Awaitable[None]],
+        time_left_s: Callable[[], float | None],
+        parent: Mapping[str, str] | None = None,
+    ) -> None:
+        """Carries one session until its stream ends; raises what ends it, and Overloaded when there are too many.
+
+        `time_left_s` as in SessionStream; `parent` is what the caller says of its trace.
+        """
+        if self._num_streams >= MAX_STREAMS:
+            raise Overloaded(f"{self._num_streams} sessions have a stream already", limit=MAX_STREAMS)
+        stream = SessionStream[RequestT, AnswerT | Pinged](self._device, self._table, time_left_s)
+        self._num_streams += 1
+        with tracing.span("session", parent=parent or {}):
+            figures = SessionFigures()
+            try:
+                await stream.carry(requests, partial(self._answer, write, figures), partial(self._handle, stream))
+            finally:
+                self._num_streams -= 1
+                figures.tell()
+
+    async def _answer(
+        self,
+        write: Callable[[ResponseT], Awaitable[None]],
+        figures: SessionFigures,
+        answer: AnswerT | Pinged,
+    ) -> None:
+        if isinstance(answer, Pinged):
+            await write(self._messages.pong(answer.fence))
+            return
+        await write(self._messages.response(answer))
+        self._observe(answer.times)
+        figures.add(answer.times)
+
+    async def _handle(self, stream: SessionStream[RequestT, AnswerT | Pinged], request: RequestT) -> bool:
+        """Takes one request; False after a close, which ends the stream."""
+        arrived_ns = time.perf_counter_ns()
+        fence = wire.fence_from(request.fence, self._context_len)
+        action = stream.admit(fence, request.WhichOneof("action"))
+        if action == "open":
+            bind_contextvars(session=session_prefix(fence.session_id))
+            tracing.note(session=session_prefix(fence.session_id))
+        if action == "ping":
+            stream.outbox.put(Pinged(fence))
+        elif action == "close":
+            await self._device.call(partial(self._table.close, fence, stream))
+        else:
+            arrival: Arrival[AnswerT] = Arrival(fence, stream, stream.outbox.put, arrived_ns)
+            await stream.hand_over(self._messages.job(action, request, arrival))
+        return action != "close"

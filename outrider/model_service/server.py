@@ -20,14 +20,14 @@ from outrider.engine.runner import ModelRunner
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import NotReady, OutriderError
 from outrider.metrics_server import RunningMetrics, serve_metrics
+from outrider.model_service.metrics import ServiceMetrics
+from outrider.model_service.servicer import ServiceFacts, Sessions
+from outrider.model_service.session_store import SessionTable
+from outrider.model_service.watchdog import Watchdog
 from outrider.model_service_flags import ModelServiceSettings
-from outrider.model_servicer import ServiceFacts, Sessions
 from outrider.parameters import Rule
 from outrider.process import exit_now
-from outrider.service_metrics import ServiceMetrics
-from outrider.sessions import SessionTable
 from outrider.vocabulary import Vocabulary
-from outrider.watchdog import Watchdog
 
 log = structlog.get_logger()
 
