@@ -23,7 +23,7 @@ from outrider.cli.stack import Addresses
 from outrider.client import AsyncClient, Speculation
 from outrider.errors import OutriderError
 from outrider.parameters import SessionSpec
-from outrider.rpc import open_channel
+from outrider.rpc.channels import open_channel
 
 # About as long as a service computes in a round of a small pair: a processor that has nothing to do sleeps in it.
 PAUSE_S = 0.002

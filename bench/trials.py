@@ -13,7 +13,6 @@ from torch import Tensor
 from bench.engine_loop import spec_of
 from draft_service.drafters.model_drafter import ModelDrafter
 from draft_service.drafters.task import MODEL, DraftTask, noise_of
-from outrider.compute_times import Meter
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draft_distribution import quantise
@@ -22,6 +21,7 @@ from outrider.engine.sampling.transforms import transform
 from outrider.engine.session import Session
 from outrider.errors import OutriderError
 from outrider.parameters import Acceptance, SessionSpec
+from outrider.rpc.fencing import Meter
 from outrider.token_tree import EMPTY, TokenTree
 from target_service.acceptance import Walk
 from target_service.rules.batched import decide

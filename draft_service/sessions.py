@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from draft_service.drafters.task import MODEL, DraftTask, noise_of
-from outrider.compute_times import ComputeTimes, Meter
 from outrider.engine.runner import ModelRunner
 from outrider.errors import OutriderError
-from outrider.fencing import Fence, Known, Standing, judge
 from outrider.model_service.servicer import RolledBack, ServiceCounts
 from outrider.model_service.session_store import SessionBook, SessionRecord, SessionTable
 from outrider.parameters import SessionSpec
+from outrider.rpc.fencing import ComputeTimes, Fence, Known, Meter, Standing, judge
 from outrider.token_tree import TokenTree
 
 

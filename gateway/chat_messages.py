@@ -5,8 +5,7 @@ from dataclasses import replace
 from gateway.chat_template import ChatTemplate
 from gateway.generation_messages import ask_from
 from gateway.requests import GenerationAsk
-from outrider.checks import check_count
-from outrider.errors import InvalidRequest
+from outrider.errors import InvalidRequest, check_count
 from outrider.v1 import generation_service_pb2 as pb
 
 MAX_MESSAGES = 1024

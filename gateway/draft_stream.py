@@ -8,13 +8,14 @@ import asyncio
 from gateway.links import ServiceLink
 from gateway.rounds import Proposal, TokenLog, Way
 from gateway.streams import MessageStream
-from outrider import tracing, wire
+from outrider import tracing
 from outrider.errors import InvalidRequest, ProtocolViolation
 from outrider.parameters import Rule, SessionSpec
+from outrider.rpc import messages
+from outrider.rpc.messages import distributions_from, draft_logprobs_from, tree_from
 from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.draft_service_pb2_grpc import DraftServiceStub
-from outrider.wire_proposal import distributions_from, draft_logprobs_from, tree_from
 
 CLOSE_TIMEOUT_S = 2.0
 
@@ -43,7 +44,7 @@ class DraftStream:
     async def ask(self, fence: types_pb2.Fence, draft_count: int, timeout_s: float) -> None:
         """Opens the session, or tells the tokens that the draft does not know. Raises TimeoutError."""
         if self.known_len == 0:
-            session = wire.open_message(self._spec, self._log.tokens())
+            session = messages.open_message(self._spec, self._log.tokens())
             opening = pb.DraftOpen(session=session, draft_count=draft_count, drafter=self._drafter)
             request = pb.ProposeRequest(fence=fence, open=opening)
         else:

@@ -4,10 +4,10 @@ from gateway.generation import CompletionEvent, RoundEvent
 from gateway.requests import GenerationAsk
 from gateway.rounds import FallbackReason, Round, TokenOrigin
 from gateway.transcript import PromptToken, RejectedToken, SpeculationFigures, SpokenToken
-from outrider import wire
 from outrider.parameters import Acceptance
+from outrider.rpc import messages
+from outrider.rpc.messages import RULES, acceptance_from, logprob_message, settings_message
 from outrider.v1 import generation_service_pb2 as pb
-from outrider.wire_acceptance import RULES, acceptance_from, logprob_message, settings_message
 
 ORIGINS = {
     TokenOrigin.PLAIN: pb.TOKEN_ORIGIN_PLAIN,
@@ -33,7 +33,7 @@ def ask_from(request: pb.GenerateRequest) -> GenerationAsk:
         text=request.text if prompt == "text" else None,
         token_ids=tuple(request.token_ids.token_ids) if prompt == "token_ids" else None,
         max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
-        sampling=wire.sampling_from(request.sampling),
+        sampling=messages.sampling_from(request.sampling),
         seed=request.seed if request.HasField("seed") else None,
         stops=tuple(request.stop),
         stop_token_ids=tuple(request.stop_token_ids),
@@ -115,7 +115,7 @@ def _facts(committed: Round, new_numerics_id: str) -> pb.RoundFacts:
 
 def _completion(event: CompletionEvent) -> pb.Completion:
     return pb.Completion(
-        finish_reason=wire.finish_reason_message(event.finish_reason),
+        finish_reason=messages.finish_reason_message(event.finish_reason),
         usage=pb.Usage(
             prompt_tokens=event.prompt_tokens,
             completion_tokens=event.completion_tokens,

@@ -20,11 +20,11 @@ from gateway.rollbacks import Rollbacks
 from outrider import tracing
 from outrider.errors import OutriderError, PeerLost
 from outrider.parameters import Rule
-from outrider.rpc import open_channel
-from outrider.rpc_errors import error_from
+from outrider.rpc.channels import open_channel
+from outrider.rpc.errors import error_from
+from outrider.rpc.messages import rules_from
 from outrider.v1 import model_service_pb2 as pb
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub
-from outrider.wire_acceptance import rules_from
 
 PROTOCOL_VERSION = 1
 ROLES = {pb.SERVICE_ROLE_DRAFT: "draft", pb.SERVICE_ROLE_TARGET: "target"}

@@ -19,7 +19,7 @@ from outrider.parameters import (
     SamplingParameters,
     SessionSpec,
 )
-from outrider.rpc import MAX_MESSAGE_BYTES
+from outrider.rpc.channels import MAX_MESSAGE_BYTES
 
 MAX_STOPS = 8
 MAX_STRING_LEN = 256

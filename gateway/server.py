@@ -31,9 +31,9 @@ from gateway.rest.settings import RestSettings
 from gateway.servicer import generation_service
 from gateway.settings import GatewaySettings, listed
 from gateway.tokenizer import Tokenizer
-from outrider import rpc
 from outrider.errors import NotReady, VocabularyMismatch
 from outrider.metrics_server import Registry, RunningMetrics, serve_metrics
+from outrider.rpc import channels
 from outrider.vocabulary import Vocabulary
 
 PROGRESS_S = 5.0
@@ -48,7 +48,7 @@ class RunningGateway:
     address: str
     backend: Backend
     door: FrontDoor
-    server: rpc.RunningServer
+    server: channels.RunningServer
     tasks: tuple[asyncio.Task[None], ...]
     metrics: RunningMetrics | None
     rest: RunningRest | None
@@ -64,7 +64,7 @@ class RunningGateway:
         """Where it serves REST; raises KeyError when it does not."""
         return self.further_addresses["rest"]
 
-    async def stop(self, grace_s: float = rpc.DRAIN_S) -> None:
+    async def stop(self, grace_s: float = channels.DRAIN_S) -> None:
         """Turns away who waits or comes, gives running requests grace_s to end, and closes the links."""
         self.door.admission.close()
         for task in self.tasks:
@@ -100,7 +100,7 @@ async def start(settings: GatewaySettings) -> RunningGateway:
             await _await_draft(backend.draft, settings.draft_wait_s)
         door = _front_door(settings, backend, template, registry)
         service = generation_service(door, settings.client_stall_s)
-        server = await rpc.serve(settings.listen, service, reflects=settings.reflection)
+        server = await channels.serve(settings.listen, service, reflects=settings.reflection)
         undo.push_async_callback(server.stop, 0.0)
         rest = await _serve_rest(settings, door, registry, server.address)
         undo.pop_all()

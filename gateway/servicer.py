@@ -60,7 +60,7 @@ def _carrier(context: Context | ChatContext) -> dict[str, str]:
 
 
 def generation_service(door: FrontDoor, client_stall_s: float) -> dict[str, Callable[[grpc.aio.Server], None]]:
-    """The service for `outrider.rpc.serve`: its full name, and what adds it to a server."""
+    """The service for `outrider.rpc.channels.serve`: its full name, and what adds it to a server."""
     servicer = GenerationServicer(door, client_stall_s)
     name = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
     return {name: lambda server: add_GenerationServiceServicer_to_server(servicer, server)}

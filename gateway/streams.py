@@ -16,7 +16,7 @@ import structlog
 from google.protobuf.message import Message
 
 from outrider.errors import OutriderError, PeerLost
-from outrider.rpc_errors import error_from, said_by_peer
+from outrider.rpc.errors import error_from, said_by_peer
 
 # What gRPC itself says of a call whose connection or process is gone, by the version and by what lies between.
 LOST_STATUSES = frozenset({"UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "UNKNOWN"})

@@ -11,14 +11,14 @@ import structlog
 from gateway.links import ServiceLink
 from gateway.rounds import Proposal, TokenLog, Verdict
 from gateway.streams import MessageStream
-from outrider import tracing, wire
+from outrider import tracing
 from outrider.errors import ProtocolViolation
 from outrider.parameters import SessionSpec
+from outrider.rpc import messages
+from outrider.rpc.messages import logprobs_from, tree_message
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.target_service_pb2_grpc import TargetServiceStub
-from outrider.wire_acceptance import logprobs_from
-from outrider.wire_proposal import tree_message
 
 CLOSE_TIMEOUT_S = 2.0
 
@@ -74,7 +74,7 @@ class TargetStream:
         budget = self._within_window(plain_budget)
         step = pb.TargetStep(proposal=tree_message(proposal), plain_budget=budget)
         if self.is_opening:
-            session = wire.open_message(self._spec, self._log.tokens())
+            session = messages.open_message(self._spec, self._log.tokens())
             await self._send(pb.VerifyRequest(open=pb.TargetOpen(session=session, step=step)), budget)
         else:
             await self._send(pb.VerifyRequest(step=step), budget)
@@ -131,7 +131,7 @@ def read_verdict(response: pb.VerifyResponse, spec: SessionSpec) -> Verdict:
         base_len=response.fence.base_len,
         accepted_rows=tuple(verdict.accepted_rows),
         next_token_id=verdict.next_token_id if verdict.HasField("next_token_id") else None,
-        finish_reason=wire.finish_reason(verdict.finish_reason),
+        finish_reason=messages.finish_reason(verdict.finish_reason),
         evaluated_count=verdict.evaluated_count,
         compute_us=response.times.compute_us,
         numerics_id=response.numerics_id,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import huggingface_hub
 
-from outrider.embedded_models import unsized
 from outrider.errors import ModelRefused
+from outrider.model_names import unsized
 
 PATTERNS = ("tokenizer_config.json", "special_tokens_map.json", "*.jinja")
 DEFAULT, TOOL_USE = "default", "tool_use"

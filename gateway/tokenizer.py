@@ -11,8 +11,8 @@ from pathlib import Path
 import tokenizers
 
 from gateway.token_pieces import TokenPiece, TokenPieces
-from outrider.embedded_models import unsized
 from outrider.errors import ModelRefused
+from outrider.model_names import unsized
 from outrider.vocabulary import Vocabulary
 
 LONG_TEXT = 2_000  # characters; encoding more takes long enough to be felt by other requests

@@ -8,13 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from outrider.compute_times import ComputeTimes, Meter
 from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest, OutriderError, ProtocolViolation
-from outrider.fencing import Fence, Known, Standing, judge
 from outrider.model_service.servicer import RolledBack, ServiceCounts
 from outrider.model_service.session_store import SessionBook, SessionRecord, SessionTable
 from outrider.parameters import FinishReason, SessionSpec
+from outrider.rpc.fencing import ComputeTimes, Fence, Known, Meter, Standing, judge
 from outrider.token_tree import EMPTY, TokenTree
 from target_service.acceptance import Verdict
 from target_service.verifier import VerifyTask

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from outrider.compute_times import ComputeTimes, Meter
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ForwardResult, ModelRunner
 from outrider.engine.sampling.draw import Ask
@@ -20,6 +19,7 @@ from outrider.engine.session import Session
 from outrider.engine.worker import own_fault
 from outrider.errors import OutriderError
 from outrider.parameters import SessionSpec, TokenLogprob
+from outrider.rpc.fencing import ComputeTimes, Meter
 from outrider.token_tree import TokenTree
 from target_service.acceptance import Verdict, Walk, settle
 from target_service.block_allocator import Holdings, Room

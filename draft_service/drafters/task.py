@@ -7,11 +7,11 @@ whose noise they draw with, and so which rules they serve.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from outrider.compute_times import Meter
 from outrider.engine.noise import Purpose
 from outrider.engine.session import Session
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.parameters import DraftDistribution, Rule, SessionSpec
+from outrider.rpc.fencing import Meter
 from outrider.token_tree import TokenTree
 
 

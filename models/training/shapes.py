@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.engine.models.config import ModelConfig
 from outrider.errors import InvalidRequest, ModelRefused
-from outrider.sized_presets import Shape
+from outrider.model_names import Shape
 
 ROLES = ("target", "draft")
 

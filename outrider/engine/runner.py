@@ -104,7 +104,7 @@ class ModelRunner:
         kv_tokens: int | None = None,
         vocabulary_size: int | None = None,
     ) -> Self:
-        """Loads a local folder, a hub id, a sized model (outrider.sized_presets), or what find_checkpoint found.
+        """Loads a local folder, a hub id, a sized model (outrider.model_names), or what find_checkpoint found.
 
         dtype, "bfloat16" or "float32", is that of the weights in memory, whatever the file holds. kv_tokens is the
         size of the cache in tokens; by default as many as 512 MiB hold, and at least one full context.

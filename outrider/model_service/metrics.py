@@ -14,11 +14,11 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
-from outrider.compute_times import ComputeTimes
 from outrider.engine.runner import ForwardCounts
 from outrider.metric_aliases import Renamed
 from outrider.metrics_server import Registry
 from outrider.model_service.servicer import Device, ServiceCounts, ServiceFacts
+from outrider.rpc.fencing import ComputeTimes
 from outrider.tallies import Tally, tally_of
 
 PREFIX = "outrider_"

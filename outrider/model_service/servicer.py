@@ -11,14 +11,15 @@ from typing import Any, Protocol, TypeVar
 
 import grpc
 
-from outrider import rpc, tracing, wire
+from outrider import tracing
 from outrider.errors import Overloaded
-from outrider.fencing import Fence
 from outrider.logs import session_prefix
 from outrider.parameters import Rule
+from outrider.rpc import channels, messages
+from outrider.rpc.fencing import Fence
+from outrider.rpc.messages import RULES
 from outrider.v1 import model_service_pb2 as pb
 from outrider.v1.model_service_pb2_grpc import ModelServiceServicer, add_ModelServiceServicer_to_server
-from outrider.wire_acceptance import RULES
 
 PROTOCOL_VERSION = 1
 MAX_DRAFT_COUNT = 32
@@ -166,12 +167,12 @@ class ModelServicer(ModelServiceServicer):
         self, request: pb.RollbackRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.RollbackResponse:
         """Takes a session back to a length."""
-        fence = wire.fence_from(request.fence, self._facts.context_len)
+        fence = messages.fence_from(request.fence, self._facts.context_len)
         parent = tracing.parent_of(context.invocation_metadata())
         with tracing.span("Rollback", parent=parent, session=session_prefix(fence.session_id)):
             rolled = await self._roll_back(fence)
         return pb.RollbackResponse(
-            fence=wire.fence_message(rolled.fence, self._facts.instance_id),
+            fence=messages.fence_message(rolled.fence, self._facts.instance_id),
             cached_len=rolled.cached_len,
             job_stopped=rolled.job_stopped,
         )
@@ -203,7 +204,7 @@ def unobserved(seconds: float) -> None:
 
 def model_service(
     facts: ServiceFacts, sessions: Sessions, device: Device, observe_rollback: Callable[[float], None] = unobserved
-) -> rpc.Services:
-    """The service for `outrider.rpc.serve`; `observe_rollback` as in ModelServicer."""
+) -> channels.Services:
+    """The service for `outrider.rpc.channels.serve`; `observe_rollback` as in ModelServicer."""
     servicer = ModelServicer(facts, sessions, device, observe_rollback)
-    return rpc.service(pb.DESCRIPTOR, "ModelService", partial(add_ModelServiceServicer_to_server, servicer))
+    return channels.service(pb.DESCRIPTOR, "ModelService", partial(add_ModelServiceServicer_to_server, servicer))

@@ -17,12 +17,12 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from structlog.contextvars import bind_contextvars
 
-from outrider import tracing, wire
-from outrider.compute_times import ComputeTimes
+from outrider import tracing
 from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded
-from outrider.fencing import Fence
 from outrider.logs import session_prefix
 from outrider.model_service.session_store import SessionTable
+from outrider.rpc import messages
+from outrider.rpc.fencing import ComputeTimes, Fence
 from outrider.v1 import types_pb2 as pb
 
 # Eight windows of unasked verdicts: a client that asks for all of them again a few times is still heard.
@@ -386,7 +386,7 @@ class SessionServicer(Generic[RequestT, AnswerT, ResponseT]):
     async def _handle(self, stream: SessionStream[RequestT, AnswerT | Pinged], request: RequestT) -> bool:
         """Takes one request; False after a close, which ends the stream."""
         arrived_ns = time.perf_counter_ns()
-        fence = wire.fence_from(request.fence, self._context_len)
+        fence = messages.fence_from(request.fence, self._context_len)
         action = stream.admit(fence, request.WhichOneof("action"))
         if action == "open":
             bind_contextvars(session=session_prefix(fence.session_id))

@@ -14,7 +14,7 @@ from outrider.engine.models.checkpoints import SizedCheckpoint, find_checkpoint
 from outrider.engine.models.weights import DTYPES, load_tensors, weight_files
 from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest, ModelRefused
-from outrider.sized_presets import PRESETS, Shape
+from outrider.model_names import PRESETS, Shape
 from outrider.vocabulary import Vocabulary
 
 DRAFT = Path(__file__).resolve().parents[2] / "models" / "draft"

@@ -15,8 +15,8 @@ from outrider.engine.batching import Feed
 from outrider.engine.runner import ForwardResult, ModelRunner
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import OutriderError
-from outrider.fencing import Fence
 from outrider.model_service.session_store import SessionTable
+from outrider.rpc.fencing import Fence
 
 DRAFT_COUNT = 6
 SPECS = [spec_of((5, 17, first, 3, 90), 40, seed=first, eos=(), temperature=0.9) for first in (200, 111, 30)]

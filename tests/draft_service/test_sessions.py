@@ -10,7 +10,7 @@ from support.stepped_draft import CONTEXT_LEN, PROMPT, SPEC, Draft, assert_like_
 from draft_service.sessions import Answer, Wanted
 from outrider.engine.runner import ModelRunner
 from outrider.errors import CacheFull, OutriderError
-from outrider.fencing import Fence
+from outrider.rpc.fencing import Fence
 
 
 @pytest.mark.parametrize("draft_count", [1, 2, 5])

@@ -12,8 +12,8 @@ from draft_service.drafters.model_drafter import ModelDrafter
 from draft_service.drafters.task import DraftTask
 from draft_service.sessions import DraftSession, DraftSessions, Wanted
 from outrider.engine.runner import ModelRunner
-from outrider.fencing import Fence
 from outrider.model_service.session_store import SessionTable
+from outrider.rpc.fencing import Fence
 
 SPEC = spec_of((5, 17, 200, 3, 90), 60, eos=())
 SESSION_ID = os.urandom(16)

@@ -11,7 +11,7 @@ from prompts import OPENINGS
 from support.basics import eventually
 from support.stack import request_of
 
-from outrider.rpc_errors import error_from
+from outrider.rpc.errors import error_from
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 

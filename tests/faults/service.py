@@ -13,7 +13,7 @@ from typing import Self
 from support.network import ChaosProxy
 from support.stack import DRAFT, TARGET, until_quiet
 
-from outrider.rpc import open_channel
+from outrider.rpc.channels import open_channel
 from outrider.service_process import Launch, ServiceProcess
 
 MODELS = {"target": TARGET, "draft": DRAFT}

@@ -15,7 +15,7 @@ from support.stack import TARGET
 from gateway.server import start as start_gateway
 from gateway.settings import GatewaySettings
 from outrider.errors import PeerLost
-from outrider.rpc import open_channel
+from outrider.rpc.channels import open_channel
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -17,7 +17,7 @@ from draft_service.server import start as start_draft
 from outrider.errors import PeerLost
 from outrider.model_service.server import RunningModelService
 from outrider.model_service_flags import ModelServiceSettings
-from outrider.rpc import open_channel
+from outrider.rpc.channels import open_channel
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 from target_service.server import start as start_target
 

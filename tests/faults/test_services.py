@@ -25,7 +25,7 @@ from gateway.server import RunningGateway
 from gateway.server import start as start_gateway
 from gateway.settings import GatewaySettings
 from outrider.model_service_flags import ModelServiceSettings
-from outrider.rpc import open_channel
+from outrider.rpc.channels import open_channel
 from target_service.server import start as start_target
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -15,8 +15,8 @@ from simulation.scenarios import rough_ways, scenarios
 from simulation.world import Scenario, simulate
 
 from gateway.target_stream import TargetStream
-from outrider.fencing import Fence, Known, Standing, judge, judge_open
 from outrider.model_service.session_store import SessionTable
+from outrider.rpc.fencing import Fence, Known, Standing, judge, judge_open
 from outrider.v1 import target_service_pb2 as pb
 
 USUAL_EXAMPLES = 500

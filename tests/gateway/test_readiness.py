@@ -13,7 +13,7 @@ from support.markov_services import TargetServicer, serving
 from gateway.server import start
 from gateway.settings import GatewaySettings
 from outrider.errors import InvalidRequest
-from outrider.rpc import open_channel
+from outrider.rpc.channels import open_channel
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.vocabulary import Vocabulary
 

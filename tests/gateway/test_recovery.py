@@ -22,9 +22,9 @@ from gateway.replicas import Replicas
 from gateway.rounds import NOTHING, TokenLog
 from gateway.speculation import speculate
 from gateway.target_session import RemoteTargetSession
-from outrider import rpc
 from outrider.errors import Overloaded, PeerLost, VocabularyMismatch
 from outrider.parameters import SamplingParameters, SessionSpec
+from outrider.rpc import channels
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import draft_service_pb2_grpc, model_service_pb2_grpc, target_service_pb2_grpc
 from outrider.v1 import model_service_pb2 as model_pb
@@ -177,7 +177,7 @@ async def test_a_drain_lets_a_slow_round_end(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(MarkovSession, "verdict", slow)
     service = target()
-    running = await rpc.serve(
+    running = await channels.serve(
         "127.0.0.1:0",
         {
             "model": lambda server: model_service_pb2_grpc.add_ModelServiceServicer_to_server(service, server),

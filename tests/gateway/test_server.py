@@ -14,7 +14,7 @@ from support.markov_stack import SEED, WORDS, markov_stack, request
 from gateway.server import start
 from gateway.settings import GatewaySettings
 from outrider.errors import InvalidRequest, ModelRefused, NotReady, Overloaded, PromptTooLong, VocabularyMismatch
-from outrider.rpc import open_channel
+from outrider.rpc.channels import open_channel
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import types_pb2

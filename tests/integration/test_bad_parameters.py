@@ -15,7 +15,7 @@ from support.stack import RunningStack, running_stack
 
 from outrider.errors import InvalidRequest, OutriderError, PromptTooLong
 from outrider.model_service.session_store import SessionTable
-from outrider.rpc_errors import error_from
+from outrider.rpc.errors import error_from
 from outrider.v1 import generation_service_pb2 as pb
 
 MANY = settings(derandomize=True, deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))

@@ -19,8 +19,8 @@ from draft_service.server import start as start_draft
 from outrider.errors import OutriderError, PeerLost
 from outrider.model_service.server import RunningModelService
 from outrider.model_service_flags import ModelServiceSettings
-from outrider.rpc import open_channel
-from outrider.rpc_errors import error_from
+from outrider.rpc.channels import open_channel
+from outrider.rpc.errors import error_from
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub
 from target_service.server import start as start_target

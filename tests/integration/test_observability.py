@@ -18,7 +18,7 @@ from support.basics import eventually
 from support.observability import TraceCollector, collecting, families, findings
 from support.stack import request_of
 
-from outrider.rpc import open_channel
+from outrider.rpc.channels import open_channel
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import model_service_pb2, types_pb2
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub

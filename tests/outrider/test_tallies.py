@@ -9,7 +9,7 @@ from support.observability import families, findings
 
 from outrider.metric_aliases import Renamed
 from outrider.metrics_server import Registry, serve_metrics
-from outrider.rpc import AddressTaken
+from outrider.rpc.channels import AddressTaken
 from outrider.tallies import Tally, tally_of
 
 

@@ -39,11 +39,11 @@ from gateway.policy import Choice, SpeculationPolicy
 from gateway.replicas import Replicas
 from gateway.servicer import generation_service
 from outrider.parameters import Rule
-from outrider.rpc_errors import error_from
+from outrider.rpc.errors import error_from
+from outrider.rpc.messages import RULES
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
-from outrider.wire_acceptance import RULES
 from target_service import sessions as target_sessions
 
 GATEWAY = "gateway"

@@ -12,9 +12,9 @@ from google.protobuf.descriptor import Descriptor
 from hypothesis import strategies as st
 
 from outrider.parameters import SETTINGS, Rule
+from outrider.rpc.messages import RULES
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
-from outrider.wire_acceptance import RULES
 
 INT32 = (-(2**31), 2**31 - 1)
 MAX_TOKENS, VOCABULARY_SIZE, MAX_DRAFT_COUNT = 8, 4096, 32

@@ -21,8 +21,8 @@ from outrider.cli.rendering import View
 from outrider.client import Origin, PromptToken, RejectedToken, Result, Round, RoundFacts, SpeculationFigures, Token
 from outrider.errors import InvalidRequest
 from outrider.parameters import TokenLogprob
-from outrider.rpc import MAX_MESSAGE_BYTES
-from outrider.rpc_errors import error_from, status_of
+from outrider.rpc.channels import MAX_MESSAGE_BYTES
+from outrider.rpc.errors import error_from, status_of
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from hypothesis import strategies as st
 
 from outrider.errors import OutriderError
-from outrider.rpc_errors import UNEXPECTED_TEXT
+from outrider.rpc.errors import UNEXPECTED_TEXT
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import target_service_pb2 as target_pb
 from outrider.v1 import types_pb2 as pb

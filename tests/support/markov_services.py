@@ -8,8 +8,8 @@ from enum import Enum, auto
 
 import grpc
 
-from outrider import rpc
 from outrider.errors import CacheFull, InvalidRequest, PeerLost
+from outrider.rpc import channels
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import draft_service_pb2_grpc, model_service_pb2_grpc, target_service_pb2_grpc, types_pb2
 from outrider.v1 import model_service_pb2 as model_pb
@@ -327,7 +327,7 @@ async def serving(service: Service, listen: str = "127.0.0.1:0") -> AsyncIterato
         add["outrider.v1.TargetService"] = lambda server: target_service_pb2_grpc.add_TargetServiceServicer_to_server(
             service, server
         )
-    running = await rpc.serve(listen, add)
+    running = await channels.serve(listen, add)
     try:
         yield running.address
     finally:

@@ -8,8 +8,8 @@ import grpc
 
 from gateway.server import RunningGateway, start
 from gateway.settings import GatewaySettings
-from outrider.rpc import open_channel
-from outrider.rpc_errors import error_from
+from outrider.rpc.channels import open_channel
+from outrider.rpc.errors import error_from
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub

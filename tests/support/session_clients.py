@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from outrider import wire
 from outrider.parameters import SessionSpec
-from outrider.rpc import open_channel
-from outrider.rpc_errors import error_from
+from outrider.rpc import messages
+from outrider.rpc.channels import open_channel
+from outrider.rpc.errors import error_from
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import target_service_pb2 as target_pb
@@ -84,7 +84,7 @@ class TargetClient(Client):
     ) -> None:
         """Opens with all tokens of the spec."""
         step = target_pb.TargetStep(proposal=pb.TokenTree(token_ids=proposal), plain_budget=plain_budget)
-        message = target_pb.TargetOpen(session=wire.open_message(spec, spec.token_ids), step=step)
+        message = target_pb.TargetOpen(session=messages.open_message(spec, spec.token_ids), step=step)
         await self.send(target_pb.VerifyRequest(fence=self.fence(epoch, len(spec.token_ids)), open=message))
 
     async def step(self, epoch: int, base_len: int, proposal: Sequence[int] = (), plain_budget: int = 0) -> None:
@@ -119,7 +119,7 @@ class DraftClient(Client):
 
     async def open(self, spec: SessionSpec, draft_count: int, epoch: int = 1) -> None:
         """Opens with all tokens of the spec."""
-        message = draft_pb.DraftOpen(session=wire.open_message(spec, spec.token_ids), draft_count=draft_count)
+        message = draft_pb.DraftOpen(session=messages.open_message(spec, spec.token_ids), draft_count=draft_count)
         await self.send(draft_pb.ProposeRequest(fence=self.fence(epoch, len(spec.token_ids)), open=message))
 
     async def advance(self, epoch: int, base_len: int, token_ids: Sequence[int], draft_count: int) -> None:

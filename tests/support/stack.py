@@ -22,8 +22,8 @@ from gateway.server import start as start_gateway
 from gateway.settings import GatewaySettings
 from outrider.client import AsyncClient
 from outrider.model_service_flags import ModelServiceSettings
-from outrider.rpc import open_channel
-from outrider.rpc_errors import error_from
+from outrider.rpc.channels import open_channel
+from outrider.rpc.errors import error_from
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import types_pb2

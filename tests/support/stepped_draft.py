@@ -10,9 +10,9 @@ from draft_service.drafters.task import DraftTask
 from draft_service.sessions import Answer, DraftSession, DraftSessions, Wanted
 from outrider.engine.runner import ModelRunner
 from outrider.errors import OutriderError
-from outrider.fencing import Fence
 from outrider.model_service.session_store import SessionTable
 from outrider.parameters import SessionSpec
+from outrider.rpc.fencing import Fence
 from support.basics import SteppedDevice, spec_of
 
 PROMPT = (5, 17, 200, 3, 90)

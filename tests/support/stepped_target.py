@@ -8,9 +8,9 @@ import torch
 
 from outrider.engine.runner import ModelRunner
 from outrider.errors import OutriderError
-from outrider.fencing import Fence
 from outrider.model_service.session_store import SessionTable
 from outrider.parameters import SessionSpec
+from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
 from support.basics import SteppedDevice, spec_of
 from target_service.sessions import Answer, Step, TargetSession, TargetSessions

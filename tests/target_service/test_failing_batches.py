@@ -17,9 +17,9 @@ from outrider.engine.runner import ForwardResult, ModelRunner
 from outrider.engine.sampling.draw import Ask
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import OutriderError
-from outrider.fencing import Fence
 from outrider.model_service.session_store import SessionTable
 from outrider.parameters import SessionSpec
+from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
 from target_service import verifier
 from target_service.acceptance import Walk

@@ -10,7 +10,7 @@ from support.stepped_target import PROMPT, Target, plain
 
 from outrider.engine.runner import ModelRunner
 from outrider.errors import OutriderError, PromptTooLong
-from outrider.fencing import Fence
+from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
 from target_service import block_allocator
 from target_service.block_allocator import GRACE_STEPS, Holder, victims

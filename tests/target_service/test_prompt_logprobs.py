@@ -13,7 +13,7 @@ from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target, plain
 from outrider.engine import runner as runner_module
 from outrider.engine.runner import ModelRunner
 from outrider.errors import OutriderError
-from outrider.fencing import Fence
+from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
 from target_service.sessions import Answer, Step
 

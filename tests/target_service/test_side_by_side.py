@@ -7,7 +7,7 @@ from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target
 
 from outrider.engine.runner import ModelRunner
 from outrider.errors import OutriderError
-from outrider.fencing import Fence
+from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY
 from target_service.sessions import Answer, Step
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.runner import ModelRunner
-from outrider.fencing import Fence
 from outrider.parameters import Acceptance, DraftDistribution, Rule, SessionSpec
+from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
 from target_service import verifier
 from target_service.sessions import Answer, Step

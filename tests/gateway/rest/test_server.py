@@ -11,7 +11,7 @@ from gateway.rest import server
 from gateway.rest.server import serve_rest
 from gateway.rest.sse import DONE, data
 from outrider.errors import InvalidRequest
-from outrider.rpc import AddressTaken
+from outrider.rpc.channels import AddressTaken
 
 
 def source() -> Source:

@@ -15,7 +15,7 @@ import pytest
 from google.protobuf.message import Message
 from support.command_line import ScriptedGateway, scripted_gateway
 
-from outrider.rpc import MAX_MESSAGE_BYTES
+from outrider.rpc.channels import MAX_MESSAGE_BYTES
 from outrider.v1 import types_pb2
 
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()", "generate")

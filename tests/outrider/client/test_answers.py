@@ -6,8 +6,7 @@ import pytest
 from support.command_line import RESULT, ROUNDS, TEXT
 
 from outrider.client import OutriderError, RejectedToken, Round, RoundFacts
-from outrider.client.answers import Transcript
-from outrider.client.replies import event_from
+from outrider.client.events import Transcript, event_from
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
 

@@ -3,10 +3,10 @@
 from prometheus_client import generate_latest
 from support.observability import families, findings
 
-from outrider.compute_times import ComputeTimes
 from outrider.engine.runner import ForwardCounts
 from outrider.model_service.metrics import ServiceMetrics
 from outrider.model_service.servicer import ServiceCounts, ServiceFacts
+from outrider.rpc.fencing import ComputeTimes
 
 FACTS = ServiceFacts(
     role="target",

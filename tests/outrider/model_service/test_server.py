@@ -16,7 +16,7 @@ from support.tiny_models import PROMPT, SETTINGS
 from outrider.errors import OutriderError
 from outrider.model_service import server
 from outrider.model_service.server import DEVICE_PATIENCE_S
-from outrider.rpc import DRAIN_S, AddressTaken
+from outrider.rpc.channels import DRAIN_S, AddressTaken
 from outrider.service_process import STOP_GRACE_S
 from target_service.server import start
 

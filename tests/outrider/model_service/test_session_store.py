@@ -6,8 +6,8 @@ import pytest
 import structlog
 
 from outrider.errors import CacheFull
-from outrider.fencing import Fence
 from outrider.model_service.session_store import SessionTable
+from outrider.rpc.fencing import Fence
 
 
 @dataclass

@@ -9,8 +9,8 @@ from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target, assert_like_
 
 from outrider.engine.runner import ModelRunner
 from outrider.errors import OutriderError
-from outrider.fencing import Fence
 from outrider.parameters import SessionSpec
+from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
 from target_service.sessions import Answer, Step
 

@@ -21,8 +21,8 @@ from outrider.engine.models.sized import STANDARD_DEVIATION, spots, widened
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draw import Ask, forward_and_draw
 from outrider.errors import ModelRefused
+from outrider.model_names import PRESETS, Shape
 from outrider.parameters import SamplingParameters, SessionSpec
-from outrider.sized_presets import PRESETS, Shape
 
 CPU = torch.device("cpu")
 DRAFT = TARGET.parent / "draft"

@@ -1,4 +1,4 @@
-"""Tests of outrider.rpc: what goes wrong in a handler arrives as itself, and nothing else of it does."""
+"""Tests of outrider.rpc.channels: what goes wrong in a handler arrives as itself, and nothing else of it does."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -9,8 +9,8 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from outrider import rpc, rpc_errors
 from outrider.errors import CacheFull, InvalidRequest, OutriderError, PeerLost, ProtocolViolation, Unsupported
+from outrider.rpc import channels, errors
 from outrider.v1 import model_service_pb2 as pb
 from outrider.v1 import target_service_pb2 as target_pb
 from outrider.v1.model_service_pb2_grpc import (
@@ -63,13 +63,13 @@ class Harness:
     async def nothing(self) -> None:
         """What handlers do when nothing is to go wrong."""
 
-    async def start(self, listen: str = "127.0.0.1:0") -> rpc.RunningServer:
+    async def start(self, listen: str = "127.0.0.1:0") -> channels.RunningServer:
         """Serves."""
 
         async def handle() -> None:
             await self.handle()
 
-        return await rpc.serve(
+        return await channels.serve(
             listen,
             {
                 "outrider.v1.ModelService": lambda s: add_ModelServiceServicer_to_server(Servicer(handle), s),
@@ -92,15 +92,15 @@ def harness() -> Harness:
 
 
 @pytest.fixture
-async def server(harness: Harness) -> AsyncIterator[rpc.RunningServer]:
+async def server(harness: Harness) -> AsyncIterator[channels.RunningServer]:
     running = await harness.start()
     yield running
     await running.stop(0)
 
 
 @pytest.fixture
-async def channel(server: rpc.RunningServer) -> AsyncIterator[grpc.aio.Channel]:
-    async with rpc.open_channel(server.address) as opened:
+async def channel(server: channels.RunningServer) -> AsyncIterator[grpc.aio.Channel]:
+    async with channels.open_channel(server.address) as opened:
         yield opened
 
 
@@ -135,7 +135,7 @@ async def test_errors_arrive_as_they_were_raised(
 ) -> None:
     """Class, text and metadata survive, in unary calls and in streams."""
     harness.fail(error)
-    arrived = rpc_errors.error_from(await read_error(channel))
+    arrived = errors.error_from(await read_error(channel))
     assert type(arrived) is type(error)
     assert (arrived.message, str(arrived), arrived.metadata) == (error.message, error.message, error.metadata)
 
@@ -168,7 +168,7 @@ async def test_no_python_text_leaves(
     error = await read_error(channel)
     assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, "internal error")
     assert "secret" not in str(error.trailing_metadata())
-    assert type(rpc_errors.error_from(error)) is OutriderError
+    assert type(errors.error_from(error)) is OutriderError
 
 
 async def test_unexpected_errors_are_logged_once(
@@ -192,7 +192,7 @@ async def test_malformed_messages_are_the_callers_fault(channel: grpc.aio.Channe
         await call.read()
     for error in (caught.value, caught_in_stream.value):
         assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
-        assert rpc_errors.error_from(error).metadata["value"] == "'4 bytes'"
+        assert errors.error_from(error).metadata["value"] == "'4 bytes'"
         assert "Error" not in (error.details() or "")
 
 
@@ -227,25 +227,25 @@ async def test_a_client_that_leaves_is_no_error(
     assert "unexpected" not in captured.out + captured.err
 
 
-async def test_nobody_there_is_a_lost_peer(server: rpc.RunningServer) -> None:
+async def test_nobody_there_is_a_lost_peer(server: channels.RunningServer) -> None:
     """A connection that is refused says so as PeerLost."""
     await server.stop(0)
-    async with rpc.open_channel(server.address) as channel:
-        assert isinstance(rpc_errors.error_from(await unary_error(channel)), PeerLost)
+    async with channels.open_channel(server.address) as channel:
+        assert isinstance(errors.error_from(await unary_error(channel)), PeerLost)
 
 
 async def test_unknown_methods_are_violations(channel: grpc.aio.Channel) -> None:
     """A service that lacks a method speaks another protocol."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await channel.unary_unary("/outrider.v1.ModelService/Nothing")(b"", timeout=10)
-    assert isinstance(rpc_errors.error_from(caught.value), ProtocolViolation)
+    assert isinstance(errors.error_from(caught.value), ProtocolViolation)
 
 
-async def test_an_address_has_one_owner(server: rpc.RunningServer, harness: Harness) -> None:
+async def test_an_address_has_one_owner(server: channels.RunningServer, harness: Harness) -> None:
     """A second server on a port fails, instead of sharing its calls; so does an address that is none."""
-    with pytest.raises(rpc.AddressTaken, match=server.address):
+    with pytest.raises(channels.AddressTaken, match=server.address):
         await harness.start(server.address)
-    with pytest.raises(rpc.AddressTaken):
+    with pytest.raises(channels.AddressTaken):
         await harness.start("not.an.address.invalid:1")
 
 
@@ -266,7 +266,7 @@ async def test_health_tells_when_a_server_serves(harness: Harness) -> None:
 
     running = await harness.start()
     harness.handle = linger
-    async with rpc.open_channel(running.address) as channel:
+    async with channels.open_channel(running.address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(
             health_pb2.HealthCheckRequest(service="outrider.v1.TargetService")
         )

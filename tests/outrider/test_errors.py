@@ -1,9 +1,8 @@
-"""Tests of outrider.checks: a single value is inside its range, or the error says what is wrong with which."""
+"""Tests of outrider.errors: a single value is inside its range, or the error says what is wrong with which."""
 
 import pytest
 
-from outrider.checks import check_count, check_range, check_token_id, check_token_ids
-from outrider.errors import InvalidRequest
+from outrider.errors import InvalidRequest, check_count, check_range, check_token_id, check_token_ids
 
 
 @pytest.mark.parametrize("value", [2, 3, 5])

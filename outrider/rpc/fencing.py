@@ -1,10 +1,11 @@
-"""Whether a message of a session is old, repeated, timely or ahead. Pure decisions; knows no messages and no models.
+"""Whether a message of a session is old, repeated, timely or ahead, and what its answer cost to compute. Pure decisions.
 
 Messages are matched by (epoch, base_len), never by their order, so that a stream that broke, a call that was repeated
 and an answer that was overtaken need no handling of their own.
 """
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from outrider.errors import InvalidRequest
@@ -101,3 +102,33 @@ def judge_rollback(fence: Fence, known: Known | None) -> Standing:
     if fence.epoch == known.epoch:
         return Standing.REPEAT
     return Standing.STALE if fence.epoch < known.epoch else Standing.CURRENT
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeTimes:
+    """Plain form of the message: waiting and device time in microseconds, shared batches counted whole."""
+
+    queue_us: int = 0
+    compute_us: int = 0
+    forward_count: int = 0
+
+
+@dataclass(slots=True)
+class Meter:
+    """Adds up the cost of one answer. `arrived_ns` is when its request came, on time.perf_counter_ns."""
+
+    arrived_ns: int = field(default_factory=time.perf_counter_ns)
+    _queue_ns: int | None = None
+    _compute_ns: int = 0
+    _forward_count: int = 0
+
+    def add(self, started_ns: int, ended_ns: int) -> None:
+        """Counts one forward with the sampling that followed it."""
+        if self._queue_ns is None:
+            self._queue_ns = max(0, started_ns - self.arrived_ns)
+        self._compute_ns += ended_ns - started_ns
+        self._forward_count += 1
+
+    def times(self) -> ComputeTimes:
+        """The cost so far."""
+        return ComputeTimes((self._queue_ns or 0) // 1000, self._compute_ns // 1000, self._forward_count)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from outrider.addresses import check_address
 from outrider.errors import InvalidRequest
+from outrider.rpc.channels import check_address
 
 BAD = [
     "",

@@ -1,4 +1,4 @@
-"""Tests of outrider.wire_acceptance: rules with the settings that are theirs, and log-probabilities."""
+"""Tests of outrider.rpc.messages: rules with the settings that are theirs, and log-probabilities."""
 
 import math
 
@@ -6,9 +6,7 @@ import pytest
 
 from outrider.errors import InvalidRequest
 from outrider.parameters import SETTINGS, Acceptance, Rule, TokenLogprob
-from outrider.v1 import types_pb2 as pb
-from outrider.v1.target_service_pb2 import Verdict
-from outrider.wire_acceptance import (
+from outrider.rpc.messages import (
     RULES,
     acceptance_from,
     logprob_message,
@@ -17,6 +15,8 @@ from outrider.wire_acceptance import (
     rule_from,
     settings_message,
 )
+from outrider.v1 import types_pb2 as pb
+from outrider.v1.target_service_pb2 import Verdict
 
 NAMES = [name for names in SETTINGS.values() for name in names]
 

@@ -4,16 +4,16 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from outrider import rpc
+from outrider.rpc import channels
 from outrider.v1.model_service_pb2_grpc import ModelServiceServicer, add_ModelServiceServicer_to_server
 
 
 async def reflected(*, reflects: bool) -> set[str]:
     """The services that a server describes."""
     services = {"outrider.v1.ModelService": lambda s: add_ModelServiceServicer_to_server(ModelServiceServicer(), s)}
-    running = await rpc.serve("127.0.0.1:0", services, reflects=reflects)
+    running = await channels.serve("127.0.0.1:0", services, reflects=reflects)
     try:
-        async with rpc.open_channel(running.address) as channel:
+        async with channels.open_channel(running.address) as channel:
             call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
             await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
             answer = await call.read()

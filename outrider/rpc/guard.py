@@ -14,7 +14,7 @@ import grpc
 import structlog
 
 from outrider.errors import InvalidRequest, OutriderError
-from outrider.rpc_errors import UNEXPECTED_TEXT, status_of
+from outrider.rpc.errors import UNEXPECTED_TEXT, status_of
 
 log = structlog.get_logger()
 

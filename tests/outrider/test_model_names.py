@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from outrider import embedded_models
-from outrider.embedded_models import unsized
+from outrider import model_names
 from outrider.engine.models.checkpoints import find_checkpoint
 from outrider.engine.models.weights import expected_shapes
 from outrider.errors import ModelRefused
-from outrider.sized_presets import CONTEXT_LEN, MAX_SEED, PRESETS, VOCAB_SIZE, SizedModel, parse
+from outrider.model_names import CONTEXT_LEN, MAX_SEED, PRESETS, VOCAB_SIZE, SizedModel, parse, unsized
 
 
 def test_a_bare_preset_belongs_to_the_role_first() -> None:
@@ -64,7 +63,7 @@ def test_every_preset_holds_its_model_and_has_its_count(model: str) -> None:
 
 def test_a_missing_model_inside_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it was looked for, and who needs it."""
-    monkeypatch.setattr(embedded_models, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(model_names, "REPOSITORY", tmp_path)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelRefused, match=r"no embedded draft model in .*; sized:10m is made of it"):
         unsized("sized:10m")
@@ -72,7 +71,7 @@ def test_a_missing_model_inside_is_named(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_working_directory_may_hold_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container, whose working directory is / and whose models are mounted at /models."""
-    repository = embedded_models.REPOSITORY
-    monkeypatch.setattr(embedded_models, "REPOSITORY", tmp_path / "site-packages")
+    repository = model_names.REPOSITORY
+    monkeypatch.setattr(model_names, "REPOSITORY", tmp_path / "site-packages")
     monkeypatch.chdir(repository)
     assert unsized("sized:200m") == str(repository / "models" / "target")

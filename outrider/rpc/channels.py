@@ -1,9 +1,10 @@
-"""Channels and servers, all with the same options. Knows no models and no sessions.
+"""Channels and servers, all with the same options, and HOST:PORT addresses checked before anything is started.
 
 A peer that is frozen or cut off is noticed by transport pings within seconds; how long an answer may take is for the
 caller to say, because a process that hangs still answers pings.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,25 +13,25 @@ from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from outrider.addresses import check_address
-from outrider.errors import OutriderError
-from outrider.rpc_errors import error_from, said_by_peer, status_of
-from outrider.rpc_guard import Guard, rpc_errors
+from outrider.errors import InvalidRequest, OutriderError
+from outrider.rpc.guard import Guard
 
-__all__ = [
-    "AddressTaken",
-    "RunningServer",
-    "Services",
-    "channel_options",
-    "error_from",
-    "open_channel",
-    "rpc_errors",
-    "said_by_peer",
-    "serve",
-    "server_options",
-    "service",
-    "status_of",
-]
+MAX_PORT = 65_535
+# Brackets hold an IPv6 address, whose colons would look like the one before the port.
+ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})", re.ASCII)
+
+
+def check_address(field: str, address: str, *, least_port: int = 1) -> str:
+    """Returns the address; raises InvalidRequest when it is not HOST:PORT. A port to listen on may be 0, any free one.
+
+    gRPC would take a port that is too large modulo 65,536, a bare host with the port of HTTPS, and an empty address
+    with lines of its own on stderr.
+    """
+    found = ADDRESS.fullmatch(address)
+    if found is None or not least_port <= int(found["port"]) <= MAX_PORT:
+        raise InvalidRequest(field, address, f"HOST:PORT with a port in [{least_port}, {MAX_PORT}]")
+    return address
+
 
 # A prompt of a million tokens takes 4 bytes for each of them at most.
 MAX_MESSAGE_BYTES = 4 << 20

@@ -1,4 +1,4 @@
-"""Tests of outrider.wire_proposal: trees and the laws of their tokens arrive as they were sent, or are refused."""
+"""Tests of outrider.rpc.messages: trees and the laws of their tokens arrive as they were sent, or are refused."""
 
 from dataclasses import dataclass
 
@@ -6,8 +6,7 @@ import pytest
 
 from outrider.errors import InvalidRequest
 from outrider.parameters import DraftDistribution
-from outrider.v1 import types_pb2 as pb
-from outrider.wire_proposal import (
+from outrider.rpc.messages import (
     MAX_SUPPORT,
     MAX_WEIGHT,
     distributions_from,
@@ -15,6 +14,7 @@ from outrider.wire_proposal import (
     tree_from,
     tree_message,
 )
+from outrider.v1 import types_pb2 as pb
 
 LAWS = (DraftDistribution((4, 9), (1, MAX_WEIGHT)), DraftDistribution((5,), (7,)), DraftDistribution((0, 6), (3, 2)))
 

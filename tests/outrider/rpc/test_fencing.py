@@ -1,11 +1,11 @@
-"""Tests of outrider.fencing: every pair of epochs and lengths has one answer."""
+"""Tests of outrider.rpc.fencing: every pair of epochs and lengths has one answer."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import InvalidRequest
-from outrider.fencing import Fence, Known, Standing, check_fence, judge, judge_open, judge_rollback
+from outrider.rpc.fencing import Fence, Known, Standing, check_fence, judge, judge_open, judge_rollback
 
 ID = bytes(16)
 # Ten tokens are committed in epoch 3; verdicts on 7 and 9 are kept, everything below has been acknowledged.

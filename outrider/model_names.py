@@ -1,12 +1,13 @@
-"""The sized models by name: an embedded model inside a larger shape. Knows no files and no torch; makes no tensors.
+"""Models that are known by name: where the embedded pair lies, and the sized models that hold one of the two.
 
-A name is `sized:PRESET`, `sized:target-PRESET` or `sized:draft-PRESET`, with `@SEED` behind it for other random numbers
-than those of seed 0.
+A sized model is an embedded one inside a larger shape. Its name is `sized:PRESET`, `sized:target-PRESET` or
+`sized:draft-PRESET`, with `@SEED` behind it for other random numbers than those of seed 0.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from outrider.errors import ModelRefused
 
@@ -102,3 +103,28 @@ def parse(model: str, role: str = "target") -> SizedModel | None:
         lists = " and ".join(f"{', '.join(presets)} for a {each}" for each, presets in PRESETS.items())
         raise ModelRefused(f"{model} is no sized model; there are {lists}", model=model)
     return SizedModel(found, parts["preset"], seed)
+
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def embedded_model(role: str, way_out: str | None = None) -> str:
+    """Folder of the embedded model, in the repository or in the working directory.
+
+    Raises ModelRefused, which ends with the way out: by default the option that names another model.
+    """
+    folders = [place / "models" / role for place in (REPOSITORY, Path.cwd())]
+    for folder in folders:
+        if (folder / "config.json").is_file():
+            return str(folder)
+    way_out = way_out or f"name a model with --{role}"
+    raise ModelRefused(f"There is no embedded {role} model in {folders[0]}; {way_out}.")
+
+
+def unsized(model: str) -> str:
+    """The folder of the embedded model inside a sized one, which has its tokenizer; any other model as it is named.
+
+    Raises ModelRefused for an unknown preset, and when the embedded model is missing.
+    """
+    sized = parse(model)
+    return model if sized is None else embedded_model(sized.role, f"{model} is made of it")
