@@ -12,25 +12,23 @@ from dataclasses import dataclass
 import structlog
 from prometheus_client import CollectorRegistry
 
-from gateway.admission import Admission
-from gateway.audit import ShadowAudit
-from gateway.backend import Backend
-from gateway.chat_template import ChatTemplate
-from gateway.deadline import DraftDeadline
-from gateway.front_door import FrontDoor
-from gateway.generation import decode
-from gateway.links import ModelInfo, ServiceLink
+from gateway.generation.admission import Admission
+from gateway.generation.audit import ShadowAudit
+from gateway.generation.backend import Backend
+from gateway.generation.frontend import FrontDoor
+from gateway.generation.generate import decode
+from gateway.grpc.servicer import generation_service
 from gateway.metrics import GatewayMetrics
-from gateway.patience import NEVER, Patience
-from gateway.policy import SpeculationPolicy
-from gateway.readiness import report_readiness
-from gateway.replicas import Replicas
 from gateway.rest.app import build_app
 from gateway.rest.server import RunningRest, serve_rest
 from gateway.rest.settings import RestSettings
-from gateway.servicer import generation_service
+from gateway.rounds.policy import SpeculationPolicy
+from gateway.sessions.link import ModelInfo, ServiceLink
+from gateway.sessions.replicas import Replicas, report_readiness
+from gateway.sessions.timeouts import NEVER, DraftDeadline, Patience
 from gateway.settings import GatewaySettings, listed
-from gateway.tokenizer import Tokenizer
+from gateway.text.chat_template import ChatTemplate
+from gateway.text.tokenizer import Tokenizer
 from outrider.errors import NotReady, VocabularyMismatch
 from outrider.metrics_server import Registry, RunningMetrics, serve_metrics
 from outrider.rpc import channels

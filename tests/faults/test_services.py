@@ -20,9 +20,9 @@ from support.network import ChaosProxy
 from support.stack import until_quiet
 
 from draft_service.server import start as start_draft
-from gateway.links import ServiceLink
 from gateway.server import RunningGateway
 from gateway.server import start as start_gateway
+from gateway.sessions.link import ServiceLink
 from gateway.settings import GatewaySettings
 from outrider.model_service_flags import ModelServiceSettings
 from outrider.rpc.channels import open_channel

@@ -11,11 +11,11 @@ from support.markov_services import Mischief
 from support.markov_stack import WORDS, MarkovStack, markov_stack, request
 from support.observability import families, findings
 
-from gateway.generation import CompletionEvent, RoundEvent
+from gateway.generation.generate import CompletionEvent, RoundEvent
+from gateway.generation.request import GenerationPlan
+from gateway.generation.transcript import SpeculationFigures, SpokenToken
 from gateway.metrics import GatewayMetrics
-from gateway.requests import GenerationPlan
-from gateway.rounds import FallbackReason, Round, TokenOrigin, Way
-from gateway.transcript import SpeculationFigures, SpokenToken
+from gateway.rounds.round import FallbackReason, Round, TokenOrigin, Way
 from outrider.errors import InvalidRequest, Overloaded, PeerLost
 from outrider.metrics_server import Registry
 from outrider.parameters import Acceptance, FinishReason

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.tiny_models import write_tiny_model
 
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
 from outrider.engine.batching import Feed
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.transformer import Transformer

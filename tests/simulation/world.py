@@ -25,19 +25,17 @@ from structlog.processors import format_exc_info
 from structlog.testing import capture_logs
 from support.basics import check_empty
 
-from gateway.admission import Admission
-from gateway.audit import ShadowAudit
-from gateway.backend import Backend
-from gateway.breaker import CircuitBreaker
-from gateway.chat_template import ChatTemplate
-from gateway.deadline import DraftDeadline
-from gateway.front_door import FrontDoor
-from gateway.links import BREAKERS, ServiceLink
+from gateway.generation.admission import Admission
+from gateway.generation.audit import ShadowAudit
+from gateway.generation.backend import Backend
+from gateway.generation.frontend import FrontDoor
+from gateway.grpc.servicer import generation_service
 from gateway.metrics import GatewayMetrics
-from gateway.patience import Patience
-from gateway.policy import Choice, SpeculationPolicy
-from gateway.replicas import Replicas
-from gateway.servicer import generation_service
+from gateway.rounds.policy import Choice, SpeculationPolicy
+from gateway.sessions.link import BREAKERS, CircuitBreaker, ServiceLink
+from gateway.sessions.replicas import Replicas
+from gateway.sessions.timeouts import DraftDeadline, Patience
+from gateway.text.chat_template import ChatTemplate
 from outrider.parameters import Rule
 from outrider.rpc.errors import error_from
 from outrider.rpc.messages import RULES

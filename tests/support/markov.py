@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from gateway.rounds import NOTHING, FallbackReason, Proposal, TokenLog, Verdict
+from gateway.rounds.round import NOTHING, FallbackReason, Proposal, TokenLog, Verdict
 from outrider.parameters import FinishReason
 
 NUM_TOKENS = 12
