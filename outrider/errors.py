@@ -1,7 +1,7 @@
 """Everything that can go wrong, by who has to act on it, and the checks of single values that raise it.
 
-Each class carries the name of its gRPC status and the reason that goes into `ErrorInfo`; surfaces translate at the edge,
-so no other module speaks of status codes.
+Each class carries the name of its gRPC status and the reason that goes into `ErrorInfo`; surfaces translate at the
+edge, so no other module speaks of status codes.
 """
 
 from collections.abc import Iterable

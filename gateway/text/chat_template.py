@@ -1,10 +1,9 @@
 """From a conversation to a prompt, by the template that comes with the target's tokenizer.
 
-Templates and special tokens lie beside the tokenizer, in the same files and the same order of precedence as transformers
-reads them. A model without a template gets lines instead, "System: ...", "User: ..." and "Assistant: ...", with blank
-lines between them and "Assistant:" at the end. Nothing hides the borders of messages there: a message can look like
-several. Where there is a template, text that looks like a special token becomes one when the prompt is encoded, as
-everywhere.
+Templates and special tokens lie beside the tokenizer, in the files and the order of precedence of transformers. A model
+without a template gets lines instead, "System: ...", "User: ..." and "Assistant: ...", with blank lines between them
+and "Assistant:" at the end. Nothing hides the borders of messages there: a message can look like several. Where there
+is a template, text that looks like a special token becomes one when the prompt is encoded, as everywhere.
 """
 
 import asyncio

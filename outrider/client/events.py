@@ -1,4 +1,4 @@
-"""What the gateway says about a request: events as plain values, the answer they add up to, and how messages become them."""
+"""What the gateway says about a request: events as plain values, and the answer that they add up to."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field

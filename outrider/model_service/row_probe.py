@@ -1,4 +1,4 @@
-"""`python -m outrider.model_service.row_probe --model DIR`: whether rows of this model are bitwise independent on this machine.
+"""`python -m outrider.model_service.row_probe --model DIR`: whether a model's rows are bitwise independent here.
 
 Loads a model as a service loads it, compares, prints one line of JSON and ends. Knows no service and no request.
 """

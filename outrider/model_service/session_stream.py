@@ -47,7 +47,7 @@ class Device(Protocol):
 
 
 class Leases(Protocol):
-    """The part of a session table that the end of a stream concerns; see outrider.model_service.session_store.SessionTable."""
+    """The part of a SessionTable that the end of a stream concerns."""
 
     lease_s: float
 

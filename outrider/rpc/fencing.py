@@ -1,4 +1,4 @@
-"""Whether a message of a session is old, repeated, timely or ahead, and what its answer cost to compute. Pure decisions.
+"""Whether a message of a session is old, repeated, timely or ahead, and what its answer cost to compute.
 
 Messages are matched by (epoch, base_len), never by their order, so that a stream that broke, a call that was repeated
 and an answer that was overtaken need no handling of their own.

@@ -1,7 +1,8 @@
 """What the target does with the logits of a step: each session's rule, many sessions at once.
 
-The rules themselves are pure functions in the files beside this one; here they get their probabilities, distributions and
-uniforms, and give walks. An empty proposal is plain decoding under every rule. A session that cannot be served fails alone.
+The rules themselves are pure functions in the files beside this one; here they get their probabilities, distributions
+and uniforms, and give walks. An empty proposal is plain decoding under every rule. A session that cannot be served
+fails alone.
 """
 
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from support.basics import spec_of
-from support.markov_services import Mischief
-from support.markov_stack import WORDS, MarkovStack, markov_stack, request
+from support.markov_services import WORDS, MarkovStack, Mischief, markov_stack, request
 from support.observability import families, findings
 
 from gateway.generation.generate import CompletionEvent, RoundEvent

@@ -3,9 +3,10 @@
 import asyncio
 import random
 
-from prompts import OPENINGS
 from support.stack import RunningStack, answers, request_of, running_stack, token_ids
 from support.tiny_models import TARGET_FOLDER, TRAINED
+
+from bench.openings import OPENINGS
 
 AT_A_TIME = 20
 

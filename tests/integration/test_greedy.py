@@ -4,9 +4,10 @@ import warnings
 from pathlib import Path
 
 import pytest
-from prompts import OPENINGS
 from support.stack import answers, first_difference_is_near_tie, greedy_reference, running_stack, token_ids
 from support.tiny_models import TARGET_FOLDER, write_drafts
+
+from bench.openings import OPENINGS
 
 DRAFT_COUNTS, FEW_DRAFT_COUNTS = (0, 1, 3, 5, 8), (0, 3, 8)
 DRAFTS = ("trained", "random", "itself", "adversary")

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from prompts import OPENINGS
 from support.stack import Answer, running_stack
 
 from bench.hop_bytes import hop_bytes
+from bench.openings import OPENINGS
 from outrider.engine.ops.eager import EagerOps
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, WEIGHT_SUM, quantise
 from outrider.parameters import DraftDistribution

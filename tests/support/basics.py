@@ -1,4 +1,4 @@
-"""Small things that many tests need: waiting, specs, tasks that count their steps, and a device that a test holds or steps."""
+"""What many tests need: waiting, specs, tasks that count their steps, and a device that a test holds or steps."""
 
 import asyncio
 import threading

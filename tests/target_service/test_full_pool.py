@@ -1,4 +1,4 @@
-"""Tests of target_service.block_allocator through the sessions: leases end first, then sessions take turns, and none fails."""
+"""A full pool, through the sessions: leases end first, then sessions take turns, and none fails."""
 
 import os
 from collections.abc import Iterator, Sequence

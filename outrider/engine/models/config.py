@@ -6,8 +6,8 @@ them.
 Windows: a window of W lets the row at position t see the positions above t - W, itself included. Nothing is freed that
 a window hides: a truncation may bring it back into sight.
 
-Rotary embeddings: either "rope_parameters" hold everything, or "rope_scaling" does and "rope_theta" stands beside it; as
-in transformers, "rope_scaling" goes first where a file has both. What would give other angles than a sound file's is
+Rotary embeddings: either "rope_parameters" hold everything, or "rope_scaling" does and "rope_theta" stands beside it;
+as in transformers, "rope_scaling" goes first where a file has both. What would give other angles than a sound file's is
 refused, though transformers only warns.
 """
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 from support.basics import eventually
-from support.markov_stack import SEED, MarkovStack, markov_stack
+from support.markov_services import SEED, MarkovStack, markov_stack
 
 from gateway.generation.frontend import FrontDoor
 from gateway.generation.generate import CompletionEvent, Event, RoundEvent

@@ -8,8 +8,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.basics import eventually
 from support.markov import NUM_TOKENS, MarkovModel, plain_decoding
-from support.markov_services import DraftServicer, Mischief, serving
-from support.markov_stack import SEED, WORDS, markov_stack, request
+from support.markov_services import SEED, WORDS, DraftServicer, Mischief, markov_stack, request, serving
 
 from gateway.server import start
 from gateway.settings import GatewaySettings

@@ -5,7 +5,7 @@ import asyncio
 import httpx
 import pytest
 from support.basics import eventually
-from support.markov_stack import markov_stack, request
+from support.markov_services import markov_stack, request
 
 from outrider.errors import NotReady
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from jinja2 import TemplateError
+from support import chat_templates as templates
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from gateway.text import chat_templates as templates
 from gateway.text.chat_template import ChatTemplate, RenderedPrompt, TemplateFiles
 from gateway.text.template_sandbox import SafeTemplate
 from outrider.errors import InvalidRequest, ModelRefused, Unsupported

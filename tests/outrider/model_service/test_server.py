@@ -1,4 +1,4 @@
-"""Tests of outrider.model_service.server: how a service ends whose device does not answer, in this process and in its own."""
+"""How a service ends whose device does not answer, in this process and in its own."""
 
 import asyncio
 import json

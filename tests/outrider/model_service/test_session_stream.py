@@ -1,4 +1,4 @@
-"""Tests of outrider.model_service.session_stream without gRPC: order, ends, and what bounds a client that does not read or stop."""
+"""A session's stream without gRPC: order, ends, and what bounds a client that does not read or stop."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""Tests of outrider.model_service.watchdog: when a device is given up, with a clock that goes on only when the watchdog sleeps."""
+"""When a device is given up, with a clock that goes on only when the watchdog sleeps."""
 
 import asyncio
 import json
