@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.tiny_models import TARGET_FOLDER, TRAINED
+from support.tiny_models import TARGET, TRAINED
 from tokenizers import Tokenizer
 
 from bench.acceptance import conclude
@@ -23,12 +23,12 @@ PLAN = Plan(temperatures=(0.7, 1.0), text_len=48, stride=6, top_ns=(8, 64))
 
 @pytest.fixture(scope="module")
 def pair() -> Pair:
-    return Pair(*(ModelRunner.load(str(folder), kv_tokens=8192) for folder in (TARGET_FOLDER, TRAINED)))
+    return Pair(*(ModelRunner.load(str(folder), kv_tokens=8192) for folder in (TARGET, TRAINED)))
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    tokenizer = Tokenizer.from_file(str(TARGET_FOLDER / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     return [tokenizer.encode(opening).ids for opening in OPENINGS[:24]]
 
 

@@ -4,7 +4,7 @@ import asyncio
 import random
 
 from support.stack import RunningStack, answers, request_of, running_stack, token_ids
-from support.tiny_models import TARGET_FOLDER, TRAINED
+from support.tiny_models import TARGET, TRAINED
 
 from bench.openings import OPENINGS
 
@@ -26,7 +26,7 @@ async def cancel_somewhere(stack: RunningStack, number: int, slots: asyncio.Sema
 async def test_two_hundred_cancelled_requests_leave_no_block_behind() -> None:
     """Afterwards both services hold no session and no block, and other requests were not disturbed."""
     fields = {"temperature": 0.8, "max_tokens": 48, "draft_count": 4}
-    async with running_stack(str(TARGET_FOLDER), str(TRAINED)) as stack:
+    async with running_stack(str(TARGET), str(TRAINED)) as stack:
         undisturbed = token_ids(await answers(stack, OPENINGS[:4], **fields))
         slots = asyncio.Semaphore(AT_A_TIME)
         cancelling = asyncio.gather(*(cancel_somewhere(stack, number, slots) for number in range(200)))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.stack import answers, first_difference_is_near_tie, greedy_reference, running_stack, token_ids
-from support.tiny_models import TARGET_FOLDER, write_drafts
+from support.tiny_models import TARGET, write_drafts
 
 from bench.openings import OPENINGS
 
@@ -25,8 +25,8 @@ async def check_float32(
     draft: str, folder: Path, prompts: tuple[str, ...], max_tokens: int, draft_counts: tuple[int, ...]
 ) -> None:
     """Compares some draft counts with transformers, and the acceptance with what the draft must reach."""
-    reference = greedy_reference(TARGET_FOLDER, prompts, max_tokens)
-    async with running_stack(str(TARGET_FOLDER), str(folder), dtype="float32") as stack:
+    reference = greedy_reference(TARGET, prompts, max_tokens)
+    async with running_stack(str(TARGET), str(folder), dtype="float32") as stack:
         for draft_count in draft_counts:
             results = await answers(stack, prompts, temperature=0.0, max_tokens=max_tokens, draft_count=draft_count)
             assert token_ids(results) == reference, f"{draft} with {draft_count} draft tokens"
@@ -56,15 +56,15 @@ async def check_bfloat16(
     draft: str, folder: Path, prompts: tuple[str, ...], max_tokens: int, draft_counts: tuple[int, ...]
 ) -> None:
     """Compares some draft counts with plain decoding, and that with transformers over the same rounded weights."""
-    async with running_stack(str(TARGET_FOLDER), str(folder), dtype="bfloat16") as stack:
+    async with running_stack(str(TARGET), str(folder), dtype="bfloat16") as stack:
         fields = {"temperature": 0.0, "max_tokens": max_tokens}
         plain = token_ids(await answers(stack, prompts, draft_count=0, **fields))
         for draft_count in draft_counts[1:]:
             results = await answers(stack, prompts, draft_count=draft_count, **fields)
             assert token_ids(results) == plain, f"{draft} with {draft_count} draft tokens"
-    reference = greedy_reference(TARGET_FOLDER, prompts, max_tokens)
+    reference = greedy_reference(TARGET, prompts, max_tokens)
     for prompt, ours, theirs in zip(prompts, plain, reference, strict=True):
-        near_tie = first_difference_is_near_tie(TARGET_FOLDER, prompt, ours, theirs)
+        near_tie = first_difference_is_near_tie(TARGET, prompt, ours, theirs)
         if near_tie:
             warnings.warn(f"near-tie: {near_tie}", stacklevel=1)
 

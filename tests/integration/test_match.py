@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from support.basics import eventually
 from support.stack import Answer, RunningStack, answers, running_stack, token_ids
-from support.tiny_models import TARGET_FOLDER, TRAINED
+from support.tiny_models import TARGET, TRAINED
 
 from bench.openings import OPENINGS
 from outrider.v1 import types_pb2
@@ -81,7 +81,7 @@ async def check(
 @pytest.mark.parametrize("parameters", PARAMETERS, ids=named)
 async def test_a_parameter_changes_no_token_by_speculation(parameters: dict[str, Any]) -> None:
     """With each parameter in turn, at temperature 1, a few prompts give the tokens of plain decoding."""
-    async with running_stack(str(TARGET_FOLDER), str(TRAINED)) as stack:
+    async with running_stack(str(TARGET), str(TRAINED)) as stack:
         await check(stack, OPENINGS[:4], (1.0,), (4, None), parameters, max_tokens=24)
 
 
@@ -90,7 +90,7 @@ async def test_a_parameter_changes_no_token_by_speculation(parameters: dict[str,
 @pytest.mark.parametrize("parameters", PARAMETERS, ids=named)
 async def test_no_parameter_changes_a_token_by_speculation(parameters: dict[str, Any], dtype: str) -> None:
     """With each parameter at three temperatures, alone and sixteen at once, tokens are those of plain decoding."""
-    async with running_stack(str(TARGET_FOLDER), str(TRAINED), dtype=dtype) as stack:
+    async with running_stack(str(TARGET), str(TRAINED), dtype=dtype) as stack:
         await check(stack, OPENINGS[:16], TEMPERATURES, DRAFT_COUNTS, parameters, max_tokens=32)
 
 
@@ -112,7 +112,7 @@ async def check_restarts(stack: RunningStack, parameters: dict[str, Any], **fiel
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 async def test_restarts_of_the_draft_change_no_token(dtype: str) -> None:
     """Sixteen requests, during which the draft service is restarted twice, get the tokens of plain decoding."""
-    async with running_stack(str(TARGET_FOLDER), str(TRAINED), dtype=dtype) as stack:
+    async with running_stack(str(TARGET), str(TRAINED), dtype=dtype) as stack:
         await check_restarts(stack, {"ignore_eos": True}, temperature=1.0, max_tokens=200)
 
 
@@ -123,14 +123,14 @@ async def test_no_parameter_changes_a_token_by_restarts_of_the_draft(
     parameters: dict[str, Any], temperature: float
 ) -> None:
     """With each of several parameters, at two temperatures, restarts leave the tokens of plain decoding."""
-    async with running_stack(str(TARGET_FOLDER), str(TRAINED)) as stack:
+    async with running_stack(str(TARGET), str(TRAINED)) as stack:
         await check_restarts(stack, parameters, temperature=temperature, max_tokens=140)
 
 
 async def test_a_draft_that_is_absent_from_the_start_changes_no_token() -> None:
     """Before the draft service has ever been started, and after it came up, the tokens are those of plain decoding."""
     fields = {"temperature": 1.0, "max_tokens": 32}
-    async with running_stack(str(TARGET_FOLDER), str(TRAINED)) as stack:
+    async with running_stack(str(TARGET), str(TRAINED)) as stack:
         plain = token_ids(await answers(stack, OPENINGS[:4], draft_count=0, **fields))
         await stack.stop_draft()
         absent = await answers(stack, OPENINGS[:4], draft_count=4, **fields)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from support.basics import PATIENCE_S, held
 from support.stack import request_of, running_stack
-from support.tiny_models import TARGET_FOLDER, TRAINED
+from support.tiny_models import TARGET, TRAINED
 
 
 @pytest.mark.parametrize("draft_count", [0, 4, None])
@@ -14,7 +14,7 @@ async def test_a_cancelled_request_is_closed_without_another_forward(num_rounds:
     """With both devices held between two forwards, the cancellation alone makes both services free the session."""
     counts = {} if draft_count is None else {"draft_count": draft_count}
     request = request_of(text="Once upon a time", seed=5, max_tokens=900, ignore_eos=True, **counts)
-    async with running_stack(str(TARGET_FOLDER), str(TRAINED)) as stack:
+    async with running_stack(str(TARGET), str(TRAINED)) as stack:
         call = stack.call(request)
         for _ in range(num_rounds):
             await call.read()

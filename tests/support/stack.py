@@ -32,7 +32,7 @@ from outrider.v1.model_service_pb2_grpc import ModelServiceStub
 from support.basics import eventually
 from target_service.server import start as start_target
 
-MODELS = Path(__file__).resolve().parents[3] / "models"
+MODELS = Path(__file__).resolve().parents[2] / "models"
 TARGET, DRAFT = str(MODELS / "target"), str(MODELS / "draft")
 PATIENCE_S = 10.0
 SAMPLING = frozenset(types_pb2.SamplingParameters.DESCRIPTOR.fields_by_name)

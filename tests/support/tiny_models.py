@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from outrider.model_service_flags import ModelServiceSettings
 
-TARGET = Path(__file__).resolve().parents[4] / "models" / "target"
+MODELS = Path(__file__).resolve().parents[2] / "models"
+TARGET = MODELS / "target"
 CONTEXT_LEN = 256
 # Sizes that are awkward on purpose: no multiples of a kernel's tile, heads that do not add up to the hidden size.
 SIZES = {
@@ -92,14 +93,12 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-MODELS = Path(__file__).resolve().parents[4] / "models"
-TARGET_FOLDER = MODELS / "target"
 TRAINED = MODELS / "draft"
 
 
 def write_adversary(folder: Path) -> Path:
     """Writes the target with its output matrix negated: its most probable token is the target's least probable one."""
-    shutil.copytree(TARGET_FOLDER, folder)
+    shutil.copytree(TARGET, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     tensors = load_file(folder / "model.safetensors")
@@ -112,11 +111,10 @@ def write_drafts(folder: Path) -> dict[str, Path]:
     return {
         "trained": TRAINED,
         "random": write_tiny_model(folder / "random", "llama", vocab_size=4096, seed=7),
-        "itself": TARGET_FOLDER,
+        "itself": TARGET,
         "adversary": write_adversary(folder / "adversary"),
     }
 
 
-TARGET_MODEL = Path(__file__).resolve().parents[4] / "models" / "target"
-SETTINGS = ModelServiceSettings(str(TARGET_MODEL), kv_tokens=8192)
+SETTINGS = ModelServiceSettings(str(TARGET), kv_tokens=8192)
 PROMPT = (0, 401, 913, 260, 555, 12)

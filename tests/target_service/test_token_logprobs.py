@@ -9,7 +9,7 @@ import torch
 from support.basics import check_empty, spec_of
 from support.rules import COUNT, Entries, all_entries, asking, of_text, plain_tokens
 from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target, plain
-from support.tiny_models import TARGET_MODEL
+from support.tiny_models import TARGET
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -71,11 +71,11 @@ def test_numbers_are_those_of_transformers(
 
 def test_numbers_of_the_embedded_target_are_those_of_transformers() -> None:
     """A trained model, whose distributions are peaked."""
-    target = Target(ModelRunner.load(str(TARGET_MODEL), dtype="float32", kv_tokens=1024))
+    target = Target(ModelRunner.load(str(TARGET), dtype="float32", kv_tokens=1024))
     spec = asking(spec_of((0, 401, 913, 260, 555, 12), 60, eos=()))
     target.open(spec, budget=60)
     entries = all_entries(target.run(), spec)
-    check_against(reference_rows(TARGET_MODEL, target.tokens), target.tokens, entries)
+    check_against(reference_rows(TARGET, target.tokens), target.tokens, entries)
     target.table.clear()
     check_empty(target.runner.pool)
 
