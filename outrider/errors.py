@@ -4,44 +4,86 @@ Each class carries the name of its gRPC status and the reason that goes into `Er
 edge, so no other module speaks of status codes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar, Self
+
+MAX_SHOWN_LEN = 80
+
+
+class Field(str):
+    """The name of a request's field in an error's sentence, which every surface says in its own words."""
 
 
 class OutriderError(Exception):
     """Base of all errors that may leave a process; its text is meant for the user.
 
-    `metadata` repeats every value that the message names, as google.rpc.ErrorInfo asks for.
+    `parts` joined are the sentence, and a `Field` among them is the name of a field. `metadata` repeats every value
+    that the sentence names, as google.rpc.ErrorInfo asks for.
     """
 
     status: ClassVar[str] = "INTERNAL"
     reason: ClassVar[str] = "UNEXPECTED"
     exit_code: ClassVar[int] = 70
 
-    def __init__(self, message: str, **metadata: object) -> None:
-        super().__init__(message)
-        self.message = message
+    def __init__(self, message: str | Sequence[str], **metadata: object) -> None:
+        self.parts = (message,) if isinstance(message, str) else tuple(message)
         self.metadata = {key: str(value) for key, value in metadata.items()}
+        super().__init__(self.message)
+
+    @classmethod
+    def received(cls, parts: Sequence[str], metadata: Mapping[str, str]) -> Self:
+        """The error that another process raised, from what it sent."""
+        error = cls(parts)
+        error.metadata = dict(metadata)
+        return error
+
+    @property
+    def message(self) -> str:
+        """The sentence in the protocol's names of fields."""
+        return "".join(self.parts)
+
+    def sentence(self, name: Callable[[str], str]) -> str:
+        """The sentence with what `name` gives for each field that it is about or mentions."""
+        return "".join(name(part) if isinstance(part, Field) else part for part in self.parts)
+
+
+def shown(value: object) -> str:
+    """A value as an error's sentence shows it, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN_LEN else text[: MAX_SHOWN_LEN - 3] + "..."
 
 
 class InvalidRequest(OutriderError):
-    """The caller must change the request. Names the field, the value and the limit."""
+    """The caller must change the request: the field, its value, and the limit, which may mention other fields."""
 
     status = "INVALID_ARGUMENT"
     reason = "INVALID_REQUEST"
     exit_code = 64
 
-    def __init__(self, field: str, value: object, limit: str) -> None:
-        shown = repr(value)
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        super().__init__(f"{field} is {shown}, but must be {limit}", field=field, value=shown, limit=limit)
+    def __init__(
+        self, field: str, value: object, limit: str | Sequence[str], parts: Sequence[str] | None = None
+    ) -> None:
+        limit_parts = (limit,) if isinstance(limit, str) else tuple(limit)
+        super().__init__(
+            parts or (Field(field), f" is {shown(value)}, but must be ", *limit_parts),
+            field=field,
+            value=shown(value),
+            limit="".join(limit_parts),
+        )
 
     @classmethod
-    def too_many(cls, field: str, count: int, most: int, unit: str = "entries") -> Self:
+    def too_many(cls, field: str, count: int, maximum: int, unit: str = "entries") -> Self:
         """The error about a list that is too long; it names the length instead of the list."""
-        error = cls.__new__(cls)
-        message = f"{field} has {count} {unit}, but must have at most {most}"
-        OutriderError.__init__(error, message, field=field, value=count, limit=f"at most {most} {unit}")
+        parts = (Field(field), f" has {count} {unit}, but must have at most {maximum}")
+        return cls(field, count, f"at most {maximum} {unit}", parts)
+
+    @classmethod
+    def received(cls, parts: Sequence[str], metadata: Mapping[str, str]) -> Self:
+        """As of any error; a sentence of the usual form comes without its parts, because they follow from the data."""
+        field, value, limit = (metadata.get(key, "") for key in ("field", "value", "limit"))
+        usual = (Field(field), f" is {value}, but must be ", limit)
+        error = cls(field, value, limit, usual if "".join(usual) == "".join(parts) else parts)
+        error.metadata = dict(metadata)
         return error
 
 
@@ -116,17 +158,17 @@ class ProtocolViolation(OutriderError):
     reason = "PROTOCOL_VIOLATION"
 
 
-def check_range(field: str, value: int, least: int, most: int) -> int:
-    """Returns the value; raises InvalidRequest outside [least, most]."""
-    if not least <= value <= most:
-        raise InvalidRequest(field, value, f"in [{least}, {most}]")
+def check_range(field: str, value: int, minimum: int, maximum: int) -> int:
+    """Returns the value; raises InvalidRequest outside [minimum, maximum]."""
+    if not minimum <= value <= maximum:
+        raise InvalidRequest(field, value, f"in [{minimum}, {maximum}]")
     return value
 
 
-def check_count(field: str, count: int, most: int, unit: str) -> None:
-    """Raises InvalidRequest about a list of more than `most` entries; call it before anything is made of the list."""
-    if count > most:
-        raise InvalidRequest.too_many(field, count, most, unit)
+def check_count(field: str, count: int, maximum: int, unit: str) -> None:
+    """Raises InvalidRequest about a list of more than `maximum` entries; to be called before the list is read."""
+    if count > maximum:
+        raise InvalidRequest.too_many(field, count, maximum, unit)
 
 
 def check_token_ids(field: str, token_ids: Iterable[int], vocabulary_size: int) -> tuple[int, ...]:

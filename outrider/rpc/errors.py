@@ -1,8 +1,9 @@
 """Errors on their way through gRPC: an OutriderError becomes a google.rpc.Status with ErrorInfo, and one again.
 
-Knows no services and no channels. What is not an OutriderError leaves a process as "internal error" and nothing more.
+What is not an OutriderError leaves a process as "internal error" and nothing more.
 """
 
+import json
 import re
 from collections.abc import Iterator
 
@@ -10,9 +11,11 @@ import grpc
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from outrider.errors import InvalidRequest, OutriderError, PeerLost, ProtocolViolation
+from outrider.errors import Field, InvalidRequest, OutriderError, PeerLost, ProtocolViolation
 
 DOMAIN = "outrider.v1"
+# The key of a sentence that mentions fields, as a JSON list of [whether it is the name of a field, text].
+PARTS = "parts"
 # Whoever waits this long finds other requests ended, or the service back.
 RETRY_DELAYS_S = {"RESOURCE_EXHAUSTED": 1, "UNAVAILABLE": 1}
 UNEXPECTED_TEXT = "internal error"
@@ -35,6 +38,9 @@ def status_of(error: OutriderError) -> grpc.Status:
     code = grpc.StatusCode[error.status]
     rich = status_pb2.Status(code=code.value[0], message=error.message)
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
+    # Most sentences follow from the rest of what is sent; those that mention further fields do not.
+    if type(error).received([error.message], error.metadata).parts != error.parts:
+        info.metadata[PARTS] = json.dumps([[isinstance(part, Field), part] for part in error.parts])
     rich.details.add().Pack(info)
     if error.status in RETRY_DELAYS_S:
         retry = error_details_pb2.RetryInfo()
@@ -49,12 +55,9 @@ def error_from(error: grpc.RpcError) -> OutriderError:
     info = _error_info(error)
     if info is None:
         return _bare(error)
-    kind = _classes().get(info.reason, OutriderError)
-    # The classes have constructors of their own, which would compose the message a second time.
-    raised = kind.__new__(kind)
-    OutriderError.__init__(raised, error.details() or "")
-    raised.metadata = dict(info.metadata)
-    return raised
+    metadata = dict(info.metadata)
+    parts = [Field(part) if is_field else part for is_field, part in json.loads(metadata.pop(PARTS, "[]"))]
+    return _classes().get(info.reason, OutriderError).received(parts or [error.details() or ""], metadata)
 
 
 def said_by_peer(error: grpc.RpcError) -> bool:
