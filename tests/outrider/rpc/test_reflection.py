@@ -14,11 +14,10 @@ async def reflected(*, reflects: bool) -> set[str]:
     running = await channels.serve("127.0.0.1:0", services, reflects=reflects)
     try:
         async with channels.open_channel(running.address) as channel:
-            call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
-            await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
-            answer = await call.read()
-            call.cancel()
-            return {service.name for service in answer.list_services_response.service}
+            # The call reads the requests itself, because a write into a call that was refused says nothing of why.
+            requests = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+            call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(requests)
+            return {service.name async for answer in call for service in answer.list_services_response.service}
     finally:
         await running.stop(0)
 
