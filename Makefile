@@ -58,7 +58,7 @@ check: $(SETUP) ## style, types, import rule, protocol, and whether the stubs ar
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --quiet tests/test_imports.py
-	$(BIN)/buf lint
+	$(BIN)/buf lint proto
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && $(call stubs,"$$folder") \
 		&& diff -rq -x __init__.py -x __pycache__ "$$folder/outrider/v1" outrider/v1 \
 		&& echo "The stubs are those of the protocol."
