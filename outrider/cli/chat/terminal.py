@@ -18,7 +18,7 @@ from outrider.client import Event, Round
 from outrider.errors import InvalidRequest
 
 PROMPT, CONTINUATION = "> ", "… "
-GREETING = "The whole conversation is sent with every message. /help lists the commands."
+GREETING = "The whole conversation is sent with every message. Ctrl-C stops an answer, /help lists the commands."
 
 Reader = Callable[[], str | None]
 """Gives the next line of input, None behind the last."""

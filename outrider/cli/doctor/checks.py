@@ -42,6 +42,9 @@ GENERATION_SERVICE = "outrider.v1.GenerationService"
 ROLES = {"--rest-port": "rest", "--port": "gateway", "--draft-port": "draft", "--target-port": "target"}
 NAMES = {"rest": "REST and the page", "gateway": "gateway", "draft": "draft service", "target": "target service"}
 REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps -e ."
+# Far longer than a large model takes to load.
+PROBE_TIMEOUT_S = 600.0
+PROBE_FIX = "Run `python -m outrider.row_probe --model DIR` to see all of what it says."
 PROMPT = "Once upon a time there was a"
 # With 4 guesses a round gives at most 5 tokens, so there are at least two.
 MAX_TOKENS, DRAFT_COUNT, MIN_ROUNDS = 16, 4, 2
@@ -158,14 +161,16 @@ async def check_engine(model: str, dtype: str, device: str, threads: int) -> lis
         start_new_session=True,
     )
     try:
-        output, notes = await child.communicate()
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            output, notes = await child.communicate()
+    except TimeoutError:
+        return [failed(ROWS, f"The engine was not done within {PROBE_TIMEOUT_S:g} s.", PROBE_FIX, SOFTWARE)]
     finally:
         if child.returncode is None:
             child.kill()
             await child.wait()
-    return engine_findings(
-        child.returncode or 0, output.decode(errors="replace"), notes.decode(errors="replace"), device
-    )
+    output_text, notes_text = output.decode(errors="replace"), notes.decode(errors="replace")
+    return engine_findings(child.returncode or 0, output_text, notes_text, device)
 
 
 def engine_findings(code: int, output: str, notes: str, device: str) -> list[Finding]:
@@ -178,8 +183,7 @@ def engine_findings(code: int, output: str, notes: str, device: str) -> list[Fin
         return [skipped(ROWS, "There is no torch here to compute with.", "pip install 'outrider[engine]'")]
     if code == CONFIG:
         return [failed(ROWS, problem, "Name another model with --target.")]
-    fix = "Run `python -m outrider.row_probe --model DIR` to see all of what it says."
-    return [failed(ROWS, f"The engine does not run: {problem}", fix, SOFTWARE)]
+    return [failed(ROWS, f"The engine does not run: {problem}", PROBE_FIX, SOFTWARE)]
 
 
 def _check_kernels(facts: Mapping[str, Any]) -> Finding:

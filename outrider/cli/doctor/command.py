@@ -1,32 +1,19 @@
 """`outrider doctor`: which checks there are, in which order, and the exit code."""
 
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from importlib.metadata import version
 
 from outrider.cli.doctor.checks import check_engine, check_gateway, check_ports, self_test
 from outrider.cli.doctor.models import check_pair, download_fix
-from outrider.cli.doctor.report import (
-    SELF_TEST,
-    SOFTWARE,
-    Finding,
-    exit_code,
-    failed,
-    json_document,
-    lines,
-    ok,
-    skipped,
-    summary,
-)
+from outrider.cli.doctor.report import SELF_TEST, SOFTWARE, Finding, Report, exit_code, failed, ok, skipped
 from outrider.cli.running import SYSEXITS, Interrupts, note, run
 from outrider.cli.stack import Stack, start_stack
 from outrider.cli.version import installed_versions
 from outrider.errors import ModelRefused
 from outrider.service_process import ServiceFailed
 from outrider.supervisor import Supervisor
-
-Checks = Callable[[Interrupts], AsyncIterator[Finding]]
 
 
 def examine_machine(stack: Stack | ModelRefused, *, quick: bool, as_json: bool) -> int:
@@ -35,74 +22,63 @@ def examine_machine(stack: Stack | ModelRefused, *, quick: bool, as_json: bool) 
     Prints the report and returns the exit code. `quick` loads no model and starts no service.
     """
 
-    def checks(interrupts: Interrupts) -> AsyncIterator[Finding]:
-        return _machine_checks(stack, interrupts, quick=quick)
+    async def check(report: Report, interrupts: Interrupts) -> None:
+        if isinstance(stack, ModelRefused):
+            report.add(failed("models", stack.message, "Name models with --target and --draft."))
+        else:
+            await _check_machine(stack, report, interrupts, quick=quick)
 
-    return _examine(checks, as_json=as_json)
+    return _examine(check, as_json=as_json)
 
 
 def examine_gateway(address: str, rest_address: str | None, *, as_json: bool) -> int:
     """Checks a gateway that runs, prints the report and returns the exit code."""
 
-    async def checks(_: Interrupts) -> AsyncIterator[Finding]:
-        yield _versions()
+    async def check(report: Report, _: Interrupts) -> None:
         async for finding in check_gateway(address, rest_address, version("outrider")):
-            yield finding
+            report.add(finding)
 
-    return _examine(checks, as_json=as_json)
+    return _examine(check, as_json=as_json)
 
 
-def _examine(checks: Checks, *, as_json: bool) -> int:
-    findings: list[Finding] = []
+def _examine(check: Callable[[Report, Interrupts], Awaitable[None]], *, as_json: bool) -> int:
+    report = Report(sys.stdout, as_json=as_json)
 
     async def work(interrupts: Interrupts) -> None:
-        async for finding in checks(interrupts):
-            findings.append(finding)
-            if not as_json:
-                sys.stdout.write(lines(finding))
-                sys.stdout.flush()
-        ending = json_document(findings, version("outrider")) if as_json else summary(findings)
-        sys.stdout.write(f"{ending}\n")
-        sys.stdout.flush()
+        installed = ", ".join(f"{name} {found or 'missing'}" for name, found in installed_versions().items())
+        report.add(ok("versions", f"{installed}."))
+        await check(report, interrupts)
+        report.end(version("outrider"))
 
     run(work)
-    return exit_code(findings)
+    return exit_code(report.findings)
 
 
-async def _machine_checks(
-    stack: Stack | ModelRefused, interrupts: Interrupts, *, quick: bool
-) -> AsyncIterator[Finding]:
+async def _check_machine(stack: Stack, report: Report, interrupts: Interrupts, *, quick: bool) -> None:
     """Cheap checks first, then what takes seconds."""
-    yield _versions()
-    if isinstance(stack, ModelRefused):
-        yield failed("models", stack.message, "Name models with --target and --draft.")
-        return
     ports = {"--rest-port": stack.rest_port or 0, "--port": stack.gateway_port}
     draft_port = {"--draft-port": stack.draft_port} if stack.draft else {}
-    for finding in await check_ports({**ports, **draft_port, "--target-port": stack.target_port}):
-        yield finding
+    report.add(*await check_ports({**ports, **draft_port, "--target-port": stack.target_port}))
     findings, absent = check_pair(stack)
-    for finding in findings:
-        yield finding
+    report.add(*findings)
 
     is_refused = exit_code(findings) != 0
     model = "" if quick or is_refused or stack.target in absent else stack.target
     if model:
         _announce("Comparing rows of the target, bit by bit")
     engine = await check_engine(model, stack.dtype, stack.device, stack.threads)
-    for finding in engine:
-        yield finding
+    report.add(*engine)
 
     if quick:
-        yield skipped(SELF_TEST, "Nothing was started.", "Leave out --quick.")
+        report.add(skipped(SELF_TEST, "Nothing was started.", "Leave out --quick."))
     elif is_refused or exit_code(engine):
-        yield skipped(SELF_TEST, "Nothing was started, because of what failed above.")
+        report.add(skipped(SELF_TEST, "Nothing was started, because of what failed above."))
     elif absent:
         sentence = f"Nothing was started, because {' and '.join(absent)} would have to be downloaded."
-        yield skipped(SELF_TEST, sentence, download_fix(absent))
+        report.add(skipped(SELF_TEST, sentence, download_fix(absent)))
     else:
         _announce("Starting a stack on free ports, to ask it twice")
-        yield await _test_stack(stack, interrupts)
+        report.add(await _test_stack(stack, interrupts))
 
 
 async def _test_stack(stack: Stack, interrupts: Interrupts) -> Finding:
@@ -117,12 +93,6 @@ async def _test_stack(stack: Stack, interrupts: Interrupts) -> Finding:
             fix = "Start `outrider up` with the same options to see the whole log."
             return failed(SELF_TEST, error.message, fix, error.code if error.code in SYSEXITS else SOFTWARE)
         return await self_test(addresses.gateway, has_draft=addresses.draft is not None)
-
-
-def _versions() -> Finding:
-    return ok(
-        "versions", ", ".join(f"{name} {found or 'missing'}" for name, found in installed_versions().items()) + "."
-    )
 
 
 def _announce(step: str) -> None:

@@ -65,9 +65,8 @@ def check_pair(stack: Stack) -> tuple[list[Finding], list[str]]:
         findings += check_fit(found["target"], found["draft"])
     elif stack.draft:
         missing = [model for role, model in models.items() if model and role not in found]
-        findings.append(
-            skipped(VOCABULARY, f"There is nothing to compare without the files of {' and '.join(missing)}.")
-        )
+        sentence = f"There is nothing to compare without the files of {' and '.join(missing)}."
+        findings.append(skipped(VOCABULARY, sentence))
     if found:
         needs = {role: needed_bytes(files, dtypes[role]) for role, files in found.items()}
         findings.append(check_memory(needs, available_bytes()))

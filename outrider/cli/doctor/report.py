@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from typing import TextIO
 
 # Of sysexits.h: nobody answers, a fault of ours, and what only the operator can change.
 UNAVAILABLE, SOFTWARE, CONFIG = 69, 70, 78
@@ -55,12 +56,6 @@ def exit_code(findings: Iterable[Finding]) -> int:
     return next((each.exit_code for each in findings if each.status is Status.FAILED), 0)
 
 
-def lines(finding: Finding) -> str:
-    """The finding as text: a line, and below it what to do."""
-    fix = f"{' ' * 9}fix: {finding.fix}\n" if finding.fix else ""
-    return f"{finding.status:<8} {finding.check}: {finding.sentence}\n{fix}"
-
-
 def summary(findings: Sequence[Finding]) -> str:
     """The last line: how many findings of each kind, and what that means."""
     counts = {status: sum(each.status is status for each in findings) for status in Status}
@@ -73,10 +68,29 @@ def summary(findings: Sequence[Finding]) -> str:
     return f"{told}. {verdict}{'; warnings cost time or surprise' if counts[Status.WARNING] else ''}."
 
 
-def json_document(findings: Sequence[Finding], version: str) -> str:
-    """The whole report as one JSON object."""
-    told = {"version": version, "exit_code": exit_code(findings), "findings": [asdict(each) for each in findings]}
-    return json.dumps(told, ensure_ascii=False)
+class Report:
+    """Takes findings as they come. Each is a line with its fix below, or all are one JSON object at the end."""
+
+    def __init__(self, output: TextIO, *, as_json: bool) -> None:
+        self._output = output
+        self._as_json = as_json
+        self.findings: list[Finding] = []
+
+    def add(self, *findings: Finding) -> None:
+        """Takes findings, and prints them unless they go into an object."""
+        self.findings += findings
+        if not self._as_json:
+            for each in findings:
+                fix = f"{' ' * 9}fix: {each.fix}\n" if each.fix else ""
+                self._output.write(f"{each.status:<8} {each.check}: {each.sentence}\n{fix}")
+            self._output.flush()
+
+    def end(self, version: str) -> None:
+        """Prints the summary, or the object with this version of Outrider."""
+        told = {"version": version, "exit_code": exit_code(self.findings), "findings": [*map(asdict, self.findings)]}
+        ending = json.dumps(told, ensure_ascii=False) if self._as_json else summary(self.findings)
+        self._output.write(f"{ending}\n")
+        self._output.flush()
 
 
 def gibibytes(count: int) -> str:

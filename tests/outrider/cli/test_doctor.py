@@ -1,6 +1,7 @@
 """`outrider doctor` whole: its report in each form, ports, this machine, and a gateway that runs."""
 
 import asyncio
+import io
 import json
 import os
 import socket
@@ -29,11 +30,10 @@ from outrider.cli.doctor.checks import (
 )
 from outrider.cli.doctor.report import (
     Finding,
+    Report,
     Status,
     exit_code,
     failed,
-    json_document,
-    lines,
     ok,
     skipped,
     summary,
@@ -67,16 +67,25 @@ def answered(*token_ids: int, rounds: int = 4, drafted: int = 8) -> Sample:
     return Sample((Round(tokens, ""),), Result("", "length", 7, 3, 5, figures, 1, 2, "0123456789abcdef", ("cpu-x",)))
 
 
-def test_a_finding_is_a_line() -> None:
+def reported(*, as_json: bool) -> str:
+    """What a report prints of all findings."""
+    output = io.StringIO()
+    report = Report(output, as_json=as_json)
+    report.add(*FINDINGS)
+    report.end("1.2.3")
+    return output.getvalue()
+
+
+def test_plain_report_has_a_line_for_each_finding() -> None:
     """With what to do below, and how many there were of each kind at the end."""
-    told = "".join(map(lines, FINDINGS)).splitlines()
-    assert told[:3] == ["ok       a: It is.", "warning  b: It is slow.", "         fix: Hurry."]
-    assert summary(FINDINGS).startswith("1 ok, 1 warning, 1 failed.")
+    lines = reported(as_json=False).splitlines()
+    assert lines[:3] == ["ok       a: It is.", "warning  b: It is slow.", "         fix: Hurry."]
+    assert lines[-1].startswith("1 ok, 1 warning, 1 failed.")
 
 
 def test_json_report_is_one_object() -> None:
     """With the exit code and every finding."""
-    told = json.loads(json_document(FINDINGS, "1.2.3"))
+    told = json.loads(reported(as_json=True))
     assert (told["version"], told["exit_code"]) == ("1.2.3", 69)
     assert [each["status"] for each in told["findings"]] == ["ok", "warning", "failed"]
 

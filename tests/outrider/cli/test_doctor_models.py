@@ -2,6 +2,7 @@
 
 import json
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ KERNELS = {"kernels": "native-v3", "processor_levels": ["native-v3"], "cuda": []
 EQUAL = {"name": "a row alone and in a batch", "rows": 72, "equal_rows": 72}
 
 
-def found(facts: dict[str, object], device: str = "cpu") -> list[Finding]:
+def found(facts: Mapping[str, object], device: str = "cpu") -> list[Finding]:
     """What doctor makes of an engine that says this."""
     return engine_findings(0, f"a log\n{json.dumps(facts)}\n", "", device)
 
