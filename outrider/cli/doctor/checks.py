@@ -28,9 +28,9 @@ from outrider.cli.doctor.report import (
 from outrider.cli.model_facts import model_facts
 from outrider.cli.stack import HOST, OFFLINE
 from outrider.client import AsyncClient, Speculation
-from outrider.client.answers import Sample
+from outrider.client.events import Sample
 from outrider.errors import OutriderError
-from outrider.rpc import open_channel
+from outrider.rpc.channels import open_channel
 
 PORTS, KERNELS, CUDA, ROWS, GATEWAY, REST = "ports", "kernels", "cuda", "row invariance", "gateway", "REST"
 TIMEOUT_S = 3.0
@@ -44,7 +44,7 @@ NAMES = {"rest": "REST and the page", "gateway": "gateway", "draft": "draft serv
 REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps -e ."
 # Far longer than a large model takes to load.
 PROBE_TIMEOUT_S = 600.0
-PROBE_FIX = "Run `python -m outrider.row_probe --model DIR` to see all of what it says."
+PROBE_FIX = "Run `python -m outrider.model_service.row_probe --model DIR` to see all of what it says."
 PROMPT = "Once upon a time there was a"
 # With 4 guesses a round gives at most 5 tokens, so there are at least two.
 MAX_TOKENS, DRAFT_COUNT, MIN_ROUNDS = 16, 4, 2
@@ -153,7 +153,7 @@ async def check_engine(model: str, dtype: str, device: str, threads: int) -> lis
     flags = ("--model", model, "--dtype", dtype, "--device", device, "--threads", str(threads))
     child = await asyncio.create_subprocess_exec(
         # -P keeps a folder of the user's that is called like one of our packages from being imported instead.
-        *(sys.executable, "-P", "-m", "outrider.row_probe", *flags),
+        *(sys.executable, "-P", "-m", "outrider.model_service.row_probe", *flags),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         # A check of this machine downloads nothing.

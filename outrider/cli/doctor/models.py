@@ -11,9 +11,8 @@ from typing import Any
 
 from outrider.cli.doctor.report import Finding, failed, gibibytes, ok, skipped, warning
 from outrider.cli.stack import Stack
-from outrider.embedded_models import unsized
 from outrider.errors import ModelRefused
-from outrider.sized_presets import CONTEXT_LEN, parse
+from outrider.model_names import CONTEXT_LEN, parse, unsized
 from outrider.vocabulary import Vocabulary
 
 VOCABULARY, MEMORY = "vocabulary", "memory"

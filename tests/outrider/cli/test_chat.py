@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
-from generations import RESULT
-from scripted_gateway import ScriptedGateway, scripted_gateway
+from support.command_line import RESULT, ScriptedGateway, scripted_gateway
 
 from outrider.cli.chat.conversation import COMMANDS, Conversation, WrongCommand, help_text, parse_line
 from outrider.client import Origin, Round, Token

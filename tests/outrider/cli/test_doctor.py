@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from markov import MarkovModel
-from markov_services import DraftServicer, serving
-from stack import RunningStack, running_stack
+from support.markov import MarkovModel
+from support.markov_services import DraftServicer, serving
+from support.stack import RunningStack, running_stack
 
 from outrider.cli.doctor.checks import (
     Answerer,
@@ -28,19 +28,9 @@ from outrider.cli.doctor.checks import (
     self_test,
     who_answers,
 )
-from outrider.cli.doctor.report import (
-    Finding,
-    Report,
-    Status,
-    exit_code,
-    failed,
-    ok,
-    skipped,
-    summary,
-    warning,
-)
+from outrider.cli.doctor.report import Finding, Report, Status, exit_code, failed, ok, skipped, summary, warning
 from outrider.client import Origin, Result, Round, SpeculationFigures, Token
-from outrider.client.answers import Sample
+from outrider.client.events import Sample
 from outrider.service_process import Launch, ServiceFailed, ServiceProcess
 from outrider.v1 import model_service_pb2 as model_pb
 

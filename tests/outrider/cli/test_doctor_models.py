@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from stack import DRAFT, TARGET
+from support.stack import DRAFT, TARGET
 
 from outrider.cli.doctor import models
 from outrider.cli.doctor.checks import engine_findings
