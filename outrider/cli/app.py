@@ -8,7 +8,6 @@ from outrider.cli import bench, options
 from outrider.cli.asking import Answer, Ask, JsonTurns, Report, Sampling, Speculation, SystemMessage
 from outrider.cli.chat.command import Chat, chatting
 from outrider.cli.client import call_options, check_ask, check_chat
-from outrider.cli.doctor.checkup import Machine
 from outrider.cli.doctor.command import examine_gateway, examine_machine
 from outrider.cli.generate import choose_view, generation, read_prompt
 from outrider.cli.live_display import choose_display
@@ -130,7 +129,7 @@ def doctor(
     if address is None:
         if rest_address is not None:
             raise InvalidRequest("--rest-address", rest_address, "given with --address")
-        raise typer.Exit(examine_machine(_machine(models, machine, quick=quick, no_draft=no_draft), as_json=as_json))
+        raise typer.Exit(examine_machine(_examined(models, machine, no_draft=no_draft), quick=quick, as_json=as_json))
     here = {"--quick": quick or None, "--no-draft": no_draft or None}
     refuse_together("--address", address, here | options_of(models))
     check_address("--address", address)
@@ -145,12 +144,12 @@ def version(*, as_json: options.JsonReport = False) -> None:
     tell(as_json=as_json)
 
 
-def _machine(models: options.Models, machine: options.Machine, *, quick: bool, no_draft: bool) -> Machine:
+def _examined(models: options.Models, machine: options.Machine, *, no_draft: bool) -> Stack | ModelRefused:
     """What doctor looks at; models that are refused are one of its findings."""
     try:
-        return Machine(_stack(models, machine, speculation=not no_draft), quick=quick)
+        return _stack(models, machine, speculation=not no_draft)
     except ModelRefused as error:
-        return Machine(None, error, quick)
+        return error
 
 
 def _stack(models: options.Models, machine: options.Machine, *, speculation: bool) -> Stack:

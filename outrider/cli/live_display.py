@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.text import Text
 
 from outrider.cli.display import Display, JsonDisplay, LinesDisplay, gateway_lines, page_of
-from outrider.cli.doctor.answering import rest_text
+from outrider.cli.doctor.checks import rest_text
 from outrider.cli.gateway_counts import GatewayCounts, parse_counts, work_line
 from outrider.cli.model_facts import ModelFacts, model_facts
 from outrider.cli.running import note

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from outrider.cli.doctor.findings import gibibytes
+from outrider.cli.doctor.report import gibibytes
 from outrider.cli.services import ServiceView, memory_bytes
 from outrider.supervisor import State
 

@@ -1,22 +1,31 @@
 """`outrider version`: what is installed, without importing any of it."""
 
 import json
+import platform
 import sys
+from importlib.metadata import PackageNotFoundError, version
 
 import typer
 
-from outrider.cli.doctor import versions
+SHOWN = ("outrider", "torch", "grpcio", "protobuf", "tokenizers", "fastapi", "uvicorn")
+
+
+def installed_versions() -> dict[str, str | None]:
+    """Versions of Outrider, of Python, and of what computes and carries; None for what is not installed."""
+    found: dict[str, str | None] = {}
+    for name in SHOWN:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return {"outrider": found.pop("outrider"), "python": platform.python_version(), **found}
 
 
 def tell(*, as_json: bool) -> None:
     """Prints our version alone, or as JSON with those of Python and of what computes and carries."""
-    installed = versions.gather()
-    ours = installed.versions.get(versions.OURS) or "unknown"
-    if as_json:
-        others = {name: installed.versions.get(name) for name in versions.SHOWN if name != versions.OURS}
-        told = json.dumps({"version": ours, "python": installed.python, **others})
-    else:
-        told = f"outrider {ours}"
+    installed = installed_versions()
+    ours = installed.pop("outrider") or "unknown"
+    told = json.dumps({"version": ours, **installed}) if as_json else f"outrider {ours}"
     sys.stdout.write(f"{told}\n")
 
 

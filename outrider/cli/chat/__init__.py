@@ -1,1 +1,1 @@
-"""`outrider chat`: a conversation, turn by turn. Knows no protobuf; the whole conversation is sent again every turn."""
+"""`outrider chat`: a conversation, turn by turn; the whole conversation is sent again every turn."""

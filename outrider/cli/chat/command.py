@@ -1,9 +1,7 @@
-"""Puts a conversation together: its input, its screen, its gateway. Knows nothing about what is said."""
+"""`outrider chat`: starts what a conversation needs, reads a line, does what it means, shows what comes back."""
 
 import asyncio
-import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -14,17 +12,15 @@ import typer
 from anyio.from_thread import start_blocking_portal
 from rich.console import Console
 
-from outrider.cli.chat.commands import COMMANDS
-from outrider.cli.chat.conversation import Conversation
-from outrider.cli.chat.live_screen import LiveScreen
-from outrider.cli.chat.readers import PipeReader, Reader, TerminalReader
-from outrider.cli.chat.screens import JsonScreen, PlainScreen, Screen
-from outrider.cli.chat.talk import Talk
-from outrider.cli.naming import OPTIONS
+from outrider.cli.chat.conversation import COMMANDS, Conversation, Turn, help_text, parse_line
+from outrider.cli.chat.terminal import Reader, Screen, choose_ends
+from outrider.cli.naming import OPTIONS, in_options
 from outrider.cli.running import failures_told, note, service_log
 from outrider.cli.stack import Stack, start_stack
-from outrider.client import Client, GenerationOptions, OutriderError
+from outrider.client import Client, GenerationOptions, OutriderError, Stream
 from outrider.supervisor import Supervisor
+
+HINT = "Ctrl-C again leaves, and so does /quit."
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,24 +41,15 @@ def chatting(chat: Chat) -> None:
     with failures_told(OPTIONS):
         try:
             with _gateway(chat) as address, Client(address) as client:
-                reader, screen = choose_ends(chat)
-                conversation = Conversation(chat.system, chat.options.get("seed"))
-                Talk(client, conversation, chat.options, reader, screen).run()
+                reader, screen, is_interactive = choose_ends(COMMANDS, as_json=chat.as_json, rejected=chat.rejected)
+                Talk(client, chat, reader, screen, is_interactive=is_interactive).run()
         except KeyboardInterrupt:
             raise typer.Exit(128 + signal.SIGINT) from None
 
 
-def choose_ends(chat: Chat) -> tuple[Reader, Screen]:
-    """A terminal on both sides gets history and a live view, a dumb one plain text; a pipe gets one line a turn."""
-    rounds = chat.rejected
-    if chat.as_json:
-        return PipeReader(sys.stdin.buffer), JsonScreen(sys.stdout, sys.stderr, tells_rounds=rounds)
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return PipeReader(sys.stdin.buffer), PlainScreen(sys.stdout, sys.stderr)
-    reader = TerminalReader(list(COMMANDS))
-    if os.environ.get("TERM", "dumb") in {"dumb", "unknown"}:
-        return reader, PlainScreen(sys.stdout, sys.stderr)
-    return reader, LiveScreen(Console(highlight=False), rejected=rounds)
+def _terminate(number: int, _frame: FrameType | None) -> NoReturn:
+    """Leaves as after Ctrl-C: everything on the way out is closed."""
+    raise SystemExit(128 + number)
 
 
 @contextmanager
@@ -92,6 +79,95 @@ async def _kept(stack: Stack) -> AsyncIterator[str]:
             raise ended
 
 
-def _terminate(number: int, _frame: FrameType | None) -> NoReturn:
-    """Leaves as after Ctrl-C: everything on the way out is closed."""
-    raise SystemExit(128 + number)
+class Talk:
+    """One user with one gateway."""
+
+    def __init__(self, client: Client, chat: Chat, reader: Reader, screen: Screen, *, is_interactive: bool) -> None:
+        self._client = client
+        self._options = chat.options
+        self._conversation = Conversation(chat.system, chat.options.get("seed"))
+        self._reader = reader
+        self._screen = screen
+        self._is_interactive = is_interactive
+        self._interrupted = False
+
+    def run(self) -> None:
+        """Goes on until the input ends or the user leaves.
+
+        Raises KeyboardInterrupt at the second Ctrl-C in a row. Where nobody sits there, at the first one, and the
+        first OutriderError as well.
+        """
+        going = True
+        while going:
+            try:
+                line = self._reader()
+                self._interrupted = False
+                going = line is not None and self._obey(line)
+            except KeyboardInterrupt:
+                if self._interrupted or not self._is_interactive:
+                    raise
+                self._interrupted = True
+                self._screen.tell(f"\n{HINT}")
+            except OutriderError as error:
+                if not self._is_interactive:
+                    raise
+                self._screen.tell(in_options(error, OPTIONS))
+
+    def _obey(self, line: str) -> bool:
+        """Does what a line says; whether there may be another."""
+        conversation, tell = self._conversation, self._screen.tell
+        match parse_line(line):
+            case "", "":
+                pass
+            case "", text:
+                self._answer(conversation.ask(text))
+            case "retry", _:
+                self._answer(conversation.retry())
+            case "edit", text:
+                self._answer(conversation.edit(text))
+            case "system", text:
+                if text:
+                    conversation.system = "" if text == "-" else text
+                system = conversation.system
+                tell(f"The system message is: {system}" if system else "There is no system message.")
+            case "reset", _:
+                conversation.turns.clear()
+                tell("The conversation is forgotten.")
+            case "help", _:
+                tell(help_text())
+            case _:
+                return False
+        return True
+
+    def _answer(self, turn: Turn) -> None:
+        """Asks for an answer and keeps it, or what came of it until Ctrl-C."""
+        options = GenerationOptions(**{**self._options, "seed": turn.seed})
+        try:
+            with self._client.chat(self._conversation.messages(), **options) as stream, self._stoppable(stream):
+                for event in stream:
+                    turn.add(event)
+                    self._screen.show(event)
+        except BaseException:
+            turn.forget_answer()
+            self._screen.interrupt()
+            raise
+        self._screen.end(turn)
+
+    @contextmanager
+    def _stoppable(self, stream: Stream) -> Iterator[None]:
+        """Within it the first Ctrl-C ends the stream in good order; the next one is an interrupt again."""
+        if not self._is_interactive:
+            yield
+            return
+        before = signal.getsignal(signal.SIGINT)
+
+        def stop(_number: int, _frame: FrameType | None) -> None:
+            signal.signal(signal.SIGINT, before)
+            self._interrupted = True
+            stream.cancel()
+
+        signal.signal(signal.SIGINT, stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)

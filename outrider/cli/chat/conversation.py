@@ -1,13 +1,23 @@
-"""What was said so far, and what the next request says. Pure: no gateway, no terminal, no clock."""
+"""What was said so far, what the next request says, and what a line of input means."""
 
 import secrets
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from outrider.client import ChatMessage, OutriderError, Result
+from outrider.cli.tables import rule_told
+from outrider.client import ChatMessage, Event, OutriderError, Result, Round, Rule
 
 SEED_BITS = 31
 INT64_MAX = 2**63 - 1
+# What stands behind a command, and what it does.
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "retry": ("", "answer the last message again, with another seed"),
+    "edit": ("TEXT", "change the last message and answer it again"),
+    "system": ("[TEXT|-]", "show, set or, with -, remove the system message"),
+    "reset": ("", "forget the conversation, but not the system message"),
+    "help": ("", "show this list"),
+    "quit": ("", "leave, as Ctrl-D does"),
+}
 
 
 class WrongCommand(OutriderError):
@@ -18,28 +28,84 @@ class WrongCommand(OutriderError):
     exit_code = 64
 
 
-@dataclass(frozen=True, slots=True)
+def parse_line(line: str) -> tuple[str, str]:
+    """A command and what stands behind it; a message has no command, and a line without a word neither.
+
+    A command begins with a slash, two slashes a message that begins with one. Raises WrongCommand about a command that
+    there is not, that takes no argument, or that needs one.
+    """
+    text = line.strip()
+    if not text.startswith("/") or text.startswith("//"):
+        return "", text.removeprefix("/")
+    name, _, argument = text[1:].partition(" ")
+    if name not in COMMANDS:
+        raise WrongCommand(f"There is no command /{name}; /help lists all, and // begins a message with a slash.")
+    argument = argument.strip()
+    if argument and not COMMANDS[name][0]:
+        raise WrongCommand(f"/{name} takes nothing behind it.")
+    if name == "edit" and not argument:
+        raise WrongCommand("/edit needs the new text behind it.")
+    return name, argument
+
+
+def help_text() -> str:
+    """All commands, one a line."""
+    usages = {f"/{name} {argument}".rstrip(): meaning for name, (argument, meaning) in COMMANDS.items()}
+    width = max(map(len, usages))
+    keys = "Ctrl-C stops an answer and keeps what came, twice leaves. A \\ at its end goes on with a line."
+    return "\n".join([*(f"{usage:<{width}}  {meaning}" for usage, meaning in usages.items()), keys])
+
+
+@dataclass(slots=True)
 class Turn:
-    """What the user said, and what came back: None while nothing has. A stopped answer has no result."""
+    """What the user said, and what came back so far. A stopped answer has no result."""
 
     user: str
     seed: int
-    answer: str | None = None
+    rounds: list[Round] = field(default_factory=list)
     result: Result | None = None
-    fixed_seed: int | None = None
-    """What seeds were fixed to when the turn began; None when it drew its own."""
+
+    def add(self, event: Event) -> None:
+        """Takes what came."""
+        if isinstance(event, Round):
+            self.rounds.append(event)
+        else:
+            self.result = event
+
+    def forget_answer(self) -> None:
+        """As if nothing had come back."""
+        self.rounds, self.result = [], None
 
     @property
-    def is_stopped(self) -> bool:
-        """Whether the answer is only what had come when the user stopped it."""
-        return self.answer is not None and self.result is None
+    def answer(self) -> str | None:
+        """What came back, None for nothing yet. An empty answer that ended by itself is one."""
+        text = "".join(event.text for event in self.rounds) + (self.result.rest if self.result else "")
+        return text if text or self.result else None
+
+    def figures(self) -> str:
+        """The line under the answer. The time to the first token is the gateway's, without the way to it."""
+        if self.result is None:
+            return f"stopped, {sum(len(event.tokens) for event in self.rounds)} tokens, seed {self.seed}"
+        result = self.result
+        parts = [
+            f"{result.completion_tokens} tokens",
+            f"{result.tokens_per_second:.0f} tokens/s",
+            f"first token {result.first_token_us / 1e3:.0f} ms",
+            f"cached {result.cached_prompt_tokens} of {result.prompt_tokens} prompt tokens",
+            f"acceptance rate {result.speculation.acceptance_rate:.2f}",
+            f"seed {result.seed}",
+        ]
+        if result.acceptance.rule is not Rule.MATCH:
+            parts.append(rule_told(result.acceptance))
+        if result.finish_reason == "length":
+            parts.append("ended at the length limit")
+        return ", ".join(parts)
 
 
 class Conversation:
     """Turns, of which the last may still be without an answer; such a turn is forgotten when the next one begins.
 
-    A fixed `seed` holds for every turn, and each repetition adds one to it; without one every turn draws its own. One
-    that was fixed or changed after a turn holds for the next repetition of that turn as it is.
+    A fixed `seed` holds for every turn, and each repetition adds one to it; without one every answer draws its own.
     """
 
     def __init__(self, system: str = "", seed: int | None = None) -> None:
@@ -49,34 +115,21 @@ class Conversation:
 
     def ask(self, text: str) -> Turn:
         """Begins a turn."""
-        self._forget_unanswered()
-        return self._begin(text, self._first_seed())
+        if self.turns and self.turns[-1].answer is None:
+            self.turns.pop()
+        return self._begin(text, self.seed)
 
     def retry(self) -> Turn:
         """Begins the last turn again, with another seed. Raises WrongCommand when there is none."""
-        last = self._last()
-        self.turns.pop()
-        return self._begin(last.user, self._next_seed(last))
+        last = self._pop_last()
+        # Where seeds are fixed it is the next one, so that the repetition can be repeated.
+        next_seed = last.seed + 1 if last.seed < INT64_MAX else -INT64_MAX
+        return self._begin(last.user, None if self.seed is None else next_seed)
 
     def edit(self, text: str) -> Turn:
         """Begins the last turn again with other words. Raises WrongCommand when there is none."""
-        self._last()
-        self.turns.pop()
-        return self._begin(text, self._first_seed())
-
-    def last_words(self) -> str:
-        """What the user said last. Raises WrongCommand when that is nothing."""
-        return self._last().user
-
-    def keep(self, answer: str, result: Result | None) -> Turn:
-        """Ends the turn with what came; an answer that was stopped before its first word is none."""
-        kept = replace(self.turns[-1], answer=answer if answer or result else None, result=result)
-        self.turns[-1] = kept
-        return kept
-
-    def reset(self) -> None:
-        """Forgets all turns; the system message and the seed stay."""
-        self.turns.clear()
+        self._pop_last()
+        return self.ask(text)
 
     def messages(self) -> list[ChatMessage]:
         """The whole conversation, as a request takes it."""
@@ -87,41 +140,11 @@ class Conversation:
                 said.append(ChatMessage(role="assistant", content=turn.answer))
         return said
 
-    def document(self) -> dict[str, Any]:
-        """Everything, for a file: the messages as a request takes them, and the facts of each turn."""
-        self._forget_unanswered()
-        turns = [
-            {"user": turn.user, "assistant": turn.answer, "seed": turn.seed, "stopped": turn.is_stopped}
-            | {"result": _facts(turn.result) if turn.result else None}
-            for turn in self.turns
-        ]
-        return {"messages": self.messages(), "turns": turns}
-
-    def _begin(self, text: str, seed: int) -> Turn:
-        self.turns.append(Turn(text, seed, fixed_seed=self.seed))
+    def _begin(self, text: str, seed: int | None) -> Turn:
+        self.turns.append(Turn(text, secrets.randbits(SEED_BITS) if seed is None else seed))
         return self.turns[-1]
 
-    def _last(self) -> Turn:
+    def _pop_last(self) -> Turn:
         if not self.turns:
             raise WrongCommand("There is no message yet that could be sent again.")
-        return self.turns[-1]
-
-    def _forget_unanswered(self) -> None:
-        if self.turns and self.turns[-1].answer is None:
-            self.turns.pop()
-
-    def _first_seed(self) -> int:
-        return secrets.randbits(SEED_BITS) if self.seed is None else self.seed
-
-    def _next_seed(self, last: Turn) -> int:
-        """Another one: a random one, or the next where seeds are fixed, so that the repetition can be repeated."""
-        if self.seed is None or last.fixed_seed != self.seed:
-            return self._first_seed()
-        seed = last.seed
-        return seed + 1 if seed < INT64_MAX else -INT64_MAX
-
-
-def _facts(result: Result) -> dict[str, Any]:
-    """A result as plain values."""
-    acceptance = {"rule": result.acceptance.rule, **result.acceptance.settings}
-    return asdict(result) | {"acceptance": acceptance}
+        return self.turns.pop()

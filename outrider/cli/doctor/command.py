@@ -1,43 +1,101 @@
-"""The options of `outrider doctor`, and from them to checks. Knows nothing about how a check is carried out."""
+"""`outrider doctor`: which checks there are, in which order, and the exit code."""
 
 import sys
-from collections.abc import AsyncIterator
-from functools import partial
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from importlib.metadata import version
 
-from rich.console import Console
-
-from outrider.cli.doctor.checkup import Checks, Machine, check_gateway, check_machine, examining
-from outrider.cli.doctor.findings import Finding
-from outrider.cli.doctor.report import JsonReport, PlainReport, Report, TerminalReport
-from outrider.cli.running import Interrupts, run
-from outrider.cli.terminal import is_rich
-
-
-def choose_report(*, as_json: bool) -> Report:
-    """JSON when asked for; otherwise a table in a terminal, and lines into a pipe or file."""
-    if as_json:
-        return JsonReport(sys.stdout, version("outrider"))
-    if is_rich(sys.stdout):
-        return TerminalReport(Console(highlight=False))
-    return PlainReport(sys.stdout)
+from outrider.cli.doctor.checks import check_engine, check_gateway, check_ports, self_test
+from outrider.cli.doctor.models import check_pair, download_fix
+from outrider.cli.doctor.report import SELF_TEST, SOFTWARE, Finding, Report, exit_code, failed, ok, skipped
+from outrider.cli.running import SYSEXITS, Interrupts, note, run
+from outrider.cli.stack import Stack, start_stack
+from outrider.cli.version import installed_versions
+from outrider.errors import ModelRefused
+from outrider.service_process import ServiceFailed
+from outrider.supervisor import Supervisor
 
 
-def examine_machine(machine: Machine, *, as_json: bool) -> int:
-    """Runs the checks of this machine and returns the exit code."""
-    return _examine(partial(check_machine, machine), as_json=as_json)
+def examine_machine(stack: Stack | ModelRefused, *, quick: bool, as_json: bool) -> int:
+    """Checks this machine for a stack as `outrider up` would start it, or says why there is none to start.
+
+    Prints the report and returns the exit code. `quick` loads no model and starts no service.
+    """
+
+    async def check(report: Report, interrupts: Interrupts) -> None:
+        if isinstance(stack, ModelRefused):
+            report.add(failed("models", stack.message, "Name models with --target and --draft."))
+        else:
+            await _check_machine(stack, report, interrupts, quick=quick)
+
+    return _examine(check, as_json=as_json)
 
 
 def examine_gateway(address: str, rest_address: str | None, *, as_json: bool) -> int:
-    """Runs the checks of a gateway and returns the exit code."""
+    """Checks a gateway that runs, prints the report and returns the exit code."""
 
-    def checks(_: Interrupts, report: Report) -> AsyncIterator[Finding]:
-        return check_gateway(address, rest_address, version("outrider"), report)
+    async def check(report: Report, _: Interrupts) -> None:
+        async for finding in check_gateway(address, rest_address, version("outrider")):
+            report.add(finding)
 
-    return _examine(checks, as_json=as_json)
+    return _examine(check, as_json=as_json)
 
 
-def _examine(checks: Checks, *, as_json: bool) -> int:
-    codes: list[int] = []
-    run(examining(checks, choose_report(as_json=as_json), codes))
-    return codes[0]
+def _examine(check: Callable[[Report, Interrupts], Awaitable[None]], *, as_json: bool) -> int:
+    report = Report(sys.stdout, as_json=as_json)
+
+    async def work(interrupts: Interrupts) -> None:
+        installed = ", ".join(f"{name} {found or 'missing'}" for name, found in installed_versions().items())
+        report.add(ok("versions", f"{installed}."))
+        await check(report, interrupts)
+        report.end(version("outrider"))
+
+    run(work)
+    return exit_code(report.findings)
+
+
+async def _check_machine(stack: Stack, report: Report, interrupts: Interrupts, *, quick: bool) -> None:
+    """Cheap checks first, then what takes seconds."""
+    ports = {"--rest-port": stack.rest_port or 0, "--port": stack.gateway_port}
+    draft_port = {"--draft-port": stack.draft_port} if stack.draft else {}
+    report.add(*await check_ports({**ports, **draft_port, "--target-port": stack.target_port}))
+    findings, absent = check_pair(stack)
+    report.add(*findings)
+
+    is_refused = exit_code(findings) != 0
+    model = "" if quick or is_refused or stack.target in absent else stack.target
+    if model:
+        _announce("Comparing rows of the target, bit by bit")
+    engine = await check_engine(model, stack.dtype, stack.device, stack.threads)
+    report.add(*engine)
+
+    if quick:
+        report.add(skipped(SELF_TEST, "Nothing was started.", "Leave out --quick."))
+    elif is_refused or exit_code(engine):
+        report.add(skipped(SELF_TEST, "Nothing was started, because of what failed above."))
+    elif absent:
+        sentence = f"Nothing was started, because {' and '.join(absent)} would have to be downloaded."
+        report.add(skipped(SELF_TEST, sentence, download_fix(absent)))
+    else:
+        _announce("Starting a stack on free ports, to ask it twice")
+        report.add(await _test_stack(stack, interrupts))
+
+
+async def _test_stack(stack: Stack, interrupts: Interrupts) -> Finding:
+    """A real stack on free ports that downloads nothing, asked with and without speculation."""
+    alone = replace(stack, gateway_port=0, draft_port=0, target_port=0, rest_port=None, offline=True)
+    # A report has no place for what a supervisor and services say on the way.
+    async with Supervisor(lambda _sentence: None, lambda _name, _line: None) as supervisor:
+        interrupts.urgent = supervisor.kill
+        try:
+            addresses = await start_stack(supervisor, alone)
+        except ServiceFailed as error:
+            fix = "Start `outrider up` with the same options to see the whole log."
+            return failed(SELF_TEST, error.message, fix, error.code if error.code in SYSEXITS else SOFTWARE)
+        return await self_test(addresses.gateway, has_draft=addresses.draft is not None)
+
+
+def _announce(step: str) -> None:
+    """Tells who watches a terminal why nothing comes for some seconds."""
+    if sys.stderr.isatty():
+        note(f"{step} ...")

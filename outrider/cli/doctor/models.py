@@ -1,30 +1,35 @@
-"""A model's files as far as they can be read without loading it, and whether a pair fits. Reads headers, no weights."""
+"""What the files of both models say without loading them: whether they can be served, fit together, and into memory."""
 
 import json
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from outrider.cli.doctor.downloads import downloaded
-from outrider.cli.doctor.findings import CONFIG, Finding, failed, ok, skipped, told, warning
+from outrider.cli.doctor.report import Finding, failed, gibibytes, ok, skipped, warning
+from outrider.cli.stack import Stack
 from outrider.errors import ModelRefused
 from outrider.model_names import CONTEXT_LEN, parse, unsized
 from outrider.vocabulary import Vocabulary
 
-VOCABULARY = "vocabulary"
+VOCABULARY, MEMORY = "vocabulary", "memory"
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 # A header is at most this long in the format's own reader.
 MAX_HEADER_BYTES = 100_000_000
+MEMORY_INFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+# What an engine takes for keys and values unless it is told otherwise, and at most for the sake of one context.
+DEFAULT_KV_BYTES, MAX_KV_BYTES = 512 << 20, 4 << 30
+# torch and gRPC in each service, and the gateway: measured, rounded up.
+PROCESS_BYTES, GATEWAY_BYTES = 400 << 20, 150 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What the files say. The widths are for the size of the cache: numbers of one token's keys in all layers."""
+    """What the files of a model say. `key_value_width` counts the numbers of one token's keys in all layers."""
 
-    role: str
     name: str
     folder: Path
     parameter_count: int
@@ -34,41 +39,92 @@ class ModelFiles:
     vocabulary: Vocabulary
 
 
+def check_pair(stack: Stack) -> tuple[list[Finding], list[str]]:
+    """Checks the models that a stack names: each for itself, both together, and what they take of the memory.
+
+    Beside the findings come the hub ids that are not on this machine.
+    """
+    dtypes = {"target": stack.dtype, "draft": stack.draft_dtype or stack.dtype}
+    models = {"target": stack.target, "draft": stack.draft}
+    findings: list[Finding] = []
+    absent: list[str] = []
+    found: dict[str, ModelFiles] = {}
+    for role, model in models.items():
+        try:
+            files = read_model(role, model) if model else None
+        except ModelRefused as error:
+            findings.append(failed(f"{role} model", error.message, f"Name another model with --{role}."))
+            continue
+        findings.append(check_model(role, model, files, dtypes[role]))
+        if files:
+            found[role] = files
+        elif model:
+            absent.append(model)
+    if len(found) == 2:
+        findings += check_fit(found["target"], found["draft"])
+    elif stack.draft:
+        missing = [model for role, model in models.items() if model and role not in found]
+        sentence = f"There is nothing to compare without the files of {' and '.join(missing)}."
+        findings.append(skipped(VOCABULARY, sentence))
+    if found:
+        needs = {role: needed_bytes(files, dtypes[role]) for role, files in found.items()}
+        findings.append(check_memory(needs, available_bytes()))
+    return findings, absent
+
+
 def read_model(role: str, model: str) -> ModelFiles | None:
     """Reads a folder, a hub id that was downloaded, or the embedded part of a sized model. Raises ModelRefused.
 
-    None for a hub id that is not here.
+    None for a hub id that is not on this machine.
     """
     sized = parse(model, role)
     given = Path(unsized(model)).expanduser()
     folder = given if given.is_dir() else downloaded(model)
     if folder is None:
         return None
-    config = _json_of(folder / "config.json")
-    stored, count = _weights(folder)
-    width, context_len = _key_value_width(config), _integer(config, "max_position_embeddings", 0)
+    config = _json_object(folder / "config.json")
+    stored_dtype, count = _weights(folder)
+    context_len = _positive(config, "max_position_embeddings", 0)
+    heads = _positive(config, "num_attention_heads", 1)
+    head_dim = _positive(config, "head_dim", _positive(config, "hidden_size", 0) // heads)
+    width = _positive(config, "num_hidden_layers", 0) * _positive(config, "num_key_value_heads", heads) * head_dim
     if sized is not None:
         shape = sized.shape
         count, context_len = shape.parameter_count, CONTEXT_LEN
         width = shape.num_layers * shape.num_kv_heads * shape.head_dim
     name = sized.name if sized else (given.resolve() if given.is_dir() else given).name
-    return ModelFiles(role, name, folder, count, stored, context_len, width, Vocabulary.read(folder))
+    return ModelFiles(name, folder, count, stored_dtype, context_len, width, Vocabulary.read(folder))
 
 
-def judge_model(role: str, model: str | None, files: ModelFiles | ModelRefused | None, dtype: str) -> Finding:
-    """One model of the pair."""
+def downloaded(name: str) -> Path | None:
+    """The folder of a model `org/name` or `org/name@revision` of the hub, None when its weights are not here.
+
+    The hub's library is imported by name, here and nowhere else: it takes a third of a second, which no other command
+    should pay.
+    """
+    model_id, _, revision = name.partition("@")
+    find = import_module("huggingface_hub").snapshot_download
+    try:
+        folder = Path(find(model_id, revision=revision or None, local_files_only=True))
+    # What it raises for an id that is not here, and for what cannot be one.
+    except (OSError, ValueError):
+        return None
+    # A download that broke off leaves a folder too.
+    return folder if any(folder.glob("*.safetensors")) else None
+
+
+def check_model(role: str, model: str | None, files: ModelFiles | None, dtype: str) -> Finding:
+    """One model of the pair, None where there is none; `files` is None where it is not on this machine."""
     check = f"{role} model"
     if model is None:
         return skipped(check, f"There is no {role}: the target decodes plainly.", f"Name one with --{role}.")
-    if isinstance(files, ModelRefused):
-        return failed(check, _sentence(files.message), f"Name another model with --{role}.", CONFIG)
     if files is None:
         return skipped(check, f"{model} is no folder, and as a hub id not downloaded.", download_fix([model]))
     sentence = (
-        f"{files.name}: {told(files.parameter_count, 'parameter')} in {files.stored_dtype}, served in {dtype}, "
+        f"{files.name}: {files.parameter_count:,} parameters in {files.stored_dtype}, served in {dtype}, "
         f"context of {files.context_len:,} tokens ({files.folder})."
     )
-    if files.stored_dtype == "float16":
+    if files.stored_dtype == "float16" and dtype == "bfloat16":
         fix = "Use --dtype float32 to keep every bit of the file."
         return warning(check, f"{sentence} bfloat16 keeps 3 bits less of each number.", fix)
     return ok(check, sentence)
@@ -80,17 +136,12 @@ def download_fix(names: Sequence[str]) -> str:
     return f"Run {' and '.join(commands)}, or let `outrider up` download."
 
 
-def judge_absent(names: Sequence[str]) -> Finding:
-    """Instead of judge_pair, where these models of the pair could not be read."""
-    return skipped(VOCABULARY, f"There is nothing to compare without the files of {' and '.join(names)}.")
-
-
-def judge_pair(target: ModelFiles, draft: ModelFiles) -> list[Finding]:
-    """Whether ids mean the same tokens to both, and how far the draft can see."""
+def check_fit(target: ModelFiles, draft: ModelFiles) -> list[Finding]:
+    """Whether ids mean the same tokens to both, and how far the draft can read."""
     difference = target.vocabulary.difference(draft.vocabulary)
     if difference is not None:
         fix = "Name a draft with the target's tokenizer with --draft, or leave it out with --no-draft."
-        return [failed(VOCABULARY, difference, fix, CONFIG)]
+        return [failed(VOCABULARY, difference, fix)]
     findings = [ok(VOCABULARY, f"Both models have the same {target.vocabulary.size:,} tokens under the same ids.")]
     if 0 < draft.context_len < target.context_len:
         sentence = (
@@ -101,12 +152,47 @@ def judge_pair(target: ModelFiles, draft: ModelFiles) -> list[Finding]:
     return findings
 
 
+def needed_bytes(model: ModelFiles, dtype: str) -> int:
+    """Weights, cache and process of a service with this model on the CPU, where keys and values are float32."""
+    item_bytes = 2 if dtype == "bfloat16" else 4
+    token_bytes = 2 * 4 * model.key_value_width
+    cache = max(DEFAULT_KV_BYTES, min(model.context_len * token_bytes, MAX_KV_BYTES))
+    return model.parameter_count * item_bytes + cache + PROCESS_BYTES
+
+
+def available_bytes() -> int | None:
+    """What is free, by the system and by the control group; None where neither tells."""
+    system = parse_available(MEMORY_INFO.read_text()) if MEMORY_INFO.is_file() else None
+    files = (CGROUP / "memory.max", CGROUP / "memory.current")
+    limit, used = (path.read_text().strip() if path.is_file() else "" for path in files)
+    left = max(0, int(limit) - int(used)) if limit.isdecimal() and used.isdecimal() else None
+    return min((each for each in (system, left) if each is not None), default=None)
+
+
+def parse_available(text: str) -> int | None:
+    """MemAvailable of /proc/meminfo in bytes."""
+    words = next((line.split() for line in text.splitlines() if line.startswith("MemAvailable:")), [])
+    return int(words[1]) * 1024 if len(words) == 3 and words[1].isdecimal() else None
+
+
+def check_memory(needs: Mapping[str, int], available: int | None) -> Finding:
+    """Needs by role against what is free."""
+    if available is None:
+        return skipped(MEMORY, "This system does not say how much memory is free.")
+    total = sum(needs.values()) + GATEWAY_BYTES
+    parts = ", ".join(f"{gibibytes(count)} for the {role}" for role, count in needs.items())
+    sentence = f"A stack takes about {gibibytes(total)} ({parts}); {gibibytes(available)} are free."
+    if total <= available:
+        return ok(MEMORY, sentence)
+    if min(needs.values(), default=0) + GATEWAY_BYTES > available:
+        return failed(MEMORY, sentence, "Choose smaller models, or a machine with more memory.")
+    return warning(MEMORY, sentence, "Close other programs, choose smaller models, or lower --kv-tokens of a service.")
+
+
 def _weights(folder: Path) -> tuple[str, int]:
     """Type of most numbers and their count, of the headers of all safetensors files."""
-    files = sorted(folder.glob("*.safetensors"))
     single = folder / "model.safetensors"
-    if single in files:
-        files = [single]
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise ModelRefused(f"{folder} has no safetensors weights")
     counts: dict[str, int] = {}
@@ -131,18 +217,12 @@ def _header(path: Path) -> dict[str, Any]:
     return header
 
 
-def _key_value_width(config: dict[str, Any]) -> int:
-    heads = _integer(config, "num_attention_heads", 1)
-    head_dim = _integer(config, "head_dim", _integer(config, "hidden_size", 0) // heads)
-    return _integer(config, "num_hidden_layers", 0) * _integer(config, "num_key_value_heads", heads) * head_dim
-
-
-def _integer(config: dict[str, Any], key: str, default: int) -> int:
+def _positive(config: Mapping[str, Any], key: str, default: int) -> int:
     value = config.get(key)
     return value if isinstance(value, int) and value > 0 else default
 
 
-def _json_of(path: Path) -> dict[str, Any]:
+def _json_object(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -150,7 +230,3 @@ def _json_of(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ModelRefused(f"{path} is no JSON object")
     return values
-
-
-def _sentence(message: str) -> str:
-    return message if message.endswith(".") else f"{message}."

@@ -1,132 +1,63 @@
-"""The report: a table in a terminal, plain lines elsewhere, or one JSON object; copyable as it stands. No judge."""
+"""What a check found, and how all findings are reported: plain lines as they come, or one JSON object."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Protocol, TextIO
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import TextIO
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from outrider.cli.doctor.findings import Finding, Status, exit_code
-from outrider.cli.doctor.selftest import CHECK as SELF_TEST
-
-# The word tells it, the colour only helps.
-STYLES = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILED: "bold red", Status.SKIPPED: "dim"}
+# Of sysexits.h: nobody answers, a fault of ours, and what only the operator can change.
+UNAVAILABLE, SOFTWARE, CONFIG = 69, 70, 78
+SELF_TEST = "self test"
 
 
-class Report(Protocol):
-    """Takes findings as they come."""
+class Status(StrEnum):
+    """How a check ended."""
 
-    def begin(self, step: str) -> None:
-        """A step begins that may take seconds."""
-
-    def add(self, finding: Finding) -> None:
-        """Takes a finding."""
-
-    def end(self) -> None:
-        """Comes behind the last one; not when the work was cancelled."""
-
-    def close(self) -> None:
-        """Comes at the very end, whatever happened."""
+    OK = "ok"
+    WARNING = "warning"
+    FAILED = "failed"
+    SKIPPED = "skipped"
 
 
-class TerminalReport:
-    """One table at the end; until then a line that says what is being looked at."""
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One check's result in a sentence. `fix` is empty where there is nothing to do, `exit_code` 0 unless it failed."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._findings: list[Finding] = []
-        self._status = console.status("")
-
-    def begin(self, step: str) -> None:
-        """Shows the step."""
-        self._status.update(step)
-        self._status.start()
-
-    def add(self, finding: Finding) -> None:
-        """Keeps it."""
-        self._findings.append(finding)
-
-    def end(self) -> None:
-        """Prints everything."""
-        self._status.stop()
-        self._console.print(table(self._findings))
-        self._console.print(Text(summary(self._findings)))
-
-    def close(self) -> None:
-        """Gives the line back."""
-        self._status.stop()
+    check: str
+    status: Status
+    sentence: str
+    fix: str = ""
+    exit_code: int = 0
 
 
-class PlainReport:
-    """A line for each finding as it comes, and one for what to do about it."""
-
-    def __init__(self, output: TextIO) -> None:
-        self._output = output
-        self._findings: list[Finding] = []
-
-    def begin(self, step: str) -> None:
-        """Says nothing: lines come soon enough."""
-
-    def add(self, finding: Finding) -> None:
-        """Writes it."""
-        self._findings.append(finding)
-        fix = f"{' ' * 9}fix: {finding.fix}\n" if finding.fix else ""
-        self._output.write(f"{finding.status:<8} {finding.check}: {finding.sentence}\n{fix}")
-        self._output.flush()
-
-    def end(self) -> None:
-        """Writes how many there were of each kind."""
-        self._output.write(f"{summary(self._findings)}\n")
-
-    def close(self) -> None:
-        """Everything is written already."""
+def ok(check: str, sentence: str) -> Finding:
+    """Nothing to do."""
+    return Finding(check, Status.OK, sentence)
 
 
-class JsonReport:
-    """One object at the end."""
-
-    def __init__(self, output: TextIO, version: str) -> None:
-        self._output = output
-        self._version = version
-        self._findings: list[Finding] = []
-
-    def begin(self, step: str) -> None:
-        """Says nothing."""
-
-    def add(self, finding: Finding) -> None:
-        """Keeps it."""
-        self._findings.append(finding)
-
-    def end(self) -> None:
-        """Writes the object."""
-        document = {
-            "version": self._version,
-            "exit_code": exit_code(self._findings),
-            "findings": [asdict(each) for each in self._findings],
-        }
-        self._output.write(json.dumps(document, ensure_ascii=False) + "\n")
-
-    def close(self) -> None:
-        """Writes nothing: half an object is none."""
+def warning(check: str, sentence: str, fix: str) -> Finding:
+    """It works, but not as it could."""
+    return Finding(check, Status.WARNING, sentence, fix)
 
 
-def table(findings: Sequence[Finding]) -> Table:
-    """One row a finding, its way out below the sentence."""
-    drawn = Table("check", "result", "what was found", box=box.SIMPLE_HEAD, pad_edge=False)
-    for each in findings:
-        told = Text(each.sentence)
-        if each.fix:
-            told.append(f"\nfix: {each.fix}", "italic")
-        drawn.add_row(Text(each.check), Text(each.status, STYLES[each.status]), told)
-    return drawn
+def failed(check: str, sentence: str, fix: str, exit_code: int = CONFIG) -> Finding:
+    """It does not work until somebody acts. A message without a full stop gets one."""
+    return Finding(check, Status.FAILED, sentence if sentence.endswith(".") else f"{sentence}.", fix, exit_code)
+
+
+def skipped(check: str, sentence: str, fix: str = "") -> Finding:
+    """Nothing was found out, and why."""
+    return Finding(check, Status.SKIPPED, sentence, fix)
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """That of the first check that failed, 0 when none did: later ones often fail because of it."""
+    return next((each.exit_code for each in findings if each.status is Status.FAILED), 0)
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """How many findings of each kind, and what that means."""
+    """The last line: how many findings of each kind, and what that means."""
     counts = {status: sum(each.status is status for each in findings) for status in Status}
     told = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     if counts[Status.FAILED]:
@@ -134,6 +65,34 @@ def summary(findings: Sequence[Finding]) -> str:
     # Only an answer shows that it works; without one there is only nothing that speaks against it.
     has_answered = any(each.check == SELF_TEST and each.status is not Status.SKIPPED for each in findings)
     verdict = "Outrider works here" if has_answered else "Nothing was found that keeps Outrider from working"
-    if counts[Status.WARNING]:
-        return f"{told}. {verdict}; warnings cost time or surprise."
-    return f"{told}. {verdict}."
+    return f"{told}. {verdict}{'; warnings cost time or surprise' if counts[Status.WARNING] else ''}."
+
+
+class Report:
+    """Takes findings as they come. Each is a line with its fix below, or all are one JSON object at the end."""
+
+    def __init__(self, output: TextIO, *, as_json: bool) -> None:
+        self._output = output
+        self._as_json = as_json
+        self.findings: list[Finding] = []
+
+    def add(self, *findings: Finding) -> None:
+        """Takes findings, and prints them unless they go into an object."""
+        self.findings += findings
+        if not self._as_json:
+            for each in findings:
+                fix = f"{' ' * 9}fix: {each.fix}\n" if each.fix else ""
+                self._output.write(f"{each.status:<8} {each.check}: {each.sentence}\n{fix}")
+            self._output.flush()
+
+    def end(self, version: str) -> None:
+        """Prints the summary, or the object with this version of Outrider."""
+        told = {"version": version, "exit_code": exit_code(self.findings), "findings": [*map(asdict, self.findings)]}
+        ending = json.dumps(told, ensure_ascii=False) if self._as_json else summary(self.findings)
+        self._output.write(f"{ending}\n")
+        self._output.flush()
+
+
+def gibibytes(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

@@ -1,4 +1,4 @@
-"""`outrider chat` without a terminal, as a process of its own."""
+"""`outrider chat` without a terminal, as a process of its own, and what its conversation keeps."""
 
 import asyncio
 import json
@@ -6,13 +6,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
-from support.command_line import ScriptedGateway, scripted_gateway
+from support.command_line import RESULT, ScriptedGateway, scripted_gateway
+
+from outrider.cli.chat.conversation import COMMANDS, Conversation, WrongCommand, help_text, parse_line
+from outrider.client import Origin, Round, Token
 
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()", "chat")
 ANSWER = "Once upon a!"
+ONCE = Round((Token(4, Origin.PLAIN, "Once"),), "Once")
 FIGURES = "3 tokens, 1000 tokens/s, first token 0 ms, cached 1 of 2 prompt tokens, acceptance rate 0.50, seed 5"
 
 
@@ -30,10 +34,9 @@ async def run_command(*arguments: str, stdin: bytes = b"") -> tuple[int, str, st
     return process.returncode or 0, output.decode(), notes.decode()
 
 
-async def test_each_line_is_a_turn(gateway: ScriptedGateway, tmp_path: Path) -> None:
+async def test_each_line_is_a_turn(gateway: ScriptedGateway) -> None:
     """Answers go to stdout, figures to stderr; the whole conversation and all options are sent with every turn."""
-    file = tmp_path / "saved.json"
-    lines = f"Grüße\n\n//not a command\n/edit instead\n/seed 9\n/system Be brief.\n/retry\n/save {file}\n/quit\nnever\n"
+    lines = "Grüße\n\n//not a command\n/edit instead\n/system Be brief.\n/retry\n/quit\nnever\n"
     options = ("--max-tokens", "9", "--seed", "5", "--system", "Be kind.", "--rule", "ratio", "--show-rejected")
     code, output, notes = await run_command(*options, "--address", gateway.address, stdin=lines.encode())
     assert (code, output) == (0, f"{ANSWER}\n" * 4)
@@ -46,12 +49,9 @@ async def test_each_line_is_a_turn(gateway: ScriptedGateway, tmp_path: Path) -> 
         [*first, ("assistant", ANSWER), ("user", "instead")],
     ]
     assert said[3] == [("system", "Be brief."), *said[2][1:]]
-    assert [chat.generation.seed for chat in gateway.chats] == [5, 5, 5, 9]
+    assert [chat.generation.seed for chat in gateway.chats] == [5, 5, 5, 6]
     generation = gateway.chats[0].generation
     assert (generation.max_tokens, generation.speculation.return_rounds) == (9, True)
-    saved = json.loads(file.read_text())
-    assert [turn["assistant"] for turn in saved["turns"]] == [ANSWER] * 2
-    assert [message["role"] for message in saved["messages"]] == ["system", *("user", "assistant") * 2]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ async def test_each_line_is_a_turn(gateway: ScriptedGateway, tmp_path: Path) -> 
     [
         (b"refuse\nHi\n", 64, "--temperature is -1.0, but must be at least 0"),
         (b"a\xff\n", 64, "line is b'a\\xff\\n', but must be valid UTF-8"),
-        (b"/save\n", 64, "/save needs the name of a file behind it."),
+        (b"/edit\n", 64, "/edit needs the new text behind it."),
     ],
 )
 async def test_the_first_error_ends_it(gateway: ScriptedGateway, lines: bytes, code: int, sentence: str) -> None:
@@ -103,3 +103,71 @@ async def test_a_stack_of_its_own() -> None:
     assert first["usage"]["completion_tokens"] == second["usage"]["completion_tokens"] == 12
     assert second["speculation"]["draft_tokens"] > 0
     assert second["usage"]["cached_prompt_tokens"] > 0
+
+
+def test_a_turn_without_an_answer_is_forgotten() -> None:
+    """It can be repeated or edited, but the next message takes its place."""
+    conversation = Conversation()
+    conversation.ask("One")
+    conversation.edit("Two").add(ONCE)
+    assert [message["content"] for message in conversation.messages()] == ["Two", "Once"]
+    conversation.ask("Three")
+    conversation.ask("Four").add(ONCE)
+    conversation.turns[-1].forget_answer()
+    assert [message["content"] for message in conversation.messages()] == ["Two", "Once", "Four"]
+    assert conversation.turns[0].figures() == f"stopped, 1 tokens, seed {conversation.turns[0].seed}"
+
+
+def test_an_empty_answer_that_ended_by_itself_is_one() -> None:
+    """Silence is what the model said."""
+    conversation = Conversation()
+    turn = conversation.ask("One")
+    turn.add(replace(RESULT, rest=""))
+    assert turn.answer == ""
+    assert len(conversation.messages()) == 2
+    assert "cached 2 of 3 prompt tokens" in turn.figures()
+
+
+def test_repetitions_draw_other_seeds() -> None:
+    """Random ones, or one more each time where the seed is fixed, without leaving 64 bits."""
+    free = Conversation()
+    seeds = {free.ask("One").seed, free.retry().seed, free.retry().seed}
+    assert len(seeds) == 3
+    fixed = Conversation(seed=2**63 - 2)
+    assert [fixed.ask("One").seed, fixed.retry().seed, fixed.retry().seed] == [2**63 - 2, 2**63 - 1, -(2**63 - 1)]
+    assert fixed.edit("Two").seed == 2**63 - 2
+
+
+def test_nothing_said_cannot_be_said_again() -> None:
+    """A sentence says so."""
+    with pytest.raises(WrongCommand, match="no message yet"):
+        Conversation("Be brief.", 5).retry()
+
+
+@pytest.mark.parametrize(
+    ("line", "meaning"),
+    [
+        ("  Hello there \n", ("", "Hello there")),
+        ("//usr is a folder", ("", "/usr is a folder")),
+        (" \n", ("", "")),
+        ("/edit  Hello  there \n", ("edit", "Hello  there")),
+        ("/quit", ("quit", "")),
+    ],
+)
+def test_what_a_line_means(line: str, meaning: tuple[str, str]) -> None:
+    """A slash begins a command, two begin a message with one."""
+    assert parse_line(line) == meaning
+
+
+@pytest.mark.parametrize("line", ["/", "/Retry", "/retry now", "/edits"])
+def test_wrong_commands_are_refused(line: str) -> None:
+    """By name; nothing is taken for a message by mistake."""
+    with pytest.raises(WrongCommand, match=r"^(There is no command /|/retry takes nothing)"):
+        parse_line(line)
+
+
+def test_help_lists_every_command() -> None:
+    """Each with what it does."""
+    for name, (_, meaning) in COMMANDS.items():
+        assert f"/{name}" in help_text()
+        assert meaning in help_text()

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from support.command_line import INTERRUPT, UP, ScriptedGateway, scripted_gateway, terminal
@@ -24,7 +23,7 @@ def said(gateway: ScriptedGateway) -> list[str]:
 
 
 async def test_a_conversation_in_a_terminal(gateway: ScriptedGateway) -> None:
-    """Styles, figures, history, another seed, an edit on the line, Ctrl-C that keeps what came, and twice to leave."""
+    """Styles, figures, history, another seed, an edit, Ctrl-C that keeps what came, a reset, and twice to leave."""
     async with terminal("chat", "--address", gateway.address, "--system", "Be brief.") as screen:
         await screen.until(PROMPT)
         screen.type("Hello\n")
@@ -41,14 +40,12 @@ async def test_a_conversation_in_a_terminal(gateway: ScriptedGateway) -> None:
         await screen.until(FIGURES)
         assert said(gateway) == ["Be brief.", "Hello", ANSWER, "Hello"]
         await screen.until(PROMPT)
-        screen.type("/edit\n")
-        await screen.until(f"{PROMPT}Hello")
-        screen.type(" again\n")
+        screen.type("/edit Hello again\n")
         await screen.until(FIGURES)
         assert said(gateway) == ["Be brief.", "Hello", ANSWER, "Hello again"]
         await screen.until(PROMPT)
         screen.type("wait\n")
-        await screen.until("1 tokens")
+        await screen.until("Once")
         screen.type(INTERRUPT)
         await screen.until("stopped, 1 tokens")
         await asyncio.wait_for(gateway.cancelled.wait(), 10)
@@ -57,18 +54,21 @@ async def test_a_conversation_in_a_terminal(gateway: ScriptedGateway) -> None:
         await screen.until(FIGURES)
         assert said(gateway)[-3:] == ["wait", "Once", "go on"]
         await screen.until(PROMPT)
+        screen.type("/reset\n")
+        await screen.until("The conversation is forgotten.")
+        screen.type("Who?\n")
+        await screen.until(FIGURES)
+        assert said(gateway) == ["Be brief.", "Who?"]
+        await screen.until(PROMPT)
         screen.type(INTERRUPT)
         await screen.until("Ctrl-C again leaves")
         screen.type(INTERRUPT)
         assert await asyncio.wait_for(screen.process.wait(), 20) == 130
 
 
-async def test_errors_end_no_conversation(gateway: ScriptedGateway, tmp_path: Path) -> None:
-    """A refusal, a wrong command and a failing editor are sentences; what was refused is not sent again."""
-    editor = tmp_path / "editor"
-    editor.write_text("#!/bin/sh\ntest -e fail && exit 3\nprintf 'Changed\\n' > \"$1\"\n")
-    editor.chmod(0o700)
-    async with terminal("chat", "--address", gateway.address, changes={"EDITOR": str(editor)}) as screen:
+async def test_errors_end_no_conversation(gateway: ScriptedGateway) -> None:
+    """A refusal and a wrong command are sentences; what was refused is not sent again."""
+    async with terminal("chat", "--address", gateway.address) as screen:
         await screen.until(PROMPT)
         screen.type("refuse\n")
         await screen.until("--temperature is -1.0, but must be at least 0")
@@ -77,6 +77,8 @@ async def test_errors_end_no_conversation(gateway: ScriptedGateway, tmp_path: Pa
         screen.type("/ret\t\n")
         await screen.until("--temperature is -1.0")
         screen.type("/edit\n")
+        await screen.until("/edit needs the new text behind it.")
+        screen.type("/edit Changed\n")
         await screen.until(FIGURES)
         assert said(gateway) == ["Changed"]
         screen.type("refuse\n")

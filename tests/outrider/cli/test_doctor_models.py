@@ -1,17 +1,28 @@
-"""What doctor reads of models without loading them, and what it makes of a pair."""
+"""What doctor reads of models without loading them, what it makes of a pair, of memory and of the engine."""
 
 import json
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from support.stack import DRAFT, TARGET
 
-from outrider.cli.doctor import memory, models
-from outrider.cli.doctor.findings import Status
+from outrider.cli.doctor import models
+from outrider.cli.doctor.checks import engine_findings
 from outrider.cli.doctor.models import ModelFiles
+from outrider.cli.doctor.report import Finding, Status
+from outrider.cli.stack import Stack
 from outrider.errors import ModelRefused
 from outrider.vocabulary import Vocabulary
+
+KERNELS = {"kernels": "native-v3", "processor_levels": ["native-v3"], "cuda": [], "numerics_id": "cpu-x"}
+EQUAL = {"name": "a row alone and in a batch", "rows": 72, "equal_rows": 72}
+
+
+def found(facts: Mapping[str, object], device: str = "cpu") -> list[Finding]:
+    """What doctor makes of an engine that says this."""
+    return engine_findings(0, f"a log\n{json.dumps(facts)}\n", "", device)
 
 
 def read(role: str, model: str) -> ModelFiles:
@@ -46,8 +57,8 @@ def test_the_embedded_pair_fits() -> None:
     target, draft = read("target", TARGET), read("draft", DRAFT)
     assert (target.stored_dtype, target.context_len) == ("bfloat16", 4096)
     assert target.parameter_count == 11_015_040
-    assert [each.status for each in models.judge_pair(target, draft)] == [Status.OK]
-    finding = models.judge_model("target", TARGET, target, "bfloat16")
+    assert [each.status for each in models.check_fit(target, draft)] == [Status.OK]
+    finding = models.check_model("target", TARGET, target, "bfloat16")
     assert (finding.status, "11,015,040 parameters" in finding.sentence) == (Status.OK, True)
 
 
@@ -56,15 +67,18 @@ def test_a_sized_model_has_its_shape_and_takes_its_memory() -> None:
     sized, small = read("target", "sized:target-200m"), read("target", TARGET)
     assert sized.parameter_count > 180_000_000
     assert sized.vocabulary == small.vocabulary
-    assert memory.needed_bytes(sized, "float32") - memory.needed_bytes(sized, "bfloat16") == 2 * sized.parameter_count
+    assert models.needed_bytes(sized, "float32") - models.needed_bytes(sized, "bfloat16") == 2 * sized.parameter_count
 
 
 def test_a_hub_id_is_not_looked_at() -> None:
     """Nothing is downloaded for a report."""
     assert models.read_model("target", "someone/something") is None
-    finding = models.judge_model("target", "someone/something", None, "bfloat16")
+    finding = models.check_model("target", "someone/something", None, "bfloat16")
     assert (finding.status, "hf download someone/something" in finding.fix) == (Status.SKIPPED, True)
-    assert models.judge_absent(["someone/something"]).status is Status.SKIPPED
+    findings, absent = models.check_pair(Stack(TARGET, "someone/something"))
+    assert absent == ["someone/something"]
+    [vocabulary] = [each for each in findings if each.check == "vocabulary"]
+    assert (vocabulary.status, "someone/something" in vocabulary.sentence) == (Status.SKIPPED, True)
 
 
 def test_a_hub_id_that_was_downloaded_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,11 +96,11 @@ def test_other_vocabularies_and_shorter_drafts(tmp_path: Path) -> None:
     """The first fails with what differs, the second is a warning with the length."""
     target = read("target", TARGET)
     short = read("draft", str(copied(tmp_path, max_position_embeddings=512)))
-    found = models.judge_pair(target, short)
-    assert [each.status for each in found] == [Status.OK, Status.WARNING]
-    assert "512" in found[1].sentence
-    other = ModelFiles("draft", "x", tmp_path, 1, "bfloat16", 4096, 1, Vocabulary.of([("a", 0), ("b", 1)]))
-    [mismatch] = models.judge_pair(target, other)
+    findings = models.check_fit(target, short)
+    assert [each.status for each in findings] == [Status.OK, Status.WARNING]
+    assert "512" in findings[1].sentence
+    other = ModelFiles("x", tmp_path, 1, "bfloat16", 4096, 1, Vocabulary.of([("a", 0), ("b", 1)]))
+    [mismatch] = models.check_fit(target, other)
     assert (mismatch.status, mismatch.exit_code) == (Status.FAILED, 78)
     assert "4096 and 2 ids" in mismatch.sentence
 
@@ -105,10 +119,10 @@ def test_broken_files_are_named(tmp_path: Path, name: str, content: bytes, words
     copied(tmp_path)
     (tmp_path / name).unlink()
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ModelRefused, match=words) as refusal:
+    with pytest.raises(ModelRefused, match=words):
         models.read_model("draft", str(tmp_path))
-    finding = models.judge_model("draft", str(tmp_path), refusal.value, "bfloat16")
-    assert (finding.status, finding.exit_code) == (Status.FAILED, 78)
+    findings, _ = models.check_pair(Stack(TARGET, str(tmp_path)))
+    assert [(each.check, each.exit_code) for each in findings if each.status is Status.FAILED] == [("draft model", 78)]
 
 
 def test_a_folder_without_weights(tmp_path: Path) -> None:
@@ -117,3 +131,53 @@ def test_a_folder_without_weights(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ModelRefused, match="no safetensors weights"):
         models.read_model("draft", str(tmp_path))
+
+
+def test_memory_of_a_pair() -> None:
+    """Too little for both is a warning while one fits, and a failure when none does; unknown is skipped."""
+    needs = {"target": 4 << 30, "draft": 1 << 30}
+    told = [models.check_memory(needs, available).status for available in (8 << 30, 3 << 30, 1 << 30, None)]
+    assert told == [Status.OK, Status.WARNING, Status.FAILED, Status.SKIPPED]
+    assert models.parse_available("MemTotal: 9 kB\nMemAvailable:   2048 kB\n") == 2 << 20
+
+
+def test_an_engine_that_keeps_its_promise() -> None:
+    """Kernels, no device, rows equal."""
+    findings = found({**KERNELS, "comparisons": [EQUAL]})
+    assert [each.status for each in findings] == [Status.OK, Status.SKIPPED, Status.OK]
+
+
+def test_unequal_rows_fail_on_a_cpu_and_warn_on_a_device() -> None:
+    """No promise of equal bits holds on an accelerator."""
+    facts = {**KERNELS, "cuda": [{"name": "X", "memory_bytes": 1 << 30}], "comparisons": [{**EQUAL, "equal_rows": 70}]}
+    [*_, on_cpu] = found(facts)
+    assert (on_cpu.status, on_cpu.exit_code) == (Status.FAILED, 70)
+    assert "2 of 72" in on_cpu.sentence
+    [*_, on_device] = found(facts, "cuda:0")
+    assert on_device.status is Status.WARNING
+
+
+@pytest.mark.parametrize(
+    ("kernels", "levels", "words"),
+    [
+        (None, ["native-v3"], "apt install gcc"),
+        (None, ["native-v3"], "pip install"),
+        (None, [], "AVX2"),
+        ("native-v3", ["native-v4", "native-v3"], "pip install"),
+    ],
+)
+def test_slow_kernels_are_told_with_the_fix(kernels: str | None, levels: list[str], words: str) -> None:
+    """Not built, not buildable, not for this processor, or not the best for it."""
+    facts = {**KERNELS, "kernels": kernels, "processor_levels": levels}
+    finding = found(facts)[0]
+    assert finding.status is Status.WARNING
+    assert words in finding.fix
+
+
+def test_a_probe_that_fails_is_told_by_its_last_words() -> None:
+    """A refused model is configuration, a traceback is a fault, no torch is neither."""
+    refused = engine_findings(78, "", "a log\nIt is a Mamba.\n\n", "cpu")
+    assert [(each.sentence, each.exit_code) for each in refused] == [("It is a Mamba.", 78)]
+    assert engine_findings(1, "", "Traceback\nOSError: disk", "cpu")[0].exit_code == 70
+    gone = "ModuleNotFoundError: No module named 'torch'"
+    assert engine_findings(1, "", gone, "cpu")[0].status is Status.SKIPPED

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.cli.doctor.answering import rest_text
+from outrider.cli.doctor.checks import rest_text
 
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()", "up", "--json", "--no-draft")
 FREE_PORTS = ("--port", "0", "--rest-port", "0", "--target-port", "0")

@@ -1,0 +1,320 @@
+"""The checks that ask somebody: who has a port, what the engine computes with, how a gateway answers."""
+
+import asyncio
+import http.client
+import json
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from outrider.cli.doctor.report import (
+    CONFIG,
+    SELF_TEST,
+    SOFTWARE,
+    UNAVAILABLE,
+    Finding,
+    failed,
+    gibibytes,
+    ok,
+    skipped,
+    warning,
+)
+from outrider.cli.model_facts import model_facts
+from outrider.cli.stack import HOST, OFFLINE
+from outrider.client import AsyncClient, Speculation
+from outrider.client.events import Sample
+from outrider.errors import OutriderError
+from outrider.rpc.channels import open_channel
+
+PORTS, KERNELS, CUDA, ROWS, GATEWAY, REST = "ports", "kernels", "cuda", "row invariance", "gateway", "REST"
+TIMEOUT_S = 3.0
+MAX_BODY_BYTES = 1 << 16
+# Other servers of models have /version and /v1/models too.
+STATUS_PATH = "/api/status"
+GENERATION_SERVICE = "outrider.v1.GenerationService"
+# What each option's port is for, as `who_answers` names it.
+ROLES = {"--rest-port": "rest", "--port": "gateway", "--draft-port": "draft", "--target-port": "target"}
+NAMES = {"rest": "REST and the page", "gateway": "gateway", "draft": "draft service", "target": "target service"}
+REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps -e ."
+# Far longer than a large model takes to load.
+PROBE_TIMEOUT_S = 600.0
+PROBE_FIX = "Run `python -m outrider.model_service.row_probe --model DIR` to see all of what it says."
+PROMPT = "Once upon a time there was a"
+# With 4 guesses a round gives at most 5 tokens, so there are at least two.
+MAX_TOKENS, DRAFT_COUNT, MIN_ROUNDS = 16, 4, 2
+ANSWER_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answerer:
+    """Who answers; `role` is gateway, target, draft, rest, or "other" for a program that is not ours."""
+
+    role: str
+    model: str = ""
+    is_serving: bool = True
+
+
+async def who_answers(address: str) -> Answerer | None:
+    """Who takes connections on an address; None for nobody."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except OSError:
+        return None
+    writer.close()
+    status = await asyncio.to_thread(rest_status, address)
+    if status is not None:
+        return Answerer("rest")
+    async with open_channel(address) as channel:
+        request = health_pb2.HealthCheckRequest(service=GENERATION_SERVICE)
+        try:
+            health = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=TIMEOUT_S)
+            return Answerer("gateway", is_serving=health.status == health_pb2.HealthCheckResponse.SERVING)
+        except grpc.aio.AioRpcError:
+            # It may still be a service, which has no generation.
+            pass
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            facts = await model_facts(address)
+    except (OutriderError, TimeoutError):
+        return Answerer("other")
+    return Answerer(facts.role, facts.model)
+
+
+def rest_status(address: str) -> dict[str, Any] | None:
+    """What a gateway's REST surface says about itself; None where none answers. Blocks for at most some seconds."""
+    try:
+        status = json.loads(rest_text(address, STATUS_PATH) or "null")
+    except ValueError:
+        return None
+    return status if isinstance(status, dict) and "gateway" in status else None
+
+
+def rest_text(address: str, path: str, max_bytes: int = MAX_BODY_BYTES) -> str | None:
+    """The body of a successful HTTP GET, None for any other answer. Blocks for at most some seconds."""
+    host, _, port = address.rpartition(":")
+    connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=TIMEOUT_S)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        body = response.read(max_bytes)
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+    return body.decode(errors="replace") if response.status == 200 else None
+
+
+async def check_ports(wanted: Mapping[str, int]) -> list[Finding]:
+    """One finding about all free ports, and one about each that is not; 0 means any free one and is not looked at."""
+    ports = {option: number for option, number in wanted.items() if number}
+    found = await asyncio.gather(*(_check_port(option, number) for option, number in ports.items()))
+    free = [str(number) for number, finding in zip(ports.values(), found, strict=True) if finding is None]
+    together = [ok(PORTS, f"{', '.join(free)} {'is' if len(free) == 1 else 'are'} free.")] if free else []
+    return together + [finding for finding in found if finding is not None]
+
+
+async def _check_port(option: str, number: int) -> Finding | None:
+    """What there is to say about a port that is not free."""
+    choose = f"{option} 0 takes a free one."
+    answerer = await who_answers(f"{HOST}:{number}")
+    if answerer is None:
+        with socket.socket() as probe:
+            # Without this, connections that ended a moment ago would look like a listener.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, number))
+            except OSError as error:
+                return failed(PORTS, f"{number} cannot be used: {error.strerror}.", choose, UNAVAILABLE)
+        return None
+    if answerer.role == "other":
+        sentence = f"{number} is taken by a program that is not Outrider's, so `outrider up` cannot start."
+        return failed(PORTS, sentence, f"Stop it, or choose another port: {choose}", UNAVAILABLE)
+    name = NAMES.get(answerer.role, answerer.role) + (f" ({answerer.model})" if answerer.model else "")
+    sentence = f"{number} answers already, as Outrider's {name}."
+    if answerer.role == ROLES[option]:
+        return ok(PORTS, sentence)
+    fix = f"`outrider up` wants it for something else: stop what answers there, or choose another port: {choose}"
+    return failed(PORTS, sentence, fix, UNAVAILABLE)
+
+
+async def check_engine(model: str, dtype: str, device: str, threads: int) -> list[Finding]:
+    """What a child process computes with; it compares rows of the model as well, unless that is empty.
+
+    Cancelled, it ends the child.
+    """
+    flags = ("--model", model, "--dtype", dtype, "--device", device, "--threads", str(threads))
+    child = await asyncio.create_subprocess_exec(
+        # -P keeps a folder of the user's that is called like one of our packages from being imported instead.
+        *(sys.executable, "-P", "-m", "outrider.model_service.row_probe", *flags),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        # A check of this machine downloads nothing.
+        env={**os.environ, **OFFLINE},
+        start_new_session=True,
+    )
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            output, notes = await child.communicate()
+    except TimeoutError:
+        return [failed(ROWS, f"The engine was not done within {PROBE_TIMEOUT_S:g} s.", PROBE_FIX, SOFTWARE)]
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+    output_text, notes_text = output.decode(errors="replace"), notes.decode(errors="replace")
+    return engine_findings(child.returncode or 0, output_text, notes_text, device)
+
+
+def engine_findings(code: int, output: str, notes: str, device: str) -> list[Finding]:
+    """Kernels, CUDA devices, and whether rows are independent, by how the child ended and its last line."""
+    if code == 0:
+        facts = json.loads(output.strip().splitlines()[-1])
+        return [_check_kernels(facts), _check_cuda(facts["cuda"], device), _check_rows(facts, device)]
+    problem = next((line.strip() for line in reversed(notes.splitlines()) if line.strip()), "It said nothing.")
+    if "No module named 'torch'" in problem:
+        return [skipped(ROWS, "There is no torch here to compute with.", "pip install 'outrider[engine]'")]
+    if code == CONFIG:
+        return [failed(ROWS, problem, "Name another model with --target.")]
+    return [failed(ROWS, f"The engine does not run: {problem}", PROBE_FIX, SOFTWARE)]
+
+
+def _check_kernels(facts: Mapping[str, Any]) -> Finding:
+    found, levels = facts["kernels"], facts["processor_levels"]
+    if found is None and not levels:
+        sentence = "This processor has neither AVX2 nor AVX-512, so torch computes, several times slower."
+        return warning(KERNELS, sentence, "Use a machine with AVX2 (2013 or later), or an accelerator.")
+    if found is None:
+        fix = f"Install a C compiler if there is none (apt install gcc libc6-dev), then: {REBUILD}"
+        return warning(KERNELS, "The kernels are not built, so torch computes, several times slower.", fix)
+    if found != levels[0]:
+        return warning(KERNELS, f"{found} is built, but {levels[0]} would run here and is faster.", REBUILD)
+    return ok(KERNELS, f"{found} is built, and the fastest for this processor.")
+
+
+def _check_cuda(devices: list[Mapping[str, Any]], device: str) -> Finding:
+    if devices:
+        names = (f"cuda:{n} is {each['name']}, {gibibytes(each['memory_bytes'])}" for n, each in enumerate(devices))
+        return ok(CUDA, f"{'; '.join(names)}.")
+    if device != "cpu":
+        return failed(CUDA, f"{device} is wanted, but torch sees no CUDA device.", "Leave out --device.")
+    return skipped(CUDA, "torch sees no CUDA device; models run on the CPU.")
+
+
+def _check_rows(facts: Mapping[str, Any], device: str) -> Finding:
+    comparisons = facts.get("comparisons")
+    if comparisons is None:
+        return skipped(ROWS, "No model was loaded.")
+    numerics = facts["numerics_id"]
+    unequal = [each for each in comparisons if each["equal_rows"] != each["rows"]]
+    if not unequal:
+        counts = ", ".join(f"{each['name']} ({each['rows']} rows)" for each in comparisons)
+        return ok(ROWS, f"Bitwise equal with {numerics}: {counts}.")
+    shares = ", ".join(f"{each['name']}: {each['rows'] - each['equal_rows']} of {each['rows']}" for each in unequal)
+    sentence = f"Rows differ in their bits with {numerics} ({shares}), so tokens may depend on who else is served."
+    if device != "cpu":
+        return warning(ROWS, sentence, "Use --device cpu where every token must be that of plain decoding.")
+    return failed(ROWS, sentence, f"Build the kernels again: {REBUILD}", SOFTWARE)
+
+
+async def check_gateway(address: str, rest_address: str | None, own_version: str) -> AsyncIterator[Finding]:
+    """All checks of a gateway that runs, in order; nothing more where none serves on the address."""
+    finding = gateway_finding(address, await who_answers(address))
+    yield finding
+    if finding.exit_code:
+        return
+    if rest_address is None:
+        yield skipped(REST, "Only REST tells the gateway's version.", "Give its address with --rest-address.")
+    else:
+        yield rest_finding(rest_address, await asyncio.to_thread(rest_status, rest_address), own_version)
+    yield await self_test(address, has_draft=True)
+
+
+def gateway_finding(address: str, answerer: Answerer | None) -> Finding:
+    """Whether who answers is a gateway that serves."""
+    if answerer is None:
+        sentence = f"Nothing answers on {address}."
+        return failed(GATEWAY, sentence, "Start a stack with `outrider up`, or check the address.", UNAVAILABLE)
+    if answerer.role == "rest":
+        sentence = f"{address} is the gateway's REST address, and --address is its gRPC one."
+        return failed(GATEWAY, sentence, "Give it as --rest-address; gRPC answers on 50050 by default.")
+    if answerer.role != "gateway":
+        who = "a program that is not Outrider's" if answerer.role == "other" else f"the {answerer.role} service"
+        return failed(GATEWAY, f"On {address} answers {who}.", "Give the address of the gateway.")
+    if not answerer.is_serving:
+        sentence = f"The gateway on {address} answers, but has no target to serve with."
+        return failed(GATEWAY, sentence, "Start the target, or look into the gateway's log.", UNAVAILABLE)
+    return ok(GATEWAY, f"The gateway on {address} is serving.")
+
+
+def rest_finding(address: str, status: Mapping[str, Any] | None, own_version: str) -> Finding:
+    """The version that the gateway runs, and the models that it names."""
+    if status is None:
+        sentence = f"{address} does not answer as a gateway's REST surface."
+        return failed(REST, sentence, "Check the address; `outrider up` prints it as the page's.", UNAVAILABLE)
+    services = []
+    for role in ("target", "draft"):
+        service = status.get(role, {})
+        if not service.get("configured"):
+            services.append(f"no {role}")
+        else:
+            services.append(f"the {role} {service.get('model')}" if service.get("up") else f"a {role} that is away")
+    version = status["gateway"].get("version")
+    sentence = f"Version {version} answers on {address}, with {' and '.join(services)}."
+    if version == own_version:
+        return ok(REST, sentence)
+    fix = "Use the same version on both sides where something does not work."
+    return warning(REST, f"{sentence} This command is version {own_version}.", fix)
+
+
+async def self_test(address: str, *, has_draft: bool) -> Finding:
+    """Asks a gateway the same with and without speculation. `has_draft` says whether a draft is to take part."""
+    options = (Speculation(draft_count=DRAFT_COUNT), Speculation(enabled=False))
+    samples: list[Sample] = []
+    try:
+        async with AsyncClient(address, timeout_s=ANSWER_TIMEOUT_S) as client:
+            for speculation in options:
+                stream = client.generate(
+                    PROMPT, max_tokens=MAX_TOKENS, ignore_eos=True, seed=7, temperature=0.8, speculation=speculation
+                )
+                samples += (await stream.result()).samples
+    except OutriderError as error:
+        if error.exit_code == UNAVAILABLE:
+            fix = "Start a stack with `outrider up`, or look into its log."
+        else:
+            fix = "Follow that sentence; the checks above may say more."
+        return failed(SELF_TEST, error.message, fix, error.exit_code)
+    speculative, plain = samples
+    return compare_answers(speculative, plain, has_draft=has_draft)
+
+
+def compare_answers(speculative: Sample, plain: Sample, *, has_draft: bool) -> Finding:
+    """Whether both answers have the same ids, and speculation took part."""
+    ids, plain_ids = speculative.token_ids, plain.token_ids
+    if ids != plain_ids:
+        differs = (place for place, pair in enumerate(zip(ids, plain_ids, strict=False)) if pair[0] != pair[1])
+        place = next(differs, min(len(ids), len(plain_ids)))
+        sentence = f"Speculation changed the answer: token {place} differs, with the same seed under match."
+        fix = "Run with --no-draft, and report it with this page: this must not happen."
+        return failed(SELF_TEST, sentence, fix, SOFTWARE)
+    result = speculative.result
+    figures = result.speculation
+    sentence = (
+        f"{len(plain_ids)} tokens are the same with and without speculation: {figures.rounds} rounds with "
+        f"{figures.accepted_tokens} of {figures.draft_tokens} guesses accepted, seed {result.seed}, "
+        f"{result.numerics_ids[-1]}, target {result.model_hash[:12]}."
+    )
+    if figures.rounds < MIN_ROUNDS:
+        fix = "Report it with this page."
+        return failed(SELF_TEST, f"{figures.rounds} rounds cannot give {MAX_TOKENS} tokens.", fix, SOFTWARE)
+    if has_draft and not figures.draft_tokens:
+        fix = "Start a draft, or look into its log; answers are the same without it, only later."
+        return warning(SELF_TEST, f"{sentence} The draft guessed nothing, so nothing was gained.", fix)
+    return ok(SELF_TEST, sentence)
