@@ -26,8 +26,8 @@ from gateway.policy import SpeculationPolicy
 from gateway.readiness import report_readiness
 from gateway.replicas import Replicas
 from gateway.rest.app import build_app
+from gateway.rest.middleware import RestSettings
 from gateway.rest.server import RunningRest, serve_rest
-from gateway.rest.settings import RestSettings
 from gateway.servicer import generation_service
 from gateway.settings import GatewaySettings, listed
 from gateway.tokenizer import Tokenizer

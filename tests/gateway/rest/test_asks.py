@@ -5,23 +5,22 @@ from typing import Any
 import pytest
 
 from gateway.requests import GenerationAsk
-from gateway.rest.asks import CHAT_NAMES, TEXT_NAMES, ask_of, renamed
-from gateway.rest.completion_request import CompletionRequest
-from gateway.rest.fields import Speculation
+from gateway.rest.generate import CHAT_NAMES, TEXT_NAMES, generation_request, rename_fields
+from gateway.rest.schemas import CompletionRequest, SpeculationFields
 from outrider.errors import InvalidRequest, Overloaded, PromptTooLong
 from outrider.parameters import MAX_SAMPLES, Acceptance, Rule, SamplingParameters
 
 
-def ask(**fields: Any) -> GenerationAsk:
+def asked(**fields: Any) -> GenerationAsk:
     """What a body asks for."""
-    return ask_of(CompletionRequest.model_validate({"prompt": "fox", **fields}))
+    return generation_request(CompletionRequest.model_validate({"prompt": "fox", **fields}), "markov")
 
 
 def test_nothing_given_asks_for_the_gateways_defaults() -> None:
     """REST has no defaults of its own, so that an empty request says the same on every surface."""
-    assert ask() == GenerationAsk()
-    assert ask(temperature=None, stop=None, speculation=None, n=None) == GenerationAsk()
-    assert ask(speculation=dict.fromkeys(Speculation.model_fields)) == GenerationAsk()
+    assert asked() == GenerationAsk()
+    assert asked(temperature=None, stop=None, speculation=None, n=None) == GenerationAsk()
+    assert asked(speculation=dict.fromkeys(SpeculationFields.model_fields)) == GenerationAsk()
 
 
 def test_every_field_arrives() -> None:
@@ -29,7 +28,7 @@ def test_every_field_arrives() -> None:
     sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.5}
     sampling |= {"presence_penalty": 1, "frequency_penalty": -1, "min_tokens": 2, "ignore_eos": True}
     speculation = {"draft_count": 3, "rule": "lenient", "lenience": 0.25, "drafter": "model", "return_rounds": True}
-    assert ask(
+    assert asked(
         **sampling,
         logit_bias={"7": -3.5},
         max_tokens=9,
@@ -54,8 +53,8 @@ def test_every_field_arrives() -> None:
         return_rounds=True,
         cache_salt="mine",
     )
-    assert ask(stop=["sea", "king"]).stops == ("sea", "king")
-    assert ask(speculation={"draft_count": "auto", "enabled": False}) == GenerationAsk(speculation_enabled=False)
+    assert asked(stop=["sea", "king"]).stops == ("sea", "king")
+    assert asked(speculation={"draft_count": "auto", "enabled": False}) == GenerationAsk(speculation_enabled=False)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,7 @@ def test_every_field_arrives() -> None:
 def test_fields_that_do_not_go_together_are_refused(fields: dict[str, Any], sentence: str) -> None:
     """What no model of a single field can see."""
     with pytest.raises(InvalidRequest) as raised:
-        ask(**fields)
+        asked(**fields)
     assert raised.value.message == sentence
 
 
@@ -103,12 +102,12 @@ def test_fields_that_do_not_go_together_are_refused(fields: dict[str, Any], sent
 )
 def test_errors_have_the_routes_names(error: InvalidRequest, names: dict[str, str], field: str, sentence: str) -> None:
     """In the field and in the limit, and never in the value."""
-    told = renamed(error, names)
+    told = rename_fields(error, names)
     assert (told.metadata["field"], told.message[: len(sentence)]) == (field, sentence)
 
 
 def test_other_errors_stay_as_they_are() -> None:
     """A prompt that is too long gets a field; what is not about a field does not."""
-    assert renamed(PromptTooLong("long", prompt_tokens=9), CHAT_NAMES).metadata["field"] == "messages"
+    assert rename_fields(PromptTooLong("long", prompt_tokens=9), CHAT_NAMES).metadata["field"] == "messages"
     overloaded = Overloaded("full", retry_after_s=3)
-    assert renamed(overloaded, CHAT_NAMES) is overloaded
+    assert rename_fields(overloaded, CHAT_NAMES) is overloaded

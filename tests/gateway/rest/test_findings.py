@@ -5,10 +5,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from gateway.rest.chat_request import ChatRequest
-from gateway.rest.completion_request import CompletionRequest
-from gateway.rest.fields import Speculation
-from gateway.rest.findings import error_about
+from gateway.rest.schemas import ChatRequest, CompletionRequest, SpeculationFields
+from gateway.rest.validation import error_about
 from outrider.errors import OutriderError
 
 USER: dict[str, Any] = {"role": "user", "content": "fox"}
@@ -117,4 +115,4 @@ def test_null_is_the_same_as_absent() -> None:
     assert ChatRequest.model_validate({"messages": [USER], **nothing}) == ChatRequest.model_validate(
         {"messages": [USER]}
     )
-    Speculation.model_validate(dict.fromkeys(Speculation.model_fields))
+    SpeculationFields.model_validate(dict.fromkeys(SpeculationFields.model_fields))

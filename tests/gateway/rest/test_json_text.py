@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.rest.json_text import read_json
+from gateway.rest.validation import read_json
 from outrider.errors import OutriderError
 
 DEPTH = 8

@@ -6,15 +6,14 @@ from helpers import spec_of
 
 from gateway.generation import CompletionEvent, RoundEvent
 from gateway.requests import GenerationPlan
-from gateway.rest.answering import Head
-from gateway.rest.tally import Tally
-from gateway.rest.text_shape import TextShape
+from gateway.rest.completions import CompletionFormatter
+from gateway.rest.generate import ResponseFigures, ResponseHeader
 from gateway.rounds import Round, TokenOrigin
 from gateway.tokenizer import Tokenizer
 from gateway.transcript import PromptToken, SpeculationFigures, SpokenToken
 from outrider.parameters import Acceptance, FinishReason, TokenLogprob
 
-HEAD = Head("cmpl-1", 1, "markov", "fp")
+HEADER = ResponseHeader("cmpl-1", 1, "markov", "fp")
 PROMPT = (PromptToken(3, "fox", None), PromptToken(5, " sea", TokenLogprob(-1.0)))
 
 
@@ -32,20 +31,22 @@ def ended(**changes: Any) -> CompletionEvent:
     return CompletionEvent(**{**fields, "first_token_us": 30_000, "total_us": 130_000, "queue_us": 10_000, **changes})
 
 
-def tally(*steps: tuple[int, int], samples: int = 1, draft_count: int | None = None, ends: int = 1) -> Tally:
+def counted(
+    *steps: tuple[int, int], samples: int = 1, draft_count: int | None = None, ends: int = 1
+) -> ResponseFigures:
     """What has been counted of some verdicts."""
     plan = GenerationPlan(spec_of([3, 5]), (), draft_count, sample_count=samples)
-    counted = Tally([plan], 4, return_rounds=True)
+    figures = ResponseFigures([plan], 4, return_rounds=True)
     for step in steps:
-        counted.add(0, said("x", *step))
+        figures.add(0, said("x", *step))
     for index in range(ends):
-        counted.add(index, ended(sample_index=index))
-    return counted
+        figures.add(index, ended(sample_index=index))
+    return figures
 
 
 def test_figures_are_counted_as_vllm_does() -> None:
     """By hand, over four verdicts of which one was on nothing."""
-    told = tally((4, 4), (0, 0), (4, 1), (2, 1)).metrics()
+    told = counted((4, 4), (0, 0), (4, 1), (2, 1)).metrics()
     assert told.speculative_decoding is not None
     assert told.speculative_decoding.model_dump() == {
         "mean_acceptance_length": 3.0,
@@ -66,9 +67,9 @@ def test_figures_are_counted_as_vllm_does() -> None:
 
 def test_figures_are_of_one_choice_that_may_speculate() -> None:
     """With several choices, or with speculation switched off, there are none."""
-    assert tally(samples=2, ends=2).metrics().speculative_decoding is None
-    assert tally(draft_count=0).metrics().speculative_decoding is None
-    assert tally(samples=2, ends=2).usage().model_dump() == {
+    assert counted(samples=2, ends=2).metrics().speculative_decoding is None
+    assert counted(draft_count=0).metrics().speculative_decoding is None
+    assert counted(samples=2, ends=2).usage().model_dump() == {
         "prompt_tokens": 2,
         "completion_tokens": 12,
         "total_tokens": 14,
@@ -78,10 +79,10 @@ def test_figures_are_of_one_choice_that_may_speculate() -> None:
 
 def test_choices_wait_for_the_log_probabilities_of_their_prompt(words: str) -> None:
     """They come with the first choice of each prompt, which may be later than another choice."""
-    shape = TextShape(HEAD, Tokenizer(words), True, False, ["fox sea", "king"], 2)
-    assert shape.chunks(1, said("a")) == []
-    assert shape.chunks(1, ended()) == []
-    told = [chunk.choices[0] for chunk in shape.chunks(0, said("b", prompt=PROMPT))]
+    formatter = CompletionFormatter(HEADER, Tokenizer(words), True, False, ["fox sea", "king"], 2)
+    assert formatter.chunks(1, said("a")) == []
+    assert formatter.chunks(1, ended()) == []
+    told = [chunk.choices[0] for chunk in formatter.chunks(0, said("b", prompt=PROMPT))]
     assert [(choice.index, choice.text) for choice in told] == [
         (0, "fox sea"),
         (0, "b"),
@@ -96,5 +97,5 @@ def test_choices_wait_for_the_log_probabilities_of_their_prompt(words: str) -> N
         [7],
         None,
     ]
-    assert shape.chunks(3, said("c")) == []
-    assert [chunk.choices[0].index for chunk in shape.chunks(2, said("d", prompt=PROMPT))] == [2, 2, 3, 3]
+    assert formatter.chunks(3, said("c")) == []
+    assert [chunk.choices[0].index for chunk in formatter.chunks(2, said("d", prompt=PROMPT))] == [2, 2, 3, 3]

@@ -8,7 +8,7 @@ from helpers import PATIENCE_S, eventually
 from http_serving import GET, Source, connected, served, streaming
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.rest.clients import ClientGone
+from gateway.rest.errors import ClientGone
 from gateway.rest.sse import DONE, EventStream, data, typed
 from outrider.errors import InvalidRequest
 

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of errors and of bodies that no model describes. Knows no route."""
+"""What the OpenAPI document says of errors and of bodies that no model describes."""
 
 from typing import Any
 
