@@ -1,7 +1,6 @@
 """POST /v1/chat/completions: a conversation becomes a prompt by the target's template, and goes on."""
 
 import json
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -120,7 +119,6 @@ class ChatFormatter:
     tells_token_ids: bool
     begun: set[int] = field(default_factory=set)
     """Choices that have said who speaks."""
-    choices: defaultdict[int, ChoiceBuffer] = field(default_factory=lambda: defaultdict(ChoiceBuffer))
 
     def chunks(self, index: int, event: Event) -> Sequence[ChatChunk]:
         """A choice begins with its role and ends with its finish reason. What is empty is not sent."""
@@ -142,14 +140,10 @@ class ChatFormatter:
         """A chunk without choices."""
         return ChatChunk(**asdict(self.header), object="chat.completion.chunk", choices=[])
 
-    def add(self, index: int, event: Event) -> None:
-        """Keeps an event for `body`."""
-        self.choices[index].add(event)
-
-    def body(self) -> ChatCompletion:
+    def body(self, choices: Sequence[ChoiceBuffer]) -> ChatCompletion:
         """The whole answer."""
-        choices = []
-        for index, buffer in sorted(self.choices.items()):
+        told = []
+        for index, buffer in enumerate(choices):
             choice = ChatChoice(
                 index=index,
                 message=AssistantMessage(role="assistant", content=buffer.text, refusal=None),
@@ -158,8 +152,8 @@ class ChatFormatter:
             )
             if self.tells_token_ids:
                 choice.token_ids = [token.token_id for token in buffer.tokens]
-            choices.append(choice)
-        return ChatCompletion(**asdict(self.header), object="chat.completion", choices=choices)
+            told.append(choice)
+        return ChatCompletion(**asdict(self.header), object="chat.completion", choices=told)
 
     def _chunk(
         self,

@@ -98,7 +98,6 @@ class CompletionFormatter:
     offsets: dict[int, int] = field(default_factory=dict)
     """How much text of a choice is out; a choice that is not there has not begun."""
     held: defaultdict[int, list[tuple[int, Event]]] = field(default_factory=lambda: defaultdict(list))
-    choices: defaultdict[int, ChoiceBuffer] = field(default_factory=lambda: defaultdict(ChoiceBuffer))
 
     def chunks(self, index: int, event: Event) -> Sequence[TextCompletion]:
         """A choice begins with its prompt, if that is wanted, and ends with its finish reason.
@@ -106,7 +105,8 @@ class CompletionFormatter:
         Only the first choice of a prompt brings the prompt's log-probabilities; the others wait for them.
         """
         number = index // self.sample_count
-        self._note_prompt(number, event)
+        if isinstance(event, RoundEvent) and event.prompt_tokens:
+            self.prompt_tokens[number] = event.prompt_tokens
         if self.prompts and self.tells_logprobs and number not in self.prompt_tokens:
             self.held[number].append((index, event))
             return []
@@ -117,32 +117,26 @@ class CompletionFormatter:
         """A chunk without choices."""
         return self._envelope([])
 
-    def add(self, index: int, event: Event) -> None:
-        """Keeps an event for `body`."""
-        self.choices[index].add(event)
-        self._note_prompt(index // self.sample_count, event)
-
-    def body(self) -> TextCompletion:
+    def body(self, choices: Sequence[ChoiceBuffer]) -> TextCompletion:
         """The whole answer."""
-        choices = []
-        for index, buffer in sorted(self.choices.items()):
-            echo, echoed = self._echo(index)
+        told = []
+        for index, buffer in enumerate(choices):
+            echoed = choices[index - index % self.sample_count].prompt_tokens
+            echo = self.prompts[index // self.sample_count] if self.prompts else ""
             logprobs, said = self._logprobs(echoed, 0), self._logprobs(buffer.tokens, len(echo))
             if logprobs is not None and said is not None:
                 for name in TextLogprobs.model_fields:
                     getattr(logprobs, name).extend(getattr(said, name))
-            choices.append(self._choice(index, echo + buffer.text, logprobs, buffer.finish_reason, buffer.tokens))
-        return self._envelope(choices)
-
-    def _note_prompt(self, number: int, event: Event) -> None:
-        if isinstance(event, RoundEvent) and event.prompt_tokens:
-            self.prompt_tokens[number] = event.prompt_tokens
+            told.append(self._choice(index, echo + buffer.text, logprobs, buffer.finish_reason, buffer.tokens))
+        return self._envelope(told)
 
     def _chunks(self, index: int, event: Event) -> Sequence[TextCompletion]:
         chunks: list[TextCompletion] = []
         if index not in self.offsets:
             self.offsets[index] = 0
-            chunks += self._delta(index, *self._echo(index))
+            if self.prompts:
+                number = index // self.sample_count
+                chunks += self._delta(index, self.prompts[number], self.prompt_tokens.get(number, ()))
         if isinstance(event, RoundEvent):
             return [*chunks, *self._delta(index, "".join(token.text for token in event.tokens), event.tokens)]
         chunks += self._delta(index, event.text_delta, ())
@@ -155,13 +149,6 @@ class CompletionFormatter:
         logprobs = self._logprobs(tokens, start) if tokens else None
         choice = self._choice(index, text, logprobs, tokens=tokens)
         return [self._envelope([choice])] if text or logprobs or choice.token_ids else []
-
-    def _echo(self, index: int) -> tuple[str, Tokens]:
-        """The prompt that a choice begins with, and its tokens if their log-probabilities are wanted."""
-        if not self.prompts:
-            return "", ()
-        number = index // self.sample_count
-        return self.prompts[number], self.prompt_tokens.get(number, ())
 
     def _logprobs(self, tokens: Tokens, start: int) -> TextLogprobs | None:
         return text_logprobs(tokens, self.tokenizer, start) if self.tells_logprobs else None

@@ -27,6 +27,7 @@ from gateway.requests import GenerationAsk, GenerationPlan
 from gateway.rest.errors import UnknownModel, error_json, unexpected
 from gateway.rest.middleware import RestSettings
 from gateway.rest.responses import (
+    ChoiceBuffer,
     Envelope,
     Facts,
     Metrics,
@@ -138,10 +139,7 @@ class ResponseFormatter(Protocol):
     def bare_chunk(self) -> Envelope:
         """A chunk without choices."""
 
-    def add(self, index: int, event: Event) -> None:
-        """Keeps an event for `body`."""
-
-    def body(self) -> Envelope:
+    def body(self, choices: Sequence[ChoiceBuffer]) -> Envelope:
         """The whole answer."""
 
 
@@ -276,9 +274,9 @@ class OpenResponse:
     figures: ResponseFigures
     events: AsyncGenerator[tuple[int, Event], None]
 
-    def body_json(self) -> str:
-        """The whole answer, of which all events have been added."""
-        body, figures = self.formatter.body(), self.figures
+    def body_json(self, choices: Sequence[ChoiceBuffer]) -> str:
+        """The whole answer, when all events have been counted."""
+        body, figures = self.formatter.body(choices), self.figures
         body.usage, body.metrics, body.outrider = figures.usage(), figures.metrics(), figures.facts()
         return body.model_dump_json(exclude_unset=True)
 
@@ -327,13 +325,14 @@ class Responder:
 
     async def _body_json(self, spec: ResponseSpec) -> str:
         async with self._opened(spec) as opened:
+            choices = [ChoiceBuffer() for _ in range(opened.figures.first_choices[-1])]
             async for index, event in opened.events:
                 opened.figures.add(index, event)
-                opened.formatter.add(index, event)
+                choices[index].add(event)
         if any(request.logprob_count is not None for request in spec.requests):
             # Up to 21 objects a token: seconds for a long answer, which other requests would feel.
-            return await asyncio.to_thread(opened.body_json)
-        return opened.body_json()
+            return await asyncio.to_thread(opened.body_json, choices)
+        return opened.body_json(choices)
 
     async def _frames(self, spec: ResponseSpec) -> AsyncGenerator[bytes, None]:
         """The first frame is empty, and says that the headers may go out."""

@@ -213,6 +213,7 @@ class ChoiceBuffer:
 
     texts: list[str] = field(default_factory=list)
     tokens: list[SpokenToken] = field(default_factory=list)
+    prompt_tokens: tuple[PromptToken, ...] = ()
     end: CompletionEvent | None = None
 
     @property
@@ -232,6 +233,7 @@ class ChoiceBuffer:
         if isinstance(event, RoundEvent):
             self.texts += [token.text for token in event.tokens]
             self.tokens += event.tokens
+            self.prompt_tokens = self.prompt_tokens or event.prompt_tokens
         else:
             self.texts.append(event.text_delta)
             self.end = event
