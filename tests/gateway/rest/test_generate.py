@@ -1,5 +1,5 @@
-"""A body becomes what the gateway is asked for, its errors come back in the body's names, and its events are counted and
-put together in any order.
+"""A body becomes what the gateway is asked for, errors come back in the body's names, and events are counted and put
+together in any order.
 """
 
 from typing import Any
