@@ -9,10 +9,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.chat_template import ChatTemplate
-from gateway.front_door import FrontDoor
-from gateway.generation import Event, RoundEvent
-from gateway.requests import GenerationAsk, GenerationPlan
+from gateway.generation.frontend import FrontDoor
+from gateway.generation.generate import Event, RoundEvent
+from gateway.generation.request import GenerationAsk, GenerationPlan
+from gateway.generation.transcript import SpokenToken
 from gateway.rest.errors import MissingParameter
 from gateway.rest.generate import (
     CHAT_NAMES,
@@ -38,8 +38,8 @@ from gateway.rest.responses import (
     finish_of,
 )
 from gateway.rest.schemas import ChatRequest, Message, StreamOptions
-from gateway.tokenizer import Tokenizer
-from gateway.transcript import SpokenToken
+from gateway.text.chat_template import ChatTemplate
+from gateway.text.tokenizer import Tokenizer
 from outrider.errors import InvalidRequest
 
 

@@ -8,9 +8,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.front_door import FrontDoor
-from gateway.generation import Event, RoundEvent
-from gateway.requests import GenerationAsk, GenerationPlan
+from gateway.generation.frontend import FrontDoor
+from gateway.generation.generate import Event, RoundEvent
+from gateway.generation.request import GenerationAsk, GenerationPlan
+from gateway.generation.transcript import PromptToken, SpokenToken
 from gateway.rest.generate import (
     TEXT_NAMES,
     Responder,
@@ -31,8 +32,7 @@ from gateway.rest.responses import (
     text_logprobs,
 )
 from gateway.rest.schemas import CompletionRequest, StreamOptions
-from gateway.tokenizer import Tokenizer
-from gateway.transcript import PromptToken, SpokenToken
+from gateway.text.tokenizer import Tokenizer
 from outrider.errors import InvalidRequest
 
 Tokens = Sequence[SpokenToken | PromptToken]

@@ -20,10 +20,10 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.front_door import FrontDoor
-from gateway.generation import CompletionEvent, Event
-from gateway.links import ModelInfo
-from gateway.requests import GenerationAsk, GenerationPlan
+from gateway.generation.frontend import FrontDoor
+from gateway.generation.generate import CompletionEvent, Event
+from gateway.generation.request import GenerationAsk, GenerationPlan
+from gateway.generation.transcript import SpeculationFigures
 from gateway.rest.errors import UnknownModel, error_json, unexpected
 from gateway.rest.middleware import RestSettings
 from gateway.rest.responses import (
@@ -38,7 +38,7 @@ from gateway.rest.responses import (
 )
 from gateway.rest.schemas import GenerationFields, SpeculationFields, StreamOptions
 from gateway.rest.sse import DONE, EventStream, data, line, while_there
-from gateway.transcript import SpeculationFigures
+from gateway.sessions.link import ModelInfo
 from outrider.errors import InvalidRequest, OutriderError, PromptTooLong
 from outrider.parameters import SETTINGS, Acceptance, Rule, SamplingParameters
 

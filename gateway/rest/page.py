@@ -21,16 +21,16 @@ from pydantic import BeforeValidator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gateway.front_door import FrontDoor
-from gateway.generation import CompletionEvent, RoundEvent
-from gateway.policy import MAX_DRAFT_COUNT
-from gateway.replicas import Replicas
-from gateway.requests import GenerationAsk, GenerationPlan
+from gateway.generation.frontend import FrontDoor
+from gateway.generation.generate import CompletionEvent, RoundEvent
+from gateway.generation.request import GenerationAsk, GenerationPlan
 from gateway.rest.generate import TEXT_NAMES, check_prompt_len, generation_request, rename_fields
 from gateway.rest.middleware import ParsedBodyRoute, RestSettings
 from gateway.rest.responses import figure_values
 from gateway.rest.schemas import GenerationFields, Seed, Text, Unserved
 from gateway.rest.sse import EventStream, typed
+from gateway.rounds.policy import MAX_DRAFT_COUNT
+from gateway.sessions.replicas import Replicas
 from outrider.errors import OutriderError
 
 WEB = "web"

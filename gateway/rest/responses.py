@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from gateway.generation import CompletionEvent, Event, RoundEvent
-from gateway.tokenizer import Tokenizer
-from gateway.transcript import PromptToken, SpeculationFigures, SpokenToken
+from gateway.generation.generate import CompletionEvent, Event, RoundEvent
+from gateway.generation.transcript import PromptToken, SpeculationFigures, SpokenToken
+from gateway.text.tokenizer import Tokenizer
 from outrider.errors import ProtocolViolation
 from outrider.parameters import FinishReason, TokenLogprob
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, StringConstraints, Tag
 from pydantic.config import JsonDict
 
-from gateway.requests import MAX_BANNED_WORDS, MAX_STOPS, MAX_STRING_LEN
+from gateway.generation.request import MAX_BANNED_WORDS, MAX_STOPS, MAX_STRING_LEN
 from outrider.parameters import (
     MAX_LOGPROB_COUNT,
     MAX_SAMPLES,

@@ -16,8 +16,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gateway.rest.errors import InvalidJson, error_json
-from outrider.addresses import check_address
-from outrider.rpc import AddressTaken
+from outrider.rpc.channels import AddressTaken, check_address
 
 HEAD_BYTES = 32 << 10
 # Longer than clients keep an idle connection, so that none is closed under their next request.

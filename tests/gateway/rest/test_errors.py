@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gateway.client_writer import ClientStalled
+from gateway.grpc.servicer import ClientStalled
 from gateway.rest.errors import (
     BodyTimeout,
     BodyTooLarge,

@@ -5,10 +5,11 @@ together in any order.
 from typing import Any
 
 import pytest
-from helpers import spec_of
+from support.basics import spec_of
 
-from gateway.generation import CompletionEvent, RoundEvent
-from gateway.requests import GenerationAsk, GenerationPlan
+from gateway.generation.generate import CompletionEvent, RoundEvent
+from gateway.generation.request import GenerationAsk, GenerationPlan
+from gateway.generation.transcript import PromptToken, SpeculationFigures, SpokenToken
 from gateway.rest.completions import CompletionFormatter
 from gateway.rest.generate import (
     CHAT_NAMES,
@@ -19,9 +20,8 @@ from gateway.rest.generate import (
     rename_fields,
 )
 from gateway.rest.schemas import CompletionRequest, SpeculationFields
-from gateway.rounds import Round, TokenOrigin
-from gateway.tokenizer import Tokenizer
-from gateway.transcript import PromptToken, SpeculationFigures, SpokenToken
+from gateway.rounds.round import Round, TokenOrigin
+from gateway.text.tokenizer import Tokenizer
 from outrider.errors import InvalidRequest, Overloaded, PromptTooLong
 from outrider.parameters import MAX_SAMPLES, Acceptance, FinishReason, Rule, SamplingParameters, TokenLogprob
 
