@@ -20,8 +20,8 @@ from gateway.generation.generate import decode
 from gateway.grpc.servicer import generation_service
 from gateway.metrics import GatewayMetrics
 from gateway.rest.app import build_app
+from gateway.rest.middleware import RestSettings
 from gateway.rest.server import RunningRest, serve_rest
-from gateway.rest.settings import RestSettings
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.sessions.link import ModelInfo, ServiceLink
 from gateway.sessions.replicas import Replicas, report_readiness

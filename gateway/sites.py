@@ -1,4 +1,4 @@
-"""Which web sites' pages may make this gateway work. Knows no server and no request but its headers.
+"""Which web sites' pages may make this gateway work.
 
 A browser sends what any page asks it to, from inside the user's network, and names the page's site in `origin`. Two
 kinds of pages are let through: those that an operator named, and the gateway's own. A page is the gateway's own only
@@ -7,8 +7,8 @@ under a name that nobody else can point here: otherwise a site whose name is mad
 """
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from ipaddress import ip_address
 
 from outrider.errors import InvalidRequest, OutriderError
@@ -37,9 +37,14 @@ class Sites:
     hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        named = [origin for origin in self.origins if origin not in BARE_ORIGINS]
-        _check("cors_origins", named, ORIGIN, "like https://example.com, in small letters and without a path, or *")
-        _check("allowed_hosts", self.hosts, HOST, "a name in small letters without scheme and port, *.DOMAIN or *")
+        for origin in self.origins:
+            if origin not in BARE_ORIGINS and not ORIGIN.fullmatch(origin):
+                limit = "like https://example.com, in small letters and without a path, or *"
+                raise InvalidRequest("cors_origins", origin, limit)
+        for host in self.hosts:
+            if not HOST.fullmatch(host):
+                limit = "a name in small letters without scheme and port, *.DOMAIN or *"
+                raise InvalidRequest("allowed_hosts", host, limit)
 
     def check(self, origin: str, host: str, fetch_site: str) -> None:
         """Raises SiteRefused unless the page may ask; the arguments are headers, origin as a browser sent it.
@@ -49,16 +54,16 @@ class Sites:
         if "*" in self.origins or origin in self.origins:
             return
         page = ORIGIN.fullmatch(origin)
-        if page is None or (fetch_site != "same-origin" and page["authority"] != host.lower()):
-            raise _refused(origin, f"--cors-origins {origin}")
-        if not self._is_ours(page["name"].strip("[]")):
-            raise _refused(origin, f"--allowed-hosts {page['name']}")
-
-    def _is_ours(self, name: str) -> bool:
-        return _is_local(name) or any(
-            allowed in ("*", name) or (allowed.startswith("*.") and name.endswith(allowed[1:]))
-            for allowed in self.hosts
-        )
+        option = f"--cors-origins {origin}"
+        if page is not None and (fetch_site == "same-origin" or page["authority"] == host.lower()):
+            name = page["name"].strip("[]")
+            if _is_local(name) or any(fnmatchcase(name, allowed) for allowed in self.hosts):
+                return
+            option = f"--allowed-hosts {page['name']}"
+        shown = origin[:200]
+        advice = f"its operator can allow them with {option[:230]}"
+        message = f"origin is {shown!r}, whose pages may not ask this gateway; {advice}"
+        raise SiteRefused(message, field="origin", value=shown)
 
 
 def _is_local(name: str) -> bool:
@@ -68,19 +73,6 @@ def _is_local(name: str) -> bool:
     except ValueError:
         return "." not in name or name.endswith(LOCAL_SUFFIXES)
     return True
-
-
-def _check(field: str, values: Iterable[str], shape: re.Pattern[str], limit: str) -> None:
-    for value in values:
-        if not shape.fullmatch(value):
-            raise InvalidRequest(field, value, limit)
-
-
-def _refused(origin: str, option: str) -> SiteRefused:
-    shown = origin[:200]
-    advice = f"its operator can allow them with {option[:230]}"
-    message = f"origin is {shown!r}, whose pages may not ask this gateway; {advice}"
-    return SiteRefused(message, field="origin", value=shown)
 
 
 OWN_PAGE = Sites()

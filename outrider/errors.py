@@ -42,9 +42,13 @@ class OutriderError(Exception):
         """The sentence in the protocol's names of fields."""
         return "".join(self.parts)
 
-    def sentence(self, name: Callable[[str], str]) -> str:
-        """The sentence with what `name` gives for each field that it is about or mentions."""
-        return "".join(name(part) if isinstance(part, Field) else part for part in self.parts)
+    def rename_fields(self, name: Callable[[str], str]) -> Self:
+        """Gives the fields that the error is about or mentions a surface's own names; returns the error."""
+        self.parts = tuple(Field(name(part)) if isinstance(part, Field) else part for part in self.parts)
+        self.args = (self.message,)
+        if "field" in self.metadata:
+            self.metadata["field"] = name(self.metadata["field"])
+        return self
 
 
 def shown(value: object) -> str:
@@ -63,12 +67,12 @@ class InvalidRequest(OutriderError):
     def __init__(
         self, field: str, value: object, limit: str | Sequence[str], parts: Sequence[str] | None = None
     ) -> None:
-        limit_parts = (limit,) if isinstance(limit, str) else tuple(limit)
+        self.limit = (limit,) if isinstance(limit, str) else tuple(limit)
         super().__init__(
-            parts or (Field(field), f" is {shown(value)}, but must be ", *limit_parts),
+            parts or (Field(field), f" is {shown(value)}, but must be ", *self.limit),
             field=field,
             value=shown(value),
-            limit="".join(limit_parts),
+            limit="".join(self.limit),
         )
 
     @classmethod
@@ -85,6 +89,12 @@ class InvalidRequest(OutriderError):
         error = cls(field, value, limit, usual if "".join(usual) == "".join(parts) else parts)
         error.metadata = dict(metadata)
         return error
+
+    def rename_fields(self, name: Callable[[str], str]) -> Self:
+        """As of any error; the limit, too."""
+        self.limit = tuple(Field(name(part)) if isinstance(part, Field) else part for part in self.limit)
+        self.metadata["limit"] = "".join(self.limit)
+        return super().rename_fields(name)
 
 
 class PromptTooLong(OutriderError):

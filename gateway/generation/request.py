@@ -7,7 +7,7 @@ from typing import Self
 
 from gateway.generation.samples import sample_seed
 from gateway.text.tokenizer import Tokenizer
-from outrider.errors import InvalidRequest, PromptTooLong
+from outrider.errors import Field, InvalidRequest, PromptTooLong
 from outrider.parameters import (
     MAX_BANNED_LEN,
     MAX_LOGPROB_COUNT,
@@ -138,7 +138,7 @@ def _check_drafter(ask: GenerationAsk, limits: ServingLimits) -> None:
 def _check_logprobs(ask: GenerationAsk) -> None:
     _check_range("logprob_count", ask.logprob_count, 0, MAX_LOGPROB_COUNT)
     if ask.echo and ask.logprob_count is None:
-        raise InvalidRequest("echo", True, "false without logprob_count")
+        raise InvalidRequest("echo", True, ("false without ", Field("logprob_count")))
 
 
 def _check_echo(ask: GenerationAsk, prompt_len: int) -> None:
@@ -146,7 +146,11 @@ def _check_echo(ask: GenerationAsk, prompt_len: int) -> None:
     token_bytes = ECHO_TOKEN_BYTES + ECHO_LOGPROB_BYTES * (ask.logprob_count or 0)
     if ask.echo and prompt_len * token_bytes > MAX_MESSAGE_BYTES:
         most = MAX_MESSAGE_BYTES // token_bytes
-        limit = f"false for a prompt of {prompt_len} tokens with logprob_count {ask.logprob_count}: at most {most}"
+        limit = (
+            f"false for a prompt of {prompt_len} tokens with ",
+            Field("logprob_count"),
+            f" {ask.logprob_count}: at most {most}",
+        )
         raise InvalidRequest("echo", True, limit)
 
 
@@ -211,7 +215,7 @@ def _max_tokens(ask: GenerationAsk, prompt_len: int, limits: ServingLimits) -> i
         raise PromptTooLong(f"the prompt has {prompt_len} tokens, but must leave room for one more in {place}", **facts)
     wanted = min(DEFAULT_MAX_TOKENS, room) if ask.max_tokens is None else ask.max_tokens
     if wanted > room:
-        message = f"a prompt of {prompt_len} tokens and max_tokens {wanted} do not fit into {place}"
+        message = (f"a prompt of {prompt_len} tokens and ", Field("max_tokens"), f" {wanted} do not fit into {place}")
         raise PromptTooLong(message, max_tokens=wanted, **facts)
     return wanted
 

@@ -1,4 +1,4 @@
-"""Puts the REST surface together: middleware, error handlers, routes. Decides nothing about a request."""
+"""Puts the REST surface together: middleware, error handlers, routes."""
 
 from importlib.metadata import version
 
@@ -7,14 +7,10 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from gateway.generation.frontend import FrontDoor
-from gateway.rest import chat, completions, failures, status
-from gateway.rest.answer_counts import AnswerCounts
-from gateway.rest.documents import DocumentedApp
-from gateway.rest.limits import BodyLimits
-from gateway.rest.page import page_routes
-from gateway.rest.request_context import RequestContext
-from gateway.rest.settings import RestSettings
-from gateway.rest.site_guard import CrossOrigin, SiteGuard
+from gateway.rest import chat, completions, page, status
+from gateway.rest.middleware import BodyLimits, CrossOrigin, RequestContext, RestSettings, SiteGuard
+from gateway.rest.openapi import DocumentedApp
+from gateway.rest.validation import handle_http_exception, handle_outrider_error, handle_validation_error
 from outrider.errors import OutriderError
 from outrider.metrics_server import Registry
 
@@ -35,9 +31,9 @@ def build_app(door: FrontDoor, settings: RestSettings, registry: Registry) -> Fa
         # Spans of its own would stand between ours and the services', with the query in them.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    app.add_exception_handler(OutriderError, failures.told)
-    app.add_exception_handler(RequestValidationError, failures.misfit)
-    app.add_exception_handler(HTTPException, failures.unrouted)
+    app.add_exception_handler(OutriderError, handle_outrider_error)
+    app.add_exception_handler(RequestValidationError, handle_validation_error)
+    app.add_exception_handler(HTTPException, handle_http_exception)
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimits, settings=settings)
     app.add_middleware(SiteGuard, sites=settings.sites)
@@ -49,9 +45,9 @@ def build_app(door: FrontDoor, settings: RestSettings, registry: Registry) -> Fa
             allow_headers=("*",),
             expose_headers=EXPOSED_HEADERS,
         )
-    app.add_middleware(RequestContext, counts=AnswerCounts(registry))
+    app.add_middleware(RequestContext, registry=registry)
     app.include_router(completions.routes(door, settings))
     app.include_router(chat.routes(door, settings))
     app.include_router(status.routes(door, registry))
-    app.include_router(page_routes(door, settings))
+    app.include_router(page.routes(door, settings))
     return app

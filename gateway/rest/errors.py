@@ -1,4 +1,4 @@
-"""Errors as clients of OpenAI read them: {"error": {"message", "type", "param", "code"}}. Knows no route.
+"""Errors as clients of OpenAI read them: {"error": {"message", "type", "param", "code"}}.
 
 The status follows from what went wrong: gRPC's names are those of `outrider.errors`, and what exists only in HTTP has a
 reason of its own. What nobody expected is logged once and told to nobody.
@@ -50,34 +50,100 @@ RETRY_AFTER_S = 1.0
 log = structlog.get_logger()
 
 
-class UnknownRoute(OutriderError):
+class HttpRequestError(OutriderError):
+    """The caller must send another HTTP request; each kind has a reason of its own."""
+
+    status = "INVALID_ARGUMENT"
+    exit_code = 64
+
+
+class UnknownRoute(HttpRequestError):
     """The caller must use another path."""
 
     status = "NOT_FOUND"
     reason = "UNKNOWN_URL"
-    exit_code = 64
 
 
-class UnknownModel(OutriderError):
+class UnknownModel(HttpRequestError):
     """The caller must name the model that is served, or none."""
 
     status = "NOT_FOUND"
     reason = "MODEL_NOT_FOUND"
-    exit_code = 64
+
+    def __init__(self, name: str, served: str) -> None:
+        super().__init__(f"The model {shown(name)} is not served here, only {served!r} is", field="model", value=name)
 
 
-class WrongMethod(OutriderError):
+class WrongMethod(HttpRequestError):
     """The caller must use another method."""
 
-    status = "INVALID_ARGUMENT"
     reason = "METHOD_NOT_ALLOWED"
-    exit_code = 64
+
+
+class AmbiguousBody(HttpRequestError):
+    """The caller must say the length of its body in one way, or a proxy may see another request than this server."""
+
+    reason = "AMBIGUOUS_BODY"
+
+
+class BodyTooLarge(HttpRequestError):
+    """The caller must send less."""
+
+    reason = "BODY_TOO_LARGE"
+
+
+class BodyTimeout(HttpRequestError):
+    """The caller must send its body faster."""
+
+    status = "DEADLINE_EXCEEDED"
+    reason = "BODY_TIMEOUT"
+
+
+class UnsupportedMedia(HttpRequestError):
+    """The caller must send JSON in UTF-8, and say so."""
+
+    reason = "UNSUPPORTED_MEDIA_TYPE"
+
+
+class InvalidJson(HttpRequestError):
+    """The caller must send JSON that every parser reads alike."""
+
+    reason = "INVALID_JSON"
+
+
+class MissingParameter(HttpRequestError):
+    """The caller must name the field."""
+
+    reason = "MISSING_REQUIRED_PARAMETER"
+
+    def __init__(self, field: str) -> None:
+        super().__init__(f"{field} is missing", field=field)
+
+
+class UnknownParameter(HttpRequestError):
+    """The caller must leave the field out: nobody knows it."""
+
+    reason = "UNKNOWN_PARAMETER"
+
+
+class ClientGone(OutriderError):
+    """Nobody has to act: the client left before its answer was there."""
+
+    status = "CANCELLED"
+    reason = "CLIENT_GONE"
+    exit_code = 75
 
 
 def unexpected(error: Exception) -> OutriderError:
     """What is told about an error that nobody expected; logs it with its traceback."""
     log.error("unexpected error in a request", exc_info=error)
     return OutriderError(UNEXPECTED_TEXT)
+
+
+def shown(value: object) -> str:
+    """A value in an error's sentence."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def status_of(error: OutriderError) -> int:
@@ -98,20 +164,14 @@ def error_json(error: OutriderError) -> str:
     return json.dumps({"error": body})
 
 
-def error_headers(error: OutriderError) -> dict[str, str]:
-    """When to try again, or that it is no use."""
-    status = status_of(error)
+def error_response(error: OutriderError, headers: Mapping[str, str] | None = None) -> Response:
+    """The answer to a request that failed before its headers were out: it tells when to try again, or that it is no
+    use.
+    """
+    status, advice = status_of(error), {}
     if status in {429, 503}:
         wait_s = float(error.metadata.get("retry_after_s", RETRY_AFTER_S))
-        return {"retry-after": str(math.ceil(wait_s)), "retry-after-ms": str(math.ceil(1000 * wait_s))}
-    return {} if status in RETRIED else {"x-should-retry": "false"}
-
-
-def error_response(error: OutriderError, headers: Mapping[str, str] | None = None) -> Response:
-    """The answer to a request that failed before its headers were out."""
-    return Response(
-        error_json(error),
-        status_of(error),
-        {**error_headers(error), **(headers or {})},
-        "application/json",
-    )
+        advice = {"retry-after": str(math.ceil(wait_s)), "retry-after-ms": str(math.ceil(1000 * wait_s))}
+    elif status not in RETRIED:
+        advice = {"x-should-retry": "false"}
+    return Response(error_json(error), status, {**advice, **(headers or {})}, "application/json")

@@ -1,20 +1,37 @@
-"""The page at `/` and its files, from memory, under a strict content policy. Knows no request and no model.
+"""The page at `/`, its files, and what it calls: /api/generate, a stream of typed events, and /api/status.
 
-The files are read once: what is served cannot leave gateway/web, and an edit shows after a restart.
+The files are read once: what is served cannot leave gateway/web, and an edit shows after a restart. The events are
+`opened`, `round`, `completion` and `error`, one JSON object each, with the names of generation_service.proto;
+docs/page.md has their fields. /v1 has no such events, because clients of OpenAI take every event for a chunk. Seeds are
+strings, because 64 bits do not fit into a number of JavaScript.
 """
 
 import hashlib
-from dataclasses import dataclass
+import json
+import re
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from importlib.resources import files
+from typing import Annotated, Any
 
 from fastapi import APIRouter
+from pydantic import BeforeValidator
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from starlette.responses import JSONResponse, Response
 
 from gateway.generation.frontend import FrontDoor
-from gateway.rest.api import api_routes
-from gateway.rest.settings import RestSettings
+from gateway.generation.generate import CompletionEvent, RoundEvent
+from gateway.generation.request import GenerationAsk, GenerationPlan
+from gateway.rest.generate import TEXT_NAMES, check_prompt_len, generation_request, in_names_of
+from gateway.rest.middleware import ParsedBodyRoute, RestSettings
+from gateway.rest.responses import figure_values
+from gateway.rest.schemas import GenerationFields, Seed, Text, Unserved
+from gateway.rest.sse import EventStream, typed
+from gateway.rounds.policy import MAX_DRAFT_COUNT
+from gateway.sessions.replicas import Replicas
+from outrider.errors import OutriderError
 
 WEB = "web"
 MEDIA_TYPES = {
@@ -37,6 +54,9 @@ HEADERS = {
     # Browsers ask again, and mostly hear that nothing has changed.
     "cache-control": "no-cache",
 }
+NO_STORE = {"cache-control": "no-store"}
+DIGITS = re.compile(r"-?[0-9]{1,19}")
+VERSION = version("outrider")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +75,51 @@ class WebFile:
         return Response(self.content, headers=headers, media_type=self.media_type)
 
 
-def page_routes(door: FrontDoor, settings: RestSettings) -> APIRouter:
+def _number(seed: object) -> object:
+    return int(seed) if isinstance(seed, str) and DIGITS.fullmatch(seed) else seed
+
+
+class PageRequest(GenerationFields):
+    """The body of /api/generate: that of /v1/completions for one prompt and one answer. A seed may be a string."""
+
+    prompt: Text
+    seed: Annotated[Seed | None, BeforeValidator(_number)] = None
+    probabilities: bool = False
+    """Whether tokens come with the target's log-probability."""
+    n: Unserved = None
+    return_token_ids: Unserved = None
+    stream: Unserved = None
+    stream_options: Unserved = None
+
+
+def routes(door: FrontDoor, settings: RestSettings) -> APIRouter:
     """`/`, `/static/*`, and `/api/*`, which the page uses."""
     web_files = read_files()
+    router = APIRouter(route_class=ParsedBodyRoute, include_in_schema=False)
 
+    @router.api_route("/", methods=["GET", "HEAD"])
     async def page(request: Request) -> Response:
         return web_files["index.html"].answer(request)
 
-    async def static(request: Request) -> Response:
-        found = web_files.get(request.path_params["name"])
+    @router.api_route("/static/{name}", methods=["GET", "HEAD"])
+    async def static(name: str, request: Request) -> Response:
+        found = web_files.get(name)
         return found.answer(request) if found else Response("There is no such file.", 404, media_type="text/plain")
 
-    router = APIRouter(include_in_schema=False)
-    router.routes += [Route("/", page), Route("/static/{name}", static)]
-    router.include_router(api_routes(door, settings))
+    @router.post("/api/generate")
+    async def generate(body: PageRequest, request: Request) -> Response:
+        asked = replace(generation_request(body, door.model_name), text=body.prompt)
+        check_prompt_len("prompt", body.prompt, settings.max_prompt_chars)
+        if body.probabilities:
+            asked = replace(asked, logprob_count=0)
+        stream = EventStream(event_frames(door, asked), settings.keep_alive_s, settings.client_stall_s)
+        await stream.begin(request.receive)
+        return stream
+
+    @router.api_route("/api/status", methods=["GET", "HEAD"])
+    async def status() -> Response:
+        return JSONResponse(status_view(door, settings.grpc_port), headers=NO_STORE)
+
     return router
 
 
@@ -81,3 +132,150 @@ def read_files() -> dict[str, WebFile]:
             content = entry.read_bytes()
             found[entry.name] = WebFile(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
     return found
+
+
+async def event_frames(door: FrontDoor, request: GenerationAsk) -> AsyncGenerator[bytes, None]:
+    """The events of a request. What is wrong before it has its place is raised, what goes wrong later is an event."""
+    started_ns = time.perf_counter_ns()
+    is_open = False
+    try:
+        async with door.open([request]) as generation:
+            target = door.backend.target.present()
+            opened = _opened_view(generation.plans[0], door.model_name, target.model_hash, target.numerics_id)
+            is_open = True
+            yield _frame("opened", opened)
+            async for _, event in generation.events:
+                if isinstance(event, RoundEvent):
+                    yield _frame("round", _round_view(event, (time.perf_counter_ns() - started_ns) // 1000))
+                else:
+                    yield _frame("completion", _completion_view(event))
+    except OutriderError as error:
+        if not is_open:
+            raise in_names_of(TEXT_NAMES, error) from None
+        yield _frame("error", {"reason": error.reason, "message": error.message, "metadata": error.metadata})
+
+
+def _frame(name: str, view: dict[str, Any]) -> bytes:
+    return typed(name, json.dumps(view, ensure_ascii=False, allow_nan=False))
+
+
+def _opened_view(plan: GenerationPlan, model: str, model_hash: str, numerics_id: str) -> dict[str, Any]:
+    """The request as it was understood; the first event."""
+    spec = plan.spec
+    return {
+        "model": model,
+        "model_hash": model_hash,
+        "numerics_id": numerics_id,
+        "prompt_tokens": spec.prompt_len,
+        "max_tokens": spec.max_len - spec.prompt_len,
+        "seed": str(spec.seed),
+        "rule": spec.acceptance.rule,
+        "draft_count": "auto" if plan.draft_count is None else plan.draft_count,
+    }
+
+
+def _round_view(event: RoundEvent, time_us: int) -> dict[str, Any]:
+    """A round. time_us counts from the request's arrival to the moment in which the round was ready."""
+    committed, reason = event.committed, event.committed.fallback_reason
+    return {
+        "time_us": time_us,
+        "base_len": committed.base_len,
+        "draft_count": committed.draft_count,
+        "accepted_count": committed.accepted_count,
+        "evaluated_count": committed.evaluated_count,
+        "fallback_reason": None if reason is None else reason.value,
+        "draft_compute_us": committed.draft_compute_us,
+        "verify_compute_us": committed.verify_compute_us,
+        "draft_queue_us": committed.draft_way.queue_us,
+        "verify_queue_us": committed.verify_way.queue_us,
+        "draft_wait_us": committed.draft_way.wait_us,
+        "verify_wait_us": committed.verify_way.wait_us,
+        "round_us": committed.round_us,
+        "draft_bytes": committed.draft_way.num_bytes,
+        "verify_bytes": committed.verify_way.num_bytes,
+        "target_reopens": committed.target_reopens,
+        "new_numerics_id": event.new_numerics_id,
+        "tokens": [
+            {
+                "token_id": token.token_id,
+                "text": token.text,
+                "origin": token.origin.value,
+                "logprob": None if token.logprob is None else token.logprob.logprob,
+                "draft_logprob": token.draft_logprob,
+            }
+            for token in event.tokens
+        ],
+        "rejected": [asdict(token) for token in event.rejected],
+    }
+
+
+def _completion_view(event: CompletionEvent) -> dict[str, Any]:
+    """The result."""
+    return {
+        "finish_reason": event.finish_reason,
+        "text": event.text_delta,
+        "seed": str(event.seed),
+        "usage": {
+            "prompt_tokens": event.prompt_tokens,
+            "cached_prompt_tokens": event.cached_prompt_tokens,
+            "completion_tokens": event.completion_tokens,
+        },
+        "speculation": figure_values(event.figures),
+        "rule": event.acceptance.rule,
+        "follows_target": event.acceptance.rule.is_exact,
+        "timings": {
+            "first_token_us": event.first_token_us,
+            "total_us": event.total_us,
+            "queue_us": event.queue_us,
+        },
+        "model_hash": event.model_hash,
+        "numerics_ids": list(event.numerics_ids),
+        "survival": {"target_reopens": event.target_reopens, "drift_repairs": event.drift_repairs},
+    }
+
+
+def status_view(door: FrontDoor, grpc_port: int) -> dict[str, Any]:
+    """Who is there at this moment, and K as the policy has it; asks nobody, and names no address and no path."""
+    target, draft, policy = door.backend.target, door.backend.draft, door.backend.policy
+    limit = MAX_DRAFT_COUNT if target.info is None else min(MAX_DRAFT_COUNT, target.info.max_draft_count)
+    has_draft = draft is not None and draft.info is not None
+    return {
+        "gateway": {
+            "up": True,
+            "version": VERSION,
+            "model": door.model_name,
+            "grpc_port": grpc_port,
+            "started_s": int(door.started_s),
+            "running": door.admission.running,
+            "waiting": door.admission.waiting,
+            "places": door.admission.places,
+        },
+        "target": _service_view(target),
+        "draft": _service_view(draft),
+        "policy": {
+            # Without "ready" the question leaves the policy as it is.
+            "draft_count": policy.choose(limit if has_draft else 0, ready=False).draft_count,
+            "acceptance_rate": policy.acceptance_rate,
+            "max_draft_count": limit,
+        },
+    }
+
+
+def _service_view(replicas: Replicas | None) -> dict[str, Any]:
+    """A service, with the reason why it is not used in a few words; the gateway's log has the sentence."""
+    info = None if replicas is None else replicas.info
+    reason = ""
+    if replicas is None:
+        reason = "not configured"
+    elif info is None:
+        reason = "does not answer" if replicas.misfit is None else "answers, but does not fit"
+    return {
+        "configured": replicas is not None,
+        "up": info is not None,
+        "model": info.model_name if info else "",
+        "model_hash": info.model_hash if info else "",
+        "numerics_id": info.numerics_id if info else "",
+        "context_len": info.context_len if info else 0,
+        "max_draft_count": info.max_draft_count if info else 0,
+        "reason": reason,
+    }

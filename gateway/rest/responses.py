@@ -1,11 +1,25 @@
-"""What /v1 answers, as models that are also its documentation. A field that is not set is not sent. Decides nothing."""
+"""What /v1 answers, as models that are also its documentation, and what goes into them: a choice's text and tokens,
+log-probabilities, figures. A field that is not set is not sent.
+"""
 
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from gateway.generation.generate import CompletionEvent, Event, RoundEvent
+from gateway.generation.transcript import PromptToken, SpeculationFigures, SpokenToken
+from gateway.text.tokenizer import Tokenizer
+from outrider.errors import ProtocolViolation
+from outrider.parameters import FinishReason, TokenLogprob
+
 Finish = Literal["stop", "length"]
+FIGURES = (
+    *("rounds", "drafts", "draft_tokens", "accepted_tokens", "evaluated_tokens", "acceptance_rate"),
+    *("draft_acceptance_rate", "mean_acceptance_length", "fallback_rounds"),
+)
 
 
 class PromptTokensDetails(BaseModel):
@@ -117,7 +131,7 @@ class Envelope(BaseModel):
     obfuscation: str | None = None
 
 
-class ChatMessage(BaseModel):
+class AssistantMessage(BaseModel):
     """What the assistant says."""
 
     role: Literal["assistant"]
@@ -129,7 +143,7 @@ class ChatChoice(BaseModel):
     """One answer."""
 
     index: int
-    message: ChatMessage
+    message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: Finish
     token_ids: list[int] | None = None
@@ -181,3 +195,89 @@ class TextCompletion(Envelope):
 
     object: Literal["text_completion"]
     choices: list[TextChoice]
+
+
+def figure_values(figures: SpeculationFigures) -> dict[str, Any]:
+    """What speculation did, counts and rates, as every surface names them."""
+    return {name: getattr(figures, name) for name in FIGURES}
+
+
+def finish_of(event: CompletionEvent) -> Finish:
+    """OpenAI's word for why a choice ended: a token or a string that stops it, or its limit."""
+    return "length" if event.finish_reason is FinishReason.LENGTH else "stop"
+
+
+@dataclass(slots=True)
+class ChoiceBuffer:
+    """What one choice has said so far, for answers that are sent whole."""
+
+    texts: list[str] = field(default_factory=list)
+    tokens: list[SpokenToken] = field(default_factory=list)
+    prompt_tokens: tuple[PromptToken, ...] = ()
+    end: CompletionEvent | None = None
+
+    @property
+    def text(self) -> str:
+        """All that was said."""
+        return "".join(self.texts)
+
+    @property
+    def finish_reason(self) -> Finish:
+        """Why it ended; raises ProtocolViolation when it did not."""
+        if self.end is None:
+            raise ProtocolViolation("an answer was asked for before it was complete")
+        return finish_of(self.end)
+
+    def add(self, event: Event) -> None:
+        """Keeps an event."""
+        if isinstance(event, RoundEvent):
+            self.texts += [token.text for token in event.tokens]
+            self.tokens += event.tokens
+            self.prompt_tokens = self.prompt_tokens or event.prompt_tokens
+        else:
+            self.texts.append(event.text_delta)
+            self.end = event
+
+
+def chat_logprobs(tokens: Sequence[SpokenToken], tokenizer: Tokenizer) -> ChatLogprobs:
+    """The shape of chat: an entry a token, each with its bytes, because a token may be half a character.
+
+    All are the log-softmax of the target's raw logits, before any transform of the request.
+    """
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        piece = tokenizer.piece(token_id)
+        return {"token": piece.text, "logprob": logprob, "bytes": list(piece.raw)}
+
+    content = []
+    for token in tokens:
+        own = _logprob(token)
+        top = [TopLogprob(**entry(*each)) for each in zip(own.top_token_ids, own.top_logprobs, strict=True)]
+        content.append(ChatTokenLogprob(**entry(token.token_id, own.logprob), top_logprobs=top))
+    return ChatLogprobs(content=content, refusal=None)
+
+
+def text_logprobs(tokens: Sequence[SpokenToken | PromptToken], tokenizer: Tokenizer, start: int) -> TextLogprobs:
+    """The older shape: a list for each fact. `start` is where in the text the first token's own text begins."""
+
+    def alternatives(token: SpokenToken | PromptToken) -> dict[str, float]:
+        """The most probable tokens and the token itself. Of tokens that look alike the most probable stands."""
+        own, found = _logprob(token), dict[str, float]()
+        top = zip(own.top_token_ids, own.top_logprobs, strict=True)
+        for token_id, logprob in (*top, (token.token_id, own.logprob)):
+            found.setdefault(tokenizer.piece(token_id).text, logprob)
+        return found
+
+    offsets = accumulate((len(token.text) for token in tokens), initial=start)
+    return TextLogprobs(
+        tokens=[tokenizer.piece(token.token_id).text for token in tokens],
+        token_logprobs=[None if token.logprob is None else token.logprob.logprob for token in tokens],
+        top_logprobs=[None if token.logprob is None else alternatives(token) for token in tokens],
+        text_offset=[offset for offset, _ in zip(offsets, tokens, strict=False)],
+    )
+
+
+def _logprob(token: SpokenToken | PromptToken) -> TokenLogprob:
+    if token.logprob is None:
+        raise ProtocolViolation(f"no log-probability came for token {token.token_id}")
+    return token.logprob

@@ -1,12 +1,11 @@
 """Server-sent events: frames as bytes, and a response that sends them to a client that may leave or stop reading.
 
-Knows no generation, and does not look into a frame. No event has an `id:` or `retry:` line, for which clients of OpenAI
-have no ear.
+No event has an `id:` or `retry:` line, for which clients of OpenAI have no ear.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import structlog
@@ -14,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.grpc.servicer import ClientStalled
-from gateway.rest.clients import departure, while_there
+from gateway.rest.errors import ClientGone
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -45,13 +44,37 @@ def typed(event: str, payload: str) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (event.encode(), line(payload))
 
 
+@asynccontextmanager
+async def while_there(receive: Receive, *companions: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Cancels its block when the client leaves, and then raises ClientGone; what a companion raises ends it as well.
+
+    The server cancels nothing when a client leaves; whoever works for one has to look.
+    """
+
+    async def watch() -> None:
+        # What is left of its body is dropped.
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        raise ClientGone("The client left before its answer was there")
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(watch(), name="departure")]
+            tasks += [group.create_task(each, name="companion") for each in companions]
+            yield
+            for task in tasks:
+                task.cancel()
+    except BaseExceptionGroup as errors:
+        # The first is why the others were cancelled.
+        raise errors.exceptions[0] from None
+
+
 class EventStream(Response):
     """Sends frames one by one, each awaited, and a comment whenever nothing was sent for keep_alive_s.
 
-    The generator runs in one task from its first line to its last. It is closed in that task before the response is
-    over: when it ends, when the client leaves, and when the client has taken nothing for stall_s, which breaks the
-    connection. An empty frame is not sent. What the generator raises after the headers breaks the connection too, so
-    that no client takes the beginning of an answer for the whole.
+    The generator is closed before the response is over: when it ends, when the client leaves, and when the client has
+    taken nothing for stall_s, which breaks the connection. An empty frame is not sent. What the generator raises after
+    the headers breaks the connection too, so that no client takes the beginning of an answer for the whole.
     """
 
     def __init__(self, frames: AsyncGenerator[bytes, None], keep_alive_s: float, stall_s: float) -> None:
@@ -59,120 +82,70 @@ class EventStream(Response):
         self.background = None
         self.init_headers(HEADERS)
         self._frames = frames
+        self._first = b""
         self._keep_alive_s = keep_alive_s
         self._stall_s = stall_s
-        self._began: asyncio.Future[None] | None = None
-        self._writer: asyncio.Future[_Writer] | None = None
-        self._running: asyncio.Task[None] | None = None
+        self._wrote_s = 0.0
+        self._is_over = False
 
     async def begin(self, receive: Receive) -> None:
         """Runs the generator up to its first frame, which waits for the headers.
 
         Raises what the generator raises before that, when a status can still be chosen, and ClientGone.
         """
-        running, began = self._start()
         try:
-            await while_there(receive, _either(began, running))
-            if running.done():
-                running.result()
+            async with while_there(receive):
+                self._first = await anext(self._frames, b"")
         except BaseException:
-            await _end(running)
+            await self._frames.aclose()
             raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the response. Ends without a word when the client has left."""
-        running, _ = self._start()
-        writer = _Writer(send, self._stall_s)
-        parts = [running]
         try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            leaving = asyncio.create_task(departure(receive), name="departure")
-            parts += [leaving, asyncio.create_task(writer.keep_alive(self._keep_alive_s), name="keep-alive")]
-            if self._writer is not None and not self._writer.done():
-                self._writer.set_result(writer)
-            await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
-            has_left = leaving.done()
-        finally:
-            results = await _end(*parts)
-        if has_left:
-            return
-        errors = [each for each in results if isinstance(each, Exception)]
-        if errors:
-            await _break(scope, errors[0])
-        else:
+            async with aclosing(self._frames):
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                self._wrote_s = asyncio.get_running_loop().time()
+                async with while_there(receive, self._keep_alive(send)):
+                    await self._write(self._first, send)
+                    async for frame in self._frames:
+                        await self._write(frame, send)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except ClientGone:
+            return
+        except Exception as error:
+            if isinstance(error, ClientStalled):
+                log.warning("client cut off", reason=error.message)
+            else:
+                log.error("unexpected error in an event stream", exc_info=error)
+            abort = scope.get("state", {}).get("abort")
+            if abort is None:
+                raise
+            # In the middle of the response: its client sees that it was not the end of the answer.
+            abort()
+            # The connection is told in the loop's next turn.
+            await asyncio.sleep(0)
 
-    def _start(self) -> tuple["asyncio.Task[None]", "asyncio.Future[None]"]:
-        if self._running is None or self._began is None:
-            loop = asyncio.get_running_loop()
-            self._began, self._writer = loop.create_future(), loop.create_future()
-            self._running = asyncio.create_task(self._run(self._began, self._writer), name="event stream")
-        return self._running, self._began
-
-    async def _run(self, began: "asyncio.Future[None]", writer: "asyncio.Future[_Writer]") -> None:
-        async with aclosing(self._frames) as frames:
-            async for frame in frames:
-                if not began.done():
-                    began.set_result(None)
-                if frame:
-                    await (await writer).write(frame)
-
-
-class _Writer:
-    """Writes frames, and knows when it did."""
-
-    def __init__(self, send: Send, stall_s: float) -> None:
-        self._send = send
-        self._stall_s = stall_s
-        self._clock_s: Callable[[], float] = asyncio.get_running_loop().time
-        self._wrote_s = self._clock_s()
-        self._is_over = False
-
-    async def write(self, frame: bytes) -> None:
+    async def _write(self, frame: bytes, send: Send) -> None:
         """Sends a frame; raises ClientStalled when the client lets it wait for too long."""
+        if not frame:
+            return
         self._is_over = frame == DONE
         try:
             async with asyncio.timeout(self._stall_s):
-                await self._send({"type": "http.response.body", "body": frame, "more_body": True})
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
         except TimeoutError:
             raise ClientStalled(f"The client read nothing for {self._stall_s:g} seconds") from None
-        self._wrote_s = self._clock_s()
+        self._wrote_s = asyncio.get_running_loop().time()
         # A connection that is gone takes everything at once; without this, a generator that has all its frames ready
         # would keep the loop to itself.
         await asyncio.sleep(0)
 
-    async def keep_alive(self, every_s: float) -> None:
-        """Writes a comment whenever nothing was written for every_s, but none behind the end; never returns."""
-        while True:
-            silent_s = self._clock_s() - self._wrote_s
-            if self._is_over:
-                await asyncio.sleep(every_s)
-            elif silent_s >= every_s:
-                await self.write(KEEP_ALIVE)
+    async def _keep_alive(self, send: Send) -> None:
+        """Writes a comment whenever nothing was written for a while, but none behind the end."""
+        while not self._is_over:
+            silent_s = asyncio.get_running_loop().time() - self._wrote_s
+            if silent_s >= self._keep_alive_s:
+                await self._write(KEEP_ALIVE, send)
             else:
-                await asyncio.sleep(every_s - silent_s)
-
-
-async def _either(first: "asyncio.Future[Any]", second: "asyncio.Future[Any]") -> None:
-    await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
-
-
-async def _end(*tasks: "asyncio.Future[Any]") -> list[Any]:
-    """Cancels tasks and waits for them; their results or exceptions."""
-    for task in tasks:
-        task.cancel()
-    return await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _break(scope: Scope, error: Exception) -> None:
-    """Ends the connection in the middle of the response: its client sees that it was not the end of the answer."""
-    if isinstance(error, ClientStalled):
-        log.warning("client cut off", reason=error.message)
-    else:
-        log.error("unexpected error in an event stream", exc_info=error)
-    abort = scope.get("state", {}).get("abort")
-    if abort is None:
-        raise error
-    abort()
-    # The connection is told in the loop's next turn.
-    await asyncio.sleep(0)
+                await asyncio.sleep(self._keep_alive_s - silent_s)

@@ -1,4 +1,4 @@
-"""Routes that tell about the gateway: models, liveness, readiness, metrics, version. They spend nothing."""
+"""Routes that tell about the gateway: models, liveness, readiness, metrics, version."""
 
 from importlib.metadata import version
 from typing import Annotated, Literal
@@ -8,8 +8,8 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from gateway.generation.frontend import FrontDoor
-from gateway.rest.asks import unknown_model
-from gateway.rest.documents import documented
+from gateway.rest.errors import UnknownModel
+from gateway.rest.openapi import documented
 from outrider.errors import NotReady, OutriderError, PeerLost
 from outrider.metrics_server import Registry, exposition
 
@@ -24,7 +24,7 @@ class Model(BaseModel):
     max_model_len: int | None
 
 
-class Models(BaseModel):
+class ModelList(BaseModel):
     """All served models, of which there is one."""
 
     object: Literal["list"] = "list"
@@ -54,41 +54,24 @@ class Version(BaseModel):
 def routes(door: FrontDoor, registry: Registry) -> APIRouter:
     """The routes."""
     router = APIRouter()
-    _add_models(router, door)
-    _add_probes(router, door)
 
-    @router.get("/metrics", response_class=Response, responses=documented(text="text/plain"))
-    async def metrics(names: Annotated[list[str], Query(alias="name[]", default_factory=list)]) -> Response:
-        """Figures for Prometheus in its text format, all or those of some names."""
-        body, content_type = exposition(registry.restricted_registry(names) if names else registry)
-        return Response(body, headers={"content-type": content_type})
-
-    return router
-
-
-def _add_models(router: APIRouter, door: FrontDoor) -> None:
     def served() -> Model:
         target = door.backend.target.info
-        return Model(
-            id=door.model_name,
-            created=int(door.started_s),
-            max_model_len=None if target is None else target.context_len,
-        )
+        context_len = None if target is None else target.context_len
+        return Model(id=door.model_name, created=int(door.started_s), max_model_len=context_len)
 
     @router.get("/v1/models", responses=documented())
-    async def models() -> Models:
+    async def models() -> ModelList:
         """The served model."""
-        return Models(data=[served()])
+        return ModelList(data=[served()])
 
     @router.get("/v1/models/{model:path}", responses=documented(404))
     async def model(model: str) -> Model:
         """One model."""
         if model != door.model_name:
-            raise unknown_model(model, door.model_name)
+            raise UnknownModel(model, door.model_name)
         return served()
 
-
-def _add_probes(router: APIRouter, door: FrontDoor) -> None:
     # Those who only look at the status may ask for no more.
     @router.head("/live", include_in_schema=False)
     @router.get("/live", responses=documented())
@@ -114,3 +97,11 @@ def _add_probes(router: APIRouter, door: FrontDoor) -> None:
     async def show_version() -> Version:
         """The version of the gateway."""
         return Version(version=version("outrider"))
+
+    @router.get("/metrics", response_class=Response, responses=documented(text="text/plain"))
+    async def metrics(names: Annotated[list[str], Query(alias="name[]", default_factory=list)]) -> Response:
+        """Figures for Prometheus in its text format, all or those of some names."""
+        body, content_type = exposition(registry.restricted_registry(names) if names else registry)
+        return Response(body, headers={"content-type": content_type})
+
+    return router

@@ -12,7 +12,7 @@ from support.garbage import PYTHON_TEXT
 from surface.rest_stack import CHAT, COMPLETIONS, RestStack, exchange, rest_stack, said
 
 import gateway.server
-from gateway.rest.settings import RestSettings
+from gateway.rest.middleware import RestSettings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 HOST = b"Host: localhost\r\n"
@@ -216,5 +216,5 @@ async def test_others_are_served_meanwhile(rest: RestStack) -> None:
 async def test_connections_are_closed_at_the_end(rest: RestStack) -> None:
     """No task of a request is left when all clients are gone."""
     await rest.quiet()
-    names = ("event stream", "departure", "keep-alive")
+    names = ("departure", "companion")
     await eventually(lambda: not [task for task in asyncio.all_tasks() if task.get_name() in names])

@@ -5,9 +5,16 @@ import json
 import pytest
 
 from gateway.grpc.servicer import ClientStalled
-from gateway.rest.clients import ClientGone
-from gateway.rest.errors import UnknownModel, WrongMethod, error_response, unexpected
-from gateway.rest.limits import BodyTimeout, BodyTooLarge, UnsupportedMedia
+from gateway.rest.errors import (
+    BodyTimeout,
+    BodyTooLarge,
+    ClientGone,
+    UnknownModel,
+    UnsupportedMedia,
+    WrongMethod,
+    error_response,
+    unexpected,
+)
 from outrider.errors import (
     CacheFull,
     InvalidRequest,
@@ -27,7 +34,7 @@ from outrider.errors import (
         (InvalidRequest("n", 9, "less"), 400, "invalid_request_error", "invalid_value"),
         (PromptTooLong("long"), 400, "invalid_request_error", "context_length_exceeded"),
         (Unsupported("no"), 400, "invalid_request_error", "unsupported_parameter"),
-        (UnknownModel("no"), 404, "invalid_request_error", "model_not_found"),
+        (UnknownModel("other", "markov"), 404, "invalid_request_error", "model_not_found"),
         (WrongMethod("no"), 405, "invalid_request_error", "method_not_allowed"),
         (BodyTimeout("slow"), 408, "invalid_request_error", "body_timeout"),
         (BodyTooLarge("long"), 413, "invalid_request_error", "body_too_large"),

@@ -46,23 +46,6 @@ async def test_a_head_that_is_too_long_is_refused() -> None:
         assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 400 ")
 
 
-@pytest.mark.parametrize("beginning", [b"", b"GET / HTT", GET[:-2] + b"x-drip: "])
-async def test_a_head_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, beginning: bytes) -> None:
-    """Neither by a client that sends nothing, nor by one that stops in the middle."""
-    monkeypatch.setattr(server, "HEAD_WAIT_S", 0.02)
-    async with served(streaming(source())) as running, connected(running, beginning):
-        await eventually(lambda: not running.server.server_state.connections)
-
-
-async def test_a_request_that_runs_is_not_in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock of the head stops when the head is there."""
-    monkeypatch.setattr(server, "HEAD_WAIT_S", 0.02)
-    slow = source()
-    async with served(streaming(slow, keep_alive_s=0.01)) as running, connected(running) as (reader, _):
-        for _ in range(10):
-            await reader.readuntil(b": keep-alive\n\n")
-
-
 async def test_stopping_lets_streams_end() -> None:
     """A request that ends within the grace gets all of its answer; new connections are refused."""
     ending = Source([data("1")])

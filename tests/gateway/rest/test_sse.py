@@ -8,7 +8,7 @@ from starlette.types import Message, Receive, Scope, Send
 from support.basics import PATIENCE_S, eventually
 from support.network import GET, Source, connected, served, streaming
 
-from gateway.rest.clients import ClientGone
+from gateway.rest.errors import ClientGone
 from gateway.rest.sse import DONE, EventStream, data, typed
 from outrider.errors import InvalidRequest
 

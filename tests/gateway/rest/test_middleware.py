@@ -12,10 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 from support.network import connected, served
 
-from gateway.rest.answer_counts import AnswerCounts
-from gateway.rest.limits import BodyLimits
-from gateway.rest.request_context import RequestContext
-from gateway.rest.settings import RestSettings
+from gateway.rest.middleware import BodyLimits, RequestContext, RestSettings
 
 SETTINGS = RestSettings(max_body_bytes=100_000, body_wait_s=20)
 JSON = {"content-type": "application/json"}
@@ -31,7 +28,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 def surface(settings: RestSettings) -> RequestContext:
     """The middleware before a server that echoes."""
-    return RequestContext(BodyLimits(echo, settings), AnswerCounts(CollectorRegistry()))
+    return RequestContext(BodyLimits(echo, settings), CollectorRegistry())
 
 
 def client() -> httpx.AsyncClient:

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of errors and of bodies that no model describes. Knows no route."""
+"""What the OpenAPI document says of errors and of bodies that no model describes."""
 
 from typing import Any
 
@@ -35,7 +35,9 @@ class DocumentedApp(FastAPI):
         schemas = document["components"]["schemas"]
         for name in ("HTTPValidationError", "ValidationError"):
             schemas.pop(name, None)
-        schemas |= schemas_of(ChatChunk)
+        # No route answers whole with what a stream of chat consists of.
+        chunk = ChatChunk.model_json_schema(ref_template=f"{SCHEMAS}{{model}}", mode="serialization")
+        schemas |= {**chunk.pop("$defs", {}), ChatChunk.__name__: chunk}
         return document
 
 
@@ -84,9 +86,3 @@ def documented_answer(chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]
             "description": "The answer, whole or as server-sent events when `stream` is true.",
         }
     }
-
-
-def schemas_of(model: type[BaseModel]) -> dict[str, Any]:
-    """The schema of a model that no route answers whole, and those that it refers to, by name."""
-    schema = model.model_json_schema(ref_template=f"{SCHEMAS}{{model}}", mode="serialization")
-    return {**schema.pop("$defs", {}), model.__name__: schema}

@@ -1,0 +1,258 @@
+"""What every request passes before its route: an id, a trace and a count, the guard against other sites' pages, and the
+limits of bodies, which are read, checked and parsed here once.
+"""
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from urllib.parse import quote
+
+import structlog
+from fastapi.routing import APIRoute
+from prometheus_client import CollectorRegistry, Counter
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.rest.errors import (
+    AmbiguousBody,
+    BodyTimeout,
+    BodyTooLarge,
+    ClientGone,
+    UnsupportedMedia,
+    error_response,
+    unexpected,
+)
+from gateway.rest.validation import Json, read_json
+from gateway.sites import OWN_PAGE, SiteRefused, Sites
+from outrider.errors import OutriderError, Overloaded
+from outrider.logs import bound
+from outrider.tracing import span
+
+TRACE_HEADERS = ("traceparent", "tracestate")
+PLAIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE"})
+READING = frozenset({"GET", "HEAD", "OPTIONS"})
+BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
+JSON_TYPE = re.compile(r"application/([\w.+-]+\+)?json\s*(;\s*charset\s*=\s*\"?utf-?8\"?\s*)?", re.IGNORECASE)
+# Reading more than this takes long enough to be felt by other requests.
+LONG_BODY = 1 << 18
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class RestSettings:
+    """Limits and habits of the REST surface. Sizes are bytes or characters, times are seconds."""
+
+    keep_alive_s: float = 15.0
+    """Silence on a stream after which a comment says that it is alive."""
+    client_stall_s: float = 30.0
+    """For how long a client may take nothing of what is written to it."""
+    sites: Sites = OWN_PAGE
+    max_body_bytes: int = 4 << 20
+    max_held_bytes: int = 256 << 20
+    """Of the bodies of all requests together."""
+    body_wait_s: float = 30.0
+    """For how long a client may send its body."""
+    max_json_depth: int = 64
+    max_prompt_chars: int = 1_000_000
+    grpc_port: int = 50050
+    """Where the same gateway serves gRPC; the page names it in the code that it offers."""
+
+
+class RequestContext:
+    """The middleware around everything else: it gives each request an id, a trace and headers, and counts its answer.
+
+    The id is the client's `x-request-id` where that is short and plain, and in every line that is logged meanwhile.
+    What nobody expected becomes a 500, or the end of the connection.
+    """
+
+    def __init__(self, app: ASGIApp, registry: CollectorRegistry) -> None:
+        self._app = app
+        labels = ("method", "route", "status")
+        self._answers = Counter("outrider_http_answers", "Answers over REST.", labels, registry=registry)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Lets the request pass."""
+        headers = Headers(scope=scope)
+        given_id = headers.get("x-request-id", "")
+        request_id = given_id if PLAIN_ID.fullmatch(given_id) else uuid.uuid4().hex
+        trace = {name: headers[name] for name in TRACE_HEADERS if name in headers}
+        # As it is on the wire: decoded, it may have characters that change what a terminal shows.
+        method, path = scope["method"], quote(scope["path"])
+        status = 0  # until the headers are out
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = int(message["status"])
+                own = MutableHeaders(scope=message)
+                own["x-request-id"], own["x-content-type-options"] = request_id, "nosniff"
+                if own.get("content-type", "").startswith("application/json"):
+                    own.setdefault("cache-control", "no-store")
+            await send(message)
+
+        started_s = time.monotonic()
+        with bound(request_id=request_id), span("rest", trace, **{"http.request.method": method, "url.path": path}):
+            try:
+                await self._app(scope, receive, send_with_headers)
+            except Exception as error:
+                if status:
+                    # Whoever closes the connection logs it as well.
+                    raise
+                await error_response(unexpected(error))(scope, receive, send_with_headers)
+            finally:
+                self._count(scope, status)
+            took_ms = round(1e3 * (time.monotonic() - started_s))
+            log.debug("answered", method=method, path=path, status=status, took_ms=took_ms)
+
+    def _count(self, scope: Scope, status: int) -> None:
+        """Clients choose paths and methods, so those that nobody serves share one label."""
+        method = scope["method"] if scope["method"] in METHODS else "other"
+        # What a middleware answers has met no route, even where its path has one.
+        route = getattr(scope.get("route"), "path", "other")
+        # Without a status the client was gone before there was one.
+        self._answers.labels(method, route, str(status or "none")).inc()
+
+
+class SiteGuard:
+    """Lets other sites' pages make the gateway do nothing; `Sites` says which are others.
+
+    Reading is left to the browser, which shows answers to other sites' pages only as CORS allows.
+    """
+
+    def __init__(self, app: ASGIApp, sites: Sites) -> None:
+        self._app = app
+        self._sites = sites
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request that is refused itself."""
+        headers = Headers(scope=scope)
+        if scope["method"] not in READING and "origin" in headers:
+            try:
+                self._sites.check(headers["origin"], headers.get("host", ""), headers.get("sec-fetch-site", ""))
+            except SiteRefused as error:
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class CrossOrigin(CORSMiddleware):
+    """CORS for the sites that were named; a refused preflight is an error like any other, and not Starlette's text."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """The answer to a browser that asks before it sends."""
+        response = super().preflight_response(request_headers)
+        if response.status_code < 400:
+            return response
+        origin = request_headers["origin"][:200]
+        words = bytes(response.body).decode()
+        refused = SiteRefused(f"a page of {origin!r} may not ask this: {words}", field="origin", value=origin)
+        return error_response(refused, {"vary": response.headers.get("vary", "Origin")})
+
+
+class BodyLimits:
+    """Reads the whole body, which is limited in size and time and must be JSON, before anything is spent on it.
+
+    Its value goes to the route in the request's state, its bytes to whoever reads them.
+    """
+
+    def __init__(self, app: ASGIApp, settings: RestSettings) -> None:
+        self._app = app
+        self._settings = settings
+        self._num_held = 0  # bytes of all bodies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a body that is refused itself."""
+        headers = Headers(scope=scope)
+        if {"content-length", "transfer-encoding"} <= set(headers):
+            error = AmbiguousBody("A body has a content-length or a transfer-encoding, and not both")
+            await error_response(error, {"connection": "close"})(scope, receive, send)
+            return
+        if scope["method"] not in BODY_METHODS:
+            await self._app(scope, receive, send)
+            return
+        body = bytearray()
+        try:
+            try:
+                await self._read(body, headers, receive)
+                if body:
+                    scope.setdefault("state", {})["json"] = await self._parsed(bytes(body), headers)
+            except OutriderError as error:
+                # The server drops what is left of the body: closing would take the answer from whoever still sends.
+                await error_response(error)(scope, receive, send)
+                return
+            messages: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+            async def replay() -> Message:
+                """The body once, and then what the connection says."""
+                return messages.pop() if messages else await receive()
+
+            await self._app(scope, replay, send)
+        finally:
+            self._num_held -= len(body)
+
+    async def _read(self, body: bytearray, headers: Headers, receive: Receive) -> None:
+        most = self._settings.max_body_bytes
+        too_large = BodyTooLarge(f"The body is longer than {most} bytes", limit=f"at most {most} bytes")
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > most:
+            raise too_large
+        try:
+            async with asyncio.timeout(self._settings.body_wait_s):
+                is_whole = False
+                while not is_whole:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone("The client left before its request was there")
+                    part = message.get("body", b"")
+                    if len(body) + len(part) > most:
+                        raise too_large
+                    if self._num_held + len(part) > self._settings.max_held_bytes:
+                        held = self._num_held
+                        raise Overloaded(f"{held} bytes of requests are held already", num_bytes=held)
+                    body += part
+                    self._num_held += len(part)
+                    is_whole = not message.get("more_body", False)
+        except TimeoutError:
+            raise BodyTimeout(f"The body did not come within {self._settings.body_wait_s:g} seconds") from None
+
+    async def _parsed(self, body: bytes, headers: Headers) -> Json:
+        kind, encoding = headers.get("content-type", ""), headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise UnsupportedMedia("The body must not be compressed", field="content-encoding", value=encoding[:80])
+        if not JSON_TYPE.fullmatch(kind.strip()):
+            message = f"content-type is {kind[:80]!r}, but must be application/json in UTF-8"
+            raise UnsupportedMedia(message, field="content-type", value=kind[:80])
+        parse = partial(read_json, body, self._settings.max_json_depth)
+        return await asyncio.to_thread(parse) if len(body) > LONG_BODY else parse()
+
+
+class ParsedRequest(Request):
+    """A request whose body `BodyLimits` has parsed."""
+
+    async def json(self) -> Json:
+        """The value of the body, which must not be empty."""
+        value: Json = self.state.json
+        return value
+
+
+class ParsedBodyRoute(APIRoute):
+    """A route that takes the value of its body from `BodyLimits` instead of parsing the bytes again."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """What the framework calls with every request."""
+        handle = super().get_route_handler()
+
+        async def handle_parsed(request: Request) -> Response:
+            return await handle(ParsedRequest(request.scope, request.receive))
+
+        return handle_parsed

@@ -1,0 +1,250 @@
+"""The bodies of POST /v1/completions and /v1/chat/completions: every field with its range.
+
+What a range depends on, the target's vocabulary for one, is checked with the request itself.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, StringConstraints, Tag
+from pydantic.config import JsonDict
+
+from gateway.generation.request import MAX_BANNED_WORDS, MAX_STOPS, MAX_STRING_LEN
+from outrider.parameters import (
+    MAX_LOGPROB_COUNT,
+    MAX_SAMPLES,
+    MAX_STOP_TOKEN_IDS,
+    Bias,
+    Finite,
+    Parameters,
+    Share,
+    TokenId,
+)
+
+MAX_SEED = 2**63 - 1
+MAX_COUNT = 2**31 - 1
+MAX_BIASES = 300
+MAX_PROMPTS, MAX_IDS = 64, 1_000_000
+MAX_MESSAGES = 4096
+# Of one message. Lists end at their first fault: a finding for each of a million entries takes minutes and gigabytes.
+MAX_PARTS, MAX_CALLS = 4096, 128
+NO_EFFECT = "Accepted without effect."
+NO_OTHERS: JsonDict = {"additionalProperties": False}
+
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+Word = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STRING_LEN)]
+BiasKey = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,9})$")]
+Seed = Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)]
+Unserved = Annotated[None, Field(description="Known, but not served: null or absent.")]
+
+
+def _text_or_list(value: object) -> str | None:
+    """The tag of the kind that a value is of; None for any other."""
+    if isinstance(value, str):
+        return "<text>"
+    return "<list>" if isinstance(value, list) else None
+
+
+Stop = Annotated[
+    Annotated[Word, Tag("<text>")] | Annotated[list[Word], Field(max_length=MAX_STOPS, fail_fast=True), Tag("<list>")],
+    Discriminator(
+        _text_or_list,
+        custom_error_type="stop_kind",
+        custom_error_message="Input should be a string or a list of strings",
+    ),
+]
+
+
+class StreamOptions(Parameters):
+    """What a stream tells beside its text."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class SpeculationFields(Parameters):
+    """Whether and how to speculate. Under `match` nothing here changes a token."""
+
+    enabled: bool | None = None
+    draft_count: Annotated[int, Field(ge=0, le=MAX_COUNT)] | Literal["auto"] | None = None
+    rule: Literal["match", "ratio", "block", "lenient", "typical"] | None = None
+    lenience: Share | None = None
+    typical_epsilon: Share | None = None
+    typical_delta: Share | None = None
+    drafter: Annotated[str, Field(max_length=MAX_STRING_LEN)] | None = None
+    return_rounds: bool | None = None
+
+
+class GenerationFields(Parameters):
+    """How to generate, in OpenAI's names, else in vLLM's; `speculation` and `banned_words` are ours."""
+
+    model: str | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
+    min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = None
+    presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[BiasKey, Bias], Field(max_length=MAX_BIASES, json_schema_extra=NO_OTHERS)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
+    ignore_eos: bool | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
+    seed: Seed | None = None
+    stop: Stop | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
+    banned_words: Annotated[list[Word], Field(max_length=MAX_BANNED_WORDS, fail_fast=True)] | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    speculation: SpeculationFields | None = None
+    user: Annotated[str | None, Field(description=NO_EFFECT)] = None
+
+
+PROMPT_KINDS = (
+    "Input should be a string, a list of strings, a list of token ids, or a list of lists of token ids, and not empty"
+)
+
+Text = Annotated[str, Field(min_length=1)]
+Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_IDS, fail_fast=True)]
+
+
+def _prompt_kind(value: object) -> str | None:
+    """A list is of the kind of its first entry, so that only one kind is tried on all of them."""
+    if isinstance(value, str):
+        return "<text>"
+    if not isinstance(value, list) or not value:
+        return None
+    return {str: "<texts>", int: "<ids>", list: "<id lists>"}.get(type(value[0]))
+
+
+Prompt = Annotated[
+    Annotated[Text, Tag("<text>")]
+    | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("<texts>")]
+    | Annotated[Ids, Tag("<ids>")]
+    | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("<id lists>")],
+    Discriminator(_prompt_kind, custom_error_type="prompt_kind", custom_error_message=PROMPT_KINDS),
+]
+
+
+class CompletionRequest(GenerationFields):
+    """A prompt, or several, and how to go on."""
+
+    prompt: Prompt
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROB_COUNT)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES, description="Must equal n.")] | None = None
+    suffix: Unserved = None
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """The prompts one by one."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        many = [each for each in prompt if not isinstance(each, int)]
+        return many or [[each for each in prompt if isinstance(each, int)]]
+
+
+class TextPart(Parameters):
+    """A part of a message; only text is served."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Parameters):
+    """What an assistant called in an earlier turn."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Parameters):
+    """A call of an earlier turn."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+Content = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("<list>")],
+    Discriminator(
+        _text_or_list,
+        custom_error_type="content_kind",
+        custom_error_message="Input should be a string or a list of text parts",
+    ),
+]
+
+
+class Message(Parameters):
+    """One turn. Which roles there may be, and what else a turn may carry, is the template's say."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=MAX_CALLS, fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    refusal: Unserved = None
+    audio: Unserved = None
+    function_call: Unserved = None
+
+    @property
+    def text(self) -> str | None:
+        """The content; parts are put together as they are."""
+        return "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
+
+
+class Function(Parameters):
+    """A function that the model may be told of."""
+
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Parameters):
+    """A tool that the model may be told of."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ResponseFormat(Parameters):
+    """How the answer is shaped; only plain text is served."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(GenerationFields):
+    """A conversation and how to go on."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROB_COUNT)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    response_format: ResponseFormat | None = None
+    parallel_tool_calls: Annotated[bool | None, Field(description=NO_EFFECT)] = None
+    metadata: Annotated[dict[str, str] | None, Field(description=NO_EFFECT, max_length=16)] = None
+    store: Annotated[Literal[False] | None, Field(description=NO_EFFECT)] = None
+    service_tier: Annotated[Literal["auto", "default"] | None, Field(description=NO_EFFECT)] = None
+    safety_identifier: Annotated[str | None, Field(description=NO_EFFECT)] = None
+    prompt_cache_key: Annotated[str | None, Field(description=NO_EFFECT)] = None
+    audio: Unserved = None
+    function_call: Unserved = None
+    functions: Unserved = None
+    modalities: Unserved = None
+    moderation: Unserved = None
+    prediction: Unserved = None
+    prompt_cache_options: Unserved = None
+    prompt_cache_retention: Unserved = None
+    reasoning_effort: Unserved = None
+    verbosity: Unserved = None
+    web_search_options: Unserved = None
