@@ -19,12 +19,12 @@ from rich.table import Table
 from safetensors.torch import save_file
 from torch import Tensor
 
-from outrider.command_line import run_app
 from outrider.embedded_models import unsized
 from outrider.engine.checkpoints import SizedCheckpoint
 from outrider.engine.model_config import ModelConfig
 from outrider.engine.weights import DTYPES, expected_shapes
 from outrider.errors import InvalidRequest
+from outrider.process.options import run_app
 from outrider.sized_presets import PREFIX, PRESETS, parse
 
 SHARD_BYTES = 1 << 30

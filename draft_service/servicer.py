@@ -8,13 +8,14 @@ import grpc
 from draft_service.drafters.offers import choose_drafter
 from draft_service.drafters.task import DraftTask
 from draft_service.sessions import Answer, DraftSessions, Wanted
-from outrider import rpc, tracing, wire
+from outrider import rpc, wire
 from outrider.checks import check_range, check_token_ids
 from outrider.compute_times import ComputeTimes
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import InvalidRequest
 from outrider.fencing import Fence
 from outrider.model_servicer import MAX_DRAFT_COUNT, ServiceFacts
+from outrider.process import tracing
 from outrider.session_servicer import Arrival, SessionServicer, unobserved
 from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1 import types_pb2

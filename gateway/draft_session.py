@@ -17,10 +17,10 @@ from gateway.links import ModelInfo, ServiceLink
 from gateway.patience import NEVER, Expiry
 from gateway.replicas import Replicas
 from gateway.rounds import NOTHING, FallbackReason, Proposal, TokenLog
-from outrider import tracing
 from outrider.errors import NotReady, OutriderError, PeerLost, ProtocolViolation
-from outrider.logs import session_prefix
 from outrider.parameters import SessionSpec
+from outrider.process import tracing
+from outrider.process.logs import session_prefix
 from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1 import model_service_pb2, types_pb2
 

@@ -8,9 +8,10 @@ import asyncio
 from gateway.links import ServiceLink
 from gateway.rounds import Proposal, TokenLog, Way
 from gateway.streams import MessageStream
-from outrider import tracing, wire
+from outrider import wire
 from outrider.errors import InvalidRequest, ProtocolViolation
 from outrider.parameters import Rule, SessionSpec
+from outrider.process import tracing
 from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.draft_service_pb2_grpc import DraftServiceStub

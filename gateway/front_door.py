@@ -19,8 +19,8 @@ from gateway.request_log import RequestLog, tell_refusal
 from gateway.requests import GenerationAsk, GenerationPlan
 from gateway.samples import merged
 from outrider.errors import OutriderError
-from outrider.logs import request_scope
 from outrider.parameters import MAX_SAMPLES
+from outrider.process.logs import request_scope
 
 ValueT = TypeVar("ValueT")
 

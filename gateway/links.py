@@ -17,9 +17,9 @@ import structlog
 
 from gateway.breaker import CircuitBreaker
 from gateway.rollbacks import Rollbacks
-from outrider import tracing
 from outrider.errors import OutriderError, PeerLost
 from outrider.parameters import Rule
+from outrider.process import tracing
 from outrider.rpc import error_from, open_channel
 from outrider.v1 import model_service_pb2 as pb
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub

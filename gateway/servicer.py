@@ -10,7 +10,7 @@ from gateway.client_writer import ClientWriter
 from gateway.front_door import FrontDoor
 from gateway.generation_messages import ask_from, event_message
 from gateway.requests import GenerationAsk
-from outrider import tracing
+from outrider.process import tracing
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
 

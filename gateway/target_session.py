@@ -17,10 +17,10 @@ from gateway.patience import NEVER, Expiry, Outage, Patience, RequestExpired
 from gateway.replicas import Need, Replicas
 from gateway.rounds import Proposal, TokenLog, Verdict, Way
 from gateway.target_stream import TargetStream, read_verdict
-from outrider import tracing
 from outrider.errors import NotReady, OutriderError, PeerLost
-from outrider.logs import session_prefix
 from outrider.parameters import SessionSpec
+from outrider.process import tracing
+from outrider.process.logs import session_prefix
 from outrider.v1 import model_service_pb2, types_pb2
 from outrider.v1 import target_service_pb2 as pb
 

@@ -11,9 +11,10 @@ import structlog
 from gateway.links import ServiceLink
 from gateway.rounds import Proposal, TokenLog, Verdict
 from gateway.streams import MessageStream
-from outrider import tracing, wire
+from outrider import wire
 from outrider.errors import ProtocolViolation
 from outrider.parameters import SessionSpec
+from outrider.process import tracing
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.target_service_pb2_grpc import TargetServiceStub

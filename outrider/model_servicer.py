@@ -11,11 +11,12 @@ from typing import Any, Protocol, TypeVar
 
 import grpc
 
-from outrider import rpc, tracing, wire
+from outrider import rpc, wire
 from outrider.errors import Overloaded
 from outrider.fencing import Fence
-from outrider.logs import session_prefix
 from outrider.parameters import Rule
+from outrider.process import tracing
+from outrider.process.logs import session_prefix
 from outrider.v1 import model_service_pb2 as pb
 from outrider.v1.model_service_pb2_grpc import ModelServiceServicer, add_ModelServiceServicer_to_server
 from outrider.wire_acceptance import RULES

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from outrider import tracing
 from outrider.compute_times import ComputeTimes
+from outrider.process import tracing
 
 # What took longer gets an event of its own; everything else is in the sums.
 SLOW_US = 500_000

@@ -12,11 +12,12 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from structlog.contextvars import bind_contextvars
 
-from outrider import tracing, wire
+from outrider import wire
 from outrider.compute_times import ComputeTimes
 from outrider.errors import OutriderError, Overloaded
 from outrider.fencing import Fence
-from outrider.logs import session_prefix
+from outrider.process import tracing
+from outrider.process.logs import session_prefix
 from outrider.session_figures import SessionFigures
 from outrider.session_stream import Device, SessionStream
 from outrider.sessions import SessionTable

@@ -11,7 +11,7 @@ import structlog
 
 from outrider.errors import CacheFull
 from outrider.fencing import Fence
-from outrider.logs import session_prefix
+from outrider.process.logs import session_prefix
 
 log = structlog.get_logger()
 

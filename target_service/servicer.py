@@ -5,7 +5,7 @@ from functools import partial
 
 import grpc
 
-from outrider import rpc, tracing, wire
+from outrider import rpc, wire
 from outrider.checks import check_range
 from outrider.compute_times import ComputeTimes
 from outrider.engine.tree import TokenTree
@@ -14,6 +14,7 @@ from outrider.errors import InvalidRequest, PromptTooLong
 from outrider.fencing import Fence
 from outrider.model_servicer import MAX_DRAFT_COUNT, ServiceFacts
 from outrider.parameters import SessionSpec
+from outrider.process import tracing
 from outrider.session_servicer import Arrival, SessionServicer, unobserved
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1 import types_pb2

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from outrider.model_service_flags import ModelServiceSettings
+from outrider.model_service.settings import ModelServiceSettings
 
 MODEL = Path(__file__).resolve().parents[1] / "models" / "target"
 SETTINGS = ModelServiceSettings(str(MODEL), kv_tokens=8192)

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from helpers import PATIENCE_S
 
-from outrider.model_service import RunningModelService
+from outrider.model_service.server import RunningModelService
 
 
 class HeldDevice:

@@ -21,7 +21,7 @@ from gateway.server import RunningGateway
 from gateway.server import start as start_gateway
 from gateway.settings import GatewaySettings
 from outrider.client import AsyncClient
-from outrider.model_service_flags import ModelServiceSettings
+from outrider.model_service.settings import ModelServiceSettings
 from outrider.rpc import error_from, open_channel
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import model_service_pb2 as model_pb

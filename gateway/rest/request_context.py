@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.rest.answer_counts import AnswerCounts
 from gateway.rest.errors import error_response, unexpected
-from outrider.logs import bound
-from outrider.tracing import span
+from outrider.process.logs import bound
+from outrider.process.tracing import span
 
 TRACE_HEADERS = ("traceparent", "tracestate")
 PLAIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")

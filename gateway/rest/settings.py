@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from gateway.sites import OWN_PAGE, Sites
+from gateway.settings import OWN_PAGE, Sites
 
 
 @dataclass(frozen=True, slots=True)

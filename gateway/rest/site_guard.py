@@ -1,4 +1,4 @@
-"""Lets other sites' pages make the gateway do nothing. Decides nothing itself: `gateway.sites` does.
+"""Lets other sites' pages make the gateway do nothing. Decides nothing itself: `gateway.settings` does.
 
 Reading is left to the browser, which shows answers to other sites' pages only as CORS allows.
 """
@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.rest.errors import error_response
-from gateway.sites import SiteRefused, Sites
+from gateway.settings import SiteRefused, Sites
 
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 

@@ -13,7 +13,7 @@ from tiny_models import write_tiny_model
 from draft_service.server import start
 from outrider import wire
 from outrider.errors import InvalidRequest
-from outrider.model_service_flags import ModelServiceSettings
+from outrider.model_service.settings import ModelServiceSettings
 from outrider.parameters import Rule
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.wire_acceptance import RULES_BY_NUMBER

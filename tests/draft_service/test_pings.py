@@ -6,7 +6,7 @@ from helpers import spec_of
 from session_clients import DraftClient, channel_to
 
 from draft_service.server import start
-from outrider.model_service_flags import ModelServiceSettings
+from outrider.model_service.settings import ModelServiceSettings
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import types_pb2 as pb
 

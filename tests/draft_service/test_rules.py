@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from draft_service.flags import draft_service_app
 from drafted import RULES_WITH_LAWS, drafted, ruled
 from helpers import spec_of
 from stepped_draft import PROMPT, SPEC, Draft, continued, fresh_guesses
@@ -16,7 +17,6 @@ from typer.testing import CliRunner
 from draft_service.drafters import model_drafter
 from draft_service.drafters.model_drafter import ModelDrafter
 from draft_service.drafters.offers import DRAFTERS, MODEL, SAMPLED
-from draft_service.flags import draft_service_app
 from draft_service.sessions import Wanted
 from outrider.engine.runner import Feed, ForwardResult, ModelRunner
 from outrider.engine.tree import TokenTree

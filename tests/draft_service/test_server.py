@@ -15,8 +15,8 @@ from tiny_models import write_tiny_model
 from draft_service.server import start, start_with
 from outrider import wire
 from outrider.errors import CacheFull, InvalidRequest
-from outrider.model_service import LoadedModel, RunningModelService, load_model
-from outrider.model_service_flags import ModelServiceSettings
+from outrider.model_service.server import LoadedModel, RunningModelService, load_model
+from outrider.model_service.settings import ModelServiceSettings
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import types_pb2 as pb

@@ -15,8 +15,8 @@ from stack import request_of, until_quiet
 
 from draft_service.server import start as start_draft
 from outrider.errors import PeerLost
-from outrider.model_service import RunningModelService
-from outrider.model_service_flags import ModelServiceSettings
+from outrider.model_service.server import RunningModelService
+from outrider.model_service.settings import ModelServiceSettings
 from outrider.rpc import open_channel
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 from target_service.server import start as start_target

@@ -24,7 +24,7 @@ from gateway.links import ServiceLink
 from gateway.server import RunningGateway
 from gateway.server import start as start_gateway
 from gateway.settings import GatewaySettings
-from outrider.model_service_flags import ModelServiceSettings
+from outrider.model_service.settings import ModelServiceSettings
 from outrider.rpc import open_channel
 from target_service.server import start as start_target
 

@@ -17,8 +17,8 @@ from gateway.requests import GenerationPlan
 from gateway.rounds import FallbackReason, Round, TokenOrigin, Way
 from gateway.transcript import SpeculationFigures, SpokenToken
 from outrider.errors import InvalidRequest, Overloaded, PeerLost
-from outrider.metrics_server import Registry
 from outrider.parameters import Acceptance, FinishReason
+from outrider.process.metrics import Registry
 from outrider.v1 import generation_service_pb2 as pb
 
 PLAIN, ACCEPTED = TokenOrigin.PLAIN, TokenOrigin.ACCEPTED

@@ -17,8 +17,8 @@ from tiny_models import write_tiny_model
 
 from draft_service.server import start as start_draft
 from outrider.errors import OutriderError, PeerLost
-from outrider.model_service import RunningModelService
-from outrider.model_service_flags import ModelServiceSettings
+from outrider.model_service.server import RunningModelService
+from outrider.model_service.settings import ModelServiceSettings
 from outrider.rpc import error_from, open_channel
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub

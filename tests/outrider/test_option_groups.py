@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from outrider.option_groups import grouped, options_of
+from outrider.process.options import grouped, options_of
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import typer
 
-from outrider.parser_errors import ParserError, parser_sentence
+from outrider.process.options import ParserError, parser_sentence
 
 
 @dataclass

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import os, sys, typer
-from outrider.command_line import run_app, service_app
+from outrider.process.options import run_app, service_app
 app = service_app()
 
 @app.command()

@@ -5,12 +5,11 @@ import urllib.request
 
 import pytest
 from metric_lint import families, findings
+from outrider.metric_aliases import Renamed
 from prometheus_client import Counter, Histogram, generate_latest
 
-from outrider.metric_aliases import Renamed
-from outrider.metrics_server import Registry, serve_metrics
+from outrider.process.metrics import Registry, Tally, serve_metrics, tally_of
 from outrider.rpc import AddressTaken
-from outrider.tallies import Tally, tally_of
 
 
 def test_a_tally_counts_as_prometheus_does() -> None:

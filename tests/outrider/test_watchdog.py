@@ -71,8 +71,8 @@ async def test_a_stall_is_noticed_at_its_limit(stalled_s: Callable[[float], floa
 
 STUCK = """
 import sys, threading
-from outrider.model_service_flags import ModelServiceSettings
-from outrider.process import run_service
+from outrider.model_service.settings import ModelServiceSettings
+from outrider.process.run import run_service
 from target_service import server
 from target_service.verifier import Verifier
 

@@ -20,7 +20,7 @@ from draft_service.drafters.offers import DRAFTERS
 from draft_service.servicer import draft_service
 from draft_service.sessions import DraftSessions
 from outrider.engine.runner import ModelRunner
-from outrider.model_service import LoadedModel, describe
+from outrider.model_service.server import LoadedModel, describe
 from outrider.model_servicer import model_service
 from outrider.sessions import SessionTable
 from target_service import sessions as target_sessions

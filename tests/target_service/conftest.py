@@ -12,7 +12,7 @@ from stepped_target import VOCABULARY_SIZE, Target
 from tiny_models import write_tiny_model
 
 from outrider.engine.runner import ModelRunner
-from outrider.model_service import LoadedModel, RunningModelService, load_model
+from outrider.model_service.server import LoadedModel, RunningModelService, load_model
 from target_service.server import start_with
 
 

@@ -12,7 +12,7 @@ from session_clients import TargetClient, channel_to
 
 from outrider import model_servicer, session_servicer
 from outrider.errors import Overloaded
-from outrider.model_service import LoadedModel, RunningModelService
+from outrider.model_service.server import LoadedModel, RunningModelService
 from target_service.server import start_with
 
 

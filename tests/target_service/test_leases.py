@@ -11,8 +11,8 @@ from session_clients import TargetClient, channel_to
 from tiny_models import write_tiny_model
 
 from outrider.errors import PromptTooLong
-from outrider.model_service import LoadedModel, RunningModelService
-from outrider.model_service_flags import ModelServiceSettings
+from outrider.model_service.server import LoadedModel, RunningModelService
+from outrider.model_service.settings import ModelServiceSettings
 from target_service.server import start, start_with
 
 

@@ -10,7 +10,7 @@ from helpers import PATIENCE_S, spec_of
 from session_clients import TargetClient
 
 from outrider.errors import InvalidRequest
-from outrider.model_service import RunningModelService
+from outrider.model_service.server import RunningModelService
 from outrider.v1 import target_service_pb2 as target_pb
 from outrider.v1 import types_pb2 as pb
 

@@ -13,7 +13,7 @@ from session_clients import TargetClient, channel_to
 from transformers import AutoModelForCausalLM
 
 from outrider.errors import OutriderError
-from outrider.model_service import RunningModelService
+from outrider.model_service.server import RunningModelService
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import target_service_pb2 as target_pb
 from outrider.v1 import types_pb2 as pb

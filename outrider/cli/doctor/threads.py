@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.cli.doctor.findings import Finding, ok, told, warning
-from outrider.model_service_flags import available_cpus
+from outrider.model_service.settings import available_cpus
 
 CHECK = "threads"
 SPINNING = "spinning"

@@ -8,7 +8,7 @@ import pytest_asyncio
 from markov_stack import WORDS, MarkovStack, markov_stack
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from gateway.sites import Sites
+from gateway.settings import Sites
 
 ORIGIN = "https://page.example"
 

@@ -11,14 +11,14 @@ from outrider import model_service_flags
 from outrider.engine.ops import native
 from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest, ModelRefused
-from outrider.model_service_flags import (
+from outrider.model_service.settings import (
     MAX_THREADS,
     ModelServiceSettings,
     available_cpus,
     check_model,
     model_service_app,
 )
-from outrider.process import Service
+from outrider.process.run import Service
 
 
 def test_a_large_machine_does_not_ask_for_too_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:

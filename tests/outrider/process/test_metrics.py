@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import Counter, Gauge
 
 from outrider.errors import OutriderError
-from outrider.metrics_server import Registry, RunningMetrics, serve_metrics
+from outrider.process.metrics import Registry, RunningMetrics, serve_metrics
 
 OPEN_METRICS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3"
 

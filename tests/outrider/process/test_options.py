@@ -6,8 +6,8 @@ from typing import Annotated
 import pytest
 import typer
 
-from outrider.command_line import above, between, refuse_together, run_app, service_app
 from outrider.errors import CacheFull, InvalidRequest
+from outrider.process.options import above, between, refuse_together, run_app, service_app
 
 
 def ended(app: typer.Typer, *words: str, monkeypatch: pytest.MonkeyPatch) -> int | str | None:

@@ -15,7 +15,7 @@ PREAMBLE = """
 import asyncio, sys
 from outrider import rpc
 from outrider.errors import ModelRefused
-from outrider.process import run_service
+from outrider.process.run import run_service
 
 class Service:
     address = "127.0.0.1:1"

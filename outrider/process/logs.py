@@ -1,4 +1,4 @@
-"""Logs of a process: structured, to stderr, so that stdout belongs to the program. Knows no services.
+"""Logs of a process: structured, to stderr, so that stdout belongs to the program.
 
 In a terminal people read them; anywhere else every line is one JSON object. A line never has the text of a prompt or an
 answer, nor token ids; it has names to find its request by: request_id, session and trace_id. A traceback never shows
