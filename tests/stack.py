@@ -16,18 +16,19 @@ from typing import Any, Protocol
 import grpc
 from helpers import eventually
 
+from draft_service.server import DraftSettings
 from draft_service.server import start as start_draft
 from gateway.server import RunningGateway
 from gateway.server import start as start_gateway
 from gateway.settings import GatewaySettings
 from outrider.client import AsyncClient
-from outrider.model_service.settings import ModelServiceSettings
 from outrider.rpc import error_from, open_channel
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import types_pb2
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub
+from target_service.server import TargetSettings
 from target_service.server import start as start_target
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
@@ -82,8 +83,8 @@ def request_of(**fields: Any) -> pb.GenerateRequest:
 class RunningStack:
     """A running stack; `target` and `draft` are what the services' own `start` returned, for a look inside."""
 
-    target_settings: ModelServiceSettings
-    draft_settings: ModelServiceSettings | None
+    target_settings: TargetSettings
+    draft_settings: DraftSettings | None
     target: Any = None
     draft: Any = None
     gateway: RunningGateway | None = None
@@ -184,17 +185,17 @@ async def running_stack(
 
     At the end of a test that has not failed, both services must have come to rest, with nothing held and pools whole.
     """
-    base = ModelServiceSettings(target, listen="127.0.0.1:0", dtype=dtype, threads=threads, kv_tokens=kv_tokens)
+    common: dict[str, Any] = {"listen": "127.0.0.1:0", "dtype": dtype, "threads": threads, "kv_tokens": kv_tokens}
     stack = RunningStack(
-        replace(base, **(target_options or {})),
-        replace(base, model=draft, **(draft_options or {})) if draft is not None else None,
+        TargetSettings(target, **common | dict(target_options or {})),
+        DraftSettings(draft, **common | dict(draft_options or {})) if draft is not None else None,
     )
     try:
         stack.target = await start_target(stack.target_settings)
         if draft is not None:
             await stack.start_draft()
         address = stack.draft.address if stack.draft else ""
-        settings = GatewaySettings(stack.target.address, target, address, listen="127.0.0.1:0")
+        settings = GatewaySettings(stack.target.address, target, address, listen="127.0.0.1:0", rest_listen="")
         stack.gateway = await start_gateway(replace(settings, **(gateway or {})))
         yield stack
         await stack.quiet()

@@ -13,7 +13,7 @@ from outrider.model_service.settings import ModelServiceSettings
 def settings(tmp_path_factory: pytest.TempPathFactory) -> ModelServiceSettings:
     """A tiny target."""
     folder = write_tiny_model(tmp_path_factory.mktemp("tiny") / "model", "llama", vocab_size=257)
-    return ModelServiceSettings(str(folder), dtype="float32", kv_tokens=1024)
+    return ModelServiceSettings(str(folder), dtype="float32", threads=1, kv_tokens=1024)
 
 
 async def test_every_kind_of_prompt_is_timed_with_and_without_the_cache(settings: ModelServiceSettings) -> None:

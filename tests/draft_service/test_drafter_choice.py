@@ -10,10 +10,9 @@ from helpers import spec_of
 from session_clients import DraftClient, channel_to
 from tiny_models import write_tiny_model
 
-from draft_service.server import start
+from draft_service.server import DraftSettings, start
 from outrider import wire
 from outrider.errors import InvalidRequest
-from outrider.model_service.settings import ModelServiceSettings
 from outrider.parameters import Rule
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.wire_acceptance import RULES_BY_NUMBER
@@ -25,7 +24,7 @@ SPEC = spec_of((1, 2, 3), 40, eos=())
 @pytest.fixture
 async def client(tmp_path: Path) -> AsyncIterator[DraftClient]:
     folder = write_tiny_model(tmp_path / "tiny", "llama", vocab_size=257)
-    running = await start(ModelServiceSettings(str(folder), dtype="float32", kv_tokens=64))
+    running = await start(DraftSettings(str(folder), "127.0.0.1:0", dtype="float32", threads=1, kv_tokens=64))
     async with channel_to(running.address) as channel:
         yield DraftClient(channel, os.urandom(16))
     await running.stop(0)

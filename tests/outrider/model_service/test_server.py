@@ -1,4 +1,4 @@
-"""Tests of outrider.model_service: how a service ends whose device does not answer, in this process and in its own."""
+"""How a service with a model ends whose device does not answer, in this process and in its own."""
 
 import asyncio
 import json
@@ -13,14 +13,14 @@ from embedded_target import PROMPT, SETTINGS
 from helpers import PATIENCE_S, check_empty, eventually, spec_of
 from session_clients import TargetClient, channel_to
 
-from outrider import model_service
 from outrider.errors import OutriderError
+from outrider.model_service import server
 from outrider.model_service.server import DEVICE_PATIENCE_S
 from outrider.rpc import DRAIN_S, AddressTaken
 from outrider.service_process import STOP_GRACE_S
 from target_service.server import start
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_a_supervisor_waits_longer() -> None:
@@ -33,7 +33,7 @@ async def test_whoever_stops_a_stuck_device_gets_control_back(
     monkeypatch: pytest.MonkeyPatch, num_sessions: int
 ) -> None:
     """With a stream that waits for the device, or without; when the device answers again, the stop can be completed."""
-    monkeypatch.setattr(model_service, "DEVICE_PATIENCE_S", 0.05)
+    monkeypatch.setattr(server, "DEVICE_PATIENCE_S", 0.05)
     running = await start(replace(SETTINGS, kv_tokens=512))
     gate = threading.Event()
     async with channel_to(running.address) as channel:
@@ -63,15 +63,14 @@ async def test_a_taken_address_for_metrics_ends_the_start() -> None:
 
 STUCK = """
 import threading
-from outrider import model_service
+from outrider.model_service import server
 from outrider.process.options import run_app
-from outrider.model_service.settings import model_service_app
-from target_service import server
+from target_service.__main__ import app
 from target_service.verifier import Verifier
 
 Verifier.advance = lambda self, tasks: threading.Event().wait()
-model_service.DEVICE_PATIENCE_S = 0.2
-run_app(model_service_app("target", 50052, server.start))
+server.DEVICE_PATIENCE_S = 0.2
+run_app(app)
 """
 FLAGS = ("--listen", "127.0.0.1:0", "--kv-tokens", "512", "--drain-seconds", "0.1", "--log-level", "error")
 

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from outrider.process import logs
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # The secret is not in the source, which a traceback may show.
 SCRIPT = """
 import logging
