@@ -13,11 +13,13 @@ from faults.service import KV_TOKENS, LEASE_S, MODELS, Process, launch_of
 from helpers import check_empty, eventually
 from stack import request_of, until_quiet
 
+from draft_service.server import DraftSettings
 from draft_service.server import start as start_draft
 from outrider.errors import PeerLost
 from outrider.model_service.server import RunningModelService
 from outrider.rpc import open_channel
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
+from target_service.server import TargetSettings
 from target_service.server import start as start_target
 
 
