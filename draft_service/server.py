@@ -19,9 +19,9 @@ from outrider.model_service.server import (
     metrics_of,
     serve_model,
 )
-from outrider.model_service.settings import ModelServiceSettings
+from outrider.model_service.settings import Listen, ModelServiceSettings
 from outrider.model_servicer import model_service
-from outrider.process.options import Setting, addresses, within
+from outrider.process.options import Setting, within
 from outrider.sessions import SessionTable
 
 
@@ -31,9 +31,7 @@ class DraftSettings(ModelServiceSettings):
 
     role: ClassVar[str] = "draft"
 
-    listen: Annotated[str, Setting("Where to serve gRPC; port 0 takes a free one.", addresses(least_port=0))] = (
-        "127.0.0.1:50051"
-    )
+    listen: Listen = "127.0.0.1:50051"
     top_n: Annotated[
         int,
         Setting(

@@ -73,10 +73,10 @@ def _is_local(name: str) -> bool:
     return True
 
 
-def _check(field: str, values: Iterable[str], shape: re.Pattern[str], limit: str) -> None:
+def _check(name: str, values: Iterable[str], shape: re.Pattern[str], limit: str) -> None:
     for value in values:
         if not shape.fullmatch(value):
-            raise InvalidRequest(field, value, limit)
+            raise InvalidRequest(name, value, limit)
 
 
 def _refused(origin: str, option: str) -> SiteRefused:

@@ -1,7 +1,6 @@
 """The target service: its settings, and how it is put together."""
 
 from dataclasses import dataclass
-from typing import Annotated
 
 from outrider.engine.worker import DeviceWorker
 from outrider.model_service.server import (
@@ -13,9 +12,8 @@ from outrider.model_service.server import (
     metrics_of,
     serve_model,
 )
-from outrider.model_service.settings import ModelServiceSettings
+from outrider.model_service.settings import Listen, ModelServiceSettings
 from outrider.model_servicer import model_service
-from outrider.process.options import Setting, addresses
 from outrider.sessions import SessionTable
 from target_service.servicer import target_service
 from target_service.sessions import UNACKNOWLEDGED_WINDOW, TargetSession, TargetSessions
@@ -26,9 +24,7 @@ from target_service.verifier import Verifier, VerifyTask
 class TargetSettings(ModelServiceSettings):
     """What an operator can set of the target service."""
 
-    listen: Annotated[str, Setting("Where to serve gRPC; port 0 takes a free one.", addresses(least_port=0))] = (
-        "127.0.0.1:50052"
-    )
+    listen: Listen = "127.0.0.1:50052"
 
 
 async def start(settings: ModelServiceSettings) -> RunningModelService:

@@ -45,6 +45,9 @@ class Dtype(StrEnum):
     FLOAT32 = "float32"
 
 
+Listen = Annotated[str, Setting("Where to serve gRPC; port 0 takes a free one.", addresses(least_port=0))]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelServiceSettings(ProcessSettings):
     """What an operator can set. A sized model of the service's role goes by its explicit name afterwards.
@@ -55,9 +58,7 @@ class ModelServiceSettings(ProcessSettings):
     role: ClassVar[str] = "target"
 
     model: Annotated[str, Setting("Folder or hub id of the model, or sized:PRESET.")]
-    listen: Annotated[str, Setting("Where to serve gRPC; port 0 takes a free one.", addresses(least_port=0))] = (
-        "127.0.0.1:0"
-    )
+    listen: Listen = "127.0.0.1:0"
     device: Annotated[str, Setting("cpu or cuda:N.")] = "cpu"
     dtype: Annotated[Dtype, Setting("Type of the weights in memory.")] = Dtype.BFLOAT16
     threads: Annotated[int, Setting("Compute threads.", within(1, MAX_THREADS), default="one for each CPU")] = field(

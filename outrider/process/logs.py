@@ -16,12 +16,11 @@ from structlog.contextvars import bind_contextvars, get_contextvars, unbind_cont
 from structlog.tracebacks import ExceptionDictTransformer
 from structlog.typing import Processor
 
-LEVELS = ("debug", "info", "warning", "error")
 SHOWN_ID_LEN = 4
 
 
 def configure(level: str) -> None:
-    """Sets up structlog and the standard library's logging, which grpc uses. `level` is one of LEVELS."""
+    """Sets up structlog and the standard library's logging, which grpc uses; `level` as in LogLevel."""
     number = getattr(logging, level.upper())
     gathering: list[Processor] = [
         structlog.contextvars.merge_contextvars,

@@ -19,7 +19,6 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from enum import StrEnum
 from functools import wraps
 from typing import Annotated, Any, ClassVar, NoReturn, Protocol, get_args, get_type_hints, runtime_checkable
 
@@ -142,16 +141,16 @@ class Option:
         return f"OUTRIDER_{self.name.upper()}"
 
     @property
-    def flags(self) -> tuple[str, ...]:
+    def flags(self) -> str:
         """What the parser takes: a switch that is on by itself can be switched off, another one can be switched on."""
-        return (f"{self.flag}/--no-{self.flag[2:]}",) if self.default is True else (self.flag,)
+        return f"{self.flag}/--no-{self.flag[2:]}" if self.default is True else self.flag
 
     @property
     def parameter(self) -> inspect.Parameter:
         """For typer."""
         limit = self.setting.limit
         option = typer.Option(
-            *self.flags,
+            self.flags,
             envvar=self.variable,
             help=self.setting.sentence + (f" Must be {limit.words}." if limit else ""),
             show_default=self.setting.default or True,
@@ -183,25 +182,6 @@ def check_settings(settings: Group) -> None:
     for option in settings_of(type(settings)):
         if option.setting.limit is not None:
             option.setting.limit.check(option.flag, getattr(settings, option.name))
-
-
-def options_table(settings: type[Group]) -> str:
-    """The options of a process as a table for a page."""
-    rows = ["| flag | variable | default | range | |", "|---|---|---|---|---|"]
-    for option in settings_of(settings):
-        setting, default = option.setting, option.default
-        if default is MISSING:
-            shown = "required"
-        elif isinstance(default, bool):
-            shown = "on" if default else "off"
-        else:
-            shown = setting.default or (f"`{default}`" if default != "" else "empty")
-        limit = setting.limit.words if setting.limit else ""
-        if isinstance(option.kind, type) and issubclass(option.kind, StrEnum):
-            limit = ", ".join(option.kind)
-        flags = ", ".join(f"`{flag}`" for flag in option.flags[0].split("/"))
-        rows.append(f"| {flags} | `{option.variable}` | {shown} | {limit} | {setting.sentence} |")
-    return "\n".join(rows) + "\n"
 
 
 def grouped(command: Command) -> Command:

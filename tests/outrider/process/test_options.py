@@ -20,7 +20,6 @@ from outrider.process.options import (
     check_settings,
     grouped,
     options_of,
-    options_table,
     parser_sentence,
     refuse_together,
     run_app,
@@ -87,17 +86,6 @@ def test_settings_outside_their_limits_do_not_exist(changes: dict[str, Any], sen
     """Whoever makes them."""
     with pytest.raises(InvalidRequest, match=sentence):
         replace(Own("a:1"), **changes)
-
-
-def test_the_table_says_what_is_declared() -> None:
-    """A row for each option, what every process has at the end."""
-    assert options_table(Own).splitlines()[2:] == [
-        "| `--peer` | `OUTRIDER_PEER` | required | HOST:PORT, or several with commas | Who is asked. |",
-        "| `--max-places` | `OUTRIDER_MAX_PLACES` | all | in [1, 9] | Places. |",
-        "| `--deaf` | `OUTRIDER_DEAF` | off |  | Hears nothing. |",
-        "| `--eager`, `--no-eager` | `OUTRIDER_EAGER` | on |  | Begins at once. |",
-        "| `--patience` | `OUTRIDER_PATIENCE` | `1.0` | at least 0 | How long to wait. |",
-    ]
 
 
 def ended(app: typer.Typer, *words: str, monkeypatch: pytest.MonkeyPatch) -> int | str | None:
