@@ -28,7 +28,7 @@ CORRECTION, BONUS = TokenOrigin.CORRECTION, TokenOrigin.BONUS
 def values(registry: CollectorRegistry) -> dict[str, float]:
     """Every series of an exposition that is right, by its name and the values of its labels."""
     text = generate_latest(registry).decode()
-    assert findings(text, aliases=True) == []
+    assert findings(text) == []
     found = {}
     for family in families(text).values():
         for sample in family.samples:
