@@ -25,7 +25,7 @@ from bench.acceptance_summary import AcceptanceSummary
 from bench.openings import OPENINGS
 from bench.stack import choose_pair
 from bench.trials import Pair
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
 from outrider.cli import options
 from outrider.cli.bench import JsonFile, Temperatures, parse_temperatures, writable
 from outrider.engine.runner import ModelRunner

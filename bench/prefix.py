@@ -25,7 +25,7 @@ from outrider.model_service.server import load_model_aside
 from outrider.model_service.settings import Dtype, ModelServiceSettings, available_cpus
 from outrider.process import logs
 from outrider.process.options import between, run_app, service_app
-from outrider.rpc import open_channel
+from outrider.rpc.channels import open_channel
 from target_service.server import start_with
 
 NEW_TOKENS = 20

@@ -4,11 +4,10 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from draft_service.drafters.model_drafter import ModelDrafter
-from draft_service.drafters.offers import DRAFTERS
-from draft_service.drafters.task import DraftTask
+from draft_service.drafters.task import DRAFTERS, DraftTask
 from draft_service.servicer import draft_service
 from draft_service.sessions import DraftSession, DraftSessions
-from outrider.engine.quantise import DEFAULT_TOP_N, MAX_TOP_N
+from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, MAX_TOP_N
 from outrider.engine.worker import DeviceWorker
 from outrider.model_service.server import (
     LoadedModel,
@@ -19,10 +18,10 @@ from outrider.model_service.server import (
     metrics_of,
     serve_model,
 )
+from outrider.model_service.servicer import model_service
+from outrider.model_service.session_store import SessionTable
 from outrider.model_service.settings import Listen, ModelServiceSettings
-from outrider.model_servicer import model_service
 from outrider.process.options import Setting, within
-from outrider.sessions import SessionTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from transformers.utils import logging
 
-from outrider.engine.weights import model_hash
+from outrider.engine.models.weights import model_hash
 from outrider.errors import InvalidRequest, ModelRefused
 from outrider.process.options import refuse_together, run_app, service_app
 from outrider.vocabulary import Vocabulary

@@ -12,9 +12,9 @@ from outrider.model_service.server import (
     metrics_of,
     serve_model,
 )
+from outrider.model_service.servicer import model_service
+from outrider.model_service.session_store import SessionTable
 from outrider.model_service.settings import Listen, ModelServiceSettings
-from outrider.model_servicer import model_service
-from outrider.sessions import SessionTable
 from target_service.servicer import target_service
 from target_service.sessions import UNACKNOWLEDGED_WINDOW, TargetSession, TargetSessions
 from target_service.verifier import Verifier, VerifyTask

@@ -7,7 +7,7 @@ from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 
-from gateway.front_door import FrontDoor
+from gateway.generation.frontend import FrontDoor
 from gateway.rest import chat, completions, failures, status
 from gateway.rest.answer_counts import AnswerCounts
 from gateway.rest.documents import DocumentedApp

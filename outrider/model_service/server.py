@@ -14,20 +14,20 @@ from typing import Any
 import structlog
 import torch
 
-from outrider import rpc
-from outrider.engine.checkpoints import find_checkpoint
+from outrider.engine.models.checkpoints import find_checkpoint
 from outrider.engine.runner import ModelRunner
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import NotReady, OutriderError
+from outrider.model_service.metrics import ServiceMetrics
+from outrider.model_service.servicer import ServiceFacts, Sessions
+from outrider.model_service.session_store import SessionTable
 from outrider.model_service.settings import ModelServiceSettings
-from outrider.model_servicer import ServiceFacts, Sessions
+from outrider.model_service.watchdog import Watchdog
 from outrider.parameters import Rule
 from outrider.process.metrics import RunningMetrics, serve_metrics
 from outrider.process.run import exit_now
-from outrider.service_metrics import ServiceMetrics
-from outrider.sessions import SessionTable
+from outrider.rpc import channels
 from outrider.vocabulary import Vocabulary
-from outrider.watchdog import Watchdog
 
 log = structlog.get_logger()
 
@@ -50,7 +50,7 @@ class RunningModelService:
     """A service that answers on `address`. The parts are there for tests and observers."""
 
     address: str
-    server: rpc.RunningServer
+    server: channels.RunningServer
     worker: DeviceWorker[Any]
     table: SessionTable[Any]
     runner: ModelRunner
@@ -63,7 +63,7 @@ class RunningModelService:
         """Where it serves metrics."""
         return {} if self.metrics is None else {"metrics": self.metrics.address}
 
-    async def stop(self, grace_s: float = rpc.DRAIN_S) -> None:
+    async def stop(self, grace_s: float = channels.DRAIN_S) -> None:
         """Takes no new sessions, gives running ones grace_s to end, frees what is left, and ends the device thread.
 
         Idempotent; a second call may shorten the grace of the first. Raises OutriderError when the device does not
@@ -163,7 +163,7 @@ async def serve_model(
     facts: ServiceFacts,
     worker: DeviceWorker[Any],
     table: SessionTable[Any],
-    services: rpc.Services,
+    services: channels.Services,
     metrics: ServiceMetrics,
 ) -> RunningModelService:
     """Serves on the settings' addresses; raises AddressTaken, and then ends the device thread."""
@@ -175,7 +175,7 @@ async def serve_model(
             undo.push_async_callback(exporting.stop)
             # With port 0 nothing else tells where.
             log.info("serving metrics", address=exporting.address)
-        server = await rpc.serve(settings.listen, services)
+        server = await channels.serve(settings.listen, services)
         undo.pop_all()
     watchdog = Watchdog(lambda: worker.stalled_us, settings.stall_seconds, server.say_not_serving, exit_now)
     watching = asyncio.create_task(watchdog.watch())

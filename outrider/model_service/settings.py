@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from outrider.errors import ModelRefused
+from outrider.model_names import parse
 from outrider.process.options import Setting, above, addresses, check_settings, within
 from outrider.process.run import ProcessSettings
-from outrider.sized_presets import parse
 
 # As many as the compiled kernels' thread pool takes.
 MAX_THREADS = 256

@@ -14,7 +14,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from outrider.rpc import AddressTaken
+from outrider.rpc.channels import AddressTaken
 
 Buckets = list[tuple[str, float]]
 """Upper bounds as Prometheus writes them, each with the number of values up to it; the last is +Inf."""

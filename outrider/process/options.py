@@ -24,8 +24,8 @@ from typing import Annotated, Any, ClassVar, NoReturn, Protocol, get_args, get_t
 
 import typer
 
-from outrider.addresses import check_address
 from outrider.errors import InvalidRequest, OutriderError
+from outrider.rpc.channels import check_address
 
 USAGE_EXIT_CODE = 64
 IO_EXIT_CODE = 74

@@ -22,7 +22,7 @@ import structlog
 from outrider.errors import OutriderError
 from outrider.process import logs, tracing
 from outrider.process.options import Setting, check_settings, within
-from outrider.rpc import DRAIN_S
+from outrider.rpc.channels import DRAIN_S
 
 log = structlog.get_logger()
 

@@ -5,9 +5,9 @@ import threading
 
 import grpc
 import pytest
-from embedded_target import PROMPT
-from helpers import PATIENCE_S, spec_of
-from session_clients import TargetClient
+from support.basics import PATIENCE_S, spec_of
+from support.session_clients import TargetClient
+from support.tiny_models import PROMPT
 
 from outrider.errors import InvalidRequest
 from outrider.model_service.server import RunningModelService

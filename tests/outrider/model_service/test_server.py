@@ -9,18 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from embedded_target import PROMPT, SETTINGS
-from helpers import PATIENCE_S, check_empty, eventually, spec_of
-from session_clients import TargetClient, channel_to
+from support.basics import PATIENCE_S, check_empty, eventually, spec_of
+from support.session_clients import TargetClient, channel_to
+from support.tiny_models import PROMPT, SETTINGS
 
 from outrider.errors import OutriderError
 from outrider.model_service import server
 from outrider.model_service.server import DEVICE_PATIENCE_S
-from outrider.rpc import DRAIN_S, AddressTaken
+from outrider.rpc.channels import DRAIN_S, AddressTaken
 from outrider.service_process import STOP_GRACE_S
 from target_service.server import start
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 def test_a_supervisor_waits_longer() -> None:

@@ -9,12 +9,7 @@ from typer.testing import CliRunner
 from outrider.engine.ops import native
 from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest, ModelRefused
-from outrider.model_service.settings import (
-    MAX_THREADS,
-    ModelServiceSettings,
-    available_cpus,
-    check_model,
-)
+from outrider.model_service.settings import MAX_THREADS, ModelServiceSettings, available_cpus, check_model
 from target_service import __main__
 
 

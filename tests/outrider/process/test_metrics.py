@@ -10,7 +10,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from outrider.errors import OutriderError
 from outrider.process.metrics import RunningMetrics, Tally, new_registry, serve_metrics, tally_of
-from outrider.rpc import AddressTaken
+from outrider.rpc.channels import AddressTaken
 
 OPEN_METRICS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3"
 
