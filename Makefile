@@ -12,7 +12,7 @@ KERNELS := $(wildcard outrider/engine/ops/kernels/*.[ch])
 SIDE_BY_SIDE := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-grid test-page test-surface test-fencing check proto models train bench bench-sized clean
+.PHONY: help setup run test test-grid test-page test-surface test-fencing check proto options models train bench bench-sized clean
 
 help: ## lists the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ check: $(SETUP) ## style, types, import rule, protocol, and whether the stubs ar
 
 proto: $(SETUP) ## writes the stubs in outrider/v1 again
 	$(call stubs,.)
+
+options: $(SETUP) ## writes docs/options.md again, from the settings of the three processes
+	@$(BIN)/python docs/options_page.py
 
 # protoc finds its plugins on PATH. Only files with a service have gRPC stubs.
 stubs = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iproto \

@@ -26,13 +26,13 @@ from bench.openings import OPENINGS
 from bench.stack import choose_pair
 from bench.trials import Pair
 from gateway.text.tokenizer import Tokenizer
-from outrider import logs
 from outrider.cli import options
 from outrider.cli.bench import JsonFile, Temperatures, parse_temperatures, writable
-from outrider.command_line import between, run_app, service_app
 from outrider.engine.runner import ModelRunner
 from outrider.model_service.server import load_model
-from outrider.model_service_flags import Dtype, ModelServiceSettings, available_cpus
+from outrider.model_service.settings import Dtype, ModelServiceSettings, available_cpus
+from outrider.process import logs
+from outrider.process.options import between, run_app, service_app
 
 MAX_TEXTS = len(OPENINGS)
 
@@ -76,7 +76,7 @@ def acceptance(  # noqa: PLR0913, one parameter for each option is how typer dec
 
 def load(model: str, dtype: Dtype | None, threads: int | None, kv_tokens: int) -> ModelRunner:
     """A model as a service loads it. Raises ModelRefused and InvalidRequest."""
-    wanted = (dtype or Dtype.BFLOAT16).value
+    wanted = dtype or Dtype.BFLOAT16
     settings = ModelServiceSettings(model, dtype=wanted, threads=threads or available_cpus(), kv_tokens=kv_tokens)
     runner = load_model(settings).runner
     torch.set_num_threads(runner.torch_threads)

@@ -11,7 +11,7 @@ from bench.samples import DRAFT, TARGET, Measurements, OperatorSample, StepPoint
 from bench.summary import CONTEXT_LEN, MEMORY, ModelShape
 from outrider.engine.models.weights import DTYPES
 from outrider.model_service.server import LoadedModel, load_model
-from outrider.model_service_flags import ModelServiceSettings
+from outrider.model_service.settings import Dtype, ModelServiceSettings
 
 OPERATOR_ROWS = (1, 5)
 
@@ -56,7 +56,7 @@ class Instruments:
 
     def _load(self, role: str, model: str) -> LoadedModel:
         settings = ModelServiceSettings(
-            model, dtype=self._dtypes[role], threads=self._threads[role], kv_tokens=self._plan.kv_tokens
+            model, dtype=Dtype(self._dtypes[role]), threads=self._threads[role], kv_tokens=self._plan.kv_tokens
         )
         return load_model(settings)
 

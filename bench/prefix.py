@@ -18,13 +18,13 @@ import typer
 from bench import machine
 from bench.engine_loop import spec_of
 from bench.session_streams import TargetStream
-from outrider import logs
 from outrider.cli import options
 from outrider.cli.stack import choose_models
-from outrider.command_line import between, run_app, service_app
 from outrider.errors import OutriderError
 from outrider.model_service.server import load_model_aside
-from outrider.model_service_flags import Dtype, ModelServiceSettings, available_cpus
+from outrider.model_service.settings import Dtype, ModelServiceSettings, available_cpus
+from outrider.process import logs
+from outrider.process.options import between, run_app, service_app
 from outrider.rpc.channels import open_channel
 from target_service.server import start_with
 
@@ -57,7 +57,7 @@ def prefix(
     logs.configure("warning")
     model = choose_models(target, None, no_draft=True)[0]
     settings = ModelServiceSettings(
-        model, dtype=(dtype or Dtype.BFLOAT16).value, threads=threads or available_cpus(), kv_tokens=4 * tokens
+        model, dtype=dtype or Dtype.BFLOAT16, threads=threads or available_cpus(), kv_tokens=4 * tokens
     )
     for name, times_ms in asyncio.run(measure(settings, tokens, turns)).items():
         print(f"{name:>32}: {median(times_ms):8.1f} ms")

@@ -18,12 +18,11 @@ from bench.samples import DRAFT, TARGET
 from bench.stack import served, stack_of
 from bench.summary import Summary
 from bench.verdicts import verdicts
-from outrider import logs
 from outrider.cli import options
 from outrider.cli.bench import Cpus, RoundsRun, parse_temperatures
 from outrider.cli.running import Interrupts, Work, run
-from outrider.command_line import run_app, service_app
-from outrider.option_groups import grouped
+from outrider.process import logs
+from outrider.process.options import grouped, run_app, service_app
 
 app = service_app()
 

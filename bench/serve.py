@@ -17,7 +17,6 @@ from bench.load_figures import equal_answers, figures
 from bench.load_report import tell
 from bench.progress import steps
 from bench.stack import served, stack_of
-from outrider import logs
 from outrider.cli import options
 from outrider.cli.bench import Cpus, Load, Settings, check_load
 from outrider.cli.naming import SHARED_OPTIONS
@@ -25,9 +24,9 @@ from outrider.cli.parsing import parse_draft_count
 from outrider.cli.running import Interrupts, Work
 from outrider.cli.running import run as run_work
 from outrider.cli.stack import Stack
-from outrider.command_line import run_app, service_app
 from outrider.errors import OutriderError
-from outrider.option_groups import grouped
+from outrider.process import logs
+from outrider.process.options import grouped, run_app, service_app
 
 NAMES = {True: "speculative", False: "plain"}
 

@@ -19,12 +19,12 @@ from rich.table import Table
 from safetensors.torch import save_file
 from torch import Tensor
 
-from outrider.command_line import run_app
 from outrider.engine.models.checkpoints import SizedCheckpoint
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.weights import DTYPES, expected_shapes
 from outrider.errors import InvalidRequest
 from outrider.model_names import PREFIX, PRESETS, parse, unsized
+from outrider.process.options import run_app
 
 SHARD_BYTES = 1 << 30
 COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")

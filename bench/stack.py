@@ -8,7 +8,7 @@ from outrider.cli.bench import Cpus
 from outrider.cli.running import Interrupts, note, service_log
 from outrider.cli.stack import Addresses, Stack, choose_models, start_stack
 from outrider.errors import ModelRefused
-from outrider.model_service_flags import Dtype, available_cpus
+from outrider.model_service.settings import Dtype, available_cpus
 from outrider.supervisor import Supervisor
 
 

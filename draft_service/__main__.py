@@ -1,7 +1,18 @@
 """`python -m draft_service`: see --help."""
 
-from draft_service.flags import draft_service_app
-from outrider.command_line import run_app
+from draft_service.server import DraftSettings, start
+from outrider.process.options import grouped, run_app, service_app
+from outrider.process.run import run_service
+
+app = service_app()
+
+
+@app.command(help="Runs the draft service.")
+@grouped
+def serve(*, settings: DraftSettings) -> None:
+    """Serves until it is told to stop."""
+    run_service("draft", start, settings)
+
 
 if __name__ == "__main__":
-    run_app(draft_service_app())
+    run_app(app)

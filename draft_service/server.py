@@ -1,10 +1,13 @@
-"""Puts the draft service together. Knows no messages."""
+"""The draft service: its settings, and how it is put together."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 from draft_service.drafters.model_drafter import ModelDrafter
 from draft_service.drafters.task import DRAFTERS, DraftTask
 from draft_service.servicer import draft_service
 from draft_service.sessions import DraftSession, DraftSessions
-from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N
+from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, MAX_TOP_N
 from outrider.engine.worker import DeviceWorker
 from outrider.model_service.server import (
     LoadedModel,
@@ -17,27 +20,38 @@ from outrider.model_service.server import (
 )
 from outrider.model_service.servicer import model_service
 from outrider.model_service.session_store import SessionTable
-from outrider.model_service_flags import ModelServiceSettings
+from outrider.model_service.settings import Listen, ModelServiceSettings
+from outrider.process.options import Setting, within
 
 
-async def start(settings: ModelServiceSettings, top_n: int = DEFAULT_TOP_N) -> RunningModelService:
+@dataclass(frozen=True, slots=True)
+class DraftSettings(ModelServiceSettings):
+    """What an operator can set of the draft service."""
+
+    role: ClassVar[str] = "draft"
+
+    listen: Listen = "127.0.0.1:50051"
+    top_n: Annotated[
+        int,
+        Setting(
+            "Tokens of the law that a guess is drawn from and sent with, where a rule needs it.", within(1, MAX_TOP_N)
+        ),
+    ] = DEFAULT_TOP_N
+
+
+async def start(settings: DraftSettings) -> RunningModelService:
     """Loads the model and serves; raises ModelRefused, InvalidRequest, AddressTaken."""
-    return await start_with(await load_model_aside(settings), settings, top_n)
+    return await start_with(await load_model_aside(settings), settings)
 
 
-async def start_with(
-    model: LoadedModel, settings: ModelServiceSettings, top_n: int = DEFAULT_TOP_N
-) -> RunningModelService:
-    """Serves a model that is loaded already; the settings' model is not looked at.
-
-    A law that a guess was drawn from has at most top_n tokens, 1 to 256.
-    """
-    table = SessionTable[DraftSession](settings.lease_s)
-    drafter = ModelDrafter(model.runner, table.with_room, top_n)
+async def start_with(model: LoadedModel, settings: DraftSettings) -> RunningModelService:
+    """Serves a model that is loaded already; the settings' model is not looked at."""
+    table = SessionTable[DraftSession](settings.lease_seconds)
+    drafter = ModelDrafter(model.runner, table.with_room, settings.top_n)
     worker = DeviceWorker[DraftTask](drafter.advance, device_setup(model), "draft device")
     sessions = DraftSessions(model.runner, table, worker.submit, prefix_cache=settings.prefix_cache)
     facts = describe("draft", model, drafters=DRAFTERS)
-    metrics = metrics_of(settings, model, facts, sessions, worker)
+    metrics = metrics_of(model, facts, sessions, worker)
     own = draft_service(facts, sessions, worker, metrics.observe)
     services = {**own, **model_service(facts, sessions, worker, metrics.observe_rollback)}
     return await serve_model(settings, model, facts, worker, table, services, metrics)

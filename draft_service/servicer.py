@@ -7,11 +7,11 @@ import grpc
 
 from draft_service.drafters.task import DraftTask, choose_drafter
 from draft_service.sessions import Answer, DraftSessions, Wanted
-from outrider import tracing
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import InvalidRequest, check_range, check_token_ids
 from outrider.model_service.servicer import MAX_DRAFT_COUNT, ServiceFacts
 from outrider.model_service.session_stream import Arrival, SessionServicer, unobserved
+from outrider.process import tracing
 from outrider.rpc import channels, messages
 from outrider.rpc.fencing import ComputeTimes, Fence
 from outrider.rpc.messages import tree_message

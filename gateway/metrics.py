@@ -7,7 +7,7 @@ an accepted token ended.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -19,8 +19,6 @@ from gateway.generation.request import GenerationPlan
 from gateway.rounds.round import FallbackReason, Round, TokenOrigin
 from gateway.sessions.link import Rollbacks, ServiceLink, together
 from outrider.errors import OutriderError
-from outrider.metric_aliases import Renamed
-from outrider.metrics_server import Registry
 from outrider.parameters import FinishReason
 
 PREFIX = "outrider_"
@@ -191,50 +189,21 @@ OUTCOMES = {
     TokenOrigin.BONUS: "bonus",
     TokenOrigin.ACCEPTED: "ended",
 }
-# Ours by vLLM's. The cache families are what requests say of the target's prefix cache.
-VLLM_NAMES = {
-    **{
-        f"vllm:{name}": f"outrider_{name}"
-        for name in (
-            *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
-            *("spec_decode_num_accepted_tokens_per_pos", "num_requests_running", "num_requests_waiting"),
-            *("prompt_tokens", "generation_tokens", "request_success", "time_to_first_token_seconds"),
-            *("inter_token_latency_seconds", "request_time_per_output_token_seconds", "e2e_request_latency_seconds"),
-            *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
-            *("request_inference_time_seconds", "request_prompt_tokens", "request_generation_tokens"),
-            *("request_params_n", "request_params_max_tokens", "admission_rejections"),
-        )
-    },
-    "vllm:prefix_cache_queries": "outrider_prompt_tokens",
-    "vllm:prefix_cache_hits": "outrider_cached_prompt_tokens",
-}
 
 
 class GatewayMetrics:
     """The figures of one gateway; see gateway.generation.frontend.Observer."""
 
-    def __init__(self, registry: CollectorRegistry, *, vllm_names: bool = False) -> None:
-        """With `vllm_names`, what vLLM has too is there a second time, under its names."""
+    def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
-        self._vllm_names = vllm_names
-        # A registry within the registry, because the second names are made from all that is in it.
-        self._own = Registry()
-        registry.register(self._own)
-        self._speculation = SpeculationFamilies(self._own)
-        self._times = RoundTimes(self._own)
-        self._requests = RequestFamilies(self._own)
+        self._speculation = SpeculationFamilies(registry)
+        self._times = RoundTimes(registry)
+        self._requests = RequestFamilies(registry)
         self._rejected_rows = 0
 
     def watch(self, admission: Admission, backend: Backend) -> None:
         """Tells at every scrape who runs and waits, which services are there, and what was rolled back."""
-        self._own.register(Watched(admission, backend, lambda: self._rejected_rows))
-
-        def labels() -> Mapping[str, str]:
-            info = backend.target.info
-            return {"engine": "0", "model_name": info.model_name if info else ""}
-
-        if self._vllm_names:
-            self.registry.register(Renamed(self._own, VLLM_NAMES, labels))
+        self.registry.register(Watched(admission, backend, lambda: self._rejected_rows))
 
     def admitted(self, waited_s: float, plans: Sequence[GenerationPlan] = ()) -> None:
         """A request has its places, after so many seconds; `plans` are its checked parts."""

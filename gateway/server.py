@@ -26,11 +26,12 @@ from gateway.rounds.policy import SpeculationPolicy
 from gateway.sessions.link import ModelInfo, ServiceLink
 from gateway.sessions.replicas import Replicas, report_readiness
 from gateway.sessions.timeouts import NEVER, DraftDeadline, Patience
-from gateway.settings import GatewaySettings, listed
+from gateway.settings import GatewaySettings
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
 from outrider.errors import NotReady, VocabularyMismatch
-from outrider.metrics_server import Registry, RunningMetrics, serve_metrics
+from outrider.process.metrics import RunningMetrics, new_registry, serve_metrics
+from outrider.process.options import listed
 from outrider.rpc import channels
 from outrider.vocabulary import Vocabulary
 
@@ -83,7 +84,7 @@ async def start(settings: GatewaySettings) -> RunningGateway:
     """
     tokenizer = await asyncio.to_thread(Tokenizer, settings.tokenizer)
     template = await asyncio.to_thread(ChatTemplate.read, settings.tokenizer)
-    registry = Registry()
+    registry = new_registry()
     async with AsyncExitStack() as undo:
         metrics = None
         if settings.metrics_listen:
@@ -93,11 +94,11 @@ async def start(settings: GatewaySettings) -> RunningGateway:
             log.info("serving metrics", address=metrics.address)
         backend = _backend(settings, tokenizer, registry)
         undo.push_async_callback(_close, backend)
-        await _await_target(backend.target, settings.target_wait_s)
+        await _await_target(backend.target, settings.target_wait_seconds)
         if backend.draft is not None:
-            await _await_draft(backend.draft, settings.draft_wait_s)
+            await _await_draft(backend.draft, settings.draft_wait_seconds)
         door = _front_door(settings, backend, template, registry)
-        service = generation_service(door, settings.client_stall_s)
+        service = generation_service(door, settings.client_stall_seconds)
         server = await channels.serve(settings.listen, service, reflects=settings.reflection)
         undo.push_async_callback(server.stop, 0.0)
         rest = await _serve_rest(settings, door, registry, server.address)
@@ -111,21 +112,21 @@ async def start(settings: GatewaySettings) -> RunningGateway:
 def _front_door(
     settings: GatewaySettings, backend: Backend, template: ChatTemplate, registry: CollectorRegistry
 ) -> FrontDoor:
-    admission = Admission(settings.max_requests, settings.queue_len)
-    metrics = GatewayMetrics(registry, vllm_names=settings.vllm_metric_names)
+    admission = Admission(settings.max_requests, settings.max_queue)
+    metrics = GatewayMetrics(registry)
     metrics.watch(admission, backend)
     model_name = settings.served_model_name or backend.target.present().model_name
     return FrontDoor(backend, admission, metrics, template, model_name)
 
 
 async def _serve_rest(
-    settings: GatewaySettings, door: FrontDoor, registry: Registry, grpc_address: str
+    settings: GatewaySettings, door: FrontDoor, registry: CollectorRegistry, grpc_address: str
 ) -> RunningRest | None:
     if not settings.rest_listen:
         return None
     rest = RestSettings(
-        keep_alive_s=settings.keep_alive_s,
-        client_stall_s=settings.client_stall_s,
+        keep_alive_s=settings.keep_alive_seconds,
+        client_stall_s=settings.client_stall_seconds,
         sites=settings.sites,
         grpc_port=int(grpc_address.rpartition(":")[2]),
     )
@@ -143,7 +144,7 @@ def _backend(settings: GatewaySettings, tokenizer: Tokenizer, registry: Collecto
         draft=Replicas(drafts) if drafts else None,
         policy=SpeculationPolicy(),
         deadline=DraftDeadline(settings.draft_deadline_least_s, settings.draft_deadline_most_s),
-        patience=Patience(stall_s=settings.stall_s, rebuild_budget_s=settings.rebuild_budget_s),
+        patience=Patience(stall_s=settings.target_stall_seconds, rebuild_budget_s=settings.rebuild_budget_seconds),
         audit=ShadowAudit(settings.audit_fraction, registry),
     )
 

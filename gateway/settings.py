@@ -1,53 +1,149 @@
-"""What an operator can set. Every flag has a variable OUTRIDER_*; knows nothing about how the values are used."""
+"""What an operator can set of the gateway, and which web sites' pages may make it work.
 
-from dataclasses import dataclass
+A browser sends what any page asks it to, from inside the user's network, and names the page's site in `origin`. Two
+kinds of pages are let through: those that an operator named, and the gateway's own. A page is the gateway's own only
+under a name that nobody else can point here: otherwise a site whose name is made to lead here after it was loaded
+(DNS rebinding) would count as one. Programs that are no browsers send no origin, and are not asked.
+"""
 
-from gateway.sites import OWN_PAGE, Sites
-from outrider.rpc.channels import check_address
+import re
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from ipaddress import ip_address
+from typing import Annotated
+
+from outrider.errors import InvalidRequest, OutriderError
+from outrider.process.options import Setting, above, addresses, check_settings, listed, within
+from outrider.process.run import ProcessSettings
+
+HOST = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*")
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?P<authority>(?P<name>\[[0-9a-f:.]+\]|[^\s:/?#@\[\]]+)(:\d+)?)")
+# What browsers call the origin of a page that has none, such as a file; and any.
+BARE_ORIGINS = ("null", "*")
+# Names below these are never a stranger's: they are given out within a machine or a network.
+LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
 
 
-def listed(text: str) -> tuple[str, ...]:
-    """The entries of a list with commas, in order."""
-    return tuple(entry.strip() for entry in text.split(",") if entry.strip())
+class SiteRefused(OutriderError):
+    """The operator must name the site, if its pages are welcome."""
+
+    status = "PERMISSION_DENIED"
+    reason = "SITE_NOT_ALLOWED"
+    exit_code = 64
 
 
 @dataclass(frozen=True, slots=True)
-class GatewaySettings:
-    """Settings of one gateway process. `target` and `draft` are one address or several with commas, in order of
-    preference; an empty draft means that there is no draft service. Without an address for REST or metrics they are not
-    served, and the model is called as its service calls it unless served_model_name says otherwise.
+class Sites:
+    """Origins that were named, and host names under which the gateway's own page may be called; "*" is any."""
 
-    Raises InvalidRequest about an address that is not HOST:PORT.
-    """
-
-    target: str
-    tokenizer: str
-    draft: str = ""
-    listen: str = "127.0.0.1:50050"
-    max_requests: int = 256
-    target_wait_s: float = 300.0
-    draft_wait_s: float = 5.0
-    stall_s: float = 30.0
-    rebuild_budget_s: float = 30.0
-    client_stall_s: float = 30.0
-    draft_deadline_least_s: float = 0.25
-    draft_deadline_most_s: float = 5.0
-    audit_fraction: float = 0.0
-    metrics_listen: str = ""
-    rest_listen: str = ""
-    reflection: bool = False
-    queue_len: int = 64
-    served_model_name: str = ""
-    sites: Sites = OWN_PAGE
-    vllm_metric_names: bool = False
-    keep_alive_s: float = 15.0
+    origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for address in listed(self.target) or [""]:
-            check_address("target", address)
-        for address in listed(self.draft):
-            check_address("draft", address)
-        check_address("listen", self.listen, least_port=0)
-        for name in ("metrics_listen", "rest_listen"):
-            if getattr(self, name):
-                check_address(name, getattr(self, name), least_port=0)
+        for origin in self.origins:
+            if origin not in BARE_ORIGINS and not ORIGIN.fullmatch(origin):
+                limit = "like https://example.com, in small letters and without a path, or *"
+                raise InvalidRequest("cors_origins", origin, limit)
+        for host in self.hosts:
+            if not HOST.fullmatch(host):
+                limit = "a name in small letters without scheme and port, *.DOMAIN or *"
+                raise InvalidRequest("allowed_hosts", host, limit)
+
+    def check(self, origin: str, host: str, fetch_site: str) -> None:
+        """Raises SiteRefused unless the page may ask; the arguments are headers, origin as a browser sent it.
+
+        `fetch_site` is what the browser itself says of the page, which counts where a proxy has changed the host.
+        """
+        if "*" in self.origins or origin in self.origins:
+            return
+        page = ORIGIN.fullmatch(origin)
+        option = f"--cors-origins {origin}"
+        if page is not None and (fetch_site == "same-origin" or page["authority"] == host.lower()):
+            name = page["name"].strip("[]")
+            if _is_local(name) or any(fnmatchcase(name, allowed) for allowed in self.hosts):
+                return
+            option = f"--allowed-hosts {page['name']}"
+        shown = origin[:200]
+        advice = f"its operator can allow them with {option[:230]}"
+        message = f"origin is {shown!r}, whose pages may not ask this gateway; {advice}"
+        raise SiteRefused(message, field="origin", value=shown)
+
+
+def _is_local(name: str) -> bool:
+    """Whether a name leads here because it says so, or because the machine or its network does."""
+    try:
+        ip_address(name)
+    except ValueError:
+        return "." not in name or name.endswith(LOCAL_SUFFIXES)
+    return True
+
+
+OWN_PAGE = Sites()
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings(ProcessSettings):
+    """What an operator can set. The model is called as its service calls it unless served_model_name says otherwise.
+
+    Raises InvalidRequest about a value outside its limit.
+    """
+
+    target: Annotated[str, Setting("Where the target answers; of several the best first.", addresses(several=True))]
+    tokenizer: Annotated[str, Setting("Folder or hub id of the target's model.")]
+    draft: Annotated[
+        str, Setting("Where the draft answers. Empty: plain decoding.", addresses(needed=False, several=True))
+    ] = ""
+    listen: Annotated[str, Setting("Where to serve gRPC; port 0 takes a free one.", addresses(least_port=0))] = (
+        "127.0.0.1:50050"
+    )
+    rest_listen: Annotated[
+        str,
+        Setting(
+            "Where to serve REST and the page; port 0 takes a free one. Empty: nowhere.",
+            addresses(least_port=0, needed=False),
+        ),
+    ] = "127.0.0.1:8080"
+    metrics_listen: Annotated[
+        str,
+        Setting(
+            "Where to serve metrics alone, beside REST's /metrics; port 0 takes a free one. Empty: nowhere.",
+            addresses(least_port=0, needed=False),
+        ),
+    ] = ""
+    reflection: Annotated[bool, Setting("Describe the gRPC services to whoever asks.")] = False
+    target_wait_seconds: Annotated[float, Setting("How long to wait for the target at start.", within(0))] = 300.0
+    draft_wait_seconds: Annotated[float, Setting("How long to wait for the draft at start.", within(0))] = 5.0
+    target_stall_seconds: Annotated[
+        float,
+        Setting("How long a target's device may finish nothing before the target counts as hung.", within(0.1)),
+    ] = 30.0
+    rebuild_budget_seconds: Annotated[
+        float,
+        Setting("How long a request waits for a target that is away before it ends with UNAVAILABLE.", within(0)),
+    ] = 30.0
+    audit_fraction: Annotated[
+        float,
+        Setting("Share of the requests under `match` that are decoded again, plainly, and compared.", within(0, 1)),
+    ] = 0.0
+    served_model_name: Annotated[str, Setting("Name of the model to clients. Empty: the target's.")] = ""
+    cors_origins: Annotated[str, Setting("Origins whose pages may call REST, with commas, or *. Empty: none.")] = ""
+    allowed_hosts: Annotated[
+        str, Setting("Names with a dot by which browsers call this gateway, with commas, *.DOMAIN, or *.")
+    ] = ""
+    max_requests: Annotated[int, Setting("Samples that run at a time.", within(1))] = 256
+    max_queue: Annotated[int, Setting("Requests that may wait; more are turned away at once.", within(0))] = 64
+    client_stall_seconds: Annotated[
+        float, Setting("How long a client may read nothing before its request ends.", within(0.1))
+    ] = 30.0
+    keep_alive_seconds: Annotated[
+        float, Setting("Silence on a REST stream after which a comment is sent.", above(0))
+    ] = 15.0
+    # No options: how long a proposal is worth waiting for is learnt between these.
+    draft_deadline_least_s: float = 0.25
+    draft_deadline_most_s: float = 5.0
+    sites: Sites = field(init=False)
+    """Made of cors_origins and allowed_hosts."""
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        object.__setattr__(self, "sites", Sites(listed(self.cors_origins), listed(self.allowed_hosts)))

@@ -13,9 +13,9 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from transformers.utils import logging
 
-from outrider.command_line import refuse_together, run_app, service_app
 from outrider.engine.models.weights import model_hash
 from outrider.errors import InvalidRequest, ModelRefused
+from outrider.process.options import refuse_together, run_app, service_app
 from outrider.vocabulary import Vocabulary
 from training import options
 from training.corpus import digest, encode, read_documents, train_tokenizer

@@ -1,8 +1,18 @@
 """`python -m target_service`: see --help."""
 
-from outrider.command_line import run_app
-from outrider.model_service_flags import model_service_app
-from target_service.server import start
+from outrider.process.options import grouped, run_app, service_app
+from outrider.process.run import run_service
+from target_service.server import TargetSettings, start
+
+app = service_app()
+
+
+@app.command(help="Runs the target service.")
+@grouped
+def serve(*, settings: TargetSettings) -> None:
+    """Serves until it is told to stop."""
+    run_service("target", start, settings)
+
 
 if __name__ == "__main__":
-    run_app(model_service_app("target", 50052, start))
+    run_app(app)

@@ -1,4 +1,6 @@
-"""Puts the target service together. Knows no messages."""
+"""The target service: its settings, and how it is put together."""
+
+from dataclasses import dataclass
 
 from outrider.engine.worker import DeviceWorker
 from outrider.model_service.server import (
@@ -12,10 +14,17 @@ from outrider.model_service.server import (
 )
 from outrider.model_service.servicer import model_service
 from outrider.model_service.session_store import SessionTable
-from outrider.model_service_flags import ModelServiceSettings
+from outrider.model_service.settings import Listen, ModelServiceSettings
 from target_service.servicer import target_service
 from target_service.sessions import UNACKNOWLEDGED_WINDOW, TargetSession, TargetSessions
 from target_service.verifier import Verifier, VerifyTask
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSettings(ModelServiceSettings):
+    """What an operator can set of the target service."""
+
+    listen: Listen = "127.0.0.1:50052"
 
 
 async def start(settings: ModelServiceSettings) -> RunningModelService:
@@ -25,12 +34,12 @@ async def start(settings: ModelServiceSettings) -> RunningModelService:
 
 async def start_with(model: LoadedModel, settings: ModelServiceSettings) -> RunningModelService:
     """Serves a model that is loaded already; the settings' model is not looked at."""
-    table = SessionTable[TargetSession](settings.lease_s)
+    table = SessionTable[TargetSession](settings.lease_seconds)
     verifier = Verifier(model.runner, table)
     worker = DeviceWorker[VerifyTask](verifier.advance, device_setup(model), "target device")
     sessions = TargetSessions(model.runner, table, worker.submit, prefix_cache=settings.prefix_cache)
     facts = describe("target", model, unacknowledged_window=UNACKNOWLEDGED_WINDOW)
-    metrics = metrics_of(settings, model, facts, sessions, worker)
+    metrics = metrics_of(model, facts, sessions, worker)
     own = target_service(facts, sessions, worker, metrics.observe)
     services = {**own, **model_service(facts, sessions, worker, metrics.observe_rollback)}
     return await serve_model(settings, model, facts, worker, table, services, metrics)

@@ -5,12 +5,12 @@ from functools import partial
 
 import grpc
 
-from outrider import tracing
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import InvalidRequest, PromptTooLong, check_range
 from outrider.model_service.servicer import MAX_DRAFT_COUNT, ServiceFacts
 from outrider.model_service.session_stream import Arrival, SessionServicer, unobserved
 from outrider.parameters import SessionSpec
+from outrider.process import tracing
 from outrider.rpc import channels, messages
 from outrider.rpc.fencing import ComputeTimes, Fence
 from outrider.rpc.messages import distributions_from, logprob_message, logprob_size, tree_from

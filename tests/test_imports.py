@@ -29,7 +29,7 @@ LIGHT = (
     "gateway",
     "outrider.cli",
     "outrider.client",
-    "outrider.probe",
+    "outrider.process.health_probe",
     "outrider.supervisor",
     "outrider.service_process",
 )

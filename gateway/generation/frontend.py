@@ -19,8 +19,8 @@ from gateway.generation.request_log import RequestLog, tell_refusal
 from gateway.generation.samples import merged
 from gateway.text.chat_template import ChatTemplate
 from outrider.errors import OutriderError
-from outrider.logs import request_scope
 from outrider.parameters import MAX_SAMPLES
+from outrider.process.logs import request_scope
 
 ValueT = TypeVar("ValueT")
 

@@ -16,8 +16,8 @@ from google.protobuf.message import Message
 from gateway.generation.frontend import FrontDoor
 from gateway.generation.request import GenerationAsk
 from gateway.grpc.messages import ask_from, chat_ask, event_message
-from outrider import tracing
 from outrider.errors import OutriderError
+from outrider.process import tracing
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
 

@@ -4,6 +4,7 @@ from importlib.metadata import version
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 
 from gateway.generation.frontend import FrontDoor
@@ -12,13 +13,12 @@ from gateway.rest.middleware import BodyLimits, CrossOrigin, RequestContext, Res
 from gateway.rest.openapi import DocumentedApp
 from gateway.rest.validation import handle_http_exception, handle_outrider_error, handle_validation_error
 from outrider.errors import OutriderError
-from outrider.metrics_server import Registry
 
 EXPOSED_HEADERS = ("x-request-id", "retry-after", "retry-after-ms", "x-should-retry")
 DESCRIPTION = "What OpenAI's clients speak, answered by speculative decoding. docs/rest.md has every field."
 
 
-def build_app(door: FrontDoor, settings: RestSettings, registry: Registry) -> FastAPI:
+def build_app(door: FrontDoor, settings: RestSettings, registry: CollectorRegistry) -> FastAPI:
     """The application: /v1, the routes for operators, and the page."""
     app = DocumentedApp(
         title="Outrider",

@@ -31,10 +31,10 @@ from gateway.rest.errors import (
     unexpected,
 )
 from gateway.rest.validation import Json, read_json
-from gateway.sites import OWN_PAGE, SiteRefused, Sites
+from gateway.settings import OWN_PAGE, SiteRefused, Sites
 from outrider.errors import OutriderError, Overloaded
-from outrider.logs import bound
-from outrider.tracing import span
+from outrider.process.logs import bound
+from outrider.process.tracing import span
 
 TRACE_HEADERS = ("traceparent", "tracestate")
 PLAIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")

@@ -4,6 +4,7 @@ from importlib.metadata import version
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
+from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 from starlette.responses import Response
 
@@ -11,7 +12,7 @@ from gateway.generation.frontend import FrontDoor
 from gateway.rest.errors import UnknownModel
 from gateway.rest.openapi import documented
 from outrider.errors import NotReady, OutriderError, PeerLost
-from outrider.metrics_server import Registry, exposition
+from outrider.process.metrics import exposition
 
 
 class Model(BaseModel):
@@ -51,7 +52,7 @@ class Version(BaseModel):
     version: str
 
 
-def routes(door: FrontDoor, registry: Registry) -> APIRouter:
+def routes(door: FrontDoor, registry: CollectorRegistry) -> APIRouter:
     """The routes."""
     router = APIRouter()
 

@@ -17,10 +17,10 @@ from gateway.sessions.link import ModelInfo, ServiceLink
 from gateway.sessions.replicas import Replicas
 from gateway.sessions.stream import MessageStream
 from gateway.sessions.timeouts import NEVER, DraftDeadline, Expiry
-from outrider import tracing
 from outrider.errors import InvalidRequest, NotReady, OutriderError, PeerLost, ProtocolViolation
-from outrider.logs import session_prefix
 from outrider.parameters import Rule, SessionSpec
+from outrider.process import tracing
+from outrider.process.logs import session_prefix
 from outrider.rpc import messages
 from outrider.rpc.messages import distributions_from, draft_logprobs_from, tree_from
 from outrider.v1 import draft_service_pb2 as pb

@@ -20,13 +20,13 @@ from typing import Any
 import grpc
 import structlog
 
-from outrider import tracing
 from outrider.errors import OutriderError, PeerLost
 from outrider.parameters import Rule
+from outrider.process import tracing
+from outrider.process.metrics import Tally
 from outrider.rpc.channels import open_channel
 from outrider.rpc.errors import error_from
 from outrider.rpc.messages import rules_from
-from outrider.tallies import Tally
 from outrider.v1 import model_service_pb2 as pb
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub
 

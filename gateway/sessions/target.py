@@ -18,10 +18,10 @@ from gateway.sessions.link import ServiceLink
 from gateway.sessions.replicas import Need, Replicas
 from gateway.sessions.stream import MessageStream
 from gateway.sessions.timeouts import NEVER, Expiry, Outage, Patience, RequestExpired
-from outrider import tracing
 from outrider.errors import NotReady, OutriderError, PeerLost, ProtocolViolation
-from outrider.logs import session_prefix
 from outrider.parameters import SessionSpec
+from outrider.process import tracing
+from outrider.process.logs import session_prefix
 from outrider.rpc import messages
 from outrider.rpc.messages import logprobs_from, tree_message
 from outrider.v1 import model_service_pb2, types_pb2

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.command_line import between
+from outrider.process.options import between
 from training.plan import STEPS
 from training.shapes import PRESETS
 

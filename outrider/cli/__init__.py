@@ -1,7 +1,7 @@
 """The command `outrider`. Never imports torch, and knows nothing about tokens, sessions or rounds but their figures."""
 
 from outrider.cli.app import app
-from outrider.command_line import run_app
+from outrider.process.options import run_app
 
 
 def main() -> None:

@@ -16,10 +16,9 @@ from outrider.cli.running import note, run
 from outrider.cli.stack import Stack, choose_models
 from outrider.cli.up import serving
 from outrider.cli.version import tell
-from outrider.command_line import refuse_together
 from outrider.errors import InvalidRequest, ModelRefused
-from outrider.model_service_flags import Dtype, available_cpus
-from outrider.option_groups import grouped, options_of
+from outrider.model_service.settings import Dtype, available_cpus
+from outrider.process.options import grouped, options_of, refuse_together
 from outrider.rpc.channels import check_address
 
 # What is about the draft only.

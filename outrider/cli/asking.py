@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from outrider.cli.parsing import INT32_MAX, INT64_MAX, INT64_MIN, each, text, texts
-from outrider.command_line import between
 from outrider.parameters import MAX_LOGPROB_COUNT, MAX_SAMPLES, Rule
+from outrider.process.options import between
 
 SystemMessage = Annotated[
     str,

@@ -16,10 +16,9 @@ import typer
 from outrider.cli import options
 from outrider.cli.parsing import INT32_MAX, INT64_MAX, INT64_MIN, parse_draft_count
 from outrider.cli.running import Interrupts, Work, run
-from outrider.command_line import between, refuse_together
 from outrider.errors import InvalidRequest
-from outrider.model_service_flags import MAX_THREADS
-from outrider.option_groups import grouped, options_of
+from outrider.model_service.settings import MAX_THREADS
+from outrider.process.options import between, grouped, options_of, refuse_together
 from outrider.rpc.channels import check_address
 
 app = typer.Typer(help="Measures this machine and the whole stack on it.", no_args_is_help=True)

@@ -12,8 +12,8 @@ from typer.main import get_command
 
 from outrider.cli.asking import Answer, Report, Sampling, Speculation
 from outrider.errors import InvalidRequest, OutriderError, PromptTooLong
-from outrider.option_groups import grouped
 from outrider.parameters import SETTINGS, SamplingParameters
+from outrider.process.options import grouped
 
 SPECULATION = frozenset(field.name for field in fields(Speculation))
 ACCEPTANCE = frozenset(name for names in SETTINGS.values() for name in names)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from outrider.model_names import embedded_model, parse
-from outrider.model_service_flags import check_model
+from outrider.model_service.settings import check_model
 from outrider.service_process import Launch
 from outrider.supervisor import Supervisor
 

@@ -1,1 +1,1 @@
-"""What draft and target service have in common."""
+"""What the draft and the target service have in common."""

@@ -4,7 +4,7 @@ What a forward costs for this is two additions; sessions, cache and device are l
 of jobs are sorted into buckets as they come, where answers are sent and not where they are computed.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -15,11 +15,9 @@ from prometheus_client.metrics_core import (
 )
 
 from outrider.engine.runner import ForwardCounts
-from outrider.metric_aliases import Renamed
-from outrider.metrics_server import Registry
 from outrider.model_service.servicer import Device, ServiceCounts, ServiceFacts
+from outrider.process.metrics import Tally, new_registry, tally_of
 from outrider.rpc.fencing import ComputeTimes
-from outrider.tallies import Tally, tally_of
 
 PREFIX = "outrider_"
 JOB_S = (
@@ -29,8 +27,6 @@ JOB_S = (
 # A rollback computes nothing: it cuts a list of blocks.
 ROLLBACK_S = (0.00001, 0.000025, *JOB_S)
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-# What requests say of the prefix cache is the gateway's to tell under these names.
-VLLM_NAMES = {f"vllm:{name}": PREFIX + name for name in ("kv_cache_usage_perc", "num_preemptions")}
 
 
 class ServiceMetrics:
@@ -42,19 +38,14 @@ class ServiceMetrics:
         counts: Callable[[], ServiceCounts],
         forwards: ForwardCounts,
         device: Device,
-        *,
-        vllm_names: bool = False,
     ) -> None:
-        """With `vllm_names`, what vLLM has too is there a second time, under its names."""
         self._facts = facts
         self._counts = counts
         self._forwards = forwards
         self._device = device
         self._queue_s, self._compute_s, self._rollback_s = Tally(JOB_S), Tally(JOB_S), Tally(ROLLBACK_S)
-        self.registry = Registry()
+        self.registry = new_registry()
         self.registry.register(self)
-        if vllm_names:
-            self.registry.register(Renamed(self, VLLM_NAMES, self._vllm_labels))
 
     def observe(self, times: ComputeTimes) -> None:
         """Takes note of what an answer cost; one that needed no forward is no job."""
@@ -110,9 +101,6 @@ class ServiceMetrics:
             "device": facts.device,
             "dtype": facts.weight_dtype,
         }
-
-    def _vllm_labels(self) -> Mapping[str, str]:
-        return {"engine": "0", "model_name": self._facts.model_name}
 
     def _gauge(self, name: str, meaning: str, value: float) -> Metric:
         family = GaugeMetricFamily(PREFIX + name, meaning, labels=["service"])

@@ -13,14 +13,14 @@ import torch
 import typer
 from torch import Tensor
 
-from outrider import logs
-from outrider.command_line import between, run_app, service_app
 from outrider.engine.batching import Feed
 from outrider.engine.ops.library import load_kernels, processor_levels
 from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
 from outrider.model_service.server import load_model
-from outrider.model_service_flags import MAX_THREADS, Dtype, ModelServiceSettings
+from outrider.model_service.settings import MAX_THREADS, Dtype, ModelServiceSettings
+from outrider.process import logs
+from outrider.process.options import between, run_app, service_app
 from outrider.token_tree import EMPTY, TokenTree
 
 SESSIONS, PROMPT_LEN, DRAFT_COUNT = 8, 24, 8
@@ -50,7 +50,7 @@ def probe(
     logs.configure("error")
     facts = engine_facts()
     if model:
-        settings = ModelServiceSettings(model, device=device, dtype=dtype.value, threads=threads, kv_tokens=KV_TOKENS)
+        settings = ModelServiceSettings(model, device=device, dtype=dtype, threads=threads, kv_tokens=KV_TOKENS)
         runner = load_model(settings).runner
         torch.set_num_threads(runner.torch_threads)
         facts |= {"numerics_id": runner.numerics_id, "comparisons": [asdict(each) for each in compare(runner)]}

@@ -18,14 +18,14 @@ from outrider.engine.models.checkpoints import find_checkpoint
 from outrider.engine.runner import ModelRunner
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import NotReady, OutriderError
-from outrider.metrics_server import RunningMetrics, serve_metrics
 from outrider.model_service.metrics import ServiceMetrics
 from outrider.model_service.servicer import ServiceFacts, Sessions
 from outrider.model_service.session_store import SessionTable
+from outrider.model_service.settings import ModelServiceSettings
 from outrider.model_service.watchdog import Watchdog
-from outrider.model_service_flags import ModelServiceSettings
 from outrider.parameters import Rule
-from outrider.process import exit_now
+from outrider.process.metrics import RunningMetrics, serve_metrics
+from outrider.process.run import exit_now
 from outrider.rpc import channels
 from outrider.vocabulary import Vocabulary
 
@@ -96,7 +96,7 @@ def load_model(settings: ModelServiceSettings) -> LoadedModel:
     runner = ModelRunner.load(
         checkpoint,
         device=settings.device,
-        dtype=settings.dtype,
+        dtype=str(settings.dtype),
         num_threads=settings.threads,
         kv_tokens=settings.kv_tokens,
         vocabulary_size=vocabulary.size,
@@ -148,16 +148,13 @@ def device_setup(model: LoadedModel) -> Callable[[], None]:
 
 
 def metrics_of(
-    settings: ModelServiceSettings,
     model: LoadedModel,
     facts: ServiceFacts,
     sessions: Sessions,
     worker: DeviceWorker[Any],
 ) -> ServiceMetrics:
     """The figures of a service, for `serve_model`."""
-    return ServiceMetrics(
-        facts, sessions.counts, model.runner.forward_counts, worker, vllm_names=settings.vllm_metric_names
-    )
+    return ServiceMetrics(facts, sessions.counts, model.runner.forward_counts, worker)
 
 
 async def serve_model(
@@ -180,6 +177,6 @@ async def serve_model(
             log.info("serving metrics", address=exporting.address)
         server = await channels.serve(settings.listen, services)
         undo.pop_all()
-    watchdog = Watchdog(lambda: worker.stalled_us, settings.stall_s, server.say_not_serving, exit_now)
+    watchdog = Watchdog(lambda: worker.stalled_us, settings.stall_seconds, server.say_not_serving, exit_now)
     watching = asyncio.create_task(watchdog.watch())
     return RunningModelService(server.address, server, worker, table, model.runner, facts, watching, exporting)

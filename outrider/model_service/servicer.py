@@ -11,10 +11,10 @@ from typing import Any, Protocol, TypeVar
 
 import grpc
 
-from outrider import tracing
 from outrider.errors import Overloaded
-from outrider.logs import session_prefix
 from outrider.parameters import Rule
+from outrider.process import tracing
+from outrider.process.logs import session_prefix
 from outrider.rpc import channels, messages
 from outrider.rpc.fencing import Fence
 from outrider.rpc.messages import RULES

@@ -17,9 +17,9 @@ from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draw import reopen
 from outrider.engine.session import Session
 from outrider.errors import CacheFull, OutriderError
-from outrider.logs import session_prefix
 from outrider.model_service.servicer import RolledBack, ServiceCounts
 from outrider.parameters import SessionSpec
+from outrider.process.logs import session_prefix
 from outrider.rpc.fencing import Fence, Known, Standing, judge_open, judge_rollback
 
 log = structlog.get_logger()

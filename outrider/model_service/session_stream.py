@@ -17,10 +17,10 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from structlog.contextvars import bind_contextvars
 
-from outrider import tracing
 from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded
-from outrider.logs import session_prefix
 from outrider.model_service.session_store import SessionTable
+from outrider.process import tracing
+from outrider.process.logs import session_prefix
 from outrider.rpc import messages
 from outrider.rpc.fencing import ComputeTimes, Fence
 from outrider.v1 import types_pb2 as pb

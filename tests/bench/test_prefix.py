@@ -6,14 +6,14 @@ from support.tiny_models import write_tiny_model
 from bench import prefix
 from bench.prefix import TokensDiffer, measure
 from bench.session_streams import TargetStream
-from outrider.model_service_flags import ModelServiceSettings
+from outrider.model_service.settings import ModelServiceSettings
 
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> ModelServiceSettings:
     """A tiny target."""
     folder = write_tiny_model(tmp_path_factory.mktemp("tiny") / "model", "llama", vocab_size=257)
-    return ModelServiceSettings(str(folder), dtype="float32", kv_tokens=1024)
+    return ModelServiceSettings(str(folder), dtype="float32", threads=1, kv_tokens=1024)
 
 
 async def test_every_kind_of_prompt_is_timed_with_and_without_the_cache(settings: ModelServiceSettings) -> None:

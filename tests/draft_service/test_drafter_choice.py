@@ -10,9 +10,8 @@ from support.rules import ruled
 from support.session_clients import DraftClient, channel_to
 from support.tiny_models import write_tiny_model
 
-from draft_service.server import start
+from draft_service.server import DraftSettings, start
 from outrider.errors import InvalidRequest
-from outrider.model_service_flags import ModelServiceSettings
 from outrider.parameters import Rule
 from outrider.rpc import messages
 from outrider.rpc.messages import RULES_BY_NUMBER, distributions_from
@@ -24,7 +23,7 @@ SPEC = spec_of((1, 2, 3), 40, eos=())
 @pytest.fixture
 async def client(tmp_path: Path) -> AsyncIterator[DraftClient]:
     folder = write_tiny_model(tmp_path / "tiny", "llama", vocab_size=257)
-    running = await start(ModelServiceSettings(str(folder), dtype="float32", kv_tokens=64))
+    running = await start(DraftSettings(str(folder), "127.0.0.1:0", dtype="float32", threads=1, kv_tokens=64))
     async with channel_to(running.address) as channel:
         yield DraftClient(channel, os.urandom(16))
     await running.stop(0)

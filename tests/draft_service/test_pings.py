@@ -5,15 +5,14 @@ from pathlib import Path
 from support.basics import spec_of
 from support.session_clients import DraftClient, channel_to
 
-from draft_service.server import start
-from outrider.model_service_flags import ModelServiceSettings
+from draft_service.server import DraftSettings, start
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import types_pb2 as pb
 
 
 async def test_a_ping_is_answered_with_its_fence(folder: Path) -> None:
     """And with nothing else; the session guesses on as if there had been none."""
-    running = await start(ModelServiceSettings(str(folder), dtype="float32", kv_tokens=256))
+    running = await start(DraftSettings(str(folder), "127.0.0.1:0", dtype="float32", threads=1, kv_tokens=256))
     async with channel_to(running.address) as channel:
         client = DraftClient(channel)
         await client.open(spec_of((5, 6, 7), eos=()), 2)

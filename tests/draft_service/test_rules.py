@@ -13,10 +13,10 @@ from support.rules import RULES_WITH_LAWS, drafted, ruled
 from support.stepped_draft import PROMPT, SPEC, Draft, continued, fresh_guesses
 from typer.testing import CliRunner
 
+from draft_service.__main__ import app
 from draft_service.drafters import model_drafter
 from draft_service.drafters.model_drafter import ModelDrafter
 from draft_service.drafters.task import DRAFTERS, MODEL, SAMPLED
-from draft_service.flags import draft_service_app
 from draft_service.sessions import Wanted
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ForwardResult, ModelRunner
@@ -210,7 +210,7 @@ def test_an_overtaken_request_sends_the_laws_of_its_guesses(draft: Draft) -> Non
 def test_the_size_of_laws_has_a_range(tmp_path: Path, top_n: str) -> None:
     """Flag and variable; before a model is looked for."""
     for arguments, variables in ((["--top-n", top_n], {}), ([], {"OUTRIDER_TOP_N": top_n})):
-        result = CliRunner().invoke(draft_service_app(), ["--model", str(tmp_path), *arguments], env=variables)
+        result = CliRunner().invoke(app, ["--model", str(tmp_path), *arguments], env=variables)
         assert str(result.exception) == f"--top-n is {top_n}, but must be in [1, 256]"
 
 

@@ -12,17 +12,16 @@ from support.basics import PATIENCE_S, check_empty, eventually, spec_of
 from support.session_clients import DraftClient, channel_to
 from support.tiny_models import write_tiny_model
 
-from draft_service.server import start, start_with
+from draft_service.server import DraftSettings, start, start_with
 from outrider.errors import CacheFull, InvalidRequest
 from outrider.model_service.server import LoadedModel, RunningModelService, load_model
-from outrider.model_service_flags import ModelServiceSettings
 from outrider.rpc import messages
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import types_pb2 as pb
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "draft"
-SETTINGS = ModelServiceSettings(str(MODEL), kv_tokens=8192)
+SETTINGS = DraftSettings(str(MODEL), "127.0.0.1:0", threads=1, kv_tokens=8192)
 PROMPT = (0, 401, 913, 260, 555, 12)
 
 
@@ -202,7 +201,7 @@ async def test_bad_advances_end_their_own_stream_only(
 async def test_a_full_pool_refuses_one_session(tmp_path: Path) -> None:
     """The stream ends with CacheFull; the gateway then goes on without a draft."""
     folder = write_tiny_model(tmp_path / "tiny", "llama", vocab_size=257)
-    running = await start(ModelServiceSettings(str(folder), dtype="float32", kv_tokens=64))
+    running = await start(DraftSettings(str(folder), "127.0.0.1:0", dtype="float32", threads=1, kv_tokens=64))
     async with channel_to(running.address) as channel:
         first, second = DraftClient(channel), DraftClient(channel)
         await first.open(spec_of(range(1, 50), 200, eos=()), 2)

@@ -37,7 +37,9 @@ async def target() -> AsyncIterator[Service]:
 @pytest_asyncio.fixture(loop_scope="module")
 async def channel(target: Service) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to a gateway without a draft, which gives a target up soon."""
-    settings = GatewaySettings(target.proxy.address, TARGET, listen="127.0.0.1:0", rebuild_budget_s=BUDGET_S)
+    settings = GatewaySettings(
+        target.proxy.address, TARGET, listen="127.0.0.1:0", rest_listen="", rebuild_budget_seconds=BUDGET_S
+    )
     gateway = await start_gateway(settings)
     gateway.backend.patience.deadline.least_s = 0.5
     try:

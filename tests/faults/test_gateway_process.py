@@ -13,12 +13,13 @@ from support.basics import check_empty, eventually
 from support.network import ChaosProxy
 from support.stack import request_of, until_quiet
 
+from draft_service.server import DraftSettings
 from draft_service.server import start as start_draft
 from outrider.errors import PeerLost
 from outrider.model_service.server import RunningModelService
-from outrider.model_service_flags import ModelServiceSettings
 from outrider.rpc.channels import open_channel
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
+from target_service.server import TargetSettings
 from target_service.server import start as start_target
 
 
@@ -44,8 +45,8 @@ async def world() -> AsyncIterator[World]:
     """The stack of a test."""
     async with AsyncExitStack() as life:
         started = []
-        for role, start in (("target", start_target), ("draft", start_draft)):
-            settings = ModelServiceSettings(MODELS[role], threads=1, kv_tokens=KV_TOKENS, lease_s=LEASE_S)
+        for role, start, kind in (("target", start_target, TargetSettings), ("draft", start_draft, DraftSettings)):
+            settings = kind(MODELS[role], "127.0.0.1:0", threads=1, kv_tokens=KV_TOKENS, lease_seconds=LEASE_S)
             started.append(await start(settings))
             life.push_async_callback(started[-1].stop, 0)
         target, draft = started

@@ -19,18 +19,20 @@ from support.basics import eventually
 from support.network import ChaosProxy
 from support.stack import until_quiet
 
+from draft_service.server import DraftSettings
 from draft_service.server import start as start_draft
 from gateway.server import RunningGateway
 from gateway.server import start as start_gateway
 from gateway.sessions.link import ServiceLink
 from gateway.settings import GatewaySettings
-from outrider.model_service_flags import ModelServiceSettings
 from outrider.rpc.channels import open_channel
+from target_service.server import TargetSettings
 from target_service.server import start as start_target
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 START = {"target": start_target, "draft": start_draft}
+SETTINGS = {"target": TargetSettings, "draft": DraftSettings}
 # Pings, answers to pings and window updates of a stretch without messages stay below these.
 OPEN_BYTES, ANSWER_BYTES = 100, 60
 SLICED_TOKENS = 32
@@ -53,7 +55,7 @@ class World:
         """A channel to a gateway of its own, in this process, that knows the role's services by these proxies."""
         addresses = {self.role: ",".join(proxy.address for proxy in proxies), self.other: self.sound_address}
         settings = GatewaySettings(
-            addresses["target"], MODELS["target"], addresses["draft"], "127.0.0.1:0", draft_deadline_most_s=1.0
+            addresses["target"], MODELS["target"], addresses["draft"], "127.0.0.1:0", "", draft_deadline_most_s=1.0
         )
         self.running = await start_gateway(settings)
         # A target that stands still is found out in time for a test.
@@ -134,7 +136,7 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     role = request.param
     async with AsyncExitStack() as life:
         other = "draft" if role == "target" else "target"
-        settings = ModelServiceSettings(MODELS[other], threads=1, kv_tokens=KV_TOKENS, lease_s=LEASE_S)
+        settings = SETTINGS[other](MODELS[other], "127.0.0.1:0", threads=1, kv_tokens=KV_TOKENS, lease_seconds=LEASE_S)
         sound = await START[other](settings)
         life.push_async_callback(sound.stop, 0)
         first, spare = Service(role), Service(role)

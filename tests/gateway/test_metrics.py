@@ -16,8 +16,8 @@ from gateway.generation.transcript import SpeculationFigures, SpokenToken
 from gateway.metrics import GatewayMetrics
 from gateway.rounds.round import FallbackReason, Round, TokenOrigin, Way
 from outrider.errors import InvalidRequest, Overloaded, PeerLost
-from outrider.metrics_server import Registry
 from outrider.parameters import Acceptance, FinishReason
+from outrider.process.metrics import new_registry
 from outrider.v1 import generation_service_pb2 as pb
 
 PLAIN, ACCEPTED = TokenOrigin.PLAIN, TokenOrigin.ACCEPTED
@@ -27,7 +27,7 @@ CORRECTION, BONUS = TokenOrigin.CORRECTION, TokenOrigin.BONUS
 def values(registry: CollectorRegistry) -> dict[str, float]:
     """Every series of an exposition that is right, by its name and the values of its labels."""
     text = generate_latest(registry).decode()
-    assert findings(text, aliases=True) == []
+    assert findings(text) == []
     found = {}
     for family in families(text).values():
         for sample in family.samples:
@@ -81,7 +81,7 @@ def completion(**changes: Any) -> CompletionEvent:
 
 def counted(*events: RoundEvent | CompletionEvent) -> dict[str, float]:
     """What events count up to."""
-    registry = Registry()
+    registry = new_registry()
     metrics = GatewayMetrics(registry)
     for event in events:
         metrics.observe(event)
@@ -155,7 +155,7 @@ def test_what_users_feel() -> None:
 
 def test_how_requests_end_before_their_time() -> None:
     """Turned away with a reason, left by the client, or failed; one that ended well was counted with its samples."""
-    registry = Registry()
+    registry = new_registry()
     metrics = GatewayMetrics(registry)
     for error in (Overloaded("full"), InvalidRequest("a", 1, "2"), Overloaded("full")):
         metrics.rejected(error)
@@ -176,7 +176,7 @@ def test_how_requests_end_before_their_time() -> None:
 @pytest.fixture
 async def stack(tokenizer: str) -> AsyncIterator[MarkovStack]:
     """The gateway over tiny services, whose registry is read as it is."""
-    async with markov_stack(tokenizer, vllm_metric_names=True) as running:
+    async with markov_stack(tokenizer) as running:
         yield running
 
 
@@ -233,23 +233,3 @@ async def test_rollbacks_and_services_are_looked_up(stack: MarkovStack) -> None:
     assert sorted(up.values()) == [1, 1]
     assert found["num_requests_running"] == found["num_requests_waiting"] == 0
     assert 0 <= found["current_draft_tokens"] <= 8
-
-
-async def test_vllm_s_own_reader_reads_the_aliases(stack: MarkovStack) -> None:
-    """`vllm bench serve` adds up lines by what is in them, so a line more of a kind would count twice."""
-    await stack.run(request())
-    text = generate_latest(registry_of(stack)).decode()
-    read: dict[str, int] = {}
-    for line in text.splitlines():
-        if line.startswith("vllm:spec_decode"):
-            wanted = ("num_drafts", "num_draft_tokens", "num_accepted_tokens_per_pos", "num_accepted_tokens")
-            name = next(each for each in wanted if each in line)
-            assert line.partition("{")[0].endswith("_total")
-            assert 'engine="0",model_name="markov"' in line
-            read[name] = read.get(name, 0) + int(float(line.split()[-1]))
-    found = scraped(stack)
-    assert read["num_accepted_tokens_per_pos"] == read["num_accepted_tokens"] > 0
-    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
-        assert read[name] == found[f"spec_decode_{name}_total"]
-    assert "vllm:kv_cache_usage_perc" not in text
-    assert "vllm:prefix_cache_queries_total" in text

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.sites import SiteRefused, Sites
+from gateway.settings import SiteRefused, Sites
 from outrider.errors import InvalidRequest
 
 SITES = Sites(("https://page.example", "null"), ("outrider.example", "*.corp.example"))

@@ -15,18 +15,20 @@ from support.garbage import check_refusal, conversation, draft_messages, fence, 
 from support.session_clients import DraftClient, TargetClient
 from support.tiny_models import write_tiny_model
 
+from draft_service.server import DraftSettings
 from draft_service.server import start as start_draft
 from outrider.errors import OutriderError, PeerLost
 from outrider.model_service.server import RunningModelService
-from outrider.model_service_flags import ModelServiceSettings
 from outrider.rpc.channels import open_channel
 from outrider.rpc.errors import error_from
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub
+from target_service.server import TargetSettings
 from target_service.server import start as start_target
 
 SPEC = spec_of((5, 6, 7), 60, eos=())
 START = {"draft": start_draft, "target": start_target}
+SETTINGS = {"draft": DraftSettings, "target": TargetSettings}
 MESSAGES = {"draft": draft_messages(), "target": target_messages()}
 # A failing example is a handful of messages already, and each takes a round trip to try.
 GARBAGE = settings(
@@ -94,7 +96,9 @@ class Attacked:
 def attacked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     """A service of a tiny model, whose leases end at once."""
     folder = write_tiny_model(tmp_path_factory.mktemp("tiny") / "m", "llama", vocab_size=257, context_len=640)
-    model = ModelServiceSettings(str(folder), dtype="float32", kv_tokens=2048, lease_s=0.001)
+    model = SETTINGS[request.param](
+        str(folder), "127.0.0.1:0", dtype="float32", threads=1, kv_tokens=2048, lease_seconds=0.001
+    )
     with asyncio.Runner() as runner:
         service = runner.run(START[request.param](model))
 

@@ -177,6 +177,18 @@ async def test_prometheus_scrapes_what_compose_serves() -> None:
             assert (ROOT / "deploy" / volume.partition(":")[0]).exists()
 
 
+async def test_prometheus_can_rename_figures_to_vllm_s(live: Live) -> None:
+    """Each that is to be renamed is exported by the gateway or the target."""
+    jobs = yaml.safe_load((MONITORING / "prometheus.yml").read_text())["scrape_configs"]
+    [keep, rename] = next(job for job in jobs if job["job_name"] == "outrider-as-vllm")["metric_relabel_configs"]
+    texts = (live.expositions["gateway"], live.expositions["target"])
+    samples = {sample.name for text in texts for family in families(text).values() for sample in family.samples}
+    replacement = rename["replacement"].replace("$1", r"\1")
+    kept = [re.sub(rename["regex"], replacement, name) for name in samples if re.fullmatch(keep["regex"], name)]
+    wanted = keep["regex"].removeprefix("outrider_(").partition(")")[0].split("|")
+    assert {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in kept} == {f"vllm:{name}" for name in wanted}
+
+
 async def test_the_document_lists_every_metric_and_no_other(live: Live) -> None:
     """docs/observability.md has a row for each family."""
     rows = [

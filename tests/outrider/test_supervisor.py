@@ -243,8 +243,8 @@ async def test_child_ends_with_its_parent() -> None:
 TAKES_A_PORT = """
 import sys
 from outrider import rpc
-from outrider.process import run_service
-run_service("child", lambda: rpc.serve(sys.argv[sys.argv.index("--listen") + 1], {}))
+from outrider.process.run import ProcessSettings, run_service
+run_service("child", lambda _: rpc.serve(sys.argv[sys.argv.index("--listen") + 1], {}), ProcessSettings())
 """
 
 

@@ -104,7 +104,7 @@ async def test_a_link_means_the_same_wherever_it_is_opened(page: Page) -> None:
 
 async def test_a_lost_target_breaks_the_answer_off_in_one_sentence(browser: Browser) -> None:
     """What was said stays, the gateway's sentence stands below it, and the banner says who is away."""
-    patience = {"rest_listen": "127.0.0.1:0", "rebuild_budget_s": 0.3}
+    patience = {"rest_listen": "127.0.0.1:0", "rebuild_budget_seconds": 0.3}
     async with running_stack(draft=None, gateway=patience) as stack, visit(browser, stack.gateway.rest_address) as page:
         await expect(page.locator("#banner")).to_contain_text("No draft is configured")
         await begin(page, 4000)

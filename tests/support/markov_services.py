@@ -375,7 +375,7 @@ async def markov_stack(tokenizer: str, **changes: object) -> AsyncIterator[Marko
     target = TargetServicer(model_pb.SERVICE_ROLE_TARGET, MarkovModel(), digests)
     draft = DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(noise=0.3), digests)
     async with serving(target) as target_address, serving(draft) as draft_address:
-        settings = GatewaySettings(target_address, tokenizer, draft_address, listen="127.0.0.1:0")
+        settings = GatewaySettings(target_address, tokenizer, draft_address, listen="127.0.0.1:0", rest_listen="")
         gateway = await start(replace(settings, **changes))  # type: ignore[arg-type]
         try:
             async with open_channel(gateway.address) as channel:

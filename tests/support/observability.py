@@ -15,7 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 NAME = re.compile(r"[a-z_][a-z0-9_]*")
-ALIAS = re.compile(r"[a-z_]+:[a-z0-9_]+")
 ABBREVIATIONS = frozenset({"s", "ms", "us", "ns", "sec", "b", "kb", "mb", "gb", "tb", "pb", "m", "h", "d"})
 PREFIXES = ("nano", "micro", "milli", "centi", "deci", "deca", "hecto", "kilo", "kibi", "mega", "mibi", "giga", "tera")
 BASE_UNITS = ("seconds", "bytes", "meters", "grams", "volts", "amperes", "joules", "kelvin", "celsius")
@@ -35,13 +34,13 @@ def families(text: str) -> dict[str, Metric]:
     }
 
 
-def findings(text: str, *, aliases: bool = False) -> list[str]:
-    """Everything that is wrong with an exposition. With `aliases`, names may have the colon of another program's."""
+def findings(text: str) -> list[str]:
+    """Everything that is wrong with an exposition."""
     try:
         found = families(text)
     except ValueError as error:
         return [f"does not parse: {error}"]
-    return [*_heads(text), *(said for name, family in found.items() for said in _family(name, family, aliases))]
+    return [*_heads(text), *(said for name, family in found.items() for said in _family(name, family))]
 
 
 def _heads(text: str) -> Iterator[str]:
@@ -54,12 +53,12 @@ def _heads(text: str) -> Iterator[str]:
     yield from (f"{name} comes {count} times" for name, count in series.items() if count > 1)
 
 
-def _family(name: str, family: Metric, aliases: bool) -> Iterator[str]:
+def _family(name: str, family: Metric) -> Iterator[str]:
     if not family.documentation:
         yield f"{name} has no help"
     if family.type not in TYPES:
         yield f"{name} is of no type that Prometheus has: {family.type}"
-    if not (NAME.fullmatch(name) or (aliases and ALIAS.fullmatch(name))):
+    if not NAME.fullmatch(name):
         yield f"{name} is not in snake case, or has a colon"
     if (family.type == "counter") != name.endswith("_total"):
         yield f"{name} ends in _total unless it is a {family.type}"

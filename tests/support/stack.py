@@ -16,12 +16,12 @@ import grpc
 import torch
 import transformers
 
+from draft_service.server import DraftSettings
 from draft_service.server import start as start_draft
 from gateway.server import RunningGateway
 from gateway.server import start as start_gateway
 from gateway.settings import GatewaySettings
 from outrider.client import AsyncClient
-from outrider.model_service_flags import ModelServiceSettings
 from outrider.rpc.channels import open_channel
 from outrider.rpc.errors import error_from
 from outrider.v1 import generation_service_pb2 as pb
@@ -30,6 +30,7 @@ from outrider.v1 import types_pb2
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub
 from support.basics import eventually
+from target_service.server import TargetSettings
 from target_service.server import start as start_target
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
@@ -84,8 +85,8 @@ def request_of(**fields: Any) -> pb.GenerateRequest:
 class RunningStack:
     """A running stack; `target` and `draft` are what the services' own `start` returned, for a look inside."""
 
-    target_settings: ModelServiceSettings
-    draft_settings: ModelServiceSettings | None
+    target_settings: TargetSettings
+    draft_settings: DraftSettings | None
     target: Any = None
     draft: Any = None
     gateway: RunningGateway | None = None
@@ -186,17 +187,17 @@ async def running_stack(
 
     At the end of a test that has not failed, both services must have come to rest, with nothing held and pools whole.
     """
-    base = ModelServiceSettings(target, listen="127.0.0.1:0", dtype=dtype, threads=threads, kv_tokens=kv_tokens)
+    common: dict[str, Any] = {"listen": "127.0.0.1:0", "dtype": dtype, "threads": threads, "kv_tokens": kv_tokens}
     stack = RunningStack(
-        replace(base, **(target_options or {})),
-        replace(base, model=draft, **(draft_options or {})) if draft is not None else None,
+        TargetSettings(target, **common | dict(target_options or {})),
+        DraftSettings(draft, **common | dict(draft_options or {})) if draft is not None else None,
     )
     try:
         stack.target = await start_target(stack.target_settings)
         if draft is not None:
             await stack.start_draft()
         address = stack.draft.address if stack.draft else ""
-        settings = GatewaySettings(stack.target.address, target, address, listen="127.0.0.1:0")
+        settings = GatewaySettings(stack.target.address, target, address, listen="127.0.0.1:0", rest_listen="")
         stack.gateway = await start_gateway(replace(settings, **(gateway or {})))
         yield stack
         await stack.quiet()

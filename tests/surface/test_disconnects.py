@@ -94,7 +94,7 @@ async def leave_at_random(rest: RestStack, number: int) -> str:
 @pytest.mark.surface
 async def test_a_hundred_clients_that_leave() -> None:
     """Queued, in their prompt, in mid-stream, without a stream, by a reset: no place, session or block is left."""
-    async with rest_stack(gateway={"max_requests": PLACES, "queue_len": 2 * NUM_CLIENTS}) as rest:
+    async with rest_stack(gateway={"max_requests": PLACES, "max_queue": 2 * NUM_CLIENTS}) as rest:
         kinds = await asyncio.gather(*(leave_at_random(rest, number) for number in range(NUM_CLIENTS)))
         assert set(kinds) == set(KINDS)
         await rest.quiet()
@@ -104,7 +104,7 @@ async def test_a_hundred_clients_that_leave() -> None:
 @pytest.fixture
 async def narrow() -> AsyncIterator[RestStack]:
     """A gateway with one place and room for some in the queue."""
-    async with rest_stack(gateway={"max_requests": 1, "queue_len": 4}) as running:
+    async with rest_stack(gateway={"max_requests": 1, "max_queue": 4}) as running:
         yield running
 
 
@@ -149,7 +149,7 @@ async def test_who_leaves_the_queue_is_forgotten(narrow: RestStack) -> None:
 async def test_who_does_not_read_is_cut_off() -> None:
     """Its places are free again, its connection is broken, and others read the same as ever meanwhile."""
     fields: dict[str, Any] = {**said("Once"), "max_tokens": 40, "seed": 1, "logprobs": True, "top_logprobs": 2}
-    async with rest_stack(gateway={"client_stall_s": 0.4}) as rest:
+    async with rest_stack(gateway={"client_stall_seconds": 0.4}) as rest:
         expected = (await rest.stream(CHAT, **fields)).text()
         flood = {**said("Once"), "max_tokens": 3500, "ignore_eos": True, "n": 8, "logprobs": True, "top_logprobs": 20}
         deaf = await connect(rest, CHAT, {**flood, "stream": True}, room=4096)

@@ -31,7 +31,7 @@ def watched(rest: RestStack, **options: Any) -> tuple[AsyncOpenAI, list[httpx.Re
 @pytest.fixture
 async def rest() -> AsyncIterator[RestStack]:
     """Room for one sample, and for one request in the queue."""
-    async with rest_stack(gateway={"max_requests": 1, "queue_len": 1}) as running:
+    async with rest_stack(gateway={"max_requests": 1, "max_queue": 1}) as running:
         yield running
 
 
@@ -120,7 +120,7 @@ async def test_requests_that_can_never_run_are_not_asked_again(rest: RestStack) 
 
 async def test_lost_target_ends_a_stream_with_an_error() -> None:
     """In mid-stream it is an exception with a message, not an end that looks like success."""
-    async with rest_stack(gateway={"rebuild_budget_s": 0.0}) as rest:
+    async with rest_stack(gateway={"rebuild_budget_seconds": 0.0}) as rest:
         client, _ = watched(rest, max_retries=0)
         async with client:
             stream = await client.chat.completions.create(**LONG, extra_body=ENDLESS)

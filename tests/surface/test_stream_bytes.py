@@ -119,7 +119,7 @@ async def test_figures_and_vllm_format_can_fail(rest: RestStack) -> None:
 
 async def test_comments_keep_a_long_prompt_alive() -> None:
     """While the prompt is read, comments come, and nothing but comments; a client's parser does not see them."""
-    async with rest_stack(gateway={"keep_alive_s": 0.01}) as rest:
+    async with rest_stack(gateway={"keep_alive_seconds": 0.01}) as rest:
         prompt = " ".join(OPENINGS * 6)[:5000]
         stream = await rest.stream(CHAT, **said(prompt), max_tokens=4)
         check_stream(stream, is_chat=True)
@@ -141,7 +141,7 @@ async def open_stream(rest: RestStack, **fields: Any) -> tuple[asyncio.StreamRea
 
 async def test_nothing_comes_before_a_place_is_free() -> None:
     """No headers, and so no comment, while a request waits: its status is not known yet."""
-    async with rest_stack(gateway={"max_requests": 1, "keep_alive_s": 0.002}) as rest:
+    async with rest_stack(gateway={"max_requests": 1, "keep_alive_seconds": 0.002}) as rest:
         running, running_writer = await open_stream(rest, **ENDLESS)
         await running.readuntil(b"data: ")
         waiting, waiting_writer = await open_stream(rest, max_tokens=2)
@@ -162,7 +162,7 @@ async def test_nothing_comes_before_a_place_is_free() -> None:
 @pytest.mark.parametrize("path", PROMPTS)
 async def test_lost_target_is_an_error_without_an_end(path: str) -> None:
     """The last event says what happened, in the form of a refusal; there is no finish reason, usage or end."""
-    async with rest_stack(gateway={"rebuild_budget_s": 0.0}) as rest:
+    async with rest_stack(gateway={"rebuild_budget_seconds": 0.0}) as rest:
         body = {"model": await rest.model(), "stream": True, **PROMPTS[path], **ENDLESS}
         raw = b""
         async with rest.http.stream("POST", path, json={**body, "stream_options": {"include_usage": True}}) as reply:

@@ -91,7 +91,7 @@ async def test_rollbacks_that_wait_are_bounded(
 
 async def test_what_happened_to_leases_is_reported(model: LoadedModel) -> None:
     """An eviction for want of room and an expired lease are told apart by GetModelInfo; a second stop does nothing."""
-    running = await start_with(model, replace(SETTINGS, lease_s=0.05))
+    running = await start_with(model, replace(SETTINGS, lease_seconds=0.05))
     async with channel_to(running.address) as channel:
         client = TargetClient(channel)
         await client.open(spec_of(PROMPT))

@@ -11,7 +11,7 @@ from support.tiny_models import PROMPT, SETTINGS, write_tiny_model
 
 from outrider.errors import PromptTooLong
 from outrider.model_service.server import LoadedModel, RunningModelService
-from outrider.model_service_flags import ModelServiceSettings
+from outrider.model_service.settings import ModelServiceSettings
 from target_service.server import start, start_with
 
 
@@ -41,7 +41,7 @@ async def test_a_broken_stream_leaves_a_lease(
 
 async def test_a_lease_ends_by_itself(model: LoadedModel) -> None:
     """Nobody has to come for the blocks to be freed."""
-    running = await start_with(model, replace(SETTINGS, lease_s=0.05))
+    running = await start_with(model, replace(SETTINGS, lease_seconds=0.05))
     async with channel_to(running.address) as channel:
         client = TargetClient(channel)
         await client.open(spec_of(PROMPT))
@@ -69,7 +69,7 @@ async def test_a_stream_that_was_overtaken_does_no_harm(client: TargetClient, ch
 async def test_a_full_pool_ends_no_session(tmp_path: Path) -> None:
     """What was leased is evicted first; then the sessions take turns, and only what never fits is refused."""
     folder = write_tiny_model(tmp_path / "tiny", "llama", vocab_size=257)
-    running = await start(ModelServiceSettings(str(folder), dtype="float32", kv_tokens=96))
+    running = await start(ModelServiceSettings(str(folder), dtype="float32", threads=1, kv_tokens=96))
     async with channel_to(running.address) as channel:
         leased, first, second, third = (TargetClient(channel) for _ in range(4))
         await leased.open(spec_of(range(1, 48), 96, eos=()))

@@ -91,7 +91,7 @@ async def test_nothing_is_spent_on_a_bad_request(
 
 async def test_those_who_wait_for_a_target_are_bounded(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it is away no more requests are held than run and wait otherwise."""
-    async with markov_stack(tokenizer, max_requests=1, queue_len=1) as stack:
+    async with markov_stack(tokenizer, max_requests=1, max_queue=1) as stack:
         door, _ = door_of(stack)
         with monkeypatch.context() as away:
             away.setattr(stack.gateway.backend.target.links[0], "info", None)
@@ -116,7 +116,7 @@ async def test_an_observer_hears_of_everything_once(tokenizer: str) -> None:
 
 async def test_who_leaves_frees_everything(tokenizer: str) -> None:
     """Leaving in the middle ends both sessions and gives the place to who waits; who leaves the queue had nothing."""
-    async with markov_stack(tokenizer, max_requests=1, queue_len=1) as stack:
+    async with markov_stack(tokenizer, max_requests=1, max_queue=1) as stack:
         door, diary = door_of(stack)
         async with door.open([ask(max_tokens=400)]) as generation:
             await anext(generation.events)

@@ -47,7 +47,7 @@ async def test_a_client_that_leaves_ends_every_sample(tokenizer: str) -> None:
 
 async def test_samples_count_against_the_limit(tokenizer: str) -> None:
     """Beside a running request there is room for as many samples as the gateway has left."""
-    async with markov_stack(tokenizer, max_requests=4, queue_len=0) as stack:
+    async with markov_stack(tokenizer, max_requests=4, max_queue=0) as stack:
         running = stack.generate(request(max_tokens=400, draft_count=0))
         await anext(aiter(running))
         with pytest.raises(Overloaded, match="1 of 4 places are taken and 0 requests wait already"):

@@ -71,7 +71,7 @@ async def test_without_a_draft_the_tokens_are_the_same(tokenizer: str) -> None:
     """A gateway that has no draft, and one whose draft cannot be reached, serve plain rounds with a reason."""
     expected = plain_decoding(MarkovModel(), (3, 5), SEED, 42)[2:]
     for draft in ("", "127.0.0.1:1"):
-        async with markov_stack(tokenizer, draft=draft, draft_wait_s=0.05) as stack:
+        async with markov_stack(tokenizer, draft=draft, draft_wait_seconds=0.05) as stack:
             rounds, completion = await stack.run(request())
             assert tuple(token.token_id for each in rounds for token in each.tokens) == expected
             assert completion.speculation.fallback_rounds == len(rounds) - 2
@@ -90,7 +90,7 @@ async def test_a_draft_of_another_vocabulary_refuses_the_start(tokenizer: str) -
 
 async def test_a_target_that_never_answers_is_named(tokenizer: str) -> None:
     """The wait for the target is bounded; a tokenizer that is not there is refused at once."""
-    settings = GatewaySettings(target="127.0.0.1:1", tokenizer=tokenizer, listen="127.0.0.1:0", target_wait_s=0.1)
+    settings = GatewaySettings("127.0.0.1:1", tokenizer, listen="127.0.0.1:0", rest_listen="", target_wait_seconds=0.1)
     with pytest.raises(NotReady, match=r"target service at 127\.0\.0\.1:1 did not answer"):
         await start(settings)
     with pytest.raises(ModelRefused):
@@ -162,7 +162,7 @@ async def test_a_client_that_leaves_frees_everything(tokenizer: str) -> None:
 
 async def test_more_requests_than_allowed_are_turned_away_at_once(tokenizer: str) -> None:
     """Behind a full queue the answer is RESOURCE_EXHAUSTED; who waits gets the place of a request that has ended."""
-    async with markov_stack(tokenizer, max_requests=1, queue_len=1) as stack:
+    async with markov_stack(tokenizer, max_requests=1, max_queue=1) as stack:
         stack.draft.mischief = {2: Mischief.LATE}
         running = stack.generate(request())
         await running.read()

@@ -33,7 +33,12 @@ async def gateway(client_stall_s: float) -> AsyncIterator[tuple[TargetServicer, 
     target.vocabulary_size = 4096
     async with serving(target) as address:
         settings = GatewaySettings(
-            address, TOKENIZER, listen="127.0.0.1:0", max_requests=1, client_stall_s=client_stall_s
+            address,
+            TOKENIZER,
+            listen="127.0.0.1:0",
+            rest_listen="",
+            max_requests=1,
+            client_stall_seconds=client_stall_s,
         )
         running = await start(settings)
         try:

@@ -8,8 +8,6 @@ import pytest_asyncio
 from support.markov_services import WORDS, MarkovStack, markov_stack
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from gateway.sites import Sites
-
 ORIGIN = "https://page.example"
 
 
@@ -27,7 +25,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def markov(words: str) -> AsyncIterator[MarkovStack]:
     """Four samples run and one request waits at a time."""
-    options = {"rest_listen": "127.0.0.1:0", "max_requests": 4, "queue_len": 1, "sites": Sites((ORIGIN,))}
+    options = {"rest_listen": "127.0.0.1:0", "max_requests": 4, "max_queue": 1, "cors_origins": ORIGIN}
     async with markov_stack(words, **options) as running:
         yield running
 

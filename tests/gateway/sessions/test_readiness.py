@@ -27,7 +27,7 @@ async def test_health_follows_the_target(name: str) -> None:
     target.vocabulary_size = 4096
     async with AsyncExitStack() as life:
         address = await life.enter_async_context(serving(target))
-        gateway = await start(GatewaySettings(address, TOKENIZER, listen="127.0.0.1:0"))
+        gateway = await start(GatewaySettings(address, TOKENIZER, listen="127.0.0.1:0", rest_listen=""))
         channel = open_channel(gateway.address)
         health = health_pb2_grpc.HealthStub(channel)
 

@@ -21,7 +21,7 @@ import target_service
 from outrider.cli import app as commands
 from outrider.cli import main
 from outrider.errors import OutriderError
-from outrider.standard_streams import IO_EXIT_CODE
+from outrider.process.options import IO_EXIT_CODE
 
 DOCS = (Path(__file__).resolve().parents[3] / "docs" / "cli.md").read_text()
 PACKAGES = (outrider, gateway, draft_service, target_service, bench)

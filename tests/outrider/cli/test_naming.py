@@ -20,7 +20,7 @@ from outrider.cli.naming import OPTIONS, SHARED_OPTIONS, in_options
 from outrider.client import GenerationOptions, InvalidRequest, OutriderError, Speculation
 from outrider.client.requests import CALL_OPTIONS
 from outrider.errors import PromptTooLong
-from outrider.option_groups import options_of
+from outrider.process.options import options_of
 
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()")
 PLACES = 4

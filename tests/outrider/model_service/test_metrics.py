@@ -1,4 +1,4 @@
-"""The figures of a service: what its parts count is what a scrape tells, at that moment, and under vLLM's names too."""
+"""The figures of a service: what its parts count is what a scrape tells, at that moment."""
 
 from prometheus_client import generate_latest
 from support.observability import families, findings
@@ -47,9 +47,9 @@ class Device:
     stalled_us = 500_000
 
 
-def exposition(forwards: ForwardCounts, *answers: ComputeTimes, vllm_names: bool = False) -> str:
+def exposition(forwards: ForwardCounts, *answers: ComputeTimes) -> str:
     """What a scrape of a service with these forwards and answers gets."""
-    metrics = ServiceMetrics(FACTS, lambda: COUNTS, forwards, Device(), vllm_names=vllm_names)
+    metrics = ServiceMetrics(FACTS, lambda: COUNTS, forwards, Device())
     for times in answers:
         metrics.observe(times)
     metrics.observe_rollback(0.00002)
@@ -107,12 +107,3 @@ def test_forwards_and_jobs_are_sorted_into_buckets() -> None:
         'outrider_rollback_compute_seconds_bucket{le="2.5e-05",service="target"} 1.0',
     ):
         assert line in lines
-
-
-def test_vllm_s_names_are_there_when_asked_for() -> None:
-    """With the labels that its dashboards expect."""
-    text = exposition(ForwardCounts(), vllm_names=True)
-    assert findings(text, aliases=True) == []
-    assert 'vllm:kv_cache_usage_perc{engine="0",model_name="small",service="target"} 0.25' in text
-    assert "vllm:num_preemptions_total" in text
-    assert "vllm:" not in exposition(ForwardCounts())

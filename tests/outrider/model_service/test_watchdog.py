@@ -71,14 +71,15 @@ async def test_a_stall_is_noticed_at_its_limit(stalled_s: Callable[[float], floa
 
 STUCK = """
 import sys, threading
-from outrider.model_service_flags import ModelServiceSettings
-from outrider.process import run_service
+from outrider.process.run import run_service
 from target_service import server
 from target_service.verifier import Verifier
 
 Verifier.advance = lambda self, tasks: threading.Event().wait()
-settings = ModelServiceSettings(sys.argv[1], kv_tokens=1024, stall_s=0.3)
-run_service("target", lambda: server.start(settings), log_level="error")
+settings = server.TargetSettings(
+    sys.argv[1], "127.0.0.1:0", threads=1, kv_tokens=1024, stall_seconds=0.3, log_level="error"
+)
+run_service("target", server.start, settings)
 """
 
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 from structlog.contextvars import get_contextvars
 
-from outrider import tracing
 from outrider.errors import InvalidRequest
+from outrider.process import tracing
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = {"traceparent": f"00-{TRACE_ID}-00f067aa0ba902b7-01"}

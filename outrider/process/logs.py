@@ -1,4 +1,4 @@
-"""Logs of a process: structured, to stderr, so that stdout belongs to the program. Knows no services.
+"""Logs of a process: structured, to stderr, so that stdout belongs to the program.
 
 In a terminal people read them; anywhere else every line is one JSON object. A line never has the text of a prompt or an
 answer, nor token ids; it has names to find its request by: request_id, session and trace_id. A traceback never shows
@@ -16,12 +16,11 @@ from structlog.contextvars import bind_contextvars, get_contextvars, unbind_cont
 from structlog.tracebacks import ExceptionDictTransformer
 from structlog.typing import Processor
 
-LEVELS = ("debug", "info", "warning", "error")
 SHOWN_ID_LEN = 4
 
 
 def configure(level: str) -> None:
-    """Sets up structlog and the standard library's logging, which grpc uses. `level` is one of LEVELS."""
+    """Sets up structlog and the standard library's logging, which grpc uses; `level` as in LogLevel."""
     number = getattr(logging, level.upper())
     gathering: list[Processor] = [
         structlog.contextvars.merge_contextvars,

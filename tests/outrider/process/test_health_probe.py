@@ -9,7 +9,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from outrider.probe import is_serving
+from outrider.process.health_probe import is_serving
 
 
 @pytest.fixture
@@ -34,7 +34,10 @@ def test_follows_the_health_service(service: tuple[health.HealthServicer, str]) 
 def test_nobody_there() -> None:
     """An address without a server is not serving, and the command says so by its exit code."""
     ended = subprocess.run(
-        [sys.executable, "-m", "outrider.probe", "127.0.0.1:1"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "outrider.process.health_probe", "127.0.0.1:1"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ended.returncode == 69
     assert ended.stderr == "127.0.0.1:1 is not serving.\n"
@@ -42,10 +45,10 @@ def test_nobody_there() -> None:
 
 def test_success_is_exit_code_0(service: tuple[health.HealthServicer, str]) -> None:
     """The command line as a container calls it."""
-    subprocess.run([sys.executable, "-m", "outrider.probe", service[1]], check=True)
+    subprocess.run([sys.executable, "-m", "outrider.process.health_probe", service[1]], check=True)
 
 
 def test_wrong_usage() -> None:
     """No address is wrong usage."""
-    ended = subprocess.run([sys.executable, "-m", "outrider.probe"], capture_output=True, check=False)
+    ended = subprocess.run([sys.executable, "-m", "outrider.process.health_probe"], capture_output=True, check=False)
     assert ended.returncode == 64

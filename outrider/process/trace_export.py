@@ -1,7 +1,7 @@
-"""Sends spans to a collector, by OTLP over gRPC, as the standard variables OTEL_* say. Opens no span.
+"""Sends spans to a collector, by OTLP over gRPC, as the standard variables OTEL_* say.
 
-Needs the extra `otlp`, so it is imported by its name alone; see outrider.tracing. A collector that is away costs spans
-and no request: they wait in a bounded queue, from which a thread of its own sends them.
+Needs the extra `otlp`, so `tracing.configure` imports it by its name. A collector that is away costs spans and no
+request: they wait in a bounded queue, from which a thread of its own sends them.
 """
 
 import os

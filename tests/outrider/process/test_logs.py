@@ -11,14 +11,14 @@ import structlog
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
-from outrider import logs
+from outrider.process import logs
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # The secret is not in the source, which a traceback may show.
 SCRIPT = """
 import logging
 import structlog
-from outrider import logs
+from outrider.process import logs
 
 def handle(request):
     prompt = "".join(("sword", "fish"))

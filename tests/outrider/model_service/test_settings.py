@@ -1,24 +1,16 @@
 """The settings of a service with a model: threads, models and addresses, before anything is loaded."""
 
 import os
-from functools import partial
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from outrider import model_service_flags
 from outrider.engine.ops import native
 from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest, ModelRefused
-from outrider.model_service_flags import (
-    MAX_THREADS,
-    ModelServiceSettings,
-    available_cpus,
-    check_model,
-    model_service_app,
-)
-from outrider.process import Service
+from outrider.model_service.settings import MAX_THREADS, ModelServiceSettings, available_cpus, check_model
+from target_service import __main__
 
 
 def test_a_large_machine_does_not_ask_for_too_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,15 +63,9 @@ def test_the_prefix_cache_can_be_switched_off(
 ) -> None:
     """By flag and by variable, of which the flag wins."""
     given: list[ModelServiceSettings] = []
-
-    async def start(settings: ModelServiceSettings) -> Service:
-        raise AssertionError("nothing is started here")
-
-    def note(role: str, start: "partial[object]", **_: object) -> None:
-        given.extend(start.args)
-
-    monkeypatch.setattr(model_service_flags, "run_service", note)
-    app = model_service_app("target", 0, start)
-    result = CliRunner().invoke(app, ["--model", str(tmp_path), *words], env={"OUTRIDER_PREFIX_CACHE": variable})
+    monkeypatch.setattr(__main__, "run_service", lambda role, start, settings: given.append(settings))
+    result = CliRunner().invoke(
+        __main__.app, ["--model", str(tmp_path), *words], env={"OUTRIDER_PREFIX_CACHE": variable}
+    )
     assert result.exit_code == 0
     assert [settings.prefix_cache for settings in given] == [expected]

@@ -1,4 +1,4 @@
-"""The main of every service: starts it, says where it listens, and stops it in order. Knows no service, and no torch.
+"""The main of every service: starts it, says where it listens, and stops it in order.
 
 Standard output carries one line of JSON, when the service serves; everything else goes to stderr. The first SIGTERM or
 SIGINT, or the end of stdin when that is asked for, drains and exits 0; a second signal exits at once, and so does a
@@ -13,19 +13,18 @@ import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, NoReturn, Protocol
+from typing import Annotated, NoReturn, Protocol, TypeVar
 
 import structlog
-import typer
 
-from outrider import logs, tracing
-from outrider.command_line import between
 from outrider.errors import OutriderError
+from outrider.process import logs, tracing
+from outrider.process.options import Setting, check_settings, within
 from outrider.rpc.channels import DRAIN_S
 
 log = structlog.get_logger()
-
 
 MAX_DRAIN_S = 86_400.0
 
@@ -39,26 +38,24 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
-LogLevelFlag = Annotated[LogLevel, typer.Option("--log-level", envvar="OUTRIDER_LOG_LEVEL", help="What is logged.")]
-StopWithStdinFlag = Annotated[
-    bool,
-    typer.Option(
-        "--stop-with-stdin",
-        envvar="OUTRIDER_STOP_WITH_STDIN",
-        help="Drain and exit 0 when stdin ends, so that the process never outlives its parent.",
-    ),
-]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSettings:
+    """What an operator can set of every service process. Raises InvalidRequest about a value outside its limit."""
+
+    drain_seconds: Annotated[
+        float,
+        Setting("How long what is under way may take to end after the first SIGTERM.", within(0, MAX_DRAIN_S)),
+    ] = DRAIN_S
+    log_level: Annotated[LogLevel, Setting("What is logged.")] = LogLevel.INFO
+    stop_with_stdin: Annotated[
+        bool, Setting("Drain and exit 0 when stdin ends, so that the process never outlives its parent.")
+    ] = False
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
 
-DrainFlag = Annotated[
-    float,
-    typer.Option(
-        "--drain-seconds",
-        callback=between(0, MAX_DRAIN_S),
-        envvar="OUTRIDER_DRAIN_SECONDS",
-        help="How long what is under way may take to end after the first SIGTERM.",
-    ),
-]
+Settings = TypeVar("Settings", bound=ProcessSettings)
 
 
 class Service(Protocol):
@@ -79,24 +76,17 @@ class Service(Protocol):
         ...
 
 
-def run_service(
-    name: str,
-    start: Callable[[], Awaitable[Service]],
-    *,
-    log_level: str = "info",
-    stop_with_stdin: bool = False,
-    drain_s: float = DRAIN_S,
-) -> NoReturn:
-    """Runs a service until it is told to stop, drains it for at most drain_s seconds, and exits with 0.
+def run_service(name: str, start: Callable[[Settings], Awaitable[Service]], settings: Settings) -> NoReturn:
+    """Runs what `start` starts with the settings until it is told to stop, drains it, and exits with 0.
 
     An OutriderError that keeps it from starting is the last line on stderr, one sentence for the operator, and names
     the exit code.
     """
-    logs.configure(log_level)
+    logs.configure(settings.log_level)
     try:
         finish_tracing = tracing.configure(name)
         try:
-            asyncio.run(_run(name, start, stop_with_stdin, drain_s))
+            asyncio.run(_run(name, start, settings))
         finally:
             # Before the sentence below, which has to be the last line.
             finish_tracing()
@@ -117,10 +107,10 @@ def exit_now(code: int) -> NoReturn:
     os._exit(code)
 
 
-async def _run(name: str, start: Callable[[], Awaitable[Service]], stop_with_stdin: bool, drain_s: float) -> None:
+async def _run(name: str, start: Callable[[Settings], Awaitable[Service]], settings: Settings) -> None:
     stop = _StopRequest()
-    stop.listen(with_stdin=stop_with_stdin)
-    starting = asyncio.ensure_future(start())
+    stop.listen(with_stdin=settings.stop_with_stdin)
+    starting = asyncio.ensure_future(start(settings))
     stopping = asyncio.create_task(stop.requested.wait())
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
@@ -134,7 +124,7 @@ async def _run(name: str, start: Callable[[], Awaitable[Service]], stop_with_std
     await stopping
     log.info("draining", service=name, reason=stop.reason)
     try:
-        await service.stop(drain_s)
+        await service.stop(settings.drain_seconds)
     except OutriderError as error:
         log.error("not stopped in order", service=name, reason=error.message)
         # What did not end may keep a thread, for which the interpreter would wait.

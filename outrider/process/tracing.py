@@ -1,4 +1,4 @@
-"""Traces as W3C has them: the spans of a process, and what travels to the next one. Knows no exporter and no RPC.
+"""Traces as W3C has them: the spans of a process, and what travels to the next one.
 
 Without a collector nothing is recorded, and yet a client's trace goes through: what it sent is what the services get,
 and its trace_id is on the lines of the log. No span has text or token ids: of an error only its reason is told, because
@@ -18,10 +18,10 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from outrider.errors import OutriderError
-from outrider.logs import bound
+from outrider.process.logs import bound
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-EXPORTER = "outrider.trace_export"
+EXPORTER = "outrider.process.trace_export"
 # Of 8 KiB that gRPC takes beside a message; calls with more fail at random. W3C asks for 512 to be passed on.
 MAX_STATE_LEN = 4096
 

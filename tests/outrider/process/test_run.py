@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from support.basics import PATIENCE_S
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PREAMBLE = """
 import asyncio, sys
 from outrider import rpc
 from outrider.errors import ModelRefused
-from outrider.process import run_service
+from outrider.process.run import ProcessSettings, run_service
 
 class Service:
     address = "127.0.0.1:1"
@@ -28,7 +28,7 @@ class Service:
 async def draining(): pass
 async def start(): return Service()
 """
-RUN = "\nrun_service('test', lambda: start(), stop_with_stdin='--stop-with-stdin' in sys.argv)\n"
+RUN = "\nrun_service('test', lambda _: start(), ProcessSettings(stop_with_stdin='--stop-with-stdin' in sys.argv))\n"
 
 Child = asyncio.subprocess.Process
 Spawn = Callable[..., "asyncio.Future[Child]"]

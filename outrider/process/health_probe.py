@@ -1,6 +1,6 @@
-"""`python -m outrider.probe HOST:PORT`: exits 0 when the gRPC health service there answers SERVING. For containers.
+"""`python -m outrider.process.health_probe HOST:PORT`: exits 0 when the health service there answers SERVING.
 
-Never imports torch: a probe that takes seconds to start is no probe.
+For containers, so it never imports torch: a probe that takes seconds to start is no probe.
 """
 
 import sys
@@ -29,7 +29,7 @@ def is_serving(address: str, timeout_s: float = TIMEOUT_S) -> bool:
 def main() -> int:
     """The exit code for the command line."""
     if len(sys.argv) != 2:
-        sys.stderr.write("usage: python -m outrider.probe HOST:PORT\n")
+        sys.stderr.write("usage: python -m outrider.process.health_probe HOST:PORT\n")
         return USAGE_EXIT_CODE
     try:
         address = check_address("address", sys.argv[1])

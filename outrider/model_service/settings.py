@@ -1,0 +1,92 @@
+"""Settings of a service with a model, the same for draft and target."""
+
+import os
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from outrider.errors import ModelRefused
+from outrider.model_names import parse
+from outrider.process.options import Setting, above, addresses, check_settings, within
+from outrider.process.run import ProcessSettings
+
+# As many as the compiled kernels' thread pool takes.
+MAX_THREADS = 256
+
+
+def available_cpus() -> int:
+    """CPUs that this process may use, at least 1, and not more than threads can be used."""
+    return min(len(os.sched_getaffinity(0)), MAX_THREADS)
+
+
+def check_model(option: str, model: str, role: str = "target") -> str:
+    """Returns a model that may be a folder or a hub id, and a sized one of this role by its explicit name.
+
+    Raises ModelRefused about a path that is no folder and an unknown preset. The engine says so too, but knows the
+    model only, and not by which option it was named.
+    """
+    sized = parse(model, role)
+    if sized is not None:
+        return sized.name
+    # Unlike Path.expanduser, this leaves the home of a user that does not exist as it is.
+    path = Path(os.path.expanduser(model))
+    # And os.path finds nothing under a name that is too long, where Path raises.
+    looks_like_path = path.is_absolute() or model.startswith((".", "~")) or os.path.exists(path)
+    if not model or (looks_like_path and not os.path.isdir(path)):
+        raise ModelRefused(f"{option} is {model!r}, but must be a folder or the id of a model on the hub", model=model)
+    return model
+
+
+class Dtype(StrEnum):
+    """Types of the weights in memory."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
+Listen = Annotated[str, Setting("Where to serve gRPC; port 0 takes a free one.", addresses(least_port=0))]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelServiceSettings(ProcessSettings):
+    """What an operator can set. A sized model of the service's role goes by its explicit name afterwards.
+
+    Raises InvalidRequest about a value outside its limit, and ModelRefused.
+    """
+
+    role: ClassVar[str] = "target"
+
+    model: Annotated[str, Setting("Folder or hub id of the model, or sized:PRESET.")]
+    listen: Listen = "127.0.0.1:0"
+    device: Annotated[str, Setting("cpu or cuda:N.")] = "cpu"
+    dtype: Annotated[Dtype, Setting("Type of the weights in memory.")] = Dtype.BFLOAT16
+    threads: Annotated[int, Setting("Compute threads.", within(1, MAX_THREADS), default="one for each CPU")] = field(
+        default_factory=available_cpus
+    )
+    kv_tokens: Annotated[
+        int | None, Setting("Tokens that the cache holds.", within(1), default="512 MiB, or one context")
+    ] = None
+    lease_seconds: Annotated[float, Setting("How long a session outlives a broken stream.", within(0))] = 60.0
+    # A forward of 512 rows of a large model on a CPU may take a minute.
+    stall_seconds: Annotated[
+        float,
+        Setting(
+            "A device that has work and finishes none of it for this long is given up, and the process exits with 70.",
+            above(0),
+        ),
+    ] = 120.0
+    prefix_cache: Annotated[
+        bool, Setting("Keep what is cached of ended sessions for those that begin with the same tokens.")
+    ] = True
+    metrics_listen: Annotated[
+        str,
+        Setting(
+            "Where to serve metrics for Prometheus; port 0 takes a free one. Empty: nowhere.",
+            addresses(least_port=0, needed=False),
+        ),
+    ] = ""
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        object.__setattr__(self, "model", check_model("--model", self.model, self.role))

@@ -1,0 +1,101 @@
+"""Figures for Prometheus: a registry of a process, its address of its own, and histograms that are filled elsewhere."""
+
+import asyncio
+import threading
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Self
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, disable_created_metrics, start_http_server
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from outrider.rpc.channels import AddressTaken
+
+Buckets = list[tuple[str, float]]
+"""Upper bounds as Prometheus writes them, each with the number of values up to it; the last is +Inf."""
+
+# When each counter was made doubles the series, and nobody reads it. The library knows one switch for the process.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+def new_registry() -> CollectorRegistry:
+    """A registry of which series can be asked for by name, also those of collectors that look everything up."""
+    return CollectorRegistry(auto_describe=True)
+
+
+def exposition(registry: Collector) -> tuple[bytes, str]:
+    """What a scraper reads as text, and its content type."""
+    encoder, content_type = choose_encoder("")
+    return encoder(registry), content_type
+
+
+@dataclass(frozen=True, slots=True)
+class RunningMetrics:
+    """A server of metrics, with a thread of its own."""
+
+    address: str
+    server: WSGIServer
+    thread: threading.Thread
+
+    async def stop(self) -> None:
+        """Ends the server and its thread."""
+        await asyncio.to_thread(self.server.shutdown)
+        self.server.server_close()
+        await asyncio.to_thread(self.thread.join)
+
+
+def serve_metrics(listen: str, registry: CollectorRegistry) -> RunningMetrics:
+    """Serves on HOST:PORT, where port 0 takes a free one. Raises AddressTaken."""
+    host, _, port = listen.rpartition(":")
+    try:
+        server, thread = start_http_server(int(port), host.strip("[]"), registry)
+    except OSError:
+        raise AddressTaken(f"Cannot listen on {listen}: it is taken, or not an address of this machine.") from None
+    return RunningMetrics(f"{host}:{server.server_port}", server, thread)
+
+
+@dataclass(slots=True)
+class Tally:
+    """A histogram that one thread fills and any thread reads: counts values up to each of the bounds, which rise."""
+
+    bounds: Sequence[float]
+    total: float = 0.0
+    """Sum of the values."""
+    _counts: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._counts = [0] * (len(self.bounds) + 1)
+
+    def add(self, value: float, times: int = 1) -> None:
+        """Counts a value that came so often."""
+        self._counts[bisect_left(self.bounds, value)] += times
+        self.total += times * value
+
+    def add_tally(self, other: Self) -> None:
+        """Counts all that another tally with the same bounds has counted."""
+        self._counts = [mine + theirs for mine, theirs in zip(self._counts, other._counts, strict=True)]
+        self.total += other.total
+
+    @property
+    def count(self) -> int:
+        """How many values there were."""
+        return sum(self._counts)
+
+    @property
+    def buckets(self) -> Buckets:
+        """What was counted so far."""
+        names = [*map(floatToGoString, self.bounds), "+Inf"]
+        return list(zip(names, map(float, accumulate(list(self._counts))), strict=True))
+
+
+def tally_of(numbers: Mapping[int, int], bounds: Sequence[float]) -> Tally:
+    """A tally of whole numbers that were counted one by one: each with how often it came."""
+    tally = Tally(bounds)
+    for number, times in numbers.items():
+        tally.add(number, times)
+    return tally

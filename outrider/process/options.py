@@ -1,0 +1,318 @@
+"""Settings and command lines: each option is declared once, as a field of a frozen dataclass.
+
+A service process has one dataclass of settings, whose fields carry a `Setting`:
+
+    max_queue: Annotated[int, Setting("Requests that may wait.", within(0))] = 64
+
+That is the flag --max-queue, the variable OUTRIDER_MAX_QUEUE (the flag wins), a line of --help, a row of
+docs/options.md, and what `check_settings` refuses, whether a command line or a program makes the settings.
+A command of `outrider` takes groups instead: dataclasses whose fields carry typer's own options.
+"""
+
+import errno
+import inspect
+import math
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import wraps
+from typing import Annotated, Any, ClassVar, NoReturn, Protocol, get_args, get_type_hints, runtime_checkable
+
+import typer
+
+from outrider.errors import InvalidRequest, OutriderError
+from outrider.rpc.channels import check_address
+
+USAGE_EXIT_CODE = 64
+IO_EXIT_CODE = 74
+BROKEN_PIPE_EXIT_CODE = 128 + signal.SIGPIPE
+# What the parser exits with on wrong usage; every other error here has a code of sysexits.h.
+PARSER_EXIT_CODE = 2
+
+NO_OUTPUT = "There is no standard output to write to; leave it open, or redirect it to a file or to /dev/null."
+FULL_OUTPUT = "The output cannot be written: the disk or the quota is full."
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+# What values are checked with begins so, which says nothing to whoever typed the value.
+CHECKER_WORDS = {": Value error, ": ": ", ": Input should be ": ": it must be "}
+
+Command = Callable[..., None]
+Number = int | float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What values an option takes: in words, and a check that raises InvalidRequest, given the flag and the value."""
+
+    words: str
+    check: Callable[[str, Any], None]
+
+
+def within(least: float, most: float = math.inf) -> Limit:
+    """Numbers in [least, most]; None, for an option that was not given, passes.
+
+    typer has ranges of its own, but what it says about them does not name the value.
+    """
+    words = f"in [{least}, {most}]" if most < math.inf else f"at least {least}"
+
+    def check(flag: str, value: Number) -> None:
+        # Not "outside", so that NaN is refused too.
+        if value is not None and not least <= value <= most:
+            raise InvalidRequest(flag, value, words)
+
+    return Limit(words, check)
+
+
+def above(least: float) -> Limit:
+    """Finite numbers of more than `least`."""
+    words = f"more than {least}, and finite"
+
+    def check(flag: str, value: float) -> None:
+        if not least < value < math.inf:
+            raise InvalidRequest(flag, value, words)
+
+    return Limit(words, check)
+
+
+def addresses(*, least_port: int = 1, needed: bool = True, several: bool = False) -> Limit:
+    """HOST:PORT, or several with commas; empty where none is needed."""
+    words = "HOST:PORT" + ", or several with commas" * several + (", or empty" if not needed else "")
+
+    def check(flag: str, text: str) -> None:
+        entries = listed(text) if several else tuple(filter(None, [text]))
+        for entry in entries or ([""] if needed else []):
+            check_address(flag.removeprefix("--").replace("-", "_"), entry, least_port=least_port)
+
+    return Limit(words, check)
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """The entries of a list with commas, in order."""
+    return tuple(entry.strip() for entry in text.split(",") if entry.strip())
+
+
+def between(least: float, most: float = math.inf) -> Callable[[typer.CallbackParam, Number], Number]:
+    """`within` as a callback of typer, for options of commands that have no settings."""
+    limit = within(least, most)
+
+    def check(param: typer.CallbackParam, value: Number) -> Number:
+        limit.check(param.opts[0], value)
+        return value
+
+    return check
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Makes a field of settings an option: its sentence, its limit, and its default in words where that helps."""
+
+    sentence: str
+    limit: Limit | None = None
+    default: str = ""
+
+
+class Group(Protocol):
+    """An instance of any dataclass, whose fields are annotated as options."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A field of settings as users meet it."""
+
+    name: str
+    kind: Any
+    setting: Setting
+    default: Any
+    """MISSING where one must be given."""
+
+    @property
+    def flag(self) -> str:
+        """As it is typed."""
+        return flag_of(self.name)
+
+    @property
+    def variable(self) -> str:
+        """The variable of the environment that is read where the flag is not given."""
+        return f"OUTRIDER_{self.name.upper()}"
+
+    @property
+    def flags(self) -> str:
+        """What the parser takes: a switch that is on by itself can be switched off, another one can be switched on."""
+        return f"{self.flag}/--no-{self.flag[2:]}" if self.default is True else self.flag
+
+    @property
+    def parameter(self) -> inspect.Parameter:
+        """For typer."""
+        limit = self.setting.limit
+        option = typer.Option(
+            self.flags,
+            envvar=self.variable,
+            help=self.setting.sentence + (f" Must be {limit.words}." if limit else ""),
+            show_default=self.setting.default or True,
+        )
+        default = inspect.Parameter.empty if self.default is MISSING else self.default
+        return inspect.Parameter(
+            self.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[self.kind, option]
+        )
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def settings_of(settings: type[Group]) -> list[Option]:
+    """The options of settings; those that every process has, which are keyword-only, come last."""
+    hints = get_type_hints(settings, include_extras=True)
+    found = []
+    for field in sorted(fields(settings), key=lambda field: field.kw_only is True):
+        kind, *notes = get_args(hints[field.name]) or (None,)
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        found += [Option(field.name, kind, note, default) for note in notes if isinstance(note, Setting)]
+    return found
+
+
+def check_settings(settings: Group) -> None:
+    """Raises InvalidRequest about the first value outside its limit; for __post_init__."""
+    for option in settings_of(type(settings)):
+        if option.setting.limit is not None:
+            option.setting.limit.check(option.flag, getattr(settings, option.name))
+
+
+def grouped(command: Command) -> Command:
+    """The command with an option for each field of the dataclasses that it takes; no two may have the same name."""
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, type[Group]] = {
+        each.name: each.annotation
+        for each in signature.parameters.values()
+        if isinstance(each.annotation, type) and is_dataclass(each.annotation)
+    }
+    options = {name: _parameters(group) for name, group in groups.items()}
+
+    @wraps(command)
+    def flat(**values: object) -> None:
+        made = {
+            name: group(**{option.name: values.pop(option.name) for option in options[name]})
+            for name, group in groups.items()
+        }
+        command(**values, **made)
+
+    # What typer reads. A function has no such attribute until somebody sets it, which mypy cannot know.
+    flat.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[option for each in signature.parameters.values() for option in options.get(each.name, [each])]
+    )
+    return flat
+
+
+def _parameters(group: type[Group]) -> list[inspect.Parameter]:
+    """Settings as parameters, or all fields of a group that typer knows itself."""
+    if settings := settings_of(group):
+        return [option.parameter for option in settings]
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=hints[each.name])
+        for each in fields(group)
+    ]
+
+
+def options_of(group: Group, *names: str) -> dict[str, object]:
+    """Fields of a group by the names of their options, all or those named; None where an option was not given."""
+    return {flag_of(name): getattr(group, name) for name in names or tuple(each.name for each in fields(group))}
+
+
+def refuse_together(option: str, value: object, others: Mapping[str, object]) -> None:
+    """Raises InvalidRequest when an option is given with one that has no effect beside it; None means not given."""
+    other = next((name for name, given in others.items() if given is not None), None)
+    if value is not None and other is not None:
+        raise InvalidRequest(other, str(others[other]), f"left out with {option}, where it has no effect")
+
+
+def service_app() -> typer.Typer:
+    """An empty command line of a program, whose help is plain text."""
+    return typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@runtime_checkable
+class ParserError(Protocol):
+    """An error of the parser. Known by its shape, because where its class stands differs between versions of typer."""
+
+    exit_code: int
+    ctx: Any
+
+    def format_message(self) -> str:
+        """What is wrong, in one line or several; nothing where a command is missing, when the help is shown instead."""
+
+
+def parser_sentence(error: ParserError) -> str:
+    """What is wrong, in one line, and where to look how it is done."""
+    told = " ".join(error.format_message().split()) or "No command is given."
+    for words, better in CHECKER_WORDS.items():
+        told = told.replace(words, better)
+    told = told if re.search(r"[.?!]$", told) else f"{told}."
+    fix = f"See `{error.ctx.command_path} --help`." if error.ctx else "See what --help says behind the same command."
+    # What was typed may have characters that would drive the reader's terminal.
+    shown = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in told)
+    return f"{shown} {fix}"
+
+
+def run_app(app: Callable[[], object], prefix: str = "") -> NoReturn:
+    """Runs a command line to its end; an error becomes one sentence, behind the prefix, and its exit code.
+
+    What is neither wrong usage nor an OutriderError nor a lost output is told with its traceback, and exits with 70.
+    Without a standard output nothing starts; one that is full or has lost its reader ends the command.
+    """
+    if sys.stdout is None:
+        sys.exit(_told(prefix + NO_OUTPUT, IO_EXIT_CODE))
+    try:
+        try:
+            code = _exit_code(app, prefix)
+        finally:
+            # Short outputs fail when they are flushed, which the interpreter would do too late to be told well.
+            sys.stdout.flush()
+    except (OSError, SystemExit) as error:
+        # The libraries that write help and tables exit by themselves, with 1, when their reader is gone.
+        lost = error.__context__ if isinstance(error, SystemExit) else error
+        if not _is_lost_output(lost):
+            raise
+        # Keeps the interpreter from writing what is left once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(lost, BrokenPipeError):
+            sys.exit(BROKEN_PIPE_EXIT_CODE)
+        code = _told(prefix + FULL_OUTPUT, IO_EXIT_CODE)
+    sys.exit(code)
+
+
+def _exit_code(app: Callable[[], object], prefix: str) -> int:
+    try:
+        # The parser's own way to tell an error is a box of several lines.
+        ended = app(standalone_mode=False) if isinstance(app, typer.Typer) else app()
+    except OutriderError as error:
+        return _told(prefix + error.message, error.exit_code)
+    except SystemExit as ending:
+        if ending.code != PARSER_EXIT_CODE:
+            raise
+        return USAGE_EXIT_CODE
+    except Exception as error:
+        if isinstance(error, ParserError):
+            return _told(prefix + parser_sentence(error), USAGE_EXIT_CODE)
+        if _is_lost_output(error):
+            raise
+        traceback.print_exc()
+        return _told(f"{prefix}An internal fault; report it with the lines above.", OutriderError.exit_code)
+    # An exit that a command asked for comes back as its code.
+    return ended if isinstance(ended, int) else 0
+
+
+def _is_lost_output(error: BaseException | None) -> bool:
+    """Whether the output cannot be written any more, which is no fault of ours."""
+    return isinstance(error, BrokenPipeError) or (isinstance(error, OSError) and error.errno in FULL)
+
+
+def _told(sentence: str, code: int) -> int:
+    sys.stderr.write(f"{sentence}\n")
+    return code

@@ -1,0 +1,93 @@
+"""What a scraper reads from a process, and histograms that a scrape reads."""
+
+import asyncio
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from prometheus_client import Counter, Gauge, Histogram
+
+from outrider.errors import OutriderError
+from outrider.process.metrics import RunningMetrics, Tally, new_registry, serve_metrics, tally_of
+from outrider.rpc.channels import AddressTaken
+
+OPEN_METRICS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3"
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[RunningMetrics]:
+    """A counter and a gauge on a free port."""
+    registry = new_registry()
+    Counter("asked", "Questions.", registry=registry).inc()
+    Gauge("waiting", "Who waits.", registry=registry).set(3)
+    running = serve_metrics("127.0.0.1:0", registry)
+    try:
+        yield running
+    finally:
+        await running.stop()
+
+
+def lines(running: RunningMetrics, query: str = "", accept: str = "") -> list[str]:
+    """The samples."""
+    request = urllib.request.Request(f"http://{running.address}/metrics{query}", headers={"accept": accept})
+    with urllib.request.urlopen(request) as answer:
+        wanted = "application/openmetrics-text" if accept == OPEN_METRICS else "text/plain"
+        assert answer.headers["content-type"].startswith(f"{wanted}; version=")
+        return [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
+
+
+@pytest.mark.parametrize("accept", ["", "text/plain", OPEN_METRICS])
+async def test_all_formats_have_the_same_samples(accept: str) -> None:
+    """And nothing says when it was made."""
+    async with served() as running:
+        assert lines(running, accept=accept) == ["asked_total 1.0", "waiting 3.0"]
+
+
+async def test_some_series_can_be_asked_for_by_name() -> None:
+    """As Prometheus's clients do, also of collectors that do not tell their names."""
+    async with served() as running:
+        assert lines(running, "?name[]=waiting") == ["waiting 3.0"]
+        assert lines(running, "?name[]=nothing") == []
+
+
+async def test_a_taken_address_is_one_sentence() -> None:
+    """It names the address."""
+    async with served() as running:
+        with pytest.raises(OutriderError, match=f"Cannot listen on {running.address}"):
+            serve_metrics(running.address, new_registry())
+
+
+def test_a_tally_counts_as_prometheus_does() -> None:
+    """The same values in the same buckets, bounds included, as in the library's own histogram."""
+    registry = new_registry()
+    theirs, ours = Histogram("a", "A.", buckets=(1, 2, 5), registry=registry), Tally((1, 2, 5))
+    for value in (0.5, 1, 1.5, 2, 4, 6, 0):
+        theirs.observe(value)
+        ours.add(value)
+    samples = next(iter(registry.collect())).samples
+    assert ours.buckets == [(sample.labels["le"], sample.value) for sample in samples if sample.name == "a_bucket"]
+    assert (ours.count, ours.total) == (7, 15)
+
+
+def test_tallies_add_up() -> None:
+    """Numbers that were counted one by one, and the sum of two tallies."""
+    one, other = tally_of({1: 3, 4: 2}, (1, 2)), tally_of({2: 1}, (1, 2))
+    one.add_tally(other)
+    assert one.buckets == [("1.0", 3), ("2.0", 4), ("+Inf", 6)]
+    assert one.total == 13
+
+
+async def test_metrics_are_served_and_an_address_is_taken_once() -> None:
+    """On a free port, without the time at which each counter was made; a second server on it is refused."""
+    registry = new_registry()
+    Counter("a_bag", "B.", registry=registry)
+    running = serve_metrics("127.0.0.1:0", registry)
+    try:
+        with await asyncio.to_thread(urllib.request.urlopen, f"http://{running.address}/metrics") as answer:
+            assert answer.read().decode().splitlines()[2:] == ["a_bag_total 0.0"]
+        with pytest.raises(AddressTaken):
+            serve_metrics(running.address, registry)
+    finally:
+        await running.stop()
+        await running.stop()
