@@ -20,7 +20,7 @@ from bench.engine_loop import spec_of
 from bench.session_streams import TargetStream
 from outrider import logs
 from outrider.cli import options
-from outrider.cli.stack import choose_models
+from outrider.cli.local_stack import choose_models
 from outrider.command_line import between, run_app, service_app
 from outrider.errors import OutriderError
 from outrider.model_service import load_model_aside

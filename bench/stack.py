@@ -5,11 +5,10 @@ from contextlib import asynccontextmanager
 
 from outrider.cli import options
 from outrider.cli.bench import Cpus
+from outrider.cli.local_stack import Addresses, Stack, Supervisor, choose_models, start_stack
 from outrider.cli.running import Interrupts, note, service_log
-from outrider.cli.stack import Addresses, Stack, choose_models, start_stack
 from outrider.errors import ModelRefused
 from outrider.model_service_flags import Dtype, available_cpus
-from outrider.supervisor import Supervisor
 
 
 def choose_pair(target: str | None, draft: str | None) -> tuple[str, str]:

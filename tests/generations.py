@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from outrider.cli.asking import Ask, Report, Speculation
-from outrider.cli.rendering import View
+from outrider.cli.options import Ask, Report, Speculation
+from outrider.cli.output import View
 from outrider.client import Origin, PromptToken, RejectedToken, Result, Round, RoundFacts, SpeculationFigures, Token
 from outrider.parameters import TokenLogprob
 

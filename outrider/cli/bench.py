@@ -15,7 +15,7 @@ import typer
 
 from outrider.addresses import check_address
 from outrider.cli import options
-from outrider.cli.parsing import INT32_MAX, INT64_MAX, INT64_MIN, parse_draft_count
+from outrider.cli.options import INT32_MAX, INT64_MAX, INT64_MIN, parse_draft_count
 from outrider.cli.running import Interrupts, Work, run
 from outrider.command_line import between, refuse_together
 from outrider.errors import InvalidRequest

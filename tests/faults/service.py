@@ -13,8 +13,8 @@ from typing import Self
 from chaos_proxy import ChaosProxy
 from stack import DRAFT, TARGET, until_quiet
 
+from outrider.cli.local_stack import Launch, ServiceProcess
 from outrider.rpc import open_channel
-from outrider.service_process import Launch, ServiceProcess
 
 MODELS = {"target": TARGET, "draft": DRAFT}
 # Sessions of a service that was given up while it stood still have no other end.

@@ -11,7 +11,7 @@ from helpers import PATIENCE_S
 from session_clients import DraftClient, TargetClient, channel_to
 from tiny_models import TARGET, write_tiny_model
 
-from outrider.service_process import Launch, ServiceProcess
+from outrider.cli.local_stack import Launch, ServiceProcess
 
 Start = Callable[..., "asyncio.Future[ServiceProcess]"]
 

@@ -14,10 +14,10 @@ from helpers import PATIENCE_S, check_empty, eventually, spec_of
 from session_clients import TargetClient, channel_to
 
 from outrider import model_service
+from outrider.cli.local_stack import STOP_GRACE_S
 from outrider.errors import OutriderError
 from outrider.model_service import DEVICE_PATIENCE_S
 from outrider.rpc import DRAIN_S, AddressTaken
-from outrider.service_process import STOP_GRACE_S
 from target_service.server import start
 
 ROOT = Path(__file__).resolve().parents[2]

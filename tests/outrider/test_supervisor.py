@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.service_process import Launch, ServiceFailed, ServiceProcess
-from outrider.supervisor import RestartPolicy, Supervisor
+from outrider.cli.local_stack import Launch, RestartPolicy, ServiceFailed, ServiceProcess, Supervisor
 
 # Binds the port that it was given, says so, and serves until its stdin ends.
 SERVES = """

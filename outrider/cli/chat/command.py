@@ -20,11 +20,10 @@ from outrider.cli.chat.live_screen import LiveScreen
 from outrider.cli.chat.readers import PipeReader, Reader, TerminalReader
 from outrider.cli.chat.screens import JsonScreen, PlainScreen, Screen
 from outrider.cli.chat.talk import Talk
-from outrider.cli.naming import OPTIONS
+from outrider.cli.local_stack import Stack, Supervisor, start_stack
+from outrider.cli.options import OPTIONS
 from outrider.cli.running import failures_told, note, service_log
-from outrider.cli.stack import Stack, start_stack
 from outrider.client import Client, GenerationOptions, OutriderError
-from outrider.supervisor import Supervisor
 
 
 @dataclass(frozen=True, slots=True)

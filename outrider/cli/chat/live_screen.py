@@ -14,8 +14,7 @@ from rich.text import Text
 from outrider.cli.chat.conversation import Turn
 from outrider.cli.chat.screens import ending
 from outrider.cli.chat.status import Progress
-from outrider.cli.rendering import legend, styled
-from outrider.cli.tables import CONTROL_PICTURES
+from outrider.cli.output import CONTROL_PICTURES, legend, styled
 from outrider.client import Event, Round
 
 REFRESHES_PER_S = 12

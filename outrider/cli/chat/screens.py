@@ -6,7 +6,7 @@ from typing import Protocol, TextIO
 
 from outrider.cli.chat.conversation import Turn
 from outrider.cli.chat.status import Progress, result_line
-from outrider.cli.json_view import sample_object
+from outrider.cli.output import sample_object
 from outrider.client import Event, Round
 
 

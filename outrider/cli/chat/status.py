@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from outrider.cli.tables import rule_told
+from outrider.cli.output import rule_told
 from outrider.client import Event, Result, Round, Rule
 
 

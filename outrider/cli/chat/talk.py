@@ -11,7 +11,7 @@ from outrider.cli.chat.commands import Command, Said, help_text, parse, parse_se
 from outrider.cli.chat.conversation import Conversation, Turn, WrongCommand
 from outrider.cli.chat.readers import Reader
 from outrider.cli.chat.screens import Screen
-from outrider.cli.naming import OPTIONS, in_options
+from outrider.cli.options import OPTIONS, in_options
 from outrider.client import Client, GenerationOptions, OutriderError, Result, Stream
 
 HINT = "Ctrl-C again leaves, and so does /quit."

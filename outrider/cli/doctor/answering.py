@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.cli.model_facts import model_facts
+from outrider.cli.output import model_facts
 from outrider.errors import OutriderError
 from outrider.rpc import open_channel
 

@@ -6,11 +6,9 @@ from dataclasses import dataclass, replace
 from outrider.cli.doctor import clock, engine, gateway, memory, models, ports, selftest, threads, versions
 from outrider.cli.doctor.findings import SOFTWARE, Finding, exit_code, failed, skipped
 from outrider.cli.doctor.report import Report
+from outrider.cli.local_stack import ServiceFailed, Stack, Supervisor, start_stack
 from outrider.cli.running import SYSEXITS, Interrupts, Work
-from outrider.cli.stack import Stack, start_stack
 from outrider.errors import ModelRefused
-from outrider.service_process import ServiceFailed
-from outrider.supervisor import Supervisor
 
 QUICK_FIX = "Leave out --quick."
 

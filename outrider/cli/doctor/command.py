@@ -10,8 +10,8 @@ from rich.console import Console
 from outrider.cli.doctor.checkup import Checks, Machine, check_gateway, check_machine, examining
 from outrider.cli.doctor.findings import Finding
 from outrider.cli.doctor.report import JsonReport, PlainReport, Report, TerminalReport
+from outrider.cli.output import is_rich
 from outrider.cli.running import Interrupts, run
-from outrider.cli.terminal import is_rich
 
 
 def choose_report(*, as_json: bool) -> Report:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.cli.doctor.findings import CONFIG, SOFTWARE, Finding, failed, gibibytes, ok, skipped, warning
-from outrider.cli.stack import OFFLINE
+from outrider.cli.local_stack import OFFLINE
 
 KERNELS, CUDA, ROWS = "kernels", "cuda", "row invariance"
 COMPILERS = ("cc", "gcc", "clang")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from outrider.cli.doctor.answering import Answerer, who_answers
 from outrider.cli.doctor.findings import UNAVAILABLE, Finding, failed, ok
-from outrider.cli.stack import HOST
+from outrider.cli.local_stack import HOST
 
 CHECK = "ports"
 # What each option's port is for, as `who_answers` names it.

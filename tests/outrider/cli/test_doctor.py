@@ -20,8 +20,8 @@ from outrider.cli.doctor.answering import Answerer
 from outrider.cli.doctor.findings import Finding, Status, failed, ok, skipped, warning
 from outrider.cli.doctor.report import JsonReport, PlainReport, Report, TerminalReport, summary
 from outrider.cli.doctor.selftest import Answered, Outcome
+from outrider.cli.local_stack import Launch, ServiceFailed, ServiceProcess
 from outrider.client import Result, SpeculationFigures
-from outrider.service_process import Launch, ServiceFailed, ServiceProcess
 
 FREE_PORTS = ("--port", "0", "--rest-port", "0", "--draft-port", "0", "--target-port", "0")
 ROOT = Path(__file__).resolve().parents[3]

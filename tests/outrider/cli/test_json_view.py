@@ -5,7 +5,7 @@ import json
 
 from generations import NUMBERED, REJECTED, TEXT, show_two_samples, shown
 
-from outrider.cli.json_view import JsonView
+from outrider.cli.output import JsonView
 
 
 def test_json_is_one_object() -> None:

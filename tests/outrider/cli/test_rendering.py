@@ -6,9 +6,8 @@ from dataclasses import replace
 from generations import NUMBERED, REJECTED, RESULT, TEXT, show_two_samples, shown
 from rich.console import Console
 
-from outrider.cli.asking import Ask, Report
-from outrider.cli.rendering import STYLES, PlainView, TerminalView
-from outrider.cli.tables import figures
+from outrider.cli.options import Ask, Report
+from outrider.cli.output import STYLES, PlainView, TerminalView, figures
 from outrider.client import Origin, Round, Token
 
 

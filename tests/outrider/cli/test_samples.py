@@ -7,7 +7,7 @@ from generations import RESULT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.cli.samples import InOrder
+from outrider.cli.generate import InOrder
 from outrider.client import Result, Round
 
 

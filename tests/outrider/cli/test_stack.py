@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from outrider import embedded_models
-from outrider.cli.stack import Stack, choose_models, gateway_launch, model_launch
+from outrider.cli.local_stack import Stack, choose_models, gateway_launch, model_launch
 from outrider.cli.up import check_ports
 from outrider.embedded_models import embedded_model
 from outrider.errors import ModelRefused, NotReady

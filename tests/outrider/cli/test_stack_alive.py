@@ -17,8 +17,8 @@ import pytest
 from helpers import eventually
 from stack import until_quiet
 
-from outrider.cli.asking import Answer, Ask, Sampling, Speculation
-from outrider.cli.client import generate
+from outrider.cli.generate import generate
+from outrider.cli.options import Answer, Ask, Sampling, Speculation
 from outrider.client import Result, Round
 from outrider.embedded_models import embedded_model
 from outrider.rpc import open_channel

@@ -7,8 +7,7 @@ import pytest
 from generations import RESULT
 from rich.console import Console
 
-from outrider.cli.model_facts import ModelFacts
-from outrider.cli.tables import figures, model_table
+from outrider.cli.output import ModelFacts, figures, model_table
 from outrider.parameters import Acceptance, Rule
 
 

@@ -11,14 +11,19 @@ import pytest
 from helpers import eventually
 from rich.console import Console
 
-from outrider.cli.display import JsonDisplay, LinesDisplay
-from outrider.cli.gateway_counts import GatewayCounts, parse_counts, work_line
-from outrider.cli.live_display import TableDisplay, choose_display
-from outrider.cli.model_facts import ModelFacts
-from outrider.cli.services import Services, memory_bytes
-from outrider.cli.stack import Addresses
-from outrider.cli.terminal import is_rich
-from outrider.supervisor import Change, State
+from outrider.cli.local_stack import Addresses, Change, State
+from outrider.cli.output import ModelFacts, is_rich
+from outrider.cli.up import (
+    GatewayCounts,
+    JsonDisplay,
+    LinesDisplay,
+    Services,
+    TableDisplay,
+    choose_display,
+    memory_bytes,
+    parse_counts,
+    work_line,
+)
 
 FACTS = [ModelFacts("target", "big", 11, "bfloat16", "cpu", 2, "cpu-x", 4096, 100, 16, "127.0.0.1:2")]
 METRICS_PLACES = {"gateway": "127.0.0.1:4", "target": "127.0.0.1:5"}
