@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from outrider.cli.options import Ask, Report, Speculation
+from outrider.cli.options import RequestOptions
 from outrider.cli.output import View
 from outrider.client import Origin, PromptToken, RejectedToken, Result, Round, RoundFacts, SpeculationFigures, Token
 from outrider.parameters import TokenLogprob
@@ -50,7 +50,7 @@ REJECTED = (
 
 def shown(view: View, rounds: tuple[Round, ...] = ROUNDS, *, rejected: bool = False) -> None:
     """Lets a view see a whole generation, in which rejected guesses were asked for or not."""
-    view.begin(Ask("Ask: ", speculation=Speculation(show_rejected=rejected or None)))
+    view.begin("Ask: ", RequestOptions(show_rejected=rejected or None))
     for event in rounds:
         view.show(event)
     view.finish(RESULT)
@@ -59,7 +59,7 @@ def shown(view: View, rounds: tuple[Round, ...] = ROUNDS, *, rejected: bool = Fa
 
 def show_two_samples(view: View) -> None:
     """Lets a view see two samples of the same generation."""
-    view.begin(Ask("Ask: ", report=Report(samples=2)))
+    view.begin("Ask: ", RequestOptions(samples=2))
     for index in range(2):
         for event in ROUNDS:
             view.show(replace(event, sample_index=index))

@@ -30,8 +30,6 @@ LIGHT = (
     "outrider.cli",
     "outrider.client",
     "outrider.probe",
-    "outrider.supervisor",
-    "outrider.service_process",
 )
 # The engine uses these of the house, and itself. The last two hold names, numbers and places of the sized models, which
 # the gateway and the command line need as well, and which therefore cannot lie in the engine.
@@ -45,7 +43,7 @@ ENGINE_MAY_USE = (
 # protobuf stops at the doors.
 PROTOBUF_MODULES = re.compile(
     r"(draft_service|target_service|gateway)\.servicer|gateway\.(links|streams|client_writer|(chat|generation)_messages|\w+_(session|stream))"
-    r"|outrider\.(model_servicer|session_servicer|wire(_\w+)?|rpc|cli\.model_facts|client\.(requests|replies))|outrider\.v1(\..+)?|bench\..+"
+    r"|outrider\.(model_servicer|session_servicer|wire(_\w+)?|rpc|cli\.output|client\.(requests|replies))|outrider\.v1(\..+)?|bench\..+"
 )
 
 
@@ -183,7 +181,7 @@ def test_the_fallback_is_loaded_by_name_alone(modules: dict[str, Module]) -> Non
 
 
 def test_light_processes_never_reach_torch(modules: dict[str, Module]) -> None:
-    """Gateway, command line, supervisor and probe reach neither torch nor the engine by any chain."""
+    """Gateway, command line and probe reach neither torch nor the engine by any chain."""
     assert heavy_chains(modules) == []
 
 

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -103,13 +104,12 @@ async def _until_serving(launch: Launch) -> None:
     """Returns when the health service says SERVING, and all other addresses take connections."""
     async with grpc.aio.insecure_channel(launch.listen, options=QUICK_RECONNECT) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        status = health_pb2.HealthCheckResponse.UNKNOWN
+        status = None
         while status != health_pb2.HealthCheckResponse.SERVING:
-            try:
+            # A connection that breaks says nothing: a child that died is told by its exit code.
+            with suppress(grpc.aio.AioRpcError):
                 status = (await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)).status
-            except grpc.aio.AioRpcError:
-                # A connection that breaks says nothing: a child that died is told by its exit code.
-                await asyncio.sleep(POLL_S)
+            await asyncio.sleep(POLL_S)
     for address in filter(None, launch.further.values()):
         host, _, port = address.rpartition(":")
         while True:

@@ -7,6 +7,7 @@ import asyncio
 import os
 import signal
 import sys
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -59,7 +60,7 @@ class Process:
 
     async def launch(self, listen: str = "127.0.0.1:0") -> str:
         """Starts the process on an address, a free one by default, and returns the address when it serves."""
-        self._process = await ServiceProcess.start(self._launch, listen, self.lines.append)
+        self._process = await ServiceProcess.start(replace(self._launch, listen=listen), self.lines.append)
         self._ending = asyncio.create_task(self._process.wait())
         return self._process.address
 

@@ -14,7 +14,7 @@ async def refusal(*flags: str) -> tuple[int, str, list[str]]:
     lines: list[str] = []
     launch = Launch("gateway", (sys.executable, "-m", "gateway", *flags))
     with pytest.raises(ServiceFailed) as failure:
-        await ServiceProcess.start(launch, "127.0.0.1:0", lines.append)
+        await ServiceProcess.start(launch, lines.append)
     return failure.value.code, failure.value.message, lines
 
 

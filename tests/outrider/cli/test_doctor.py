@@ -214,7 +214,7 @@ async def test_variables_of_a_launch_hold_in_its_process(monkeypatch: pytest.Mon
     script = "import os, sys; sys.exit('offline ' + os.environ['HF_HUB_OFFLINE'])"
     launch = Launch("child", (sys.executable, "-c", script), environment={"HF_HUB_OFFLINE": "1"})
     with pytest.raises(ServiceFailed, match="offline 1"):
-        await ServiceProcess.start(launch, launch.listen, lambda _line: None)
+        await ServiceProcess.start(launch, lambda _line: None)
 
 
 def test_only_an_answer_shows_that_it_works() -> None:

@@ -1,23 +1,30 @@
-"""What `outrider up` shows of a stack: events, the live table, figures of the gateway. Starts no stack."""
+"""What `outrider up` shows of a stack: events, the live table, figures of the gateway; and a whole life as JSON."""
 
 import asyncio
 import io
 import json
+import os
+import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 from helpers import eventually
 from rich.console import Console
 
+from outrider.cli.doctor.answering import rest_text
 from outrider.cli.local_stack import Addresses, Change, State
 from outrider.cli.output import ModelFacts, is_rich
 from outrider.cli.up import (
     GatewayCounts,
     JsonDisplay,
     LinesDisplay,
-    Services,
+    ServiceViews,
     TableDisplay,
     choose_display,
     memory_bytes,
@@ -81,7 +88,7 @@ def test_a_pipe_gets_lines_and_json_what_asks_for_it() -> None:
 
 def test_a_service_that_came_back_counts_as_restarted() -> None:
     """Its first start does not, and it keeps its address while it is away."""
-    services = Services()
+    services = ServiceViews()
     for change in (*LIFE, *DEATH[:1]):
         services.apply(change)
     view = services["target"]
@@ -93,7 +100,7 @@ def test_a_service_that_came_back_counts_as_restarted() -> None:
     )
     for change in DEATH[1:]:
         services.apply(change)
-    assert (view.restarts, [each.name for each in services]) == (1, ["target", "gateway"])
+    assert (view.restarts, list(services)) == (1, ["target", "gateway"])
 
 
 def test_json_tells_every_event_on_a_line_of_its_own() -> None:
@@ -251,3 +258,66 @@ async def test_the_last_table_says_that_everything_has_stopped() -> None:
     last = output.getvalue().rpartition("service")[2]
     assert last.count("stopped") == 2
     assert not any(word in last for word in ("serving", "Ctrl-C", " 7 ", " 8 "))
+
+
+COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()", "up", "--json", "--no-draft")
+FREE_PORTS = ("--port", "0", "--rest-port", "0", "--target-port", "0")
+READY_S, END_S = 120.0, 60.0
+
+
+@dataclass
+class Life:
+    """A running command, whose lines are read one by one."""
+
+    process: asyncio.subprocess.Process
+
+    async def until(self, name: str) -> dict[str, Any]:
+        """Reads to the next event of this name."""
+        assert self.process.stdout is not None
+        while True:
+            event: dict[str, Any] = json.loads(await asyncio.wait_for(self.process.stdout.readline(), READY_S))
+            if event["event"] == name:
+                return event
+
+
+@asynccontextmanager
+async def living() -> AsyncIterator[Life]:
+    """The command while it runs; whatever happens, it does not outlive the test."""
+    pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    process = await asyncio.create_subprocess_exec(*COMMAND, *FREE_PORTS, stdout=pipe, stderr=nothing)
+    try:
+        yield Life(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def check_addresses(serving: dict[str, Any]) -> None:
+    """The page and the metrics are where REST is answered, and the target's metrics can be scraped."""
+    assert serving["models"] == {"target": "target"}
+    assert serving["page"] == f"http://{serving['rest']}/"
+    assert serving["metrics"]["gateway"] == serving["rest"]
+    scraped = await asyncio.to_thread(rest_text, serving["metrics"]["target"], "/metrics", 1 << 20)
+    assert "outrider_kv_blocks" in (scraped or "")
+
+
+async def test_a_life_in_lines() -> None:
+    """Starting, serving with all addresses, a killed gateway that comes back, and everything stopped on SIGTERM."""
+    async with living() as life:
+        until = life.until
+        assert (await until("starting"))["service"] == "target"
+        serving = await until("serving")
+        await check_addresses(serving)
+        os.kill(serving["pids"]["target"], signal.SIGKILL)
+        back = await until("restarted")
+        assert (back["service"], back["metrics"]) == ("target", serving["metrics"]["target"])
+        os.kill(serving["pids"]["gateway"], signal.SIGKILL)
+        assert (await until("died"))["ending"] == "was ended by signal 9"
+        back = await until("restarted")
+        assert (back["service"], back["address"]) == ("gateway", serving["gateway"])
+        assert back["pid"] != serving["pids"]["gateway"]
+        assert (back["rest"], back["metrics"]) == (serving["rest"], serving["rest"])
+        life.process.send_signal(signal.SIGTERM)
+        assert [(await until("stopped"))["service"] for _ in range(2)] == ["gateway", "target"]
+        assert await asyncio.wait_for(life.process.wait(), END_S) == 0
