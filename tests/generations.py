@@ -59,7 +59,7 @@ def shown(view: View, rounds: tuple[Round, ...] = ROUNDS, *, rejected: bool = Fa
 
 def show_two_samples(view: View) -> None:
     """Lets a view see two samples of the same generation."""
-    view.begin("Ask: ", RequestOptions(samples=2))
+    view.begin("Ask: ", RequestOptions(sample_count=2))
     for index in range(2):
         for event in ROUNDS:
             view.show(replace(event, sample_index=index))

@@ -13,7 +13,7 @@ from outrider.cli.chat.command import Chat, chatting
 from outrider.cli.doctor import versions
 from outrider.cli.doctor.checkup import Machine
 from outrider.cli.doctor.command import examine_gateway, examine_machine
-from outrider.cli.generate import check_chat, check_request, generation, read_prompt, turn_settings
+from outrider.cli.generate import check_chat, check_request, generation, read_prompt
 from outrider.cli.local_stack import Stack, choose_models
 from outrider.cli.output import choose_view
 from outrider.cli.running import note, run
@@ -114,7 +114,7 @@ def chat(
 ) -> None:
     """Talks with the target turn by turn; without a terminal each line of standard input is one turn."""
     _check_idle(models, turn, address)
-    settings = turn_settings(turn)
+    settings = options.settings_of(turn)
     check_chat(system, settings)
     stack = None if address is not None else _stack_alone(models, turn)
     chatting(Chat(settings, system, address, stack, as_json=as_json, rejected=bool(turn.show_rejected)))

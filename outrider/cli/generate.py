@@ -7,10 +7,10 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 
 from outrider.cli.local_stack import Stack, Supervisor, start_stack
-from outrider.cli.options import RequestOptions, TurnOptions, parse_biases, parse_draft_count
+from outrider.cli.options import RequestOptions, settings_of
 from outrider.cli.output import View
 from outrider.cli.running import Interrupts, Work, note, service_log
-from outrider.client import AsyncClient, GenerationOptions, Result, Round, Speculation
+from outrider.client import AsyncClient, GenerationOptions, Result, Round
 from outrider.client.requests import chat_request, generate_request
 from outrider.errors import InvalidRequest, OutriderError
 
@@ -24,56 +24,14 @@ def read_prompt(prompt: str) -> str:
         raise InvalidRequest("prompt", given, "valid UTF-8") from None
 
 
-def turn_settings(options: TurnOptions) -> GenerationOptions:
-    """The options as the client takes them; raises InvalidRequest about a draft count or bias that cannot be read."""
-    return GenerationOptions(
-        max_tokens=options.max_tokens,
-        min_tokens=options.min_tokens,
-        ignore_eos=options.ignore_eos or None,
-        stop=options.stop,
-        stop_token_ids=options.stop_token_ids,
-        banned_words=options.banned_words,
-        seed=options.seed,
-        cache_salt=options.cache_salt,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-        presence_penalty=options.presence_penalty,
-        frequency_penalty=options.frequency_penalty,
-        logit_bias=parse_biases(options.logit_bias or ()),
-        speculation=Speculation(
-            enabled=not options.no_speculation,
-            draft_count=parse_draft_count(options.draft_count),
-            rule=options.rule,
-            drafter=options.drafter or "",
-            lenience=options.lenience,
-            typical_epsilon=options.typical_epsilon,
-            typical_delta=options.typical_delta,
-            return_rounds=bool(options.show_rejected),
-        ),
-    )
-
-
-def request_settings(options: RequestOptions) -> GenerationOptions:
-    """The same with the number of answers, and what comes with them."""
-    return {
-        **turn_settings(options),
-        "sample_count": options.samples,
-        "logprob_count": options.logprobs,
-        "echo": options.echo or None,
-    }
-
-
 def check_request(prompt: str, options: RequestOptions) -> None:
     """Raises InvalidRequest about what cannot be read and PromptTooLong about what no gateway would receive.
 
     So nothing is started for such a request.
     """
-    if options.echo and options.logprobs is None:
+    if options.echo and options.logprob_count is None:
         raise InvalidRequest("--echo", True, "given with --logprobs")
-    generate_request(prompt, request_settings(options))
+    generate_request(prompt, settings_of(options))
 
 
 def check_chat(system: str, settings: GenerationOptions) -> None:
@@ -110,7 +68,7 @@ async def show_generation(address: str, prompt: str, options: RequestOptions, vi
     view.begin(prompt, options)
     in_order = InOrder()
     try:
-        async with AsyncClient(address) as client, client.generate(prompt, **request_settings(options)) as stream:
+        async with AsyncClient(address) as client, client.generate(prompt, **settings_of(options)) as stream:
             async for event in stream:
                 for shown in in_order.take(event):
                     if isinstance(shown, Round):

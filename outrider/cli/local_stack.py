@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 import grpc
@@ -104,22 +103,22 @@ async def _until_serving(launch: Launch) -> None:
     """Returns when the health service says SERVING, and all other addresses take connections."""
     async with grpc.aio.insecure_channel(launch.listen, options=QUICK_RECONNECT) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        status = None
-        while status != health_pb2.HealthCheckResponse.SERVING:
+        while True:
             # A connection that breaks says nothing: a child that died is told by its exit code.
             with suppress(grpc.aio.AioRpcError):
-                status = (await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)).status
+                answer = await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    break
             await asyncio.sleep(POLL_S)
+    # The gateway answers gRPC a moment before REST.
     for address in filter(None, launch.further.values()):
         host, _, port = address.rpartition(":")
         while True:
-            try:
+            with suppress(OSError):
                 _, writer = await asyncio.open_connection(host, int(port))
-            except OSError:
-                await asyncio.sleep(POLL_S)
-            else:
                 writer.close()
                 break
+            await asyncio.sleep(POLL_S)
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
@@ -160,11 +159,15 @@ class ServiceProcess:
         Raises ServiceFailed with the child's own last sentence when it ends first, or when the time is up.
         """
         launch = launch.on_chosen_ports()
-        pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-        environment = {**CHILD_DEFAULTS, **os.environ, **launch.environment}
+        pipe, environment = asyncio.subprocess.PIPE, {**CHILD_DEFAULTS, **os.environ, **launch.environment}
         # A session of its own, so that Ctrl-C in the terminal reaches the parent alone and services stop in order.
         process = await asyncio.create_subprocess_exec(
-            *launch.argv, stdin=pipe, stdout=nothing, stderr=pipe, start_new_session=True, env=environment
+            *launch.argv,
+            stdin=pipe,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=pipe,
+            start_new_session=True,
+            env=environment,
         )
         service = cls(launch, process, log)
         try:
@@ -306,9 +309,7 @@ class Supervisor:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     async def start(self, *launches: Launch) -> list[str]:

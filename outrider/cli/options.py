@@ -7,14 +7,16 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Annotated, TypeVar, get_type_hints
+from typing import Annotated, TypeVar, cast
 
 import typer
+from typer.main import get_command
 
-from outrider.client import Speculation
+from outrider.client import GenerationOptions, Speculation
 from outrider.command_line import between
 from outrider.errors import InvalidRequest, OutriderError, PromptTooLong
 from outrider.model_service_flags import MAX_THREADS, Dtype
+from outrider.option_groups import grouped
 from outrider.parameters import MAX_LOGPROB_COUNT, MAX_SAMPLES, SETTINGS, Rule, SamplingParameters
 from outrider.wire_proposal import MAX_SUPPORT
 
@@ -23,6 +25,7 @@ AUTO = "auto"
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
+ACCEPTANCE = frozenset(name for names in SETTINGS.values() for name in names)
 T = TypeVar("T")
 
 # Each has a place of its own in the help.
@@ -191,7 +194,10 @@ class TurnOptions:
         int | None, _count(_answer, "Most tokens to generate. Default: 128, or what the context leaves.", least=1)
     ] = None
     min_tokens: Annotated[int | None, _count(_answer, "No end before this many tokens. Default: 0.")] = None
-    ignore_eos: Annotated[bool, _answer("--ignore-eos", help="Take the end of sequence for an ordinary token.")] = False
+    ignore_eos: Annotated[
+        bool | None,
+        _answer("--ignore-eos", help="Take the end of sequence for an ordinary token.", show_default=False),
+    ] = None
     stop: Annotated[
         list[str] | None,
         _texts(_answer, "Text that ends the output, without being part of it. At most 8 times.", "TEXT"),
@@ -306,7 +312,7 @@ class TurnOptions:
 class RequestOptions(TurnOptions):
     """Also how many answers there are, and what comes with them."""
 
-    samples: Annotated[
+    sample_count: Annotated[
         int | None,
         _count(
             partial(_answer, "--samples", "-n"),
@@ -315,36 +321,53 @@ class RequestOptions(TurnOptions):
             most=MAX_SAMPLES,
         ),
     ] = None
-    logprobs: Annotated[
+    logprob_count: Annotated[
         int | None,
         _count(
-            _shown,
+            partial(_shown, "--logprobs"),
             "Each token's log-probability, and those of the N most probable ones there, 0 to 20.",
             most=MAX_LOGPROB_COUNT,
         ),
     ] = None
-    echo: Annotated[bool, _shown("--echo", help="The same of the prompt's tokens; needs --logprobs.")] = False
+    echo: Annotated[
+        bool | None, _shown("--echo", help="The same of the prompt's tokens; needs --logprobs.", show_default=False)
+    ] = None
+
+
+def settings_of(options: TurnOptions) -> GenerationOptions:
+    """The options as the client takes them; raises InvalidRequest about a draft count or bias that cannot be read."""
+    given = {each.name: getattr(options, each.name) for each in fields(options)}
+    speculation = Speculation(
+        enabled=not given.pop("no_speculation"),
+        draft_count=parse_draft_count(given.pop("draft_count")),
+        drafter=given.pop("drafter") or "",
+        return_rounds=bool(given.pop("show_rejected")),
+        **{name: given.pop(name) for name in ("rule", *ACCEPTANCE)},
+    )
+    biases = parse_biases(given.pop("logit_bias") or ())
+    # The other fields are called as the client's.
+    return cast("GenerationOptions", {**given, "logit_bias": biases, "speculation": speculation})
 
 
 # Where the protocol has another name than the command line.
-PROTOCOL_NAMES = {
-    "samples": "sample_count",
-    "logprobs": "logprob_count",
-    "no_speculation": "enabled",
-    "show_rejected": "return_rounds",
-}
-ACCEPTANCE = frozenset(name for names in SETTINGS.values() for name in names)
+PROTOCOL_NAMES = {"no_speculation": "enabled", "show_rejected": "return_rounds"}
 SPECULATION = frozenset(each.name for each in fields(Speculation))
 # Behind the name of a field: which entry of it is at fault, or that the key of one is.
 ENTRY = re.compile(r"(\.-?\d+| key)$")
 
 
+def _command(*, request: RequestOptions) -> None:
+    """A command with all options of a request, to see what they are called."""
+
+
 def _options_by_field() -> dict[str, str]:
     """What the options of a request are called, by the fields as the gateway names them, and as the client does."""
     options = {"address": "--address"}
-    for name, hint in get_type_hints(RequestOptions, include_extras=True).items():
-        [declared] = hint.__metadata__
-        option = next(iter(declared.param_decls or ()), "--" + name.replace("_", "-"))
+    # Only typer itself knows how it makes options from the fields of a group.
+    app = typer.Typer(add_completion=False)
+    app.command()(grouped(_command))
+    for parameter in get_command(app).params:
+        name, option = parameter.name or "", parameter.opts[0]
         field = PROTOCOL_NAMES.get(name, name)
         if field in SamplingParameters.model_fields:
             options |= {f"sampling.{field}": option, field: option}

@@ -133,7 +133,7 @@ class TerminalView(View):
         """Prints the legend, and what is to be continued."""
         self._console.print(legend(rejected=bool(options.show_rejected)), end="\n\n", soft_wrap=True)
         self._put(Text(prompt.translate(CONTROL_PICTURES), "dim"))
-        self._sample.count = options.samples or 1
+        self._sample.count = options.sample_count or 1
 
     def show(self, event: Round) -> None:
         """Prints the tokens."""
@@ -167,7 +167,7 @@ class PlainView(View):
 
     def begin(self, prompt: str, options: RequestOptions) -> None:
         """Takes how many samples there will be."""
-        self._sample.count = options.samples or 1
+        self._sample.count = options.sample_count or 1
 
     def show(self, event: Round) -> None:
         """Writes the round's text."""

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import json
+import re
 import socket
 import sys
 import time
@@ -39,8 +40,9 @@ from outrider.errors import NotReady, OutriderError
 REFRESH_S = 1.0
 MAX_METRICS_BYTES = 1 << 20
 METRIC_PREFIX = "outrider_"
-SPECULATION_PREFIX = "spec_decode_num_"
-PROC = Path("/proc")
+RUNNING, WAITING, DRAFT_COUNT = "num_requests_running", "num_requests_waiting", "current_draft_tokens"
+TOKENS = "generation_tokens_total"
+EVALUATED, ACCEPTED = "spec_decode_num_evaluated_tokens_total", "spec_decode_num_accepted_tokens_total"
 # The word tells it, the colour only helps.
 STYLES = {State.SERVING: "green", State.STARTING: "yellow", State.DIED: "bold red", State.STOPPED: "dim"}
 STORY_PROMPT = "Once upon a time there was a"
@@ -58,8 +60,6 @@ class ServiceView:
     """Empty until it has served once."""
     restarts: int = 0
     model: str = ""
-    ending: str = ""
-    """How the last incarnation ended."""
 
     @property
     def address(self) -> str:
@@ -77,19 +77,16 @@ class ServiceViews(dict[str, ServiceView]):
         view.restarts += change.state is State.SERVING and bool(view.addresses)
         view.state, view.pid = change.state, change.pid
         view.addresses = change.addresses or view.addresses
-        view.ending = change.ending or view.ending
         return view
 
 
 def memory_bytes(pid: int | None) -> int | None:
     """Memory that a process has in use, None when it is gone or the system does not tell."""
     try:
-        text = (PROC / str(pid) / "status").read_text()
+        found = re.search(r"^VmRSS:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     except OSError:
         return None
-    line = next((each for each in text.splitlines() if each.startswith("VmRSS:")), "")
-    words = line.split()
-    return int(words[1]) * 1024 if len(words) == 3 and words[1].isdecimal() else None
+    return int(found[1]) * 1024 if found else None
 
 
 def status_table(services: Iterable[ServiceView], lines: Sequence[str], page: str | None) -> RenderableType:
@@ -111,52 +108,32 @@ def status_table(services: Iterable[ServiceView], lines: Sequence[str], page: st
     return Group(table, *below, Text(hint, "dim"))
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayCounts:
-    """Counters since the gateway's start, and three gauges. `draft_count` is the K of its policy."""
-
-    running: int
-    waiting: int
-    draft_count: int
-    tokens: float
-    draft_tokens: float
-    evaluated_tokens: float
-    accepted_tokens: float
+Counts = Mapping[str, float]
 
 
-def parse_counts(text: str) -> GatewayCounts | None:
-    """Reads the text format of Prometheus; None where it is not that of a gateway."""
+def parse_counts(text: str) -> Counts | None:
+    """Reads the text format of Prometheus, by names without their prefix; None where it is not that of a gateway."""
     try:
-        values = {
+        counts = {
             sample.name.removeprefix(METRIC_PREFIX): sample.value
             for family in text_string_to_metric_families(text)
             for sample in family.samples
             if not sample.labels
         }
-        return GatewayCounts(
-            running=int(values["num_requests_running"]),
-            waiting=int(values["num_requests_waiting"]),
-            draft_count=int(values["current_draft_tokens"]),
-            tokens=values["generation_tokens_total"],
-            draft_tokens=values[f"{SPECULATION_PREFIX}draft_tokens_total"],
-            evaluated_tokens=values[f"{SPECULATION_PREFIX}evaluated_tokens_total"],
-            accepted_tokens=values[f"{SPECULATION_PREFIX}accepted_tokens_total"],
-        )
-    except (KeyError, ValueError):
+    except ValueError:
         return None
+    return counts if counts.keys() >= {RUNNING, WAITING, DRAFT_COUNT, TOKENS, EVALUATED, ACCEPTED} else None
 
 
-def work_line(before: GatewayCounts | None, now: GatewayCounts, seconds: float) -> str:
+def work_line(before: Counts | None, now: Counts, seconds: float) -> str:
     """Who runs and waits, and speed and acceptance since the counts before; acceptance is accepted / evaluated."""
-    parts = [f"{now.running} running", f"{now.waiting} waiting"]
-    if before is not None and seconds > 0 and now.tokens >= before.tokens:
-        parts.append(f"{(now.tokens - before.tokens) / seconds:.0f} tokens/s")
-        evaluated = now.evaluated_tokens - before.evaluated_tokens
+    parts = [f"{now[RUNNING]:.0f} running", f"{now[WAITING]:.0f} waiting"]
+    if before is not None and seconds > 0 and now[TOKENS] >= before[TOKENS]:
+        parts.append(f"{(now[TOKENS] - before[TOKENS]) / seconds:.0f} tokens/s")
+        evaluated = now[EVALUATED] - before[EVALUATED]
         if evaluated > 0:
-            parts.append(f"acceptance rate {(now.accepted_tokens - before.accepted_tokens) / evaluated:.2f}")
-    parts.append(f"K {now.draft_count}")
-    parts.append(f"{now.tokens:,.0f} tokens")
-    return ", ".join(parts)
+            parts.append(f"acceptance rate {(now[ACCEPTED] - before[ACCEPTED]) / evaluated:.2f}")
+    return ", ".join([*parts, f"K {now[DRAFT_COUNT]:.0f}", f"{now[TOKENS]:,.0f} tokens"])
 
 
 def page_of(rest: str | None) -> str | None:
@@ -261,7 +238,7 @@ class TableDisplay(Display):
         self._console = console
         self._services = ServiceViews()
         self._addresses: Addresses | None = None
-        self._counts: GatewayCounts | None = None
+        self._counts: Counts | None = None
         self._counted_s = 0.0
         self._lines: list[str] = []
         self._live: Live | None = None

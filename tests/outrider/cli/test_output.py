@@ -56,7 +56,7 @@ def test_numbers_of_one_sample_do_not_show_up_under_the_next() -> None:
     """The table of each sample has its tokens only, and the prompt's stand once."""
     output, notes = io.StringIO(), io.StringIO()
     view = PlainView(output, notes)
-    view.begin("Ask: ", RequestOptions(samples=2))
+    view.begin("Ask: ", RequestOptions(sample_count=2))
     for index in range(2):
         view.show(replace(NUMBERED[0], sample_index=index, prompt=() if index else NUMBERED[0].prompt))
         view.finish(RESULT)

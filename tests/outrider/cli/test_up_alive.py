@@ -17,8 +17,7 @@ import pytest
 from helpers import eventually
 from stack import until_quiet
 
-from outrider.cli.generate import request_settings
-from outrider.cli.options import RequestOptions
+from outrider.cli.options import RequestOptions, settings_of
 from outrider.client import AsyncClient, Result, Round
 from outrider.embedded_models import embedded_model
 from outrider.rpc import open_channel
@@ -99,7 +98,7 @@ async def running_up(*arguments: str) -> AsyncIterator[Up]:
 
 async def ask(address: str) -> tuple[list[int], Result]:
     """Token ids and result of a request."""
-    async with AsyncClient(address) as client, client.generate(PROMPT, **request_settings(OPTIONS)) as stream:
+    async with AsyncClient(address) as client, client.generate(PROMPT, **settings_of(OPTIONS)) as stream:
         events = [event async for event in stream]
     rounds = [event for event in events if isinstance(event, Round)]
     [result] = [event for event in events if isinstance(event, Result)]
