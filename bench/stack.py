@@ -12,7 +12,7 @@ from outrider.model_service_flags import Dtype, available_cpus
 
 
 def choose_pair(target: str | None, draft: str | None) -> tuple[str, str]:
-    """As outrider.cli.stack.choose_models; raises ModelRefused also when there is no draft for the target."""
+    """As outrider.cli.local_stack.choose_models; raises ModelRefused also when there is no draft for the target."""
     target_model, draft_model = choose_models(target, draft, no_draft=False)
     if draft_model is None:
         raise ModelRefused(f"There is no draft for {target_model}; name one with --draft.", model=target_model)
