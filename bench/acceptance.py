@@ -25,13 +25,13 @@ from bench.acceptance_summary import AcceptanceSummary
 from bench.openings import OPENINGS
 from bench.stack import choose_pair
 from bench.trials import Pair
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
 from outrider import logs
 from outrider.cli import options
 from outrider.cli.bench import JsonFile, Temperatures, parse_temperatures, writable
 from outrider.command_line import between, run_app, service_app
 from outrider.engine.runner import ModelRunner
-from outrider.model_service import load_model
+from outrider.model_service.server import load_model
 from outrider.model_service_flags import Dtype, ModelServiceSettings, available_cpus
 
 MAX_TEXTS = len(OPENINGS)

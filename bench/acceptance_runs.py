@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from bench.hop_bytes import hop_bytes
 from bench.trials import Pair, Readers, Trial
-from outrider.engine.quantise import DEFAULT_TOP_N
+from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N
 from outrider.parameters import Acceptance, Rule
 
 RULES = (

@@ -18,12 +18,12 @@ from bench.plan import Plan
 from bench.progress import steps
 from bench.samples import AUTO, BARE, DRAFT, ONE_BY_ONE, PLAIN, TARGET, Measurements, PingSample, RequestSample, fixed
 from bench.session_streams import DraftStream, TargetStream, one_by_one
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
 from outrider.cli.local_stack import Addresses
 from outrider.client import AsyncClient, Speculation
 from outrider.errors import OutriderError
 from outrider.parameters import SessionSpec
-from outrider.rpc import open_channel
+from outrider.rpc.channels import open_channel
 
 # About as long as a service computes in a round of a small pair: a processor that has nothing to do sleeps in it.
 PAUSE_S = 0.002

@@ -10,13 +10,14 @@ from statistics import median
 import torch
 
 from bench.samples import StepPoint
-from outrider.engine.decoding import Ask, forward_and_draw, reserve
-from outrider.engine.model_config import ModelConfig
-from outrider.engine.runner import Feed, ModelRunner
+from outrider.engine.batching import Feed
+from outrider.engine.models.config import ModelConfig
+from outrider.engine.runner import ModelRunner
+from outrider.engine.sampling.draw import Ask, forward_and_draw, reserve
 from outrider.engine.session import Session
-from outrider.engine.tree import EMPTY, TokenTree
 from outrider.errors import ModelRefused, OutriderError
 from outrider.parameters import SamplingParameters, SessionSpec
+from outrider.token_tree import EMPTY, TokenTree
 from target_service.acceptance import Walk, settle
 from target_service.verifier import commit
 

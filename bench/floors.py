@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from bench.samples import ReadSample
-from outrider.engine.model_config import ModelConfig
+from outrider.engine.models.config import ModelConfig
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 LEAST_BUFFER, LARGEST_BUFFER = 256 << 20, 1 << 30

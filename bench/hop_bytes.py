@@ -5,10 +5,9 @@ Builds the messages that services and gateway build, from the same functions, an
 
 from dataclasses import dataclass
 
-from outrider import wire, wire_proposal
-from outrider.compute_times import ComputeTimes
-from outrider.engine.tree import TokenTree
-from outrider.fencing import Fence
+from outrider.rpc import messages
+from outrider.rpc.fencing import ComputeTimes, Fence
+from outrider.token_tree import TokenTree
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import target_service_pb2 as target_pb
 
@@ -35,8 +34,8 @@ class HopBytes:
 def hop_bytes(tree: TokenTree, base_len: int) -> HopBytes:
     """Of a round that proposes a tree behind base_len tokens, all accepted here and in the round before."""
     request = Fence(SESSION_ID, 9, base_len)
-    fence, answer = wire.fence_message(request), wire.fence_message(request, INSTANCE_ID)
-    proposal, times = wire_proposal.tree_message(tree), wire.times_message(TIMES)
+    fence, answer = messages.fence_message(request), messages.fence_message(request, INSTANCE_ID)
+    proposal, times = messages.tree_message(tree), messages.times_message(TIMES)
     tokens = (*tree.token_ids, *tree.token_ids[-1:])
     verdict = target_pb.Verdict(
         accepted_rows=range(1, len(tree) + 1), next_token_id=tokens[-1], evaluated_count=len(tree)

@@ -9,8 +9,8 @@ from bench.operator_step import OperatorStep
 from bench.plan import Plan
 from bench.samples import DRAFT, TARGET, Measurements, OperatorSample, StepPoint, StepSample
 from bench.summary import CONTEXT_LEN, MEMORY, ModelShape
-from outrider.engine.weights import DTYPES
-from outrider.model_service import LoadedModel, load_model
+from outrider.engine.models.weights import DTYPES
+from outrider.model_service.server import LoadedModel, load_model
 from outrider.model_service_flags import ModelServiceSettings
 
 OPERATOR_ROWS = (1, 5)

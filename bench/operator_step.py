@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench.floors import past_caches
-from outrider.engine.model_config import ModelConfig
+from outrider.engine.models.config import ModelConfig
 
 CONTEXT_LEN = 128
 

@@ -12,19 +12,19 @@ from torch import Tensor
 
 from bench.engine_loop import spec_of
 from draft_service.drafters.model_drafter import ModelDrafter
-from draft_service.drafters.offers import MODEL, noise_of
-from draft_service.drafters.task import DraftTask
-from outrider.compute_times import Meter
-from outrider.engine.drawing import Ask, row_contexts
-from outrider.engine.quantise import quantise
-from outrider.engine.runner import Feed, ModelRunner
-from outrider.engine.sampling import transform
+from draft_service.drafters.task import MODEL, DraftTask, noise_of
+from outrider.engine.batching import Feed
+from outrider.engine.runner import ModelRunner
+from outrider.engine.sampling.draft_distribution import quantise
+from outrider.engine.sampling.draw import Ask, row_contexts
+from outrider.engine.sampling.transforms import transform
 from outrider.engine.session import Session
-from outrider.engine.tree import EMPTY, TokenTree
 from outrider.errors import OutriderError
 from outrider.parameters import Acceptance, SessionSpec
+from outrider.rpc.fencing import Meter
+from outrider.token_tree import EMPTY, TokenTree
 from target_service.acceptance import Walk
-from target_service.decision import decide
+from target_service.rules.batched import decide
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.engine.model_config import ModelConfig
+from outrider.engine.models.config import ModelConfig
 from outrider.errors import InvalidRequest, ModelRefused
-from outrider.sized_presets import Shape
+from outrider.model_names import Shape
 
 ROLES = ("target", "draft")
 

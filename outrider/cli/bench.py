@@ -13,7 +13,6 @@ from typing import Annotated
 
 import typer
 
-from outrider.addresses import check_address
 from outrider.cli import options
 from outrider.cli.options import INT32_MAX, INT64_MAX, INT64_MIN, parse_draft_count
 from outrider.cli.running import Interrupts, Work, run
@@ -21,6 +20,7 @@ from outrider.command_line import between, refuse_together
 from outrider.errors import InvalidRequest
 from outrider.model_service_flags import MAX_THREADS
 from outrider.option_groups import grouped, options_of
+from outrider.rpc.channels import check_address
 
 app = typer.Typer(help="Measures this machine and the whole stack on it.", no_args_is_help=True)
 

@@ -19,10 +19,9 @@ from typing import Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.embedded_models import embedded_model
 from outrider.errors import OutriderError
+from outrider.model_names import embedded_model, parse
 from outrider.model_service_flags import check_model
-from outrider.sized_presets import parse
 
 HOST = "127.0.0.1"
 # Longer than a service takes to drain: it ends by itself, killed is only what hangs.

@@ -18,7 +18,7 @@ from outrider.errors import InvalidRequest, OutriderError, PromptTooLong
 from outrider.model_service_flags import MAX_THREADS, Dtype
 from outrider.option_groups import grouped
 from outrider.parameters import MAX_LOGPROB_COUNT, MAX_SAMPLES, SETTINGS, Rule, SamplingParameters
-from outrider.wire_proposal import MAX_SUPPORT
+from outrider.rpc.messages import MAX_SUPPORT
 
 REST_PORT, GATEWAY_PORT, DRAFT_PORT, TARGET_PORT = 8080, 50050, 50051, 50052
 AUTO = "auto"

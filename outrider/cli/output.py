@@ -15,9 +15,9 @@ from rich.text import Text
 
 from outrider.cli.options import RequestOptions
 from outrider.client import Origin, PromptToken, Result, Round, Token
-from outrider.client.failures import failure
+from outrider.client.calls import failure
 from outrider.parameters import Acceptance, Rule, TokenLogprob
-from outrider.rpc import open_channel
+from outrider.rpc.channels import open_channel
 from outrider.v1 import model_service_pb2
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub
 

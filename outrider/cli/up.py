@@ -22,16 +22,7 @@ from rich.text import Text
 from outrider.cli.doctor.answering import rest_text
 from outrider.cli.doctor.findings import gibibytes
 from outrider.cli.generate import show_generation
-from outrider.cli.local_stack import (
-    HOST,
-    Addresses,
-    Change,
-    Stack,
-    State,
-    Supervisor,
-    metrics_address,
-    start_stack,
-)
+from outrider.cli.local_stack import HOST, Addresses, Change, Stack, State, Supervisor, metrics_address, start_stack
 from outrider.cli.options import RequestOptions
 from outrider.cli.output import ModelFacts, choose_view, is_rich, model_facts, model_line, model_table
 from outrider.cli.running import Interrupts, Work, note, service_log

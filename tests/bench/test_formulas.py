@@ -4,15 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.formulas import (
-    Costs,
-    acceptance_by_position,
-    acceptance_rate,
-    is_divided,
-    parts,
-    predict,
-    tokens_per_round,
-)
+from bench.formulas import Costs, acceptance_by_position, acceptance_rate, is_divided, parts, predict, tokens_per_round
 from bench.samples import RoundSample
 
 COSTS = Costs(verify_ms={1: 10.0, 3: 11.0, 5: 12.0}, draft_ms=0.5, target_ping_ms=1.0, draft_ping_ms=2.0)

@@ -1,7 +1,7 @@
 """bench.prefix: what it measures, and that it finds tokens that differ."""
 
 import pytest
-from tiny_models import write_tiny_model
+from support.tiny_models import write_tiny_model
 
 from bench import prefix
 from bench.prefix import TokensDiffer, measure

@@ -11,11 +11,11 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from chaos_proxy import ChaosProxy
-from stack import DRAFT, TARGET, until_quiet
+from support.network import ChaosProxy
+from support.stack import DRAFT, TARGET, until_quiet
 
 from outrider.cli.local_stack import Launch, ServiceProcess
-from outrider.rpc import open_channel
+from outrider.rpc.channels import open_channel
 
 MODELS = {"target": TARGET, "draft": DRAFT}
 # Sessions of a service that was given up while it stood still have no other end.

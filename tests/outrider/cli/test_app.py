@@ -22,7 +22,7 @@ import target_service
 from outrider.cli import app as commands
 from outrider.cli import main
 from outrider.errors import OutriderError
-from outrider.rpc import MAX_MESSAGE_BYTES
+from outrider.rpc.channels import MAX_MESSAGE_BYTES
 from outrider.standard_streams import IO_EXIT_CODE
 
 DOCS = (Path(__file__).resolve().parents[3] / "docs" / "cli.md").read_text()

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_gateway import scripted_gateway
-from stack import running_stack
+from support.command_line import scripted_gateway
+from support.stack import running_stack
 
 from bench.load import LoadPlan, run
 from outrider.cli.bench import Cpus, Load, check_load

@@ -13,15 +13,14 @@ from dataclasses import replace
 
 import grpc
 import pytest
-from generations import RESULT
 from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_gateway import ScriptedGateway, scripted_gateway
+from support.command_line import RESULT, ScriptedGateway, scripted_gateway
 
 from outrider.cli.generate import InOrder
 from outrider.client import Result, Round
-from outrider.rpc import MAX_MESSAGE_BYTES
+from outrider.rpc.channels import MAX_MESSAGE_BYTES
 from outrider.v1 import types_pb2
 
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()", "generate")

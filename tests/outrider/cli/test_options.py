@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from bad_requests import LONG, RARE, paths
-from stack import RunningStack, running_stack
-from terminals import terminal
+from support.bad_requests import LONG, RARE, paths
+from support.command_line import terminal
+from support.stack import RunningStack, running_stack
 from typer.main import get_command
 
 from outrider.cli.app import app

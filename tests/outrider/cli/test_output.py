@@ -5,8 +5,8 @@ import json
 from dataclasses import replace
 
 import pytest
-from generations import NUMBERED, REJECTED, RESULT, TEXT, show_two_samples, shown
 from rich.console import Console
+from support.command_line import NUMBERED, REJECTED, RESULT, TEXT, show_two_samples, shown
 
 from outrider.cli.options import RequestOptions
 from outrider.cli.output import STYLES, JsonView, ModelFacts, PlainView, TerminalView, figures, model_table

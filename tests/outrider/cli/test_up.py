@@ -14,8 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from helpers import eventually
 from rich.console import Console
+from support.basics import eventually
 
 from outrider.cli.doctor.answering import rest_text
 from outrider.cli.local_stack import Addresses, Change, State

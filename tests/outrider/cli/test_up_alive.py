@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import eventually
-from stack import until_quiet
+from support.basics import eventually
+from support.stack import until_quiet
 
 from outrider.cli.options import RequestOptions, settings_of
 from outrider.client import AsyncClient, Result, Round
-from outrider.embedded_models import embedded_model
-from outrider.rpc import open_channel
+from outrider.model_names import embedded_model
+from outrider.rpc.channels import open_channel
 
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()")
 FREE_PORTS = ("--port", "0", "--rest-port", "0", "--draft-port", "0", "--target-port", "0")
