@@ -19,7 +19,7 @@ from bench.progress import steps
 from bench.samples import AUTO, BARE, DRAFT, ONE_BY_ONE, PLAIN, TARGET, Measurements, PingSample, RequestSample, fixed
 from bench.session_streams import DraftStream, TargetStream, one_by_one
 from gateway.text.tokenizer import Tokenizer
-from outrider.cli.stack import Addresses
+from outrider.cli.local_stack import Addresses
 from outrider.client import AsyncClient, Speculation
 from outrider.errors import OutriderError
 from outrider.parameters import SessionSpec

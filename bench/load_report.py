@@ -7,7 +7,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from outrider.cli.rendering import console_for
+from outrider.cli.output import console_for
 
 SPECULATIVE, PLAIN = "speculative", "plain"
 # Name for people, name in the result, form.

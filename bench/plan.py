@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from bench.samples import AUTO, BARE, ONE_BY_ONE, PLAIN, fixed
-from outrider.cli.stack import Stack
+from outrider.cli.local_stack import Stack
 
 PROMPTS = (
     "Once upon a time there was a miller who had",

@@ -19,7 +19,7 @@ from bench import machine
 from bench.engine_loop import spec_of
 from bench.session_streams import TargetStream
 from outrider.cli import options
-from outrider.cli.stack import choose_models
+from outrider.cli.local_stack import choose_models
 from outrider.errors import OutriderError
 from outrider.model_service.server import load_model_aside
 from outrider.model_service.settings import Dtype, ModelServiceSettings, available_cpus

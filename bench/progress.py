@@ -9,7 +9,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from outrider.cli.terminal import is_rich
+from outrider.cli.output import is_rich
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,10 @@ from bench.progress import steps
 from bench.stack import served, stack_of
 from outrider.cli import options
 from outrider.cli.bench import Cpus, Load, Settings, check_load
-from outrider.cli.naming import SHARED_OPTIONS
-from outrider.cli.parsing import parse_draft_count
+from outrider.cli.local_stack import Stack
+from outrider.cli.options import SHARED_OPTIONS, parse_draft_count
 from outrider.cli.running import Interrupts, Work
 from outrider.cli.running import run as run_work
-from outrider.cli.stack import Stack
 from outrider.errors import OutriderError
 from outrider.process import logs
 from outrider.process.options import grouped, run_app, service_app

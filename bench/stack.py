@@ -5,15 +5,14 @@ from contextlib import asynccontextmanager
 
 from outrider.cli import options
 from outrider.cli.bench import Cpus
+from outrider.cli.local_stack import Addresses, Stack, Supervisor, choose_models, start_stack
 from outrider.cli.running import Interrupts, note, service_log
-from outrider.cli.stack import Addresses, Stack, choose_models, start_stack
 from outrider.errors import ModelRefused
 from outrider.model_service.settings import Dtype, available_cpus
-from outrider.supervisor import Supervisor
 
 
 def choose_pair(target: str | None, draft: str | None) -> tuple[str, str]:
-    """As outrider.cli.stack.choose_models; raises ModelRefused also when there is no draft for the target."""
+    """As outrider.cli.local_stack.choose_models; raises ModelRefused also when there is no draft for the target."""
     target_model, draft_model = choose_models(target, draft, no_draft=False)
     if draft_model is None:
         raise ModelRefused(f"There is no draft for {target_model}; name one with --draft.", model=target_model)

@@ -30,8 +30,8 @@ LIGHT = (
     "outrider.cli",
     "outrider.client",
     "outrider.process.health_probe",
-    "outrider.supervisor",
-    "outrider.service_process",
+    "outrider.cli.local_stack",
+    "outrider.cli.local_stack",
 )
 # The engine uses these of the house, and itself. The last two hold names, numbers and places of the sized models, which
 # the gateway and the command line need as well, and which therefore cannot lie in the engine.

@@ -1,21 +1,20 @@
-"""The commands' signatures, and from options to plain values. Knows nothing about how they are carried out."""
+"""The commands: which options each takes, what of them goes together, and what carries it out."""
 
+import json
+import sys
 from dataclasses import replace
+from typing import Annotated
 
 import typer
 
 from outrider.cli import bench, options
-from outrider.cli.asking import Answer, Ask, JsonTurns, Report, Sampling, Speculation, SystemMessage
 from outrider.cli.chat.command import Chat, chatting
-from outrider.cli.client import call_options, check_ask, check_chat
 from outrider.cli.doctor.command import examine_gateway, examine_machine
-from outrider.cli.generate import choose_view, generation, read_prompt
-from outrider.cli.live_display import choose_display
-from outrider.cli.naming import OPTIONS
+from outrider.cli.generate import check_chat, check_request, generation, read_prompt
+from outrider.cli.local_stack import Stack, choose_models
+from outrider.cli.output import choose_view, installed_versions
 from outrider.cli.running import note, run
-from outrider.cli.stack import Stack, choose_models
-from outrider.cli.up import serving
-from outrider.cli.version import tell
+from outrider.cli.up import choose_display, serving
 from outrider.errors import InvalidRequest, ModelRefused
 from outrider.model_service.settings import Dtype, available_cpus
 from outrider.process.options import grouped, options_of, refuse_together
@@ -23,6 +22,10 @@ from outrider.rpc.channels import check_address
 
 # What is about the draft only.
 DRAFT_OPTIONS = ("draft", "draft_dtype", "top_n")
+# What has no effect on plain decoding.
+SPECULATION_OPTIONS = (
+    *("draft_count", "rule", "lenience", "typical_epsilon", "typical_delta", "drafter", "show_rejected"),
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -31,8 +34,28 @@ app = typer.Typer(
 app.add_typer(bench.app, name="bench")
 
 
+def tell_version(*, as_json: bool) -> None:
+    """Prints our version alone, or as JSON with those of Python and of what computes and carries."""
+    installed = installed_versions()
+    ours = installed.pop("outrider") or "unknown"
+    told = json.dumps({"version": ours, **installed}) if as_json else f"outrider {ours}"
+    sys.stdout.write(f"{told}\n")
+
+
+def _version_and_end(wanted: bool) -> None:
+    """A callback that prints the version and ends."""
+    if wanted:
+        tell_version(as_json=False)
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_version_and_end)
+]
+
+
 @app.callback()
-def main(*, version: options.Version = False) -> None:
+def main(*, version: Version = False) -> None:
     """Speculative decoding as two services and a gateway: faster, and not one token different."""
 
 
@@ -41,7 +64,7 @@ def main(*, version: options.Version = False) -> None:
 def up(
     *,
     models: options.Models,
-    machine: options.Machine,
+    machine: options.MachineOptions,
     no_draft: options.NoDraft = False,
     story: options.Story = False,
     as_json: options.JsonEvents = False,
@@ -59,57 +82,50 @@ def up(
 def generate(
     prompt: options.Prompt,
     *,
-    answer: Answer,
-    sampling: Sampling,
-    speculation: Speculation,
-    report: Report,
+    request: options.RequestOptions,
     models: options.Models,
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:
     """Continues PROMPT; under the default rule with the target's own tokens, whatever the draft does."""
-    _check_idle(models, speculation, address)
-    ask = Ask(read_prompt(prompt), answer, sampling, speculation, report)
-    check_ask(ask)
-    stack = None if address is not None else _stack_alone(models, speculation)
-    run(generation(ask, choose_view(as_json=as_json), address, stack), options=OPTIONS)
+    _check_idle(models, request, address)
+    text = read_prompt(prompt)
+    check_request(text, request)
+    stack = None if address is not None else _stack_alone(models, request)
+    run(generation(text, request, choose_view(as_json=as_json), address, stack), options=options.OPTIONS)
 
 
 @app.command()
 @grouped
 def chat(
     *,
-    system: SystemMessage = "",
-    answer: Answer,
-    sampling: Sampling,
-    speculation: Speculation,
+    system: options.SystemMessage = "",
+    turn: options.TurnOptions,
     models: options.Models,
     address: options.Address = None,
-    as_json: JsonTurns = False,
+    as_json: options.JsonTurns = False,
 ) -> None:
     """Talks with the target turn by turn; without a terminal each line of standard input is one turn."""
-    _check_idle(models, speculation, address)
-    wanted = call_options(answer, sampling, speculation)
-    check_chat(system, wanted)
-    rejected = bool(speculation.show_rejected)
-    stack = None if address is not None else _stack_alone(models, speculation)
-    chatting(Chat(wanted, system, address, stack, as_json=as_json, rejected=rejected))
+    _check_idle(models, turn, address)
+    settings = options.settings_of(turn)
+    check_chat(system, settings)
+    stack = None if address is not None else _stack_alone(models, turn)
+    chatting(Chat(settings, system, address, stack, as_json=as_json, rejected=bool(turn.show_rejected)))
 
 
-def _check_idle(models: options.Models, speculation: Speculation, address: str | None) -> None:
+def _check_idle(models: options.Models, turn: options.TurnOptions, address: str | None) -> None:
     """Raises InvalidRequest about options of a request that have no effect beside others, and a wrong address."""
-    idle = options_of(models, *DRAFT_OPTIONS) | options_of(speculation)
-    plain = idle.pop("--no-speculation")
-    refuse_together("--no-speculation", plain or None, idle)
+    idle = options_of(models, *DRAFT_OPTIONS) | options_of(turn, *SPECULATION_OPTIONS)
+    refuse_together("--no-speculation", turn.no_speculation or None, idle)
     refuse_together("--address", address, options_of(models))
     if address is not None:
         check_address("--address", address)
 
 
-def _stack_alone(models: options.Models, speculation: Speculation) -> Stack:
+def _stack_alone(models: options.Models, turn: options.TurnOptions) -> Stack:
     """The stack that one command starts for itself, on free ports."""
-    alone = options.Machine(port=0, draft_port=0, target_port=0)
-    return replace(_stack(models, alone, speculation=not speculation.no_speculation), rest_port=None)
+    alone = options.MachineOptions(port=0, draft_port=0, target_port=0)
+    return replace(_stack(models, alone, speculation=not turn.no_speculation), rest_port=None)
 
 
 @app.command()
@@ -122,7 +138,7 @@ def doctor(
     as_json: options.JsonReport = False,
     no_draft: options.NoDraft = False,
     models: options.Models,
-    machine: options.Machine,
+    machine: options.MachineOptions,
 ) -> None:
     """Checks this machine and a pair of models, or a running gateway, and says what to change."""
     if address is None:
@@ -140,10 +156,10 @@ def doctor(
 @app.command()
 def version(*, as_json: options.JsonReport = False) -> None:
     """Prints the version of Outrider; as JSON also those of what computes and carries."""
-    tell(as_json=as_json)
+    tell_version(as_json=as_json)
 
 
-def _examined(models: options.Models, machine: options.Machine, *, no_draft: bool) -> Stack | ModelRefused:
+def _examined(models: options.Models, machine: options.MachineOptions, *, no_draft: bool) -> Stack | ModelRefused:
     """What doctor looks at; models that are refused are one of its findings."""
     try:
         return _stack(models, machine, speculation=not no_draft)
@@ -151,7 +167,7 @@ def _examined(models: options.Models, machine: options.Machine, *, no_draft: boo
         return error
 
 
-def _stack(models: options.Models, machine: options.Machine, *, speculation: bool) -> Stack:
+def _stack(models: options.Models, machine: options.MachineOptions, *, speculation: bool) -> Stack:
     """The stack to start. Without speculation there is no use for a draft. Raises ModelRefused."""
     target, draft = choose_models(models.target, models.draft, no_draft=not speculation)
     if draft is None and speculation:

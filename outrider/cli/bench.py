@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from outrider.cli import options
-from outrider.cli.parsing import INT32_MAX, INT64_MAX, INT64_MIN, parse_draft_count
+from outrider.cli.options import INT32_MAX, INT64_MAX, INT64_MIN, parse_draft_count
 from outrider.cli.running import Interrupts, Work, run
 from outrider.errors import InvalidRequest
 from outrider.model_service.settings import MAX_THREADS

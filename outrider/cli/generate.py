@@ -1,22 +1,18 @@
-"""`outrider generate`: one request, to a running gateway or to a stack that lives as long as it. Knows no protobuf."""
+"""`outrider generate`: one request, to a running gateway or to a stack that lives as long as it."""
 
 import asyncio
 import os
 import sys
-from contextlib import aclosing
+from collections import defaultdict, deque
+from collections.abc import Iterator
 
-from rich.console import Console
-
-from outrider.cli.asking import Ask
-from outrider.cli.client import generate
-from outrider.cli.json_view import JsonView
-from outrider.cli.rendering import PlainView, TerminalView, View
+from outrider.cli.local_stack import Stack, Supervisor, start_stack
+from outrider.cli.options import RequestOptions, settings_of
+from outrider.cli.output import View
 from outrider.cli.running import Interrupts, Work, note, service_log
-from outrider.cli.samples import InOrder
-from outrider.cli.stack import Stack, start_stack
-from outrider.client import Round
+from outrider.client import AsyncClient, GenerationOptions, Result, Round
+from outrider.client.requests import chat_request, generate_request
 from outrider.errors import InvalidRequest, OutriderError
-from outrider.supervisor import Supervisor
 
 
 def read_prompt(prompt: str) -> str:
@@ -28,47 +24,73 @@ def read_prompt(prompt: str) -> str:
         raise InvalidRequest("prompt", given, "valid UTF-8") from None
 
 
-def choose_view(*, as_json: bool) -> View:
-    """JSON when asked for; otherwise styles in a terminal, and the bare text into a pipe or file."""
-    if as_json:
-        return JsonView(sys.stdout)
-    if sys.stdout.isatty():
-        return TerminalView(Console(highlight=False))
-    return PlainView(sys.stdout, sys.stderr)
+def check_request(prompt: str, options: RequestOptions) -> None:
+    """Raises InvalidRequest about what cannot be read and PromptTooLong about what no gateway would receive.
+
+    So nothing is started for such a request.
+    """
+    if options.echo and options.logprob_count is None:
+        raise InvalidRequest("--echo", True, "given with --logprobs")
+    generate_request(prompt, settings_of(options))
 
 
-async def show_generation(address: str, ask: Ask, view: View) -> None:
-    """Streams one request into a view. Raises OutriderError."""
-    view.begin(ask)
+def check_chat(system: str, settings: GenerationOptions) -> None:
+    """The same for a conversation, whatever will be said in it."""
+    chat_request([{"role": "system", "content": system}], settings)
+
+
+class InOrder:
+    """Takes the mixed events of several samples and gives them sample by sample, in order of their index.
+
+    The first sample's pass at once. Those of a later one are kept until the samples before it have ended, and from then
+    on pass at once too.
+    """
+
+    def __init__(self) -> None:
+        self._current = 0
+        self._kept: defaultdict[int, deque[Round | Result]] = defaultdict(deque)
+
+    def take(self, event: Round | Result) -> Iterator[Round | Result]:
+        """Yields what may be shown now."""
+        self._kept[event.sample_index].append(event)
+        while self._kept[self._current]:
+            shown = self._kept[self._current].popleft()
+            self._current += isinstance(shown, Result)
+            yield shown
+
+
+async def show_generation(address: str, prompt: str, options: RequestOptions, view: View) -> None:
+    """Streams one request into a view; being cancelled, it cancels the call.
+
+    Raises the OutriderError that the gateway answered, PeerLost when nobody answers, InvalidRequest when it is no
+    gateway that does.
+    """
+    view.begin(prompt, options)
+    in_order = InOrder()
     try:
-        await _show_events(address, ask, view)
+        async with AsyncClient(address) as client, client.generate(prompt, **settings_of(options)) as stream:
+            async for event in stream:
+                for shown in in_order.take(event):
+                    if isinstance(shown, Round):
+                        view.show(shown)
+                    else:
+                        view.finish(shown)
     except (OutriderError, asyncio.CancelledError):
         view.interrupt()
         raise
     view.end()
 
 
-async def _show_events(address: str, ask: Ask, view: View) -> None:
-    in_order = InOrder()
-    async with aclosing(generate(address, ask)) as events:
-        async for event in events:
-            for turn in in_order.take(event):
-                if isinstance(turn, Round):
-                    view.show(turn)
-                else:
-                    view.finish(turn)
-
-
-def generation(ask: Ask, view: View, address: str | None, stack: Stack | None) -> Work:
+def generation(prompt: str, options: RequestOptions, view: View, address: str | None, stack: Stack | None) -> Work:
     """The work of the command: against `address`, or else within a stack of its own."""
 
     async def work(interrupts: Interrupts) -> None:
         if address is not None or stack is None:
-            await show_generation(address or "", ask, view)
+            await show_generation(address or "", prompt, options, view)
             return
         async with Supervisor(note, service_log) as supervisor:
             interrupts.urgent = supervisor.kill
             addresses = await start_stack(supervisor, stack)
-            await show_generation(addresses.gateway, ask, view)
+            await show_generation(addresses.gateway, prompt, options, view)
 
     return work

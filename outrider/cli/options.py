@@ -1,20 +1,97 @@
-"""The options that are not about a request: models, where they run, ports. Knows nothing about what the commands do."""
+"""The options of the commands: their names, ranges and words, how their texts are read, and errors in their names.
 
-from dataclasses import dataclass
+Groups of options are what a command line is parsed into; in those of a request None leaves a field to the gateway.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import Annotated
+from typing import Annotated, TypeVar, cast
 
 import typer
+from typer.main import get_command
 
-from outrider.cli import version
+from outrider.client import GenerationOptions, Speculation
+from outrider.errors import InvalidRequest, OutriderError, PromptTooLong
 from outrider.model_service.settings import MAX_THREADS, Dtype
-from outrider.process.options import between
+from outrider.parameters import MAX_LOGPROB_COUNT, MAX_SAMPLES, SETTINGS, Rule, SamplingParameters
+from outrider.process.options import between, grouped
 from outrider.rpc.messages import MAX_SUPPORT
 
 REST_PORT, GATEWAY_PORT, DRAFT_PORT, TARGET_PORT = 8080, 50050, 50051, 50052
+AUTO = "auto"
+INT32_MAX = 2**31 - 1
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
+ACCEPTANCE = frozenset(name for names in SETTINGS.values() for name in names)
+T = TypeVar("T")
+
+# Each has a place of its own in the help.
 _models = partial(typer.Option, rich_help_panel="The models")
 _machine = partial(typer.Option, rich_help_panel="The machine")
+_answer = partial(typer.Option, rich_help_panel="The answer")
+_sampling = partial(typer.Option, rich_help_panel="Sampling")
+_speculation = partial(typer.Option, rich_help_panel="Speculation")
+_shown = partial(typer.Option, rich_help_panel="What is shown")
+
+
+def _text(param: typer.CallbackParam, value: str | None) -> str | None:
+    """A callback that raises InvalidRequest about bytes that are no UTF-8."""
+    try:
+        (value or "").encode()
+    except UnicodeError:
+        raise InvalidRequest(param.opts[0], (value or "").encode(errors="surrogateescape"), "valid UTF-8") from None
+    return value
+
+
+def _each(check: Callable[[typer.CallbackParam, T], object]) -> Callable[..., list[T] | None]:
+    """A callback that checks every value of an option that may be given several times."""
+
+    def check_all(param: typer.CallbackParam, values: list[T] | None) -> list[T] | None:
+        for value in values or ():
+            check(param, value)
+        return values
+
+    return check_all
+
+
+def _count(option: Callable[..., object], words: str, *, least: int = 0, most: int = INT32_MAX) -> object:
+    """An option with a whole number in [least, most]."""
+    return option(help=words, metavar="N", callback=between(least, most))
+
+
+def _texts(option: Callable[..., object], words: str, metavar: str) -> object:
+    """An option with texts, which may be given several times."""
+    return option(help=words, metavar=metavar, callback=_each(_text))
+
+
+def parse_draft_count(value: str | None) -> int | None:
+    """A count, or None where the gateway chooses; raises InvalidRequest about any other text."""
+    if value is None or value == AUTO:
+        return None
+    # Python's own parser refuses numbers of many digits, with an error of its own.
+    if not value.isascii() or not value.isdecimal() or len(value) > 10 or int(value) > INT32_MAX:
+        raise InvalidRequest("--draft-count", value, f"a number of tokens, or {AUTO}")
+    return int(value)
+
+
+def parse_biases(values: Iterable[str]) -> dict[int, float]:
+    """Biases by token id; raises InvalidRequest about a text that is not ID=BIAS, and about a token that has two."""
+    biases: dict[int, float] = {}
+    for value in values:
+        token_id, _, bias = value.partition("=")
+        try:
+            parsed = int(token_id), float(bias)
+        except ValueError:
+            parsed = -1, 0.0
+        if not 0 <= parsed[0] <= INT32_MAX:
+            raise InvalidRequest("--logit-bias", value, "ID=BIAS, a token id and a number")
+        if parsed[0] in biases:
+            raise InvalidRequest("--logit-bias", value, "the only one of its token")
+        biases[parsed[0]] = parsed[1]
+    return biases
+
 
 Prompt = Annotated[
     str, typer.Argument(help="Text to continue; - reads it from standard input.", metavar="PROMPT", show_default=False)
@@ -25,12 +102,7 @@ Address = Annotated[
         help="Gateway to call. Default: start one with its services, and stop them again.", metavar="HOST:PORT"
     ),
 ]
-Json = Annotated[
-    bool,
-    typer.Option(
-        "--json", help="Print one JSON object at the end instead of the text.", rich_help_panel="What is shown"
-    ),
-]
+Json = Annotated[bool, _shown("--json", help="Print one JSON object at the end instead of the text.")]
 GatewayAddress = Annotated[
     str | None,
     typer.Option(help="Gateway to check, instead of this machine.", metavar="HOST:PORT", show_default=False),
@@ -40,11 +112,12 @@ RestAddress = Annotated[
     typer.Option(help="Where that gateway answers REST, which tells its version.", metavar="HOST:PORT"),
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="Load no model and start no process.")]
+JsonTurns = Annotated[bool, _shown("--json", help="Print one JSON object a turn instead of the text.")]
+SystemMessage = Annotated[
+    str, typer.Option("--system", help="System message of the conversation.", metavar="TEXT", callback=_text)
+]
 JsonReport = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 JsonEvents = Annotated[bool, typer.Option("--json", help="Print one JSON object for each event instead of text.")]
-Version = Annotated[
-    bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=version.eager)
-]
 NoDraft = Annotated[bool, typer.Option("--no-draft", help="Start no draft service: plain decoding.")]
 Story = Annotated[bool, typer.Option("--story", help="Stream one story when everything is up, as a proof of life.")]
 Target = Annotated[
@@ -67,15 +140,9 @@ Draft = Annotated[
 DtypeOption = Annotated[Dtype | None, _models("--dtype", help="Type of the weights. Default: bfloat16.")]
 Threads = Annotated[
     int | None,
-    _machine(
-        help="Compute threads of the target. Default: the number of CPUs.",
-        metavar="N",
-        callback=between(1, MAX_THREADS),
-    ),
+    _count(_machine, "Compute threads of the target. Default: the number of CPUs.", least=1, most=MAX_THREADS),
 ]
-DraftThreads = Annotated[
-    int, _machine(help="Compute threads of the draft.", metavar="N", callback=between(1, MAX_THREADS))
-]
+DraftThreads = Annotated[int, _count(_machine, "Compute threads of the draft.", least=1, most=MAX_THREADS)]
 _port = partial(_machine, metavar="PORT", callback=between(0, 65535))
 
 
@@ -91,17 +158,18 @@ class Models:
     ] = None
     top_n: Annotated[
         int | None,
-        _models(
-            help="Most probable tokens of a draft distribution that travel under ratio, block and lenient. Default: "
+        _count(
+            _models,
+            "Most probable tokens of a draft distribution that travel under ratio, block and lenient. Default: "
             "the draft service's own.",
-            metavar="N",
-            callback=between(1, MAX_SUPPORT),
+            least=1,
+            most=MAX_SUPPORT,
         ),
     ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class MachineOptions:
     """What computes, and where the processes answer."""
 
     device: Annotated[str, _machine(help="Device of the target: cpu or cuda:N.", metavar="DEVICE")] = "cpu"
@@ -115,3 +183,218 @@ class Machine:
     rest_port: Annotated[int, _port(help="Port of the gateway's REST and page; 0 takes a free one.")] = REST_PORT
     draft_port: Annotated[int, _port(help="Port of the draft service; 0 takes a free one.")] = DRAFT_PORT
     target_port: Annotated[int, _port(help="Port of the target service; 0 takes a free one.")] = TARGET_PORT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnOptions:
+    """What every request can ask for, a turn of a conversation too."""
+
+    max_tokens: Annotated[
+        int | None, _count(_answer, "Most tokens to generate. Default: 128, or what the context leaves.", least=1)
+    ] = None
+    min_tokens: Annotated[int | None, _count(_answer, "No end before this many tokens. Default: 0.")] = None
+    ignore_eos: Annotated[
+        bool | None,
+        _answer("--ignore-eos", help="Take the end of sequence for an ordinary token.", show_default=False),
+    ] = None
+    stop: Annotated[
+        list[str] | None,
+        _texts(_answer, "Text that ends the output, without being part of it. At most 8 times.", "TEXT"),
+    ] = None
+    stop_token_ids: Annotated[
+        list[int] | None,
+        _answer(
+            "--stop-token-id",
+            help="Token that ends the output, and is its last. At most 64 times.",
+            metavar="ID",
+            callback=_each(between(0, INT32_MAX)),
+        ),
+    ] = None
+    banned_words: Annotated[
+        list[str] | None,
+        _texts(
+            partial(_answer, "--ban"),
+            "Word that must not occur, with or without a space before it. At most 64 times.",
+            "WORD",
+        ),
+    ] = None
+    seed: Annotated[
+        int | None,
+        _count(_answer, "Seed of the noise. Default: a random one, named at the end.", least=INT64_MIN, most=INT64_MAX),
+    ] = None
+    cache_salt: Annotated[
+        str | None,
+        _answer(
+            help="Only requests with the same salt share what is cached of equal beginnings. Default: none.",
+            metavar="TEXT",
+            callback=_text,
+        ),
+    ] = None
+    temperature: Annotated[
+        float | None,
+        _sampling(help="Divisor of the logits, 0 to 100; 0 takes the most probable token. Default: 1.", metavar="X"),
+    ] = None
+    top_k: Annotated[int | None, _count(_sampling, "Number of most probable tokens kept; 0 keeps all. Default: 0.")] = (
+        None
+    )
+    top_p: Annotated[
+        float | None, _sampling(help="Probability mass kept, above 0 and up to 1. Default: 1.", metavar="X")
+    ] = None
+    min_p: Annotated[
+        float | None,
+        _sampling(help="Least probability kept, as a share of the largest one, 0 to 1. Default: 0.", metavar="X"),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        _sampling(help="Divides the logits of tokens that occurred, above 0 and up to 100. Default: 1.", metavar="X"),
+    ] = None
+    presence_penalty: Annotated[
+        float | None, _sampling(help="Lowers the logits of tokens in the output, -2 to 2. Default: 0.", metavar="X")
+    ] = None
+    frequency_penalty: Annotated[
+        float | None,
+        _sampling(help="The same for each time that the token occurred, -2 to 2. Default: 0.", metavar="X"),
+    ] = None
+    logit_bias: Annotated[
+        list[str] | None,
+        _sampling(help="Added to the logit of a token, -100 to 100. At most 300 times.", metavar="ID=BIAS"),
+    ] = None
+    no_speculation: Annotated[
+        bool, _speculation("--no-speculation", help="Decode plainly; with match the tokens are the same.")
+    ] = False
+    draft_count: Annotated[
+        str | None, _speculation(help="Draft tokens a round. Default: auto, the gateway chooses.", metavar="N|auto")
+    ] = None
+    rule: Annotated[
+        Rule | None,
+        _speculation(
+            help="How the target accepts: match gives the tokens of plain decoding, ratio and block follow its "
+            "distribution, lenient and typical do not. Default: match.",
+            metavar="RULE",
+        ),
+    ] = None
+    lenience: Annotated[
+        float | None,
+        _speculation(
+            help="lenient: factor of the draft's probabilities, above 0 and up to 1. Default: 0.5.", metavar="X"
+        ),
+    ] = None
+    typical_epsilon: Annotated[
+        float | None,
+        _speculation(help="typical: probability that suffices, above 0 and up to 1. Default: 0.09.", metavar="X"),
+    ] = None
+    typical_delta: Annotated[
+        float | None,
+        _speculation(
+            help="typical: share of exp(-entropy) that suffices, above 0 and up to 1. Default: 0.3.", metavar="X"
+        ),
+    ] = None
+    drafter: Annotated[
+        str | None,
+        _speculation(
+            help="How the draft guesses: model, coupled or sampled. Default: its own choice.",
+            metavar="NAME",
+            callback=_text,
+        ),
+    ] = None
+    show_rejected: Annotated[
+        bool | None,
+        _speculation(
+            "--show-rejected",
+            help="Also the guesses that were not kept: struck through in a terminal, and each round with --json.",
+            show_default=False,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions(TurnOptions):
+    """Also how many answers there are, and what comes with them."""
+
+    sample_count: Annotated[
+        int | None,
+        _count(
+            partial(_answer, "--samples", "-n"),
+            "Number of answers, 1 to 8, each with a seed of its own. Default: 1.",
+            least=1,
+            most=MAX_SAMPLES,
+        ),
+    ] = None
+    logprob_count: Annotated[
+        int | None,
+        _count(
+            partial(_shown, "--logprobs"),
+            "Each token's log-probability, and those of the N most probable ones there, 0 to 20.",
+            most=MAX_LOGPROB_COUNT,
+        ),
+    ] = None
+    echo: Annotated[
+        bool | None, _shown("--echo", help="The same of the prompt's tokens; needs --logprobs.", show_default=False)
+    ] = None
+
+
+def settings_of(options: TurnOptions) -> GenerationOptions:
+    """The options as the client takes them; raises InvalidRequest about a draft count or bias that cannot be read."""
+    given = {each.name: getattr(options, each.name) for each in fields(options)}
+    speculation = Speculation(
+        enabled=not given.pop("no_speculation"),
+        draft_count=parse_draft_count(given.pop("draft_count")),
+        drafter=given.pop("drafter") or "",
+        return_rounds=bool(given.pop("show_rejected")),
+        **{name: given.pop(name) for name in ("rule", *ACCEPTANCE)},
+    )
+    biases = parse_biases(given.pop("logit_bias") or ())
+    # The other fields are called as the client's.
+    return cast("GenerationOptions", {**given, "logit_bias": biases, "speculation": speculation})
+
+
+# Where the protocol has another name than the command line.
+PROTOCOL_NAMES = {"no_speculation": "enabled", "show_rejected": "return_rounds"}
+SPECULATION = frozenset(each.name for each in fields(Speculation))
+# Behind the name of a field: which entry of it is at fault, or that the key of one is.
+ENTRY = re.compile(r"(\.-?\d+| key)$")
+
+
+def _command(*, request: RequestOptions) -> None:
+    """A command with all options of a request, to see what they are called."""
+
+
+def _options_by_field() -> dict[str, str]:
+    """What the options of a request are called, by the fields as the gateway names them, and as the client does."""
+    options = {"address": "--address"}
+    # Only typer itself knows how it makes options from the fields of a group.
+    app = typer.Typer(add_completion=False)
+    app.command()(grouped(_command))
+    for parameter in get_command(app).params:
+        name, option = parameter.name or "", parameter.opts[0]
+        field = PROTOCOL_NAMES.get(name, name)
+        if field in SamplingParameters.model_fields:
+            options |= {f"sampling.{field}": option, field: option}
+        elif field in ACCEPTANCE:
+            # The client's settings have fewer levels.
+            options |= {f"speculation.acceptance.{field}": option, f"speculation.{field}": option}
+        else:
+            options[f"speculation.{field}" if field in SPECULATION else field] = option
+    return options
+
+
+OPTIONS: Mapping[str, str] = _options_by_field()
+# What every command that makes requests calls the same: max_tokens is --tokens in the measurements.
+SHARED_OPTIONS: Mapping[str, str] = {path: option for path, option in OPTIONS.items() if path != "max_tokens"}
+
+
+def in_options(error: OutriderError, options: Mapping[str, str]) -> str:
+    """The error's sentence with options for fields, in what it is about and in the limit, and never in the value."""
+
+    def translated(text: str) -> str:
+        # A name without an underscore may as well be an English word.
+        return re.sub(r"\b[a-z]+_[a-z_]+\b", lambda found: options.get(found[0], found[0]), text)
+
+    if isinstance(error, PromptTooLong):
+        return translated(error.message)
+    field, limit = (error.metadata.get(key, "") for key in ("field", "limit"))
+    option = options.get(ENTRY.sub("", field))
+    if option is None or not isinstance(error, InvalidRequest) or not error.message.startswith(field):
+        return error.message
+    value = error.message.removeprefix(field).removesuffix(limit)
+    return option + value + translated(error.message.removeprefix(field + value))

@@ -1,26 +1,322 @@
-"""`outrider up`: the whole stack on this machine, kept alive until a signal comes. Knows nothing about tokens."""
+"""`outrider up`: the whole stack on this machine, kept alive and shown until a signal comes."""
 
 import asyncio
 import errno
+import json
+import re
 import socket
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
 
-from rich.console import Console
+from prometheus_client.parser import text_string_to_metric_families
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
-from outrider.cli.asking import Answer, Ask, Sampling, Speculation
-from outrider.cli.display import Display
-from outrider.cli.generate import choose_view, show_generation
-from outrider.cli.model_facts import model_facts
-from outrider.cli.running import Interrupts, Work
-from outrider.cli.stack import HOST, Stack, start_stack
-from outrider.errors import NotReady
-from outrider.supervisor import Supervisor
+from outrider.cli.doctor.checks import rest_text
+from outrider.cli.doctor.report import gibibytes
+from outrider.cli.generate import show_generation
+from outrider.cli.local_stack import HOST, Addresses, Change, Stack, State, Supervisor, metrics_address, start_stack
+from outrider.cli.options import RequestOptions
+from outrider.cli.output import ModelFacts, choose_view, is_rich, model_facts, model_line, model_table
+from outrider.cli.running import Interrupts, Work, note, service_log
+from outrider.errors import NotReady, OutriderError
 
-STORY = Ask(
-    "Once upon a time there was a",
-    Answer(max_tokens=128, seed=3),
-    Sampling(temperature=0.7),
-    Speculation(draft_count="4"),
-)
+REFRESH_S = 1.0
+MAX_METRICS_BYTES = 1 << 20
+METRIC_PREFIX = "outrider_"
+RUNNING, WAITING, DRAFT_COUNT = "num_requests_running", "num_requests_waiting", "current_draft_tokens"
+TOKENS = "generation_tokens_total"
+EVALUATED, ACCEPTED = "spec_decode_num_evaluated_tokens_total", "spec_decode_num_accepted_tokens_total"
+# The word tells it, the colour only helps.
+STYLES = {State.SERVING: "green", State.STARTING: "yellow", State.DIED: "bold red", State.STOPPED: "dim"}
+STORY_PROMPT = "Once upon a time there was a"
+STORY_OPTIONS = RequestOptions(max_tokens=128, seed=3, temperature=0.7, draft_count="4")
+
+
+@dataclass(slots=True)
+class ServiceView:
+    """One process: its current incarnation, and how often it had to be started again."""
+
+    name: str
+    state: State = State.STARTING
+    pid: int | None = None
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    """Empty until it has served once."""
+    restarts: int = 0
+    model: str = ""
+
+    @property
+    def address(self) -> str:
+        """Where it answers gRPC."""
+        return self.addresses.get("address", "")
+
+
+class ServiceViews(dict[str, ServiceView]):
+    """All processes of a stack by their names, in the order of their start."""
+
+    def apply(self, change: Change) -> ServiceView:
+        """Takes what the supervisor says, and returns what has changed."""
+        view = self.setdefault(change.service, ServiceView(change.service))
+        # Who has an address already has served before.
+        view.restarts += change.state is State.SERVING and bool(view.addresses)
+        view.state, view.pid = change.state, change.pid
+        view.addresses = change.addresses or view.addresses
+        return view
+
+
+def memory_bytes(pid: int | None) -> int | None:
+    """Memory that a process has in use, None when it is gone or the system does not tell."""
+    try:
+        found = re.search(r"^VmRSS:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None
+
+
+def status_table(services: Iterable[ServiceView], lines: Sequence[str], page: str | None) -> RenderableType:
+    """One row a process, and below it the lines and how to end it, unless it has ended. Fits into 80 columns."""
+    table = Table("service", "state", "address", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("pid", "restarts", "memory"):
+        table.add_column(name, justify="right")
+    table.add_column("model", overflow="ellipsis", no_wrap=True, max_width=16)
+    shown = list(services)
+    for each in shown:
+        used = memory_bytes(each.pid)
+        state = Text(each.state, STYLES[each.state])
+        cells = (each.address, str(each.pid or ""), str(each.restarts), gibibytes(used) if used else "")
+        table.add_row(each.name, state, *cells, Text(each.model))
+    if all(each.state is State.STOPPED for each in shown):
+        return table
+    below = [Text(line, overflow="ellipsis") for line in lines]
+    hint = f"Ctrl-C stops it. The page: {page}" if page else "Ctrl-C stops it."
+    return Group(table, *below, Text(hint, "dim"))
+
+
+Counts = Mapping[str, float]
+
+
+def parse_counts(text: str) -> Counts | None:
+    """Reads the text format of Prometheus, by names without their prefix; None where it is not that of a gateway."""
+    try:
+        counts = {
+            sample.name.removeprefix(METRIC_PREFIX): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if not sample.labels
+        }
+    except ValueError:
+        return None
+    return counts if counts.keys() >= {RUNNING, WAITING, DRAFT_COUNT, TOKENS, EVALUATED, ACCEPTED} else None
+
+
+def work_line(before: Counts | None, now: Counts, seconds: float) -> str:
+    """Who runs and waits, and speed and acceptance since the counts before; acceptance is accepted / evaluated."""
+    parts = [f"{now[RUNNING]:.0f} running", f"{now[WAITING]:.0f} waiting"]
+    if before is not None and seconds > 0 and now[TOKENS] >= before[TOKENS]:
+        parts.append(f"{(now[TOKENS] - before[TOKENS]) / seconds:.0f} tokens/s")
+        evaluated = now[EVALUATED] - before[EVALUATED]
+        if evaluated > 0:
+            parts.append(f"acceptance rate {(now[ACCEPTED] - before[ACCEPTED]) / evaluated:.2f}")
+    return ", ".join([*parts, f"K {now[DRAFT_COUNT]:.0f}", f"{now[TOKENS]:,.0f} tokens"])
+
+
+def page_of(rest: str | None) -> str | None:
+    """Where a browser finds the page, by the address of REST."""
+    return f"http://{rest}/" if rest else None
+
+
+def gateway_lines(addresses: Addresses) -> list[str]:
+    """Where the gateway has its metrics, and where it answers."""
+    metrics = addresses.metrics.get("gateway")
+    told = [f"The gateway's metrics are on {metrics}, with REST."] if metrics else []
+    return [*told, f"The gateway answers on {addresses.gateway}."]
+
+
+class Display:
+    """Shows what becomes of a stack. What a kind of display has no place of its own for goes to stderr, or nowhere."""
+
+    def observe(self, change: Change) -> None:
+        """A process has come into another state."""
+
+    def report(self, sentence: str) -> None:
+        """The supervisor has something to say about a death or a restart."""
+        note(sentence)
+
+    def log(self, name: str, line: str) -> None:
+        """A line of a service's log."""
+        service_log(name, line)
+
+    def serving(self, addresses: Addresses, facts: Sequence[ModelFacts]) -> None:
+        """Everything is up, for the first time."""
+
+    async def run(self) -> None:
+        """Keeps what is shown up to date until it is cancelled."""
+        await asyncio.Event().wait()
+
+    def close(self) -> None:
+        """Comes at the very end, when all processes have stopped, whatever happened."""
+
+
+class LinesDisplay(Display):
+    """The models and addresses once on stdout; everything that happens later is a line on stderr."""
+
+    def __init__(self, output: TextIO) -> None:
+        self._output = output
+
+    def serving(self, addresses: Addresses, facts: Sequence[ModelFacts]) -> None:
+        """Writes what a newcomer opens first, the models, and where the gateway answers."""
+        page = page_of(addresses.rest)
+        models = [model_line(fact, addresses.metrics.get(fact.role)) for fact in facts]
+        for line in [*([f"The page: {page}"] if page else []), *models, *gateway_lines(addresses)]:
+            self._output.write(f"{line}\n")
+        self._output.flush()
+
+    async def run(self) -> None:
+        """Says how to end it, and has nothing to draw again."""
+        note("Serving until Ctrl-C.")
+        await super().run()
+
+
+class JsonDisplay(Display):
+    """One JSON object a line on stdout for each event; logs go to stderr as they are."""
+
+    def __init__(self, output: TextIO) -> None:
+        self._output = output
+        self._services = ServiceViews()
+
+    def observe(self, change: Change) -> None:
+        """Writes starting, died, restarted and stopped; that all serve for the first time is one event."""
+        view = self._services.apply(change)
+        event: dict[str, Any] = {"event": change.state.value, "service": change.service}
+        if change.state is State.SERVING:
+            if not view.restarts:
+                return
+            event |= {"event": "restarted", "pid": change.pid, "address": view.address}
+            places = {"rest": change.addresses.get("rest"), "metrics": metrics_address(change.addresses)}
+            event |= {name: place for name, place in places.items() if place}
+        elif change.state is State.DIED:
+            event |= {"ending": change.ending, "again_in_s": change.delay_s}
+        self._write(event)
+
+    def report(self, sentence: str) -> None:
+        """Says nothing, because the events do."""
+
+    def serving(self, addresses: Addresses, facts: Sequence[ModelFacts]) -> None:
+        """Writes all addresses, and who serves them with which model."""
+        places = {"page": page_of(addresses.rest), "rest": addresses.rest, "gateway": addresses.gateway}
+        services = {"target": addresses.target, "draft": addresses.draft}
+        models = {fact.role: fact.model for fact in facts}
+        pids = {view.name: view.pid for view in self._services.values()}
+        metrics = dict(addresses.metrics)
+        self._write({"event": "serving", **places, **services, "metrics": metrics, "models": models, "pids": pids})
+
+    def _write(self, event: dict[str, Any]) -> None:
+        self._output.write(json.dumps(event) + "\n")
+        self._output.flush()
+
+
+class TableDisplay(Display):
+    """A table of the processes that is drawn again every second, and the gateway's work below it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._services = ServiceViews()
+        self._addresses: Addresses | None = None
+        self._counts: Counts | None = None
+        self._counted_s = 0.0
+        self._lines: list[str] = []
+        self._live: Live | None = None
+
+    def observe(self, change: Change) -> None:
+        """Draws it at once."""
+        self._services.apply(change)
+        self._draw()
+
+    def report(self, sentence: str) -> None:
+        """Prints it above the table, or where stderr goes."""
+        if sys.stderr.isatty():
+            self._console.print(Text(sentence), soft_wrap=True)
+        else:
+            note(sentence)
+
+    def log(self, name: str, line: str) -> None:
+        """The same with a line of a log."""
+        self.report(f"{name}: {line}")
+
+    def serving(self, addresses: Addresses, facts: Sequence[ModelFacts]) -> None:
+        """Prints models and addresses."""
+        self._addresses = addresses
+        for fact in facts:
+            self._services[fact.role].model = fact.model
+        page = page_of(addresses.rest)
+        if page:
+            self._console.print(Text(f"The page: {page}\n"), soft_wrap=True)
+        self._console.print(model_table(facts, addresses.metrics))
+        self._console.print(Text("\n".join(gateway_lines(addresses)) + "\n"), soft_wrap=True)
+
+    async def run(self) -> None:
+        """Draws the table until it is cancelled; what changes after that is still drawn, until it is closed."""
+        self._live = Live(console=self._console, auto_refresh=False)
+        self._live.start()
+        try:
+            while True:
+                self._lines = await self._work()
+                self._draw()
+                await asyncio.sleep(REFRESH_S)
+        finally:
+            # Nobody will ask again, so they would grow old.
+            self._lines = []
+
+    def close(self) -> None:
+        """Leaves the last state in the terminal."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _draw(self) -> None:
+        if self._live is not None and self._addresses is not None:
+            page = page_of(self._services["gateway"].addresses.get("rest"))
+            self._live.update(status_table(self._services.values(), self._lines, page), refresh=True)
+
+    async def _work(self) -> list[str]:
+        """What the gateway does, where its metrics tell; else what the services hold."""
+        if self._addresses is None:
+            return []
+        rest = self._services["gateway"].addresses.get("rest")
+        text = await asyncio.to_thread(rest_text, rest, "/metrics", MAX_METRICS_BYTES) if rest else None
+        counts = parse_counts(text) if text else None
+        if counts is None:
+            served = filter(None, (self._addresses.target, self._addresses.draft))
+            return [line for line in await asyncio.gather(*map(_held_line, served)) if line]
+        before, before_s = self._counts, self._counted_s
+        self._counts, self._counted_s = counts, time.monotonic()
+        return [f"gateway: {work_line(before, counts, self._counted_s - before_s)}"]
+
+
+async def _held_line(address: str) -> str:
+    """What a service holds; nothing from one that is away, of which the table says so."""
+    try:
+        facts = await model_facts(address)
+    except OutriderError:
+        return ""
+    held = f"{facts.blocks - facts.free_blocks:,} of {facts.blocks:,} blocks held"
+    return f"{facts.role}: {facts.sessions} sessions, {held}"
+
+
+def choose_display(*, as_json: bool) -> Display:
+    """JSON when asked for; otherwise a table in a terminal, and lines into a pipe or file."""
+    if as_json:
+        return JsonDisplay(sys.stdout)
+    if is_rich(sys.stdout):
+        return TableDisplay(Console(highlight=False))
+    return LinesDisplay(sys.stdout)
 
 
 def check_ports(stack: Stack) -> None:
@@ -40,51 +336,43 @@ def check_ports(stack: Stack) -> None:
             try:
                 probe.bind((HOST, port))
             except OSError as error:
-                raise NotReady(_port_sentence(option, port, error), port=port) from None
-
-
-def _port_sentence(option: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"Port {port} is taken; stop what listens there, or choose another with --{option}, 0 for a free one."
-    return f"Port {port} cannot be used ({error.strerror}); choose another with --{option}, 0 for a free one."
+                if error.errno == errno.EADDRINUSE:
+                    found = f"Port {port} is taken; stop what listens there, or choose another"
+                else:
+                    found = f"Port {port} cannot be used ({error.strerror}); choose another"
+                raise NotReady(f"{found} with --{option}, 0 for a free one.", port=port) from None
 
 
 def serving(stack: Stack, display: Display, *, story: bool) -> Work:
-    """The work of the command."""
+    """The work of the command: starts the stack, tells a story when that is wanted, and shows it until it ends."""
 
     async def work(interrupts: Interrupts) -> None:
         check_ports(stack)
         try:
             async with Supervisor(display.report, display.log, observe=display.observe) as supervisor:
                 interrupts.urgent = supervisor.kill
-                await _start_and_serve(supervisor, stack, display, story=story)
+                with Console(stderr=True).status("Starting the services"):
+                    addresses = await start_stack(supervisor, stack)
+                served = filter(None, (addresses.target, addresses.draft))
+                display.serving(addresses, await asyncio.gather(*map(model_facts, served)))
+                await _keep_serving(supervisor, addresses.gateway, display, story=story)
         finally:
             display.close()
 
     return work
 
 
-async def _start_and_serve(supervisor: Supervisor, stack: Stack, display: Display, *, story: bool) -> None:
-    with Console(stderr=True).status("Starting the services"):
-        addresses = await start_stack(supervisor, stack)
-    served = [address for address in (addresses.target, addresses.draft) if address]
-    display.serving(addresses, await asyncio.gather(*map(model_facts, served)))
-    await _serve(supervisor, addresses.gateway, display, story=story)
-
-
-async def _serve(supervisor: Supervisor, gateway: str, display: Display, *, story: bool) -> None:
-    """Restarts what dies, tells a story first when that is wanted, and shows what is going on."""
-    watching = asyncio.create_task(supervisor.watch())
-    showing: asyncio.Task[None] | None = None
+async def _keep_serving(supervisor: Supervisor, gateway: str, display: Display, *, story: bool) -> None:
+    """Restarts what dies while a story is told and the display runs."""
+    running = {asyncio.create_task(supervisor.watch())}
     try:
         if story:
-            await show_generation(gateway, STORY, choose_view(as_json=False))
-        showing = asyncio.create_task(display.run())
-        await asyncio.wait({watching, showing}, return_when=asyncio.FIRST_COMPLETED)
+            await show_generation(gateway, STORY_PROMPT, STORY_OPTIONS, choose_view(as_json=False))
+        running.add(asyncio.create_task(display.run()))
+        ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         # Neither ends by itself but with an error.
-        await (watching if watching.done() else showing)
+        await ended.pop()
     finally:
-        running = {task for task in (watching, showing) if task is not None}
         for task in running:
             task.cancel()
         await asyncio.wait(running)

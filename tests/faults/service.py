@@ -7,14 +7,15 @@ import asyncio
 import os
 import signal
 import sys
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 from support.network import ChaosProxy
 from support.stack import DRAFT, TARGET, until_quiet
 
+from outrider.cli.local_stack import Launch, ServiceProcess
 from outrider.rpc.channels import open_channel
-from outrider.service_process import Launch, ServiceProcess
 
 MODELS = {"target": TARGET, "draft": DRAFT}
 # Sessions of a service that was given up while it stood still have no other end.
@@ -59,7 +60,7 @@ class Process:
 
     async def launch(self, listen: str = "127.0.0.1:0") -> str:
         """Starts the process on an address, a free one by default, and returns the address when it serves."""
-        self._process = await ServiceProcess.start(self._launch, listen, self.lines.append)
+        self._process = await ServiceProcess.start(replace(self._launch, listen=listen), self.lines.append)
         self._ending = asyncio.create_task(self._process.wait())
         return self._process.address
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from outrider.service_process import Launch, ServiceFailed, ServiceProcess
+from outrider.cli.local_stack import Launch, ServiceFailed, ServiceProcess
 
 NEEDED = ("--target", "127.0.0.1:1", "--tokenizer", "models/target", "--target-wait-seconds", "0.1")
 
@@ -14,7 +14,7 @@ async def refusal(*flags: str) -> tuple[int, str, list[str]]:
     lines: list[str] = []
     launch = Launch("gateway", (sys.executable, "-m", "gateway", *flags))
     with pytest.raises(ServiceFailed) as failure:
-        await ServiceProcess.start(launch, "127.0.0.1:0", lines.append)
+        await ServiceProcess.start(launch, lines.append)
     return failure.value.code, failure.value.message, lines
 
 

@@ -11,7 +11,7 @@ from support.basics import PATIENCE_S
 from support.session_clients import DraftClient, TargetClient, channel_to
 from support.tiny_models import TARGET, write_tiny_model
 
-from outrider.service_process import Launch, ServiceProcess
+from outrider.cli.local_stack import Launch, ServiceProcess
 
 Start = Callable[..., "asyncio.Future[ServiceProcess]"]
 
@@ -28,7 +28,7 @@ async def start() -> AsyncIterator[Start]:
 
     async def run(role: str, *flags: str) -> ServiceProcess:
         launch = Launch(role, (sys.executable, "-m", f"{role}_service", *flags))
-        started.append(await ServiceProcess.start(launch, "127.0.0.1:0", lambda _line: None))
+        started.append(await ServiceProcess.start(launch, lambda _line: None))
         return started[-1]
 
     yield run

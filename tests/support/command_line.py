@@ -16,8 +16,8 @@ from typing import Any
 
 import grpc
 
-from outrider.cli.asking import Ask, Report, Speculation
-from outrider.cli.rendering import View
+from outrider.cli.options import RequestOptions
+from outrider.cli.output import View
 from outrider.client import Origin, PromptToken, RejectedToken, Result, Round, RoundFacts, SpeculationFigures, Token
 from outrider.errors import InvalidRequest
 from outrider.parameters import TokenLogprob
@@ -140,7 +140,7 @@ REJECTED = (
 
 def shown(view: View, rounds: tuple[Round, ...] = ROUNDS, *, rejected: bool = False) -> None:
     """Lets a view see a whole generation, in which rejected guesses were asked for or not."""
-    view.begin(Ask("Ask: ", speculation=Speculation(show_rejected=rejected or None)))
+    view.begin("Ask: ", RequestOptions(show_rejected=rejected or None))
     for event in rounds:
         view.show(event)
     view.finish(RESULT)
@@ -149,7 +149,7 @@ def shown(view: View, rounds: tuple[Round, ...] = ROUNDS, *, rejected: bool = Fa
 
 def show_two_samples(view: View) -> None:
     """Lets a view see two samples of the same generation."""
-    view.begin(Ask("Ask: ", report=Report(samples=2)))
+    view.begin("Ask: ", RequestOptions(sample_count=2))
     for index in range(2):
         for event in ROUNDS:
             view.show(replace(event, sample_index=index))

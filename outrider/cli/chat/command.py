@@ -14,11 +14,10 @@ from rich.console import Console
 
 from outrider.cli.chat.conversation import COMMANDS, Conversation, Turn, help_text, parse_line
 from outrider.cli.chat.terminal import Reader, Screen, choose_ends
-from outrider.cli.naming import OPTIONS, in_options
+from outrider.cli.local_stack import Stack, Supervisor, start_stack
+from outrider.cli.options import OPTIONS, in_options
 from outrider.cli.running import failures_told, note, service_log
-from outrider.cli.stack import Stack, start_stack
 from outrider.client import Client, GenerationOptions, OutriderError, Stream
-from outrider.supervisor import Supervisor
 
 HINT = "Ctrl-C again leaves, and so does /quit."
 

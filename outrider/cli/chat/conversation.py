@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from outrider.cli.tables import rule_told
+from outrider.cli.output import rule_told
 from outrider.client import ChatMessage, Event, OutriderError, Result, Round, Rule
 
 SEED_BITS = 31

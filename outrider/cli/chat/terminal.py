@@ -11,9 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider.cli.chat.conversation import Turn
-from outrider.cli.json_view import sample_object
-from outrider.cli.rendering import legend, styled
-from outrider.cli.tables import CONTROL_PICTURES
+from outrider.cli.output import CONTROL_PICTURES, legend, sample_object, styled
 from outrider.client import Event, Round
 from outrider.errors import InvalidRequest
 

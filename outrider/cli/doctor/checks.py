@@ -25,8 +25,8 @@ from outrider.cli.doctor.report import (
     skipped,
     warning,
 )
-from outrider.cli.model_facts import model_facts
-from outrider.cli.stack import HOST, OFFLINE
+from outrider.cli.local_stack import HOST, OFFLINE
+from outrider.cli.output import model_facts
 from outrider.client import AsyncClient, Speculation
 from outrider.client.events import Sample
 from outrider.errors import OutriderError

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cli.doctor.report import Finding, failed, gibibytes, ok, skipped, warning
-from outrider.cli.stack import Stack
+from outrider.cli.local_stack import Stack
 from outrider.errors import ModelRefused
 from outrider.model_names import CONTEXT_LEN, parse, unsized
 from outrider.vocabulary import Vocabulary

@@ -29,9 +29,9 @@ from outrider.cli.doctor.checks import (
     who_answers,
 )
 from outrider.cli.doctor.report import Finding, Report, Status, exit_code, failed, ok, skipped, summary, warning
+from outrider.cli.local_stack import Launch, ServiceFailed, ServiceProcess
 from outrider.client import Origin, Result, Round, SpeculationFigures, Token
 from outrider.client.events import Sample
-from outrider.service_process import Launch, ServiceFailed, ServiceProcess
 from outrider.v1 import model_service_pb2 as model_pb
 
 FREE_PORTS = ("--port", "0", "--rest-port", "0", "--draft-port", "0", "--target-port", "0")
@@ -277,7 +277,7 @@ async def test_variables_of_a_launch_hold_in_its_process(monkeypatch: pytest.Mon
     script = "import os, sys; sys.exit('offline ' + os.environ['HF_HUB_OFFLINE'])"
     launch = Launch("child", (sys.executable, "-c", script), environment={"HF_HUB_OFFLINE": "1"})
     with pytest.raises(ServiceFailed, match="offline 1"):
-        await ServiceProcess.start(launch, launch.listen, lambda _line: None)
+        await ServiceProcess.start(launch, lambda _line: None)
 
 
 def test_only_an_answer_shows_that_it_works() -> None:

@@ -12,7 +12,7 @@ from outrider.cli.doctor import models
 from outrider.cli.doctor.checks import engine_findings
 from outrider.cli.doctor.models import ModelFiles
 from outrider.cli.doctor.report import Finding, Status
-from outrider.cli.stack import Stack
+from outrider.cli.local_stack import Stack
 from outrider.errors import ModelRefused
 from outrider.vocabulary import Vocabulary
 

@@ -1,4 +1,4 @@
-"""`outrider generate --address` as a process of its own, against a gateway that follows a script."""
+"""`outrider generate --address` as a process, against a gateway that follows a script; and samples in order."""
 
 import asyncio
 import json
@@ -9,12 +9,17 @@ import re
 import signal
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import grpc
 import pytest
 from google.protobuf.message import Message
-from support.command_line import ScriptedGateway, scripted_gateway
+from hypothesis import given
+from hypothesis import strategies as st
+from support.command_line import RESULT, ScriptedGateway, scripted_gateway
 
+from outrider.cli.generate import InOrder
+from outrider.client import Result, Round
 from outrider.rpc.channels import MAX_MESSAGE_BYTES
 from outrider.v1 import types_pb2
 
@@ -248,3 +253,30 @@ async def test_reader_that_goes_away(gateway: ScriptedGateway) -> None:
     assert code == 0
     assert output.strip() in {"0", "141"}
     assert "Traceback" not in notes
+
+
+def events_of(index: int, num_rounds: int) -> list[Round | Result]:
+    """All events of one sample."""
+    return [*(Round((), f"{index}.{place}", index) for place in range(num_rounds)), replace(RESULT, sample_index=index)]
+
+
+def test_the_first_sample_waits_for_nothing() -> None:
+    """Its events pass at once, and those of the second only behind its end."""
+    in_order = InOrder()
+    [one, end], [other, other_end] = events_of(0, 1), events_of(1, 1)
+    assert list(in_order.take(other)) == []
+    assert list(in_order.take(one)) == [one]
+    assert list(in_order.take(end)) == [end, other]
+    assert list(in_order.take(other_end)) == [other_end]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@given(data=st.data())
+def test_every_event_is_shown_once_and_in_order(count: int, data: st.DataObject) -> None:
+    """Whatever the order in which the samples take turns."""
+    samples = [events_of(index, data.draw(st.integers(0, 3))) for index in range(count)]
+    turns = data.draw(st.permutations([index for index, events in enumerate(samples) for _ in events]))
+    waiting = [iter(events) for events in samples]
+    in_order = InOrder()
+    shown = [event for index in turns for event in in_order.take(next(waiting[index]))]
+    assert shown == [event for events in samples for event in events]

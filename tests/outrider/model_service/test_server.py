@@ -13,11 +13,11 @@ from support.basics import PATIENCE_S, check_empty, eventually, spec_of
 from support.session_clients import TargetClient, channel_to
 from support.tiny_models import PROMPT, SETTINGS
 
+from outrider.cli.local_stack import STOP_GRACE_S
 from outrider.errors import OutriderError
 from outrider.model_service import server
 from outrider.model_service.server import DEVICE_PATIENCE_S
 from outrider.rpc.channels import DRAIN_S, AddressTaken
-from outrider.service_process import STOP_GRACE_S
 from target_service.server import start
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -64,8 +64,8 @@ async def test_a_taken_address_for_metrics_ends_the_start() -> None:
 STUCK = """
 import threading
 from outrider import model_service
-from outrider.command_line import run_app
-from outrider.model_service_flags import model_service_app
+from outrider.process.options import run_app
+from outrider.model_service.settings import model_service_app
 from target_service import server
 from target_service.verifier import Verifier
 

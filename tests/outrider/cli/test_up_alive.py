@@ -17,16 +17,16 @@ import pytest
 from support.basics import eventually
 from support.stack import until_quiet
 
-from outrider.cli.asking import Answer, Ask, Sampling, Speculation
-from outrider.cli.client import generate
-from outrider.client import Result, Round
+from outrider.cli.options import RequestOptions, settings_of
+from outrider.client import AsyncClient, Result, Round
 from outrider.model_names import embedded_model
 from outrider.rpc.channels import open_channel
 
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()")
 FREE_PORTS = ("--port", "0", "--rest-port", "0", "--draft-port", "0", "--target-port", "0")
 READY_S, END_S = 120.0, 30.0
-ASK = Ask("Once upon a time", Answer(max_tokens=24, seed=5), Sampling(temperature=0.8), Speculation(draft_count="4"))
+PROMPT = "Once upon a time"
+OPTIONS = RequestOptions(max_tokens=24, seed=5, temperature=0.8, draft_count="4")
 
 
 @dataclass
@@ -96,9 +96,10 @@ async def running_up(*arguments: str) -> AsyncIterator[Up]:
         await process.communicate()
 
 
-async def ask(address: str, request: Ask = ASK) -> tuple[list[int], Result]:
+async def ask(address: str) -> tuple[list[int], Result]:
     """Token ids and result of a request."""
-    events = [event async for event in generate(address, request)]
+    async with AsyncClient(address) as client, client.generate(PROMPT, **settings_of(OPTIONS)) as stream:
+        events = [event async for event in stream]
     rounds = [event for event in events if isinstance(event, Round)]
     [result] = [event for event in events if isinstance(event, Result)]
     return [token.token_id for event in rounds for token in event.tokens], result

@@ -16,7 +16,7 @@ from typer.main import get_command
 
 from outrider.cli.app import app
 from outrider.cli.bench import Load
-from outrider.cli.naming import OPTIONS, SHARED_OPTIONS, in_options
+from outrider.cli.options import OPTIONS, SHARED_OPTIONS, in_options
 from outrider.client import GenerationOptions, InvalidRequest, OutriderError, Speculation
 from outrider.client.requests import CALL_OPTIONS
 from outrider.errors import PromptTooLong

@@ -1,24 +1,36 @@
-"""What `outrider up` shows of a stack: events, the live table, figures of the gateway. Starts no stack."""
+"""What `outrider up` shows of a stack: events, the live table, figures of the gateway; and a whole life as JSON."""
 
 import asyncio
 import io
 import json
+import os
+import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 from rich.console import Console
 from support.basics import eventually
 
-from outrider.cli.display import JsonDisplay, LinesDisplay
-from outrider.cli.gateway_counts import GatewayCounts, parse_counts, work_line
-from outrider.cli.live_display import TableDisplay, choose_display
-from outrider.cli.model_facts import ModelFacts
-from outrider.cli.services import Services, memory_bytes
-from outrider.cli.stack import Addresses
-from outrider.cli.terminal import is_rich
-from outrider.supervisor import Change, State
+from outrider.cli.doctor.checks import rest_text
+from outrider.cli.local_stack import Addresses, Change, State
+from outrider.cli.output import ModelFacts, is_rich
+from outrider.cli.up import (
+    Counts,
+    JsonDisplay,
+    LinesDisplay,
+    ServiceViews,
+    TableDisplay,
+    choose_display,
+    memory_bytes,
+    parse_counts,
+    work_line,
+)
 
 FACTS = [ModelFacts("target", "big", 11, "bfloat16", "cpu", 2, "cpu-x", 4096, 100, 16, "127.0.0.1:2")]
 METRICS_PLACES = {"gateway": "127.0.0.1:4", "target": "127.0.0.1:5"}
@@ -76,19 +88,14 @@ def test_a_pipe_gets_lines_and_json_what_asks_for_it() -> None:
 
 def test_a_service_that_came_back_counts_as_restarted() -> None:
     """Its first start does not, and it keeps its address while it is away."""
-    services = Services()
+    services = ServiceViews()
     for change in (*LIFE, *DEATH[:1]):
         services.apply(change)
     view = services["target"]
-    assert (view.state, view.restarts, view.address, view.ending) == (
-        State.DIED,
-        0,
-        "127.0.0.1:2",
-        "was ended by signal 9",
-    )
+    assert (view.state, view.restarts, view.address) == (State.DIED, 0, "127.0.0.1:2")
     for change in DEATH[1:]:
         services.apply(change)
-    assert (view.restarts, [each.name for each in services]) == (1, ["target", "gateway"])
+    assert (view.restarts, list(services)) == (1, ["target", "gateway"])
 
 
 def test_json_tells_every_event_on_a_line_of_its_own() -> None:
@@ -149,18 +156,23 @@ def test_lines_tell_all_of_the_table_without_drawing_one() -> None:
         assert words in text
 
 
+def counts(tokens: float, evaluated: float = 20.0, accepted: float = 15.0) -> Counts:
+    """What a gateway tells."""
+    text = METRICS.format(tokens=tokens).replace("evaluated_tokens_total 20.0", f"evaluated_tokens_total {evaluated}")
+    parsed = parse_counts(text.replace("accepted_tokens_total 15.0", f"accepted_tokens_total {accepted}"))
+    assert parsed is not None
+    return parsed
+
+
 def test_counts_of_a_gateway() -> None:
     """Read by name; what is no metrics text, and another program's metrics, are nothing."""
-    before, now = (parse_counts(METRICS.format(tokens=tokens)) for tokens in (100.0, 300.0))
-    assert before == GatewayCounts(3, 2, 5, 100.0, 40.0, 20.0, 15.0)
-    assert now is not None
-    assert work_line(before, now, 2.0) == "3 running, 2 waiting, 100 tokens/s, K 5, 300 tokens"
+    assert work_line(counts(100.0), counts(300.0), 2.0) == "3 running, 2 waiting, 100 tokens/s, K 5, 300 tokens"
     assert [parse_counts(text) for text in ("", "python_info 1.0\n", "<html>")] == [None] * 3
 
 
 def test_acceptance_is_that_of_the_last_second() -> None:
     """Accepted over evaluated since the counts before; a gateway that began anew has no speed yet."""
-    before, now = GatewayCounts(1, 0, 4, 0, 0, 0, 0), GatewayCounts(1, 0, 4, 30, 40, 20, 15)
+    before, now = counts(0, 0, 0), counts(30, 20, 15)
     assert "acceptance rate 0.75" in work_line(before, now, 1.0)
     assert "tokens/s" not in work_line(now, before, 1.0)
     assert "tokens/s" not in work_line(None, now, 1.0)
@@ -246,3 +258,66 @@ async def test_the_last_table_says_that_everything_has_stopped() -> None:
     last = output.getvalue().rpartition("service")[2]
     assert last.count("stopped") == 2
     assert not any(word in last for word in ("serving", "Ctrl-C", " 7 ", " 8 "))
+
+
+COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()", "up", "--json", "--no-draft")
+FREE_PORTS = ("--port", "0", "--rest-port", "0", "--target-port", "0")
+READY_S, END_S = 120.0, 60.0
+
+
+@dataclass
+class Life:
+    """A running command, whose lines are read one by one."""
+
+    process: asyncio.subprocess.Process
+
+    async def until(self, name: str) -> dict[str, Any]:
+        """Reads to the next event of this name."""
+        assert self.process.stdout is not None
+        while True:
+            event: dict[str, Any] = json.loads(await asyncio.wait_for(self.process.stdout.readline(), READY_S))
+            if event["event"] == name:
+                return event
+
+
+@asynccontextmanager
+async def living() -> AsyncIterator[Life]:
+    """The command while it runs; whatever happens, it does not outlive the test."""
+    pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    process = await asyncio.create_subprocess_exec(*COMMAND, *FREE_PORTS, stdout=pipe, stderr=nothing)
+    try:
+        yield Life(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def check_addresses(serving: dict[str, Any]) -> None:
+    """The page and the metrics are where REST is answered, and the target's metrics can be scraped."""
+    assert serving["models"] == {"target": "target"}
+    assert serving["page"] == f"http://{serving['rest']}/"
+    assert serving["metrics"]["gateway"] == serving["rest"]
+    scraped = await asyncio.to_thread(rest_text, serving["metrics"]["target"], "/metrics", 1 << 20)
+    assert "outrider_kv_blocks" in (scraped or "")
+
+
+async def test_a_life_in_lines() -> None:
+    """Starting, serving with all addresses, a killed gateway that comes back, and everything stopped on SIGTERM."""
+    async with living() as life:
+        until = life.until
+        assert (await until("starting"))["service"] == "target"
+        serving = await until("serving")
+        await check_addresses(serving)
+        os.kill(serving["pids"]["target"], signal.SIGKILL)
+        back = await until("restarted")
+        assert (back["service"], back["metrics"]) == ("target", serving["metrics"]["target"])
+        os.kill(serving["pids"]["gateway"], signal.SIGKILL)
+        assert (await until("died"))["ending"] == "was ended by signal 9"
+        back = await until("restarted")
+        assert (back["service"], back["address"]) == ("gateway", serving["gateway"])
+        assert back["pid"] != serving["pids"]["gateway"]
+        assert (back["rest"], back["metrics"]) == (serving["rest"], serving["rest"])
+        life.process.send_signal(signal.SIGTERM)
+        assert [(await until("stopped"))["service"] for _ in range(2)] == ["gateway", "target"]
+        assert await asyncio.wait_for(life.process.wait(), END_S) == 0

@@ -1,4 +1,4 @@
-"""The supervisor against real child processes: small scripts that keep or break the contract of a service."""
+"""Which processes a stack has, and the supervisor against real child processes: small scripts that serve or do not."""
 
 import asyncio
 import os
@@ -6,23 +6,135 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
-from outrider.service_process import Launch, ServiceFailed, ServiceProcess
-from outrider.supervisor import RestartPolicy, Supervisor
+from outrider import model_names
+from outrider.cli.local_stack import (
+    Launch,
+    RestartPolicy,
+    ServiceFailed,
+    ServiceProcess,
+    Stack,
+    Supervisor,
+    choose_models,
+    free_port,
+    gateway_launch,
+    model_launch,
+)
+from outrider.cli.up import check_ports
+from outrider.errors import ModelRefused, NotReady
+from outrider.model_names import embedded_model
 
-# Binds the port that it was given, says so, and serves until its stdin ends.
+PAIR = Stack("models/target", "models/draft", threads=4, draft_threads=1)
+
+
+def test_embedded_pair_is_the_default() -> None:
+    """Without names both embedded models are served."""
+    target, draft = choose_models(None, None, no_draft=False)
+    assert (Path(target).name, Path(draft or "").name) == ("target", "draft")
+
+
+def test_another_target_has_no_draft_unless_named() -> None:
+    """The embedded draft fits the embedded target alone."""
+    assert choose_models("big", None, no_draft=False) == ("big", None)
+    assert choose_models("big", "small", no_draft=False) == ("big", "small")
+    assert choose_models("big", "small", no_draft=True) == ("big", None)
+
+
+def test_a_sized_target_takes_the_embedded_draft() -> None:
+    """It has the same vocabulary; a preset of both roles means that of its option, in every later place."""
+    target, draft = choose_models("sized:1b", None, no_draft=False)
+    assert (target, Path(draft or "").name) == ("sized:target-1b", "draft")
+    assert choose_models("sized:200m@3", "sized:1b", no_draft=False) == ("sized:target-200m@3", "sized:draft-1b")
+    assert choose_models("sized:draft-1b", "sized:1b", no_draft=True) == ("sized:draft-1b", None)
+    with pytest.raises(ModelRefused, match="200m, 1b, 3b, 8b, 32b for a target") as refusal:
+        choose_models(None, "sized:7b", no_draft=False)
+    assert refusal.value.exit_code == 78
+
+
+def test_missing_embedded_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sentence says where it was looked for and which option names another."""
+    monkeypatch.setattr(model_names, "REPOSITORY", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelRefused, match="name a model with --draft") as refusal:
+        embedded_model("draft")
+    assert str(tmp_path) in refusal.value.message
+
+
+@pytest.mark.parametrize("option", ["target", "draft"])
+def test_a_path_that_is_no_folder_is_told_with_its_option(option: str, tmp_path: Path) -> None:
+    """Before anything starts: the service would know the path only."""
+    models = {"target": str(tmp_path), "draft": None, option: str(tmp_path / "nope")}
+    with pytest.raises(ModelRefused, match=rf"^--{option} is '.*nope', but must be a folder"):
+        choose_models(models["target"], models["draft"], no_draft=False)
+
+
+def test_command_lines() -> None:
+    """Each service is told its own model, threads and address, and to stop with its stdin."""
+    target = model_launch("target", PAIR)
+    argv = replace(target, listen="127.0.0.1:7").argv
+    assert argv[1:4] == ("-P", "-m", "target_service")
+    assert argv[argv.index("--model") + 1] == "models/target"
+    assert argv[argv.index("--threads") + 1] == "4"
+    assert argv[-3:] == ("--listen", "127.0.0.1:7", "--stop-with-stdin")
+    assert target.listen == "127.0.0.1:0"
+    draft = model_launch("draft", PAIR).command
+    assert draft[draft.index("--threads") + 1] == "1"
+    gateway = gateway_launch(PAIR, "127.0.0.1:7", None).command
+    assert gateway[gateway.index("--draft") + 1] == ""
+
+
+def test_the_draft_may_have_a_dtype_and_a_top_n_of_its_own() -> None:
+    """It takes the target's dtype and its own default unless told otherwise; the target hears of neither."""
+    stack = replace(PAIR, dtype="float32")
+    for role in ("target", "draft"):
+        words = model_launch(role, stack).command
+        assert words[words.index("--dtype") + 1] == "float32"
+        assert "--top-n" not in words
+    stack = replace(stack, draft_dtype="bfloat16", top_n=16)
+    target, draft = (model_launch(role, stack).command for role in ("target", "draft"))
+    assert (target[target.index("--dtype") + 1], "--top-n" in target) == ("float32", False)
+    assert (draft[draft.index("--dtype") + 1], draft[draft.index("--top-n") + 1]) == ("bfloat16", "16")
+
+
+def test_an_offline_stack_downloads_nothing() -> None:
+    """The hub's library in each of its processes is told; any other stack has the environment that there is."""
+    launches = [model_launch("target", PAIR), model_launch("draft", PAIR), gateway_launch(PAIR, "127.0.0.1:7", None)]
+    assert [each.environment for each in launches] == [{}] * 3
+    offline = replace(PAIR, offline=True)
+    for launch in (model_launch("draft", offline), gateway_launch(offline, "127.0.0.1:7", None)):
+        assert launch.environment == {"HF_HUB_OFFLINE": "1"}
+
+
+def test_taken_port_is_told_with_the_way_out() -> None:
+    """A port in use ends `up` before anything starts, also when its owner would share it."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(NotReady, match=rf"Port {port} is taken.*--draft-port") as taken:
+            check_ports(Stack("t", "d", draft_port=port))
+    assert taken.value.exit_code == 69
+    check_ports(Stack("t", "d", draft_port=port))
+
+
+# Serves where it is told to until its stdin ends.
 SERVES = """
-import json, socket, sys
-host, port = sys.argv[sys.argv.index("--listen") + 1].rsplit(":", 1)
-listener = socket.create_server((host, int(port)))
-print("not json", flush=True)
-print(json.dumps({"event": "listening", "address": f"{host}:{listener.getsockname()[1]}"}), flush=True)
+import concurrent.futures, os, signal, sys, grpc
+from grpc_health.v1 import health, health_pb2_grpc
+signal.signal(signal.SIGUSR1, lambda *_: os._exit(70))
+server = grpc.server(concurrent.futures.ThreadPoolExecutor())
+health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
+server.add_insecure_port(sys.argv[sys.argv.index("--listen") + 1])
+server.start()
+print("listens on a port of its own", flush=True)
 sys.stdin.read()
 print("drained", file=sys.stderr, flush=True)
+server.stop(0)
 """
 REFUSES = """
 import sys
@@ -31,11 +143,7 @@ print("The model is of a kind that cannot be truncated.\\n\\n", file=sys.stderr)
 sys.exit(78)
 """
 SILENT = "import sys; sys.stdin.read()"
-DEAF = """
-import json, signal
-print(json.dumps({"event": "listening", "address": "127.0.0.1:1"}), flush=True)
-while True: signal.pause()
-"""
+DEAF = SERVES.replace("sys.stdin.read()", "while True: signal.pause()")
 LONG_LINE = """
 import sys
 print("x" * 200_000, file=sys.stderr)
@@ -117,6 +225,34 @@ async def test_not_ready_in_time(supervisor: Supervisor) -> None:
     assert failure.value.code == 69
 
 
+HESITATES = SERVES.replace(
+    "server = ",
+    "from grpc_health.v1 import health_pb2\n"
+    "class Hesitant(health.HealthServicer):\n"
+    "    asked = 0\n"
+    "    def Check(self, request, context):\n"
+    "        self.asked += 1\n"
+    "        print('asked', self.asked, file=sys.stderr, flush=True)\n"
+    "        return health_pb2.HealthCheckResponse(status=1 if self.asked == 3 else 2)\n"
+    "server = ",
+).replace("health.HealthServicer(), server", "Hesitant(), server")
+
+
+async def test_serving_is_what_the_health_service_says(supervisor: Supervisor, record: Record) -> None:
+    """A child that answers but does not serve yet is asked again, until it says SERVING."""
+    await supervisor.start(launch(HESITATES))
+    await supervisor.stop()
+    assert [line for _, line in record.log if "asked" in line] == ["asked 1", "asked 2", "asked 3"]
+
+
+def test_free_ports_differ_and_can_be_taken() -> None:
+    """Nobody is given the same port again, and who names it has it."""
+    ports = [free_port("127.0.0.1") for _ in range(20)]
+    assert len(set(ports)) == len(ports)
+    for port in ports:
+        socket.create_server(("127.0.0.1", port)).close()
+
+
 async def test_long_lines_are_read(supervisor: Supervisor) -> None:
     """A log line longer than any buffer neither blocks nor breaks the reading."""
     with pytest.raises(ServiceFailed, match=r"x{1000}"):
@@ -179,23 +315,11 @@ async def test_gives_up_what_a_restart_cannot_change(
     assert len(record.reports) == 1
 
 
-EXITS_ONCE = """
-import os, sys
-mark = "MARK"
-if not os.path.exists(mark):
-    open(mark, "w").close()
-    import json
-    print(json.dumps({"event": "listening", "address": "127.0.0.1:1"}), flush=True)
-    os._exit(70)
-"""
-
-
-async def test_a_service_that_gave_itself_up_is_started_again(
-    supervisor: Supervisor, record: Record, tmp_path: Path
-) -> None:
+async def test_a_service_that_gave_itself_up_is_started_again(supervisor: Supervisor, record: Record) -> None:
     """Exit code 70 is what a watchdog leaves: another incarnation may do better."""
-    await supervisor.start(launch(EXITS_ONCE.replace("MARK", str(tmp_path / "mark")) + SERVES, "target"))
+    await supervisor.start(launch(SERVES, "target"))
     watching = asyncio.create_task(supervisor.watch())
+    os.kill(supervisor.pid("target"), signal.SIGUSR1)
     await record.until("is back")
     assert "ended with code 70" in record.reports[0]
     watching.cancel()
@@ -204,7 +328,7 @@ async def test_a_service_that_gave_itself_up_is_started_again(
 
 async def test_stop_kills_what_does_not_drain(record: Record) -> None:
     """A child that ignores the end of its stdin is killed after the grace."""
-    child = await ServiceProcess.start(launch(DEAF), "127.0.0.1:0", lambda line: None)
+    child = await ServiceProcess.start(launch(DEAF), lambda line: None)
     assert await child.stop(grace_s=0.1) == -signal.SIGKILL
 
 
@@ -219,10 +343,10 @@ async def test_kill_cuts_a_stop_short(supervisor: Supervisor) -> None:
 async def test_child_ends_with_its_parent() -> None:
     """A child loses its stdin with a parent that is killed, and ends by itself."""
     parent = (
-        "import asyncio, sys\nfrom outrider.service_process import Launch, ServiceProcess\n"
+        "import asyncio, sys\nfrom outrider.cli.local_stack import Launch, ServiceProcess\n"
         f"launch = Launch('child', (sys.executable, '-c', {SERVES!r}))\n"
         "async def main():\n"
-        "    child = await ServiceProcess.start(launch, '127.0.0.1:0', print)\n"
+        "    child = await ServiceProcess.start(launch, print)\n"
         "    print(child.pid, flush=True)\n"
         "    await asyncio.Event().wait()\n"
         "asyncio.run(main())\n"
@@ -260,9 +384,11 @@ async def test_a_taken_port_is_told_by_the_child_alone(supervisor: Supervisor, r
 
 
 SERVES_METRICS = SERVES.replace(
-    "print(json.dumps({",
-    'metrics = socket.create_server((host, int(sys.argv[sys.argv.index("--metrics-listen") + 1].rsplit(":", 1)[1])))\n'
-    'print(json.dumps({"metrics": f"{host}:{metrics.getsockname()[1]}", ',
+    "server.start()",
+    "import socket\n"
+    'place = sys.argv[sys.argv.index("--metrics-listen") + 1]\n'
+    'metrics = socket.create_server(("127.0.0.1", int(place.rpartition(":")[2])))\n'
+    "server.start()",
 )
 
 

@@ -1,0 +1,421 @@
+"""What commands write: answers as text, in a terminal or as JSON, and what is told in figures."""
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, TextIO
+
+import grpc
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from outrider.cli.options import RequestOptions
+from outrider.client import Origin, PromptToken, Result, Round, Token
+from outrider.client.calls import failure
+from outrider.parameters import Acceptance, Rule, TokenLogprob
+from outrider.rpc.channels import open_channel
+from outrider.v1 import model_service_pb2
+from outrider.v1.model_service_pb2_grpc import ModelServiceStub
+
+# Never by colour alone: with NO_COLOR, or to eyes that see colours otherwise, the attributes still tell them apart.
+STYLES = {
+    Origin.ACCEPTED: "bold green",
+    Origin.CORRECTION: "underline bright_red",
+    Origin.BONUS: "italic yellow",
+    Origin.PLAIN: "",
+}
+REJECTED_STYLE = "strike dim red"
+MEANINGS = {
+    Origin.ACCEPTED: "drafted and accepted",
+    Origin.CORRECTION: "the target's correction",
+    Origin.BONUS: "bonus behind an accepted draft",
+    Origin.PLAIN: "plain",
+}
+# Control characters but tab and newline become their pictures: a model must not drive the reader's terminal.
+CONTROL_PICTURES = (
+    {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
+    | {0x7F: 0x2421}
+    | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+)
+# Into a file or pipe a table is as wide as it needs to be.
+PLAIN_WIDTH = 160
+INFO_TIMEOUT_S = 10.0
+
+
+def is_rich(stream: TextIO) -> bool:
+    """Whether tables may be drawn and drawn again: a terminal that is not dumb, and NO_COLOR is not set.
+
+    NO_COLOR asks for no colours only (no-color.org), but who sets it reads lines, in a log or by voice.
+    """
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def console_for(file: TextIO) -> Console:
+    """A console that has the width of a terminal, and much room elsewhere."""
+    console = Console(file=file, highlight=False)
+    return console if console.is_terminal else Console(file=file, highlight=False, width=PLAIN_WIDTH)
+
+
+def legend(*, rejected: bool) -> Text:
+    """What the styles mean; that of rejected guesses only where they are shown."""
+    parts = [Text(meaning, STYLES[origin]) for origin, meaning in MEANINGS.items()]
+    return Text("  ").join([*parts, Text("rejected guess", REJECTED_STYLE)] if rejected else parts)
+
+
+def styled(event: Round) -> Text:
+    """A round's text in the styles of its tokens' origins, rejected guesses before what the target said instead.
+
+    When the tokens' shares do not make up the round's text, the text goes without styles.
+    """
+    if "".join(token.text for token in event.tokens) != event.text:
+        return Text(event.text.translate(CONTROL_PICTURES))
+    rejected = [Text(each.text.translate(CONTROL_PICTURES), REJECTED_STYLE) for each in event.rejected]
+    shares = [Text(token.text.translate(CONTROL_PICTURES), STYLES[token.origin]) for token in event.tokens]
+    corrected = bool(event.tokens) and event.tokens[-1].origin is Origin.CORRECTION
+    place = len(shares) - corrected
+    return Text().join([*shares[:place], *rejected, *shares[place:]])
+
+
+class View:
+    """Shows the answers to one request, event by event, one sample behind the other."""
+
+    def begin(self, prompt: str, options: RequestOptions) -> None:
+        """Comes before the first event."""
+
+    def show(self, event: Round) -> None:
+        """Shows what a round committed."""
+
+    def finish(self, result: Result) -> None:
+        """Shows the result of a sample."""
+
+    def end(self) -> None:
+        """Comes behind the last event."""
+
+    def interrupt(self) -> None:
+        """Comes instead of the end, before whatever is said about that."""
+
+
+class _Sample:
+    """What stands around the text of a sample: a heading above, and a table of log-probabilities below."""
+
+    def __init__(self) -> None:
+        self.count = 1
+        self._index = -1
+        self._prompt: list[PromptToken] = []
+        self._tokens: list[Token] = []
+
+    def heading(self, event: Round) -> str:
+        """Takes a round; returns the heading where a sample begins, and nothing within one or above the only one."""
+        self._prompt += event.prompt
+        self._tokens += [token for token in event.tokens if token.logprob]
+        begins, self._index = event.sample_index != self._index, event.sample_index
+        return f"Sample {event.sample_index + 1} of {self.count}" if begins and self.count > 1 else ""
+
+    def print_table(self, console: Console) -> None:
+        """Prints the log-probabilities that there are, and forgets them."""
+        if self._prompt or self._tokens:
+            console.print(logprob_table(self._prompt, self._tokens))
+        self._prompt, self._tokens = [], []
+
+
+class TerminalView(View):
+    """Streams tokens in the style of their origin, with a legend before and the figures behind."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._sample = _Sample()
+
+    def begin(self, prompt: str, options: RequestOptions) -> None:
+        """Prints the legend, and what is to be continued."""
+        self._console.print(legend(rejected=bool(options.show_rejected)), end="\n\n", soft_wrap=True)
+        self._put(Text(prompt.translate(CONTROL_PICTURES), "dim"))
+        self._sample.count = options.sample_count or 1
+
+    def show(self, event: Round) -> None:
+        """Prints the tokens."""
+        heading = self._sample.heading(event)
+        if heading:
+            self._put(Text(f"\n\n{heading}\n", "bold"))
+        self._put(styled(event))
+
+    def finish(self, result: Result) -> None:
+        """Prints what was held back, the log-probabilities and the figures."""
+        self._put(Text(result.rest.translate(CONTROL_PICTURES) + "\n\n"))
+        self._sample.print_table(self._console)
+        self._console.print(Text(figures(result), "dim"), soft_wrap=True)
+
+    def interrupt(self) -> None:
+        """Ends the line, on which an error would stand otherwise."""
+        self._put(Text("\n"))
+
+    def _put(self, text: Text) -> None:
+        # Soft wrap leaves breaking lines to the terminal: a piece does not know in which column it begins.
+        self._console.print(text, end="", soft_wrap=True)
+
+
+class PlainView(View):
+    """The text alone, as it comes, and a newline behind it; log-probabilities and figures go elsewhere."""
+
+    def __init__(self, output: TextIO, notes: TextIO) -> None:
+        self._output = output
+        self._notes = console_for(notes)
+        self._sample = _Sample()
+
+    def begin(self, prompt: str, options: RequestOptions) -> None:
+        """Takes how many samples there will be."""
+        self._sample.count = options.sample_count or 1
+
+    def show(self, event: Round) -> None:
+        """Writes the round's text."""
+        heading = self._sample.heading(event)
+        self._write((f"[{heading}]\n" if heading else "") + event.text)
+
+    def finish(self, result: Result) -> None:
+        """Writes what was held back, and everything else to the notes."""
+        self._write(result.rest + "\n")
+        self._sample.print_table(self._notes)
+        self._notes.print(Text(figures(result)), soft_wrap=True)
+
+    def _write(self, text: str) -> None:
+        self._output.write(text)
+        self._output.flush()
+
+
+class JsonView(View):
+    """Keeps the events and writes one line at the end: the list `samples`, and the prompt's tokens where they came."""
+
+    def __init__(self, output: TextIO) -> None:
+        self._output = output
+        self._prompt: tuple[PromptToken, ...] = ()
+        self._rounds: list[Round] = []
+        self._tells_rounds = False
+        self._samples: list[dict[str, Any]] = []
+
+    def begin(self, prompt: str, options: RequestOptions) -> None:
+        """Takes whether rounds are wanted."""
+        self._tells_rounds = bool(options.show_rejected)
+
+    def show(self, event: Round) -> None:
+        """Keeps the round."""
+        self._prompt += event.prompt
+        self._rounds.append(event)
+
+    def finish(self, result: Result) -> None:
+        """Keeps what the rounds since the last result make up."""
+        self._samples.append(sample_object(self._rounds, result, with_rounds=self._tells_rounds))
+        self._rounds = []
+
+    def end(self) -> None:
+        """Writes the object."""
+        prompt = {"prompt": [_token(each) for each in self._prompt]} if self._prompt else {}
+        self._output.write(json.dumps({**prompt, "samples": self._samples}, ensure_ascii=False) + "\n")
+        self._output.flush()
+
+
+def choose_view(*, as_json: bool) -> View:
+    """JSON when asked for; otherwise styles in a terminal, and the bare text into a pipe or file."""
+    if as_json:
+        return JsonView(sys.stdout)
+    if sys.stdout.isatty():
+        return TerminalView(Console(highlight=False))
+    return PlainView(sys.stdout, sys.stderr)
+
+
+def sample_object(rounds: Sequence[Round], result: Result, *, with_rounds: bool = False) -> dict[str, Any]:
+    """One answer. Its tokens are told one by one only with log-probabilities, its rounds only when they are wanted."""
+    tokens = [token for event in rounds for token in event.tokens]
+    logprobs = {"tokens": [_token(each) for each in tokens]} if any(each.logprob for each in tokens) else {}
+    told = {"rounds": [_round(each) for each in rounds]} if with_rounds else {}
+    return {
+        "text": "".join(event.text for event in rounds) + result.rest,
+        "token_ids": [token.token_id for token in tokens],
+        **logprobs,
+        "finish_reason": result.finish_reason,
+        "seed": result.seed,
+        "rule": result.acceptance.rule,
+        **result.acceptance.settings,
+        "follows_target": result.acceptance.rule.is_exact,
+        "usage": {
+            "prompt_tokens": result.prompt_tokens,
+            "cached_prompt_tokens": result.cached_prompt_tokens,
+            "completion_tokens": result.completion_tokens,
+        },
+        "speculation": asdict(result.speculation),
+        "timings": {
+            "queue_us": result.queue_us,
+            "first_token_us": result.first_token_us,
+            "total_us": result.total_us,
+        },
+        "model_hash": result.model_hash,
+        "numerics_id": result.numerics_ids[-1],
+        "numerics_ids": result.numerics_ids,
+        "survival": {"target_reopens": result.target_reopens, "drift_repairs": result.drift_repairs},
+        **told,
+    }
+
+
+def _round(event: Round) -> dict[str, Any]:
+    """One round: who said its tokens first, which guesses were not kept, and how it came about."""
+    return {
+        "tokens": [
+            {"token_id": each.token_id, "text": each.text, "origin": each.origin, "draft_logprob": each.draft_logprob}
+            for each in event.tokens
+        ],
+        "rejected": [asdict(each) for each in event.rejected],
+        "facts": asdict(event.facts),
+    }
+
+
+def _token(token: PromptToken | Token) -> dict[str, Any]:
+    """A token with its log-probability, null for the prompt's first, and the most probable ones in its place."""
+    told = token.logprob
+    alternatives = zip(told.top_token_ids, told.top_logprobs, strict=True) if told else ()
+    return {
+        "token_id": token.token_id,
+        "text": token.text,
+        "logprob": told.logprob if told else None,
+        "most_probable": [{"token_id": token_id, "logprob": value} for token_id, value in alternatives],
+    }
+
+
+def figures(result: Result) -> str:
+    """The last line: how many tokens, how fast, what speculation did, and the seed that replays it."""
+    told = result.speculation
+    parts = [
+        f"{result.completion_tokens} tokens",
+        f"{result.tokens_per_second:.0f} tokens/s",
+        f"{told.rounds} rounds",
+        f"acceptance rate {told.acceptance_rate:.2f}",
+        f"mean acceptance length {told.mean_acceptance_length:.2f}",
+        f"{told.fallback_rounds} fallback rounds",
+        f"seed {result.seed}",
+    ]
+    if result.acceptance.rule is not Rule.MATCH:
+        parts.append(rule_told(result.acceptance))
+    if result.target_reopens:
+        parts.append(f"{result.target_reopens} times opened again on a target")
+    if len(result.numerics_ids) > 1:
+        # Only then the seed does not repeat the text.
+        parts.append(f"moved between the numerics {' and '.join(result.numerics_ids)}")
+    return ", ".join(parts)
+
+
+def rule_told(acceptance: Acceptance) -> str:
+    """The rule that decided, its settings, and whether the answer is another one than the target's."""
+    settings = " and ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in acceptance.settings.items())
+    told = f"rule {acceptance.rule}" + (f" with {settings}" if settings else "")
+    return told if acceptance.rule.is_exact else f"{told}: does not follow the target's distribution"
+
+
+def logprob_table(prompt: Sequence[PromptToken], tokens: Sequence[Token]) -> Table:
+    """One row a token, the prompt's dim; alternatives are ids, because only the gateway knows their texts."""
+    table = Table("token", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("id", justify="right")
+    table.add_column("logprob", justify="right")
+    rows: list[PromptToken | Token] = [*prompt, *tokens]
+    if any(each.logprob and each.logprob.top_token_ids for each in rows):
+        table.add_column("most probable")
+    for place, each in enumerate(rows):
+        cells = (repr(each.text.translate(CONTROL_PICTURES)), str(each.token_id), *_numbers(each.logprob))
+        table.add_row(*map(Text, cells[: len(table.columns)]), style="dim" if place < len(prompt) else "")
+    return table
+
+
+def _numbers(logprob: TokenLogprob | None) -> tuple[str, str]:
+    """A log-probability, and the alternatives with theirs."""
+    if logprob is None:
+        return "", ""
+    alternatives = zip(logprob.top_token_ids, logprob.top_logprobs, strict=True)
+    return f"{logprob.logprob:.3f}", "  ".join(f"{token_id} {value:.3f}" for token_id, value in alternatives)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a service says about its model."""
+
+    role: str
+    model: str
+    parameters: int
+    dtype: str
+    device: str
+    threads: int
+    numerics_id: str
+    context_len: int
+    blocks: int
+    block_size: int
+    address: str
+    free_blocks: int = 0
+    sessions: int = 0
+
+
+async def model_facts(address: str) -> ModelFacts:
+    """Asks a service about its model. Raises OutriderError, PeerLost when nobody answers."""
+    async with open_channel(address) as channel:
+        try:
+            info = await ModelServiceStub(channel).GetModelInfo(
+                model_service_pb2.GetModelInfoRequest(), timeout=INFO_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError as error:
+            raise failure(error, address, None) from None
+    return ModelFacts(
+        role=model_service_pb2.ServiceRole.Name(info.role).removeprefix("SERVICE_ROLE_").lower(),
+        model=info.model_name,
+        parameters=info.parameter_count,
+        dtype=info.weight_dtype,
+        device=info.device,
+        threads=info.thread_count,
+        numerics_id=info.numerics_id,
+        context_len=info.context_len,
+        blocks=info.block_count,
+        block_size=info.block_size,
+        address=address,
+        free_blocks=info.free_block_count,
+        sessions=info.session_count,
+    )
+
+
+def model_table(facts: Sequence[ModelFacts], metrics: Mapping[str, str]) -> Table:
+    """One column a model, so that the table fits into a narrow terminal. `metrics` are addresses by role."""
+    table = Table("role", *(fact.role for fact in facts))
+    table.add_row("model", *(fact.model for fact in facts))
+    table.add_row("parameters", *(f"{fact.parameters:,}" for fact in facts))
+    table.add_row("dtype", *(fact.dtype for fact in facts))
+    table.add_row("device", *(fact.device for fact in facts))
+    table.add_row("threads", *(str(fact.threads) for fact in facts))
+    table.add_row("numerics id", *(fact.numerics_id for fact in facts))
+    table.add_row("context", *(f"{fact.context_len:,} tokens" for fact in facts))
+    table.add_row("KV blocks", *(f"{fact.blocks:,} of {fact.block_size} tokens" for fact in facts))
+    table.add_row("address", *(fact.address for fact in facts))
+    table.add_row("metrics", *(metrics.get(fact.role, "") for fact in facts))
+    return table
+
+
+def model_line(fact: ModelFacts, metrics: str | None) -> str:
+    """What the table says about a model, as one line."""
+    parts = [
+        f"The {fact.role}: {fact.model}",
+        f"{fact.parameters:,} parameters in {fact.dtype}",
+        f"{fact.device} with threads: {fact.threads}",
+        f"numerics {fact.numerics_id}",
+        f"context of {fact.context_len:,} tokens",
+        f"{fact.blocks:,} KV blocks of {fact.block_size} tokens",
+        f"answers on {fact.address}",
+    ]
+    return ", ".join([*parts, f"metrics on {metrics}"] if metrics else parts)
+
+
+def installed_versions() -> dict[str, str | None]:
+    """Versions of Outrider, of Python, and of what computes and carries; None for what is not installed."""
+    found: dict[str, str | None] = {}
+    for name in ("outrider", "torch", "grpcio", "protobuf", "tokenizers", "fastapi", "uvicorn"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return {"outrider": found.pop("outrider"), "python": platform.python_version(), **found}

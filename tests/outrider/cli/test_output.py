@@ -1,0 +1,242 @@
+"""What answers look like in a terminal, in a pipe and as JSON, and what is told in figures."""
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from support.command_line import NUMBERED, REJECTED, RESULT, TEXT, show_two_samples, shown
+
+from outrider.cli.options import RequestOptions
+from outrider.cli.output import STYLES, JsonView, ModelFacts, PlainView, TerminalView, figures, model_table
+from outrider.client import Origin, Round, Token
+from outrider.parameters import Acceptance, Rule
+
+
+def terminal(output: io.StringIO, *, colour: bool) -> TerminalView:
+    """A view on a terminal of 20 columns."""
+    return TerminalView(
+        Console(file=output, force_terminal=True, color_system="standard", no_color=not colour, width=20)
+    )
+
+
+def test_pipe_gets_samples_under_headings() -> None:
+    """One behind the other, and the figures of each in the notes."""
+    output, notes = io.StringIO(), io.StringIO()
+    show_two_samples(PlainView(output, notes))
+    assert output.getvalue() == f"[Sample 1 of 2]\n{TEXT}\n[Sample 2 of 2]\n{TEXT}\n"
+    assert [line[-7:] for line in notes.getvalue().splitlines()] == ["seed 11", "seed 12"]
+
+
+def test_terminal_gets_samples_under_headings() -> None:
+    """The prompt stands once above them."""
+    output = io.StringIO()
+    show_two_samples(terminal(output, colour=False))
+    text = output.getvalue()
+    assert text.count("Ask: ") == 1
+    assert text.index("Sample 1 of 2") < text.index("seed 11") < text.index("Sample 2 of 2") < text.index("seed 12")
+
+
+def test_log_probabilities_are_a_table_behind_the_text() -> None:
+    """On the terminal and in the notes; the text itself stays as it is, and no control character gets into a table."""
+    screen, output, notes = io.StringIO(), io.StringIO(), io.StringIO()
+    shown(TerminalView(Console(file=screen, force_terminal=True, no_color=True, width=80)), NUMBERED)
+    shown(PlainView(output, notes), NUMBERED)
+    assert output.getvalue() == "Once\n\x1b time\n"
+    for told in (screen.getvalue(), notes.getvalue()):
+        assert "'Ask'" in told
+        assert "'Once\\n'" in told
+        assert "5 -0.250  6 -2.000" in told
+        assert "'␛'" in told
+        assert told.index("most probable") < told.index("'Ask'") < told.index("'␛'") < told.index("seed 11")
+
+
+def test_numbers_of_one_sample_do_not_show_up_under_the_next() -> None:
+    """The table of each sample has its tokens only, and the prompt's stand once."""
+    output, notes = io.StringIO(), io.StringIO()
+    view = PlainView(output, notes)
+    view.begin("Ask: ", RequestOptions(sample_count=2))
+    for index in range(2):
+        view.show(replace(NUMBERED[0], sample_index=index, prompt=() if index else NUMBERED[0].prompt))
+        view.finish(RESULT)
+    first, second = notes.getvalue().split("seed 11")[:2]
+    assert first.count("'Once\\n'") == second.count("'Once\\n'") == 1
+    assert ("'Ask'" in first, "'Ask'" in second) == (True, False)
+
+
+def test_pipe_gets_the_text_alone() -> None:
+    """Nothing but the text and a newline goes to the output; the figures go to the notes."""
+    output, notes = io.StringIO(), io.StringIO()
+    shown(PlainView(output, notes))
+    assert output.getvalue() == TEXT + "\n"
+    assert notes.getvalue() == figures(RESULT) + "\n"
+
+
+def test_terminal_styles_tokens_by_origin() -> None:
+    """Each origin has its colour, the legend comes first, and lines are not broken by us."""
+    output = io.StringIO()
+    shown(terminal(output, colour=True))
+    legend, text = output.getvalue().split("\n\n", 1)
+    assert "drafted and accepted" in legend
+    assert "\x1b[1;32m upon\x1b[0m" in text
+    assert "\x1b[4;91m a\x1b[0m" in text
+    assert "\x1b[3;33m é\x1b[0m" in text
+    assert text.startswith("\x1b[2mAsk: \x1b[0mOnce\x1b[")
+    assert text.rstrip().splitlines()[-1].endswith("seed 11\x1b[0m")
+
+
+def test_without_colours_the_origins_still_differ() -> None:
+    """NO_COLOR leaves bold, underline and italic."""
+    output = io.StringIO()
+    shown(terminal(output, colour=False))
+    assert "\x1b[1m upon\x1b[0m" in output.getvalue()
+    assert "\x1b[4m a\x1b[0m" in output.getvalue()
+    assert "\x1b[3m é\x1b[0m" in output.getvalue()
+    assert len(set(STYLES.values())) == len(Origin)
+
+
+def test_text_wins_over_shares() -> None:
+    """When the tokens' shares do not make up the text, the text is what is shown."""
+    output = io.StringIO()
+    shown(terminal(output, colour=True), (Round((Token(1, Origin.BONUS, "x"),), "held back x"),))
+    assert "\x1b[0mheld back x time" in output.getvalue()
+
+
+def test_control_characters_become_pictures() -> None:
+    """Escape sequences in the output of a model do not reach the terminal."""
+    output = io.StringIO()
+    text = "a\x1b[2Jb\rc\x9bd\te"
+    shown(terminal(output, colour=True), (Round((Token(1, Origin.PLAIN, text),), text),))
+    assert "a␛[2Jb␍c\N{REPLACEMENT CHARACTER}d\te" in output.getvalue().replace("      ", "\t")
+
+
+def test_rejected_guesses_are_struck_through() -> None:
+    """Before what the target said instead, else behind the tokens; the legend tells of them, a pipe never sees them."""
+    screen, output = io.StringIO(), io.StringIO()
+    shown(terminal(screen, colour=True), REJECTED, rejected=True)
+    struck = "\x1b[2;9;31m"
+    legend, text = screen.getvalue().split("\n\n", 1)
+    assert f"{struck}rejected guess" in legend
+    assert f"{struck} the\x1b[0m{struck} fox\x1b[0m\x1b[4;91m a\x1b[0m" in text
+    assert text.index(" é") < text.index(" ␛")
+    shown(PlainView(output, io.StringIO()), REJECTED, rejected=True)
+    assert output.getvalue() == TEXT + "\n"
+
+
+def test_json_is_one_object() -> None:
+    """Text with what was held back, all token ids, and the sections by their names."""
+    output = io.StringIO()
+    shown(JsonView(output))
+    [line] = output.getvalue().splitlines()
+    [answer] = json.loads(line)["samples"]
+    assert answer["text"] == TEXT
+    assert answer["token_ids"] == [5, 6, 7, 8, 9]
+    assert answer["finish_reason"] == "length"
+    assert answer["seed"] == 11
+    assert answer["usage"] == {"prompt_tokens": 3, "cached_prompt_tokens": 2, "completion_tokens": 5}
+    assert answer["speculation"]["acceptance_rate"] == 0.5
+    assert answer["timings"] == {"queue_us": 50, "first_token_us": 1_000, "total_us": 100_000}
+
+
+def test_json_tells_log_probabilities() -> None:
+    """Those of the prompt beside the samples, those of the output token by token, with the most probable ones."""
+    output = io.StringIO()
+    shown(JsonView(output), NUMBERED)
+    told = json.loads(output.getvalue())
+    [first, second] = told["prompt"]
+    assert first == {"token_id": 3, "text": "Ask", "logprob": None, "most_probable": []}
+    assert second["logprob"] == -3.0
+    [sample] = told["samples"]
+    assert [token["logprob"] for token in sample["tokens"]] == [-0.25, -1.5]
+    [token_id, other] = sample["tokens"][1]["most_probable"]
+    assert (token_id, other) == ({"token_id": 6, "logprob": -1.5}, {"token_id": 8, "logprob": -1.625})
+
+
+def test_without_log_probabilities_json_has_no_tokens() -> None:
+    """Token ids say it all."""
+    output = io.StringIO()
+    shown(JsonView(output))
+    told = json.loads(output.getvalue())
+    assert list(told) == ["samples"]
+    assert "tokens" not in told["samples"][0]
+
+
+def test_json_lists_samples_in_order() -> None:
+    """Each with its own tokens and figures, and the rule that decided."""
+    output = io.StringIO()
+    show_two_samples(JsonView(output))
+    samples = json.loads(output.getvalue())["samples"]
+    assert [(sample["text"], sample["seed"]) for sample in samples] == [(TEXT, 11), (TEXT, 12)]
+    assert {(sample["rule"], sample["follows_target"]) for sample in samples} == {("match", True)}
+
+
+def test_json_tells_rounds_when_they_are_wanted() -> None:
+    """Who said each token first, what was not kept, and how it came about."""
+    output = io.StringIO()
+    shown(JsonView(output), REJECTED, rejected=True)
+    [sample] = json.loads(output.getvalue())["samples"]
+    first, second, _ = sample["rounds"]
+    assert first["tokens"] == [{"token_id": 5, "text": "Once", "origin": "plain", "draft_logprob": None}]
+    assert second["rejected"][0] == {"token_id": 70, "text": " the", "draft_logprob": -0.5}
+    assert second["facts"]["draft_count"] == 3
+
+
+def test_figures_name_speed_acceptance_and_seed() -> None:
+    """The last line has the figures that the user needs to compare and to replay."""
+    assert figures(RESULT) == (
+        "5 tokens, 50 tokens/s, 2 rounds, acceptance rate 0.50, mean acceptance length 2.00, 1 fallback rounds, seed 11"
+    )
+
+
+def test_figures_say_what_the_request_survived() -> None:
+    """A request that was opened again says so, and so does one that another kind of target went on with."""
+    survived = replace(RESULT, target_reopens=2)
+    assert figures(survived).endswith("seed 11, 2 times opened again on a target")
+    moved = replace(survived, numerics_ids=("cpu-a", "cuda-b"))
+    assert figures(moved).endswith(", moved between the numerics cpu-a and cuda-b")
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "told"),
+    [
+        (Acceptance(rule=Rule.RATIO), "rule ratio"),
+        (Acceptance(rule=Rule.BLOCK), "rule block"),
+        (
+            Acceptance(rule=Rule.LENIENT, lenience=0.25),
+            "rule lenient with lenience 0.25: does not follow the target's distribution",
+        ),
+        (
+            Acceptance(rule=Rule.TYPICAL),
+            "rule typical with typical epsilon 0.09 and typical delta 0.3: does not follow the target's distribution",
+        ),
+    ],
+)
+def test_figures_name_every_rule_but_match(acceptance: Acceptance, told: str) -> None:
+    """With its settings, and a warning where the answer is another one than the target's."""
+    assert figures(replace(RESULT, acceptance=acceptance)).endswith(f"seed 11, {told}")
+    assert "rule" not in figures(RESULT)
+
+
+@pytest.mark.parametrize("width", [60, 160])
+def test_model_table_names_everything(width: int) -> None:
+    """The table fits into a narrow terminal and loses nothing."""
+    facts = [
+        ModelFacts(
+            role, "story", 11_015_808, "bfloat16", "cpu", 2, "cpu-bfloat16-v4", 1024, 4096, 16, "127.0.0.1:50052"
+        )
+        for role in ("target", "draft")
+    ]
+    output = io.StringIO()
+    Console(file=output, width=width).print(model_table(facts, {"draft": "127.0.0.1:4711"}))
+    for word in (
+        "target",
+        "draft",
+        "11,015,808",
+        "cpu-bfloat16-v4",
+        "1,024 tokens",
+        "4,096 of 16 tokens",
+        ":50052",
+        ":4711",
+    ):
+        assert word in output.getvalue()
