@@ -15,14 +15,12 @@ from typing import Annotated
 
 import typer
 
-from bench import machine
-from bench.engine_loop import spec_of
-from bench.session_streams import TargetStream
+from bench.common import TokensDiffer, machine, revision, spec_of
+from bench.streams import TargetStream
 from outrider import logs
 from outrider.cli import options
 from outrider.cli.stack import choose_models
 from outrider.command_line import between, run_app, service_app
-from outrider.errors import OutriderError
 from outrider.model_service import load_model_aside
 from outrider.model_service_flags import Dtype, ModelServiceSettings, available_cpus
 from outrider.rpc import open_channel
@@ -34,14 +32,6 @@ PromptLen = Annotated[int, typer.Option("--tokens", help="Tokens of a prompt.", 
 Turns = Annotated[int, typer.Option(help="How often.", metavar="N", callback=between(1))]
 
 app = service_app()
-
-
-class TokensDiffer(OutriderError):
-    """The first token is another one with the cache than without."""
-
-    status = "INTERNAL"
-    reason = "TOKENS_DIFFER"
-    exit_code = 70
 
 
 @app.command()
@@ -62,7 +52,7 @@ def prefix(
     for name, times_ms in asyncio.run(measure(settings, tokens, turns)).items():
         print(f"{name:>32}: {median(times_ms):8.1f} ms")
     print(f"Medians of {turns}; {tokens} tokens a prompt; {settings.dtype}, {settings.threads} threads.")
-    print(f"{machine.describe()}; commit {machine.revision() or 'unknown'}.")
+    print(f"{machine()}; commit {revision() or 'unknown'}.")
 
 
 async def measure(settings: ModelServiceSettings, num_tokens: int, turns: int) -> dict[str, list[float]]:

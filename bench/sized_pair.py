@@ -1,4 +1,4 @@
-"""Writes a sized model as an ordinary checkpoint, for engines that cannot make one in memory. Runs no model.
+"""Writes a sized model as an ordinary checkpoint, for engines that cannot make one in memory.
 
 Matrices are stored in --dtype, norms always in float32, because their rescaled weights are no bfloat16 numbers.
 

@@ -1,12 +1,15 @@
 """A run with invented samples, so that every figure of its report can be followed by hand."""
 
-from bench.samples import (
+from bench.rounds.samples import (
     BARE,
+    CONTEXT_LEN,
     DRAFT,
+    MEMORY,
     ONE_BY_ONE,
     PLAIN,
     TARGET,
     Measurements,
+    ModelShape,
     OperatorSample,
     PingSample,
     ReadSample,
@@ -16,7 +19,7 @@ from bench.samples import (
     StepSample,
     fixed,
 )
-from bench.summary import CONTEXT_LEN, MEMORY, ModelShape, Summary
+from bench.rounds.summary import RoundsSummary
 
 TARGET_SHAPE = ModelShape("big", step_bytes=200_000_000, key_value_bytes=2_000_000)
 DRAFT_SHAPE = ModelShape("small", step_bytes=2_000_000, key_value_bytes=20_000)
@@ -30,7 +33,6 @@ def round_of(draft_count: int, num_tokens: int) -> RoundSample:
         draft_count=draft_count,
         accepted_count=num_tokens - 1,
         evaluated_count=min(num_tokens, draft_count),
-        fallback=False,
         round_us=14_250,
         draft_queue_us=20,
         draft_compute_us=1_650,
@@ -48,7 +50,7 @@ def request_of(setting: str, turn: int, decode_s: float, rounds: tuple[RoundSamp
     return RequestSample(setting, turn, 0, 0.0, tuple(range(13)), 1.0 + decode_s, 1.0, rounds)
 
 
-def summary() -> Summary:
+def summary() -> RoundsSummary:
     """Floors of 5 and 0.1 ms, pings of 0.2 ms each, K = 4 twice as fast as plain decoding, two turns."""
     found = Measurements()
     prompt, speculative = round_of(0, 1), round_of(4, 4)
@@ -69,4 +71,4 @@ def summary() -> Summary:
             request_of(PLAIN, turn, 0.120 * noise, (prompt,) * 13),
             request_of(fixed(4), turn, 0.060 * noise, (prompt, *(speculative,) * 3)),
         ]
-    return Summary(found, TARGET_SHAPE, DRAFT_SHAPE)
+    return RoundsSummary(found, TARGET_SHAPE, DRAFT_SHAPE)

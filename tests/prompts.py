@@ -1,5 +1,5 @@
 """The openings that tests continue are those that measurements continue."""
 
-from bench.openings import OPENINGS
+from bench.common import OPENINGS
 
 __all__ = ["OPENINGS"]

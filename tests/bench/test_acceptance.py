@@ -9,21 +9,21 @@ import torch
 from draft_models import TARGET, TRAINED
 from tokenizers import Tokenizer
 
-from bench.acceptance import conclude
-from bench.acceptance_report import render, tables
-from bench.acceptance_runs import WHOLE, Plan, Results, Tally, measure
-from bench.acceptance_summary import AcceptanceSummary, Estimate, mean, share
-from bench.openings import OPENINGS
-from bench.trials import Pair, Readers
+from bench.acceptance.__main__ import conclude
+from bench.acceptance.report import render, tables
+from bench.acceptance.runs import WHOLE, AcceptanceCounts, AcceptancePlan, RuleCounts, measure
+from bench.acceptance.summary import AcceptanceSummary, Estimate, mean, share
+from bench.acceptance.trials import ModelPair, Readers
+from bench.common import OPENINGS
 from outrider.engine.runner import ModelRunner
 from outrider.parameters import Acceptance, Rule
 
-PLAN = Plan(temperatures=(0.7, 1.0), text_len=48, stride=6, top_ns=(8, 64))
+PLAN = AcceptancePlan(temperatures=(0.7, 1.0), text_len=48, stride=6, top_ns=(8, 64))
 
 
 @pytest.fixture(scope="module")
-def pair() -> Pair:
-    return Pair(*(ModelRunner.load(str(folder), kv_tokens=8192) for folder in (TARGET, TRAINED)))
+def pair() -> ModelPair:
+    return ModelPair(*(ModelRunner.load(str(folder), kv_tokens=8192) for folder in (TARGET, TRAINED)))
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def summary(pair: Pair, prompts: list[list[int]]) -> AcceptanceSummary:
+def summary(pair: ModelPair, prompts: list[list[int]]) -> AcceptanceSummary:
     """One run for all tests."""
     torch.set_num_threads(1)
     return AcceptanceSummary(PLAN, measure(pair, PLAN, prompts, lambda _: None))
@@ -73,7 +73,7 @@ def test_the_exact_chance_is_the_rate_of_ratio(summary: AcceptanceSummary) -> No
     assert abs(kept.value - counted.value) < 4 * math.hypot(kept.error, counted.error)
 
 
-def test_a_round_is_taken_back(pair: Pair, prompts: list[list[int]]) -> None:
+def test_a_round_is_taken_back(pair: ModelPair, prompts: list[list[int]]) -> None:
     """The same round twice is the same, whatever came between, and nothing is held in the end."""
     readers = Readers(pair, prompts[:3], 1.0, text_len=12)
     readers.go_to(4)
@@ -102,12 +102,12 @@ def test_figures_follow_from_counts() -> None:
     """Tokens a round count the target's own; a gain compares text by text."""
     counts = [("ratio", 0, 10, 12), ("ratio", 1, 20, 24), ("match", 0, 8, 12), ("match", 1, 18, 24)]
     tallies = [
-        Tally(
+        RuleCounts(
             1.0, rule, 64, prompt, rounds=10, accepted=accepted, evaluated=evaluated, hop_bytes=900, most_hop_bytes=95
         )
         for rule, prompt, accepted, evaluated in counts
     ]
-    found = AcceptanceSummary(Plan(temperatures=(1.0,)), Results(tallies))
+    found = AcceptanceSummary(AcceptancePlan(temperatures=(1.0,)), AcceptanceCounts(tallies))
     assert found.length(1.0, "ratio", 64) == Estimate(2.5, pytest.approx(0.5))
     assert found.rate(1.0, "match", 64).value == pytest.approx(26 / 36)
     assert found.gain(1.0, "ratio", "match") == Estimate(pytest.approx(0.2), pytest.approx(0.0, abs=1e-9))
@@ -115,7 +115,7 @@ def test_figures_follow_from_counts() -> None:
 
 
 def test_the_report_has_every_rule_and_the_file_every_count(
-    pair: Pair, summary: AcceptanceSummary, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pair: ModelPair, summary: AcceptanceSummary, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Tables are printed, the report is Markdown with the same rows, the file can be read again."""
     report, file = tmp_path / "report.md", tmp_path / "counts.json"
@@ -126,4 +126,4 @@ def test_the_report_has_every_rule_and_the_file_every_count(
         assert f"\n| {rule} | " in text
     assert "Loss of acceptance" in capsys.readouterr().out
     document = json.loads(file.read_text())
-    assert len(document["counts"]["tallies"]) == len(summary.results.tallies) == 2 * 24 * 6
+    assert len(document["counts"]["tallies"]) == len(summary.counts.tallies) == 2 * 24 * 6

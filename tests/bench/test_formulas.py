@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.formulas import (
+from bench.rounds.formulas import (
     Costs,
     acceptance_by_position,
     acceptance_rate,
@@ -13,7 +13,7 @@ from bench.formulas import (
     predict,
     tokens_per_round,
 )
-from bench.samples import RoundSample
+from bench.rounds.samples import RoundSample
 
 COSTS = Costs(verify_ms={1: 10.0, 3: 11.0, 5: 12.0}, draft_ms=0.5, target_ping_ms=1.0, draft_ping_ms=2.0)
 ROUND = RoundSample(
@@ -21,7 +21,6 @@ ROUND = RoundSample(
     draft_count=4,
     accepted_count=2,
     evaluated_count=3,
-    fallback=False,
     round_us=20_000,
     draft_queue_us=100,
     draft_compute_us=2_000,
@@ -75,10 +74,10 @@ def test_acceptance_counts_only_what_was_evaluated() -> None:
 def test_parts_add_up_to_the_round() -> None:
     """Queues, computes, ways and the gateway's own time are the whole, and the overhead is all but the computes."""
     found = parts(ROUND)
-    assert (found.draft_way, found.verify_way, found.gateway) == pytest.approx((0.9, 1.8, 3.0))
-    overhead = found.draft_queue + found.draft_way + found.verify_queue + found.verify_way + found.gateway
-    assert found.overhead == pytest.approx(overhead)
-    assert found.overhead + found.draft_compute + found.verify_compute == pytest.approx(20.0)
+    assert (found["draft way"], found["verify way"], found["gateway"]) == pytest.approx((0.9, 1.8, 3.0))
+    overhead = sum(found[name] for name in ("draft queue", "draft way", "verify queue", "verify way", "gateway"))
+    assert found["overhead"] == pytest.approx(overhead)
+    assert found["overhead"] + found["draft compute"] + found["verify compute"] == pytest.approx(20.0)
 
 
 def test_a_round_whose_parts_nobody_told_is_not_divided() -> None:

@@ -5,7 +5,7 @@ from tiny_models import write_tiny_model
 
 from bench import prefix
 from bench.prefix import TokensDiffer, measure
-from bench.session_streams import TargetStream
+from bench.streams import TargetStream
 from outrider.model_service_flags import ModelServiceSettings
 
 

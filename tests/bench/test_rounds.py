@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.samples import AUTO, BARE, ONE_BY_ONE, PLAIN, fixed
+from bench.rounds.samples import AUTO, BARE, ONE_BY_ONE, PLAIN, fixed
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()", "bench", "rounds", "--quick")

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from bench_run import summary
 
-from bench.report import render
-from bench.samples import BARE, DRAFT, ONE_BY_ONE, PLAIN, TARGET, ReadSample, fixed
-from bench.summary import MEMORY, Bandwidth
+from bench.rounds.report import render
+from bench.rounds.samples import BARE, DRAFT, MEMORY, ONE_BY_ONE, PLAIN, TARGET, ReadSample, fixed
+from bench.rounds.summary import Bandwidth
 
 
 def test_the_fastest_read_sets_the_floor() -> None:

@@ -2,13 +2,13 @@
 
 from bench_run import summary
 
-from bench.report import render
-from bench.verdicts import Verdict, verdicts
+from bench.rounds.report import render
+from bench.rounds.summary import Criterion, criteria
 
 
 def test_every_target_that_was_measured_is_judged() -> None:
     """The step is twice its floor, which misses; five rows for 1.2 steps and 0.6 ms of overhead are within limits."""
-    lines = [each.line() for each in verdicts(summary())]
+    lines = [each.line() for each in criteria(summary())]
     assert lines == [
         "MISSED: target step, one row, over bytes / bandwidth: 2, wanted at most 1.25",
         "met: target step, five rows over one row: 1.2, wanted at most 1.3",
@@ -24,9 +24,9 @@ def test_every_target_that_was_measured_is_judged() -> None:
 
 def test_a_limit_itself_is_kept() -> None:
     """At most and at least include the limit."""
-    assert Verdict("x", 1.0, 1.0).met
-    assert Verdict("x", 1.0, 1.0, at_most=True).met
-    assert not Verdict("x", 0.9, 1.0).met
+    assert Criterion("x", 1.0, 1.0).met
+    assert Criterion("x", 1.0, 1.0, at_most=True).met
+    assert not Criterion("x", 0.9, 1.0).met
 
 
 def test_the_report_has_every_section() -> None:

@@ -1,20 +1,21 @@
 """Rounds that are tried and taken back: every rule guesses and decides behind the same tokens, as the services do it.
 
-Drafts, laws, coins and decisions are the services' own functions; there is no message and no clock. Nothing that a
-round accepts is committed, so that two rules are compared in the same places and not along two texts.
+Drafts, distributions, noise and decisions are the services' own functions; there is no message and no clock. Nothing
+that a round accepts is committed, so that two rules are compared in the same places and not along two texts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from bench.engine_loop import spec_of
+from bench.common import spec_of
 from draft_service.drafters.model_drafter import ModelDrafter
 from draft_service.drafters.offers import MODEL, noise_of
 from draft_service.drafters.task import DraftTask
-from outrider.compute_times import Meter
+from outrider import wire, wire_proposal
+from outrider.compute_times import ComputeTimes, Meter
 from outrider.engine.drawing import Ask, row_contexts
 from outrider.engine.quantise import quantise
 from outrider.engine.runner import Feed, ModelRunner
@@ -22,13 +23,22 @@ from outrider.engine.sampling import transform
 from outrider.engine.session import Session
 from outrider.engine.tree import EMPTY, TokenTree
 from outrider.errors import OutriderError
+from outrider.fencing import Fence
 from outrider.parameters import Acceptance, SessionSpec
+from outrider.v1 import draft_service_pb2 as draft_pb
+from outrider.v1 import target_service_pb2 as target_pb
 from target_service.acceptance import Walk
 from target_service.decision import decide
 
+# Of the length and size that they have in a live system.
+SESSION_ID = bytes(range(16))
+INSTANCE_ID = 2**64 - 1
+NUMERICS_ID = "cpu-bfloat16-native-v4"
+TIMES = ComputeTimes(queue_us=999, compute_us=99_999, forward_count=9)
+
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class ModelPair:
     """Two models with room for the sessions of a run."""
 
     target: ModelRunner
@@ -40,13 +50,13 @@ class Trial:
     """One round: what was proposed, and what the target said to it."""
 
     tree: TokenTree
-    way: Walk
+    walk: Walk
 
 
 class Readers:
     """Both models at the same places of some texts, which the target writes itself."""
 
-    def __init__(self, pair: Pair, prompts: Sequence[Sequence[int]], temperature: float, text_len: int) -> None:
+    def __init__(self, pair: ModelPair, prompts: Sequence[Sequence[int]], temperature: float, text_len: int) -> None:
         """Writes text_len tokens behind every prompt, ends of sequence ignored; prompt i has the seed i."""
         self._pair = pair
         self._specs = [spec_of(prompt, seed, temperature, text_len) for seed, prompt in enumerate(prompts)]
@@ -54,7 +64,7 @@ class Readers:
         self._draft = [opened(pair.draft, prompt) for prompt in prompts]
         for _ in range(text_len):
             for session, trial in zip(self._target, self._decide(self._specs, [EMPTY] * len(prompts)), strict=True):
-                session.extend([trial.way.next_token_id])
+                session.extend([trial.walk.next_token_id])
         self._texts = [tuple(session.token_ids) for session in self._target]
 
     @property
@@ -79,17 +89,17 @@ class Readers:
     def overlaps(self, top_ns: Sequence[int]) -> dict[int, list[float]]:
         """For each top-N and session the chance that `ratio` keeps the next draft token: sum of min(target, draft).
 
-        0 stands for the draft's whole law, as it is before quantising.
+        0 stands for the draft's whole distribution, as it is before quantising.
         """
         target_probs = self._pair.target.ops.softmax(self._scores(self._pair.target, self._target))
         scores = self._scores(self._pair.draft, self._draft)
         draft_probs = self._pair.draft.ops.softmax(scores)
-        found = {0: torch.minimum(target_probs, draft_probs).sum(dim=1).tolist()}
+        overlaps = {0: torch.minimum(target_probs, draft_probs).sum(dim=1).tolist()}
         for top_n in top_ns:
-            laws = quantise(scores, top_n, self._pair.draft.ops)
-            told = laws.weights / laws.weights.sum(dim=1, keepdim=True).double()
-            found[top_n] = torch.minimum(target_probs.gather(1, laws.token_ids), told).sum(dim=1).tolist()
-        return found
+            sent = quantise(scores, top_n, self._pair.draft.ops)
+            sent_probs = sent.weights / sent.weights.sum(dim=1, keepdim=True).double()
+            overlaps[top_n] = torch.minimum(target_probs.gather(1, sent.token_ids), sent_probs).sum(dim=1).tolist()
+        return overlaps
 
     def close(self) -> None:
         """Gives back what the sessions hold."""
@@ -97,10 +107,14 @@ class Readers:
             session.free()
 
     def _propose(self, specs: Sequence[SessionSpec], draft_count: int, top_n: int) -> list[TokenTree]:
-        drafter = ModelDrafter(self._pair.draft, call, top_n)
+        def fail(error: OutriderError) -> None:
+            # Nothing may fail in a measurement; a full pool is a run that was planned wrongly.
+            raise error
+
+        drafter = ModelDrafter(self._pair.draft, lambda allocate: allocate(), top_n)
         noise = noise_of(MODEL, specs[0].acceptance.rule)
         tasks = [
-            DraftTask(session, spec, noise, draft_count, Meter(), ended, refuse)
+            DraftTask(session, spec, noise, draft_count, Meter(), lambda _: None, fail)
             for session, spec in zip(self._draft, specs, strict=True)
         ]
         while waiting := [task for task in tasks if not task.done]:
@@ -108,11 +122,16 @@ class Readers:
         return [task.proposal for task in tasks]
 
     def _decide(self, specs: Sequence[SessionSpec], trees: Sequence[TokenTree]) -> list[Trial]:
-        fed = zip(self._target, trees, specs, strict=True)
-        asks = [Ask(Feed(session, tree), spec) for session, tree, spec in fed]
+        inputs = zip(self._target, trees, specs, strict=True)
+        asks = [Ask(Feed(session, tree), spec) for session, tree, spec in inputs]
         result = self._pair.target.forward([ask.feed for ask in asks])
-        ways = decide(self._pair.target, asks, result.logits, [rows or range(0) for rows in result.ranges])
-        return [Trial(tree, found(way)) for tree, way in zip(trees, ways, strict=True)]
+        trials = []
+        walks = decide(self._pair.target, asks, result.logits, [rows or range(0) for rows in result.ranges])
+        for tree, walk in zip(trees, walks, strict=True):
+            if isinstance(walk, OutriderError):
+                raise walk
+            trials.append(Trial(tree, walk))
+        return trials
 
     def _scores(self, runner: ModelRunner, sessions: Sequence[Session]) -> Tensor:
         asks = [Ask(Feed(session), spec) for session, spec in zip(sessions, self._specs, strict=True)]
@@ -128,22 +147,26 @@ def opened(runner: ModelRunner, token_ids: Sequence[int]) -> Session:
     return session
 
 
-def call(allocate: Callable[[], None]) -> None:
-    """Reserves room; a full pool is a run that was planned wrongly, and ends it."""
-    allocate()
+def hop_bytes(tree: TokenTree, base_len: int) -> int:
+    """Bytes of the larger hop, request and answer together, of a round that proposes a tree behind base_len tokens.
 
-
-def ended(_task: DraftTask) -> None:
-    """The task itself says that it is done."""
-
-
-def refuse(error: OutriderError) -> None:
-    """Nothing may fail in a measurement."""
-    raise error
-
-
-def found(way: Walk | OutriderError) -> Walk:
-    """The walk; raises the error in its place."""
-    if isinstance(way, OutriderError):
-        raise way
-    return way
+    All of the tree is accepted, and so was all of the round before. The messages are those of gateway and services.
+    """
+    request = Fence(SESSION_ID, 9, base_len)
+    fence, answer = wire.fence_message(request), wire.fence_message(request, INSTANCE_ID)
+    proposal, times = wire_proposal.tree_message(tree), wire.times_message(TIMES)
+    tokens = (*tree.token_ids, *tree.token_ids[-1:])
+    verdict = target_pb.Verdict(
+        accepted_rows=range(1, len(tree) + 1), next_token_id=tokens[-1], evaluated_count=len(tree)
+    )
+    advance = draft_pb.DraftAdvance(token_ids=tokens, draft_count=len(tree))
+    step = target_pb.TargetStep(proposal=proposal, plain_budget=len(tree))
+    draft_bytes = draft_pb.ProposeRequest(fence=fence, advance=advance).ByteSize()
+    draft_bytes += draft_pb.ProposeResponse(
+        fence=answer, proposal=proposal, cached_len=base_len, numerics_id=NUMERICS_ID, times=times
+    ).ByteSize()
+    target_bytes = target_pb.VerifyRequest(fence=fence, step=step).ByteSize()
+    target_bytes += target_pb.VerifyResponse(
+        fence=answer, verdict=verdict, cached_len=base_len, numerics_id=NUMERICS_ID, times=times
+    ).ByteSize()
+    return max(draft_bytes, target_bytes)

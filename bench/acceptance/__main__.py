@@ -1,4 +1,4 @@
-"""How many draft tokens each rule keeps, and what truncating a draft's law costs, on texts that the target writes.
+"""How many draft tokens each rule keeps, and what truncating a draft's distribution costs, on texts of the target.
 
     python -m bench.acceptance [--target MODEL --draft MODEL] [--markdown FILE] [--json FILE]
 
@@ -8,7 +8,6 @@ and the command. Runs both models in this process: acceptance depends on no cloc
 
 import asyncio
 import json as json_format
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,17 +17,24 @@ import torch
 import typer
 from rich.console import Console
 
-from bench import machine
-from bench.acceptance_report import render, show, tables
-from bench.acceptance_runs import AT_A_TIME, Plan, measure
-from bench.acceptance_summary import AcceptanceSummary
-from bench.openings import OPENINGS
-from bench.stack import choose_pair
-from bench.trials import Pair
+from bench.acceptance.report import render, show, tables
+from bench.acceptance.runs import AT_A_TIME, AcceptancePlan, measure
+from bench.acceptance.summary import AcceptanceSummary
+from bench.acceptance.trials import ModelPair
+from bench.common import (
+    OPENINGS,
+    Temperatures,
+    choose_pair,
+    machine,
+    parse_temperatures,
+    provenance,
+    revision,
+    writable,
+)
 from gateway.tokenizer import Tokenizer
 from outrider import logs
 from outrider.cli import options
-from outrider.cli.bench import JsonFile, Temperatures, parse_temperatures, writable
+from outrider.cli.running import note
 from outrider.command_line import between, run_app, service_app
 from outrider.engine.runner import ModelRunner
 from outrider.model_service import load_model
@@ -40,9 +46,13 @@ TextLen = Annotated[int, typer.Option("--tokens", help="Tokens of a text.", meta
 Stride = Annotated[int, typer.Option(help="Tokens from one round to the next.", metavar="N", callback=between(1, 512))]
 Texts = Annotated[int, typer.Option(help="Texts to write.", metavar="N", callback=between(2, MAX_TEXTS))]
 DraftCount = Annotated[int, typer.Option(help="Draft tokens a round.", metavar="K", callback=between(1, 7))]
-Report = Annotated[
+Markdown = Annotated[
     Path | None,
     typer.Option(help="File for the report.", metavar="FILE", show_default=False, callback=writable("--markdown")),
+]
+Json = Annotated[
+    Path | None,
+    typer.Option(help="File for all samples.", metavar="FILE", show_default=False, callback=writable("--json")),
 ]
 
 app = service_app()
@@ -60,18 +70,17 @@ def acceptance(  # noqa: PLR0913, one parameter for each option is how typer dec
     text_len: TextLen = 96,
     stride: Stride = 2,
     texts: Texts = MAX_TEXTS,
-    markdown: Report = None,
-    json: JsonFile = None,
+    markdown: Markdown = None,
+    json: Json = None,
 ) -> None:
-    """Shows acceptance and tokens a round of every rule, and what the size of a draft's law costs."""
+    """Shows acceptance and tokens a round of every rule, and what the size of a draft's distribution costs."""
     logs.configure("warning")
     target_model, draft_model = choose_pair(target, draft)
-    plan = Plan(parse_temperatures(temperatures), draft_count, text_len, stride)
+    plan = AcceptancePlan(parse_temperatures(temperatures), draft_count, text_len, stride)
     prompts = asyncio.run(encoded(target_model, OPENINGS[:texts]))
     tokens = AT_A_TIME * (max(map(len, prompts)) + text_len + 2 * draft_count + 32)
-    pair = Pair(*(load(name, dtype, threads, tokens) for name in (target_model, draft_model)))
-    results = measure(pair, plan, prompts, tell)
-    conclude(pair, AcceptanceSummary(plan, results), markdown, json)
+    pair = ModelPair(*(load(name, dtype, threads, tokens) for name in (target_model, draft_model)))
+    conclude(pair, AcceptanceSummary(plan, measure(pair, plan, prompts, note)), markdown, json)
 
 
 def load(model: str, dtype: Dtype | None, threads: int | None, kv_tokens: int) -> ModelRunner:
@@ -89,45 +98,32 @@ async def encoded(model: str, prompts: Sequence[str]) -> list[list[int]]:
     return [list(await tokenizer.encode(prompt)) for prompt in prompts]
 
 
-def tell(sentence: str) -> None:
-    """Says how far the run is."""
-    print(sentence, file=sys.stderr)
-
-
-def conclude(pair: Pair, summary: AcceptanceSummary, markdown: Path | None, json: Path | None) -> None:
+def conclude(pair: ModelPair, summary: AcceptanceSummary, markdown: Path | None, json: Path | None) -> None:
     """Writes the files that are wanted, and prints the tables."""
     figures = tables(summary)
     if json is not None:
-        json.write_text(json_format.dumps(document(pair, summary), indent=1), encoding="utf-8")
+        plan = summary.plan
+        document = provenance() | {
+            "models": {"target": asdict(pair.target.identity), "draft": asdict(pair.draft.identity)},
+            "plan": asdict(plan) | {"rules": [each.model_dump() for each in plan.rules]},
+            "counts": asdict(summary.counts),
+        }
+        json.write_text(json_format.dumps(document, indent=1), encoding="utf-8")
     if markdown is not None:
         markdown.write_text(f"{heading(pair, summary)}\n\n{render(figures)}\n", encoding="utf-8")
     show(figures, Console())
 
 
-def heading(pair: Pair, summary: AcceptanceSummary) -> str:
+def heading(pair: ModelPair, summary: AcceptanceSummary) -> str:
     """What was measured, and where."""
     plan, target, draft = summary.plan, pair.target.identity, pair.draft.identity
-    places = len(range(0, plan.text_len - plan.draft_count, plan.stride))
-    texts = len({each.prompt for each in summary.results.tallies})
+    texts = len({each.prompt for each in summary.counts.tallies})
     return (
         f"## {target.model_name} with {draft.model_name}\n\n"
-        f"{target.dtype}; target {target.model_hash[:12]}, draft {draft.model_hash[:12]}; "
-        f"{texts} texts of {plan.text_len} tokens, {places} rounds in each under every setting; {machine.describe()}; "
-        f"commit {machine.revision() or 'unknown'}."
+        f"{target.dtype}; target {target.model_hash[:12]}, draft {draft.model_hash[:12]}; {texts} texts of "
+        f"{plan.text_len} tokens, {len(plan.places)} rounds in each under every setting; {machine()}; "
+        f"commit {revision() or 'unknown'}."
     )
-
-
-def document(pair: Pair, summary: AcceptanceSummary) -> dict[str, object]:
-    """Where the counts come from, and the counts."""
-    return {
-        "command": machine.command(),
-        "machine": machine.describe(),
-        "versions": machine.versions(),
-        "revision": machine.revision(),
-        "models": {"target": asdict(pair.target.identity), "draft": asdict(pair.draft.identity)},
-        "plan": asdict(summary.plan) | {"rules": [each.model_dump() for each in summary.plan.rules]},
-        "counts": asdict(summary.results),
-    }
 
 
 if __name__ == "__main__":

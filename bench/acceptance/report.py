@@ -1,4 +1,4 @@
-"""The tables of a measurement of acceptance, for a terminal and as Markdown. Computes nothing itself."""
+"""The tables of a measurement of acceptance, for a terminal and as Markdown."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from bench.acceptance_runs import WHOLE, name_of
-from bench.acceptance_summary import AcceptanceSummary
-from bench.spread import markdown
+from bench.acceptance.runs import WHOLE, name_of
+from bench.acceptance.summary import AcceptanceSummary
+from bench.common import markdown
 
-# Points lost by a simulated pair of acceptance 0.68 at temperature 1, by top-N; its laws are as peaked as large models.
+# Points lost by a simulated pair of acceptance 0.68 at temperature 1, by top-N; as peaked as those of large models.
 SIMULATED = {8: 0.60, 16: 0.48, 32: 0.39, 64: 0.30, 128: 0.24, 256: 0.18}
 SYMBOLS = """\
 Every rule guesses and decides behind the same prefixes of texts that the target wrote at that temperature; nothing is
@@ -21,7 +21,7 @@ Bytes: of the larger hop of a round, request and answer together."""
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class ReportTable:
     """One table."""
 
     title: str
@@ -29,7 +29,7 @@ class Figures:
     rows: Sequence[Sequence[str]]
 
 
-def tables(summary: AcceptanceSummary) -> list[Figures]:
+def tables(summary: AcceptanceSummary) -> list[ReportTable]:
     """All tables of a run."""
     hot = [temperature for temperature in summary.plan.temperatures if temperature]
     found = [_rules(summary)]
@@ -38,22 +38,22 @@ def tables(summary: AcceptanceSummary) -> list[Figures]:
     return found
 
 
-def show(figures: Sequence[Figures], console: Console) -> None:
+def show(found: Sequence[ReportTable], console: Console) -> None:
     """Prints the tables."""
-    for each in figures:
+    for each in found:
         table = Table(*each.header, title=each.title, title_justify="left")
         for row in each.rows:
             table.add_row(*row)
         console.print(table)
 
 
-def render(figures: Sequence[Figures]) -> str:
+def render(found: Sequence[ReportTable]) -> str:
     """The tables as Markdown, and what their figures mean."""
-    sections = [f"### {each.title}\n\n{markdown(each.header, each.rows)}" for each in figures]
+    sections = [f"### {each.title}\n\n{markdown(each.header, each.rows)}" for each in found]
     return "\n\n".join([*sections, f"### What the figures are\n\n{SYMBOLS}"])
 
 
-def _rules(summary: AcceptanceSummary) -> Figures:
+def _rules(summary: AcceptanceSummary) -> ReportTable:
     plan = summary.plan
     header = ["rule"]
     for temperature in plan.temperatures:
@@ -65,10 +65,10 @@ def _rules(summary: AcceptanceSummary) -> Figures:
             row.append(summary.rate(temperature, name, plan.top_n).show(".3f"))
             row.append(summary.length(temperature, name, plan.top_n).show(".3f"))
         rows.append(row)
-    return Figures(f"Rules, K = {plan.draft_count}, laws of {plan.top_n} tokens", header, rows)
+    return ReportTable(f"Rules, K = {plan.draft_count}, laws of {plan.top_n} tokens", header, rows)
 
 
-def _gains(summary: AcceptanceSummary, temperatures: Sequence[float]) -> Figures:
+def _gains(summary: AcceptanceSummary, temperatures: Sequence[float]) -> ReportTable:
     names = [name_of(each) for each in summary.plan.rules]
     pairs = [("block", "ratio"), ("ratio", "match"), ("block", "match")]
     rows = [
@@ -76,10 +76,10 @@ def _gains(summary: AcceptanceSummary, temperatures: Sequence[float]) -> Figures
         for one, two in pairs
         if {one, two} <= set(names)
     ]
-    return Figures("Tokens a round, paired differences", _header("", temperatures), rows)
+    return ReportTable("Tokens a round, paired differences", _header("", temperatures), rows)
 
 
-def _losses(summary: AcceptanceSummary, temperatures: Sequence[float]) -> Figures:
+def _losses(summary: AcceptanceSummary, temperatures: Sequence[float]) -> ReportTable:
     rows = [
         (
             str(top_n),
@@ -92,10 +92,10 @@ def _losses(summary: AcceptanceSummary, temperatures: Sequence[float]) -> Figure
         ("whole law: kept", *(summary.overlap(each, WHOLE).scaled(100).show(".2f") for each in temperatures), "68")
     )
     header = (*_header("top-N", temperatures), "simulated, temperature 1")
-    return Figures("Loss of acceptance by top-N, points", header, rows)
+    return ReportTable("Loss of acceptance by top-N, points", header, rows)
 
 
-def _hops(summary: AcceptanceSummary, temperatures: Sequence[float]) -> Figures:
+def _hops(summary: AcceptanceSummary, temperatures: Sequence[float]) -> ReportTable:
     header, rows = ["top-N"], []
     for temperature in temperatures:
         header += [f"tokens a round, temperature {temperature:g}", "bytes a hop", "at most"]
@@ -105,7 +105,7 @@ def _hops(summary: AcceptanceSummary, temperatures: Sequence[float]) -> Figures:
             average, most = summary.hop_bytes(temperature, top_n)
             row += [summary.length(temperature, "ratio", top_n).show(".3f"), f"{average:.0f}", str(most)]
         rows.append(row)
-    return Figures(f"The rule ratio by top-N, K = {summary.plan.draft_count}", header, rows)
+    return ReportTable(f"The rule ratio by top-N, K = {summary.plan.draft_count}", header, rows)
 
 
 def _header(first: str, temperatures: Sequence[float]) -> list[str]:

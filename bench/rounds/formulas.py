@@ -1,16 +1,16 @@
 """The arithmetic of the report: what a speculative round should cost and bring, and of what it was made.
 
-Pure. Everything is in units of one target step, the bare engine's forward over one row: c is a draft step, v what a
-further row of a verification adds, R_t and R_d are empty round trips on the streams of target and draft. A round with
-K draft tokens costs 1 + vK + cK + R_t + R_d; with tau tokens a round the speedup over plain decoding that pays a round
-trip for every token is S = tau (1 + R_t) / (1 + vK + cK + R_t + R_d) (Leviathan et al. 2023, with the way added).
+Everything is in units of one target step, the bare engine's forward over one row: c is a draft step, v what a further
+row of a verification adds, R_t and R_d are empty round trips on the streams of target and draft. A round with K draft
+tokens costs 1 + vK + cK + R_t + R_d; with tau tokens a round the speedup over plain decoding that pays a round trip for
+every token is S = tau (1 + R_t) / (1 + vK + cK + R_t + R_d) (Leviathan et al. 2023, with the round trips added).
 """
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.samples import RoundSample
+from bench.rounds.samples import RoundSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +43,24 @@ class Costs:
         return self.draft_ping_ms / self.unit_ms
 
     def v(self, draft_count: int) -> float:
-        """What each of K further rows adds to a target step, in target steps."""
-        return (self._verify(draft_count + 1) / self.unit_ms - 1) / draft_count
+        """What each of K further rows adds to a target step, in target steps.
+
+        Rows that were not measured lie on the straight line between their neighbours, or through the last two.
+        """
+        rows, known = draft_count + 1, sorted(self.verify_ms)
+        found_ms = self.verify_ms.get(rows)
+        if found_ms is None:
+            right = min(max(bisect_left(known, rows), 1), len(known) - 1)
+            low, high = known[right - 1], known[right]
+            slope = (self.verify_ms[high] - self.verify_ms[low]) / (high - low)
+            found_ms = self.verify_ms[low] + slope * (rows - low)
+        return (found_ms / self.unit_ms - 1) / draft_count
 
     def round_cost(self, draft_count: int) -> float:
         """A round in target steps; a plain round comes unasked, and costs one."""
         if not draft_count:
             return 1.0
         return 1 + (self.v(draft_count) + self.c) * draft_count + self.target_way + self.draft_way
-
-    def _verify(self, rows: int) -> float:
-        """Milliseconds by rows, on the straight line between the neighbours that were measured, or through the last."""
-        known = sorted(self.verify_ms)
-        if rows in self.verify_ms:
-            return self.verify_ms[rows]
-        right = min(max(bisect_left(known, rows), 1), len(known) - 1)
-        low, high = known[right - 1], known[right]
-        slope = (self.verify_ms[high] - self.verify_ms[low]) / (high - low)
-        return self.verify_ms[low] + slope * (rows - low)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +95,10 @@ def tokens_per_round(rounds: Sequence[RoundSample]) -> float:
     return sum(each.num_tokens for each in rounds) / len(rounds)
 
 
-def acceptance_rate(rounds: Iterable[RoundSample]) -> float | None:
+def acceptance_rate(rounds: Sequence[RoundSample]) -> float | None:
     """Accepted over evaluated draft tokens; None when none was evaluated."""
-    pairs = [(each.accepted_count, each.evaluated_count) for each in rounds]
-    evaluated = sum(count for _, count in pairs)
-    return sum(count for count, _ in pairs) / evaluated if evaluated else None
+    evaluated = sum(each.evaluated_count for each in rounds)
+    return sum(each.accepted_count for each in rounds) / evaluated if evaluated else None
 
 
 def acceptance_by_position(rounds: Iterable[RoundSample]) -> list[float]:
@@ -112,35 +111,22 @@ def acceptance_by_position(rounds: Iterable[RoundSample]) -> list[float]:
     return shares
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """A speculative round by part, in milliseconds. A way is what is left of a wait: wire, protobuf, event loops."""
+def parts(each: RoundSample) -> dict[str, float]:
+    """Where a round's time went, in milliseconds. A way is what is left of a wait: wire, protobuf, event loops.
 
-    draft_queue: float
-    draft_compute: float
-    draft_way: float
-    verify_queue: float
-    verify_compute: float
-    verify_way: float
-    gateway: float
-    overhead: float
-    """The whole round without both computes; the sum of queues, ways and gateway."""
-
-
-def parts(each: RoundSample) -> Parts:
-    """Where a round's time went."""
-    waits_us = each.draft_wait_us + each.verify_wait_us
-    computes_us = each.draft_compute_us + each.verify_compute_us
-    return Parts(
-        draft_queue=each.draft_queue_us / 1e3,
-        draft_compute=each.draft_compute_us / 1e3,
-        draft_way=(each.draft_wait_us - each.draft_queue_us - each.draft_compute_us) / 1e3,
-        verify_queue=each.verify_queue_us / 1e3,
-        verify_compute=each.verify_compute_us / 1e3,
-        verify_way=(each.verify_wait_us - each.verify_queue_us - each.verify_compute_us) / 1e3,
-        gateway=(each.round_us - waits_us) / 1e3,
-        overhead=(each.round_us - computes_us) / 1e3,
-    )
+    The overhead is the whole round without both computes: the sum of queues, ways and gateway.
+    """
+    parts_us = {
+        "draft queue": each.draft_queue_us,
+        "draft compute": each.draft_compute_us,
+        "draft way": each.draft_wait_us - each.draft_queue_us - each.draft_compute_us,
+        "verify queue": each.verify_queue_us,
+        "verify compute": each.verify_compute_us,
+        "verify way": each.verify_wait_us - each.verify_queue_us - each.verify_compute_us,
+        "gateway": each.round_us - each.draft_wait_us - each.verify_wait_us,
+        "overhead": each.round_us - each.draft_compute_us - each.verify_compute_us,
+    }
+    return {name: part_us / 1e3 for name, part_us in parts_us.items()}
 
 
 def is_divided(each: RoundSample) -> bool:

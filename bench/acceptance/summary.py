@@ -1,4 +1,4 @@
-"""Rates, lengths and their standard errors from what was counted. Measures nothing and formats nothing.
+"""Rates, lengths and their standard errors from what was counted.
 
 Rounds of one text are not independent, texts are: every standard error is one over texts.
 """
@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from bench.acceptance_runs import WHOLE, Plan, Results, Tally
+from bench.acceptance.runs import WHOLE, AcceptanceCounts, AcceptancePlan, RuleCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def share(parts: Sequence[int], wholes: Sequence[int]) -> Estimate:
     return Estimate(rate, rests.error * len(parts) / sum(wholes))
 
 
-def tokens_per_round(tally: Tally) -> float:
+def tokens_per_round(tally: RuleCounts) -> float:
     """Mean accepted length with the token that the target adds."""
     return 1 + tally.accepted / tally.rounds
 
@@ -51,13 +51,13 @@ def tokens_per_round(tally: Tally) -> float:
 class AcceptanceSummary:
     """The figures of a run."""
 
-    def __init__(self, plan: Plan, results: Results) -> None:
-        self.plan, self.results = plan, results
+    def __init__(self, plan: AcceptancePlan, counts: AcceptanceCounts) -> None:
+        self.plan, self.counts = plan, counts
 
-    def tallies(self, temperature: float, rule: str, top_n: int) -> list[Tally]:
+    def tallies(self, temperature: float, rule: str, top_n: int) -> list[RuleCounts]:
         """Those of one setting, in the order of the prompts."""
         wanted = (temperature, rule, top_n)
-        return [each for each in self.results.tallies if (each.temperature, each.rule, each.top_n) == wanted]
+        return [each for each in self.counts.tallies if (each.temperature, each.rule, each.top_n) == wanted]
 
     def length(self, temperature: float, rule: str, top_n: int) -> Estimate:
         """Tokens a round."""
@@ -78,7 +78,7 @@ class AcceptanceSummary:
         return mean(self._overlaps(temperature, top_n))
 
     def loss(self, temperature: float, top_n: int) -> Estimate:
-        """What truncating and rounding the draft's law to top_n tokens costs of that, of the same places."""
+        """What truncating and rounding the draft's distribution to top_n tokens costs of that, of the same places."""
         pairs = zip(self._overlaps(temperature, WHOLE), self._overlaps(temperature, top_n), strict=True)
         return mean(whole - cut for whole, cut in pairs)
 
@@ -89,5 +89,5 @@ class AcceptanceSummary:
         return sum(each.hop_bytes for each in tallies) / rounds, max(each.most_hop_bytes for each in tallies)
 
     def _overlaps(self, temperature: float, top_n: int) -> list[float]:
-        found = self.results.overlaps
+        found = self.counts.overlaps
         return [each.mean for each in found if (each.temperature, each.top_n) == (temperature, top_n)]
