@@ -1,25 +1,22 @@
-"""What the measurements share: quartiles, provenance, progress, options, the stack that is measured, and prompts."""
+"""What the measurements share: quartiles, provenance, options, the stack that is measured, and prompts."""
 
 import os
 import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from outrider.cli import options
 from outrider.cli.running import Interrupts, note, service_log
 from outrider.cli.stack import Addresses, Stack, choose_models, start_stack
-from outrider.cli.terminal import is_rich
 from outrider.command_line import between, run_app
 from outrider.errors import InvalidRequest, ModelRefused, OutriderError
 from outrider.model_service_flags import MAX_THREADS, Dtype, available_cpus
@@ -100,28 +97,6 @@ def provenance() -> dict[str, object]:
     }
 
 
-@contextmanager
-def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Yields what begins each of so many steps with a sentence about it.
-
-    On stderr: a bar with the time left in a terminal, elsewhere a line whenever the sentence is another one.
-    """
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    is_drawn = is_rich(sys.stderr)
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True, disable=not is_drawn) as bar:
-        task, begun = bar.add_task("", total=total), list[str]()
-
-        def begin(sentence: str) -> None:
-            if begun:
-                bar.advance(task)
-            bar.update(task, description=sentence)
-            if not is_drawn and sentence not in begun[-1:]:
-                note(f"{sentence}.")
-            begun.append(sentence)
-
-        yield begin
-
-
 def run_measurement(app: typer.Typer, name: str) -> NoReturn:
     """Runs the command line of `outrider bench NAME`, whose help and refusals call it so."""
     run_app(lambda: app(prog_name=f"outrider bench {name}", standalone_mode=False), prefix="outrider: ")
@@ -164,7 +139,7 @@ SaveFile = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cpus:
+class ComputeThreads:
     """How many threads compute."""
 
     threads: options.Threads = None
@@ -187,7 +162,7 @@ def choose_pair(target: str | None, draft: str | None) -> tuple[str, str]:
     return target_model, draft_model
 
 
-def stack_of(models: options.Models, cpus: Cpus) -> Stack:
+def stack_of(models: options.Models, cpus: ComputeThreads) -> Stack:
     """The stack that the options name, on free ports. Raises ModelRefused."""
     target, draft = choose_pair(models.target, models.draft)
     return Stack(

@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from bench.common import TokensDiffer, machine, revision, spec_of
-from bench.streams import TargetStream
+from bench.streams import BareTargetStream
 from outrider import logs
 from outrider.cli import options
 from outrider.cli.stack import choose_models
@@ -68,7 +68,7 @@ async def measure(settings: ModelServiceSettings, num_tokens: int, turns: int) -
             running = await start_with(model, replace(settings, prefix_cache=has_cache))
             async with open_channel(running.address) as channel:
                 answers = [
-                    (name, *await first_token(TargetStream(channel, spec_of(each, 0, 0.0, 1))))
+                    (name, *await first_token(BareTargetStream(channel, spec_of(each, 0, 0.0, 1))))
                     for name, each in asked.items()
                 ]
             await running.stop(0)
@@ -80,7 +80,7 @@ async def measure(settings: ModelServiceSettings, num_tokens: int, turns: int) -
     return found
 
 
-async def first_token(stream: TargetStream) -> tuple[int, float]:
+async def first_token(stream: BareTargetStream) -> tuple[int, float]:
     """The token, and the milliseconds from the message that opens the session to the one that brings it."""
     started = time.perf_counter()
     token_id = await stream.open()

@@ -8,7 +8,6 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Annotated
@@ -17,11 +16,10 @@ import typer
 
 from bench.common import (
     OPENINGS,
-    Cpus,
+    ComputeThreads,
     JsonFlag,
     SaveFile,
     markdown,
-    progress,
     provenance,
     run_measurement,
     served,
@@ -33,7 +31,7 @@ from outrider.addresses import check_address
 from outrider.cli import options
 from outrider.cli.naming import SHARED_OPTIONS
 from outrider.cli.parsing import INT32_MAX, INT64_MAX, INT64_MIN, parse_draft_count
-from outrider.cli.running import Interrupts, run
+from outrider.cli.running import Interrupts, note, run
 from outrider.client import AsyncClient, Round, Speculation
 from outrider.command_line import between, refuse_together
 from outrider.option_groups import grouped, options_of
@@ -101,7 +99,7 @@ class Block:
 
 @app.command()
 @grouped
-def serve(*, wanted: ServeOptions, models: options.Models, cpus: Cpus) -> None:
+def serve(*, wanted: ServeOptions, models: options.Models, cpus: ComputeThreads) -> None:
     """Compares a gateway with itself, with and without speculation by turns: tokens/s, first tokens and answers."""
     logs.configure("warning")
     check(wanted, models, cpus)
@@ -112,14 +110,13 @@ def serve(*, wanted: ServeOptions, models: options.Models, cpus: Cpus) -> None:
             address = wanted.address or ""
             if stack is not None:
                 address = (await exits.enter_async_context(served(stack, interrupts))).gateway
-            begin = exits.enter_context(progress(2 * -(-wanted.requests // wanted.streams)))
-            blocks = await ask_in_turns(address, wanted, begin)
+            blocks = await ask_in_turns(address, wanted)
         conclude(address, wanted, blocks)
 
     run(measuring, options={**SHARED_OPTIONS, "max_tokens": "--tokens"})
 
 
-def check(wanted: ServeOptions, models: options.Models, cpus: Cpus) -> None:
+def check(wanted: ServeOptions, models: options.Models, cpus: ComputeThreads) -> None:
     """Raises InvalidRequest about what cannot be asked for."""
     parse_draft_count(wanted.draft_count)
     if wanted.address is not None:
@@ -127,16 +124,17 @@ def check(wanted: ServeOptions, models: options.Models, cpus: Cpus) -> None:
         refuse_together("--address", wanted.address, options_of(models) | options_of(cpus))
 
 
-async def ask_in_turns(address: str, wanted: ServeOptions, begin: Callable[[str], None]) -> list[Block]:
+async def ask_in_turns(address: str, wanted: ServeOptions) -> list[Block]:
     """All blocks, two a turn, behind one request of each setting to warm up. Raises what the gateway answers."""
     blocks = []
     async with AsyncClient(address) as client:
         for setting in SETTINGS:
             await ask(client, wanted, setting, 0)
-        for turn, first in enumerate(range(0, wanted.requests, wanted.streams)):
+        firsts = range(0, wanted.requests, wanted.streams)
+        for turn, first in enumerate(firsts):
+            note(f"Turn {turn + 1} of {len(firsts)}.")
             numbers = range(first, min(first + wanted.streams, wanted.requests))
             for setting in list(SETTINGS)[:: -1 if turn % 2 else 1]:
-                begin(f"Asking {'with' if SETTINGS[setting] else 'without'} speculation")
                 started_s = time.perf_counter()
                 answers = await asyncio.gather(*(ask(client, wanted, setting, number) for number in numbers))
                 blocks.append(Block(setting, time.perf_counter() - started_s, answers))
@@ -167,41 +165,38 @@ async def ask(client: AsyncClient, wanted: ServeOptions, setting: str, number: i
 
 def conclude(address: str, wanted: ServeOptions, blocks: list[Block]) -> None:
     """Writes the file that is wanted, and prints the comparison, or its figures as JSON."""
-    of_setting = {name: [block for block in blocks if block.setting == name] for name in SETTINGS}
-    answers = {name: [each for block in own for each in block.answers] for name, own in of_setting.items()}
-    speeds = {name: [block.tokens_per_s for block in own] for name, own in of_setting.items()}
-    speed = {name: spread(own) for name, own in speeds.items()}
-    first_token = {name: spread(each.first_token_s for each in own) for name, own in answers.items()}
-    # A turn's two blocks lie side by side in both lists, so what slowed both touches their ratio little.
-    ratio = spread(fast / slow for fast, slow in zip(*speeds.values(), strict=True))
-    equal = sum(one.token_ids == two.token_ids for one, two in zip(*answers.values(), strict=True))
-    document: dict[str, object] = {"address": address, **provenance()}
-    document |= {"plan": {name: value for name, value in asdict(wanted).items() if name not in {"json", "save"}}}
-    for name, own in answers.items():
-        document[name] = {
-            "completed": len(own),
+    plan = {name: value for name, value in asdict(wanted).items() if name not in {"json", "save"}}
+    document: dict[str, object] = {"address": address, **provenance(), "plan": plan}
+    speeds, answers, rows = [], [], [["tokens/s"], ["time to first token, ms"]]
+    for setting in SETTINGS:
+        speeds.append([block.tokens_per_s for block in blocks if block.setting == setting])
+        answers.append([each for block in blocks if block.setting == setting for each in block.answers])
+        speed, first_token_s = spread(speeds[-1]), spread(each.first_token_s for each in answers[-1])
+        rows[0].append(speed.show(".1f"))
+        rows[1].append(first_token_s.show(".1f", 1e3))
+        document[setting] = {
+            "completed": len(answers[-1]),
             "max_concurrency": wanted.streams,
-            "total_output_tokens": sum(len(each.token_ids) for each in own),
-            "output_throughput": asdict(speed[name]),
-            "ttft_s": asdict(first_token[name]),
-            "num_draft_tokens": sum(each.draft_tokens for each in own),
-            "num_accepted_tokens": sum(each.accepted_tokens for each in own),
+            "total_output_tokens": sum(len(each.token_ids) for each in answers[-1]),
+            "output_throughput": asdict(speed),
+            "ttft_s": asdict(first_token_s),
+            "num_draft_tokens": sum(each.draft_tokens for each in answers[-1]),
+            "num_accepted_tokens": sum(each.accepted_tokens for each in answers[-1]),
         }
-    document |= {"ratio": asdict(ratio), "equal_answers": equal, "compared_answers": wanted.requests}
+    # A turn's two blocks lie side by side in time, so what slowed both touches their ratio little.
+    ratio = spread(fast / slow for fast, slow in zip(*speeds, strict=True))
+    equal, compared = sum(one.token_ids == two.token_ids for one, two in zip(*answers, strict=True)), wanted.requests
+    document |= {"ratio": asdict(ratio), "equal_answers": equal, "compared_answers": compared}
     if wanted.save is not None:
         kept = document | {"blocks": [asdict(block) for block in blocks]}
         wanted.save.write_text(json.dumps(kept, indent=1), encoding="utf-8")
     if wanted.json:
         sys.stdout.write(json.dumps(document) + "\n")
         return
-    rows = [
-        ("tokens/s", *(each.show(".1f") for each in speed.values())),
-        ("time to first token, ms", *(each.show(".1f", 1e3) for each in first_token.values())),
-    ]
     print(markdown(("medians (quartiles)", *SETTINGS), rows))
-    print(f"Speculation gives {ratio.show('.2f')} times the tokens/s of plain decoding, turn by turn.")
-    sameness = " token for token" if equal == wanted.requests else "; under the rule match on a CPU all must be"
-    print(f"{equal} of {wanted.requests} answers are the same{sameness}.")
+    print(f"Speculation gives {ratio.show('.2f')} times the tokens/s of plain decoding.")
+    sameness = " token for token" if equal == compared else "; under the rule match on a CPU all must be"
+    print(f"{equal} of {compared} answers are the same{sameness}.")
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ class PingStream:
         return self._request(fence=fence, **content)
 
 
-class TargetStream(PingStream):
+class BareTargetStream(PingStream):
     """A session of the target that is decoded without a draft."""
 
     def __init__(self, channel: grpc.aio.Channel, spec: SessionSpec) -> None:
@@ -82,7 +82,7 @@ class TargetStream(PingStream):
         return response.verdict.next_token_id
 
 
-class DraftStream(PingStream):
+class BareDraftStream(PingStream):
     """A session of the draft that is asked for no guess."""
 
     def __init__(self, channel: grpc.aio.Channel, spec: SessionSpec) -> None:

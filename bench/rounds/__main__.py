@@ -4,16 +4,16 @@ Prints a Markdown report, or with `--json` an object; `--save FILE` keeps every 
 and the command.
 """
 
-import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from bench.common import (
-    Cpus,
+    ComputeThreads,
     JsonFlag,
     SaveFile,
     Temperatures,
@@ -25,7 +25,7 @@ from bench.common import (
     served,
     stack_of,
 )
-from bench.rounds.campaign import Campaign, channels_to
+from bench.rounds.campaign import Campaign
 from bench.rounds.instruments import Instruments
 from bench.rounds.report import render
 from bench.rounds.samples import DRAFT, TARGET, RoundsPlan
@@ -33,41 +33,47 @@ from bench.rounds.summary import RoundsSummary, criteria
 from outrider import logs
 from outrider.cli import options
 from outrider.cli.running import Interrupts, run
+from outrider.client import AsyncClient
 from outrider.command_line import between
 from outrider.option_groups import grouped
+from outrider.rpc import open_channel
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundsOptions:
-    """How long `bench rounds` measures, and where the figures go."""
-
-    tokens: Annotated[int, typer.Option(help="Tokens a request.", metavar="N", callback=between(8, 512))] = 96
-    turns: Annotated[
-        int, typer.Option(help="Measured passes over all prompts and settings.", metavar="N", callback=between(1, 1000))
-    ] = 5
-    temperatures: Temperatures = "0,0.8"
-    quick: Annotated[bool, typer.Option("--quick", help="Seconds instead of minutes; the figures mean little.")] = False
-    json: JsonFlag = False
-    save: SaveFile = None
-
-
 @app.command()
 @grouped
-def rounds(*, measured: RoundsOptions, models: options.Models, cpus: Cpus) -> None:
+def rounds(
+    *,
+    tokens: Annotated[int, typer.Option(help="Tokens a request.", metavar="N", callback=between(8, 512))] = 96,
+    turns: Annotated[
+        int, typer.Option(help="Measured passes over all prompts and settings.", metavar="N", callback=between(1, 1000))
+    ] = 5,
+    temperatures: Temperatures = "0,0.8",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Seconds instead of minutes; the figures mean little.")
+    ] = False,
+    json: JsonFlag = False,
+    save: SaveFile = None,
+    models: options.Models,
+    cpus: ComputeThreads,
+) -> None:
     """Shows what a round costs: floors, the bare engine, empty pings, plain and speculative requests, in one run."""
     logs.configure("warning")
-    temperatures = parse_temperatures(measured.temperatures)
-    plan = RoundsPlan(stack_of(models, cpus), measured.tokens, measured.turns, temperatures)
-    plan = plan.quick() if measured.quick else plan
+    plan = RoundsPlan(stack_of(models, cpus), tokens, turns, parse_temperatures(temperatures))
+    plan = plan.quick() if quick else plan
 
     async def measuring(interrupts: Interrupts) -> None:
         instruments = Instruments(plan)
-        async with served(plan.stack, interrupts) as addresses, channels_to(addresses) as channels:
-            measurements = await Campaign(plan, instruments, channels).run()
+        async with (
+            served(plan.stack, interrupts) as addresses,
+            AsyncClient(addresses.gateway) as gateway,
+            open_channel(addresses.target) as target,
+            open_channel(addresses.draft or "") as draft,
+        ):
+            measurements = await Campaign(plan, instruments, gateway, target, draft).run()
         summary = RoundsSummary(measurements, instruments.shapes[TARGET], instruments.shapes[DRAFT])
-        conclude(plan, summary, measured.save, as_json=measured.json)
+        conclude(plan, summary, save, as_json=json)
 
     run(measuring)
 
@@ -83,9 +89,9 @@ def conclude(plan: RoundsPlan, summary: RoundsSummary, save: Path | None, *, as_
         "verdicts": [{**asdict(each), "met": each.met} for each in criteria(summary)],
     }
     if save is not None:
-        save.write_text(json.dumps(document | {"samples": asdict(summary.measurements)}, indent=1), encoding="utf-8")
+        save.write_text(dumps(document | {"samples": asdict(summary.measurements)}, indent=1), encoding="utf-8")
     if as_json:
-        sys.stdout.write(json.dumps(document | {"report": render(summary)}) + "\n")
+        sys.stdout.write(dumps(document | {"report": render(summary)}) + "\n")
     else:
         print(f"{heading(plan)}\n\n{render(summary)}")
 

@@ -5,14 +5,13 @@ in another order each time. Tokens are compared at once, because a figure about 
 """
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 
 import grpc.aio
 
-from bench.common import TokensDiffer, progress, spec_of
+from bench.common import TokensDiffer, spec_of
 from bench.rounds.instruments import Instruments
 from bench.rounds.samples import (
     AUTO,
@@ -28,35 +27,14 @@ from bench.rounds.samples import (
     RoundsPlan,
     fixed,
 )
-from bench.streams import DraftStream, PingStream, TargetStream
+from bench.streams import BareDraftStream, BareTargetStream, PingStream
 from gateway.tokenizer import Tokenizer
-from outrider.cli.stack import Addresses
+from outrider.cli.running import note
 from outrider.client import AsyncClient, Round, Speculation
 from outrider.parameters import SessionSpec
-from outrider.rpc import open_channel
 
 # About as long as a service computes in a round of a small pair: a processor that has nothing to do sleeps in it.
 PAUSE_S = 0.002
-
-
-@dataclass(frozen=True, slots=True)
-class Channels:
-    """Connections to the processes of the stack."""
-
-    gateway: AsyncClient
-    target: grpc.aio.Channel
-    draft: grpc.aio.Channel
-
-
-@contextlib.asynccontextmanager
-async def channels_to(addresses: Addresses) -> AsyncIterator[Channels]:
-    """Connections that are closed at the end."""
-    async with (
-        AsyncClient(addresses.gateway) as gateway,
-        open_channel(addresses.target) as target,
-        open_channel(addresses.draft or "") as draft,
-    ):
-        yield Channels(gateway, target, draft)
 
 
 Answer = tuple[Sequence[int], float, float, Sequence[RoundSample]]
@@ -66,8 +44,16 @@ Answer = tuple[Sequence[int], float, float, Sequence[RoundSample]]
 class Campaign:
     """One run over a stack that serves."""
 
-    def __init__(self, plan: RoundsPlan, instruments: Instruments, channels: Channels) -> None:
-        self._plan, self._instruments, self._channels = plan, instruments, channels
+    def __init__(
+        self,
+        plan: RoundsPlan,
+        instruments: Instruments,
+        gateway: AsyncClient,
+        target: grpc.aio.Channel,
+        draft: grpc.aio.Channel,
+    ) -> None:
+        self._plan, self._instruments = plan, instruments
+        self._gateway, self._target, self._draft = gateway, target, draft
         self._expected: dict[tuple[int, float], tuple[int, ...]] = {}
         self._settings = {PLAIN: Speculation(enabled=False), AUTO: Speculation()}
         self._settings |= {fixed(count): Speculation(draft_count=count) for count in plan.draft_counts}
@@ -77,13 +63,12 @@ class Campaign:
         tokenizer = Tokenizer(self._plan.stack.target)
         prompts = [await tokenizer.encode(prompt) for prompt in self._plan.prompts]
         measurements, turns = Measurements(), self._plan.turns
-        with progress((turns + 1) * len(prompts)) as begin:
-            for turn in range(turns + 1):
-                for number, prompt in enumerate(prompts):
-                    begin(f"Turn {turn} of {turns}{'' if turn else ', to warm up'}")
-                    await self._cycle(measurements, turn, number, prompt)
-                if turn == 0:
-                    measurements = Measurements()
+        for turn in range(turns + 1):
+            note(f"Turn {turn} of {turns}{'' if turn else ', to warm up'}.")
+            for number, prompt in enumerate(prompts):
+                await self._cycle(measurements, turn, number, prompt)
+            if turn == 0:
+                measurements = Measurements()
         return measurements
 
     async def _cycle(self, measurements: Measurements, turn: int, number: int, prompt: Sequence[int]) -> None:
@@ -103,14 +88,14 @@ class Campaign:
         if setting == BARE:
             token_ids, times_s = self._instruments.loops[TARGET].plain(spec)
         elif setting == ONE_BY_ONE:
-            token_ids, times_s = await one_by_one(self._channels.target, spec)
+            token_ids, times_s = await one_by_one(self._target, spec)
         else:
-            return await request(self._channels.gateway, spec, self._settings[setting])
+            return await request(self._gateway, spec, self._settings[setting])
         return token_ids, times_s[-1], times_s[0], ()
 
     async def _ping(self, spec: SessionSpec) -> list[PingSample]:
         """Pings on a session of each service, by turns: close together, and after pauses like those of rounds."""
-        target, draft = TargetStream(self._channels.target, spec), DraftStream(self._channels.draft, spec)
+        target, draft = BareTargetStream(self._target, spec), BareDraftStream(self._draft, spec)
         await target.open()
         await draft.open()
         streams: dict[str, PingStream] = {TARGET: target, DRAFT: draft}
@@ -162,7 +147,7 @@ async def request(client: AsyncClient, spec: SessionSpec, speculation: Speculati
 async def one_by_one(channel: grpc.aio.Channel, spec: SessionSpec) -> tuple[list[int], list[float]]:
     """Decodes plainly with a message for each token; returns tokens and, for each, the seconds since the beginning."""
     started = time.perf_counter()
-    stream = TargetStream(channel, spec)
+    stream = BareTargetStream(channel, spec)
     token_ids, times_s = [await stream.open()], [time.perf_counter() - started]
     while len(token_ids) < spec.max_len - spec.prompt_len:
         token_ids.append(await stream.step())

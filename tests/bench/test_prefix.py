@@ -5,7 +5,7 @@ from tiny_models import write_tiny_model
 
 from bench import prefix
 from bench.prefix import TokensDiffer, measure
-from bench.streams import TargetStream
+from bench.streams import BareTargetStream
 from outrider.model_service_flags import ModelServiceSettings
 
 
@@ -27,7 +27,7 @@ async def test_tokens_that_differ_end_the_run(settings: ModelServiceSettings, mo
     """A figure of wrong answers is worth nothing."""
     numbers = iter(range(100))
 
-    async def wrong(stream: TargetStream) -> tuple[int, float]:
+    async def wrong(stream: BareTargetStream) -> tuple[int, float]:
         await stream.open()
         await stream.end()
         return next(numbers), 1.0

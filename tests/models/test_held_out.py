@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from training.evaluation import HeldOut, measure
-from training.shapes import PRESETS, new_model
+from training.data import HeldOut
+from training.learn import measure
+from training.model import PRESETS, new_model
 
 TOKENS = torch.randint(300, (640,), generator=torch.Generator().manual_seed(4))
 MODEL = new_model(PRESETS["tiny"], "target", 3)
@@ -23,7 +24,7 @@ def loss(tokens: Tensor, tail: int) -> float:
 
 def test_the_same_tokens_behind_more_and_more() -> None:
     """Of block 9 all but the first token, and its second half at the ends of three windows."""
-    found = measure(MODEL, HeldOut(TOKENS, torch.tensor([9]), 32, 128), lambda: None)
+    found = measure(MODEL, HeldOut(TOKENS, torch.tensor([9]), 32, 128))
     assert found.blocks == pytest.approx(loss(TOKENS[288:320], 31), abs=0.01)
     expected = [loss(TOKENS[320 - length : 320], 16) for length in (32, 64, 128)]
     assert found.by_window == pytest.approx(expected, abs=0.01)
@@ -31,9 +32,9 @@ def test_the_same_tokens_behind_more_and_more() -> None:
 
 def test_a_block_without_enough_before_it_is_in_no_window() -> None:
     """Or the lengths would be compared on different text; blocks alone count all the same."""
-    found = measure(MODEL, HeldOut(TOKENS, torch.tensor([2]), 32, 128), lambda: None)
+    found = measure(MODEL, HeldOut(TOKENS, torch.tensor([2]), 32, 128))
     assert math.isfinite(found.blocks)
     assert all(math.isnan(value) for value in found.by_window)
-    both = measure(MODEL, HeldOut(TOKENS, torch.tensor([2, 9]), 32, 128), lambda: None)
-    alone = measure(MODEL, HeldOut(TOKENS, torch.tensor([9]), 32, 128), lambda: None)
+    both = measure(MODEL, HeldOut(TOKENS, torch.tensor([2, 9]), 32, 128))
+    alone = measure(MODEL, HeldOut(TOKENS, torch.tensor([9]), 32, 128))
     assert both.by_window == pytest.approx(alone.by_window)

@@ -1,4 +1,4 @@
-"""The sizes that a pair can have, and models of these sizes. Trains nothing.
+"""The sizes that a pair can have, models of these sizes, and models as files.
 
 The rotary base is that of the long context from the first step: a pair that turns slowly enough for 4,096 positions
 loses nothing on 256, and one that was trained on 256 with the usual 10,000 cannot tell positions beyond them apart.
@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.engine.model_config import ModelConfig
 from outrider.errors import InvalidRequest, ModelRefused
 from outrider.sized_presets import Shape
+from training.data import END_OF_TEXT
 
 ROLES = ("target", "draft")
 
@@ -61,34 +64,35 @@ def new_model(preset: Preset, role: str, seed: int) -> LlamaForCausalLM:
         return LlamaForCausalLM(config)
 
 
-def pair_model(pair: Path, role: str) -> LlamaForCausalLM:
-    """A trained model of another pair in float32, as it is. Raises InvalidRequest."""
-    return _load(pair, role, _config(pair, role))
+def pair_model(pair: Path, role: str, extended_to: Preset | None = None) -> LlamaForCausalLM:
+    """A trained model of another pair in float32, as it is. Raises InvalidRequest.
 
-
-def extended_model(preset: Preset, pair: Path, role: str) -> LlamaForCausalLM:
-    """The same with the preset's context and rotary base, unless it has more of them. Raises InvalidRequest."""
-    config = _config(pair, role)
-    rope = dict(config.rope_parameters or {})
-    config.rope_parameters = {**rope, "rope_theta": max(preset.rope_base, rope["rope_theta"])}
-    config.max_position_embeddings = max(preset.context_len, config.max_position_embeddings)
-    return _load(pair, role, config)
-
-
-def _config(pair: Path, role: str) -> LlamaConfig:
+    Or extended to the context and rotary base of a preset, unless it has more of them.
+    """
     # Another architecture would be read as Llama without a word.
     try:
         architecture = ModelConfig.read(pair / role).architecture
         config = LlamaConfig.from_pretrained(pair / role, local_files_only=True)
     except (ModelRefused, OSError, ValueError) as error:
         raise InvalidRequest("--from-pair", str(pair), f"a folder of a target and a draft: {error}") from error
-    if architecture != "LlamaForCausalLM" or dict(config.rope_parameters or {}).get("rope_type") != "default":
+    rope = dict(config.rope_parameters or {})
+    if architecture != "LlamaForCausalLM" or rope.get("rope_type") != "default":
         raise InvalidRequest("--from-pair", str(pair), "a pair of Llama models without rope scaling")
-    return config
-
-
-def _load(pair: Path, role: str, config: LlamaConfig) -> LlamaForCausalLM:
+    if extended_to is not None:
+        config.rope_parameters = {**rope, "rope_theta": max(extended_to.rope_base, rope["rope_theta"])}
+        config.max_position_embeddings = max(extended_to.context_len, config.max_position_embeddings)
     try:
         return LlamaForCausalLM.from_pretrained(pair / role, config=config, dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise InvalidRequest("--from-pair", str(pair), f"a pair whose weights can be read: {error}") from error
+
+
+def write_model(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes a checkpoint in bfloat16 as transformers has it, with its tokenizer; changes the model's dtype."""
+    # Through the base class, because the library's own methods are untyped.
+    nn.Module.to(model, device="cpu", dtype=torch.bfloat16)
+    model.save_pretrained(str(folder))
+    # The library makes it private, and services in containers run as another user.
+    (folder / "model.safetensors").chmod(0o644)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
+    wrapped.save_pretrained(str(folder))

@@ -2,11 +2,11 @@
 
 import torch
 
-from training.blocks import IGNORED, Blocks, held_out_blocks, targets_of
+from training.data import IGNORED, TrainingBlocks, held_out_blocks, targets_of
 
 TOKENS = torch.arange(1000)  # a token's id is its place
 HELD_OUT = held_out_blocks(1000, 16, 7)
-BLOCKS = Blocks(TOKENS, targets_of(TOKENS, HELD_OUT, 16), 32, 3, "7 stage")
+BLOCKS = TrainingBlocks(TOKENS, targets_of(TOKENS, HELD_OUT, 16), 32, 3, "7 stage")
 
 
 def test_the_held_out_text_of_the_embedded_pair_is_known() -> None:
@@ -47,6 +47,6 @@ def test_a_pass_has_every_block_once() -> None:
 def test_a_step_does_not_depend_on_the_steps_before() -> None:
     """So a resumed run sees what an unbroken one would have; another stage sees another order."""
     for step in (17, 0, 9):
-        again = Blocks(BLOCKS.token_ids, BLOCKS.targets, 32, 3, "7 stage").at(step)
+        again = TrainingBlocks(BLOCKS.token_ids, BLOCKS.targets, 32, 3, "7 stage").at(step)
         assert all(torch.equal(*pair) for pair in zip(BLOCKS.at(step), again, strict=True))
-        assert not torch.equal(Blocks(TOKENS, TOKENS, 32, 3, "7 other").at(step)[0], again[0])
+        assert not torch.equal(TrainingBlocks(TOKENS, TOKENS, 32, 3, "7 other").at(step)[0], again[0])
