@@ -18,9 +18,8 @@ import typer
 from rich.console import Console
 
 from bench.acceptance.report import render, show, tables
-from bench.acceptance.runs import AT_A_TIME, AcceptancePlan, measure
+from bench.acceptance.runs import AT_A_TIME, AcceptancePlan, ModelPair, measure
 from bench.acceptance.summary import AcceptanceSummary
-from bench.acceptance.trials import ModelPair
 from bench.common import (
     OPENINGS,
     Temperatures,

@@ -83,14 +83,12 @@ def _losses(summary: AcceptanceSummary, temperatures: Sequence[float]) -> Report
     rows = [
         (
             str(top_n),
-            *(summary.loss(each, top_n).scaled(100).show(".2f") for each in temperatures),
+            *(summary.loss(each, top_n).show(".2f", 100) for each in temperatures),
             f"{SIMULATED[top_n]:.2f}" if top_n in SIMULATED else "-",
         )
         for top_n in summary.plan.top_ns
     ]
-    rows.append(
-        ("whole law: kept", *(summary.overlap(each, WHOLE).scaled(100).show(".2f") for each in temperatures), "68")
-    )
+    rows.append(("whole law: kept", *(summary.overlap(each, WHOLE).show(".2f", 100) for each in temperatures), "68"))
     header = (*_header("top-N", temperatures), "simulated, temperature 1")
     return ReportTable("Loss of acceptance by top-N, points", header, rows)
 

@@ -4,6 +4,7 @@ Rounds of one text are not independent, texts are: every standard error is one o
 """
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,23 +18,16 @@ class Estimate:
     value: float
     error: float
 
-    def scaled(self, factor: float) -> "Estimate":
-        """The same in another unit."""
-        return Estimate(self.value * factor, self.error * factor)
-
-    def show(self, form: str) -> str:
-        """For instance "2.31 ± 0.04"."""
-        return f"{self.value:{form}} ± {self.error:{form}}"
+    def show(self, form: str, scale: float = 1.0) -> str:
+        """Both multiplied by a scale, for instance "2.31 ± 0.04"."""
+        return f"{self.value * scale:{form}} ± {self.error * scale:{form}}"
 
 
 def mean(values: Iterable[float]) -> Estimate:
     """Mean of independent values; the error of a single one is not known, and infinite."""
     numbers = list(values)
-    count, average = len(numbers), sum(numbers) / len(numbers)
-    if count == 1:
-        return Estimate(average, math.inf)
-    variance = sum((number - average) ** 2 for number in numbers) / (count - 1)
-    return Estimate(average, math.sqrt(variance / count))
+    error = statistics.stdev(numbers) / math.sqrt(len(numbers)) if len(numbers) > 1 else math.inf
+    return Estimate(statistics.fmean(numbers), error)
 
 
 def share(parts: Sequence[int], wholes: Sequence[int]) -> Estimate:

@@ -19,7 +19,6 @@ from bench.rounds.samples import (
     CONTEXT_LEN,
     DRAFT,
     MEMORY,
-    ROLES,
     TARGET,
     Measurements,
     ModelShape,
@@ -56,36 +55,29 @@ class Instruments:
 
     def __init__(self, plan: RoundsPlan) -> None:
         """Loads the pair as the services load it; takes seconds, and raises ModelRefused and InvalidRequest."""
+        stack, memory_bytes = plan.stack, plan.memory_bytes or past_caches()
         self._repeats = plan.repeats
-        threads = {TARGET: plan.stack.threads, DRAFT: plan.stack.draft_threads}
-        names = {TARGET: plan.stack.target, DRAFT: plan.stack.draft or ""}
-        dtypes = {TARGET: plan.stack.dtype, DRAFT: plan.stack.draft_dtype or plan.stack.dtype}
-        self.loops = {
-            role: EngineLoop(
-                load_model(
-                    ModelServiceSettings(
-                        names[role], dtype=dtypes[role], threads=threads[role], kv_tokens=plan.kv_tokens
-                    )
-                ).runner
-            )
-            for role in ROLES
-        }
-        self.shapes = {role: loop.shape(DTYPES[dtypes[role]].itemsize) for role, loop in self.loops.items()}
-        memory_bytes = plan.memory_bytes or past_caches()
-        # Past the caches more bytes do not come faster, so a large model needs no second copy of its size.
-        sizes = {role: min(shape.step_bytes, memory_bytes) for role, shape in self.shapes.items()}
-        self._readings = [Reading(role, size, threads[role]) for role, size in sizes.items()]
-        self._readings.append(Reading(MEMORY, memory_bytes, threads[TARGET]))
-        self._operators = {
-            role: OperatorStep(loop.config, DTYPES[dtypes[role]], threads[role]) for role, loop in self.loops.items()
-        }
-        # All contexts at the first temperature, and the one that figures are taken at also at the others.
+        self.loops: dict[str, EngineLoop] = {}
+        self.shapes: dict[str, ModelShape] = {}
+        self._operators: dict[str, OperatorStep] = {}
+        self._readings: list[Reading] = []
         self._points: list[StepPoint] = []
-        for role, loop in self.loops.items():
+        for role, model, dtype, threads in (
+            (TARGET, stack.target, stack.dtype, stack.threads),
+            (DRAFT, stack.draft or "", stack.draft_dtype or stack.dtype, stack.draft_threads),
+        ):
+            settings = ModelServiceSettings(model, dtype=dtype, threads=threads, kv_tokens=plan.kv_tokens)
+            loop = self.loops[role] = EngineLoop(load_model(settings).runner)
+            shape = self.shapes[role] = loop.shape(DTYPES[dtype].itemsize)
+            self._operators[role] = OperatorStep(loop.config, DTYPES[dtype], threads)
+            # Past the caches more bytes do not come faster, so a large model needs no second copy of its size.
+            self._readings.append(Reading(role, min(shape.step_bytes, memory_bytes), threads))
+            # All contexts at the first temperature, and the one that figures are taken at also at the others.
             longest = loop.longest_context(max(plan.row_counts))
             places = [(min(context, longest), plan.temperatures[0]) for context in plan.context_lens]
             places += [(CONTEXT_LEN, temperature) for temperature in plan.temperatures[1:]]
             self._points += [StepPoint(role, rows, *each) for each in dict.fromkeys(places) for rows in plan.row_counts]
+        self._readings.append(Reading(MEMORY, memory_bytes, stack.threads))
 
     def sample(self, measurements: Measurements) -> None:
         """Takes plan.repeats samples of everything, one after the other."""

@@ -11,9 +11,8 @@ from tokenizers import Tokenizer
 
 from bench.acceptance.__main__ import conclude
 from bench.acceptance.report import render, tables
-from bench.acceptance.runs import WHOLE, AcceptanceCounts, AcceptancePlan, RuleCounts, measure
+from bench.acceptance.runs import WHOLE, AcceptanceCounts, AcceptancePlan, ModelPair, Readers, RuleCounts, measure
 from bench.acceptance.summary import AcceptanceSummary, Estimate, mean, share
-from bench.acceptance.trials import ModelPair, Readers
 from bench.common import OPENINGS
 from outrider.engine.runner import ModelRunner
 from outrider.parameters import Acceptance, Rule

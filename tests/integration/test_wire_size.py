@@ -8,7 +8,7 @@ import torch
 from prompts import OPENINGS
 from stack import Answer, running_stack
 
-from bench.acceptance.trials import hop_bytes
+from bench.acceptance.runs import hop_bytes
 from outrider.engine.ops.eager import EagerOps
 from outrider.engine.quantise import DEFAULT_TOP_N, WEIGHT_SUM, quantise
 from outrider.engine.tree import TokenTree
