@@ -118,7 +118,14 @@ class Run:
         outcomes: list[StageOutcome] = []
         teacher: LlamaForCausalLM | None = None
         for role in ROLES:
-            model, before = self._first_models(role)
+            if self.from_pair is None:
+                model = before = new_model(self.settings.preset, role, self.settings.seed)
+            else:
+                model = pair_model(self.from_pair, role, extended_to=self.settings.preset)
+                before = frozen(pair_model(self.from_pair, role))
+            for each in (model, before):
+                # Through the base class, because the library's own methods are untyped.
+                nn.Module.to(each, self.device)
             if self.from_pair is not None:
                 outcomes.append(self._measured_before(f"{role} before", before))
             for stage in self.settings.stages(role):
@@ -132,20 +139,6 @@ class Run:
                 write_whole(folder, partial(write_model, copy.deepcopy(model), self.tokenizer))
             teacher = frozen(model)
         return outcomes
-
-    def _first_models(self, role: str) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
-        """The model as its first stage gets it, and as it was before that."""
-        preset = self.settings.preset
-        if self.from_pair is None:
-            model = new_model(preset, role, self.settings.seed)
-            before = model
-        else:
-            model = pair_model(self.from_pair, role, extended_to=preset)
-            before = frozen(pair_model(self.from_pair, role))
-        for each in (model, before):
-            # Through the base class, because the library's own methods are untyped.
-            nn.Module.to(each, self.device)
-        return model, before
 
     def _measured_before(self, name: str, model: LlamaForCausalLM) -> StageOutcome:
         """What the model of the other pair reaches as it is."""
@@ -164,11 +157,13 @@ class Run:
         if found is None:
             portions = " and ".join(f"{each.batch} x {each.block_len:,}" for each in stage.portions)
             self.console.print(f"{stage.name}: {stage.steps:,} steps, {portions} tokens a step")
-            lessons = [
-                Lesson(self._blocks(stage, portion), loss)
-                # A stage of one portion has no use for the second loss.
-                for portion, loss in zip(stage.portions, losses, strict=False)
-            ]
+            text, lessons = self.held_out, []
+            targets = targets_of(text.token_ids, text.blocks, text.block_len)
+            # A stage of one portion has no use for the second loss.
+            for portion, loss in zip(stage.portions, losses, strict=False):
+                seed = f"{self.settings.seed} {stage.name} {portion.block_len}"
+                blocks = TrainingBlocks(text.token_ids, targets, portion.block_len, portion.batch, seed)
+                lessons.append(Lesson(blocks, loss))
 
             def report(step: int, loss: float) -> None:
                 if step % self.storage.every == 0 or step == stage.steps:
@@ -179,12 +174,6 @@ class Run:
             self.storage.save_result(stage.name, found)
         model.load_state_dict(found["model"])
         return StageOutcome(stage.name, stage.steps, stage.tokens, HeldOutLosses(**found["losses"]))
-
-    def _blocks(self, stage: Stage, portion: Portion) -> TrainingBlocks:
-        held_out = self.held_out
-        targets = targets_of(held_out.token_ids, held_out.blocks, held_out.block_len)
-        seed = f"{self.settings.seed} {stage.name} {portion.block_len}"
-        return TrainingBlocks(held_out.token_ids, targets, portion.block_len, portion.batch, seed)
 
 
 def frozen(model: LlamaForCausalLM) -> LlamaForCausalLM:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bench.rounds.samples import AUTO, BARE, ONE_BY_ONE, PLAIN, fixed
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()", "bench", "rounds", "--quick")
 SETTINGS = {BARE, ONE_BY_ONE, PLAIN, fixed(2), fixed(4), AUTO}
 

@@ -1,4 +1,4 @@
-"""The figures of a run say what its samples say."""
+"""The figures of a run say what its samples say; targets are judged by them, and an unkind one is not met."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from bench_run import summary
 
 from bench.rounds.report import render
 from bench.rounds.samples import BARE, DRAFT, MEMORY, ONE_BY_ONE, PLAIN, TARGET, ReadSample, fixed
-from bench.rounds.summary import Bandwidth
+from bench.rounds.summary import Bandwidth, Criterion, criteria
 
 
 def test_the_fastest_read_sets_the_floor() -> None:
@@ -73,3 +73,26 @@ def test_a_prediction_uses_the_bare_costs() -> None:
 def test_what_rounds_do_not_account_for_is_outside_of_them() -> None:
     """1,060 ms over four rounds of 14.25 ms leave 250.75 ms each, and 1,120 ms leave 265.75."""
     assert summary().outside_ms(fixed(4), 0.0).median == pytest.approx((250.75 + 265.75) / 2)
+
+
+def test_every_target_that_was_measured_is_judged() -> None:
+    """The step is twice its floor, which misses; five rows for 1.2 steps and 0.6 ms of overhead are within limits."""
+    lines = [each.line() for each in criteria(summary())]
+    assert lines == [
+        "MISSED: target step, one row, over bytes / bandwidth: 2, wanted at most 1.25",
+        "met: target step, five rows over one row: 1.2, wanted at most 1.3",
+        "MISSED: draft step, ms: 0.5, wanted at most 0.15",
+        "met: plain through the gateway over the bare loop, temperature 0: 0.9, wanted at least 0.85",
+        "MISSED: measured speedup over S, K = 4, temperature 0: 0.706, wanted at least 0.9",
+        "met: speculative over plain, K = 4, temperature 0: 2, wanted at least 1.5",
+        "met: gateway overhead a round, ms, two pings + 0.25: 0.6, wanted at most 0.65",
+        "met: gateway overhead a round, ms, two pings after a pause + 0.25: 0.6, wanted at most 0.85",
+        "met: most bytes a hop, both ways: 110, wanted at most 200",
+    ]
+
+
+def test_a_limit_itself_is_kept() -> None:
+    """At most and at least include the limit."""
+    assert Criterion("x", 1.0, 1.0).met
+    assert Criterion("x", 1.0, 1.0, at_most=True).met
+    assert not Criterion("x", 0.9, 1.0).met
