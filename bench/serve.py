@@ -39,7 +39,7 @@ from outrider.option_groups import grouped, options_of
 
 SETTINGS = {"speculative": True, "plain": False}
 
-number = partial(typer.Option, metavar="N")
+count_option = partial(typer.Option, metavar="N")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -51,9 +51,11 @@ class ServeOptions:
     address: Annotated[
         str | None, typer.Option(help="Gateway to ask. Default: a stack of its own.", metavar="HOST:PORT")
     ] = None
-    requests: Annotated[int, number(help="Measured requests of each setting.", callback=between(1, 1_000_000))] = 32
-    streams: Annotated[int, number(help="Requests of a turn, side by side.", callback=between(1, 4096))] = 4
-    tokens: Annotated[int, number(help="Tokens a request.", callback=between(1, INT32_MAX))] = 64
+    requests: Annotated[
+        int, count_option(help="Measured requests of each setting.", callback=between(1, 1_000_000))
+    ] = 32
+    streams: Annotated[int, count_option(help="Requests of a turn, side by side.", callback=between(1, 4096))] = 4
+    tokens: Annotated[int, count_option(help="Tokens a request.", callback=between(1, INT32_MAX))] = 64
     draft_count: Annotated[
         str, typer.Option(help="Draft tokens a round; auto leaves it to the gateway.", metavar="N|auto")
     ] = "auto"
@@ -61,7 +63,7 @@ class ServeOptions:
         float, typer.Option(help="Temperature of the requests.", metavar="X", callback=between(0, 100))
     ] = 0.8
     seed: Annotated[
-        int, number(help="Seed of the first request.", callback=between(INT64_MIN, INT64_MAX - 1_000_000))
+        int, count_option(help="Seed of the first request.", callback=between(INT64_MIN, INT64_MAX - 1_000_000))
     ] = 0
     json: JsonFlag = False
     save: SaveFile = None

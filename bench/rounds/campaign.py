@@ -36,8 +36,7 @@ from outrider.parameters import SessionSpec
 # About as long as a service computes in a round of a small pair: a processor that has nothing to do sleeps in it.
 PAUSE_S = 0.002
 
-
-Answer = tuple[Sequence[int], float, float, Sequence[RoundSample]]
+TimedTokens = tuple[Sequence[int], float, float, Sequence[RoundSample]]
 """Tokens, seconds in all, seconds to the first token, and rounds."""
 
 
@@ -84,7 +83,7 @@ class Campaign:
                 self._compare(sample)
                 measurements.requests.append(sample)
 
-    async def _answer(self, setting: str, spec: SessionSpec) -> Answer:
+    async def _answer(self, setting: str, spec: SessionSpec) -> TimedTokens:
         if setting == BARE:
             token_ids, times_s = self._instruments.loops[TARGET].plain(spec)
         elif setting == ONE_BY_ONE:
@@ -121,7 +120,7 @@ class Campaign:
             )
 
 
-async def request(client: AsyncClient, spec: SessionSpec, speculation: Speculation) -> Answer:
+async def request(client: AsyncClient, spec: SessionSpec, speculation: Speculation) -> TimedTokens:
     """Runs one request for exactly this session through the gateway. Raises the OutriderError that it answered."""
     started, first_token_s, seconds = time.perf_counter(), 0.0, 0.0
     token_ids: list[int] = []
