@@ -51,7 +51,7 @@ $(LITELLM_SETUP): tests/surface/litellm-constraints.txt | $(SETUP)
 	@touch $@
 
 test-fencing: $(SETUP) ## gateway and services in 20,000 worlds where messages and processes fail; ten minutes
-	OUTRIDER_FENCING_EXAMPLES=20000 $(BIN)/python -m pytest tests/gateway/test_fencing_model.py -k weather --timeout=7200
+	OUTRIDER_FENCING_EXAMPLES=20000 $(BIN)/python -m pytest tests/gateway/sessions/test_fencing_model.py -k weather --timeout=7200
 
 check: $(SETUP) ## style, types, import rule, protocol, and whether the stubs are those of the protocol
 	$(BIN)/ruff check .

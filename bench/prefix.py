@@ -21,9 +21,9 @@ from outrider import logs
 from outrider.cli import options
 from outrider.cli.stack import choose_models
 from outrider.command_line import between, run_app, service_app
-from outrider.model_service import load_model_aside
+from outrider.model_service.server import load_model_aside
 from outrider.model_service_flags import Dtype, ModelServiceSettings, available_cpus
-from outrider.rpc import open_channel
+from outrider.rpc.channels import open_channel
 from target_service.server import start_with
 
 NEW_TOKENS = 20

@@ -28,7 +28,6 @@ from bench.common import (
     stack_of,
 )
 from outrider import logs
-from outrider.addresses import check_address
 from outrider.cli import options
 from outrider.cli.naming import SHARED_OPTIONS
 from outrider.cli.parsing import INT32_MAX, INT64_MAX, INT64_MIN, parse_draft_count
@@ -36,6 +35,7 @@ from outrider.cli.running import Interrupts, note, run
 from outrider.client import AsyncClient, Round, Speculation
 from outrider.command_line import between, refuse_together
 from outrider.option_groups import grouped, options_of
+from outrider.rpc.channels import check_address
 
 SETTINGS = {"speculative": True, "plain": False}
 

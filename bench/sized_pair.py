@@ -20,12 +20,11 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from outrider.command_line import run_app
-from outrider.embedded_models import unsized
-from outrider.engine.checkpoints import SizedCheckpoint
-from outrider.engine.model_config import ModelConfig
-from outrider.engine.weights import DTYPES, expected_shapes
+from outrider.engine.models.checkpoints import SizedCheckpoint
+from outrider.engine.models.config import ModelConfig
+from outrider.engine.models.weights import DTYPES, expected_shapes
 from outrider.errors import InvalidRequest
-from outrider.sized_presets import PREFIX, PRESETS, parse
+from outrider.model_names import PREFIX, PRESETS, parse, unsized
 
 SHARD_BYTES = 1 << 30
 COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")

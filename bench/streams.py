@@ -11,10 +11,10 @@ from typing import Any, cast
 import grpc.aio
 from google.protobuf.message import Message
 
-from outrider import wire
 from outrider.errors import ProtocolViolation
 from outrider.parameters import SessionSpec
-from outrider.rpc import error_from
+from outrider.rpc import messages
+from outrider.rpc.errors import error_from
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import target_service_pb2 as target_pb
 from outrider.v1 import types_pb2 as pb
@@ -69,7 +69,7 @@ class BareTargetStream(PingStream):
 
     async def open(self) -> int:
         """Opens the session and returns its first token."""
-        session = wire.open_message(self.spec, self.spec.token_ids)
+        session = messages.open_message(self.spec, self.spec.token_ids)
         return await self._token(open=target_pb.TargetOpen(session=session, step=target_pb.TargetStep()))
 
     async def step(self) -> int:
@@ -90,5 +90,5 @@ class BareDraftStream(PingStream):
 
     async def open(self) -> None:
         """Opens the session, so that its prompt is cached."""
-        session = wire.open_message(self.spec, self.spec.token_ids)
+        session = messages.open_message(self.spec, self.spec.token_ids)
         await self.exchange("proposal", open=draft_pb.DraftOpen(session=session))

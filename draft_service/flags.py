@@ -7,7 +7,7 @@ import typer
 
 from draft_service.server import start
 from outrider.command_line import between, service_app
-from outrider.engine.quantise import DEFAULT_TOP_N, MAX_TOP_N
+from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, MAX_TOP_N
 from outrider.model_service_flags import Listen, Model, ServiceFlags
 from outrider.option_groups import grouped
 

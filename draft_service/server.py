@@ -1,13 +1,12 @@
 """Puts the draft service together. Knows no messages."""
 
 from draft_service.drafters.model_drafter import ModelDrafter
-from draft_service.drafters.offers import DRAFTERS
-from draft_service.drafters.task import DraftTask
+from draft_service.drafters.task import DRAFTERS, DraftTask
 from draft_service.servicer import draft_service
 from draft_service.sessions import DraftSession, DraftSessions
-from outrider.engine.quantise import DEFAULT_TOP_N
+from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N
 from outrider.engine.worker import DeviceWorker
-from outrider.model_service import (
+from outrider.model_service.server import (
     LoadedModel,
     RunningModelService,
     describe,
@@ -16,9 +15,9 @@ from outrider.model_service import (
     metrics_of,
     serve_model,
 )
+from outrider.model_service.servicer import model_service
+from outrider.model_service.session_store import SessionTable
 from outrider.model_service_flags import ModelServiceSettings
-from outrider.model_servicer import model_service
-from outrider.sessions import SessionTable
 
 
 async def start(settings: ModelServiceSettings, top_n: int = DEFAULT_TOP_N) -> RunningModelService:

@@ -5,25 +5,23 @@ from functools import partial
 
 import grpc
 
-from draft_service.drafters.offers import choose_drafter
-from draft_service.drafters.task import DraftTask
+from draft_service.drafters.task import DraftTask, choose_drafter
 from draft_service.sessions import Answer, DraftSessions, Wanted
-from outrider import rpc, tracing, wire
-from outrider.checks import check_range, check_token_ids
-from outrider.compute_times import ComputeTimes
+from outrider import tracing
 from outrider.engine.worker import DeviceWorker
-from outrider.errors import InvalidRequest
-from outrider.fencing import Fence
-from outrider.model_servicer import MAX_DRAFT_COUNT, ServiceFacts
-from outrider.session_servicer import Arrival, SessionServicer, unobserved
+from outrider.errors import InvalidRequest, check_range, check_token_ids
+from outrider.model_service.servicer import MAX_DRAFT_COUNT, ServiceFacts
+from outrider.model_service.session_stream import Arrival, SessionServicer, unobserved
+from outrider.rpc import channels, messages
+from outrider.rpc.fencing import ComputeTimes, Fence
+from outrider.rpc.messages import tree_message
 from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.draft_service_pb2_grpc import DraftServiceServicer, add_DraftServiceServicer_to_server
-from outrider.wire_proposal import tree_message
 
 
 class DraftMessages:
-    """What the messages of DraftService say; see outrider.session_servicer.Messages."""
+    """What the messages of DraftService say; see outrider.model_service.session_stream.Messages."""
 
     def __init__(self, facts: ServiceFacts, sessions: DraftSessions) -> None:
         self._facts = facts
@@ -33,7 +31,7 @@ class DraftMessages:
         """Opens a session or moves it forward; raises InvalidRequest and Unsupported."""
         fence, owner, reply = arrival.fence, arrival.owner, arrival.reply
         if action == "open":
-            spec = wire.spec_from(request.open.session, fence.base_len, self._facts.vocabulary_size)
+            spec = messages.spec_from(request.open.session, fence.base_len, self._facts.vocabulary_size)
             wanted = _wanted("open.draft_count", request.open.draft_count, arrival.arrived_ns)
             rule, offers = spec.acceptance.rule, self._facts.drafters
             drafter = choose_drafter(request.open.drafter, rule, offers, "open.drafter")
@@ -52,17 +50,17 @@ class DraftMessages:
         proposal = None if tree is None else tree_message(tree, tree.logprobs)
         wanted = types_pb2.TokensWanted(known_len=answer.known_len) if proposal is None else None
         return pb.ProposeResponse(
-            fence=wire.fence_message(answer.fence, self._facts.instance_id),
+            fence=messages.fence_message(answer.fence, self._facts.instance_id),
             proposal=proposal,
             tokens_wanted=wanted,
             cached_len=answer.cached_len,
             numerics_id=self._facts.numerics_id,
-            times=wire.times_message(answer.times),
+            times=messages.times_message(answer.times),
         )
 
     def pong(self, fence: Fence) -> pb.ProposeResponse:
         """The answer to a ping."""
-        return pb.ProposeResponse(fence=wire.fence_message(fence, self._facts.instance_id), pong=types_pb2.Pong())
+        return pb.ProposeResponse(fence=messages.fence_message(fence, self._facts.instance_id), pong=types_pb2.Pong())
 
 
 class DraftServicer(DraftServiceServicer):
@@ -93,10 +91,10 @@ def draft_service(
     sessions: DraftSessions,
     worker: DeviceWorker[DraftTask],
     observe: Callable[[ComputeTimes], None] = unobserved,
-) -> rpc.Services:
-    """The service for `outrider.rpc.serve`; `observe` as in SessionServicer."""
+) -> channels.Services:
+    """The service for `outrider.rpc.channels.serve`; `observe` as in SessionServicer."""
     servicer = DraftServicer(facts, sessions, worker, observe)
-    return rpc.service(pb.DESCRIPTOR, "DraftService", partial(add_DraftServiceServicer_to_server, servicer))
+    return channels.service(pb.DESCRIPTOR, "DraftService", partial(add_DraftServiceServicer_to_server, servicer))
 
 
 def _wanted(field: str, draft_count: int, arrived_ns: int) -> Wanted:

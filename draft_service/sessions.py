@@ -7,17 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from draft_service.drafters.offers import MODEL, noise_of
-from draft_service.drafters.task import DraftTask
-from outrider.compute_times import ComputeTimes, Meter
+from draft_service.drafters.task import MODEL, DraftTask, noise_of
 from outrider.engine.runner import ModelRunner
-from outrider.engine.tree import TokenTree
 from outrider.errors import OutriderError
-from outrider.fencing import Fence, Known, Standing, judge
-from outrider.model_servicer import RolledBack, ServiceCounts
+from outrider.model_service.servicer import RolledBack, ServiceCounts
+from outrider.model_service.session_store import SessionBook, SessionRecord, SessionTable
 from outrider.parameters import SessionSpec
-from outrider.session_book import SessionBook, SessionRecord
-from outrider.sessions import SessionTable
+from outrider.rpc.fencing import ComputeTimes, Fence, Known, Meter, Standing, judge
+from outrider.token_tree import TokenTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +93,7 @@ class DraftSessions:
     ) -> None:
         """Opens a session, or opens it again with a newer epoch, and asks for guesses.
 
-        `drafter` is one that serves the spec's rule; see draft_service.drafters.offers.
+        `drafter` is one that serves the spec's rule; see draft_service.drafters.task.
         """
         standing, held = self._book.judge_open(fence)
         if standing is Standing.CURRENT:
@@ -131,7 +128,7 @@ class DraftSessions:
         return self._book.rollback(fence)
 
     def counts(self) -> ServiceCounts:
-        """Numbers for an observer; see outrider.model_servicer.Sessions."""
+        """Numbers for an observer; see outrider.model_service.servicer.Sessions."""
         return self._book.counts()
 
     def _repeat(self, held: DraftSession, fence: Fence, wanted: Wanted) -> None:

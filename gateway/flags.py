@@ -9,7 +9,7 @@ from gateway.settings import GatewaySettings, listed
 from gateway.sites import Sites
 from outrider.command_line import above, between
 from outrider.process import DrainFlag, LogLevel, LogLevelFlag, StopWithStdinFlag
-from outrider.rpc import DRAIN_S
+from outrider.rpc.channels import DRAIN_S
 
 Target = Annotated[
     str, typer.Option(envvar="OUTRIDER_TARGET", help="HOST:PORT of the target; several with commas, the best first.")

@@ -1,26 +1,186 @@
-"""Counts what happens to requests, for Prometheus. Knows events and errors, neither HTTP nor sessions.
+"""The gateway's figures for Prometheus: what happens to requests, and what a scrape looks up.
 
-Definitions are vLLM's: accepted tokens exclude the token that the target adds, and a draft is a verdict on at least one
-draft token. The books balance: tokens sent + tokens dropped = tokens accepted + one for each verdict but those whose
-outcome is "ended", which an accepted token ended.
+Names are vLLM's behind a prefix of our own where vLLM has one, and mean the same; docs/observability.md lists all.
+Accepted tokens exclude the token that the target adds, and a draft is a verdict on at least one draft token. The books
+balance: tokens sent + tokens dropped = tokens accepted + one for each verdict but those whose outcome is "ended", which
+an accepted token ended.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from gateway.admission import Admission
-from gateway.backend import Backend
-from gateway.generation import CompletionEvent, Event, RoundEvent
-from gateway.metric_families import RequestFamilies, RoundTimes, SpeculationFamilies
-from gateway.requests import GenerationPlan
-from gateway.rounds import Round, TokenOrigin
-from gateway.watched import Watched
+from gateway.generation.admission import Admission
+from gateway.generation.backend import Backend
+from gateway.generation.generate import CompletionEvent, Event, RoundEvent
+from gateway.generation.request import GenerationPlan
+from gateway.rounds.round import FallbackReason, Round, TokenOrigin
+from gateway.sessions.link import Rollbacks, ServiceLink, together
 from outrider.errors import OutriderError
 from outrider.metric_aliases import Renamed
 from outrider.metrics_server import Registry
 from outrider.parameters import FinishReason
+
+PREFIX = "outrider_"
+OUTCOME_LABELS = ("plain", "fallback", "corrected", "bonus", "ended")
+# What happens in a round takes between tens of microseconds and some seconds; half of it is below 10 ms.
+ROUND_S = (
+    *(0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1),
+    *(0.25, 0.5, 1.0, 2.5, 10.0),
+)
+REQUEST_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000)
+SAMPLES = (1, 2, 4, 8)
+
+
+class SpeculationFamilies:
+    """What speculation did, a round at a time."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, meaning: str, *labels: str) -> Counter:
+            return Counter(PREFIX + name, meaning, labels, registry=registry)
+
+        name = "spec_decode_num_"
+        self.drafts = counter(name + "drafts", "Verdicts on at least one draft token.")
+        self.draft_tokens = counter(name + "draft_tokens", "Draft tokens that were proposed to the target.")
+        self.accepted_tokens = counter(name + "accepted_tokens", "Draft tokens that the target accepted.")
+        self._accepted_at = counter(
+            name + "accepted_tokens_per_pos", "Accepted draft tokens by their position in a proposal.", "position"
+        )
+        self.evaluated_tokens = counter(
+            name + "evaluated_tokens", "Draft tokens that the target tested; behind a rejection nothing is."
+        )
+        # A counter behind its labels is looked up once: that takes longer than counting.
+        outcomes = counter("round_outcomes", "Verdicts by how they ended.", "outcome")
+        self.outcomes = {outcome: outcomes.labels(outcome) for outcome in OUTCOME_LABELS}
+        fallbacks = counter("fallback_rounds", "Rounds that were to be speculative and had no draft.", "reason")
+        self.fallbacks = {reason: fallbacks.labels(reason.value) for reason in FallbackReason}
+        wire_bytes = counter("wire_bytes", "Bytes of the messages of sessions, both ways.", "peer")
+        self.draft_bytes, self.target_bytes = wire_bytes.labels("draft"), wire_bytes.labels("target")
+        self.reopens = counter("target_reopens", "Sessions that were opened again on a target.")
+        self.drift_repairs = counter("drift_repairs", "Caches that did not hold what they should, and were redone.")
+        self.dropped_tokens = counter("dropped_tokens", "Tokens that were decoded behind a stop string and not sent.")
+        self._positions: list[Counter] = []
+
+    def accepted_at(self, num_accepted: int) -> list[Counter]:
+        """The counters of so many first positions of a proposal."""
+        while len(self._positions) < num_accepted:
+            self._positions.append(self._accepted_at.labels(len(self._positions)))
+        return self._positions[:num_accepted]
+
+
+class RoundTimes:
+    """Where the time of a round goes. Those of the prompt's own pass are in no family but the last."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def histogram(name: str, meaning: str) -> Histogram:
+            return Histogram(f"{PREFIX}{name}_seconds", meaning, buckets=ROUND_S, registry=registry)
+
+        self.round = histogram("round", "A round with a draft, from its begin to its commit.")
+        self.draft_compute = histogram("draft_compute", "Computing of a proposal, as the draft measured it.")
+        self.draft_rpc = histogram("draft_rpc", "Waiting for a proposal.")
+        self.draft_overhead = histogram("draft_rpc_overhead", "Of that, neither the draft's queue nor its computing.")
+        self.verify_compute = histogram("verify_compute", "Computing of a verdict, as the target measured it.")
+        self.verify_rpc = histogram("verify_rpc", "Waiting for a verdict on a draft.")
+        self.verify_overhead = histogram("verify_rpc_overhead", "Of that, neither the target's queue nor computing.")
+        self.burst = histogram("inter_token_latency", "From one burst of tokens of a sample to the next.")
+        self.prompt = histogram("prompt_compute", "Computing of a prompt with its first token, by the target.")
+
+
+class RequestFamilies:
+    """What users feel, a sample at a time."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, meaning: str, *labels: str) -> Counter:
+            return Counter(PREFIX + name, meaning, labels, registry=registry)
+
+        def histogram(name: str, meaning: str, buckets: tuple[float, ...] = REQUEST_S) -> Histogram:
+            return Histogram(PREFIX + name, meaning, buckets=buckets, registry=registry)
+
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of answered prompts.")
+        self.cached_tokens = counter("cached_prompt_tokens", "Of these, tokens found in the target's prefix cache.")
+        self.generation_tokens = counter("generation_tokens", "Tokens sent to clients.")
+        self.success = counter("request_success", "Samples that ended, by how they ended.", "finished_reason")
+        self.rejections = counter("admission_rejections", "Requests that were turned away at once.", "reason")
+        self.first_token = histogram("time_to_first_token_seconds", "From a request's arrival to its first token.")
+        self.per_token = histogram(
+            "request_time_per_output_token_seconds", "Mean time of a token behind the first one.", ROUND_S
+        )
+        self.total = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.")
+        self.queue = histogram("request_queue_time_seconds", "Waiting for a place.")
+        self.prefill = histogram("request_prefill_time_seconds", "From the place to the first token.")
+        self.decode = histogram("request_decode_time_seconds", "From the first token to the end.")
+        self.inference = histogram("request_inference_time_seconds", "From the place to the end.")
+        self.prompt_size = histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
+        self.answer_size = histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
+        self.params_n = histogram("request_params_n", "Samples that a request asked for.", SAMPLES)
+        self.params_max_tokens = histogram("request_params_max_tokens", "Most tokens that a request allowed.", TOKENS)
+
+
+SERVICES = ("target", "draft")
+
+
+class Watched:
+    """A collector; see prometheus_client.registry."""
+
+    def __init__(self, admission: Admission, backend: Backend, rejected_tokens: Callable[[], int]) -> None:
+        """`rejected_tokens` tells how many draft tokens were not kept, which both caches have to forget."""
+        self._admission = admission
+        self._backend = backend
+        self._rejected_tokens = rejected_tokens
+
+    def collect(self) -> Iterator[Metric]:
+        """The families."""
+        admission, policy = self._admission, self._backend.policy
+        yield GaugeMetricFamily("outrider_num_requests_running", "Samples that run.", admission.running)
+        yield GaugeMetricFamily("outrider_num_requests_waiting", "Requests that wait for a place.", admission.waiting)
+        yield GaugeMetricFamily(
+            "outrider_current_draft_tokens", "K: draft tokens a round that the policy would ask for.", policy.best_count
+        )
+        yield self._services_up()
+        yield self._rolled_back()
+        yield self._rollback_times()
+
+    def _services_up(self) -> Metric:
+        family = GaugeMetricFamily(
+            "outrider_service_up", "Whether a service is there and fits.", labels=["service", "address"]
+        )
+        for service in SERVICES:
+            for link in self._links(service):
+                family.add_metric([service, link.address], link.info is not None)
+        return family
+
+    def _rolled_back(self) -> Metric:
+        family = CounterMetricFamily(
+            "outrider_rolled_back_tokens",
+            "Tokens that a cache had to forget, guesses for the most part.",
+            labels=["side"],
+        )
+        for service in SERVICES:
+            family.add_metric([service], self._rejected_tokens() + self._rollbacks(service).num_tokens)
+        return family
+
+    def _rollback_times(self) -> Metric:
+        family = HistogramMetricFamily(
+            "outrider_rollback_rpc_seconds", "Calls of Rollback, from the gateway's side.", labels=["peer"]
+        )
+        for service in SERVICES:
+            seconds = self._rollbacks(service).seconds
+            family.add_metric([service], seconds.buckets, seconds.total)
+        return family
+
+    def _rollbacks(self, service: str) -> Rollbacks:
+        """Those on all replicas."""
+        return together([link.rollbacks for link in self._links(service)])
+
+    def _links(self, service: str) -> tuple[ServiceLink, ...]:
+        replicas = self._backend.target if service == "target" else self._backend.draft
+        return replicas.links if replicas is not None else ()
+
 
 # As vLLM names them; everything else that may end a request is an error.
 FINISHED = {FinishReason.LENGTH: "length"}
@@ -51,7 +211,7 @@ VLLM_NAMES = {
 
 
 class GatewayMetrics:
-    """The figures of one gateway; see gateway.front_door.Observer."""
+    """The figures of one gateway; see gateway.generation.frontend.Observer."""
 
     def __init__(self, registry: CollectorRegistry, *, vllm_names: bool = False) -> None:
         """With `vllm_names`, what vLLM has too is there a second time, under its names."""

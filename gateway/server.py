@@ -12,28 +12,26 @@ from dataclasses import dataclass
 import structlog
 from prometheus_client import CollectorRegistry
 
-from gateway.admission import Admission
-from gateway.audit import ShadowAudit
-from gateway.backend import Backend
-from gateway.chat_template import ChatTemplate
-from gateway.deadline import DraftDeadline
-from gateway.front_door import FrontDoor
-from gateway.generation import decode
-from gateway.links import ModelInfo, ServiceLink
+from gateway.generation.admission import Admission
+from gateway.generation.audit import ShadowAudit
+from gateway.generation.backend import Backend
+from gateway.generation.frontend import FrontDoor
+from gateway.generation.generate import decode
+from gateway.grpc.servicer import generation_service
 from gateway.metrics import GatewayMetrics
-from gateway.patience import NEVER, Patience
-from gateway.policy import SpeculationPolicy
-from gateway.readiness import report_readiness
-from gateway.replicas import Replicas
 from gateway.rest.app import build_app
 from gateway.rest.server import RunningRest, serve_rest
 from gateway.rest.settings import RestSettings
-from gateway.servicer import generation_service
+from gateway.rounds.policy import SpeculationPolicy
+from gateway.sessions.link import ModelInfo, ServiceLink
+from gateway.sessions.replicas import Replicas, report_readiness
+from gateway.sessions.timeouts import NEVER, DraftDeadline, Patience
 from gateway.settings import GatewaySettings, listed
-from gateway.tokenizer import Tokenizer
-from outrider import rpc
+from gateway.text.chat_template import ChatTemplate
+from gateway.text.tokenizer import Tokenizer
 from outrider.errors import NotReady, VocabularyMismatch
 from outrider.metrics_server import Registry, RunningMetrics, serve_metrics
+from outrider.rpc import channels
 from outrider.vocabulary import Vocabulary
 
 PROGRESS_S = 5.0
@@ -48,7 +46,7 @@ class RunningGateway:
     address: str
     backend: Backend
     door: FrontDoor
-    server: rpc.RunningServer
+    server: channels.RunningServer
     tasks: tuple[asyncio.Task[None], ...]
     metrics: RunningMetrics | None
     rest: RunningRest | None
@@ -64,7 +62,7 @@ class RunningGateway:
         """Where it serves REST; raises KeyError when it does not."""
         return self.further_addresses["rest"]
 
-    async def stop(self, grace_s: float = rpc.DRAIN_S) -> None:
+    async def stop(self, grace_s: float = channels.DRAIN_S) -> None:
         """Turns away who waits or comes, gives running requests grace_s to end, and closes the links."""
         self.door.admission.close()
         for task in self.tasks:
@@ -100,7 +98,7 @@ async def start(settings: GatewaySettings) -> RunningGateway:
             await _await_draft(backend.draft, settings.draft_wait_s)
         door = _front_door(settings, backend, template, registry)
         service = generation_service(door, settings.client_stall_s)
-        server = await rpc.serve(settings.listen, service, reflects=settings.reflection)
+        server = await channels.serve(settings.listen, service, reflects=settings.reflection)
         undo.push_async_callback(server.stop, 0.0)
         rest = await _serve_rest(settings, door, registry, server.address)
         undo.pop_all()

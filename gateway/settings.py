@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from gateway.sites import OWN_PAGE, Sites
-from outrider.addresses import check_address
+from outrider.rpc.channels import check_address
 
 
 def listed(text: str) -> tuple[str, ...]:

@@ -10,8 +10,8 @@ from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from gateway.pace import DraftOutlook, Pace
-from gateway.rounds import Proposal, Round, TokenLog, Verdict
+from gateway.rounds.planner import DraftOutlook, Pace
+from gateway.rounds.round import Proposal, Round, TokenLog, Verdict
 
 
 class TargetSession(AbstractAsyncContextManager["TargetSession"], Protocol):

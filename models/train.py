@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from transformers.utils import logging
 
 from outrider.command_line import between, refuse_together, run_app, service_app
-from outrider.engine.weights import model_hash
+from outrider.engine.models.weights import model_hash
 from outrider.errors import InvalidRequest, ModelRefused
 from outrider.vocabulary import Vocabulary
 from training.data import digest, encode, read_documents, train_tokenizer

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_serve
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 
-from outrider.rpc import AddressTaken
+from outrider.rpc.channels import AddressTaken
 
 
 class Registry(CollectorRegistry):

@@ -13,13 +13,12 @@ from typing import Annotated
 
 import typer
 
-from outrider.addresses import check_address
 from outrider.command_line import above, between, service_app
 from outrider.errors import ModelRefused
+from outrider.model_names import parse
 from outrider.option_groups import grouped
 from outrider.process import DrainFlag, LogLevel, LogLevelFlag, Service, StopWithStdinFlag, run_service
-from outrider.rpc import DRAIN_S
-from outrider.sized_presets import parse
+from outrider.rpc.channels import DRAIN_S, check_address
 
 DEFAULT_LEASE_S = 60.0
 # A forward of 512 rows of a large model on a CPU may take a minute.

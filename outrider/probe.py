@@ -8,8 +8,8 @@ import sys
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.addresses import check_address
 from outrider.errors import InvalidRequest
+from outrider.rpc.channels import check_address
 
 TIMEOUT_S = 3.0
 USAGE_EXIT_CODE, UNAVAILABLE_EXIT_CODE = 64, 69

@@ -22,7 +22,7 @@ import typer
 from outrider import logs, tracing
 from outrider.command_line import between
 from outrider.errors import OutriderError
-from outrider.rpc import DRAIN_S
+from outrider.rpc.channels import DRAIN_S
 
 log = structlog.get_logger()
 

@@ -10,8 +10,8 @@ proposes the target's token as often as the two distributions allow without comm
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.engine.tree import TokenTree
 from outrider.parameters import FinishReason, SessionSpec, TokenLogprob
+from outrider.token_tree import TokenTree
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Puts the target service together. Knows no messages."""
 
 from outrider.engine.worker import DeviceWorker
-from outrider.model_service import (
+from outrider.model_service.server import (
     LoadedModel,
     RunningModelService,
     describe,
@@ -10,9 +10,9 @@ from outrider.model_service import (
     metrics_of,
     serve_model,
 )
+from outrider.model_service.servicer import model_service
+from outrider.model_service.session_store import SessionTable
 from outrider.model_service_flags import ModelServiceSettings
-from outrider.model_servicer import model_service
-from outrider.sessions import SessionTable
 from target_service.servicer import target_service
 from target_service.sessions import UNACKNOWLEDGED_WINDOW, TargetSession, TargetSessions
 from target_service.verifier import Verifier, VerifyTask

@@ -5,21 +5,19 @@ from functools import partial
 
 import grpc
 
-from outrider import rpc, tracing, wire
-from outrider.checks import check_range
-from outrider.compute_times import ComputeTimes
-from outrider.engine.tree import TokenTree
+from outrider import tracing
 from outrider.engine.worker import DeviceWorker
-from outrider.errors import InvalidRequest, PromptTooLong
-from outrider.fencing import Fence
-from outrider.model_servicer import MAX_DRAFT_COUNT, ServiceFacts
+from outrider.errors import InvalidRequest, PromptTooLong, check_range
+from outrider.model_service.servicer import MAX_DRAFT_COUNT, ServiceFacts
+from outrider.model_service.session_stream import Arrival, SessionServicer, unobserved
 from outrider.parameters import SessionSpec
-from outrider.session_servicer import Arrival, SessionServicer, unobserved
+from outrider.rpc import channels, messages
+from outrider.rpc.fencing import ComputeTimes, Fence
+from outrider.rpc.messages import distributions_from, logprob_message, logprob_size, tree_from
+from outrider.token_tree import TokenTree
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.target_service_pb2_grpc import TargetServiceServicer, add_TargetServiceServicer_to_server
-from outrider.wire_acceptance import logprob_message, logprob_size
-from outrider.wire_proposal import distributions_from, tree_from
 from target_service.acceptance import Verdict
 from target_service.sessions import Answer, Step, TargetSessions
 from target_service.verifier import VerifyTask
@@ -30,7 +28,7 @@ OTHER_VERDICT_BYTES = 64 << 10
 
 
 class TargetMessages:
-    """What the messages of TargetService say; see outrider.session_servicer.Messages."""
+    """What the messages of TargetService say; see outrider.model_service.session_stream.Messages."""
 
     def __init__(self, facts: ServiceFacts, sessions: TargetSessions) -> None:
         self._facts = facts
@@ -40,7 +38,7 @@ class TargetMessages:
         """Opens a session, verifies a proposal or acknowledges; raises InvalidRequest, Unsupported, PromptTooLong."""
         fence, owner, reply = arrival.fence, arrival.owner, arrival.reply
         if action == "open":
-            spec = wire.spec_from(request.open.session, fence.base_len, self._facts.vocabulary_size)
+            spec = messages.spec_from(request.open.session, fence.base_len, self._facts.vocabulary_size)
             check_range("session.max_len", spec.max_len, 1, self._facts.context_len)
             self._check_size(spec.max_len)
             self._check_prompt(spec)
@@ -56,17 +54,17 @@ class TargetMessages:
         """The message for an answer."""
         wanted = types_pb2.TokensWanted(known_len=answer.known_len) if answer.verdict is None else None
         return pb.VerifyResponse(
-            fence=wire.fence_message(answer.fence, self._facts.instance_id),
+            fence=messages.fence_message(answer.fence, self._facts.instance_id),
             verdict=None if answer.verdict is None else _verdict_message(answer.verdict),
             tokens_wanted=wanted,
             cached_len=answer.cached_len,
             numerics_id=self._facts.numerics_id,
-            times=wire.times_message(answer.times),
+            times=messages.times_message(answer.times),
         )
 
     def pong(self, fence: Fence) -> pb.VerifyResponse:
         """The answer to a ping."""
-        return pb.VerifyResponse(fence=wire.fence_message(fence, self._facts.instance_id), pong=types_pb2.Pong())
+        return pb.VerifyResponse(fence=messages.fence_message(fence, self._facts.instance_id), pong=types_pb2.Pong())
 
     def _check_size(self, max_len: int) -> None:
         """A request that fills the cache on its own could never end; raises PromptTooLong."""
@@ -78,7 +76,7 @@ class TargetMessages:
     def _check_prompt(self, spec: SessionSpec) -> None:
         """The log-probabilities of a prompt travel in one message; raises InvalidRequest about one too long for it."""
         if spec.prompt_logprobs:
-            room = rpc.MAX_MESSAGE_BYTES - OTHER_VERDICT_BYTES
+            room = channels.MAX_MESSAGE_BYTES - OTHER_VERDICT_BYTES
             most = room // logprob_size(spec.logprob_count or 0, self._facts.vocabulary_size) + 1
             if spec.prompt_len > most:
                 limit = f"at most {most} under prompt_logprobs with logprob_count {spec.logprob_count}"
@@ -119,17 +117,17 @@ def target_service(
     sessions: TargetSessions,
     worker: DeviceWorker[VerifyTask],
     observe: Callable[[ComputeTimes], None] = unobserved,
-) -> rpc.Services:
-    """The service for `outrider.rpc.serve`; `observe` as in SessionServicer."""
+) -> channels.Services:
+    """The service for `outrider.rpc.channels.serve`; `observe` as in SessionServicer."""
     servicer = TargetServicer(facts, sessions, worker, observe)
-    return rpc.service(pb.DESCRIPTOR, "TargetService", partial(add_TargetServiceServicer_to_server, servicer))
+    return channels.service(pb.DESCRIPTOR, "TargetService", partial(add_TargetServiceServicer_to_server, servicer))
 
 
 def _verdict_message(verdict: Verdict) -> pb.Verdict:
     return pb.Verdict(
         accepted_rows=verdict.accepted_rows,
         next_token_id=verdict.next_token_id,
-        finish_reason=wire.finish_reason_message(verdict.finish_reason),
+        finish_reason=messages.finish_reason_message(verdict.finish_reason),
         evaluated_count=verdict.evaluated_count,
         logprobs=map(logprob_message, verdict.logprobs),
         prompt_logprobs=map(logprob_message, verdict.prompt_logprobs),

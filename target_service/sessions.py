@@ -8,15 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from outrider.compute_times import ComputeTimes, Meter
 from outrider.engine.runner import ModelRunner
-from outrider.engine.tree import EMPTY, TokenTree
 from outrider.errors import InvalidRequest, OutriderError, ProtocolViolation
-from outrider.fencing import Fence, Known, Standing, judge
-from outrider.model_servicer import RolledBack, ServiceCounts
+from outrider.model_service.servicer import RolledBack, ServiceCounts
+from outrider.model_service.session_store import SessionBook, SessionRecord, SessionTable
 from outrider.parameters import FinishReason, SessionSpec
-from outrider.session_book import SessionBook, SessionRecord
-from outrider.sessions import SessionTable
+from outrider.rpc.fencing import ComputeTimes, Fence, Known, Meter, Standing, judge
+from outrider.token_tree import EMPTY, TokenTree
 from target_service.acceptance import Verdict
 from target_service.verifier import VerifyTask
 
@@ -59,7 +57,7 @@ class TargetSession(SessionRecord[Answer, VerifyTask]):
     verdicts: list[Answer] = field(default_factory=list)
     """The unacknowledged ones, in order."""
     last_active: int = 0
-    """See target_service.room."""
+    """See target_service.block_allocator."""
 
     def __post_init__(self) -> None:
         self.acknowledged_len = len(self.session)
@@ -173,7 +171,7 @@ class TargetSessions:
         return self._book.rollback(fence)
 
     def counts(self) -> ServiceCounts:
-        """Numbers for an observer; see outrider.model_servicer.Sessions."""
+        """Numbers for an observer; see outrider.model_service.servicer.Sessions."""
         return self._book.counts()
 
     def _repeat(self, held: TargetSession, fence: Fence, step: Step) -> None:

@@ -1,7 +1,8 @@
 """Verifies the proposals of all sessions in one forward: decide about every proposal, commit what was accepted.
 
-Knows no messages and no epochs; runs on the device thread. An empty proposal is plain decoding, a prompt is a proposal
-that has to wait for its tokens: there is one kind of step. A full pool makes tasks wait; it ends none of them.
+Runs on the device thread. An empty proposal is plain decoding, a prompt is a proposal that has to wait for its tokens:
+there is one kind of step. A full pool makes tasks wait; it ends none of them. Log-probabilities of what a session says
+and, where wanted, of its prompt come from the logits of the same steps.
 """
 
 import time
@@ -10,18 +11,59 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from outrider.compute_times import ComputeTimes, Meter
-from outrider.engine.drawing import Ask
-from outrider.engine.runner import Feed, ForwardResult, ModelRunner
+from outrider.engine.batching import Feed
+from outrider.engine.runner import ForwardResult, ModelRunner
+from outrider.engine.sampling.draw import Ask
+from outrider.engine.sampling.logprobs import row_logprobs
 from outrider.engine.session import Session
-from outrider.engine.tree import TokenTree
 from outrider.engine.worker import own_fault
 from outrider.errors import OutriderError
 from outrider.parameters import SessionSpec, TokenLogprob
-from target_service import token_logprobs
+from outrider.rpc.fencing import ComputeTimes, Meter
+from outrider.token_tree import TokenTree
 from target_service.acceptance import Verdict, Walk, settle
-from target_service.decision import decide
-from target_service.room import Holdings, Room
+from target_service.block_allocator import Holdings, Room
+from target_service.rules.batched import decide
+
+
+def of_verdict(runner: ModelRunner, spec: SessionSpec, verdict: Verdict, logits: Tensor) -> tuple[TokenLogprob, ...]:
+    """One entry for each token of a verdict, from the logits of the proposal's root and rows."""
+    # Each token follows the row before it, the first one the root; the bonus follows the last accepted row.
+    rows = [0, *verdict.accepted_rows][: len(verdict.token_ids)]
+    return tuple(_entries(runner, spec, logits[rows], verdict.token_ids))
+
+
+def wants_prompt(session: Session, spec: SessionSpec) -> bool:
+    """Whether the next verdict carries the prompt's log-probabilities: it stands on nothing but the prompt."""
+    return spec.prompt_logprobs and len(session) == spec.prompt_len
+
+
+def align(session: Session, entries: list[TokenLogprob]) -> None:
+    """Lets a session's next forward begin at the first row whose number is missing in entries, before it reserves.
+
+    entries[i] came from the row of token i. A cache that is ahead of them is computed again, which happens when the
+    session had it before its prompt was asked about, or when a step has failed; a cache that was lost takes entries
+    along.
+    """
+    if session.next_position > len(entries):
+        session.free()
+    del entries[session.next_position :]
+
+
+def extend(
+    runner: ModelRunner, session: Session, spec: SessionSpec, entries: list[TokenLogprob], logits: Tensor
+) -> None:
+    """Adds the numbers of the prompt's rows that a forward computed, the first of which belongs to token len(entries).
+
+    At once, chunk by chunk, because the logits of a whole prompt may be larger than the model.
+    """
+    first = len(entries) + 1
+    entries += _entries(runner, spec, logits, session.token_ids[first : first + logits.shape[0]])
+
+
+def _entries(runner: ModelRunner, spec: SessionSpec, logits: Tensor, token_ids: Sequence[int]) -> list[TokenLogprob]:
+    return row_logprobs(logits, token_ids, spec.logprob_count or 0, runner.vocabulary_size, runner.ops)
+
 
 # None for a task whose tokens are not all computed yet.
 Outcome = Verdict | OutriderError | None
@@ -46,7 +88,7 @@ class VerifyTask:
     @property
     def ask(self) -> Ask:
         """What its next forward computes, and how tokens are drawn behind it."""
-        return Ask(Feed(self.session, self.tree, token_logprobs.wants_prompt(self.session, self.spec)), self.spec)
+        return Ask(Feed(self.session, self.tree, wants_prompt(self.session, self.spec)), self.spec)
 
     def fail(self, error: OutriderError) -> None:
         """Ends the task with an error."""
@@ -58,7 +100,7 @@ class Verifier:
     """Makes one step of all verification tasks at a time."""
 
     def __init__(self, runner: ModelRunner, holdings: Holdings) -> None:
-        """`holdings` are all sessions that hold blocks; see target_service.room."""
+        """`holdings` are all sessions that hold blocks; see target_service.block_allocator."""
         self._runner = runner
         self._room = Room(runner, holdings)
 
@@ -101,13 +143,13 @@ class Verifier:
         for task, rows in zip(tasks, result.prefixes, strict=True):
             if rows:
                 logits = result.logits[rows.start : rows.stop]
-                token_logprobs.extend(self._runner, task.session, task.spec, task.prompt_logprobs, logits)
+                extend(self._runner, task.session, task.spec, task.prompt_logprobs, logits)
 
     def _verdict(self, task: VerifyTask, way: Walk, logits: Tensor) -> Verdict:
         verdict = settle(task.tree, way, task.spec, len(task.session))
         if task.spec.logprob_count is None:
             return verdict
-        entries = token_logprobs.of_verdict(self._runner, task.spec, verdict, logits)
+        entries = of_verdict(self._runner, task.spec, verdict, logits)
         return replace(verdict, logprobs=entries, prompt_logprobs=tuple(task.prompt_logprobs))
 
     def _ready(self, tasks: Sequence[VerifyTask]) -> list[VerifyTask]:
@@ -125,8 +167,8 @@ class Verifier:
             return False
         # Whoever has nothing because it gave way looks for what is left of it; while it waits, it has nothing again.
         had_nothing = not task.session.cached_len
-        if token_logprobs.wants_prompt(task.session, task.spec):
-            token_logprobs.align(task.session, task.prompt_logprobs)
+        if wants_prompt(task.session, task.spec):
+            align(task.session, task.prompt_logprobs)
         elif had_nothing:
             task.session.take_prefix()
         try:

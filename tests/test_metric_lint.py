@@ -1,7 +1,7 @@
 """The lint of expositions itself: what is right has no findings, and every planted fault has one."""
 
 import pytest
-from metric_lint import findings
+from support.observability import findings
 
 GOOD = """# HELP a_requests_total Requests.
 # TYPE a_requests_total counter

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairwise import all_pairs, missing_pairs
+from support.grid import all_pairs, missing_pairs
 
 SIZES = st.lists(st.integers(1, 5), min_size=2, max_size=7)
 

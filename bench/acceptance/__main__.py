@@ -30,13 +30,13 @@ from bench.common import (
     revision,
     writable,
 )
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
 from outrider import logs
 from outrider.cli import options
 from outrider.cli.running import note
 from outrider.command_line import between, run_app, service_app
 from outrider.engine.runner import ModelRunner
-from outrider.model_service import load_model
+from outrider.model_service.server import load_model
 from outrider.model_service_flags import Dtype, ModelServiceSettings, available_cpus
 
 MAX_TEXTS = len(OPENINGS)

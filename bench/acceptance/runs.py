@@ -13,23 +13,22 @@ from torch import Tensor
 
 from bench.common import spec_of
 from draft_service.drafters.model_drafter import ModelDrafter
-from draft_service.drafters.offers import MODEL, noise_of
-from draft_service.drafters.task import DraftTask
-from outrider import wire, wire_proposal
-from outrider.compute_times import ComputeTimes, Meter
-from outrider.engine.drawing import Ask, row_contexts
-from outrider.engine.quantise import DEFAULT_TOP_N, quantise
-from outrider.engine.runner import Feed, ModelRunner
-from outrider.engine.sampling import transform
+from draft_service.drafters.task import MODEL, DraftTask, noise_of
+from outrider.engine.batching import Feed
+from outrider.engine.runner import ModelRunner
+from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, quantise
+from outrider.engine.sampling.draw import Ask, row_contexts
+from outrider.engine.sampling.transforms import transform
 from outrider.engine.session import Session
-from outrider.engine.tree import EMPTY, TokenTree
 from outrider.errors import OutriderError
-from outrider.fencing import Fence
 from outrider.parameters import Acceptance, Rule, SessionSpec
+from outrider.rpc import messages
+from outrider.rpc.fencing import ComputeTimes, Fence, Meter
+from outrider.token_tree import EMPTY, TokenTree
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import target_service_pb2 as target_pb
 from target_service.acceptance import Walk
-from target_service.decision import decide
+from target_service.rules.batched import decide
 
 RULES = (
     Acceptance(rule=Rule.MATCH),
@@ -167,8 +166,8 @@ def hop_bytes(tree: TokenTree, base_len: int) -> int:
     All of the tree is accepted, and so was all of the round before. The messages are those of gateway and services.
     """
     request = Fence(SESSION_ID, 9, base_len)
-    fence, answer = wire.fence_message(request), wire.fence_message(request, INSTANCE_ID)
-    proposal, times = wire_proposal.tree_message(tree), wire.times_message(TIMES)
+    fence, answer = messages.fence_message(request), messages.fence_message(request, INSTANCE_ID)
+    proposal, times = messages.tree_message(tree), messages.times_message(TIMES)
     tokens = (*tree.token_ids, *tree.token_ids[-1:])
     verdict = target_pb.Verdict(
         accepted_rows=range(1, len(tree) + 1), next_token_id=tokens[-1], evaluated_count=len(tree)

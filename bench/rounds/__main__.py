@@ -36,7 +36,7 @@ from outrider.cli.running import Interrupts, run
 from outrider.client import AsyncClient
 from outrider.command_line import between
 from outrider.option_groups import grouped
-from outrider.rpc import open_channel
+from outrider.rpc.channels import open_channel
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

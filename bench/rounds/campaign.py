@@ -28,7 +28,7 @@ from bench.rounds.samples import (
     fixed,
 )
 from bench.streams import BareDraftStream, BareTargetStream, PingStream
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
 from outrider.cli.running import note
 from outrider.client import AsyncClient, Round, Speculation
 from outrider.parameters import SessionSpec

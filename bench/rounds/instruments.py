@@ -28,16 +28,17 @@ from bench.rounds.samples import (
     StepPoint,
     StepSample,
 )
-from outrider.engine.decoding import Ask, forward_and_draw, reserve
-from outrider.engine.model_config import ModelConfig
-from outrider.engine.runner import Feed, ModelRunner
+from outrider.engine.batching import Feed
+from outrider.engine.models.config import ModelConfig
+from outrider.engine.models.weights import DTYPES
+from outrider.engine.runner import ModelRunner
+from outrider.engine.sampling.draw import Ask, forward_and_draw, reserve
 from outrider.engine.session import Session
-from outrider.engine.tree import EMPTY, TokenTree
-from outrider.engine.weights import DTYPES
 from outrider.errors import ModelRefused, OutriderError
-from outrider.model_service import load_model
+from outrider.model_service.server import load_model
 from outrider.model_service_flags import ModelServiceSettings
 from outrider.parameters import SessionSpec
+from outrider.token_tree import EMPTY, TokenTree
 from target_service.acceptance import Walk, settle
 from target_service.verifier import commit
 

@@ -1,14 +1,18 @@
-"""A session on its way to some guesses: what a drafter works on. Draws nothing."""
+"""A session on its way to some guesses, and which drafters there are to work on it.
 
-from collections.abc import Callable
+All drafters guess with the service's model, so that sessions of any of them share a forward. What tells them apart is
+whose noise they draw with, and so which rules they serve.
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from outrider.compute_times import Meter
 from outrider.engine.noise import Purpose
 from outrider.engine.session import Session
-from outrider.engine.tree import TokenTree
-from outrider.errors import OutriderError
-from outrider.parameters import DraftDistribution, SessionSpec
+from outrider.errors import InvalidRequest, OutriderError
+from outrider.parameters import DraftDistribution, Rule, SessionSpec
+from outrider.rpc.fencing import Meter
+from outrider.token_tree import TokenTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,7 @@ class DraftTask:
     session: Session
     spec: SessionSpec
     noise: Purpose
-    """TOKEN, which is shared with the target, or DRAFT; see draft_service.drafters.offers."""
+    """TOKEN, which is shared with the target, or DRAFT; see draft_service.drafters.task."""
     draft_count: int
     meter: Meter
     on_done: Callable[["DraftTask"], None]
@@ -80,3 +84,37 @@ class DraftTask:
         """Ends the task with the guesses so far."""
         self.done = True
         self.on_done(self)
+
+
+# Draws as the rule of a session needs it.
+MODEL = "model"
+# Draws with the target's own noise, so that both choose the same token wherever their laws allow it. What it draws says
+# something about what the target will draw, and rules that test with coins must not have that.
+COUPLED = "coupled"
+# Draws with noise of its own, whatever the rule.
+SAMPLED = "sampled"
+
+DRAFTERS: Mapping[str, frozenset[Rule]] = {
+    MODEL: frozenset(Rule),
+    COUPLED: frozenset(rule for rule in Rule if not rule.needs_distributions),
+    SAMPLED: frozenset(Rule),
+}
+
+
+def choose_drafter(name: str, rule: Rule, offers: Mapping[str, frozenset[Rule]], field: str) -> str:
+    """The drafter that a session gets; an empty name leaves the choice to the service.
+
+    Raises InvalidRequest about a name that is not on offer, and about one that cannot serve the rule.
+    """
+    if name and name not in offers:
+        raise InvalidRequest(field, name, f"one of {', '.join(offers)}, or empty")
+    fitting = [offer for offer, rules in offers.items() if rule in rules]
+    if name and name not in fitting:
+        raise InvalidRequest(field, name, f"one that serves the rule {rule}: {', '.join(fitting)}")
+    return name or fitting[0]
+
+
+def noise_of(drafter: str, rule: Rule) -> Purpose:
+    """TOKEN for a draft that shares the target's noise, DRAFT for one with noise of its own."""
+    is_alone = drafter == SAMPLED or rule.needs_distributions
+    return Purpose.DRAFT if is_alone else Purpose.TOKEN

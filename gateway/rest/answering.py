@@ -16,10 +16,9 @@ from typing import Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.front_door import FrontDoor, Generation
-from gateway.generation import Event
-from gateway.links import ModelInfo
-from gateway.requests import GenerationAsk, GenerationPlan
+from gateway.generation.frontend import FrontDoor, Generation
+from gateway.generation.generate import Event
+from gateway.generation.request import GenerationAsk, GenerationPlan
 from gateway.rest.asks import renamed
 from gateway.rest.clients import while_there
 from gateway.rest.errors import error_json, unexpected
@@ -28,6 +27,7 @@ from gateway.rest.responses import Envelope
 from gateway.rest.settings import RestSettings
 from gateway.rest.sse import DONE, EventStream, data, line
 from gateway.rest.tally import Tally
+from gateway.sessions.link import ModelInfo
 from outrider.errors import InvalidRequest, OutriderError
 
 # Chunks with padding have lengths that are multiples of this, so that a length tells little of the text.

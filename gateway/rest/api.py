@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from gateway.front_door import FrontDoor
-from gateway.generation import Event, RoundEvent
-from gateway.requests import GenerationAsk
+from gateway.generation.frontend import FrontDoor
+from gateway.generation.generate import Event, RoundEvent
+from gateway.generation.request import GenerationAsk
 from gateway.rest.api_body import ask_from
 from gateway.rest.api_events import completion_view, error_view, opened, round_view
 from gateway.rest.api_status import status_view

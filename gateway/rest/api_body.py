@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from gateway.requests import GenerationAsk
+from gateway.generation.request import GenerationAsk
 from outrider.errors import InvalidRequest
 from outrider.parameters import Acceptance, Parameters, Rule, SamplingParameters
 

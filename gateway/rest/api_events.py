@@ -5,10 +5,10 @@ Seeds are strings, because 64 bits do not fit into a number of JavaScript.
 
 from typing import Any
 
-from gateway.generation import CompletionEvent, RoundEvent
-from gateway.requests import GenerationPlan
-from gateway.rounds import Round
-from gateway.transcript import RejectedToken, SpeculationFigures, SpokenToken
+from gateway.generation.generate import CompletionEvent, RoundEvent
+from gateway.generation.request import GenerationPlan
+from gateway.generation.transcript import RejectedToken, SpeculationFigures, SpokenToken
+from gateway.rounds.round import Round
 from outrider.errors import OutriderError
 
 

@@ -3,11 +3,11 @@
 from importlib.metadata import version
 from typing import Any
 
-from gateway.backend import Backend
-from gateway.front_door import FrontDoor
-from gateway.links import ModelInfo
-from gateway.policy import MAX_DRAFT_COUNT
-from gateway.replicas import Replicas
+from gateway.generation.backend import Backend
+from gateway.generation.frontend import FrontDoor
+from gateway.rounds.policy import MAX_DRAFT_COUNT
+from gateway.sessions.link import ModelInfo
+from gateway.sessions.replicas import Replicas
 
 VERSION = version("outrider")
 

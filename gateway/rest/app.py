@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from gateway.front_door import FrontDoor
+from gateway.generation.frontend import FrontDoor
 from gateway.rest import chat, completions, failures, status
 from gateway.rest.answer_counts import AnswerCounts
 from gateway.rest.documents import DocumentedApp

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.requests import GenerationAsk
+from gateway.generation.request import GenerationAsk
 from gateway.rest.errors import UnknownModel
 from gateway.rest.fields import GenerationFields, Speculation
 from gateway.rest.findings import shown

@@ -9,9 +9,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.chat_template import ChatTemplate
-from gateway.front_door import FrontDoor
-from gateway.requests import GenerationAsk, GenerationPlan
+from gateway.generation.frontend import FrontDoor
+from gateway.generation.request import GenerationAsk, GenerationPlan
 from gateway.rest.answering import Answering, Head, Order
 from gateway.rest.asks import CHAT_NAMES, ask_of, check_model, check_prompt_len
 from gateway.rest.chat_request import ChatRequest, Message
@@ -21,7 +20,8 @@ from gateway.rest.fields import StreamOptions
 from gateway.rest.findings import MissingParameter
 from gateway.rest.responses import ChatChunk, ChatCompletion
 from gateway.rest.settings import RestSettings
-from gateway.tokenizer import Tokenizer
+from gateway.text.chat_template import ChatTemplate
+from gateway.text.tokenizer import Tokenizer
 from outrider.errors import InvalidRequest
 
 

@@ -4,7 +4,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-from gateway.generation import Event, RoundEvent
+from gateway.generation.generate import Event, RoundEvent
+from gateway.generation.transcript import SpokenToken
 from gateway.rest.answering import Head
 from gateway.rest.logprobs import chat_logprobs
 from gateway.rest.responses import (
@@ -18,8 +19,7 @@ from gateway.rest.responses import (
     Finish,
 )
 from gateway.rest.spoken import Spoken, finish_of
-from gateway.tokenizer import Tokenizer
-from gateway.transcript import SpokenToken
+from gateway.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)

@@ -7,8 +7,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.front_door import FrontDoor
-from gateway.requests import GenerationAsk, GenerationPlan
+from gateway.generation.frontend import FrontDoor
+from gateway.generation.request import GenerationAsk, GenerationPlan
 from gateway.rest.answering import Answering, Head, Order
 from gateway.rest.asks import TEXT_NAMES, ask_of, check_model, check_prompt_len
 from gateway.rest.completion_request import CompletionRequest
@@ -17,7 +17,7 @@ from gateway.rest.fields import StreamOptions
 from gateway.rest.responses import TextCompletion
 from gateway.rest.settings import RestSettings
 from gateway.rest.text_shape import TextShape
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
 from outrider.errors import InvalidRequest
 
 

@@ -12,7 +12,7 @@ import structlog
 from starlette.responses import Response
 
 from outrider.errors import OutriderError
-from outrider.rpc_errors import UNEXPECTED_TEXT
+from outrider.rpc.errors import UNEXPECTED_TEXT
 
 STATUSES: Mapping[str, int] = {
     "INVALID_ARGUMENT": 400,

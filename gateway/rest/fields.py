@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag
 from pydantic.config import JsonDict
 
-from gateway.requests import MAX_BANNED_WORDS, MAX_STOPS, MAX_STRING_LEN
+from gateway.generation.request import MAX_BANNED_WORDS, MAX_STOPS, MAX_STRING_LEN
 from outrider.parameters import MAX_SAMPLES, MAX_STOP_TOKEN_IDS, Bias, Finite, Share, TokenId
 
 MAX_SEED = 2**63 - 1

@@ -6,9 +6,9 @@ They are the log-softmax of the target's raw logits, before any transform of the
 from collections.abc import Sequence
 from itertools import accumulate
 
+from gateway.generation.transcript import PromptToken, SpokenToken
 from gateway.rest.responses import ChatLogprobs, ChatTokenLogprob, TextLogprobs, TopLogprob
-from gateway.tokenizer import Tokenizer
-from gateway.transcript import PromptToken, SpokenToken
+from gateway.text.tokenizer import Tokenizer
 from outrider.errors import ProtocolViolation
 from outrider.parameters import TokenLogprob
 

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.front_door import FrontDoor
+from gateway.generation.frontend import FrontDoor
 from gateway.rest.api import api_routes
 from gateway.rest.settings import RestSettings
 

@@ -17,8 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gateway.rest.errors import error_json
 from gateway.rest.json_text import InvalidJson
-from outrider.addresses import check_address
-from outrider.rpc import AddressTaken
+from outrider.rpc.channels import AddressTaken, check_address
 
 HEAD_BYTES = 32 << 10
 HEAD_WAIT_S = 10.0

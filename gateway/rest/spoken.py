@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gateway.generation import CompletionEvent, Event, RoundEvent
-from gateway.transcript import PromptToken, SpokenToken
+from gateway.generation.generate import CompletionEvent, Event, RoundEvent
+from gateway.generation.transcript import PromptToken, SpokenToken
 from outrider.errors import ProtocolViolation
 from outrider.parameters import FinishReason
 

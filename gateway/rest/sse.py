@@ -13,7 +13,7 @@ import structlog
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.client_writer import ClientStalled
+from gateway.grpc.servicer import ClientStalled
 from gateway.rest.clients import departure, while_there
 
 KEEP_ALIVE = b": keep-alive\n\n"

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from gateway.front_door import FrontDoor
+from gateway.generation.frontend import FrontDoor
 from gateway.rest.asks import unknown_model
 from gateway.rest.documents import documented
 from outrider.errors import NotReady, OutriderError, PeerLost

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from gateway.generation import CompletionEvent, Event
-from gateway.requests import GenerationPlan
+from gateway.generation.generate import CompletionEvent, Event
+from gateway.generation.request import GenerationPlan
 from gateway.rest.responses import Facts, Metrics, PromptTokensDetails, SpeculativeDecoding, Usage
 
 

@@ -4,13 +4,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-from gateway.generation import Event, RoundEvent
+from gateway.generation.generate import Event, RoundEvent
+from gateway.generation.transcript import PromptToken, SpokenToken
 from gateway.rest.answering import Head
 from gateway.rest.logprobs import text_logprobs
 from gateway.rest.responses import Finish, TextChoice, TextCompletion, TextLogprobs
 from gateway.rest.spoken import Spoken, finish_of
-from gateway.tokenizer import Tokenizer
-from gateway.transcript import PromptToken, SpokenToken
+from gateway.text.tokenizer import Tokenizer
 
 Tokens = Sequence[SpokenToken | PromptToken]
 

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from outrider.engine.model_config import ModelConfig
+from outrider.engine.models.config import ModelConfig
 from outrider.errors import InvalidRequest, ModelRefused
-from outrider.sized_presets import Shape
+from outrider.model_names import Shape
 from training.data import END_OF_TEXT
 
 ROLES = ("target", "draft")

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import typer
 
-from outrider.addresses import check_address
 from outrider.cli import bench, options
 from outrider.cli.asking import Answer, Ask, JsonTurns, Report, Sampling, Speculation, SystemMessage
 from outrider.cli.chat.command import Chat, chatting
@@ -22,6 +21,7 @@ from outrider.command_line import refuse_together
 from outrider.errors import InvalidRequest, ModelRefused
 from outrider.model_service_flags import Dtype, available_cpus
 from outrider.option_groups import grouped, options_of
+from outrider.rpc.channels import check_address
 
 # What is about the draft only.
 DRAFT_OPTIONS = ("draft", "draft_dtype", "top_n")

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import grpc
 
-from outrider.client.failures import failure
-from outrider.rpc import open_channel
+from outrider.client.calls import failure
+from outrider.rpc.channels import open_channel
 from outrider.v1 import model_service_pb2
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub
 

@@ -9,7 +9,7 @@ import typer
 from outrider.cli import version
 from outrider.command_line import between
 from outrider.model_service_flags import MAX_THREADS, Dtype
-from outrider.wire_proposal import MAX_SUPPORT
+from outrider.rpc.messages import MAX_SUPPORT
 
 REST_PORT, GATEWAY_PORT, DRAFT_PORT, TARGET_PORT = 8080, 50050, 50051, 50052
 

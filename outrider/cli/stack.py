@@ -4,10 +4,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from outrider.embedded_models import embedded_model
+from outrider.model_names import embedded_model, parse
 from outrider.model_service_flags import check_model
 from outrider.service_process import Launch
-from outrider.sized_presets import parse
 from outrider.supervisor import Supervisor
 
 HOST = "127.0.0.1"

@@ -10,9 +10,10 @@ docs/client.md is the reference.
 """
 
 from outrider.client.aio import AsyncClient, AsyncStream
-from outrider.client.answers import Answer, Sample
 from outrider.client.blocking import Client, Stream
+from outrider.client.calls import Cancelled, TimedOut
 from outrider.client.events import (
+    Answer,
     Event,
     Origin,
     PromptToken,
@@ -20,11 +21,11 @@ from outrider.client.events import (
     Result,
     Round,
     RoundFacts,
+    Sample,
     SpeculationFigures,
     Token,
 )
-from outrider.client.failures import Cancelled, TimedOut
-from outrider.client.settings import ChatMessage, GenerationOptions, Speculation
+from outrider.client.requests import ChatMessage, GenerationOptions, Speculation
 from outrider.errors import (
     CacheFull,
     InvalidRequest,

@@ -8,14 +8,10 @@ from typing import Self, Unpack
 
 import grpc
 
-from outrider.client.answers import Answer, Transcript
-from outrider.client.calls import Caller, Terms
-from outrider.client.events import Event
-from outrider.client.failures import Cancelled, call_cancelled, client_closed, closed_before
-from outrider.client.replies import AsyncReplies, Stub, event_or_end
-from outrider.client.requests import chat_request, generate_request
-from outrider.client.settings import GenerationOptions, Message, Metadata, Prompt
-from outrider.rpc import open_channel
+from outrider.client.calls import Caller, Cancelled, Terms, call_cancelled, client_closed, closed_before
+from outrider.client.events import Answer, AsyncReplies, Event, Stub, Transcript, event_or_end
+from outrider.client.requests import GenerationOptions, Message, Metadata, Prompt, chat_request, generate_request
+from outrider.rpc.channels import open_channel
 
 
 class AsyncStream:

@@ -7,14 +7,10 @@ from typing import Self, Unpack
 
 import grpc
 
-from outrider.client.answers import Answer, Transcript
-from outrider.client.calls import Caller, Terms
-from outrider.client.events import Event
-from outrider.client.failures import call_cancelled, closed_before
-from outrider.client.replies import Replies, Stub, event_from
-from outrider.client.requests import chat_request, generate_request
-from outrider.client.settings import GenerationOptions, Message, Metadata, Prompt
-from outrider.rpc import channel_options
+from outrider.client.calls import Caller, Terms, call_cancelled, closed_before
+from outrider.client.events import Answer, Event, Replies, Stub, Transcript, event_from
+from outrider.client.requests import GenerationOptions, Message, Metadata, Prompt, chat_request, generate_request
+from outrider.rpc.channels import channel_options
 
 
 class Stream:

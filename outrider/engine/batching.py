@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.kv_cache import Slots
+from outrider.engine.cache.block_table import Slots
 from outrider.engine.plan import RowPlan
 from outrider.engine.session import Session
-from outrider.engine.tree import EMPTY, TokenTree
+from outrider.token_tree import EMPTY, TokenTree
 
 # What a session gets at least when many wait: fewer rows would not fill the kernels' tiles.
 MIN_SHARE = 16

@@ -1,32 +1,44 @@
 """One model on one device with its cache, and the one kind of forward: uncached tokens, then the rows of a tree.
 
-Knows nothing about sampling, acceptance or requests. Belongs to the device thread. Nothing here waits for the device:
-lengths are known to the host, and logits stay on the device.
+Belongs to the device thread. Nothing here waits for the device: lengths are known to the host, and logits stay on the
+device.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from outrider.engine.batching import Feed, build_batch, share_rows
-from outrider.engine.block_pool import BLOCK_SIZE, BlockPool
-from outrider.engine.checkpoints import Checkpoint, find_checkpoint
-from outrider.engine.decoder import Decoder, DecoderFacts
-from outrider.engine.forward_counts import ForwardCounts
-from outrider.engine.fused import fused
-from outrider.engine.kv_cache import BlockTable, KVCache
-from outrider.engine.model import Transformer
+from outrider.engine.cache.block_pool import BLOCK_SIZE, BlockPool
+from outrider.engine.cache.block_table import BlockTable, KVCache
+from outrider.engine.models.checkpoints import Checkpoint, find_checkpoint
+from outrider.engine.models.decoder import Decoder, DecoderFacts
+from outrider.engine.models.fused import fused
+from outrider.engine.models.transformer import Transformer
+from outrider.engine.models.weights import DTYPES
 from outrider.engine.ops import Ops, choose_ops
 from outrider.engine.ops.native import MAX_HEAD_DIM, MAX_THREADS, NativeOps
 from outrider.engine.session import Session
-from outrider.engine.tree import EMPTY
-from outrider.engine.weights import DTYPES
 from outrider.errors import InvalidRequest, ModelRefused, PromptTooLong
+from outrider.token_tree import EMPTY
 
-__all__ = ["Feed", "ForwardResult", "ModelRunner"]
+
+@dataclass(slots=True)
+class ForwardCounts:
+    """The forwards of one runner."""
+
+    num_rows: int = 0
+    batch_sizes: dict[int, int] = field(default_factory=dict)
+    """How many forwards had each number of sessions."""
+
+    def add(self, num_sessions: int, num_rows: int) -> None:
+        """Counts a forward."""
+        self.num_rows += num_rows
+        self.batch_sizes[num_sessions] = self.batch_sizes.get(num_sessions, 0) + 1
+
 
 MAX_ROWS = 512
 # 64 MiB of float32, beyond those behind which tokens are drawn.
@@ -92,7 +104,7 @@ class ModelRunner:
         kv_tokens: int | None = None,
         vocabulary_size: int | None = None,
     ) -> Self:
-        """Loads a local folder, a hub id, a sized model (outrider.sized_presets), or what find_checkpoint found.
+        """Loads a local folder, a hub id, a sized model (outrider.model_names), or what find_checkpoint found.
 
         dtype, "bfloat16" or "float32", is that of the weights in memory, whatever the file holds. kv_tokens is the
         size of the cache in tokens; by default as many as 512 MiB hold, and at least one full context.

@@ -7,9 +7,9 @@ list is the truth, the cache can always be rebuilt from it.
 
 from collections.abc import Sequence
 
-from outrider.engine.kv_cache import BlockTable
-from outrider.engine.tree import EMPTY, TokenTree
+from outrider.engine.cache.block_table import BlockTable
 from outrider.errors import InvalidRequest
+from outrider.token_tree import EMPTY, TokenTree
 
 
 class Session:

@@ -22,7 +22,7 @@ def ratio(
     """Keeps a draft token with probability min(1, target / (lenience * draft)), up to the first that is not kept.
 
     target_probs [B, K + 1, V] float64: row i is the target's law behind i draft tokens. draft_token_ids [B, K] int64
-    were drawn from the laws law_ids and law_weights [B, K, N] int64 (outrider.engine.quantise.Laws; weight 0 is
+    were drawn from the laws law_ids and law_weights [B, K, N] int64 (outrider.engine.sampling.draft_distribution.Laws; weight 0 is
     padding), each with noise of its own. coins [B, K] float64 are uniforms in (0, 1), independent of those draws. The
     next token follows (target - lenience * draft)+ over the whole vocabulary where a token is rejected.
     """

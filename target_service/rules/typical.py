@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from outrider.engine.tree import TokenTree
+from outrider.token_tree import TokenTree
 
 
 def exp_entropies(scores: Tensor, target_probs: Tensor) -> list[float]:

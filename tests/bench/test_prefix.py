@@ -1,10 +1,11 @@
 """bench.prefix: what it measures, and that it finds tokens that differ."""
 
 import pytest
-from tiny_models import write_tiny_model
+from support.tiny_models import write_tiny_model
 
 from bench import prefix
-from bench.prefix import TokensDiffer, measure
+from bench.common import TokensDiffer
+from bench.prefix import measure
 from bench.streams import BareTargetStream
 from outrider.model_service_flags import ModelServiceSettings
 

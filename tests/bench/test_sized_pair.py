@@ -9,11 +9,12 @@ import transformers
 
 from bench import sized_pair
 from bench.sized_pair import write
-from outrider.engine.checkpoints import SizedCheckpoint, find_checkpoint
-from outrider.engine.runner import Feed, ModelRunner
-from outrider.engine.weights import DTYPES, load_tensors, weight_files
+from outrider.engine.batching import Feed
+from outrider.engine.models.checkpoints import SizedCheckpoint, find_checkpoint
+from outrider.engine.models.weights import DTYPES, load_tensors, weight_files
+from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest, ModelRefused
-from outrider.sized_presets import PRESETS, Shape
+from outrider.model_names import PRESETS, Shape
 from outrider.vocabulary import Vocabulary
 
 DRAFT = Path(__file__).resolve().parents[2] / "models" / "draft"

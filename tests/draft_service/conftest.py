@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import check_empty
-from stepped_draft import CONTEXT_LEN, Draft
-from tiny_models import write_tiny_model
+from support.basics import check_empty
+from support.stepped_draft import CONTEXT_LEN, Draft
+from support.tiny_models import write_tiny_model
 
 from outrider.engine.runner import ModelRunner
 

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from helpers import spec_of
-from stepped_draft import PROMPT, Draft, fresh_guesses
+from support.basics import spec_of
+from support.stepped_draft import PROMPT, Draft, fresh_guesses
 
 from outrider.parameters import Acceptance, Rule
 

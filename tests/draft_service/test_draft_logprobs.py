@@ -5,19 +5,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from drafted import logits_behind, ruled
-from stepped_draft import PROMPT, SPEC, Draft
+from support.rules import logits_behind, ruled
+from support.stepped_draft import PROMPT, SPEC, Draft
 
 from draft_service.drafters.model_drafter import ModelDrafter
-from draft_service.drafters.offers import DRAFTERS, MODEL, SAMPLED, noise_of
+from draft_service.drafters.task import DRAFTERS, MODEL, SAMPLED, noise_of
 from draft_service.sessions import Wanted
-from outrider.engine.drawing import Ask, row_contexts
+from outrider.engine.batching import Feed
 from outrider.engine.noise import Purpose
-from outrider.engine.quantise import quantise
-from outrider.engine.runner import Feed, ModelRunner
-from outrider.engine.sampling import transform
-from outrider.engine.tree import TokenTree
+from outrider.engine.runner import ModelRunner
+from outrider.engine.sampling.draft_distribution import quantise
+from outrider.engine.sampling.draw import Ask, row_contexts
+from outrider.engine.sampling.transforms import transform
 from outrider.parameters import Rule, SessionSpec
+from outrider.token_tree import TokenTree
 
 TOP_N = 16
 SERVED = [(name, rule) for name, rules in DRAFTERS.items() for rule in sorted(rules)]

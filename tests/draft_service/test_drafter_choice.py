@@ -5,19 +5,18 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from drafted import ruled
-from helpers import spec_of
-from session_clients import DraftClient, channel_to
-from tiny_models import write_tiny_model
+from support.basics import spec_of
+from support.rules import ruled
+from support.session_clients import DraftClient, channel_to
+from support.tiny_models import write_tiny_model
 
 from draft_service.server import start
-from outrider import wire
 from outrider.errors import InvalidRequest
 from outrider.model_service_flags import ModelServiceSettings
 from outrider.parameters import Rule
+from outrider.rpc import messages
+from outrider.rpc.messages import RULES_BY_NUMBER, distributions_from
 from outrider.v1 import draft_service_pb2 as draft_pb
-from outrider.wire_acceptance import RULES_BY_NUMBER
-from outrider.wire_proposal import distributions_from
 
 SPEC = spec_of((1, 2, 3), 40, eos=())
 
@@ -33,7 +32,7 @@ async def client(tmp_path: Path) -> AsyncIterator[DraftClient]:
 
 async def open_with(client: DraftClient, drafter: str, rule: Rule = Rule.MATCH) -> None:
     """Opens a session with two guesses wanted from a drafter."""
-    session = wire.open_message(ruled(SPEC, rule), SPEC.token_ids)
+    session = messages.open_message(ruled(SPEC, rule), SPEC.token_ids)
     opening = draft_pb.DraftOpen(session=session, draft_count=2, drafter=drafter)
     await client.send(draft_pb.ProposeRequest(fence=client.fence(1, 3), open=opening))
 

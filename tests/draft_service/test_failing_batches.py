@@ -4,18 +4,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
-from helpers import check_empty, eventually, spec_of
-from stepped_draft import fresh_guesses
 from structlog.testing import capture_logs
+from support.basics import check_empty, eventually, spec_of
+from support.stepped_draft import fresh_guesses
 
 from draft_service.drafters.model_drafter import ModelDrafter
 from draft_service.drafters.task import DraftTask
 from draft_service.sessions import Answer, DraftSession, DraftSessions, Wanted
-from outrider.engine.runner import Feed, ForwardResult, ModelRunner
+from outrider.engine.batching import Feed
+from outrider.engine.runner import ForwardResult, ModelRunner
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import OutriderError
-from outrider.fencing import Fence
-from outrider.sessions import SessionTable
+from outrider.model_service.session_store import SessionTable
+from outrider.rpc.fencing import Fence
 
 DRAFT_COUNT = 6
 SPECS = [spec_of((5, 17, first, 3, 90), 40, seed=first, eos=(), temperature=0.9) for first in (200, 111, 30)]

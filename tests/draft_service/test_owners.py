@@ -2,12 +2,12 @@
 
 import os
 
-from helpers import spec_of
-from stepped_draft import PROMPT, SPEC, Draft, fresh_guesses
+from support.basics import spec_of
+from support.stepped_draft import PROMPT, SPEC, Draft, fresh_guesses
 
 from draft_service.sessions import Answer, Wanted
 from outrider.errors import OutriderError
-from outrider.fencing import Fence
+from outrider.rpc.fencing import Fence
 
 
 def test_an_open_whose_job_was_stopped_begins_anew(draft: Draft) -> None:

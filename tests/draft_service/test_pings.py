@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from helpers import spec_of
-from session_clients import DraftClient, channel_to
+from support.basics import spec_of
+from support.session_clients import DraftClient, channel_to
 
 from draft_service.server import start
 from outrider.model_service_flags import ModelServiceSettings

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from drafted import ruled
-from helpers import check_empty, spec_of
-from stepped_draft import Draft, assert_like_fresh, fresh_guesses
-from tiny_models import write_tiny_model
+from support.basics import check_empty, spec_of
+from support.rules import ruled
+from support.stepped_draft import Draft, assert_like_fresh, fresh_guesses
+from support.tiny_models import write_tiny_model
 
 from outrider.engine.runner import ModelRunner
 from outrider.parameters import Rule, SessionSpec

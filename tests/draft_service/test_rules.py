@@ -8,19 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from drafted import RULES_WITH_LAWS, drafted, ruled
-from helpers import spec_of
-from stepped_draft import PROMPT, SPEC, Draft, continued, fresh_guesses
+from support.basics import spec_of
+from support.rules import RULES_WITH_LAWS, drafted, ruled
+from support.stepped_draft import PROMPT, SPEC, Draft, continued, fresh_guesses
 from typer.testing import CliRunner
 
 from draft_service.drafters import model_drafter
 from draft_service.drafters.model_drafter import ModelDrafter
-from draft_service.drafters.offers import DRAFTERS, MODEL, SAMPLED
+from draft_service.drafters.task import DRAFTERS, MODEL, SAMPLED
 from draft_service.flags import draft_service_app
 from draft_service.sessions import Wanted
-from outrider.engine.runner import Feed, ForwardResult, ModelRunner
-from outrider.engine.tree import TokenTree
+from outrider.engine.batching import Feed
+from outrider.engine.runner import ForwardResult, ModelRunner
 from outrider.parameters import DraftDistribution, Rule, SessionSpec
+from outrider.token_tree import TokenTree
 
 GREEDY = spec_of(PROMPT, 60, seed=11, eos=())
 LAWLESS = (Rule.MATCH, Rule.TYPICAL)

@@ -4,13 +4,13 @@ import os
 from pathlib import Path
 
 import pytest
-from helpers import spec_of
-from stepped_draft import CONTEXT_LEN, PROMPT, SPEC, Draft, assert_like_fresh, continued, fresh_guesses
+from support.basics import spec_of
+from support.stepped_draft import CONTEXT_LEN, PROMPT, SPEC, Draft, assert_like_fresh, continued, fresh_guesses
 
 from draft_service.sessions import Answer, Wanted
 from outrider.engine.runner import ModelRunner
 from outrider.errors import CacheFull, OutriderError
-from outrider.fencing import Fence
+from outrider.rpc.fencing import Fence
 
 
 @pytest.mark.parametrize("draft_count", [1, 2, 5])

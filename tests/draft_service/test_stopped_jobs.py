@@ -5,15 +5,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import SteppedDevice, spec_of
-from tiny_models import write_tiny_model
+from support.basics import SteppedDevice, spec_of
+from support.tiny_models import write_tiny_model
 
 from draft_service.drafters.model_drafter import ModelDrafter
 from draft_service.drafters.task import DraftTask
 from draft_service.sessions import DraftSession, DraftSessions, Wanted
 from outrider.engine.runner import ModelRunner
-from outrider.fencing import Fence
-from outrider.sessions import SessionTable
+from outrider.model_service.session_store import SessionTable
+from outrider.rpc.fencing import Fence
 
 SPEC = spec_of((5, 17, 200, 3, 90), 60, eos=())
 SESSION_ID = os.urandom(16)

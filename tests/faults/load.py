@@ -7,11 +7,11 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
-from helpers import eventually
-from prompts import OPENINGS
-from stack import request_of
+from support.basics import eventually
+from support.stack import request_of
 
-from outrider.rpc import error_from
+from bench.common import OPENINGS
+from outrider.rpc.errors import error_from
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 

@@ -10,10 +10,10 @@ import sys
 from types import TracebackType
 from typing import Self
 
-from chaos_proxy import ChaosProxy
-from stack import DRAFT, TARGET, until_quiet
+from support.network import ChaosProxy
+from support.stack import DRAFT, TARGET, until_quiet
 
-from outrider.rpc import open_channel
+from outrider.rpc.channels import open_channel
 from outrider.service_process import Launch, ServiceProcess
 
 MODELS = {"target": TARGET, "draft": DRAFT}

@@ -5,10 +5,10 @@ import random
 from collections import Counter
 
 import grpc
-from helpers import eventually
-from prompts import OPENINGS
-from stack import RunningStack, request_of, running_stack
+from support.basics import eventually
+from support.stack import RunningStack, request_of, running_stack
 
+from bench.common import OPENINGS
 from outrider.v1 import generation_service_pb2 as pb
 
 NUM_REQUESTS = 1000

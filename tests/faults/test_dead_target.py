@@ -9,13 +9,13 @@ import pytest_asyncio
 from faults.load import REQUESTS, Load, said
 from faults.service import Service
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from helpers import eventually
-from stack import TARGET
+from support.basics import eventually
+from support.stack import TARGET
 
 from gateway.server import start as start_gateway
 from gateway.settings import GatewaySettings
 from outrider.errors import PeerLost
-from outrider.rpc import open_channel
+from outrider.rpc.channels import open_channel
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -5,7 +5,7 @@ from typing import Any
 import grpc
 import pytest
 from faults.load import REQUESTS
-from stack import request_of, running_stack
+from support.stack import request_of, running_stack
 
 from draft_service.servicer import DraftServicer
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub

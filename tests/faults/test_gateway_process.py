@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 import grpc
 import pytest
-from chaos_proxy import ChaosProxy
 from faults.load import Load, said
 from faults.service import KV_TOKENS, LEASE_S, MODELS, Process, launch_of
-from helpers import check_empty, eventually
-from stack import request_of, until_quiet
+from support.basics import check_empty, eventually
+from support.network import ChaosProxy
+from support.stack import request_of, until_quiet
 
 from draft_service.server import start as start_draft
 from outrider.errors import PeerLost
-from outrider.model_service import RunningModelService
+from outrider.model_service.server import RunningModelService
 from outrider.model_service_flags import ModelServiceSettings
-from outrider.rpc import open_channel
+from outrider.rpc.channels import open_channel
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 from target_service.server import start as start_target
 

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from chaos_proxy import ChaosProxy
 from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from helpers import eventually
+from support.basics import eventually
+from support.network import ChaosProxy
 
-from outrider import rpc
+from outrider.rpc import channels
 
 PING_BYTES = 17  # an HTTP/2 frame of 8 bytes
 NUM_PINGS = 5  # the third that comes too soon, and so the fourth of all, ends a connection
@@ -16,20 +16,20 @@ HASTE = 50
 INTERVALS = {"channel": "grpc.keepalive_time_ms", "server": "grpc.http2.min_ping_interval_without_data_ms"}
 
 
-def hasty(options: rpc.Options, interval: str) -> rpc.Options:
+def hasty(options: channels.Options, interval: str) -> channels.Options:
     """Our options with the interval between pings shortened; gRPC itself sends none within a second."""
     return [(name, value // HASTE if name == interval else value) for name, value in options]
 
 
 async def test_an_idle_stream_is_not_cut_for_its_pings(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call on which nothing is said for many keepalive intervals stays up."""
-    server_options = hasty(rpc.server_options(), INTERVALS["server"])
-    channel_options = hasty(rpc.channel_options(), INTERVALS["channel"])
-    monkeypatch.setattr(rpc, "server_options", lambda: server_options)
-    monkeypatch.setattr(rpc, "channel_options", lambda: channel_options)
-    server = await rpc.serve("127.0.0.1:0", {})
+    server_options = hasty(channels.server_options(), INTERVALS["server"])
+    channel_options = hasty(channels.channel_options(), INTERVALS["channel"])
+    monkeypatch.setattr(channels, "server_options", lambda: server_options)
+    monkeypatch.setattr(channels, "channel_options", lambda: channel_options)
+    server = await channels.serve("127.0.0.1:0", {})
     try:
-        async with ChaosProxy(server.address) as proxy, rpc.open_channel(proxy.address) as channel:
+        async with ChaosProxy(server.address) as proxy, channels.open_channel(proxy.address) as channel:
             call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
             assert (await call.read()).status == health_pb2.HealthCheckResponse.SERVING
             enough = proxy.request_bytes + NUM_PINGS * PING_BYTES
@@ -40,8 +40,8 @@ async def test_an_idle_stream_is_not_cut_for_its_pings(monkeypatch: pytest.Monke
         await server.stop(0)
 
 
-@pytest.mark.parametrize("options", [rpc.channel_options(), rpc.server_options()], ids=["channel", "server"])
-def test_grpc_knows_every_option(options: rpc.Options) -> None:
+@pytest.mark.parametrize("options", [channels.channel_options(), channels.server_options()], ids=["channel", "server"])
+def test_grpc_knows_every_option(options: channels.Options) -> None:
     """gRPC ignores options that it does not know without a word, so each has to be found in its library."""
     library = Path(cygrpc.__file__).read_bytes()
     assert [name for name, _ in options if f"{name}\0".encode() not in library] == []

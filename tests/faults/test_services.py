@@ -13,19 +13,19 @@ from dataclasses import dataclass
 import grpc
 import pytest
 import pytest_asyncio
-from chaos_proxy import ChaosProxy
 from faults.load import REQUESTS, Load, said
 from faults.service import KV_TOKENS, LEASE_S, MODELS, Service
-from helpers import eventually
-from stack import until_quiet
+from support.basics import eventually
+from support.network import ChaosProxy
+from support.stack import until_quiet
 
 from draft_service.server import start as start_draft
-from gateway.links import ServiceLink
 from gateway.server import RunningGateway
 from gateway.server import start as start_gateway
+from gateway.sessions.link import ServiceLink
 from gateway.settings import GatewaySettings
 from outrider.model_service_flags import ModelServiceSettings
-from outrider.rpc import open_channel
+from outrider.rpc.channels import open_channel
 from target_service.server import start as start_target
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from markov_stack import WORDS
+from support.markov_services import WORDS
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 

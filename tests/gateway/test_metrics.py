@@ -5,17 +5,16 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
-from helpers import spec_of
-from markov_stack import WORDS, MarkovStack, markov_stack, request
-from metric_lint import families, findings
-from mischief import Mischief
 from prometheus_client import CollectorRegistry, generate_latest
+from support.basics import spec_of
+from support.markov_services import WORDS, MarkovStack, Mischief, markov_stack, request
+from support.observability import families, findings
 
-from gateway.generation import CompletionEvent, RoundEvent
+from gateway.generation.generate import CompletionEvent, RoundEvent
+from gateway.generation.request import GenerationPlan
+from gateway.generation.transcript import SpeculationFigures, SpokenToken
 from gateway.metrics import GatewayMetrics
-from gateway.requests import GenerationPlan
-from gateway.rounds import FallbackReason, Round, TokenOrigin, Way
-from gateway.transcript import SpeculationFigures, SpokenToken
+from gateway.rounds.round import FallbackReason, Round, TokenOrigin, Way
 from outrider.errors import InvalidRequest, Overloaded, PeerLost
 from outrider.metrics_server import Registry
 from outrider.parameters import Acceptance, FinishReason

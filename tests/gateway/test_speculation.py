@@ -6,11 +6,11 @@ from contextlib import aclosing
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from markov import EOS, NUM_TOKENS, MarkovDraft, MarkovModel, MarkovTarget, plain_decoding
+from support.markov import EOS, NUM_TOKENS, MarkovDraft, MarkovModel, MarkovTarget, plain_decoding
 
-from gateway.pace import Pace
-from gateway.policy import SpeculationPolicy
-from gateway.rounds import FallbackReason, Proposal, Round, TokenLog, TokenOrigin, Verdict
+from gateway.rounds.planner import Pace
+from gateway.rounds.policy import SpeculationPolicy
+from gateway.rounds.round import FallbackReason, Proposal, Round, TokenLog, TokenOrigin, Verdict
 from gateway.speculation import speculate
 from outrider.errors import PeerLost, ProtocolViolation
 from outrider.parameters import FinishReason

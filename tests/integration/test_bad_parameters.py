@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import grpc
 import pytest
-from bad_requests import FAULTLESS, FAULTS, INT32, Fault, good_request, paths
-from garbage import PYTHON_TEXT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from stack import RunningStack, running_stack
+from support.bad_requests import FAULTLESS, FAULTS, INT32, Fault, good_request, paths
+from support.garbage import PYTHON_TEXT
+from support.stack import RunningStack, running_stack
 
 from outrider.errors import InvalidRequest, OutriderError, PromptTooLong
-from outrider.rpc import error_from
-from outrider.sessions import SessionTable
+from outrider.model_service.session_store import SessionTable
+from outrider.rpc.errors import error_from
 from outrider.v1 import generation_service_pb2 as pb
 
 MANY = settings(derandomize=True, deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))

@@ -3,10 +3,10 @@
 import asyncio
 import random
 
-from draft_models import TARGET, TRAINED
-from exactness import answers, token_ids
-from prompts import OPENINGS
-from stack import RunningStack, request_of, running_stack
+from support.stack import RunningStack, answers, request_of, running_stack, token_ids
+from support.tiny_models import TARGET, TRAINED
+
+from bench.common import OPENINGS
 
 AT_A_TIME = 20
 

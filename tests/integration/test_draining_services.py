@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from helpers import PATIENCE_S, spec_of
-from session_clients import DraftClient, TargetClient, channel_to
+from support.basics import PATIENCE_S, spec_of
+from support.session_clients import DraftClient, TargetClient, channel_to
 
 from outrider.errors import PeerLost
 

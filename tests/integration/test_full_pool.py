@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from stack import RunningStack, running_stack
+from support.stack import RunningStack, running_stack
 
 MAX_TOKENS = 120
 

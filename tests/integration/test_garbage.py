@@ -7,19 +7,20 @@ from typing import Any
 
 import grpc
 import pytest
-from garbage import check_refusal, conversation, draft_messages, fence, garbled, target_messages
 from google.protobuf.message import Message
-from helpers import eventually, spec_of
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from session_clients import DraftClient, TargetClient
-from tiny_models import write_tiny_model
+from support.basics import eventually, spec_of
+from support.garbage import check_refusal, conversation, draft_messages, fence, garbled, target_messages
+from support.session_clients import DraftClient, TargetClient
+from support.tiny_models import write_tiny_model
 
 from draft_service.server import start as start_draft
 from outrider.errors import OutriderError, PeerLost
-from outrider.model_service import RunningModelService
+from outrider.model_service.server import RunningModelService
 from outrider.model_service_flags import ModelServiceSettings
-from outrider.rpc import error_from, open_channel
+from outrider.rpc.channels import open_channel
+from outrider.rpc.errors import error_from
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub
 from target_service.server import start as start_target

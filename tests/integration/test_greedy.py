@@ -4,10 +4,10 @@ import warnings
 from pathlib import Path
 
 import pytest
-from draft_models import TARGET, write_drafts
-from exactness import answers, first_difference_is_near_tie, greedy_reference, token_ids
-from prompts import OPENINGS
-from stack import running_stack
+from support.stack import answers, first_difference_is_near_tie, greedy_reference, running_stack, token_ids
+from support.tiny_models import TARGET, write_drafts
+
+from bench.common import OPENINGS
 
 DRAFT_COUNTS, FEW_DRAFT_COUNTS = (0, 1, 3, 5, 8), (0, 3, 8)
 DRAFTS = ("trained", "random", "itself", "adversary")

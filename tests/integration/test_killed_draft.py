@@ -6,11 +6,11 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from stack import request_of, until_quiet
+from support.stack import request_of, until_quiet
 
 from outrider.cli.stack import Stack, start_stack
-from outrider.embedded_models import embedded_model
-from outrider.rpc import open_channel
+from outrider.model_names import embedded_model
+from outrider.rpc.channels import open_channel
 from outrider.supervisor import RestartPolicy, Supervisor
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub

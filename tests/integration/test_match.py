@@ -4,12 +4,11 @@ import asyncio
 from typing import Any
 
 import pytest
-from draft_models import TARGET, TRAINED
-from exactness import answers, token_ids
-from helpers import eventually
-from prompts import OPENINGS
-from stack import Answer, RunningStack, running_stack
+from support.basics import eventually
+from support.stack import Answer, RunningStack, answers, running_stack, token_ids
+from support.tiny_models import TARGET, TRAINED
 
+from bench.common import OPENINGS
 from outrider.v1 import types_pb2
 
 TEMPERATURES = (0.7, 1.0, 1.3)

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exactness import answers, first_difference_is_near_tie, greedy_reference, token_ids
-from stack import running_stack
-from tiny_models import write_tiny_model
+from support.stack import answers, first_difference_is_near_tie, greedy_reference, running_stack, token_ids
+from support.tiny_models import write_tiny_model
 
 PROMPTS = (
     "Once upon a time there was a miller",

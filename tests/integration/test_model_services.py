@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from helpers import PATIENCE_S
-from session_clients import DraftClient, TargetClient, channel_to
-from tiny_models import TARGET, write_tiny_model
+from support.basics import PATIENCE_S
+from support.session_clients import DraftClient, TargetClient, channel_to
+from support.tiny_models import TARGET, write_tiny_model
 
 from outrider.service_process import Launch, ServiceProcess
 

@@ -14,12 +14,11 @@ import pytest
 import pytest_asyncio
 import yaml
 from faults.service import KV_TOKENS, MODELS, Process, launch_of
-from helpers import eventually
-from metric_lint import families, findings
-from stack import request_of
-from trace_collector import TraceCollector, collecting
+from support.basics import eventually
+from support.observability import TraceCollector, collecting, families, findings
+from support.stack import request_of
 
-from outrider.rpc import open_channel
+from outrider.rpc.channels import open_channel
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import model_service_pb2, types_pb2
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from grid_checks import Fields, Samples, ask, banned_sequences, check_same_where_equal, check_samples, contains
-from grid_rows import (
+from support.grid import (
     BANNED_WORDS,
     BLOCK,
     EOS,
@@ -20,12 +19,13 @@ from grid_rows import (
     fields_of,
     is_greedy,
     is_plain,
+    missing_pairs,
     parameters_of,
     plain_of,
     rows,
 )
-from pairwise import missing_pairs
-from stack import RunningStack, running_stack
+from support.grid_checks import Fields, Samples, ask, banned_sequences, check_same_where_equal, check_samples, contains
+from support.stack import RunningStack, running_stack
 
 # A draft that is late on a busy machine would change what these rules say, as it may.
 PATIENT = {"draft_deadline_least_s": 60.0, "draft_deadline_most_s": 60.0}

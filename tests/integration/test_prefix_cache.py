@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from stack import Answer, RunningStack, running_stack
+from support.stack import Answer, RunningStack, running_stack
 
 from outrider.v1 import model_service_pb2 as model_pb
 

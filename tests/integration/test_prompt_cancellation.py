@@ -3,10 +3,9 @@
 import asyncio
 
 import pytest
-from draft_models import TARGET, TRAINED
-from held_device import held
-from helpers import PATIENCE_S
-from stack import request_of, running_stack
+from support.basics import PATIENCE_S, held
+from support.stack import request_of, running_stack
+from support.tiny_models import TARGET, TRAINED
 
 
 @pytest.mark.parametrize("draft_count", [0, 4, None])

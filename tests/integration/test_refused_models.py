@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import transformers
-from helpers import PATIENCE_S
-from tiny_models import TARGET, write_tiny_model
+from support.basics import PATIENCE_S
+from support.tiny_models import TARGET, write_tiny_model
 
 
 async def refused(model: str, **environment: str) -> str:

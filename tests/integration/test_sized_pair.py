@@ -1,7 +1,8 @@
 """A stack of sized models, named as an operator names them, through the whole house."""
 
-from prompts import OPENINGS
-from stack import TARGET, Answer, RunningStack, running_stack
+from support.stack import TARGET, Answer, RunningStack, running_stack
+
+from bench.common import OPENINGS
 
 
 async def said(stack: RunningStack) -> list[Answer]:

@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from exactness import answers, token_ids
 from safetensors.torch import load_file, save_file
-from stack import Answer, running_stack
-from tiny_models import write_tiny_model
+from support.stack import Answer, answers, running_stack, token_ids
+from support.tiny_models import write_tiny_model
 
 from outrider.v1 import generation_service_pb2 as pb
 

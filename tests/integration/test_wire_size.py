@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from prompts import OPENINGS
-from stack import Answer, running_stack
+from support.stack import Answer, running_stack
 
 from bench.acceptance.runs import hop_bytes
+from bench.common import OPENINGS
 from outrider.engine.ops.eager import EagerOps
-from outrider.engine.quantise import DEFAULT_TOP_N, WEIGHT_SUM, quantise
-from outrider.engine.tree import TokenTree
+from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, WEIGHT_SUM, quantise
 from outrider.parameters import DraftDistribution
+from outrider.token_tree import TokenTree
 from outrider.v1 import types_pb2
 
 LIMIT_BYTES = 2048

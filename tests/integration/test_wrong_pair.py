@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tiny_models import TARGET, write_tiny_model
+from support.tiny_models import TARGET, write_tiny_model
 
 from outrider.cli.stack import Stack, start_stack
 from outrider.service_process import ServiceFailed

@@ -10,7 +10,8 @@ import torch
 import transformers
 from training_run import ROLES, TINY, start_training, train, weights
 
-from outrider.engine.runner import Feed, ModelRunner
+from outrider.engine.batching import Feed
+from outrider.engine.runner import ModelRunner
 from outrider.vocabulary import Vocabulary
 
 

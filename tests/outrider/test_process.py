@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from helpers import PATIENCE_S
+from support.basics import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 PREAMBLE = """

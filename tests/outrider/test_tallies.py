@@ -4,12 +4,12 @@ import asyncio
 import urllib.request
 
 import pytest
-from metric_lint import families, findings
 from prometheus_client import Counter, Histogram, generate_latest
+from support.observability import families, findings
 
 from outrider.metric_aliases import Renamed
 from outrider.metrics_server import Registry, serve_metrics
-from outrider.rpc import AddressTaken
+from outrider.rpc.channels import AddressTaken
 from outrider.tallies import Tally, tally_of
 
 

@@ -3,9 +3,9 @@
 from collections.abc import AsyncIterator
 
 import pytest_asyncio
-from browser import chromium, visit
+from page.browser import chromium, visit
 from playwright.async_api import Browser, Page
-from stack import RunningStack, running_stack
+from support.stack import RunningStack, running_stack
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

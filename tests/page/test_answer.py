@@ -1,9 +1,9 @@
 """What the page shows of one answer: tokens by origin, facts, rounds, charts and figures."""
 
 import pytest
-from browser import ended, fill, number, spoken
+from page.browser import ended, fill, number, spoken
 from playwright.async_api import Page, expect
-from stack import RunningStack
+from support.stack import RunningStack
 
 pytestmark = [pytest.mark.page, pytest.mark.asyncio(loop_scope="module")]
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from browser import ended, fill, spoken, visit
 from google.protobuf import json_format
+from page.browser import ended, fill, spoken, visit
 from playwright.async_api import Browser, Page, expect
-from stack import RunningStack
+from support.stack import RunningStack
 
 from outrider.v1 import generation_service_pb2 as pb
 

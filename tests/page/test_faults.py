@@ -3,9 +3,9 @@
 import re
 
 import pytest
-from browser import PATIENCE_MS, ended, fill, spoken, visit
+from page.browser import PATIENCE_MS, ended, fill, spoken, visit
 from playwright.async_api import Browser, Page, Request, expect
-from stack import RunningStack, running_stack
+from support.stack import RunningStack, running_stack
 
 pytestmark = [pytest.mark.page, pytest.mark.asyncio(loop_scope="module")]
 

@@ -2,9 +2,9 @@
 
 import pytest
 from axe_playwright_python.async_playwright import Axe
-from browser import ended, fill, visit
+from page.browser import ended, fill, visit
 from playwright.async_api import Browser, Page, expect
-from stack import RunningStack
+from support.stack import RunningStack
 
 pytestmark = [pytest.mark.page, pytest.mark.asyncio(loop_scope="module")]
 

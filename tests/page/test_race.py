@@ -1,9 +1,9 @@
 """The race: the same prompt and seed with and without speculation, and what is said of the outcome."""
 
 import pytest
-from browser import ended, fill, spoken
+from page.browser import ended, fill, spoken
 from playwright.async_api import Page, expect
-from stack import RunningStack
+from support.stack import RunningStack
 
 pytestmark = [pytest.mark.page, pytest.mark.asyncio(loop_scope="module")]
 

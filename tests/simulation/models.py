@@ -10,15 +10,16 @@ from tempfile import TemporaryDirectory
 
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import write_tiny_model
+from support.tiny_models import write_tiny_model
 
-from gateway.tokenizer import Tokenizer
-from outrider.engine.decoding import Ask, forward_and_draw
-from outrider.engine.model import Transformer
-from outrider.engine.model_config import ModelConfig
+from gateway.text.tokenizer import Tokenizer
+from outrider.engine.batching import Feed
+from outrider.engine.models.config import ModelConfig
+from outrider.engine.models.transformer import Transformer
+from outrider.engine.models.weights import load_tensors, model_hash
 from outrider.engine.ops import choose_ops
-from outrider.engine.runner import Feed, ModelIdentity, ModelRunner
-from outrider.engine.weights import load_tensors, model_hash
+from outrider.engine.runner import ModelIdentity, ModelRunner
+from outrider.engine.sampling.draw import Ask, forward_and_draw
 from outrider.parameters import SamplingParameters, SessionSpec
 from outrider.vocabulary import Vocabulary
 

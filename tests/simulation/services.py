@@ -16,13 +16,13 @@ from simulation.transport import Network, Server
 from simulation.weather import Fault, Kind
 
 from draft_service.drafters.model_drafter import ModelDrafter
-from draft_service.drafters.offers import DRAFTERS
+from draft_service.drafters.task import DRAFTERS
 from draft_service.servicer import draft_service
 from draft_service.sessions import DraftSessions
 from outrider.engine.runner import ModelRunner
-from outrider.model_service import LoadedModel, describe
-from outrider.model_servicer import model_service
-from outrider.sessions import SessionTable
+from outrider.model_service.server import LoadedModel, describe
+from outrider.model_service.servicer import model_service
+from outrider.model_service.session_store import SessionTable
 from target_service import sessions as target_sessions
 from target_service.servicer import target_service
 from target_service.sessions import TargetSessions

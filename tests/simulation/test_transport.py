@@ -12,7 +12,7 @@ from simulation.pipes import Delivery
 from simulation.transport import Channel, Network, Server
 
 from outrider.errors import InvalidRequest
-from outrider.rpc import error_from
+from outrider.rpc.errors import error_from
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1.model_service_pb2_grpc import ModelServiceServicer, ModelServiceStub

@@ -16,7 +16,7 @@ import structlog
 from simulation.calls import LOST, OK, Call, ServerCall, Ways
 from simulation.loop import VirtualLoop, context_of
 
-from outrider.rpc_guard import Guard
+from outrider.rpc.guard import Guard
 
 log = structlog.get_logger()
 

@@ -12,7 +12,6 @@ from typing import Any
 from unittest import mock
 
 import grpc
-from helpers import check_empty
 from prometheus_client import CollectorRegistry
 from simulation.await_points import AwaitPoints
 from simulation.calls import CANCELLED, Call, ServerCall
@@ -24,26 +23,25 @@ from simulation.transport import Channel, Network, Server
 from simulation.weather import Fault, Kind, Weather
 from structlog.processors import format_exc_info
 from structlog.testing import capture_logs
+from support.basics import check_empty
 
-from gateway.admission import Admission
-from gateway.audit import ShadowAudit
-from gateway.backend import Backend
-from gateway.breaker import CircuitBreaker
-from gateway.chat_template import ChatTemplate
-from gateway.deadline import DraftDeadline
-from gateway.front_door import FrontDoor
-from gateway.links import BREAKERS, ServiceLink
+from gateway.generation.admission import Admission
+from gateway.generation.audit import ShadowAudit
+from gateway.generation.backend import Backend
+from gateway.generation.frontend import FrontDoor
+from gateway.grpc.servicer import generation_service
 from gateway.metrics import GatewayMetrics
-from gateway.patience import Patience
-from gateway.policy import Choice, SpeculationPolicy
-from gateway.replicas import Replicas
-from gateway.servicer import generation_service
+from gateway.rounds.policy import Choice, SpeculationPolicy
+from gateway.sessions.link import BREAKERS, CircuitBreaker, ServiceLink
+from gateway.sessions.replicas import Replicas
+from gateway.sessions.timeouts import DraftDeadline, Patience
+from gateway.text.chat_template import ChatTemplate
 from outrider.parameters import Rule
-from outrider.rpc import error_from
+from outrider.rpc.errors import error_from
+from outrider.rpc.messages import RULES
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
-from outrider.wire_acceptance import RULES
 from target_service import sessions as target_sessions
 
 GATEWAY = "gateway"

@@ -16,9 +16,9 @@ from torch import Tensor
 from outrider.engine.noise import Purpose, gumbel, noise_key
 from outrider.engine.ops import Ops, choose_ops
 from outrider.engine.ops.eager import EagerOps
-from outrider.engine.sampling import RowContext, transform
-from outrider.engine.tree import TokenTree
+from outrider.engine.sampling.transforms import RowContext, transform
 from outrider.parameters import SamplingParameters
+from outrider.token_tree import TokenTree
 from target_service.acceptance import Walk, walk
 
 NUM_SEEDS = 20_000

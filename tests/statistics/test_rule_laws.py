@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from two_rounds import (
+from support.rules import (
     BASE,
     OPS,
     PROMPT,
@@ -30,16 +29,17 @@ from two_rounds import (
     residual_key,
     token_key,
 )
+from torch import Tensor
 
-from outrider.engine.drawing import Ask
+from outrider.engine.batching import Feed
 from outrider.engine.noise import Purpose, noise_key, round_key
-from outrider.engine.quantise import quantise
-from outrider.engine.runner import Feed
+from outrider.engine.sampling.draft_distribution import quantise
+from outrider.engine.sampling.draw import Ask
 from outrider.engine.session import Session
-from outrider.engine.tree import TokenTree
 from outrider.parameters import Acceptance, Rule, SamplingParameters, SessionSpec
+from outrider.token_tree import TokenTree
 from target_service.acceptance import Walk
-from target_service.decision import decide
+from target_service.rules.batched import decide
 from target_service.rules.block import block
 from target_service.rules.outcome import Outcome
 from target_service.rules.ratio import ratio

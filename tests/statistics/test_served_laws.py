@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from exactness import reference_model
-from stack import Answer, running_stack
-from tiny_models import write_tiny_model
-from two_rounds import Floats, chance
+from support.rules import Floats, chance
+from support.stack import Answer, reference_model, running_stack
+from support.tiny_models import write_tiny_model
 
 from outrider.v1 import types_pb2
 

@@ -10,10 +10,11 @@ import sys
 from importlib.metadata import version
 from typing import Any
 
+import litellm
+
 # Else the import asks the network what models cost.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
-import litellm
 
 MESSAGES = [{"role": "user", "content": "Tell me of the king\u2019s daughter. \U0001f409"}]
 ASK = {"messages": MESSAGES, "max_tokens": 12, "seed": 5, "temperature": 0.7}

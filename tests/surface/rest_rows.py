@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from grid_rows import RULES
+from support.grid import RULES
 
 from outrider.v1 import types_pb2 as pb
 

@@ -7,11 +7,11 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from garbage import PYTHON_TEXT
+from support.garbage import PYTHON_TEXT
 from surface.bad_bodies import GOOD, HARMLESS, ONLY, UNSUPPORTED, faults, with_fault
 from surface.rest_stack import CHAT, COMPLETIONS, RestStack, rest_stack
 
-from outrider.sessions import SessionTable
+from outrider.model_service.session_store import SessionTable
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 # Those of every day; all others are for the full tests.

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from helpers import eventually
-from prompts import OPENINGS
+from support.basics import eventually
 from surface.event_streams import check_stream
 from surface.rest_stack import CHAT, COMPLETIONS, PATIENCE_S, RestStack, rest_stack, said
+
+from bench.common import OPENINGS
 
 NUM_CLIENTS = 100
 PLACES = 6

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from grid_checks import ask
-from grid_rows import RULES
-from stack import TARGET, request_of
+from support.grid import RULES
+from support.grid_checks import ask
+from support.stack import TARGET, request_of
 from surface.event_streams import check_stream
 from surface.rest_rows import body_of
 from surface.rest_stack import CHAT, COMPLETIONS, RestStack, rest_stack
 
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 from outrider.v1.types_pb2 import FinishReason

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from metric_lint import findings
 from prometheus_client.parser import text_string_to_metric_families
+from support.observability import findings
 from surface.rest_stack import CHAT, COMPLETIONS, RestStack, rest_stack, said
 from surface.vllm_figures import positions, read_metrics
 

@@ -8,8 +8,8 @@ from typing import Any
 import openai
 import pytest
 import pytest_asyncio
-from grid_checks import decoded
 from openai import AsyncOpenAI, OpenAI
+from support.grid_checks import decoded
 from surface.rest_stack import RestStack, rest_stack, said
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

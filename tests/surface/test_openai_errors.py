@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from helpers import eventually
 from openai import AsyncOpenAI
+from support.basics import eventually
 from surface.rest_stack import RestStack, rest_stack, said
 
 ASK: dict[str, Any] = {"model": "target", "max_tokens": 8, "seed": 1, **said("Hello")}

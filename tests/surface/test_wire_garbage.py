@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 import pytest_asyncio
-from garbage import PYTHON_TEXT
-from helpers import eventually
+from support.basics import eventually
+from support.garbage import PYTHON_TEXT
 from surface.rest_stack import CHAT, COMPLETIONS, RestStack, exchange, rest_stack, said
 
 import gateway.server

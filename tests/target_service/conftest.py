@@ -5,14 +5,13 @@ from pathlib import Path
 
 import grpc
 import pytest
-from embedded_target import SETTINGS
-from helpers import check_empty
-from session_clients import TargetClient, channel_to
-from stepped_target import VOCABULARY_SIZE, Target
-from tiny_models import write_tiny_model
+from support.basics import check_empty
+from support.session_clients import TargetClient, channel_to
+from support.stepped_target import VOCABULARY_SIZE, Target
+from support.tiny_models import SETTINGS, write_tiny_model
 
 from outrider.engine.runner import ModelRunner
-from outrider.model_service import LoadedModel, RunningModelService, load_model
+from outrider.model_service.server import LoadedModel, RunningModelService, load_model
 from target_service.server import start_with
 
 

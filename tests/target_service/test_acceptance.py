@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.engine.tree import EMPTY, TokenTree
 from outrider.parameters import FinishReason, SamplingParameters, SessionSpec
+from outrider.token_tree import EMPTY, TokenTree
 from target_service.acceptance import Verdict, Walk, settle, walk
 
 EOS, STOP = 90, 91

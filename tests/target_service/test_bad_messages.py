@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import grpc
 import pytest
-from embedded_target import PROMPT
-from helpers import spec_of
-from session_clients import TargetClient
+from support.basics import spec_of
+from support.session_clients import TargetClient
+from support.tiny_models import PROMPT
 
-from outrider import wire
 from outrider.errors import InvalidRequest, ProtocolViolation
+from outrider.rpc import messages
 from outrider.v1 import target_service_pb2 as target_pb
 from outrider.v1 import types_pb2 as pb
 
@@ -21,7 +21,7 @@ def fenced(session_id: bytes = bytes(16), epoch: int = 1, base_len: int = 6) -> 
 
 def opening(fence: pb.Fence | None = None, **step: object) -> target_pb.VerifyRequest:
     """An open of PROMPT."""
-    session = wire.open_message(spec_of(PROMPT), PROMPT)
+    session = messages.open_message(spec_of(PROMPT), PROMPT)
     return target_pb.VerifyRequest(
         fence=fence or fenced(), open=target_pb.TargetOpen(session=session, step=target_pb.TargetStep(**step))
     )

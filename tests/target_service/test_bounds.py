@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import grpc
 import pytest
-from embedded_target import PROMPT, SETTINGS
-from helpers import PATIENCE_S, check_empty, eventually, spec_of
-from session_clients import TargetClient, channel_to
+from support.basics import PATIENCE_S, check_empty, eventually, spec_of
+from support.session_clients import TargetClient, channel_to
+from support.tiny_models import PROMPT, SETTINGS
 
-from outrider import model_servicer, session_servicer
 from outrider.errors import Overloaded
-from outrider.model_service import LoadedModel, RunningModelService
+from outrider.model_service import servicer, session_stream
+from outrider.model_service.server import LoadedModel, RunningModelService
 from target_service.server import start_with
 
 
@@ -55,7 +55,7 @@ async def test_a_client_that_repeats_and_never_reads_is_given_up(
 
 async def test_streams_are_bounded(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """One too many is refused by name, and one that ends makes room."""
-    monkeypatch.setattr(session_servicer, "MAX_STREAMS", 2)
+    monkeypatch.setattr(session_stream, "MAX_STREAMS", 2)
     running = await start_with(model, SETTINGS)
     async with channel_to(running.address) as channel:
         clients = [TargetClient(channel) for _ in range(2)]
@@ -78,7 +78,7 @@ async def test_rollbacks_that_wait_are_bounded(
     client: TargetClient, service: RunningModelService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device that does not come round to them refuses further ones at once."""
-    monkeypatch.setattr(model_servicer, "MAX_WAITING_JOBS", 3)
+    monkeypatch.setattr(servicer, "MAX_WAITING_JOBS", 3)
     blocked, gate = await block(service)
     waiting = [asyncio.ensure_future(client.rollback(epoch, 1)) for epoch in (1, 2, 3)]
     await eventually(lambda: service.worker.num_waiting == 3)

@@ -6,22 +6,24 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
-from helpers import check_empty, eventually, spec_of
-from stepped_target import plain
 from structlog.testing import capture_logs
 from structlog.typing import EventDict
+from support.basics import check_empty, eventually, spec_of
+from support.stepped_target import plain
 from torch import Tensor
 
-from outrider.engine.drawing import Ask
-from outrider.engine.runner import Feed, ForwardResult, ModelRunner
-from outrider.engine.tree import EMPTY, TokenTree
+from outrider.engine.batching import Feed
+from outrider.engine.runner import ForwardResult, ModelRunner
+from outrider.engine.sampling.draw import Ask
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import OutriderError
-from outrider.fencing import Fence
+from outrider.model_service.session_store import SessionTable
 from outrider.parameters import SessionSpec
-from outrider.sessions import SessionTable
+from outrider.rpc.fencing import Fence
+from outrider.token_tree import EMPTY, TokenTree
 from target_service import verifier
 from target_service.acceptance import Walk
+from target_service.rules import batched
 from target_service.sessions import Answer, Step, TargetSession, TargetSessions
 from target_service.verifier import Verifier, VerifyTask
 
@@ -96,7 +98,7 @@ def _has_culprit(feeds: Sequence[Feed]) -> bool:
 
 def spoil(monkeypatch: pytest.MonkeyPatch, runner: ModelRunner, place: str, fails: Callable[..., bool]) -> None:
     """Lets a step raise when its keys and values are written but not counted, or when its forward is complete."""
-    forward, model_forward, decide = runner.forward, runner.model.forward, verifier.decide
+    forward, model_forward, decide = runner.forward, runner.model.forward, batched.decide
     is_failing = False
 
     def spoiled_model(*arguments: object) -> object:

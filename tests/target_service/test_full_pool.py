@@ -1,20 +1,19 @@
-"""Tests of target_service.room through the sessions: leases end first, then sessions take turns, and none fails."""
+"""Tests of target_service.block_allocator through the sessions: leases end first, then sessions take turns, and none fails."""
 
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from helpers import spec_of
-from stepped_target import PROMPT, Target, plain
+from support.basics import spec_of
+from support.stepped_target import PROMPT, Target, plain
 
 from outrider.engine.runner import ModelRunner
-from outrider.engine.tree import EMPTY, TokenTree
 from outrider.errors import OutriderError, PromptTooLong
-from outrider.fencing import Fence
-from target_service import room
-from target_service.preemption import Holder, victims
-from target_service.room import GRACE_STEPS
+from outrider.rpc.fencing import Fence
+from outrider.token_tree import EMPTY, TokenTree
+from target_service import block_allocator
+from target_service.block_allocator import GRACE_STEPS, Holder, victims
 from target_service.sessions import Answer, Step
 
 LATE = os.urandom(16)
@@ -101,7 +100,7 @@ def test_who_waits_is_weighed_once_for_all_behind_it(small: Target, monkeypatch:
         weighed.append((asking, num_missing))
         return victims(asking, num_missing, holders)
 
-    monkeypatch.setattr(room, "victims", counting)
+    monkeypatch.setattr(block_allocator, "victims", counting)
     for _ in range(2):
         small.device.step(small.verifier.advance)
     assert weighed == [(1, 4), (3, 2)] * 2

@@ -5,13 +5,12 @@ from pathlib import Path
 
 import grpc
 import pytest
-from embedded_target import PROMPT, SETTINGS
-from helpers import eventually, spec_of
-from session_clients import TargetClient, channel_to
-from tiny_models import write_tiny_model
+from support.basics import eventually, spec_of
+from support.session_clients import TargetClient, channel_to
+from support.tiny_models import PROMPT, SETTINGS, write_tiny_model
 
 from outrider.errors import PromptTooLong
-from outrider.model_service import LoadedModel, RunningModelService
+from outrider.model_service.server import LoadedModel, RunningModelService
 from outrider.model_service_flags import ModelServiceSettings
 from target_service.server import start, start_with
 

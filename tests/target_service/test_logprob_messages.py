@@ -4,14 +4,14 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from embedded_target import PROMPT
-from helpers import spec_of
-from session_clients import TargetClient
+from support.basics import spec_of
+from support.session_clients import TargetClient
+from support.tiny_models import PROMPT
 
-from outrider import rpc
 from outrider.errors import InvalidRequest
 from outrider.parameters import TokenLogprob
-from outrider.wire_acceptance import logprobs_from
+from outrider.rpc import channels
+from outrider.rpc.messages import logprobs_from
 from target_service import servicer
 
 SPEC = spec_of(PROMPT, 20, eos=())
@@ -57,7 +57,7 @@ async def test_a_prompt_too_long_for_a_message_is_refused(
     client: TargetClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At its open, by field, value and limit; 217 bytes an entry of 20 alternatives leave room for four here."""
-    monkeypatch.setattr(rpc, "MAX_MESSAGE_BYTES", servicer.OTHER_VERDICT_BYTES + 5 * 217 - 1)
+    monkeypatch.setattr(channels, "MAX_MESSAGE_BYTES", servicer.OTHER_VERDICT_BYTES + 5 * 217 - 1)
     await client.open(replace(SPEC, logprob_count=20, prompt_logprobs=True))
     message = r"^session\.prompt_len is 6, but must be at most 5 under prompt_logprobs with logprob_count 20$"
     with pytest.raises(InvalidRequest, match=message):
@@ -66,7 +66,7 @@ async def test_a_prompt_too_long_for_a_message_is_refused(
 
 async def test_what_fits_into_a_message_is_not_refused(client: TargetClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five entries for six tokens; nor are log-probabilities of the output alone."""
-    monkeypatch.setattr(rpc, "MAX_MESSAGE_BYTES", servicer.OTHER_VERDICT_BYTES + 5 * 217)
+    monkeypatch.setattr(channels, "MAX_MESSAGE_BYTES", servicer.OTHER_VERDICT_BYTES + 5 * 217)
     await client.open(replace(SPEC, logprob_count=20, prompt_logprobs=True))
     assert len((await verdicts(client, 1))[0]) == 5
 

@@ -3,12 +3,12 @@
 import os
 import time
 
-from helpers import spec_of
-from stepped_target import PROMPT, Target, plain
+from support.basics import spec_of
+from support.stepped_target import PROMPT, Target, plain
 
-from outrider.engine.tree import EMPTY
 from outrider.errors import OutriderError
-from outrider.fencing import Fence
+from outrider.rpc.fencing import Fence
+from outrider.token_tree import EMPTY
 from target_service.sessions import Answer, Step
 
 SPEC = spec_of(PROMPT, 40, eos=())

@@ -5,12 +5,12 @@ import threading
 
 import grpc
 import pytest
-from embedded_target import PROMPT
-from helpers import PATIENCE_S, spec_of
-from session_clients import TargetClient
+from support.basics import PATIENCE_S, spec_of
+from support.session_clients import TargetClient
+from support.tiny_models import PROMPT
 
 from outrider.errors import InvalidRequest
-from outrider.model_service import RunningModelService
+from outrider.model_service.server import RunningModelService
 from outrider.v1 import target_service_pb2 as target_pb
 from outrider.v1 import types_pb2 as pb
 

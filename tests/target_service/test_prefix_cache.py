@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers import check_empty, spec_of
-from logprob_cases import asking
-from stepped_target import VOCABULARY_SIZE, Target, assert_like_fresh
+from support.basics import check_empty, spec_of
+from support.rules import asking
+from support.stepped_target import VOCABULARY_SIZE, Target, assert_like_fresh
 
-from outrider.engine.runner import Feed, ForwardResult, ModelRunner
+from outrider.engine.batching import Feed
+from outrider.engine.runner import ForwardResult, ModelRunner
 from outrider.parameters import SessionSpec
 
 LONG = tuple(range(1, 81))

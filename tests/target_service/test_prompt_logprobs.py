@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import check_empty, spec_of
-from logprob_cases import Entries, all_entries, asking, first_entries, of_text, plain_tokens
-from stepped_target import PROMPT, VOCABULARY_SIZE, Target, plain
+from support.basics import check_empty, spec_of
+from support.rules import Entries, all_entries, asking, first_entries, of_text, plain_tokens
+from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target, plain
 
 from outrider.engine import runner as runner_module
 from outrider.engine.runner import ModelRunner
-from outrider.engine.tree import EMPTY, TokenTree
 from outrider.errors import OutriderError
-from outrider.fencing import Fence
+from outrider.rpc.fencing import Fence
+from outrider.token_tree import EMPTY, TokenTree
 from target_service.sessions import Answer, Step
 
 LONG_PROMPT = tuple((7 * number + 3) % VOCABULARY_SIZE for number in range(75))

@@ -7,13 +7,13 @@ import threading
 import grpc
 import pytest
 import torch
-from embedded_target import MODEL, PROMPT
-from helpers import PATIENCE_S, spec_of
-from session_clients import TargetClient, channel_to
+from support.basics import PATIENCE_S, spec_of
+from support.session_clients import TargetClient, channel_to
+from support.tiny_models import PROMPT, TARGET
 from transformers import AutoModelForCausalLM
 
 from outrider.errors import OutriderError
-from outrider.model_service import RunningModelService
+from outrider.model_service.server import RunningModelService
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import target_service_pb2 as target_pb
 from outrider.v1 import types_pb2 as pb
@@ -21,7 +21,7 @@ from outrider.v1 import types_pb2 as pb
 
 async def test_greedy_tokens_are_those_of_transformers(client: TargetClient) -> None:
     """Open, steps with right and wrong proposals, and unasked verdicts spell what the reference generates."""
-    reference = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
     output = reference.generate(torch.tensor([PROMPT]), do_sample=False, max_new_tokens=24, eos_token_id=None)
     expected = output[0].tolist()
     tokens = list(PROMPT)
@@ -184,4 +184,4 @@ async def test_model_info_describes_the_service(client: TargetClient, service: R
 
 def reference_parameters() -> list[torch.nn.Parameter]:
     """Parameters of the embedded target, as transformers counts them."""
-    return list(AutoModelForCausalLM.from_pretrained(MODEL).parameters())
+    return list(AutoModelForCausalLM.from_pretrained(TARGET).parameters())

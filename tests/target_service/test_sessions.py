@@ -1,12 +1,12 @@
 """Tests of target_service.sessions and verifier without a thread: what a step commits, repeats and takes back."""
 
 import pytest
-from helpers import spec_of
-from stepped_target import PROMPT, VOCABULARY_SIZE, Target, assert_like_fresh, plain
+from support.basics import spec_of
+from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target, assert_like_fresh, plain
 
-from outrider.engine.tree import EMPTY, TokenTree
 from outrider.errors import InvalidRequest, OutriderError, ProtocolViolation
 from outrider.parameters import FinishReason
+from outrider.token_tree import EMPTY, TokenTree
 from target_service.sessions import Answer, Step
 
 

@@ -2,13 +2,13 @@
 
 import os
 
-from helpers import spec_of
-from stepped_target import PROMPT, VOCABULARY_SIZE, Target
+from support.basics import spec_of
+from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target
 
 from outrider.engine.runner import ModelRunner
-from outrider.engine.tree import EMPTY
 from outrider.errors import OutriderError
-from outrider.fencing import Fence
+from outrider.rpc.fencing import Fence
+from outrider.token_tree import EMPTY
 from target_service.sessions import Answer, Step
 
 

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import SteppedDevice, spec_of
-from tiny_models import write_tiny_model
+from support.basics import SteppedDevice, spec_of
+from support.tiny_models import write_tiny_model
 
 from outrider.engine.runner import ModelRunner
-from outrider.engine.tree import EMPTY
-from outrider.fencing import Fence
-from outrider.sessions import SessionTable
+from outrider.model_service.session_store import SessionTable
+from outrider.rpc.fencing import Fence
+from outrider.token_tree import EMPTY
 from target_service.sessions import Step, TargetSession, TargetSessions
 from target_service.verifier import Verifier, VerifyTask
 

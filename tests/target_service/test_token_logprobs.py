@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from embedded_target import MODEL
-from helpers import check_empty, spec_of
-from logprob_cases import COUNT, Entries, all_entries, asking, of_text, plain_tokens
-from stepped_target import PROMPT, VOCABULARY_SIZE, Target, plain
+from support.basics import check_empty, spec_of
+from support.rules import COUNT, Entries, all_entries, asking, of_text, plain_tokens
+from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target, plain
+from support.tiny_models import TARGET
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.runner import ModelRunner
-from outrider.engine.tree import EMPTY, TokenTree
-from outrider.fencing import Fence
 from outrider.parameters import Acceptance, DraftDistribution, Rule, SessionSpec
-from target_service import token_logprobs
+from outrider.rpc.fencing import Fence
+from outrider.token_tree import EMPTY, TokenTree
+from target_service import verifier
 from target_service.sessions import Answer, Step
 
 LONG_PROMPT = tuple((7 * number + 3) % VOCABULARY_SIZE for number in range(75))
@@ -71,11 +71,11 @@ def test_numbers_are_those_of_transformers(
 
 def test_numbers_of_the_embedded_target_are_those_of_transformers() -> None:
     """A trained model, whose distributions are peaked."""
-    target = Target(ModelRunner.load(str(MODEL), dtype="float32", kv_tokens=1024))
+    target = Target(ModelRunner.load(str(TARGET), dtype="float32", kv_tokens=1024))
     spec = asking(spec_of((0, 401, 913, 260, 555, 12), 60, eos=()))
     target.open(spec, budget=60)
     entries = all_entries(target.run(), spec)
-    check_against(reference_rows(MODEL, target.tokens), target.tokens, entries)
+    check_against(reference_rows(TARGET, target.tokens), target.tokens, entries)
     target.table.clear()
     check_empty(target.runner.pool)
 
@@ -158,6 +158,6 @@ def test_who_asks_for_none_pays_nothing(target: Target, monkeypatch: pytest.Monk
     def refuse(*_arguments: object) -> None:
         raise AssertionError("nobody asked")
 
-    monkeypatch.setattr(token_logprobs, "row_logprobs", refuse)
+    monkeypatch.setattr(verifier, "row_logprobs", refuse)
     target.open(spec_of(LONG_PROMPT, 90, eos=()), budget=5)
     assert len(target.run()) == 6

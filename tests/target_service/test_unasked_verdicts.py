@@ -1,8 +1,8 @@
 """Tests of target_service.sessions without a thread: how far a target goes on alone, and what moves or ends that."""
 
 import pytest
-from helpers import spec_of
-from stepped_target import PROMPT, Target, plain
+from support.basics import spec_of
+from support.stepped_target import PROMPT, Target, plain
 
 from target_service.sessions import UNACKNOWLEDGED_WINDOW
 

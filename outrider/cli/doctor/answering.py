@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.cli.model_facts import model_facts
 from outrider.errors import OutriderError
-from outrider.rpc import open_channel
+from outrider.rpc.channels import open_channel
 
 TIMEOUT_S = 3.0
 GENERATION_SERVICE = "outrider.v1.GenerationService"

@@ -35,7 +35,7 @@ def command(model: str, dtype: str, device: str, threads: int) -> tuple[str, ...
     """The child's command line; without a model it loads none."""
     # -P keeps a folder of the user's that is called like one of our packages from being imported instead.
     flags = ("--model", model, "--dtype", dtype, "--device", device, "--threads", str(threads))
-    return (sys.executable, "-P", "-m", "outrider.row_probe", *flags)
+    return (sys.executable, "-P", "-m", "outrider.model_service.row_probe", *flags)
 
 
 async def gather(arguments: tuple[str, ...]) -> Engine:
@@ -86,7 +86,7 @@ def _no_facts(engine: Engine) -> Finding:
         return skipped(ROWS, "There is no torch here to compute with.", "pip install 'outrider[engine]'")
     if engine.code == CONFIG:
         return failed(ROWS, engine.problem, "Name another model with --target.", CONFIG)
-    fix = "Run `python -m outrider.row_probe --model DIR` to see all of what it says."
+    fix = "Run `python -m outrider.model_service.row_probe --model DIR` to see all of what it says."
     return failed(ROWS, f"The engine does not run: {engine.problem}", fix, SOFTWARE)
 
 

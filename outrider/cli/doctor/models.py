@@ -10,9 +10,8 @@ from typing import Any
 
 from outrider.cli.doctor.downloads import downloaded
 from outrider.cli.doctor.findings import CONFIG, Finding, failed, ok, skipped, told, warning
-from outrider.embedded_models import unsized
 from outrider.errors import ModelRefused
-from outrider.sized_presets import CONTEXT_LEN, parse
+from outrider.model_names import CONTEXT_LEN, parse, unsized
 from outrider.vocabulary import Vocabulary
 
 VOCABULARY = "vocabulary"

@@ -88,8 +88,8 @@ class Ops(Protocol):
     def choose(self, logits: Tensor, temperatures: Tensor, keys: Tensor, num_tokens: int) -> Tensor:
         """Ids [R] int64 of what `draw` draws from the first num_tokens of logits [R, V] at temperatures [R] float64.
 
-        Scores are logits at temperature 1, and outrider.engine.heat otherwise, with the same bits as
-        outrider.engine.sampling.transform. Raises ValueError like draw.
+        Scores are logits at temperature 1, and outrider.engine.ops.temperature otherwise, with the same bits as
+        outrider.engine.sampling.transforms.transform. Raises ValueError like draw.
         """
         ...
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider.engine.heat import collapse, heat
 from outrider.engine.noise import gumbel
+from outrider.engine.ops.temperature import collapse, heat
 from outrider.engine.plan import RowPlan
 
 # Elements of one temporary: 64 MiB of float32, so that long lists and wide vocabularies are worked through in pieces.

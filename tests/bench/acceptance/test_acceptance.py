@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from draft_models import TARGET, TRAINED
+from support.tiny_models import TARGET, TRAINED
 from tokenizers import Tokenizer
 
 from bench.acceptance.__main__ import conclude

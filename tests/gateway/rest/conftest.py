@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 import pytest_asyncio
-from markov_stack import WORDS, MarkovStack, markov_stack
+from support.markov_services import WORDS, MarkovStack, markov_stack
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from gateway.sites import Sites

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gateway.requests import GenerationAsk
+from gateway.generation.request import GenerationAsk
 from gateway.rest.asks import CHAT_NAMES, TEXT_NAMES, ask_of, renamed
 from gateway.rest.completion_request import CompletionRequest
 from gateway.rest.fields import Speculation

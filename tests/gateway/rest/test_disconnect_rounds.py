@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from held_device import HeldDevice, held
-from helpers import PATIENCE_S, eventually
+from support.basics import PATIENCE_S, HeldDevice, eventually, held
 from surface.rest_stack import CHAT, COMPLETIONS, RestStack, rest_stack, said
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

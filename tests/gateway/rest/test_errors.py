@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gateway.client_writer import ClientStalled
+from gateway.grpc.servicer import ClientStalled
 from gateway.rest.clients import ClientGone
 from gateway.rest.errors import UnknownModel, WrongMethod, error_response, unexpected
 from gateway.rest.limits import BodyTimeout, BodyTooLarge, UnsupportedMedia

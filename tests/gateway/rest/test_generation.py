@@ -6,8 +6,8 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers import eventually
-from markov_stack import SEED, WORDS, MarkovStack, request
+from support.basics import eventually
+from support.markov_services import SEED, WORDS, MarkovStack, request
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import httpx
 import pytest
-from http_serving import connected, served
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
+from support.network import connected, served
 
 from gateway.rest.answer_counts import AnswerCounts
 from gateway.rest.limits import BodyLimits

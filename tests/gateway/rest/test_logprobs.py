@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from stack import RunningStack, running_stack
+from support.stack import RunningStack, running_stack
 
 from gateway.rest.sse import DONE
 

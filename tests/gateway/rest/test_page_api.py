@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from markov_stack import MarkovStack, markov_stack, request
+from support.markov_services import MarkovStack, markov_stack, request
 
 from gateway.rest.page import HEADERS, read_files
 

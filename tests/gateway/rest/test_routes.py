@@ -2,8 +2,8 @@
 
 import httpx
 import pytest
-from markov_stack import MarkovStack
 from prometheus_client.parser import text_string_to_metric_families
+from support.markov_services import MarkovStack
 
 from outrider.errors import PeerLost, VocabularyMismatch
 

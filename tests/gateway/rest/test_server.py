@@ -4,14 +4,14 @@ import asyncio
 import json
 
 import pytest
-from helpers import eventually
-from http_serving import GET, Source, connected, served, streaming
+from support.basics import eventually
+from support.network import GET, Source, connected, served, streaming
 
 from gateway.rest import server
 from gateway.rest.server import serve_rest
 from gateway.rest.sse import DONE, data
 from outrider.errors import InvalidRequest
-from outrider.rpc import AddressTaken
+from outrider.rpc.channels import AddressTaken
 
 
 def source() -> Source:

@@ -2,16 +2,16 @@
 
 from typing import Any
 
-from helpers import spec_of
+from support.basics import spec_of
 
-from gateway.generation import CompletionEvent, RoundEvent
-from gateway.requests import GenerationPlan
+from gateway.generation.generate import CompletionEvent, RoundEvent
+from gateway.generation.request import GenerationPlan
+from gateway.generation.transcript import PromptToken, SpeculationFigures, SpokenToken
 from gateway.rest.answering import Head
 from gateway.rest.tally import Tally
 from gateway.rest.text_shape import TextShape
-from gateway.rounds import Round, TokenOrigin
-from gateway.tokenizer import Tokenizer
-from gateway.transcript import PromptToken, SpeculationFigures, SpokenToken
+from gateway.rounds.round import Round, TokenOrigin
+from gateway.text.tokenizer import Tokenizer
 from outrider.parameters import Acceptance, FinishReason, TokenLogprob
 
 HEAD = Head("cmpl-1", 1, "markov", "fp")

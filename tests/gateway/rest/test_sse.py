@@ -4,9 +4,9 @@ import asyncio
 import json
 
 import pytest
-from helpers import PATIENCE_S, eventually
-from http_serving import GET, Source, connected, served, streaming
 from starlette.types import Message, Receive, Scope, Send
+from support.basics import PATIENCE_S, eventually
+from support.network import GET, Source, connected, served, streaming
 
 from gateway.rest.clients import ClientGone
 from gateway.rest.sse import DONE, EventStream, data, typed

@@ -4,8 +4,8 @@ import asyncio
 
 import httpx
 import pytest
-from helpers import eventually
-from markov_stack import markov_stack, request
+from support.basics import eventually
+from support.markov_services import markov_stack, request
 
 from outrider.errors import NotReady
 

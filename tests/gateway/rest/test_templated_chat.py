@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from stack import TARGET, RunningStack, running_stack
+from support.stack import TARGET, RunningStack, running_stack
 from transformers import PreTrainedTokenizerFast
 
 from outrider.v1 import generation_service_pb2 as pb

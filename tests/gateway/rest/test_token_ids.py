@@ -4,7 +4,7 @@ from typing import Any
 
 import httpx
 import pytest
-from markov_stack import SEED, MarkovStack, request
+from support.markov_services import SEED, MarkovStack, request
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

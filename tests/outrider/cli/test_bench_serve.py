@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_gateway import scripted_gateway
-from stack import running_stack
+from support.command_line import scripted_gateway
+from support.stack import running_stack
 
 from bench.common import ComputeThreads
 from bench.serve import ServeOptions, ask_in_turns, check

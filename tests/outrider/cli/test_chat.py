@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from scripted_gateway import ScriptedGateway, scripted_gateway
+from support.command_line import ScriptedGateway, scripted_gateway
 
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()", "chat")
 ANSWER = "Once upon a!"

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from generations import RESULT
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.text import Text
+from support.command_line import RESULT
 
 from outrider.cli.chat.commands import COMMANDS, Command, Said, help_text, parse, parse_seed
 from outrider.cli.chat.conversation import Conversation, WrongCommand

@@ -5,8 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from scripted_gateway import ScriptedGateway, scripted_gateway
-from terminals import INTERRUPT, UP, terminal
+from support.command_line import INTERRUPT, UP, ScriptedGateway, scripted_gateway, terminal
 
 PROMPT = "> "
 FIGURES = "first token 0 ms, cached 1 of 2 prompt tokens"

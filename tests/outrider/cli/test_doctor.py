@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from rich.console import Console
-from stack import RunningStack, running_stack
+from support.stack import RunningStack, running_stack
 
 from outrider.cli.doctor import gateway, selftest
 from outrider.cli.doctor.answering import Answerer

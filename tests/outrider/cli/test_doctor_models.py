@@ -5,7 +5,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from stack import DRAFT, TARGET
+from support.stack import DRAFT, TARGET
 
 from outrider.cli.doctor import memory, models
 from outrider.cli.doctor.findings import Status

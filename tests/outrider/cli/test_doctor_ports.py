@@ -5,8 +5,8 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from markov import MarkovModel
-from markov_services import DraftServicer, serving
+from support.markov import MarkovModel
+from support.markov_services import DraftServicer, serving
 
 from outrider.cli.doctor import ports
 from outrider.cli.doctor.answering import Answerer, is_open, rest_text, who_answers

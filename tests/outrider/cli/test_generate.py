@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 from google.protobuf.message import Message
-from scripted_gateway import ScriptedGateway, scripted_gateway
+from support.command_line import ScriptedGateway, scripted_gateway
 
-from outrider.rpc import MAX_MESSAGE_BYTES
+from outrider.rpc.channels import MAX_MESSAGE_BYTES
 from outrider.v1 import types_pb2
 
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()", "generate")

@@ -3,7 +3,7 @@
 import io
 import json
 
-from generations import NUMBERED, REJECTED, TEXT, show_two_samples, shown
+from support.command_line import NUMBERED, REJECTED, TEXT, show_two_samples, shown
 
 from outrider.cli.json_view import JsonView
 

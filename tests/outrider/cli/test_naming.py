@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import typer
-from bad_requests import LONG, RARE, paths
-from stack import RunningStack, running_stack
-from terminals import terminal
+from support.bad_requests import LONG, RARE, paths
+from support.command_line import terminal
+from support.stack import RunningStack, running_stack
 from typer.main import get_command
 
 from bench.serve import ServeOptions

@@ -3,8 +3,8 @@
 import io
 from dataclasses import replace
 
-from generations import NUMBERED, REJECTED, RESULT, TEXT, show_two_samples, shown
 from rich.console import Console
+from support.command_line import NUMBERED, REJECTED, RESULT, TEXT, show_two_samples, shown
 
 from outrider.cli.asking import Ask, Report
 from outrider.cli.rendering import STYLES, PlainView, TerminalView

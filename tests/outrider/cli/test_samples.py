@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from generations import RESULT
 from hypothesis import given
 from hypothesis import strategies as st
+from support.command_line import RESULT
 
 from outrider.cli.samples import InOrder
 from outrider.client import Result, Round

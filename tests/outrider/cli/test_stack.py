@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from outrider import embedded_models
+from outrider import model_names
 from outrider.cli.stack import Stack, choose_models, gateway_launch, model_launch
 from outrider.cli.up import check_ports
-from outrider.embedded_models import embedded_model
 from outrider.errors import ModelRefused, NotReady
+from outrider.model_names import embedded_model
 
 PAIR = Stack("models/target", "models/draft", threads=4, draft_threads=1)
 
@@ -41,7 +41,7 @@ def test_a_sized_target_takes_the_embedded_draft() -> None:
 
 def test_missing_embedded_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sentence says where it was looked for and which option names another."""
-    monkeypatch.setattr(embedded_models, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(model_names, "REPOSITORY", tmp_path)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelRefused, match="name a model with --draft") as refusal:
         embedded_model("draft")

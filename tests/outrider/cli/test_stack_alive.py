@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import eventually
-from stack import until_quiet
+from support.basics import eventually
+from support.stack import until_quiet
 
 from outrider.cli.asking import Answer, Ask, Sampling, Speculation
 from outrider.cli.client import generate
 from outrider.client import Result, Round
-from outrider.embedded_models import embedded_model
-from outrider.rpc import open_channel
+from outrider.model_names import embedded_model
+from outrider.rpc.channels import open_channel
 
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()")
 FREE_PORTS = ("--port", "0", "--rest-port", "0", "--draft-port", "0", "--target-port", "0")

@@ -4,8 +4,8 @@ import io
 from dataclasses import replace
 
 import pytest
-from generations import RESULT
 from rich.console import Console
+from support.command_line import RESULT
 
 from outrider.cli.model_facts import ModelFacts
 from outrider.cli.tables import figures, model_table

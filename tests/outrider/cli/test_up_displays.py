@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from helpers import eventually
 from rich.console import Console
+from support.basics import eventually
 
 from outrider.cli.display import JsonDisplay, LinesDisplay
 from outrider.cli.gateway_counts import GatewayCounts, parse_counts, work_line

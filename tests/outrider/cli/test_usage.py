@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.rpc import MAX_MESSAGE_BYTES
+from outrider.rpc.channels import MAX_MESSAGE_BYTES
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()")

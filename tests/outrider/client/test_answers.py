@@ -3,11 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from generations import RESULT, ROUNDS, TEXT
+from support.command_line import RESULT, ROUNDS, TEXT
 
 from outrider.client import OutriderError, RejectedToken, Round, RoundFacts
-from outrider.client.answers import Transcript
-from outrider.client.replies import event_from
+from outrider.client.events import Transcript, event_from
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
 

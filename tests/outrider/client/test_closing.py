@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
-from scripted_gateway import ScriptedGateway, scripted_gateway
+from support.command_line import ScriptedGateway, scripted_gateway
 
 from outrider.client import AsyncClient, AsyncStream, Cancelled, Client
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from stack import RunningStack, running_stack
+from support.stack import RunningStack, running_stack
 
 from outrider.client import Answer, Client, GenerationOptions, Speculation
 

@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 
 from outrider.client import GenerationOptions, InvalidRequest, PromptTooLong, Rule, Speculation
 from outrider.client.requests import chat_request, generate_request
-from outrider.rpc import MAX_MESSAGE_BYTES
+from outrider.rpc.channels import MAX_MESSAGE_BYTES
 from outrider.v1 import types_pb2
 
 EVERYTHING = GenerationOptions(

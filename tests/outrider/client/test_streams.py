@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import grpc
 import pytest
-from scripted_gateway import ScriptedGateway, scripted_gateway
+from support.command_line import ScriptedGateway, scripted_gateway
 
 from outrider.client import AsyncClient, Cancelled, Client, InvalidRequest, OutriderError, PeerLost, TimedOut
 

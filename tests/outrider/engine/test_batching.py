@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from outrider.engine.batching import Feed, build_batch, share_rows
-from outrider.engine.block_pool import BlockPool
-from outrider.engine.kv_cache import BlockTable, KVCache
+from outrider.engine.cache.block_pool import BlockPool
+from outrider.engine.cache.block_table import BlockTable, KVCache
 from outrider.engine.session import Session
-from outrider.engine.tree import EMPTY, TokenTree
+from outrider.token_tree import EMPTY, TokenTree
 
 CPU = torch.device("cpu")
 

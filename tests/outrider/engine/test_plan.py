@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from ops_cases import attention_case
+from support.engine_cases import attention_case
 
 from outrider.engine.plan import RowPlan
 

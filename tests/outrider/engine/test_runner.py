@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from forwards import TREE, assert_like_fresh, close, finish, fresh, random_ids
-from tiny_models import TARGET, write_tiny_model
+from support.engine_cases import TREE, assert_like_fresh, close, finish, fresh, random_ids
+from support.tiny_models import TARGET, write_tiny_model
 
 from outrider.engine import runner as runner_module
-from outrider.engine.model_config import ModelConfig
+from outrider.engine.batching import Feed
+from outrider.engine.models.config import ModelConfig
 from outrider.engine.ops.library import load_kernels
 from outrider.engine.ops.reference import ReferenceOps
-from outrider.engine.runner import Feed, ModelRunner, default_kv_tokens
+from outrider.engine.runner import ModelRunner, default_kv_tokens
 from outrider.engine.session import Session
-from outrider.engine.tree import EMPTY, TokenTree
 from outrider.errors import CacheFull, InvalidRequest, ModelRefused, PromptTooLong
+from outrider.token_tree import EMPTY, TokenTree
 
 DTYPES = ["bfloat16", "float32"]
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from outrider.engine.block_pool import BlockPool
-from outrider.engine.kv_cache import BlockTable, KVCache
+from outrider.engine.cache.block_pool import BlockPool
+from outrider.engine.cache.block_table import BlockTable, KVCache
 from outrider.engine.session import Session
-from outrider.engine.tree import EMPTY, TokenTree
 from outrider.errors import CacheFull, InvalidRequest
+from outrider.token_tree import EMPTY, TokenTree
 
 TREE = TokenTree(token_ids=(10, 20, 30, 40, 50), parents=(0, 0, 1, 2, 4))
 

@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
-from counting import Clock, Counting, Machine
-from helpers import PATIENCE_S, eventually
+from support.basics import PATIENCE_S, Clock, Counting, Machine, eventually
 
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import NotReady

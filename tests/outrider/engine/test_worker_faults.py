@@ -3,9 +3,8 @@
 from collections.abc import Callable, Sequence
 
 import pytest
-from counting import Clock, Counting, Machine
-from helpers import eventually
 from structlog.testing import capture_logs
+from support.basics import Clock, Counting, Machine, eventually
 
 from outrider.engine.worker import DeviceWorker, own_fault
 from outrider.errors import NotReady

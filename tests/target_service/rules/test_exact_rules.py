@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from enumeration import Floats, Pair, RuleFunction, acceptance, ask, chains, committed_law, mean_accepted
+from support.rules import Floats, Pair, RuleFunction, acceptance, ask, chains, committed_law, mean_accepted
 from torch import Tensor
 
 from target_service.rules.block import block

@@ -8,7 +8,7 @@ from scipy import stats
 from torch import Tensor
 
 from outrider.engine.ops import choose_ops
-from outrider.engine.tree import TokenTree
+from outrider.token_tree import TokenTree
 from target_service.acceptance import Walk, walk
 from target_service.rules.typical import exp_entropies, typical_children
 

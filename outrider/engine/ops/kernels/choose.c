@@ -1,4 +1,4 @@
-/* Draws where a request wants nothing but a temperature: what outrider/engine/sampling.py does then, element for
+/* Draws where a request wants nothing but a temperature: what outrider/engine/sampling/transforms.py does then, element for
  * element. Knows no other parameter.
  *
  * A score that is NaN or +inf leaves a NaN in its row, so that the draw refuses the row. */

@@ -1,4 +1,4 @@
-/* A whole forward in one call: the operations of outrider/engine/model.py in the same order, by the same kernels, and so
+/* A whole forward in one call: the operations of outrider/engine/models/transformer.py in the same order, by the same kernels, and so
  * with the same bits. Not another model: what differs from Python is only that nothing happens between two operations.
  *
  * All arguments are described by plain structures, whose twins stand in outrider/engine/ops/library.py. */

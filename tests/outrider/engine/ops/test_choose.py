@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from ops_cases import every_ops, keys_of, native
+from support.engine_cases import every_ops, keys_of, native
 from torch import Tensor
 
 from outrider.engine.ops import Ops
-from outrider.engine.sampling import RowContext, divisor, transform
+from outrider.engine.sampling.transforms import RowContext, divisor, transform
 from outrider.parameters import SamplingParameters
 
 EVERY_OPS = pytest.mark.parametrize("ops", every_ops(), ids=lambda ops: ops.name)

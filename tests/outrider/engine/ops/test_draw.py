@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from ops_cases import every_ops, keys_of, native
+from support.engine_cases import every_ops, keys_of, native
 from torch import Tensor
 
 from outrider.engine.noise import numpy_gumbel

@@ -1,0 +1,128 @@
+"""Shadow audit: some finished requests are decoded again, plainly, and compared token for token. Changes no answer.
+
+Only `match` promises tokens, so only its requests are audited. One audit runs at a time; when many wait, further ones
+are left out and counted, because an audit takes the target's time.
+"""
+
+import asyncio
+import random
+import secrets
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter
+
+from gateway.generation.request import GenerationPlan
+from gateway.generation.transcript import Transcript
+from gateway.rounds.round import Round
+from gateway.sessions.link import ModelInfo
+from outrider.errors import OutriderError
+from outrider.parameters import FinishReason, Rule
+
+MAX_WAITING = 16
+
+log = structlog.get_logger()
+
+Decode = Callable[[GenerationPlan, ModelInfo], AsyncGenerator[Round, None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request that was answered."""
+
+    plan: GenerationPlan
+    target: ModelInfo
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    numerics_id: str
+
+
+class ShadowAudit:
+    """Takes a fraction of the finished requests, and compares each with its plain decoding."""
+
+    def __init__(
+        self, fraction: float, registry: CollectorRegistry, chance: Callable[[], float] = random.random
+    ) -> None:
+        """`fraction` in [0, 1]; `chance` gives numbers in [0, 1)."""
+        self._fraction = fraction
+        self._chance = chance
+        self._waiting: asyncio.Queue[Finished] = asyncio.Queue(MAX_WAITING)
+        self._audits = Counter("outrider_audit", "Finished requests decoded again and compared.", registry=registry)
+        self._mismatches = Counter(
+            "outrider_audit_mismatch", "Audited requests whose tokens plain decoding does not give.", registry=registry
+        )
+        self._skipped = Counter(
+            "outrider_audit_skipped", "Requests chosen for an audit without a result.", ["reason"], registry=registry
+        )
+
+    def offer(self, plan: GenerationPlan, transcript: Transcript, target: ModelInfo) -> None:
+        """Takes note of a finished request, if its turn has come."""
+        if plan.spec.acceptance.rule is not Rule.MATCH or self._chance() >= self._fraction:
+            return
+        if len(transcript.numerics_ids) != 1:
+            # A request that was moved to another kind of target has no single plain decoding.
+            self._skipped.labels("numerics").inc()
+            return
+        token_ids = tuple(transcript.token_ids)
+        finished = Finished(plan, target, token_ids, transcript.finish_reason, transcript.numerics_ids[0])
+        try:
+            self._waiting.put_nowait(finished)
+        except asyncio.QueueFull:
+            self._skipped.labels("busy").inc()
+
+    async def run(self, decode: Decode) -> None:
+        """Audits what was taken, one after the other, for ever."""
+        while True:
+            finished = await self._waiting.get()
+            try:
+                await self._audit(finished, decode)
+            except OutriderError as error:
+                self._skipped.labels("failed").inc()
+                log.warning("audit failed", reason=error.message)
+            except Exception:
+                # Nobody waits for this task, and without it no request would be audited any more.
+                self._skipped.labels("failed").inc()
+                log.exception("audit failed")
+
+    async def _audit(self, finished: Finished, decode: Decode) -> None:
+        token_ids: list[int] = []
+        numerics_ids: set[str] = set()
+        # Only tokens are compared, so the target need not tell log-probabilities, least of all a prompt's.
+        # And what the target has cached of the prompt must not vouch for itself.
+        bare = replace(finished.plan.spec, logprob_count=None, prompt_logprobs=False, draft_logprobs=False)
+        spec = replace(bare, cache_salt=secrets.token_bytes(16))
+        async with aclosing(decode(replace(finished.plan, spec=spec, draft_count=0), finished.target)) as rounds:
+            async for committed in rounds:
+                token_ids += committed.token_ids
+                numerics_ids.add(committed.numerics_id)
+                if len(token_ids) >= len(finished.token_ids):
+                    break
+        if numerics_ids != {finished.numerics_id}:
+            self._skipped.labels("numerics").inc()
+            return
+        self._audits.inc()
+        # A stop string ends the text, and plain decoding of tokens knows nothing of it.
+        if tuple(token_ids[: len(finished.token_ids)]) != finished.token_ids or not _ends_alike(finished, committed):
+            self._mismatches.inc()
+            log.error("audit mismatch", **_difference(finished, token_ids))
+
+
+def _ends_alike(finished: Finished, last: Round) -> bool:
+    return finished.finish_reason is FinishReason.STOP_STRING or finished.finish_reason is last.finish_reason
+
+
+def _difference(finished: Finished, token_ids: list[int]) -> dict[str, object]:
+    """What an operator needs to replay the request, without a word of its text."""
+    pairs = zip(finished.token_ids, token_ids, strict=False)
+    same = next((index for index, (said, plain) in enumerate(pairs) if said != plain), len(token_ids))
+    return {
+        "first_difference": same,
+        "said": finished.token_ids[same : same + 1],
+        "plain": token_ids[same : same + 1],
+        "seed": finished.plan.spec.seed,
+        "prompt_tokens": finished.plan.spec.prompt_len,
+        "model_hash": finished.target.model_hash,
+        "numerics_id": finished.numerics_id,
+    }

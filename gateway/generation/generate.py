@@ -1,0 +1,196 @@
+"""One request from what the client wrote to its last event. Knows text and rounds, neither protobuf nor gRPC."""
+
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from gateway.generation.backend import Backend
+from gateway.generation.request import GenerationAsk, GenerationPlan, check_request
+from gateway.generation.samples import merged
+from gateway.generation.transcript import (
+    PromptToken,
+    RejectedToken,
+    SpeculationFigures,
+    SpokenToken,
+    StopScanner,
+    Transcript,
+)
+from gateway.rounds.round import Round, TokenLog
+from gateway.sessions.link import ModelInfo
+from gateway.sessions.timeouts import Expiry
+from gateway.speculation import speculate
+from outrider.errors import ProtocolViolation
+from outrider.parameters import Acceptance, FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEvent:
+    """A round was committed, by a target of new numerics when new_numerics_id is not empty. The prompt's tokens come
+    with the first round of the first sample, if they were asked for.
+    """
+
+    tokens: tuple[SpokenToken, ...]
+    committed: Round
+    new_numerics_id: str = ""
+    sample_index: int = 0
+    prompt_tokens: tuple[PromptToken, ...] = ()
+    rejected: tuple[RejectedToken, ...] = ()
+    elapsed_us: int = 0
+    """When the tokens were there, since the gateway received the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionEvent:
+    """A sample ended. Times are microseconds since the gateway received the request."""
+
+    finish_reason: FinishReason
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    completion_tokens: int
+    seed: int
+    figures: SpeculationFigures
+    model_hash: str
+    numerics_ids: tuple[str, ...]
+    target_reopens: int
+    drift_repairs: int
+    text_delta: str
+    first_token_us: int
+    total_us: int
+    queue_us: int
+    sample_index: int
+    acceptance: Acceptance
+
+
+Event = RoundEvent | CompletionEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What all samples of a request share."""
+
+    backend: Backend
+    target: ModelInfo
+    expiry: Expiry
+    started_ns: int
+    queue_us: int = 0
+
+    @property
+    def elapsed_us(self) -> int:
+        """Microseconds since the gateway received the request."""
+        return (time.perf_counter_ns() - self.started_ns) // 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A checked request, of which no service knows anything yet."""
+
+    plan: GenerationPlan
+    course: Course
+
+    async def events(self, queue_us: int = 0) -> AsyncGenerator[Event, None]:
+        """Yields an event for every round of each sample and then its completion. All sessions of a sample are told to
+        end before its completion comes, and also when the caller closes the generator early. Raises any OutriderError.
+
+        queue_us is for how long the request has waited for its turn.
+        """
+        course = replace(self.course, queue_us=queue_us)
+        samples = [_sample(self.plan.sample(index), course) for index in range(self.plan.sample_count)]
+        async with aclosing(samples[0] if len(samples) == 1 else merged(samples)) as events:
+            async for event in events:
+                yield event
+
+
+async def prepare(ask: GenerationAsk, backend: Backend, time_left_s: float | None = None) -> Prepared:
+    """Checks a request. Raises InvalidRequest, PromptTooLong, and what is said of a target that is away.
+
+    `time_left_s` is what the client's deadline leaves, and also becomes that of the services; None for no end.
+    """
+    started_ns, expiry = time.perf_counter_ns(), Expiry.after(time_left_s)
+    target = await backend.target.greeted(backend.patience.rebuild_budget_s)
+    plan = await check_request(ask, backend.tokenizer, backend.limits(target))
+    return Prepared(plan, Course(backend, target, expiry, started_ns))
+
+
+async def _sample(plan: GenerationPlan, course: Course) -> AsyncGenerator[Event, None]:
+    """The events of one sample."""
+    tokenizer = course.backend.tokenizer
+    transcript = Transcript(plan.spec.prompt_len, tokenizer.detokenizer(), StopScanner(plan.stops))
+    first_token_us = 0
+    async with aclosing(decode(plan, course.backend, course.target, course.expiry)) as rounds:
+        async for committed in rounds:
+            elapsed_us = course.elapsed_us
+            first_token_us = first_token_us or elapsed_us
+            num_numerics = max(1, len(transcript.numerics_ids))
+            tokens = transcript.take(committed)
+            prompt_tokens = await _prompt_tokens(plan, course, committed)
+            new_numerics_id = "".join(transcript.numerics_ids[num_numerics:])
+            rejected = _rejected(plan, course, committed)
+            index = plan.sample_index
+            yield RoundEvent(tokens, committed, new_numerics_id, index, prompt_tokens, rejected, elapsed_us)
+            if transcript.finish_reason is not None:
+                break
+    yield _completion(plan, course, transcript, first_token_us)
+
+
+def _completion(plan: GenerationPlan, course: Course, transcript: Transcript, first_token_us: int) -> CompletionEvent:
+    """The end of a sample, whose tokens may be audited from now on."""
+    text_delta = transcript.finish()
+    if transcript.finish_reason is None:
+        raise ProtocolViolation("the rounds ended without a finish reason")
+    course.backend.audit.offer(plan, transcript, course.target)
+    return CompletionEvent(
+        finish_reason=transcript.finish_reason,
+        prompt_tokens=plan.spec.prompt_len,
+        cached_prompt_tokens=transcript.cached_prompt_tokens,
+        completion_tokens=len(transcript.token_ids),
+        seed=plan.spec.seed,
+        figures=transcript.figures,
+        model_hash=course.target.model_hash,
+        numerics_ids=tuple(transcript.numerics_ids),
+        target_reopens=transcript.target_reopens,
+        drift_repairs=transcript.drift_repairs,
+        text_delta=text_delta,
+        first_token_us=first_token_us,
+        total_us=course.elapsed_us,
+        queue_us=course.queue_us,
+        sample_index=plan.sample_index,
+        acceptance=plan.spec.acceptance,
+    )
+
+
+async def _prompt_tokens(plan: GenerationPlan, course: Course, committed: Round) -> tuple[PromptToken, ...]:
+    """The prompt as the client asked to have it echoed, in the round that brings its log-probabilities."""
+    spec, logprobs = plan.spec, committed.prompt_logprobs
+    if not spec.prompt_logprobs or committed.base_len > spec.prompt_len:
+        return ()
+    prompt = spec.token_ids[: spec.prompt_len]
+    if len(logprobs) != spec.prompt_len - 1:
+        raise ProtocolViolation(f"{len(logprobs)} log-probabilities came for a prompt of {spec.prompt_len} tokens")
+    texts = await course.backend.tokenizer.spell(prompt)
+    return tuple(map(PromptToken, prompt, texts, (None, *logprobs)))
+
+
+def _rejected(plan: GenerationPlan, course: Course, committed: Round) -> tuple[RejectedToken, ...]:
+    """The guesses that were not kept, for a request that wants to see them."""
+    if not plan.spec.draft_logprobs:
+        return ()
+    proposal, tokenizer = committed.proposal, course.backend.tokenizer
+    return tuple(
+        RejectedToken(
+            proposal.token_ids[row - 1],
+            tokenizer.decode([proposal.token_ids[row - 1]]),
+            proposal.logprobs[row - 1] if proposal.logprobs else None,
+        )
+        for row in committed.rejected_rows
+    )
+
+
+def decode(plan: GenerationPlan, backend: Backend, target: ModelInfo, expiry: Expiry) -> AsyncGenerator[Round, None]:
+    """The rounds of a checked request, over sessions of its own."""
+    log = TokenLog(plan.spec.token_ids)
+    session_id = secrets.token_bytes(16)
+    pace = backend.pace(plan, target)
+    draft = backend.draft_session(plan, log, session_id, expiry, warm=pace.expects_draft())
+    return speculate(log, pace, backend.target_session(plan, log, session_id, target, expiry), draft)

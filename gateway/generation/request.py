@@ -1,0 +1,231 @@
+"""Checks a request once, before anything is spent on it. Knows no protobuf; every limit that it breaks is named."""
+
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from gateway.generation.samples import sample_seed
+from gateway.text.tokenizer import Tokenizer
+from outrider.errors import InvalidRequest, PromptTooLong
+from outrider.parameters import (
+    MAX_BANNED_LEN,
+    MAX_LOGPROB_COUNT,
+    MAX_SALT_BYTES,
+    MAX_SAMPLES,
+    MAX_STOP_TOKEN_IDS,
+    Acceptance,
+    Rule,
+    SamplingParameters,
+    SessionSpec,
+)
+from outrider.rpc.channels import MAX_MESSAGE_BYTES
+
+MAX_STOPS = 8
+MAX_STRING_LEN = 256
+MAX_BANNED_WORDS = 64
+# Bytes of a token of an echoed prompt in a message, text and number, and of each alternative beside it; at most.
+ECHO_TOKEN_BYTES, ECHO_LOGPROB_BYTES = 192, 13
+DEFAULT_MAX_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationAsk:
+    """What a client wrote; None where it wrote nothing."""
+
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    max_tokens: int | None = None
+    sampling: SamplingParameters = field(default_factory=SamplingParameters)
+    seed: int | None = None
+    stops: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    speculation_enabled: bool = True
+    draft_count: int | None = None
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    drafter: str = ""
+    logprob_count: int | None = None
+    sample_count: int | None = None
+    banned_words: tuple[str, ...] = ()
+    echo: bool = False
+    return_rounds: bool = False
+    cache_salt: str = ""
+    add_special_tokens: bool = True
+    """Whether text gets the tokenizer's special tokens; a rendered chat template has them already."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServingLimits:
+    """What the services behind the gateway can do. kv_tokens is what the target's key-value cache holds when no other
+    request is in it. Each drafter has the rules that it can serve; none at all means that nobody knows them.
+    """
+
+    context_len: int
+    kv_tokens: int
+    vocabulary_size: int
+    eos_token_ids: frozenset[int]
+    max_draft_count: int
+    drafters: Mapping[str, frozenset[Rule]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationPlan:
+    """A checked request. draft_count None lets the gateway choose, and 0 never speculates. An empty drafter lets the
+    draft service choose.
+    """
+
+    spec: SessionSpec
+    stops: tuple[str, ...]
+    draft_count: int | None
+    drafter: str = ""
+    sample_count: int = 1
+    sample_index: int = 0
+
+    def sample(self, index: int) -> Self:
+        """One of its samples, with a seed of its own. Only the first reads the prompt's log-probabilities."""
+        prompt_logprobs = self.spec.prompt_logprobs and index == 0
+        spec = replace(self.spec, seed=sample_seed(self.spec.seed, index), prompt_logprobs=prompt_logprobs)
+        return replace(self, spec=spec, sample_index=index)
+
+
+async def check_request(ask: GenerationAsk, tokenizer: Tokenizer, limits: ServingLimits) -> GenerationPlan:
+    """Encodes and completes a request; raises InvalidRequest or PromptTooLong."""
+    _check_drafter(ask, limits)
+    _check_stops(ask, limits)
+    _check_strings("banned_words", ask.banned_words, MAX_BANNED_WORDS)
+    _check_range("sample_count", ask.sample_count, 1, MAX_SAMPLES)
+    _check_logprobs(ask)
+    _check_range("max_tokens", ask.max_tokens, 1, 2**31 - 1)
+    _check_range("speculation.draft_count", ask.draft_count, 0, limits.max_draft_count)
+    _check_range("seed", ask.seed, -(2**63), 2**63 - 1)
+    for token_id in ask.sampling.logit_bias:
+        _check_token_id("sampling.logit_bias key", token_id, limits)
+    prompt = await _prompt(ask, tokenizer, limits)
+    _check_echo(ask, len(prompt))
+    max_tokens = _max_tokens(ask, len(prompt), limits)
+    _check_range("sampling.min_tokens", ask.sampling.min_tokens, 0, max_tokens)
+    spec = SessionSpec(
+        token_ids=prompt,
+        prompt_len=len(prompt),
+        sampling=ask.sampling,
+        # In 53 bits, so that a client in JavaScript, where numbers are floats, can send back what it was told.
+        seed=secrets.randbits(53) if ask.seed is None else ask.seed,
+        max_len=len(prompt) + max_tokens,
+        eos_token_ids=frozenset() if ask.sampling.ignore_eos else limits.eos_token_ids,
+        stop_token_ids=frozenset(ask.stop_token_ids),
+        acceptance=ask.acceptance,
+        banned=await _banned(ask.banned_words, tokenizer),
+        logprob_count=ask.logprob_count,
+        prompt_logprobs=ask.echo,
+        draft_logprobs=ask.return_rounds,
+        cache_salt=_salt(ask.cache_salt),
+    )
+    draft_count = ask.draft_count if ask.speculation_enabled else 0
+    return GenerationPlan(spec, ask.stops, draft_count, ask.drafter, ask.sample_count or 1)
+
+
+def _check_drafter(ask: GenerationAsk, limits: ServingLimits) -> None:
+    if not ask.drafter or not limits.drafters:
+        return
+    if ask.drafter not in limits.drafters:
+        raise InvalidRequest("speculation.drafter", ask.drafter, f"one of {', '.join(limits.drafters)}, or empty")
+    rule = ask.acceptance.rule
+    if rule not in limits.drafters[ask.drafter]:
+        fitting = ", ".join(name for name, rules in limits.drafters.items() if rule in rules)
+        raise InvalidRequest("speculation.drafter", ask.drafter, f"one that serves the rule {rule}: {fitting}")
+
+
+def _check_logprobs(ask: GenerationAsk) -> None:
+    _check_range("logprob_count", ask.logprob_count, 0, MAX_LOGPROB_COUNT)
+    if ask.echo and ask.logprob_count is None:
+        raise InvalidRequest("echo", True, "false without logprob_count")
+
+
+def _check_echo(ask: GenerationAsk, prompt_len: int) -> None:
+    """The prompt's tokens come in one message, which clients take up to a size only."""
+    token_bytes = ECHO_TOKEN_BYTES + ECHO_LOGPROB_BYTES * (ask.logprob_count or 0)
+    if ask.echo and prompt_len * token_bytes > MAX_MESSAGE_BYTES:
+        most = MAX_MESSAGE_BYTES // token_bytes
+        limit = f"false for a prompt of {prompt_len} tokens with logprob_count {ask.logprob_count}: at most {most}"
+        raise InvalidRequest("echo", True, limit)
+
+
+def _check_strings(name: str, strings: Sequence[str], most: int) -> None:
+    if len(strings) > most:
+        raise InvalidRequest.too_many(name, len(strings), most, "strings")
+    for index, string in enumerate(strings):
+        if not 1 <= len(string) <= MAX_STRING_LEN:
+            raise InvalidRequest(f"{name}.{index}", string, f"of 1 to {MAX_STRING_LEN} characters")
+
+
+async def _banned(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """The usual token sequences of words that must not occur: as they begin a text, and as they go on in one."""
+    sequences: dict[tuple[int, ...], None] = {}
+    for index, word in enumerate(words):
+        for text in (word, f" {word}"):
+            sequence = await tokenizer.encode(text, special=False)
+            if len(sequence) > MAX_BANNED_LEN:
+                raise InvalidRequest(f"banned_words.{index}", word, f"of at most {MAX_BANNED_LEN} tokens")
+            if sequence:
+                sequences[sequence] = None
+    return tuple(sequences)
+
+
+def _salt(salt: str) -> bytes:
+    encoded = salt.encode()
+    if len(encoded) > MAX_SALT_BYTES:
+        raise InvalidRequest("cache_salt", salt, f"of at most {MAX_SALT_BYTES} bytes in UTF-8")
+    return encoded
+
+
+def _check_stops(ask: GenerationAsk, limits: ServingLimits) -> None:
+    _check_strings("stop", ask.stops, MAX_STOPS)
+    if len(ask.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest.too_many("stop_token_ids", len(ask.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
+    _check_token_ids("stop_token_ids", ask.stop_token_ids, limits)
+
+
+async def _prompt(ask: GenerationAsk, tokenizer: Tokenizer, limits: ServingLimits) -> tuple[int, ...]:
+    if (ask.text is None) == (ask.token_ids is None):
+        raise InvalidRequest("prompt", "absent" if ask.text is None else "both", "exactly one of text and token_ids")
+    if ask.token_ids is not None:
+        # First, because to look at each of a million ids would be felt by other requests.
+        _max_tokens(ask, len(ask.token_ids), limits)
+        _check_token_ids("token_ids", ask.token_ids, limits)
+    prompt = ask.token_ids
+    if ask.text is not None:
+        prompt = await tokenizer.encode(ask.text, special=ask.add_special_tokens)
+    if not prompt:
+        raise InvalidRequest("prompt", ask.text if ask.text is not None else [], "at least one token long")
+    return prompt
+
+
+def _max_tokens(ask: GenerationAsk, prompt_len: int, limits: ServingLimits) -> int:
+    """The output's limit; prompt and output must fit together into the target's context and into its cache."""
+    is_context = limits.context_len <= limits.kv_tokens
+    size = limits.context_len if is_context else limits.kv_tokens
+    place = f"the {'context' if is_context else 'key-value cache'} of {size} tokens"
+    facts = {"prompt_tokens": prompt_len, "context_len" if is_context else "kv_tokens": size}
+    room = size - prompt_len
+    if ask.max_tokens is None and room < 1:
+        raise PromptTooLong(f"the prompt has {prompt_len} tokens, but must leave room for one more in {place}", **facts)
+    wanted = min(DEFAULT_MAX_TOKENS, room) if ask.max_tokens is None else ask.max_tokens
+    if wanted > room:
+        message = f"a prompt of {prompt_len} tokens and max_tokens {wanted} do not fit into {place}"
+        raise PromptTooLong(message, max_tokens=wanted, **facts)
+    return wanted
+
+
+def _check_range(name: str, value: int | None, least: int, most: int) -> None:
+    if value is not None and not least <= value <= most:
+        raise InvalidRequest(name, value, f"between {least} and {most}")
+
+
+def _check_token_ids(name: str, token_ids: Iterable[int], limits: ServingLimits) -> None:
+    for index, token_id in enumerate(token_ids):
+        _check_token_id(f"{name}.{index}", token_id, limits)
+
+
+def _check_token_id(name: str, token_id: int, limits: ServingLimits) -> None:
+    if not 0 <= token_id < limits.vocabulary_size:
+        raise InvalidRequest(name, token_id, f"a token id between 0 and {limits.vocabulary_size - 1}")

@@ -1,0 +1,188 @@
+"""What one request says and what it took: text, stop strings, counts. Pure.
+
+A stop string is found in text that arrives in pieces, and no text is given past one or that may become one. Which stop
+string wins does not depend on how the text is cut: the one that is complete first, and of several that are complete at
+the same character the longest. Each is followed by the automaton of Knuth, Morris and Pratt (1977), whose state is the
+length of the longest prefix that the text ends with, so the cost per character is constant.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gateway.rounds.round import Round, TokenOrigin
+from gateway.text.tokenizer import Detokenizer
+from outrider.parameters import FinishReason, TokenLogprob
+
+
+class StopScanner:
+    """Passes text through and holds back its tail while that may still turn into a stop string."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Takes stop strings, none of them empty."""
+        self._automata = [_Automaton(stop) for stop in stops]
+        self._held = ""
+        self.found: str | None = None
+
+    def push(self, piece: str) -> str:
+        """Takes more text; returns the text that is final now. After a stop string was found it returns nothing."""
+        if self.found is not None or not self._automata:
+            return "" if self.found is not None else piece
+        for index, character in enumerate(piece):
+            complete = [automaton.stop for automaton in self._automata if automaton.advance(character)]
+            if complete:
+                self.found = max(complete, key=len)
+                return self._release(piece[: index + 1], len(self.found))
+        return self._release(piece, max(automaton.matched_len for automaton in self._automata))
+
+    def flush(self) -> str:
+        """Returns what is still held: no more text comes, so it cannot become a stop string."""
+        return self._release("", 0) if self.found is None else ""
+
+    def _release(self, piece: str, held_len: int) -> str:
+        """Emits everything but the last held_len characters, which stay held unless a stop string was found."""
+        text = self._held + piece
+        cut = len(text) - held_len
+        self._held = "" if self.found is not None else text[cut:]
+        return text[:cut]
+
+
+class _Automaton:
+    """Follows one stop string; matched_len is how much of it the text ends with."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.matched_len = 0
+        self._borders = [0] * len(stop)
+        for index in range(1, len(stop)):
+            self._borders[index] = self._next(self._borders[index - 1], stop[index])
+
+    def advance(self, character: str) -> bool:
+        """Takes one character; tells whether the stop string is complete with it."""
+        self.matched_len = self._next(self.matched_len, character)
+        return self.matched_len == len(self.stop)
+
+    def _next(self, length: int, character: str) -> int:
+        while length and self.stop[length] != character:
+            length = self._borders[length - 1]
+        return length + (self.stop[length] == character)
+
+
+@dataclass(frozen=True, slots=True)
+class SpokenToken:
+    """A token of the output and the text that was final with it."""
+
+    token_id: int
+    origin: TokenOrigin
+    text: str
+    logprob: TokenLogprob | None = None
+    draft_logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedToken:
+    """A guess of the draft that was not kept; its text is that of the token alone."""
+
+    token_id: int
+    text: str
+    draft_logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptToken:
+    """A token of an echoed prompt; the first has no log-probability."""
+
+    token_id: int
+    text: str
+    logprob: TokenLogprob | None
+
+
+@dataclass(slots=True)
+class SpeculationFigures:
+    """What speculation did in a request, counted as generation_service.proto says."""
+
+    rounds: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    evaluated_tokens: int = 0
+    fallback_rounds: int = 0
+
+    def add(self, committed: Round) -> None:
+        """Counts a round that is not the prompt's own pass."""
+        self.rounds += 1
+        self.drafts += committed.draft_count > 0
+        self.draft_tokens += committed.draft_count
+        self.accepted_tokens += committed.accepted_count
+        self.evaluated_tokens += committed.evaluated_count
+        self.fallback_rounds += committed.fallback_reason is not None
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over evaluated draft tokens, the alpha of the papers; 0 when nothing was evaluated."""
+        return self.accepted_tokens / max(1, self.evaluated_tokens)
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted over drafted tokens, as vLLM counts it; 0 when nothing was drafted."""
+        return self.accepted_tokens / max(1, self.draft_tokens)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens committed in a round with a draft, on average, as vLLM counts it; 1 when there was none."""
+        return 1 + self.accepted_tokens / max(1, self.drafts)
+
+
+@dataclass(slots=True)
+class Transcript:
+    """Turns rounds into text until the request ends, by the target's word or by a stop string."""
+
+    prompt_len: int
+    detokenizer: Detokenizer
+    scanner: StopScanner
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    numerics_ids: list[str] = field(default_factory=list)
+    target_reopens: int = 0
+    drift_repairs: int = 0
+    cached_prompt_tokens: int = 0
+    figures: SpeculationFigures = field(default_factory=SpeculationFigures)
+
+    def take(self, committed: Round) -> tuple[SpokenToken, ...]:
+        """The tokens of a round with their text. Tokens behind the one that completes a stop string do not exist."""
+        if self.numerics_ids[-1:] != [committed.numerics_id]:
+            self.numerics_ids.append(committed.numerics_id)
+        self.target_reopens += committed.target_reopens
+        self.drift_repairs += committed.drift_repairs
+        if committed.base_len > self.prompt_len:
+            self.figures.add(committed)
+        else:
+            self.cached_prompt_tokens = committed.prefix_len
+        spoken = []
+        logprobs = committed.logprobs or (None,) * len(committed.token_ids)
+        draft_logprobs = _draft_logprobs(committed)
+        for token_id, origin, logprob, draft_logprob in zip(
+            committed.token_ids, committed.origins, logprobs, draft_logprobs, strict=True
+        ):
+            text = self.scanner.push(self.detokenizer.push(token_id))
+            spoken.append(SpokenToken(token_id, origin, text, logprob, draft_logprob))
+            if self.scanner.found is not None:
+                self.finish_reason = FinishReason.STOP_STRING
+                break
+        else:
+            self.finish_reason = committed.finish_reason
+        self.token_ids += [token.token_id for token in spoken]
+        return tuple(spoken)
+
+    def finish(self) -> str:
+        """Text that was held back and is final now; what was held may complete a stop string at the very end."""
+        rest = self.scanner.push(self.detokenizer.flush())
+        if self.scanner.found is not None:
+            self.finish_reason = FinishReason.STOP_STRING
+        return rest + self.scanner.flush()
+
+
+def _draft_logprobs(committed: Round) -> tuple[float | None, ...]:
+    """One entry a committed token; the target's own token has none, and without an answer of the draft no token has."""
+    logprobs = committed.proposal.logprobs
+    kept = tuple(logprobs[row - 1] for row in committed.accepted_rows) if logprobs else ()
+    return (*kept, *(None,) * (len(committed.token_ids) - len(kept)))

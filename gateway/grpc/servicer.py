@@ -1,0 +1,123 @@
+"""GenerationService: carries requests in and events out; no client is waited for without end.
+
+The next round begins while the message about the one before is still leaving, so the way to the client costs no round
+anything.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+from google.protobuf.message import Message
+
+from gateway.generation.frontend import FrontDoor
+from gateway.generation.request import GenerationAsk
+from gateway.grpc.messages import ask_from, chat_ask, event_message
+from outrider import tracing
+from outrider.errors import OutriderError
+from outrider.v1 import generation_service_pb2 as pb
+from outrider.v1.generation_service_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
+
+
+class ClientStalled(OutriderError):
+    """The client must read what it asked for."""
+
+    status = "DEADLINE_EXCEEDED"
+    reason = "CLIENT_STALLED"
+    exit_code = 75
+
+
+class ClientWriter:
+    """Writes to a call. Leaving the context gives up what has not left; `flush` waits for it."""
+
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], stall_s: float) -> None:
+        """A message may take stall_s seconds."""
+        self._context = context
+        self._stall_s = stall_s
+        self._writing: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.cancel()
+            # Whatever the write says now is about a call that has ended for a better reason.
+            await asyncio.wait({writing})
+            if not writing.cancelled():
+                writing.exception()
+
+    async def write(self, message: Message) -> None:
+        """Puts a message on its way as soon as the one before has left; raises ClientStalled about that one."""
+        await self.flush()
+        self._writing = asyncio.ensure_future(self._context.write(message))
+
+    async def flush(self) -> None:
+        """Waits until the last message has left. Raises ClientStalled, and what a write raises when its client left."""
+        writing = self._writing
+        if writing is None:
+            return
+        if not writing.done():
+            await asyncio.wait({writing}, timeout=self._stall_s)
+        if not writing.done():
+            raise ClientStalled(f"The client read nothing for {self._stall_s:g} seconds")
+        self._writing = None
+        writing.result()
+
+
+Context = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
+ChatContext = grpc.aio.ServicerContext[pb.ChatRequest, pb.GenerateResponse]
+
+
+class GenerationServicer(GenerationServiceServicer):
+    """Serves Generate and Chat to clients that take each message in time."""
+
+    def __init__(self, door: FrontDoor, client_stall_s: float) -> None:
+        self._door = door
+        self._client_stall_s = client_stall_s
+
+    async def Generate(  # type: ignore[override]  # noqa: N802 - the name is the protocol's
+        self, request: pb.GenerateRequest, context: Context
+    ) -> None:
+        """Writes a message for every round and every completion.
+
+        It writes instead of yielding, so that a client that leaves interrupts this very frame, and everything below it
+        is closed before the call is over. A generator would be left to the garbage collector.
+        """
+        with tracing.span("Generate", parent=_carrier(context)):
+            await self._answer(ask_from(request), context)
+
+    async def Chat(  # type: ignore[override]  # noqa: N802 - the name is the protocol's
+        self, request: pb.ChatRequest, context: ChatContext
+    ) -> None:
+        """The same for a conversation."""
+        with tracing.span("Chat", parent=_carrier(context)):
+            await self._answer(await chat_ask(request, self._door.chat_template), context)
+
+    async def _answer(self, ask: GenerationAsk, context: Context | ChatContext) -> None:
+        async with (
+            self._door.open([ask], context.time_remaining()) as generation,
+            aclosing(generation.events) as events,
+            ClientWriter(context, self._client_stall_s) as writer,
+        ):
+            async for _, event in events:
+                await writer.write(event_message(event))
+            await writer.flush()
+
+
+def _carrier(context: Context | ChatContext) -> dict[str, str]:
+    """What the client sent beside its message, as far as it is text."""
+    return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+
+
+def generation_service(door: FrontDoor, client_stall_s: float) -> dict[str, Callable[[grpc.aio.Server], None]]:
+    """The service for `outrider.rpc.channels.serve`: its full name, and what adds it to a server."""
+    servicer = GenerationServicer(door, client_stall_s)
+    name = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
+    return {name: lambda server: add_GenerationServiceServicer_to_server(servicer, server)}

@@ -1,0 +1,1 @@
+"""The round loop's words and decisions: rounds, plans, the policy."""

@@ -1,0 +1,1 @@
+"""Sessions of the services, which outlive the services that hold them."""

@@ -1,0 +1,356 @@
+"""The gateway's end of a draft session, whose faults cost no request anything.
+
+No fault of the draft leaves this file as an error: the round goes on without a proposal and says why. Whatever goes
+wrong, the session starts over with all tokens and a new epoch, later for every fault in a row. One opening is a stream
+within one epoch; its answers are matched by (epoch, base_len), never by order.
+"""
+
+import asyncio
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+import structlog
+
+from gateway.rounds.round import NOTHING, FallbackReason, Proposal, TokenLog, Way
+from gateway.sessions.link import ModelInfo, ServiceLink
+from gateway.sessions.replicas import Replicas
+from gateway.sessions.stream import MessageStream
+from gateway.sessions.timeouts import NEVER, DraftDeadline, Expiry
+from outrider import tracing
+from outrider.errors import InvalidRequest, NotReady, OutriderError, PeerLost, ProtocolViolation
+from outrider.logs import session_prefix
+from outrider.parameters import Rule, SessionSpec
+from outrider.rpc import messages
+from outrider.rpc.messages import distributions_from, draft_logprobs_from, tree_from
+from outrider.v1 import draft_service_pb2 as pb
+from outrider.v1 import model_service_pb2, types_pb2
+from outrider.v1.draft_service_pb2_grpc import DraftServiceStub
+
+CLOSE_TIMEOUT_S = 2.0
+
+
+class DraftStream:
+    """Messages of one session to and from one incarnation of a draft. `fence` on each names the session and epoch."""
+
+    def __init__(
+        self, peer: ServiceLink, spec: SessionSpec, token_log: TokenLog, drafter: str, timeout_s: float | None
+    ) -> None:
+        """Begins the call, which ends after timeout_s unless that is None. Raises PeerLost when the draft is away."""
+        self.peer = peer
+        self.instance_id = peer.present().instance_id
+        self.known_len = 0
+        """Committed tokens that were sent."""
+        self.cached_len = 0
+        """Committed tokens that the draft has read, as it said last."""
+        self._spec = spec
+        self._log = token_log
+        self._drafter = drafter
+        self._vocabulary_size = peer.present().vocabulary_size
+        self._messages: MessageStream[pb.ProposeRequest, pb.ProposeResponse] = MessageStream(
+            DraftServiceStub(peer.channel).Propose(timeout=timeout_s, metadata=tracing.carrier()), str(peer)
+        )
+
+    async def ask(self, fence: types_pb2.Fence, draft_count: int, timeout_s: float) -> None:
+        """Opens the session, or tells the tokens that the draft does not know. Raises TimeoutError."""
+        if self.known_len == 0:
+            session = messages.open_message(self._spec, self._log.tokens())
+            opening = pb.DraftOpen(session=session, draft_count=draft_count, drafter=self._drafter)
+            request = pb.ProposeRequest(fence=fence, open=opening)
+        else:
+            advance = pb.DraftAdvance(token_ids=self._log.tokens(self.known_len), draft_count=draft_count)
+            request = pb.ProposeRequest(fence=fence, advance=advance)
+        self.known_len = len(self._log)
+        await self._messages.write(request, timeout_s)
+
+    async def answer(self, fence: types_pb2.Fence, until_s: float) -> pb.ProposeResponse:
+        """The answer to the last request, by the loop's clock; answers to earlier ones are dropped.
+
+        Raises TimeoutError, PeerLost, ProtocolViolation, and what the draft says.
+        """
+        loop, asked = asyncio.get_running_loop(), (fence.epoch, fence.base_len)
+        while True:
+            response = await self._messages.read(max(0.0, until_s - loop.time()))
+            answered = (response.fence.epoch, response.fence.base_len)
+            if answered == asked:
+                self.cached_len = response.cached_len
+                return response
+            if answered > asked:
+                raise ProtocolViolation(f"{self.peer} answered a message that was never sent")
+
+    def proposal(self, response: pb.ProposeResponse, draft_count: int, caught_up_count: int, wait_us: int) -> Proposal:
+        """The guesses of an answer; raises ProtocolViolation about what no draft may say."""
+        tree, rule = response.proposal, self._spec.acceptance.rule
+        try:
+            token_ids, parents = tree_from(tree, self._vocabulary_size, draft_count)
+            distributions = distributions_from(tree, self._vocabulary_size)
+            # Nobody reads what nobody asked for.
+            logprobs = draft_logprobs_from(tree) if self._spec.draft_logprobs else ()
+        except InvalidRequest as error:
+            raise ProtocolViolation(f"{self.peer} sent a malformed proposal: {error.message}") from None
+        found = _misfit(parents, bool(distributions), rule)
+        if found:
+            raise ProtocolViolation(f"{self.peer} sent a proposal {found}, which does not fit the rule {rule}")
+        way = Way(response.times.queue_us, wait_us, self._messages.take_bytes())
+        return Proposal(
+            token_ids,
+            parents,
+            compute_us=response.times.compute_us,
+            caught_up_count=caught_up_count,
+            way=way,
+            distributions=distributions,
+            logprobs=logprobs,
+        )
+
+    async def drop(self) -> None:
+        """Ends the call without a word; the draft keeps the session on a lease."""
+        await self._messages.close(None, CLOSE_TIMEOUT_S)
+
+    def finish(self, fence: types_pb2.Fence) -> None:
+        """Ends the session and the call, in the background."""
+        # The log may have grown past the draft's context, where it takes no messages.
+        fence.base_len = max(self.known_len, 1)
+        close = pb.ProposeRequest(fence=fence, close=types_pb2.CloseSession())
+        self.peer.finish(self._messages.close(close, CLOSE_TIMEOUT_S))
+
+
+def _misfit(parents: tuple[int, ...], has_distributions: bool, rule: Rule) -> str:
+    """What about a proposal the target would refuse under a rule, and end a request that is not at fault; or nothing.
+
+    Looks at no token: what is refused for its tokens biases the rules that test with coins.
+    """
+    if parents and has_distributions != rule.needs_distributions:
+        return "with distributions" if has_distributions else "without distributions"
+    is_chain = parents == tuple(range(len(parents)))
+    return "as a tree that is no chain" if rule.needs_distributions and not is_chain else ""
+
+
+ROLLBACK_TIMEOUT_S = 5.0
+PAUSE_TOKENS = (8, 256)  # plain tokens after the second fault in a row, and the most after many
+MAX_DRIFT_REPAIRS = 3  # of one session: a service that goes on drifting only miscounts
+
+log = structlog.get_logger()
+
+
+class RemoteDraftSession:
+    """A session on a draft service; opens with the context when `warm`, else with the first proposal wanted."""
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        deadline: DraftDeadline,
+        spec: SessionSpec,
+        token_log: TokenLog,
+        session_id: bytes,
+        warm: bool,
+        drafter: str = "",
+        expiry: Expiry = NEVER,
+    ) -> None:
+        self._replicas = replicas
+        self._deadline = deadline
+        self._spec = spec
+        self._log = token_log
+        self._session_id = session_id
+        self._warm = warm
+        self._drafter = drafter
+        self._expiry = expiry
+        self._stream: DraftStream | None = None
+        self._last = replicas.links[0]  # the draft that was asked last
+        self._epoch = 0
+        self._faults = 0.0  # in a row; an answer halves them, because every fault may cost reading all tokens again
+        self._resume_len = 0
+        self._resting_for = FallbackReason.DRAFT_ABSENT
+        self._rollback: asyncio.Task[None] | None = None
+        self._num_repairs = 0
+
+    @property
+    def obstacle(self) -> FallbackReason | None:
+        """Why it is no use to ask now: nobody there, open breaker, a rollback under way, or a rest after faults."""
+        if self._replicas.info is None:
+            return FallbackReason.DRAFT_ABSENT
+        if self._candidate() is None:
+            late = isinstance(self._last.breaker.cause, TimeoutError)
+            return FallbackReason.DRAFT_LATE if late else FallbackReason.DRAFT_LOST
+        if self._rollback is not None and not self._rollback.done():
+            return FallbackReason.DRAFT_LATE
+        return self._resting_for if len(self._log) < self._resume_len else None
+
+    @property
+    def context_len(self) -> int | None:
+        """Longest sequence that the draft can read; None while it is away."""
+        info = self._info()
+        return info.context_len if info else None
+
+    @property
+    def max_draft_count(self) -> int | None:
+        """Most draft tokens in a proposal; None while the draft is away."""
+        info = self._info()
+        return info.max_draft_count if info else None
+
+    async def __aenter__(self) -> Self:
+        peer = self._candidate()
+        fits = peer is not None and peer.info is not None and len(self._log) <= peer.info.context_len
+        if self._warm and peer is not None and fits and not peer.breaker.is_open:
+            try:
+                await self._ask(peer, 0, self._deadline.most_s)
+            except (TimeoutError, OutriderError) as error:
+                await self._drop(error)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for link in self._replicas.links:
+            link.breaker.left(self._session_id)
+        if self._rollback is not None:
+            self._rollback.cancel()
+        if self._stream is not None:
+            self._stream.finish(self._fence())
+
+    async def propose(self, draft_count: int) -> Proposal:
+        """Asks for guesses behind the log; an empty proposal says what went wrong."""
+        if draft_count == 0:
+            return NOTHING
+        clock_s = asyncio.get_running_loop().time
+        catch_up_count = len(self._log) - (self._stream.cached_len if self._stream is not None else 0)
+        timeout_s, started_s = self._deadline.seconds(catch_up_count), clock_s()
+        try:
+            stream, response = await self._exchange(draft_count, started_s + timeout_s)
+            wait_us = int(1e6 * (clock_s() - started_s))
+            proposal = stream.proposal(response, draft_count, catch_up_count, wait_us)
+        except TimeoutError as error:
+            self._deadline.missed()
+            self._last.breaker.failed(self._session_id, error, timeout_s)
+            return self._late(timeout_s)
+        except OutriderError as error:
+            return await self._drop(error)
+        self._deadline.observe(wait_us / 1e6, catch_up_count)
+        stream.peer.breaker.answered()
+        self._faults /= 2
+        return self._repaired(proposal, response.cached_len)
+
+    async def _exchange(self, draft_count: int, until_s: float) -> tuple[DraftStream, pb.ProposeResponse]:
+        """One request and its answer; a draft that lacks tokens gets them all, once."""
+        for _ in range(2):
+            peer = self._candidate()
+            if peer is None:
+                raise PeerLost(f"{self._replicas} cannot be asked")
+            stream = await self._ask(peer, draft_count, until_s - asyncio.get_running_loop().time())
+            response = await stream.answer(self._fence(), until_s)
+            if response.WhichOneof("answer") == "proposal":
+                return stream, response
+            await self._forget()
+        raise ProtocolViolation(f"{peer} lacks tokens of a session that has just been opened")
+
+    async def _ask(self, peer: ServiceLink, draft_count: int, timeout_s: float) -> DraftStream:
+        """Sends a request, on a new stream if there is none or the old one leads to another incarnation."""
+        self._last = peer
+        stream = self._stream
+        if stream is not None and (stream.peer, stream.instance_id) != (peer, peer.present().instance_id):
+            await self._forget()
+        peer.breaker.enter(self._session_id)
+        if self._stream is None:
+            self._stream = DraftStream(peer, self._spec, self._log, self._drafter, self._expiry.left_s())
+            self._epoch += 1
+        await self._stream.ask(self._fence(), draft_count, timeout_s)
+        return self._stream
+
+    def _repaired(self, proposal: Proposal, cached_len: int) -> Proposal:
+        """After an answer a draft has cached all committed tokens; one that has not is made to compute them again."""
+        if cached_len == len(self._log) or self._num_repairs >= MAX_DRIFT_REPAIRS:
+            return proposal
+        self._tell("cache drift", cached_len=cached_len, committed_len=len(self._log))
+        self._num_repairs += 1
+        self._begin_rollback(base_len=1)
+        return replace(proposal, drift_repairs=1)
+
+    def _late(self, timeout_s: float) -> Proposal:
+        """Starts a rollback, which stops the draft's job, and lets the round go on at once."""
+        self._tell("draft late", timeout_s=round(timeout_s, 3), base_len=len(self._log))
+        self._begin_rollback(len(self._log))
+        return self._fault(FallbackReason.DRAFT_LATE)
+
+    def _begin_rollback(self, base_len: int) -> None:
+        """Takes the draft's session back in the background; until that is done it is not asked for anything."""
+        self._epoch += 1
+        request = model_service_pb2.RollbackRequest(fence=self._fence(base_len))
+        self._rollback = asyncio.create_task(self._roll_back(self._last, request), name="draft rollback")
+
+    async def _roll_back(self, peer: ServiceLink, request: model_service_pb2.RollbackRequest) -> None:
+        cached_len = self._stream.cached_len if self._stream is not None else 0
+        try:
+            response = await peer.rollback(request, ROLLBACK_TIMEOUT_S)
+        except OutriderError as error:
+            await self._drop(error)
+            return
+        peer.rollbacks.num_tokens += max(0, cached_len - response.cached_len)
+        if self._stream is not None:
+            # Length 0 says that the draft does not know the session: the next request opens it with all tokens.
+            self._stream.known_len = min(self._stream.known_len, response.fence.base_len)
+            self._stream.cached_len = response.cached_len
+            if response.fence.base_len == 0:
+                await self._forget()
+
+    async def _drop(self, error: OutriderError | TimeoutError) -> Proposal:
+        """Gives the session up after a fault; it is opened again when the draft may be asked again."""
+        self._tell("draft session lost", reason=str(error) or "no answer")
+        await self._forget()
+        if not isinstance(error, PeerLost | NotReady | TimeoutError) or self._expiry.has_come:
+            self._last.breaker.left(self._session_id)
+            return self._fault(FallbackReason.DRAFT_REFUSED)
+        self._last.breaker.failed(self._session_id, error)
+        self._last.report_lost()
+        return self._fault(FallbackReason.DRAFT_LOST)
+
+    def _candidate(self) -> ServiceLink | None:
+        """The draft that has the session, or the one that would get it; None while none may be asked."""
+        peer = self._stream.peer if self._stream is not None else None
+        if peer is not None and peer.info is not None and not peer.breaker.blocks(self._session_id):
+            return peer
+        return self._replicas.pick(self._session_id)
+
+    def _info(self) -> ModelInfo | None:
+        peer = self._stream.peer if self._stream is not None else None
+        return (peer.info if peer is not None else None) or self._replicas.info
+
+    async def _forget(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            await stream.drop()
+
+    def _fault(self, reason: FallbackReason) -> Proposal:
+        """Counts a fault; from the second in a row on, the draft rests for a growing number of tokens."""
+        first, most = PAUSE_TOKENS
+        pause = min(int(first * (2 ** min(self._faults, 8) - 1)), most)
+        self._faults += 1
+        self._resume_len, self._resting_for = len(self._log) + 1 + pause, reason
+        return Proposal(fallback_reason=reason)
+
+    def _tell(self, event: str, **values: str | float) -> None:
+        """A line in the log, and an event in the request's span."""
+        log.warning(event, service=str(self._last), session=session_prefix(self._session_id), **values)
+        tracing.event(event, service=self._last.address)
+
+    def _fence(self, base_len: int | None = None) -> types_pb2.Fence:
+        base_len = len(self._log) if base_len is None else base_len
+        return types_pb2.Fence(session_id=self._session_id, epoch=self._epoch, base_len=base_len)
+
+
+class AbsentDraftSession:
+    """The session of a gateway that has no draft service."""
+
+    obstacle = FallbackReason.DRAFT_ABSENT
+    context_len = None
+    max_draft_count = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    async def propose(self, draft_count: int) -> Proposal:
+        """Has nothing to say."""
+        return NOTHING

@@ -1,0 +1,337 @@
+"""The gateway's tie to one service: who it is, whether it is there, whether it fits, and whether to bother it.
+
+A link greets its service until it answers, watches it, and greets again when it was away, because the next incarnation
+may be another model. A service that answers but does not fit is treated as absent, and says why once in the log.
+
+A greeting cannot tell whether a service works, because a process whose device hangs still says who it is. Only real
+work proves it well again, so a circuit breaker that all requests share tries work, by one session at a time and ever
+more seldom.
+"""
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import structlog
+
+from outrider import tracing
+from outrider.errors import OutriderError, PeerLost
+from outrider.parameters import Rule
+from outrider.rpc.channels import open_channel
+from outrider.rpc.errors import error_from
+from outrider.rpc.messages import rules_from
+from outrider.tallies import Tally
+from outrider.v1 import model_service_pb2 as pb
+from outrider.v1.model_service_pb2_grpc import ModelServiceStub
+
+TRIAL_COST = 0.05  # share of the time that trials may cost; pauses grow beyond the longest where they are dear
+
+
+class CircuitBreaker:
+    """Opens after some failures in a row. While it is open every session is blocked, but now and then one on trial.
+
+    Trials begin a pause after the failure before; pauses_s has the first pause and the longest. A session is known by
+    any value that no other session has.
+    """
+
+    def __init__(
+        self, failures_to_open: int, pauses_s: tuple[float, float], clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.cause: Exception | None = None  # the last failure that counted
+        self._failures_to_open = failures_to_open
+        self._clock_s = clock_s
+        self._failures = 0
+        self._first_s, self._longest_s = pauses_s
+        self._pause_s = self._first_s
+        self._resume_s = 0.0
+        self._on_trial: object = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the service has failed so often that sessions do better without it."""
+        return self._failures >= self._failures_to_open
+
+    def blocks(self, session: object) -> bool:
+        """Whether a session must leave the service alone now."""
+        if not self.is_open or session == self._on_trial:
+            return False
+        return self._on_trial is not None or self._clock_s() < self._resume_s
+
+    def enter(self, session: object) -> None:
+        """A session that is not blocked asks the service for work; while the breaker is open it is on trial."""
+        if self.is_open:
+            self._on_trial = session
+
+    def failed(self, session: object, cause: Exception, cost_s: float = 0.0) -> None:
+        """The service failed a session, which lost cost_s. While open, only the one on trial tells anything new."""
+        if self.is_open:
+            if session != self._on_trial:
+                return
+            self._pause_s = min(2 * self._pause_s, max(self._longest_s, cost_s / TRIAL_COST))
+        self.cause = cause
+        self._failures += 1
+        self._rest()
+
+    def answered(self) -> None:
+        """The service did its work: the breaker closes. Pauses only halve, so that a flapping one rests long."""
+        self._failures, self._on_trial = 0, None
+        self._pause_s = max(self._pause_s / 2, self._first_s)
+
+    def left(self, session: object) -> None:
+        """A session ended; if it was on trial, nothing was learnt, and the next trial comes after a pause."""
+        if session == self._on_trial:
+            self._rest()
+
+    def renew(self) -> None:
+        """Another incarnation of the service is there, which has not failed anybody yet."""
+        self._failures, self._on_trial, self._pause_s = 0, None, self._first_s
+
+    def _rest(self) -> None:
+        self._on_trial = None
+        self._resume_s = self._clock_s() + self._pause_s
+
+
+# A call waits for the step that is running; the last is longer than its timeout.
+BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+
+
+@dataclass(slots=True)
+class Rollbacks:
+    """The calls so far."""
+
+    seconds: Tally = field(default_factory=lambda: Tally(BOUNDS_S))
+    num_tokens: int = 0
+    """Tokens that caches lost by them."""
+
+
+def together(all_rollbacks: Sequence[Rollbacks]) -> Rollbacks:
+    """The sum over several links."""
+    summed = Rollbacks()
+    for each in all_rollbacks:
+        summed.seconds.add_tally(each.seconds)
+        summed.num_tokens += each.num_tokens
+    return summed
+
+
+PROTOCOL_VERSION = 1
+ROLES = {pb.SERVICE_ROLE_DRAFT: "draft", pb.SERVICE_ROLE_TARGET: "target"}
+GREETING_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 2.0
+BACKOFF_S = (0.1, 2.0)
+# Failures in a row that open the breaker, and pauses between trials. A draft may be late now and then, and requests do
+# without it; a target is late only when it hangs, and then there is nothing else that a request could do.
+BREAKERS = {"draft": (2, (0.5, 10.0)), "target": (1, (0.0, 0.0))}
+
+log = structlog.get_logger()
+
+
+class WrongService(OutriderError):
+    """The operator must give another address, or another version of the service there."""
+
+    status = "FAILED_PRECONDITION"
+    reason = "WRONG_SERVICE"
+    exit_code = 78
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the gateway needs to know of a service; see GetModelInfoResponse."""
+
+    role: str
+    instance_id: int
+    model_name: str
+    model_hash: str
+    numerics_id: str
+    context_len: int
+    vocabulary_size: int
+    vocabulary_digests: tuple[int, ...]
+    eos_token_ids: frozenset[int]
+    max_draft_count: int
+    unacknowledged_window: int
+    kv_tokens: int
+    drafters: Mapping[str, frozenset[Rule]]
+    """The rules that each drafter can serve, by its name."""
+
+
+class ServiceLink:
+    """Channel and handshake of one service. `info` is None while the service is away or does not fit."""
+
+    def __init__(
+        self, role: str, address: str, check: Callable[[ModelInfo], None], channel: grpc.aio.Channel | None = None
+    ) -> None:
+        """Takes "draft" or "target", and a check that raises an OutriderError when the service does not fit.
+
+        The link closes its channel, which is made from the address unless one is given.
+        """
+        self.role = role
+        self.address = address
+        self.channel = channel or open_channel(address)
+        self.info: ModelInfo | None = None
+        self.misfit: OutriderError | None = None
+        self.breaker = CircuitBreaker(*BREAKERS[role])
+        self.rollbacks = Rollbacks()
+        self._instance_id = 0
+        self._check = check
+        self._models = ModelServiceStub(self.channel)
+        self._probe: asyncio.Task[float | None] | None = None
+        self._goodbyes: set[asyncio.Task[None]] = set()
+        self._lost = asyncio.Event()
+        self._settled = asyncio.Event()
+        self._monitor = asyncio.create_task(self._watch(), name=f"{role} link")
+
+    def __str__(self) -> str:
+        return f"The {self.role} service at {self.address}"
+
+    def present(self) -> ModelInfo:
+        """Who the service is; raises PeerLost while it is away, or the reason why it does not fit."""
+        if self.info is None:
+            raise self.misfit or PeerLost(f"{self} cannot be reached", address=self.address)
+        return self.info
+
+    def report_lost(self) -> None:
+        """Tells the link that a session has lost its service; it counts as away until it has been greeted again."""
+        self.info = None
+        self._lost.set()
+
+    async def settled(self, timeout_s: float) -> bool:
+        """Waits while the service is away; tells whether it answered in time, fitting or not."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._settled.wait(), timeout_s)
+        return self._settled.is_set()
+
+    async def rollback(self, request: pb.RollbackRequest, timeout_s: float) -> pb.RollbackResponse:
+        """Calls Rollback; raises what the service answered, or PeerLost after the timeout."""
+        clock_s = asyncio.get_running_loop().time
+        started_s = clock_s()
+        try:
+            with tracing.span("Rollback", service=self.role, base_len=request.fence.base_len):
+                return await self._models.Rollback(request, timeout=timeout_s, metadata=tracing.carrier())
+        except grpc.aio.AioRpcError as error:
+            raise error_from(error) from error
+        finally:
+            self.rollbacks.seconds.add(clock_s() - started_s)
+
+    async def stalled_s(self) -> float | None:
+        """Seconds for which the device has had work and finished none; no end of them for a service that is not there.
+
+        None when it takes no new calls. It may be draining, and finish what is under way; if it has ended, every stream
+        says so itself.
+        """
+        if self._probe is None or self._probe.done():
+            # All sessions that begin to doubt at the same time share one question.
+            self._probe = asyncio.create_task(self._stalled_s(), name=f"{self.role} probe")
+        return await asyncio.shield(self._probe)
+
+    async def _stalled_s(self) -> float | None:
+        try:
+            answer = await self._models.GetModelInfo(pb.GetModelInfoRequest(), timeout=PROBE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            log.info("service does not answer", service=self.role, address=self.address, status=error.code().name)
+            return None if error.code() is grpc.StatusCode.UNAVAILABLE else math.inf
+        if answer is None:
+            return math.inf
+        return answer.stalled_us / 1e6 if answer.instance_id == self._instance_id else math.inf
+
+    def finish(self, goodbye: Coroutine[Any, Any, None]) -> None:
+        """Ends a session in the background, so that no request waits for its services to take note of its end.
+
+        A goodbye has a time limit of its own; `close` waits for those under way.
+        """
+        task = asyncio.create_task(goodbye, name=f"{self.role} goodbye")
+        self._goodbyes.add(task)
+        task.add_done_callback(self._goodbyes.discard)
+
+    async def close(self) -> None:
+        """Ends the watch, waits for sessions that are ending, and closes the channel."""
+        ending = {self._monitor, *filter(None, [self._probe])}
+        for task in ending:
+            task.cancel()
+        await asyncio.wait({*ending, *self._goodbyes})
+        await self.channel.close()
+
+    async def _watch(self) -> None:
+        while True:
+            await self._greet()
+            self._settled.set()
+            await self._until_lost()
+            self._settled.clear()
+            log.warning("service lost", service=self.role, address=self.address)
+
+    async def _greet(self) -> None:
+        """Asks until an answer comes, ever more slowly, and not in step with other gateways."""
+        delay_s, longest_s = BACKOFF_S
+        while not await self._ask():
+            await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
+            delay_s = min(2 * delay_s, longest_s)
+        # What sessions have reported in the meantime is the loss that is over now.
+        self._lost.clear()
+
+    async def _ask(self) -> bool:
+        """One handshake; tells whether the service answered, fitting or not."""
+        try:
+            info = self._read(await self._models.GetModelInfo(pb.GetModelInfoRequest(), timeout=GREETING_TIMEOUT_S))
+            self._check(info)
+        except grpc.aio.AioRpcError as error:
+            log.debug("service not reachable", service=self.role, address=self.address, status=error.code().name)
+            return False
+        except OutriderError as error:
+            self.misfit = error
+            log.error("service does not fit", service=self.role, address=self.address, reason=error.message)
+            return True
+        if info.instance_id != self._instance_id:
+            self._instance_id = info.instance_id
+            self.breaker.renew()
+        self.info, self.misfit = info, None
+        log.info("service greeted", service=self.role, address=self.address, model=info.model_name)
+        return True
+
+    async def _until_lost(self) -> None:
+        """Returns when a session reports a loss, or when the connection is no longer up."""
+        ends = (self._lost.wait(), self.channel.wait_for_state_change(grpc.ChannelConnectivity.READY))
+        tasks = {asyncio.ensure_future(end) for end in ends}
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+        self.info = self.misfit = None
+
+    def _read(self, answer: pb.GetModelInfoResponse | None) -> ModelInfo:
+        if answer is None:
+            # This is how grpc.aio says that a message could not be parsed.
+            raise WrongService(f"{self} answered with a message that is not valid", address=self.address)
+        if answer.protocol_version != PROTOCOL_VERSION:
+            raise WrongService(
+                f"{self} speaks version {answer.protocol_version} of the protocol, but version {PROTOCOL_VERSION} is "
+                "needed",
+                address=self.address,
+                protocol_version=answer.protocol_version,
+            )
+        role = ROLES.get(answer.role, "unknown")
+        if role != self.role:
+            raise WrongService(
+                f"A {role} service answers at {self.address}, but a {self.role} service is wanted there",
+                address=self.address,
+                role=role,
+            )
+        return ModelInfo(
+            role=role,
+            instance_id=answer.instance_id,
+            model_name=answer.model_name,
+            model_hash=answer.model_hash,
+            numerics_id=answer.numerics_id,
+            context_len=answer.context_len,
+            vocabulary_size=answer.vocabulary_size,
+            vocabulary_digests=tuple(answer.vocabulary_digests),
+            eos_token_ids=frozenset(answer.eos_token_ids),
+            max_draft_count=answer.max_draft_count,
+            unacknowledged_window=answer.unacknowledged_window,
+            kv_tokens=answer.block_count * answer.block_size,
+            drafters={offer.name: rules_from(offer.rules) for offer in answer.drafter_offers},
+        )

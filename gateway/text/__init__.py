@@ -1,0 +1,1 @@
+"""Between text and token ids: tokenizer, pieces, chat templates."""

@@ -1,0 +1,216 @@
+"""From a conversation to a prompt, by the template that comes with the target's tokenizer.
+
+Templates and special tokens lie beside the tokenizer, in the same files and the same order of precedence as transformers
+reads them. A model without a template gets lines instead, "System: ...", "User: ..." and "Assistant: ...", with blank
+lines between them and "Assistant:" at the end. Nothing hides the borders of messages there: a message can look like
+several. Where there is a template, text that looks like a special token becomes one when the prompt is encoded, as
+everywhere.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+import huggingface_hub
+
+from gateway.text.template_sandbox import SafeTemplate, TemplateRefusal
+from outrider.errors import InvalidRequest, ModelRefused, Unsupported
+from outrider.model_names import unsized
+
+PATTERNS = ("tokenizer_config.json", "special_tokens_map.json", "*.jinja")
+DEFAULT, TOOL_USE = "default", "tool_use"
+SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateFiles:
+    """Sources of templates by name, none at all for many a base model, and special tokens by name."""
+
+    templates: Mapping[str, str] = field(default_factory=dict)
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+
+
+def find_templates(model: str) -> TemplateFiles:
+    """Of a local folder, of a model on the hub, or of the model inside a sized one. Raises ModelRefused."""
+    source = unsized(model)
+    try:
+        folder = Path(source) if Path(source).is_dir() else _downloaded(source)
+        config = _object(folder / "tokenizer_config.json")
+        return TemplateFiles(_files(folder) or _named(config.get("chat_template")), _special_tokens(folder, config))
+    except Exception as error:  # the hub's library has errors of several roots
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ModelRefused(f"the chat template of {model} cannot be read: {reason}", model=model) from error
+
+
+def _downloaded(name: str) -> Path:
+    """The folder of a snapshot; what was downloaded once is used when there is no network."""
+    model_id, _, revision = name.partition("@")
+    patterns = list(PATTERNS)
+    return Path(huggingface_hub.snapshot_download(model_id, revision=revision or None, allow_patterns=patterns))
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """Templates in files of their own, which replace those of the configuration."""
+    paths = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        paths[DEFAULT] = folder / "chat_template.jinja"
+    return {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+
+
+def _named(entry: object) -> dict[str, str]:
+    """The templates of a configuration: one, or a list of named ones."""
+    if entry is None or isinstance(entry, str):
+        return {} if entry is None else {DEFAULT: entry}
+    if isinstance(entry, list):
+        entry = {each["name"]: each["template"] for each in entry}
+    if not isinstance(entry, dict) or not all(isinstance(source, str) for source in entry.values()):
+        raise ValueError("chat_template of tokenizer_config.json is neither a text nor a list of named ones")
+    return entry
+
+
+def _special_tokens(folder: Path, config: dict[str, object]) -> dict[str, str]:
+    # Older tokenizers keep them in a file of their own, which newer ones may have left behind.
+    legacy = {} if "added_tokens_decoder" in config else _object(folder / "special_tokens_map.json")
+    found = {name: legacy.get(name, config.get(name)) for name in SPECIAL_TOKENS}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _object(path: Path) -> dict[str, object]:
+    if not path.is_file():
+        return {}
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name} is no JSON object")
+    return found
+
+
+LONG_CHAT, LONG_TEXT = 16, 4_000  # messages, and characters of them; rendering more is felt by other requests
+MAX_SENTENCE_LEN = 300
+SPEAKERS = {"developer": "system"}  # two names of one who sets the rules
+# What a turn may have beside its content, and the lines have no place for.
+TEMPLATE_ONLY = ("name", "tool_calls", "tool_call_id")
+REASONING = ("reasoning_content", "thinking", "reasoning")
+
+Message = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A prompt, and whether it still lacks the special tokens that the tokenizer puts around a text."""
+
+    text: str
+    add_special_tokens: bool
+
+
+class ChatTemplate:
+    """The chat template of a model, or the plain one."""
+
+    def __init__(self, files: TemplateFiles | None = None, model: str = "") -> None:
+        """Compiles the templates; without any it is the plain one. Raises ModelRefused."""
+        files = files or TemplateFiles()
+        self._special_tokens = files.special_tokens
+        try:
+            self._templates = {name: SafeTemplate(source) for name, source in files.templates.items()}
+        except Exception as error:  # the compiler has bugs of its own, and templates come from anywhere
+            raise ModelRefused(f"the chat template of {model} does not compile: {error}", model=model) from error
+        if self._templates and DEFAULT not in self._templates:
+            names = ", ".join(self._templates)
+            raise ModelRefused(f"{model} has chat templates named {names}, but no default one", model=model)
+
+    @classmethod
+    def read(cls, model: str) -> Self:
+        """The template of a local folder, of a model on the hub, or of the one inside a sized model.
+
+        Raises ModelRefused.
+        """
+        return cls(find_templates(model), model)
+
+    @property
+    def is_default(self) -> bool:
+        """Whether the model has no template of its own."""
+        return not self._templates
+
+    @property
+    def renders_tools(self) -> bool:
+        """Whether there is a place for tools in the prompt."""
+        return TOOL_USE in self._templates or (not self.is_default and "tools" in self._templates[DEFAULT].variables)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, object]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        **variables: object,
+    ) -> RenderedPrompt:
+        """The prompt of a conversation, at whose end the assistant speaks unless add_generation_prompt is false.
+
+        Messages are those of the OpenAI protocol with the parts of their text joined; a value of None is an absent one.
+        `variables` are for the template to read, and never a client's own dictionary.
+
+        Raises InvalidRequest with the template's own sentence, or Python's, when it does not take them, and Unsupported
+        about what only a template could show.
+        """
+        if tools is not None and not self.renders_tools:
+            raise Unsupported("tools is not served: the model's chat template has no place for them", field="tools")
+        present = [_aliased({key: value for key, value in each.items() if value is not None}) for each in messages]
+        if self.is_default:
+            return RenderedPrompt(_plain(present, add_generation_prompt), add_special_tokens=True)
+        given: dict[str, object] = {"messages": present, "tools": None if tools is None else list(tools)}
+        fixed = {"documents": None, "add_generation_prompt": add_generation_prompt}
+        return RenderedPrompt(self._run(given | fixed | {**self._special_tokens, **variables}), False)
+
+    async def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, object]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        **variables: object,
+    ) -> RenderedPrompt:
+        """`render`, off the event loop when it may take long."""
+        render = partial(self.render, messages, tools, add_generation_prompt=add_generation_prompt, **variables)
+        text_len = sum(len(content) for each in messages if isinstance(content := each.get("content"), str))
+        is_long = tools or len(messages) > LONG_CHAT or text_len > LONG_TEXT
+        return await asyncio.to_thread(render) if is_long else render()
+
+    def _run(self, variables: dict[str, object]) -> str:
+        messages, tools = variables["messages"], variables["tools"]
+        template = self._templates[DEFAULT]
+        if tools is not None:
+            template = self._templates.get(TOOL_USE, template)
+        try:
+            return template.render(variables)
+        except Exception as error:  # a template can do wrong whatever Python can
+            assert isinstance(messages, list)
+            takes = "takes them, which says" if isinstance(error, TemplateRefusal) else "can render them"
+            limit = f"such that the chat template {takes}: {_sentence(error)}"
+            raise InvalidRequest("messages", f"{len(messages)} messages", limit) from error
+
+
+def _aliased(message: dict[str, object]) -> dict[str, object]:
+    """The message with its reasoning under the names that templates look for, as transformers does."""
+    reasoning = next((message[name] for name in REASONING if name in message), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _plain(messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    lines = []
+    for number, message in enumerate(messages):
+        for name in (name for name in TEMPLATE_ONLY if name in message):
+            field = f"messages.{number}.{name}"
+            raise Unsupported(f"{field} is not served: the model has no chat template that would show it", field=field)
+        role = str(message["role"])
+        lines.append(f"{SPEAKERS.get(role, role).capitalize()}: {message.get('content', '')}".rstrip())
+    return "\n\n".join([*lines, *["Assistant:"] * add_generation_prompt])
+
+
+def _sentence(error: Exception) -> str:
+    """What an error says, on one line of bounded length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= MAX_SENTENCE_LEN else f"{text[: MAX_SENTENCE_LEN - 3]}..."

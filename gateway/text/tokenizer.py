@@ -1,0 +1,137 @@
+"""Text to token ids and back, through the target's own tokenizer.json. Knows no model and no request.
+
+Encoding adds the special tokens that the tokenizer's post-processor asks for, as transformers does. Decoding leaves
+special tokens out and never shows half a character.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+from gateway.text.token_pieces import TokenPiece, TokenPieces
+from outrider.errors import ModelRefused
+from outrider.model_names import unsized
+from outrider.vocabulary import Vocabulary
+
+LONG_TEXT = 2_000  # characters; encoding more takes long enough to be felt by other requests
+LONG_PROMPT = 100  # tokens; the same of spelling
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+MAX_PARTIAL = 3  # a UTF-8 character of four bytes may lack one, and each byte may show as a character of its own
+WINDOW = 12
+
+
+class Tokenizer:
+    """The tokenizer of a model."""
+
+    def __init__(self, model: str) -> None:
+        """Reads tokenizer.json of a local folder, of a model on the hub, or of the one inside a sized model.
+
+        Raises ModelRefused.
+        """
+        source = unsized(model)
+        try:
+            self._tokenizer = _read(source)
+        except Exception as error:  # the library raises bare Exception
+            raise ModelRefused(f"{model} has no tokenizer.json that can be read: {error}", model=model) from error
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._pieces = TokenPieces(self._tokenizer)
+
+    async def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        """Token ids of a text, with the special tokens of a whole prompt; a long one is encoded off the event loop."""
+        if len(text) > LONG_TEXT:
+            return await asyncio.to_thread(self._encode_long, text, special)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def _encode_long(self, text: str, special: bool) -> tuple[int, ...]:
+        # As a batch of one: for a single text the library keeps all other threads from running, the loop's too.
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        return tuple(encoding.ids)
+
+    async def spell(self, token_ids: Sequence[int]) -> list[str]:
+        """The text that each token completes; that of a long list is found off the event loop."""
+        if len(token_ids) <= LONG_PROMPT:
+            return self._spell(token_ids)
+        return await asyncio.to_thread(self._spell, token_ids)
+
+    def _spell(self, token_ids: Sequence[int]) -> list[str]:
+        detokenizer = self.detokenizer()
+        texts = [detokenizer.push(token_id) for token_id in token_ids]
+        return [*texts[:-1], texts[-1] + detokenizer.flush()] if texts else texts
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of all token ids at once, without special tokens."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def piece(self, token_id: int) -> TokenPiece:
+        """A token alone, with its bytes, whatever its neighbours; of any id, one of no token too."""
+        return self._pieces.piece(token_id)
+
+    def vocabulary(self) -> Vocabulary:
+        """Which token carries which id, to compare with that of a model."""
+        return Vocabulary.of(self._tokenizer.get_vocab(with_added_tokens=True).items())
+
+    def detokenizer(self) -> "Detokenizer":
+        """A new detokenizer at the beginning of a text."""
+        return Detokenizer(self)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token has no text of its own, like an end-of-sequence token."""
+        return token_id in self._special_ids
+
+
+def _read(model: str) -> tokenizers.Tokenizer:
+    if Path(model).is_dir():
+        return tokenizers.Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
+    model_id, _, revision = model.partition("@")
+    return tokenizers.Tokenizer.from_pretrained(model_id, revision=revision or "main")
+
+
+class Detokenizer:
+    """Turns tokens into text one by one; all pieces joined are the text of all tokens decoded at once.
+
+    Decoders look at neighbours (bytes of one character, a space that is dropped at the beginning), so a window of
+    recent tokens is decoded anew for each token. Only replacement characters at its end can still change: at most
+    three, which stay back until more tokens or the end settle them. The window is cut where both sides decode alone
+    to what they decode to together, so the cost of a token does not grow with the text. The idea of a window is
+    text-generation-inference's; its rule, hold everything while the end is U+FFFD, would hold garbage for ever. With
+    byte-fallback tokenizers a run of byte tokens that turns invalid behind a whole character shows less broken here.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._emitted_len = 0  # characters of the window's text that are out already
+        self._limit = WINDOW
+
+    def push(self, token_id: int) -> str:
+        """Takes one token; returns the text that it completes, which may be empty."""
+        if self._tokenizer.is_special(token_id):
+            return ""
+        self._window.append(token_id)
+        text = self._tokenizer.decode(self._window)
+        partial_len = min(len(text) - len(text.rstrip(REPLACEMENT)), MAX_PARTIAL)
+        piece = text[self._emitted_len : len(text) - partial_len]
+        self._emitted_len += len(piece)
+        if len(self._window) >= self._limit:
+            self._shrink(text)
+        return piece
+
+    def flush(self) -> str:
+        """Returns what was held back; half a character shows as U+FFFD now, because nothing completes it."""
+        piece = self._tokenizer.decode(self._window)[self._emitted_len :]
+        self._emitted_len += len(piece)
+        return piece
+
+    def _shrink(self, text: str) -> None:
+        """Drops the front of the window at the last place that is a boundary and has all its text out."""
+        for cut in range(len(self._window) - 2, len(self._window) - WINDOW, -1):
+            head, tail = self._tokenizer.decode(self._window[:cut]), self._tokenizer.decode(self._window[cut:])
+            gap = len(text) - len(head) - len(tail)  # 1 where a decoder drops the space before a first word
+            emitted_len = self._emitted_len - (len(text) - len(tail))
+            if emitted_len > 0 and text == head + " " * gap + tail and gap <= 1:
+                self._window, self._emitted_len, self._limit = self._window[cut:], emitted_len, WINDOW
+                return
+        self._limit = 2 * len(self._window)  # without a boundary, try again rarely enough to stay linear

@@ -1,0 +1,1 @@
+"""Paged keys and values, and the prefixes that they are found by."""

@@ -1,0 +1,278 @@
+"""transformers' modelling code as a decoder: with our paged attention, our linear products, and rows padded alike."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from outrider.engine.cache.block_table import KVCache
+from outrider.engine.ops import Ops
+from outrider.engine.plan import RowPlan
+
+# Two AVX-512 vectors of float32: the step of torch's loops; those of AVX2 and NEON divide it.
+STEP = 32
+
+
+def padded(num_rows: int, device: torch.device) -> int:
+    """How many rows to compute for num_rows; more only on the CPU, because elsewhere nothing is promised."""
+    return -(-max(num_rows, 1) // STEP) * STEP if device.type == "cpu" else max(num_rows, 1)
+
+
+def pad_index(column: Tensor, num_rows: int) -> Tensor:
+    """column [R] made as long as num_rows by repeating its last entry, or zeros when it is empty."""
+    missing = num_rows - column.shape[0]
+    if not missing:
+        return column
+    last = column[-1:] if column.shape[0] else column.new_zeros(1)
+    return torch.cat((column, last.expand(missing)))
+
+
+def pad_rows(rows: Tensor, num_rows: int) -> Tensor:
+    """rows [R, N] with zeros behind them, [num_rows, N]."""
+    if rows.shape[0] == num_rows:
+        return rows
+    output = rows.new_zeros(num_rows, rows.shape[1])
+    output[: rows.shape[0]] = rows
+    return output
+
+
+class Products(TorchFunctionMode):
+    """One forward of num_rows rows, computed as num_padded, of which num_wanted go through the head."""
+
+    def __init__(self, ops: Ops, head: Tensor, num_rows: int, num_padded: int, num_wanted: int) -> None:
+        super().__init__()
+        self._ops, self._head = ops, head
+        self._num_rows, self._num_padded, self._num_wanted = num_rows, num_padded, num_wanted
+        self._ours: Mapping[object, Callable[..., object]] = {
+            functional.linear: self._linear,
+            functional.embedding: _embedding,
+        }
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Ours instead of torch's where we have one."""
+        function = self._ours.get(func, func)
+        return function(*args, **(kwargs or {}))
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
+        rows = input.reshape(-1, input.shape[-1]).float()
+        bias = None if bias is None else bias.float()
+        if weight is self._head:
+            output = self._of_head(rows[: self._num_wanted], weight, bias, rows.shape[0])
+        elif rows.shape[0] == self._num_padded:
+            output = pad_rows(self._product(rows[: self._num_rows], weight, bias), self._num_padded)
+        else:
+            output = self._product(rows, weight, bias)
+        return output.view(*input.shape[:-1], weight.shape[0])
+
+    def _of_head(self, rows: Tensor, weight: Tensor, bias: Tensor | None, num_padded: int) -> Tensor:
+        if rows.shape[0] == num_padded:
+            return self._product(rows, weight, bias)
+        # Zeros would be written for nobody, and a row of a large vocabulary is a megabyte.
+        output = rows.new_empty(num_padded, weight.shape[0])
+        output[: rows.shape[0]] = self._product(rows, weight, bias)
+        return output
+
+    def _product(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not rows.shape[0]:
+            return rows.new_empty(0, weight.shape[0])
+        return self._ops.linear(rows.contiguous(), weight.detach(), bias)
+
+
+def _embedding(*args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401 - torch's own, whatever they are
+    return functional.embedding(*args, **kwargs).float()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch computes with the calling thread alone, so that it cuts no tensor into parts of its own choice."""
+    num_threads = torch.get_num_threads()
+    if num_threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+# The implementation's name in transformers, and the keyword that carries the attender.
+NAME = "outrider"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What one layer asks for; queries are [1, H, R, D], keys and values [1, G, R, D], rotated already."""
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    scale: float
+    window: int | None
+    others: Mapping[str, object]
+    """Keywords that nothing here looks at."""
+
+
+class Attender(Protocol):
+    """Whoever answers the layers of one forward."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Returns [1, R, H, D]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """The cache in one forward of R rows, to which a model may have added some for nobody."""
+
+    plan: RowPlan
+    cache: KVCache
+    ops: Ops
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Stores the rows' keys and values, and lets each row look at its own list, or the end of it in the window."""
+        num_rows, num_padded = self.plan.num_rows, call.query.shape[2]
+        keys, values = self.cache.keys[layer_of(call)], self.cache.values[layer_of(call)]
+        for stored, heads in ((keys, call.key), (values, call.value)):
+            stored.index_copy_(0, self.plan.slots, _rows(heads, num_rows).to(stored.dtype))
+        query = _rows(call.query, num_rows).float().contiguous()
+        output = self.ops.attention(query, self.plan.windowed(call.window), keys, values, call.scale)
+        return pad_rows(output, num_padded).view(1, num_padded, *query.shape[1:])
+
+
+def layer_of(call: AttentionCall) -> int:
+    """Number of the layer that calls."""
+    layer = call.module.layer_idx
+    if not isinstance(layer, int):
+        raise TypeError(f"its attention layers have the number {layer!r}")
+    return layer
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    outrider: Attender | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """As transformers calls it; a scaling of None means one over the root of the heads' size."""
+    if outrider is None:
+        raise TypeError("it does not hand keywords down to its attention")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    call = AttentionCall(module, query, key, value, attention_mask, scale, sliding_window, others)
+    return outrider.attend(call), None
+
+
+def _rows(heads: Tensor, num_rows: int) -> Tensor:
+    return heads[0, :, :num_rows].transpose(0, 1)
+
+
+# The registry is transformers' own and for the whole process; there is no other way to give it a function.
+AttentionInterface.register(NAME, _attend)
+
+
+class Company:
+    """How many rows of the running forward are somebody's; one object for the experts of one model."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+
+
+def introduce(model: nn.Module, company: Company) -> None:
+    """Gives the experts of a model what they look at, because transformers hands them nothing but rows."""
+    for module in model.modules():
+        if hasattr(type(module), "_apply_gate"):
+            setattr(module, "company", company)  # noqa: B010 - declared nowhere in torch
+
+
+def _experts(module: nn.Module, rows: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """rows [R, hidden], for each of which some experts and their weights are chosen, [R, k]; returns [R, hidden]."""
+    if rows.device.type == "meta":
+        # Which experts are chosen is not known there, and the result has this shape whatever they are.
+        return torch.empty_like(rows)
+    company = module.company
+    assert isinstance(company, Company)
+    count = company.num_rows
+    # What `use_experts_implementation` wrapped: the loop over experts that every class of them brings along.
+    one_by_one: Any = type(module).forward
+    output: Tensor = one_by_one.__wrapped__(module, rows[:count], top_k_index[:count], top_k_weights[:count])
+    return pad_rows(output, rows.shape[0])
+
+
+ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
+
+
+@dataclass(frozen=True, slots=True)
+class FallbackConfig:
+    """Sizes and limits; see outrider.engine.models.decoder.DecoderFacts."""
+
+    vocab_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    context_len: int
+    eos_token_ids: frozenset[int]
+
+
+class FallbackDecoder:
+    """transformers' modelling code with our attention, cache and products; belongs to the device thread."""
+
+    def __init__(self, config: FallbackConfig, model: PreTrainedModel, ops: Ops) -> None:
+        """Takes a model whose weights are those that ops read (outrider.engine.hf_models.checkpoint)."""
+        self.config = config
+        self.ops = ops
+        self._model = model
+        self._head: Tensor = model.get_output_embeddings().weight
+        self._company = Company()
+        introduce(model, self._company)
+
+    @property
+    def embedding(self) -> Tensor:
+        """The embedding matrix."""
+        weight: Tensor = self._model.get_input_embeddings().weight
+        return weight
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The model's tensors, a tied matrix once."""
+        return list(self._model.parameters())
+
+    def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
+        """Computes the rows of the plan, stores their keys and values, returns logits [len(wanted), V] float32."""
+        num_rows, num_wanted = plan.num_rows, wanted.shape[0]
+        num_padded = padded(num_rows, plan.token_ids.device)
+        self._company.num_rows = num_rows
+        with Products(self.ops, self._head, num_rows, num_padded, num_wanted), one_thread():
+            output = self._model(
+                input_ids=pad_index(plan.token_ids, num_padded)[None],
+                position_ids=pad_index(plan.positions, num_padded)[None],
+                use_cache=False,
+                logits_to_keep=self._padded(wanted),
+                outrider=Pages(plan, cache, self.ops),
+            )
+        logits: Tensor = output.logits[0, :num_wanted].float()
+        return logits
+
+    def _padded(self, wanted: Tensor) -> Tensor:
+        """More rows of logits where the width of one leaves something over behind whole vectors."""
+        whole = wanted.shape[0] and self.config.vocab_size % STEP == 0
+        return wanted if whole else pad_index(wanted, padded(wanted.shape[0], wanted.device))

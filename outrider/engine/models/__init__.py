@@ -1,0 +1,1 @@
+"""Models from their files to a decoder in memory."""

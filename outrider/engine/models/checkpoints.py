@@ -1,0 +1,132 @@
+"""From a model's name to a decoder in memory: a folder, a hub id, or a sized model. Knows no runner and no session."""
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, Self
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+from outrider.engine.models.config import FAMILIES, JsonKeys, ModelConfig, read_architecture, read_json
+from outrider.engine.models.decoder import Decoder, DecoderFacts
+from outrider.engine.models.sized import sized_hash, widen, widened
+from outrider.engine.models.transformer import Transformer
+from outrider.engine.models.weights import expected_shapes, load_tensors, model_hash, resolve
+from outrider.engine.ops import Ops
+from outrider.model_names import Shape, parse, unsized
+
+FALLBACK = "outrider.engine.hf_models.checkpoint"
+
+
+class Checkpoint(Protocol):
+    """A model that can be loaded."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in logs and facts."""
+
+    @property
+    def folder(self) -> Path:
+        """Where its tokenizer lies."""
+
+    @property
+    def config(self) -> DecoderFacts:
+        """Its sizes and limits."""
+
+    @property
+    def modelling(self) -> str:
+        """Whose code computes it, as it stands in the numerics id; empty for our own."""
+
+    def build(self, device: torch.device, dtype: torch.dtype, ops: Ops) -> Decoder:
+        """The model on a device, matrices in dtype and vectors in float32. Raises ModelRefused."""
+
+    def digest(self) -> str:
+        """Hexadecimal digest that equal models share."""
+
+
+@dataclass(frozen=True, slots=True)
+class FolderCheckpoint:
+    """Files on this machine, of a family that our own transformer knows."""
+
+    name: str
+    folder: Path
+    config: ModelConfig
+    modelling: str = ""
+
+    def load(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """All tensors; reads the files. Raises ModelRefused."""
+        return load_tensors(self.folder, self.config, device, dtype)
+
+    def build(self, device: torch.device, dtype: torch.dtype, ops: Ops) -> Decoder:
+        """Our transformer with these tensors."""
+        return Transformer(self.config, self.load(device, dtype), ops)
+
+    def digest(self) -> str:
+        """Of configuration and samples of the weights."""
+        return model_hash(self.folder)
+
+
+@dataclass(frozen=True, slots=True)
+class SizedCheckpoint:
+    """A small model inside a larger shape, made in memory."""
+
+    name: str
+    folder: Path
+    """The small model."""
+    shape: Shape
+    seed: int
+    config: ModelConfig
+    modelling: str = ""
+
+    @classmethod
+    def of(cls, name: str, folder: Path, shape: Shape, seed: int) -> Self:
+        """Raises ModelRefused when the small model does not fit into the shape."""
+        return cls(name, folder, shape, seed, widened(ModelConfig.read(folder), shape))
+
+    def tensors(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Name and tensor of one after the other; a bar on stderr shows progress when it is a terminal."""
+        small = ModelConfig.read(self.folder)
+        source = load_tensors(self.folder, small, torch.device("cpu"), torch.float32)
+        console = Console(stderr=True)
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+            made = widen(source, small, self.config, self.seed, device, dtype)
+            yield from progress.track(made, len(expected_shapes(self.config)), description=f"Making {self.name}")
+
+    def load(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Makes all tensors."""
+        return dict(self.tensors(device, dtype))
+
+    def build(self, device: torch.device, dtype: torch.dtype, ops: Ops) -> Decoder:
+        """Our transformer with these tensors."""
+        return Transformer(self.config, self.load(device, dtype), ops)
+
+    def digest(self) -> str:
+        """Of the small model, the shape and the seed."""
+        return sized_hash(model_hash(self.folder), self.shape, self.seed)
+
+
+def find_checkpoint(model: str) -> Checkpoint:
+    """The model that a name means, with its shape read and nothing loaded. Raises ModelRefused."""
+    sized = parse(model)
+    if sized is not None:
+        return SizedCheckpoint.of(sized.name, Path(unsized(model)), sized.shape, sized.seed)
+    folder = resolve(model)
+    name = folder.resolve().name if Path(model).expanduser().is_dir() else model.rsplit("/", 1)[-1]
+    keys = JsonKeys(folder / "config.json", read_json(folder / "config.json"))
+    if read_architecture(keys) in FAMILIES:
+        return FolderCheckpoint(name, folder, ModelConfig.read(folder))
+    return _foreign(name, folder)
+
+
+def _foreign(name: str, folder: Path) -> Checkpoint:
+    """A model that transformers computes.
+
+    Imported by name, here and nowhere else: transformers takes seconds and hundreds of megabytes, which a service with
+    a model of our own families should not pay, and an import at the top would make everybody pay.
+    """
+    find: Callable[[str, Path], Checkpoint] = importlib.import_module(FALLBACK).find
+    return find(name, folder)

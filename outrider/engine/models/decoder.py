@@ -1,0 +1,64 @@
+"""What the runner asks of a model, be it our own transformer or transformers' code. Computes nothing."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from outrider.engine.cache.block_table import KVCache
+from outrider.engine.ops import Ops
+from outrider.engine.plan import RowPlan
+
+
+class DecoderFacts(Protocol):
+    """Sizes and limits of a model."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding and width of the logits; may exceed the tokenizer's vocabulary by padding."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that store keys and values."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key-value heads of every layer."""
+
+    @property
+    def head_dim(self) -> int:
+        """Size of a head's keys and of its values."""
+
+    @property
+    def context_len(self) -> int:
+        """Longest sequence in tokens."""
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a sequence, as the model's files say; may be empty."""
+
+
+class Decoder(Protocol):
+    """A model on one device, that computes the rows of a plan."""
+
+    @property
+    def config(self) -> DecoderFacts:
+        """Its sizes and limits."""
+
+    @property
+    def ops(self) -> Ops:
+        """The operations of its device."""
+
+    @property
+    def embedding(self) -> Tensor:
+        """The embedding matrix; device and type of the weights are its own."""
+
+    @property
+    def weights(self) -> Sequence[Tensor]:
+        """Its tensors, a tied matrix once."""
+
+    def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
+        """Computes the rows of the plan, stores their keys and values, returns logits [len(wanted), V] float32.
+
+        wanted [W] int64 names the rows whose logits are asked for.
+        """

@@ -1,0 +1,145 @@
+"""A transformer's forward as one call of the compiled kernels. Not another model: the bits are those of its forward.
+
+Between two operations nothing of Python happens, and the interpreter's lock is free from the first to the last. The
+structures hold addresses, so this object keeps the model and the cache whose tensors they point into.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from outrider.engine.cache.block_table import KVCache
+from outrider.engine.models.config import ModelConfig
+from outrider.engine.models.transformer import Layer, Linear, Transformer
+from outrider.engine.ops.library import DecoderFields, LayerFields, MatrixFields, PlanFields
+from outrider.engine.ops.native import MAX_HEAD_DIM, NativeOps, expect
+from outrider.engine.plan import RowPlan
+
+
+class FusedTransformer:
+    """Computes what its Transformer would; belongs to one thread, because the activations are kept between calls."""
+
+    def __init__(self, model: Transformer, ops: NativeOps) -> None:
+        """Raises ValueError for tensors that the kernels would misread."""
+        self.config: ModelConfig = model.config
+        self.embedding, self.head = model.embedding, model.head
+        self.ops = ops
+        self._model = model
+        self._windows = sorted({window for window in model.config.windows if window is not None})
+        # The plan of whole lists comes first: every forward needs it, if only for its rows.
+        places = {window: place for place, window in enumerate([None, *self._windows])}
+        plans = (places[window] for window in model.config.windows)
+        layers = (_layer(*each, model.config) for each in zip(model.layers, plans, strict=True))
+        self._layers = (LayerFields * len(model.layers))(*layers)
+        self._plans_type = PlanFields * len(places)
+        self._decoder = _decoder(model, ctypes.addressof(self._layers))
+        self._cache: KVCache | None = None
+        self._scratch = torch.empty(0)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Those of the model."""
+        return self._model.weights
+
+    def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
+        """Computes the rows of the plan, stores their keys and values, returns logits [len(wanted), V] float32."""
+        if cache is not self._cache:
+            self._bind(cache)
+        decoder, functions = ctypes.addressof(self._decoder), self.ops.functions
+        num_floats = functions.outrider_forward_floats(decoder, plan.num_rows)
+        if num_floats > self._scratch.shape[0]:
+            self._scratch = torch.empty(num_floats)
+        logits = torch.empty(wanted.shape[0], self.config.vocab_size)
+        # Kept until the call is over: the fields hold addresses.
+        plans = [plan, *(plan.windowed(window) for window in self._windows)]
+        fields = self._plans_type(*[_plan(each, wanted) for each in plans])
+        places = ctypes.addressof(fields), self._keys, self._values, self._scratch.data_ptr(), logits.data_ptr()
+        functions.outrider_forward(self.ops.pool, decoder, *places)
+        return logits
+
+    def _bind(self, cache: KVCache) -> None:
+        shape = (cache.keys[0].shape[0], self.config.num_kv_heads, self.config.head_dim)
+        for name, tensors in (("keys", cache.keys), ("values", cache.values)):
+            for tensor in tensors:
+                expect(name, tensor, torch.float32, shape)
+        self._keys = (ctypes.c_void_p * len(cache.keys))(*(tensor.data_ptr() for tensor in cache.keys))
+        self._values = (ctypes.c_void_p * len(cache.values))(*(tensor.data_ptr() for tensor in cache.values))
+        self._cache = cache
+
+
+def _plan(plan: RowPlan, wanted: Tensor) -> PlanFields:
+    num_rows, num_wanted = plan.num_rows, wanted.shape[0]
+    for name in ("token_ids", "positions", "slots", "key_starts"):
+        expect(name, getattr(plan, name), torch.int64, (num_rows,))
+    expect("key_counts", plan.key_counts, torch.int32, (num_rows,))
+    expect("key_slots", plan.key_slots, torch.int32, (plan.key_slots.shape[0],))
+    expect("wanted", wanted, torch.int64, (min(num_wanted, num_rows),))
+    return PlanFields(
+        plan.token_ids.data_ptr(),
+        plan.positions.data_ptr(),
+        plan.slots.data_ptr(),
+        plan.key_slots.data_ptr(),
+        plan.key_starts.data_ptr(),
+        plan.key_counts.data_ptr(),
+        wanted.data_ptr(),
+        num_rows,
+        plan.max_key_count,
+        num_wanted,
+    )
+
+
+def _decoder(model: Transformer, layers: int) -> DecoderFields:
+    config = model.config
+    tables = (config.context_len, config.head_dim // 2)
+    shape = (config.vocab_size, config.hidden_size)
+    if config.head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"heads of {config.head_dim} do not fit the kernels")
+    return DecoderFields(
+        _matrix("embedding", Linear(model.embedding, None), shape),
+        _matrix("head", Linear(model.head, None), shape),
+        _vector("norm", model.norm, (config.hidden_size,)),
+        _vector("cos", model.cos, tables),
+        _vector("sin", model.sin, tables),
+        layers,
+        config.num_layers,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        config.norm_epsilon,
+        model.scale,
+    )
+
+
+def _layer(layer: Layer, plan: int, config: ModelConfig) -> LayerFields:
+    hidden, mlp, query = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
+    return LayerFields(
+        _vector("input_norm", layer.input_norm, (hidden,)),
+        _vector("query_norm", layer.query_norm, (config.head_dim,)),
+        _vector("key_norm", layer.key_norm, (config.head_dim,)),
+        _vector("post_norm", layer.post_norm, (hidden,)),
+        _matrix("qkv", layer.qkv, (query + 2 * config.num_kv_heads * config.head_dim, hidden)),
+        _matrix("output", layer.output, (hidden, query)),
+        _matrix("gate_up", layer.gate_up, (2 * mlp, hidden)),
+        _matrix("down", layer.down, (hidden, mlp)),
+        plan,
+    )
+
+
+def _matrix(name: str, linear: Linear, shape: tuple[int, int]) -> MatrixFields:
+    is_bf16 = linear.weight.dtype is torch.bfloat16
+    expect(name, linear.weight, torch.bfloat16 if is_bf16 else torch.float32, shape)
+    bias = _vector(f"bias of {name}", linear.bias, shape[:1])
+    return MatrixFields(linear.weight.data_ptr(), bias, shape[1], shape[0], is_bf16)
+
+
+def _vector(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> int | None:
+    if tensor is None:
+        return None
+    expect(name, tensor, torch.float32, shape)
+    return tensor.data_ptr()
+
+
+def fused(model: Transformer) -> Transformer | FusedTransformer:
+    """The model itself, or its forward in one call where its operations are compiled."""
+    return FusedTransformer(model, model.ops) if isinstance(model.ops, NativeOps) else model

@@ -1,0 +1,132 @@
+"""The transformer: one readable decoder for Llama, Qwen 2, Qwen 3 and Mistral. Knows no sessions, sampling or files.
+
+A forward computes the rows of a plan, which may belong to many sequences, prompts and trees alike. Activations are
+float32 rows; all arithmetic that sums is in `ops`, and what is left here is elementwise, so a row's bits depend on
+nothing but the row where the operations are row-invariant. Tensor names are those of the checkpoint.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from outrider.engine.cache.block_table import KVCache
+from outrider.engine.models.config import ModelConfig
+from outrider.engine.models.rope import rotary_tables
+from outrider.engine.ops import Ops
+from outrider.engine.plan import RowPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """Weight [N, K] and bias [N] float32 or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def take(cls, ops: Ops, tensors: dict[str, Tensor], prefix: str, *names: str) -> Self:
+        """Takes the named layers out of `tensors` and stacks them into one, so that one product serves them all."""
+        weights = [tensors.pop(f"{prefix}{name}.weight") for name in names]
+        biases = [tensors.pop(f"{prefix}{name}.bias") for name in names if f"{prefix}{name}.bias" in tensors]
+        return cls(ops.stack(weights), torch.cat(biases) if biases else None)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Its tensors."""
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The tensors of one layer; query_norm and key_norm are Qwen 3's, [D]."""
+
+    input_norm: Tensor
+    qkv: Linear
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    output: Linear
+    post_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+    @classmethod
+    def take(cls, ops: Ops, tensors: dict[str, Tensor], prefix: str) -> Self:
+        """Takes one layer's tensors out of `tensors`, so that their separate copies are freed as they are fused."""
+        return cls(
+            input_norm=tensors.pop(f"{prefix}input_layernorm.weight"),
+            qkv=Linear.take(ops, tensors, f"{prefix}self_attn.", "q_proj", "k_proj", "v_proj"),
+            query_norm=tensors.pop(f"{prefix}self_attn.q_norm.weight", None),
+            key_norm=tensors.pop(f"{prefix}self_attn.k_norm.weight", None),
+            output=Linear.take(ops, tensors, f"{prefix}self_attn.", "o_proj"),
+            post_norm=tensors.pop(f"{prefix}post_attention_layernorm.weight"),
+            gate_up=Linear.take(ops, tensors, f"{prefix}mlp.", "gate_proj", "up_proj"),
+            down=Linear.take(ops, tensors, f"{prefix}mlp.", "down_proj"),
+        )
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Its tensors."""
+        norms = (self.input_norm, self.query_norm, self.key_norm, self.post_norm)
+        linears = (self.qkv, self.output, self.gate_up, self.down)
+        return [norm for norm in norms if norm is not None] + [tensor for each in linears for tensor in each.weights]
+
+
+class Transformer:
+    """A decoder-only transformer on one device."""
+
+    def __init__(self, config: ModelConfig, tensors: dict[str, Tensor], ops: Ops) -> None:
+        """Takes the checkpoint's tensors (outrider.engine.models.weights.load_tensors) and empties the dictionary."""
+        self.config = config
+        self.ops = ops
+        embedding = tensors.pop("model.embed_tokens.weight")
+        self.norm = tensors.pop("model.norm.weight")
+        # Taken in the order in which a forward reads them, the product with the vocabulary last.
+        self.layers = [Layer.take(ops, tensors, f"model.layers.{index}.") for index in range(config.num_layers)]
+        head = tensors.pop("lm_head.weight", None)
+        self.head = ops.stack([embedding if head is None else head])
+        self.embedding = self.head if head is None else embedding
+        self.cos, self.sin = rotary_tables(config.rope, config.head_dim, config.context_len, self.embedding.device)
+        self.scale = config.head_dim**-0.5
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Its tensors, a tied matrix once; the rotary tables are none."""
+        outer = [self.embedding, self.norm] + ([] if self.head is self.embedding else [self.head])
+        return outer + [tensor for layer in self.layers for tensor in layer.weights]
+
+    def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
+        """Computes the rows of the plan, stores their keys and values, returns logits [len(wanted), V] float32.
+
+        wanted [W] int64 names the rows whose logits are asked for; the product with the vocabulary is the dearest of
+        all, and most rows of a prompt do not need it.
+        """
+        ops, epsilon = self.ops, self.config.norm_epsilon
+        x = self.embedding.index_select(0, plan.token_ids).float()  # [R, hidden]
+        views = {window: plan.windowed(window) for window in set(self.config.windows)}
+        for layer, window, keys, values in zip(self.layers, self.config.windows, cache.keys, cache.values, strict=True):
+            x = x + self._attend(layer, ops.rms_norm(x, layer.input_norm, epsilon), views[window], keys, values)
+            gate_up = self._linear(layer.gate_up, ops.rms_norm(x, layer.post_norm, epsilon))  # [R, 2M]
+            x = x + self._linear(layer.down, ops.silu_multiply(gate_up))
+        if not wanted.shape[0]:
+            return x.new_empty(0, self.config.vocab_size)
+        x = ops.rms_norm(x.index_select(0, wanted), self.norm, epsilon)
+        return ops.linear(x, self.head, None)
+
+    def _attend(self, layer: Layer, x: Tensor, plan: RowPlan, keys: Tensor, values: Tensor) -> Tensor:
+        num_heads, num_groups = self.config.num_heads, self.config.num_kv_heads
+        heads = self._linear(layer.qkv, x).view(x.shape[0], -1, self.config.head_dim)  # [R, H + 2G, D]
+        query, key, value = heads.split_with_sizes((num_heads, num_groups, num_groups), 1)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query, key = self._norm_heads(query, layer.query_norm), self._norm_heads(key, layer.key_norm)
+        query = self.ops.rotate_and_store(query, key, value, plan, self.cos, self.sin, keys, values)
+        return self._linear(layer.output, self.ops.attention(query, plan, keys, values, self.scale))
+
+    def _norm_heads(self, heads: Tensor, weight: Tensor) -> Tensor:
+        # A single group is a view whose rows lie apart, and operations want them together.
+        rows = heads.reshape(-1, self.config.head_dim).contiguous()
+        return self.ops.rms_norm(rows, weight, self.config.norm_epsilon).view(heads.shape)
+
+    def _linear(self, linear: Linear, x: Tensor) -> Tensor:
+        return self.ops.linear(x, linear.weight, linear.bias)

@@ -1,0 +1,268 @@
+"""From the name of a model to its tensors: a folder or the snapshot of a hub id, read as safetensors only.
+
+Pickled weights can run code, and stay closed. What was downloaded once is used without network. Everything that can be
+wrong is found in the files' headers, before anything large is allocated, and is one sentence that says what to do.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from rich.console import Console
+from rich.progress import Progress
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from outrider.engine.models.config import JsonKeys, ModelConfig, read_json
+from outrider.errors import ModelRefused
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+FILE_DTYPES = ("BF16", "F16", "F32")
+HASH_SAMPLES, HASH_SAMPLE_BYTES = 64, 4096
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model, one or as many as its index names, in name order; raises ModelRefused."""
+    index = folder / "model.safetensors.index.json"
+    # As in transformers the single file goes first where a folder has both; the fallback must not read another one.
+    if index.exists() and not (folder / "model.safetensors").is_file():
+        keys = JsonKeys(index, read_json(index))
+        weight_map = keys.values.get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise keys.refuse("weight_map", "must map tensor names to files")
+        names = sorted({str(name) for name in weight_map.values()})
+        # A name with a path could point anywhere on the machine.
+        stray = next((name for name in names if Path(name).name != name or not name.endswith(".safetensors")), None)
+        if stray is not None:
+            raise keys.refuse("weight_map", f"names {stray!r}, which is not a safetensors file of this folder")
+    else:
+        names = ["model.safetensors"]
+    missing = next((name for name in names if not (folder / name).is_file()), None)
+    if missing is not None:
+        pickled = any(path.suffix in (".bin", ".pt", ".pth") for path in folder.iterdir())
+        reason = ", and pickled weights are not loaded because they can run code" if pickled else ""
+        raise ModelRefused(f"{folder} has no {missing}{reason}", file=folder / missing)
+    return [folder / name for name in names]
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Checkpoint names of all tensors that the model needs, with their shapes."""
+    hidden, query_size = config.hidden_size, config.num_heads * config.head_dim
+    kv_size = config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.tied_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    linears = [
+        ("self_attn.q_proj", query_size, hidden, config.qkv_bias),
+        ("self_attn.k_proj", kv_size, hidden, config.qkv_bias),
+        ("self_attn.v_proj", kv_size, hidden, config.qkv_bias),
+        ("self_attn.o_proj", hidden, query_size, config.output_bias),
+        ("mlp.gate_proj", config.intermediate_size, hidden, config.mlp_bias),
+        ("mlp.up_proj", config.intermediate_size, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, config.intermediate_size, config.mlp_bias),
+    ]
+    norms = [("input_layernorm", hidden), ("post_attention_layernorm", hidden)]
+    if config.qk_norm:
+        norms += [("self_attn.q_norm", config.head_dim), ("self_attn.k_norm", config.head_dim)]
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}"
+        for name, outputs, inputs, has_bias in linears:
+            shapes[f"{prefix}.{name}.weight"] = (outputs, inputs)
+            if has_bias:
+                shapes[f"{prefix}.{name}.bias"] = (outputs,)
+        shapes |= {f"{prefix}.{name}.weight": (size,) for name, size in norms}
+    return shapes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor as a file's header describes it."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def refuse(self, fault: str) -> ModelRefused:
+        """The error about this tensor, to be raised."""
+        return ModelRefused(f"{self.file}: {self.name} {fault}", file=self.file, tensor=self.name)
+
+
+def stored_tensors(folder: Path) -> list[StoredTensor]:
+    """What the headers of a model's files say, without the rotary frequencies of old files, which are computed anew.
+
+    Raises ModelRefused for files that are truncated or otherwise unsound.
+    """
+    stored: dict[str, StoredTensor] = {}
+    for file in weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as tensor_file:
+                for name in tensor_file.keys():  # noqa: SIM118 - not a mapping
+                    part = tensor_file.get_slice(name)
+                    found = StoredTensor(file, name, tuple(part.get_shape()), part.get_dtype())
+                    if name in stored:
+                        raise found.refuse(f"is in {stored[name].file.name} too")
+                    stored[name] = found
+        except (SafetensorError, OSError) as error:
+            raise ModelRefused(f"{file} is not a sound safetensors file: {error}", file=file) from None
+    return [tensor for name, tensor in stored.items() if not name.endswith("rotary_emb.inv_freq")]
+
+
+def check_tensors(folder: Path, stored: Mapping[str, StoredTensor], expected: Shapes, optional: Shapes) -> None:
+    """Raises ModelRefused unless the files hold all expected tensors, and besides them only optional ones.
+
+    stored has the names of expected, which need not be those in the files.
+    """
+    for name, tensor in stored.items():
+        wanted = expected.get(name, optional.get(name))
+        if wanted is None:
+            message = f"{tensor.file} holds the tensor {tensor.name}, which config.json does not ask for"
+            raise ModelRefused(message, file=tensor.file, tensor=tensor.name)
+        if tensor.shape != wanted:
+            raise tensor.refuse(f"has the shape {list(tensor.shape)}, but config.json asks for {list(wanted)}")
+        if tensor.dtype not in FILE_DTYPES:
+            raise tensor.refuse(f"has the type {tensor.dtype}, but must have one of {', '.join(FILE_DTYPES)}")
+    missing = sorted(expected.keys() - stored.keys())
+    if missing:
+        more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
+        raise ModelRefused(f"{folder} lacks the tensor {missing[0]}{more}", folder=folder, tensor=missing[0])
+
+
+def load_tensors(folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """All tensors of the model on the device: matrices in dtype, vectors (norms, biases) in float32.
+
+    A bar on stderr shows progress when it is a terminal. Raises ModelRefused for missing, unexpected, misshapen or
+    quantized tensors, before any is read. "lm_head.weight" of a tied model may be absent, and is used if it is there.
+    """
+    stored = {tensor.name: tensor for tensor in stored_tensors(folder)}
+    shapes = expected_shapes(config)
+    check_tensors(folder, stored, shapes, {"lm_head.weight": shapes["model.embed_tokens.weight"]})
+    console = Console(stderr=True)
+    tensors: dict[str, Tensor] = {}
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        files = sorted({tensor.file for tensor in stored.values()})
+        for file in progress.track(files, description=f"Loading {folder.name}"):
+            with safe_open(file, framework="pt") as tensor_file:
+                for name in sorted(name for name, tensor in stored.items() if tensor.file == file):
+                    tensor = tensor_file.get_tensor(name)
+                    # Always a copy: the file's memory is mapped, unaligned, and changes if someone overwrites it.
+                    kept = dtype if tensor.ndim > 1 else torch.float32
+                    tensors[name] = tensor.to(device=device, dtype=kept, copy=True)
+    return tensors
+
+
+def model_hash(folder: Path) -> str:
+    """Thirty-two hexadecimal digits that name a model: SHA-256 over config.json and samples of the weight files.
+
+    config.json enters with sorted keys, so that only its meaning counts. Of each file enter the name, the size, the
+    header (tensor names, types, shapes) and 64 evenly spaced samples of 4 KiB: fast for any size, and enough to tell
+    apart models that anyone trained; it is no protection against someone who forges a model.
+    """
+    digest = hashlib.sha256(json.dumps(read_json(folder / "config.json"), sort_keys=True).encode())
+    for file in weight_files(folder):
+        size = file.stat().st_size
+        digest.update(f"\0{file.name}\0{size}\0".encode())
+        with file.open("rb") as stream:
+            header_size = min(int.from_bytes(stream.read(8), "little"), size)
+            digest.update(stream.read(header_size))
+            last = max(size - HASH_SAMPLE_BYTES, 0)
+            for sample in range(HASH_SAMPLES):
+                stream.seek(last * sample // (HASH_SAMPLES - 1))
+                digest.update(stream.read(HASH_SAMPLE_BYTES))
+    return digest.hexdigest()[:32]
+
+
+PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+# Mistral's own format repeats the weights under other names.
+IGNORED = ["consolidated*", "*/*"]
+
+
+def resolve(name_or_path: str) -> Path:
+    """The local folder of a model: the folder itself, or the snapshot of a hub id, downloaded when it is not cached.
+
+    A hub id is `org/name` or `org/name@revision`. Raises ModelRefused when there is none of these, or when it has no
+    safetensors weights.
+    """
+    folder = Path(name_or_path).expanduser()
+    # Path's own questions raise where a name is too long for the file system.
+    if not os.path.isdir(folder):
+        if folder.is_absolute() or name_or_path.startswith((".", "~")) or os.path.exists(folder):
+            raise ModelRefused(f"{name_or_path} is not a folder", model=name_or_path)
+        folder = _cached(name_or_path) or _downloaded(name_or_path)
+    weight_files(folder)
+    return folder
+
+
+def _cached(name: str) -> Path | None:
+    try:
+        folder = _snapshot(name, local_files_only=True)
+        # A download that broke off leaves a folder too.
+        weight_files(folder)
+    except (LocalEntryNotFoundError, ModelRefused):
+        return None
+    except HFValidationError:
+        raise ModelRefused(f"{name} is neither a folder nor the id of a model on the hub", model=name) from None
+    return folder
+
+
+def _downloaded(name: str) -> Path:
+    try:
+        return _snapshot(name, local_files_only=False)
+    except GatedRepoError as error:
+        advice = "accept its conditions on its page and set HF_TOKEN to a token of that account"
+        raise ModelRefused(f"{name} is a gated model of the hub: {advice}", model=name) from error
+    except RepositoryNotFoundError as error:
+        advice = "check the id, or set HF_TOKEN if the model is private"
+        raise ModelRefused(f"{name} is neither a folder here nor a model of the hub: {advice}", model=name) from error
+    except RevisionNotFoundError as error:
+        raise ModelRefused(f"{name} names a revision that the hub does not have", model=name) from error
+    except LocalEntryNotFoundError as error:
+        raise _unreachable(name, isinstance(error.__cause__, OfflineModeIsEnabled)) from error
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(". ")
+        message = f"{name} is not a folder here, and downloading it as a hub id failed: {reason}"
+        raise ModelRefused(message, model=name) from error
+
+
+def _unreachable(name: str, is_offline: bool) -> ModelRefused:
+    reason = "HF_HUB_OFFLINE forbids to download it" if is_offline else "the hub cannot be reached"
+    model_id, revision = _parts(name)
+    command = f"hf download {model_id}" + (f" --revision {revision}" if revision else "")
+    advice = f"run `{command}` on a machine with network and copy its cache here, or set HF_HOME to where the cache is"
+    message = f"{name} is neither a folder here nor downloaded, and {reason}: {advice}"
+    return ModelRefused(message, model=name)
+
+
+def _snapshot(name: str, local_files_only: bool) -> Path:
+    model_id, revision = _parts(name)
+    return Path(
+        snapshot_download(
+            model_id,
+            revision=revision,
+            allow_patterns=PATTERNS,
+            ignore_patterns=IGNORED,
+            local_files_only=local_files_only,
+        )
+    )
+
+
+def _parts(name: str) -> tuple[str, str | None]:
+    model_id, _, revision = name.partition("@")
+    return model_id, revision or None

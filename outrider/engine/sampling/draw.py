@@ -1,0 +1,206 @@
+"""One forward over many sessions, and a token drawn behind every row of its logits, as plain decoding draws it.
+
+Serves the draft's guesses and the target's own tokens. A session that cannot be served fails alone, and a tree's row
+that cannot be drawn fails nobody: it may be one that plain decoding would never have computed.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.engine.batching import Feed
+from outrider.engine.noise import Purpose, first_uniforms, noise_key
+from outrider.engine.ops.temperature import collapse, heat
+from outrider.engine.runner import ModelRunner
+from outrider.engine.sampling.transforms import RowContext, divisor, is_plain, transform
+from outrider.engine.session import Session
+from outrider.errors import OutriderError
+from outrider.parameters import SessionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What one session wants of a forward: its feed, and the parameters to draw with."""
+
+    feed: Feed
+    spec: SessionSpec
+
+
+# Stands for the draw of a tree's row that has none; no vocabulary has it.
+UNDRAWN = -1
+
+# Drawn tokens of a feed's rows, the root's first; what went wrong otherwise. Only behind the root a row may be UNDRAWN.
+Drawn = list[int] | OutriderError
+
+
+def draw_each(runner: ModelRunner, logits: Tensor, asks: Sequence[Ask], ranges: Sequence[range]) -> list[Drawn]:
+    """Draws with the shared noise behind all rows of all sessions; the rows of asks[i] are logits[ranges[i]].
+
+    Everything is drawn at once; when that fails, each row alone, to find those at fault.
+    """
+    groups: dict[bool, list[int]] = {}
+    for number, ask in enumerate(asks):
+        groups.setdefault(_is_plain(ask), []).append(number)
+    drawn: dict[int, Drawn] = {}
+    try:
+        if len(groups) == 1:
+            return _draw_group(runner, rows_of(logits, ranges), asks, *groups)
+        for plain, numbers in groups.items():
+            part = rows_of(logits, [ranges[number] for number in numbers])
+            drawn |= zip(numbers, _draw_group(runner, part, [asks[number] for number in numbers], plain), strict=True)
+    except ValueError:
+        return [_draw_alone(runner, rows_of(logits, [rows]), ask) for ask, rows in zip(asks, ranges, strict=True)]
+    return [drawn[number] for number in range(len(asks))]
+
+
+def draw_from(probs: Tensor, keys: Tensor) -> Tensor:
+    """Ids [B] int64 on the CPU, drawn from laws [B, V] float64, which need not add up to 1, with a uniform of each key.
+
+    By the inverse of the cumulative law: a float64 probability keeps its value, which it would not as a float32 score.
+    UNDRAWN where all of a row is 0.
+    """
+    cumulative = probs.cumsum(dim=1)
+    total = cumulative[:, -1].cpu().numpy()
+    uniforms = first_uniforms(keys.tolist())
+    # The product may round up to the whole sum, behind which there is no token.
+    levels = np.minimum(uniforms * total, np.nextafter(total, 0))
+    ids = torch.searchsorted(cumulative, torch.from_numpy(levels[:, None]).to(probs.device), right=True)
+    return ids[:, 0].cpu().masked_fill(torch.from_numpy(total <= 0), UNDRAWN)
+
+
+def scores_behind(runner: ModelRunner, logits: Tensor, asks: Sequence[Ask]) -> Tensor:
+    """`transform` of all rows of all asks, which follow each other in logits; raises ValueError as it does."""
+    if logits.shape[1] > runner.vocabulary_size or not _is_heated_alike(asks):
+        contexts = [context for ask in asks for context in row_contexts(ask)]
+        return transform(logits, contexts, runner.vocabulary_size, runner.ops)
+    # The same bits for less than half of the work, which is a good part of a small model's step.
+    temperature = divisor(asks[0].spec.sampling)
+    if temperature == 1:
+        return logits
+    return heat(logits, torch.full((1, 1), temperature, device=logits.device)) if temperature else collapse(logits)
+
+
+def rows_of(logits: Tensor, ranges: Sequence[range]) -> Tensor:
+    """The rows of these ranges, one behind the other, without a copy where they lie so already."""
+    if all(before.stop == behind.start for before, behind in pairwise(ranges)):
+        first, last = ranges[0].start, ranges[-1].stop
+        return logits if last - first == len(logits) else logits[first:last]
+    return torch.cat([logits[rows.start : rows.stop] for rows in ranges])
+
+
+def row_contexts(ask: Ask) -> list[RowContext]:
+    """What the rows of an ask stand on, the root's first."""
+    session, tree, spec = ask.feed.session, ask.feed.tree, ask.spec
+    ends = spec.eos_token_ids | spec.stop_token_ids
+    paths = (tuple(tree.token_ids[step - 1] for step in tree.path(row)) for row in range(len(tree) + 1))
+    return [RowContext(spec.sampling, session.token_ids, path, spec.prompt_len, ends, spec.banned) for path in paths]
+
+
+def before_collapse(ask: Ask) -> Ask:
+    """At temperature 0 the same ask at temperature 1 and without cuts, all edits of single tokens kept; else itself."""
+    if ask.spec.sampling.temperature:
+        return ask
+    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    return replace(ask, spec=replace(ask.spec, sampling=ask.spec.sampling.model_copy(update=neutral)))
+
+
+def key_column(runner: ModelRunner, keys: Sequence[int]) -> Tensor:
+    """Keys [R] int64 where the runner computes."""
+    # By way of numpy, because torch takes ten times as long to read a short list.
+    return torch.from_numpy(np.array(keys, dtype=np.int64)).to(runner.device)
+
+
+def undrawable(prefix_len: int, cause: ValueError) -> OutriderError:
+    """The error of a session that has no token to draw behind its committed ones."""
+    return OutriderError(f"no token can be drawn behind {prefix_len} tokens: {cause}")
+
+
+def _is_plain(ask: Ask) -> bool:
+    spec = ask.spec
+    has_ends = bool(spec.eos_token_ids or spec.stop_token_ids)
+    # Every row behind the root stands on more output than the root, so it is as plain.
+    return is_plain(spec.sampling, len(ask.feed.session) - spec.prompt_len, has_ends, bool(spec.banned))
+
+
+def _is_heated_alike(asks: Sequence[Ask]) -> bool:
+    """Whether one temperature is all that any row wants."""
+    return len({ask.spec.sampling.temperature for ask in asks}) == 1 and all(map(_is_plain, asks))
+
+
+def _draw_group(runner: ModelRunner, logits: Tensor, asks: Sequence[Ask], plain: bool) -> list[Drawn]:
+    """Drawn tokens of each ask, whose rows follow each other in logits; raises ValueError."""
+    keys = [key for ask in asks for key in _keys(ask)]
+    if plain:
+        temperatures = [divisor(ask.spec.sampling) for ask in asks for _ in ask.feed.tree.depths]
+        column = torch.from_numpy(np.array(temperatures, dtype=np.float64)).to(runner.device)
+        ids = runner.ops.choose(logits, column, key_column(runner, keys), runner.vocabulary_size)
+        drawn: list[int] = ids.tolist()
+    else:
+        drawn = _draw(runner, logits, [context for ask in asks for context in row_contexts(ask)], keys)
+    rest = iter(drawn)
+    return [list(islice(rest, len(ask.feed.tree) + 1)) for ask in asks]
+
+
+def _draw_alone(runner: ModelRunner, logits: Tensor, ask: Ask) -> Drawn:
+    drawn: list[int] = []
+    for row, (context, key) in enumerate(zip(row_contexts(ask), _keys(ask), strict=True)):
+        try:
+            drawn += _draw(runner, logits[row : row + 1], [context], [key])
+        except ValueError as error:
+            if not row:
+                return undrawable(len(context.committed), error)
+            drawn.append(UNDRAWN)
+    return drawn
+
+
+def _draw(runner: ModelRunner, logits: Tensor, contexts: Sequence[RowContext], keys: Sequence[int]) -> list[int]:
+    scores = transform(logits, contexts, runner.vocabulary_size, runner.ops)
+    drawn: list[int] = runner.ops.draw(scores, key_column(runner, keys)).tolist()
+    return drawn
+
+
+def _keys(ask: Ask) -> list[int]:
+    """Draft and target draw a position with one key, whichever row of whichever proposal it is."""
+    length = len(ask.feed.session)
+    return [noise_key(ask.spec.seed, length + depth, Purpose.TOKEN) for depth in ask.feed.tree.depths]
+
+
+Allocate = Callable[[], None]
+
+
+def reserve(runner: ModelRunner, feed: Feed, with_room: Callable[[Allocate], None]) -> None:
+    """Makes sure that a forward cannot fail over this feed; raises CacheFull and InvalidRequest.
+
+    `with_room` calls what it is given, and may make room and call it again when it raises CacheFull.
+    """
+    runner.check(feed)
+    with_room(lambda: feed.session.reserve(len(feed.tree)))
+
+
+def forward_and_draw(runner: ModelRunner, asks: Sequence[Ask]) -> list[Drawn | None]:
+    """Runs one forward over feeds that have been reserved, and draws a token behind each row with the shared noise.
+
+    None stands for an ask whose prompt is not finished. The services draw in their own ways.
+    """
+    result = runner.forward([ask.feed for ask in asks])
+    ready = [(ask, rows) for ask, rows in zip(asks, result.ranges, strict=True) if rows is not None]
+    drawn = iter(draw_each(runner, result.logits, [ask for ask, _ in ready], [rows for _, rows in ready]))
+    return [None if rows is None else next(drawn) for rows in result.ranges]
+
+
+def reopen(
+    runner: ModelRunner, session: Session | None, token_ids: Sequence[int], prompt_len: int, salt: bytes | None = None
+) -> Session:
+    """A session of these tokens; it takes over what the given one has cached of them, and frees the rest."""
+    if session is None:
+        return runner.open(token_ids, prompt_len, salt)
+    if session.token_ids[0] != token_ids[0] or session.salt != salt:
+        session.free()
+        return runner.open(token_ids, prompt_len, salt)
+    session.replace_tail(1, token_ids[1:])
+    session.prompt_len = prompt_len
+    return session

@@ -1,0 +1,290 @@
+"""From logits to the distribution that a request asked for; draft and target use it alike.
+
+The transforms apply in one order: logit bias, banned sequences, minimum length; repetition, presence and frequency
+penalties; temperature; top-k; top-p; min-p. On the CPU a row's result is bitwise independent of the other rows: only
+elementwise arithmetic, selections, sums of integers and sequential sums along the row are used, and `Ops.softmax`,
+which promises the same.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.ops import Ops
+from outrider.engine.ops.temperature import collapse, heat
+from outrider.parameters import SamplingParameters
+
+
+def forbidden(
+    banned: Sequence[tuple[int, ...]], committed: Sequence[int], path: tuple[int, ...] = ()
+) -> tuple[int, ...]:
+    """Last ids of the sequences whose other ids are the end of the prefix `committed` + `path`; ids may repeat.
+
+    A sequence of one id is forbidden everywhere. Neither a sequence nor the prefix may be empty.
+    """
+    reach = max(map(len, banned), default=1) - 1
+    if not reach:
+        return tuple(sequence[0] for sequence in banned)
+    # A prefix has thousands of tokens, of which a sequence can meet these only.
+    tail = (*committed[-reach:], *path)[-reach:]
+    last = tail[-1]
+    return tuple(
+        sequence[-1]
+        for sequence in banned
+        # One comparison tells of nearly all sequences that they do not match here.
+        if len(sequence) == 1 or (sequence[-2] == last and tail[1 - len(sequence) :] == sequence[:-1])
+    )
+
+
+# Above this a score would become infinite in float32.
+LARGEST = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True, slots=True)
+class RowContext:
+    """What a row of logits stands on: its prefix is `committed` + `path`, of which `prompt_len` tokens are the prompt.
+
+    Rows of one session should share one `committed` object, which is then counted once. `path` holds the draft tokens
+    between the last committed token and the row, the row's own included. `end_token_ids` are the tokens that
+    `min_tokens` holds back. The last token of each sequence in `banned` cannot follow the others.
+    """
+
+    sampling: SamplingParameters
+    committed: Sequence[int]
+    path: tuple[int, ...]
+    prompt_len: int
+    end_token_ids: frozenset[int]
+    banned: tuple[tuple[int, ...], ...] = ()
+    held_back: frozenset[int] = field(init=False, repr=False, compare=False)
+    """Tokens that cannot be drawn here: banned behind this prefix, or an end that comes too soon."""
+
+    def __post_init__(self) -> None:
+        ends = self.end_token_ids if self.output_len < self.sampling.min_tokens else frozenset[int]()
+        # Found once, because every step of a transform asks which rows it concerns.
+        held_back = ends.union(forbidden(self.banned, self.committed, self.path)) if self.banned else ends
+        object.__setattr__(self, "held_back", held_back)
+
+    @property
+    def output_len(self) -> int:
+        """Number of tokens of the prefix that are output, draft tokens included."""
+        return len(self.committed) + len(self.path) - self.prompt_len
+
+
+def is_edited(row: RowContext) -> bool:
+    """Whether `edit` would change anything but the temperature of a row."""
+    return bool(row.sampling.logit_bias or row.held_back) or has_penalties(row.sampling)
+
+
+def edit(scores: Tensor, rows: Sequence[RowContext]) -> Tensor:
+    """Biases, bans, minimum length, penalties and temperature: new scores [R, V] float32, computed in float64.
+
+    The best score becomes exactly 0, and any temperature leaves it there; 0 counts as 1 here.
+    """
+    wide = scores.to(torch.float64, copy=True)
+    _bias(wide, rows)
+    sessions: dict[tuple[int, int], list[int]] = {}
+    for number, row in enumerate(rows):
+        if has_penalties(row.sampling):
+            sessions.setdefault((id(row.committed), row.prompt_len), []).append(number)
+    for numbers in sessions.values():
+        _penalise(wide, numbers, [rows[number] for number in numbers])
+    temperatures = column([row.sampling.temperature or 1.0 for row in rows], wide)
+    return ((wide - wide.amax(dim=-1, keepdim=True)) / temperatures).float()
+
+
+def _bias(scores: Tensor, rows: Sequence[RowContext]) -> None:
+    """Adds biases in place, and masks the tokens that are held back."""
+    entries: list[tuple[int, int, float]] = []
+    for number, row in enumerate(rows):
+        changes = row.sampling.logit_bias | dict.fromkeys(row.held_back, -math.inf)
+        # A masked id stays masked under any bias; one that the model has no logit for is dropped.
+        entries += [(number, token_id, change) for token_id, change in changes.items() if token_id < scores.shape[1]]
+    if entries:
+        places = torch.tensor([entry[:2] for entry in entries], device=scores.device)
+        addends = torch.tensor([entry[2] for entry in entries], dtype=scores.dtype, device=scores.device)
+        # No place occurs twice, so the order of the additions does not matter.
+        scores.index_put_((places[:, 0], places[:, 1]), addends, accumulate=True)
+
+
+def _penalise(scores: Tensor, numbers: Sequence[int], rows: Sequence[RowContext]) -> None:
+    """Applies the penalties of one session's rows in place, to the tokens that occurred only.
+
+    Repetition penalty: Keskar et al., 2019, arXiv 1909.05858. Presence and frequency penalties: OpenAI.
+    """
+    token_ids, in_prompt, counts = (part.to(scores.device) for part in _occurrences(rows, scores.shape[1]))
+    repetition = column([row.sampling.repetition_penalty for row in rows], scores)
+    presence = column([row.sampling.presence_penalty for row in rows], scores)
+    frequency = column([row.sampling.frequency_penalty for row in rows], scores)
+    places = torch.tensor(numbers, device=scores.device)[:, None], token_ids
+    before = scores[places]
+    repeated = torch.where(before > 0, before / repetition, before * repetition).clamp(max=LARGEST)
+    after = torch.where(in_prompt | (counts > 0), repeated, before)
+    scores[places] = after - (counts > 0) * presence - counts * frequency
+
+
+def _occurrences(rows: Sequence[RowContext], num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The N tokens that occurred in a session: ids [N], whether in the prompt [N], how often in the output [R, N]."""
+    committed, prompt_len = rows[0].committed, rows[0].prompt_len
+    in_prompt = _counts(committed[:prompt_len], num_tokens) > 0
+    in_output = _counts(committed[prompt_len:], num_tokens)
+    counts = np.stack([in_output + _counts(row.path, num_tokens) if row.path else in_output for row in rows])
+    token_ids = np.flatnonzero(in_prompt | counts.any(axis=0))
+    return torch.from_numpy(token_ids), torch.from_numpy(in_prompt[token_ids]), torch.from_numpy(counts[:, token_ids])
+
+
+def _counts(token_ids: Sequence[int], num_tokens: int) -> NDArray[np.int64]:
+    """How often each token occurs [num_tokens]; ids without a logit are left out."""
+    # Counted anew each time, because numpy is faster at that than Python is at keeping the counts of every prefix.
+    return np.bincount(np.array(token_ids, dtype=np.int64), minlength=num_tokens)[:num_tokens]
+
+
+def column(values: Sequence[float], like: Tensor) -> Tensor:
+    """One value a row [R, 1] float64. A tensor and not a number: torch may multiply by the reciprocal of a number."""
+    return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
+
+
+def has_penalties(wanted: SamplingParameters) -> bool:
+    """Whether any token that occurred is penalised."""
+    return wanted.repetition_penalty != 1 or wanted.presence_penalty != 0 or wanted.frequency_penalty != 0
+
+
+# Below this a temperature would become 0 in float32.
+SMALLEST = torch.finfo(torch.float32).tiny
+# Most nuclei are smaller than this, and a partial selection costs a tenth of a sort.
+NUCLEUS_WIDTH = 256
+
+
+def transform(logits: Tensor, rows: Sequence[RowContext], vocabulary_size: int, ops: Ops) -> Tensor:
+    """Scores [R, V] float32 of logits [R, V] float32: log-probabilities up to a constant, -inf outside the support.
+
+    Ids from `vocabulary_size` on are never in the support, whatever their bias. At temperature 0 the support is the
+    lowest id among those with the largest logit. `logits` stays as it is, and is returned itself when nothing changes
+    it.
+
+    Raises ValueError when the number of rows differs.
+    """
+    if len(rows) != logits.shape[0]:
+        raise ValueError(f"{len(rows)} contexts for {logits.shape[0]} rows of logits")
+    scores = logits
+    if vocabulary_size < logits.shape[1]:
+        scores = logits.clone()
+        scores[:, vocabulary_size:] = -torch.inf
+    for is_wanted, change in _STEPS:
+        chosen = [number for number, row in enumerate(rows) if is_wanted(row)]
+        if chosen and len(chosen) == len(rows):
+            scores = change(scores, rows, ops)
+        elif chosen:
+            # Rows that need nothing are not touched, and cost nothing.
+            changed = change(scores[chosen], [rows[number] for number in chosen], ops)
+            scores = scores.index_copy(0, torch.tensor(chosen, device=scores.device), changed)
+    return scores
+
+
+def is_plain(sampling: SamplingParameters, output_len: int, has_ends: bool, has_bans: bool) -> bool:
+    """Whether `transform` would apply a temperature and nothing else; then `Ops.choose` draws the same without it.
+
+    output_len counts the tokens of the row's prefix that are output; has_ends tells whether min_tokens holds any back,
+    and has_bans whether any sequence is banned, be it behind this prefix or another one.
+    """
+    cuts = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    is_short = has_ends and output_len < sampling.min_tokens
+    edits = is_short or has_bans or bool(sampling.logit_bias) or has_penalties(sampling)
+    return not edits and (sampling.temperature == 0 or not cuts)
+
+
+def divisor(sampling: SamplingParameters) -> float:
+    """The temperature to divide scores by, 0 for none but the best token."""
+    return max(sampling.temperature, SMALLEST) if sampling.temperature else 0.0
+
+
+def _edit(scores: Tensor, rows: Sequence[RowContext], _ops: Ops) -> Tensor:
+    return edit(scores, rows)
+
+
+def _heat(scores: Tensor, rows: Sequence[RowContext], _ops: Ops) -> Tensor:
+    temperatures = column([max(row.sampling.temperature, SMALLEST) for row in rows], scores)
+    return heat(scores, temperatures.float())
+
+
+def _collapse(scores: Tensor, _rows: Sequence[RowContext], _ops: Ops) -> Tensor:
+    return collapse(scores)
+
+
+def _cut_top_k(scores: Tensor, rows: Sequence[RowContext], _ops: Ops) -> Tensor:
+    """Keeps the top_k most probable tokens (Fan et al., 2018), of equal ones those with the lowest ids."""
+    sizes = [min(row.sampling.top_k, scores.shape[1]) for row in rows]
+    largest = scores.topk(max(sizes)).values
+    return _keep_first(scores, scores, torch.tensor(sizes, device=scores.device), largest)
+
+
+def _cut_top_p(scores: Tensor, rows: Sequence[RowContext], ops: Ops) -> Tensor:
+    """Keeps the smallest set of most probable tokens whose mass reaches top_p (Holtzman et al., 2020)."""
+    probs = ops.softmax(scores)
+    top_p = column([row.sampling.top_p for row in rows], probs)
+    width = min(NUCLEUS_WIDTH, scores.shape[1])
+    while True:
+        largest = probs.topk(width).values
+        # The sum runs along the row from the most probable token, so that it does not depend on `width`.
+        sizes = (largest.cumsum(dim=-1) < top_p).sum(dim=-1) + 1
+        if width == scores.shape[1] or bool((sizes <= width).all()):
+            return _keep_first(scores, probs, sizes.clamp(max=width), largest)
+        width = min(8 * width, scores.shape[1])
+
+
+def _cut_min_p(scores: Tensor, rows: Sequence[RowContext], _ops: Ops) -> Tensor:
+    """Drops the tokens less probable than min_p times the most probable one (Nguyen et al., 2024, arXiv 2407.01082)."""
+    floors = column([math.log(row.sampling.min_p) for row in rows], scores)
+    wide = scores.double()
+    return scores.masked_fill(wide - wide.amax(dim=-1, keepdim=True) < floors, -torch.inf)
+
+
+def _keep_first(scores: Tensor, weights: Tensor, sizes: Tensor, largest: Tensor) -> Tensor:
+    """Keeps the first sizes[r] tokens of each row in the order of (-weight, id).
+
+    `largest` [R, N] holds the largest weights of each row in falling order, N >= sizes.max().
+    """
+    threshold = largest.gather(-1, sizes[:, None] - 1)
+    kept = weights >= threshold
+    tied = (kept.sum(dim=-1) > sizes).nonzero().flatten()
+    if len(tied):
+        above, equal = weights[tied] > threshold[tied], weights[tied] == threshold[tied]
+        room = sizes[tied, None] - above.sum(dim=-1, keepdim=True)
+        kept[tied] = above | (equal & (equal.cumsum(dim=-1) <= room))
+    return scores.masked_fill(~kept, -torch.inf)
+
+
+def _is_heated(row: RowContext) -> bool:
+    return row.sampling.temperature not in {0, 1} and not is_edited(row)
+
+
+def _is_greedy(row: RowContext) -> bool:
+    return row.sampling.temperature == 0
+
+
+def _has_top_k(row: RowContext) -> bool:
+    return row.sampling.temperature > 0 and row.sampling.top_k > 0
+
+
+def _has_top_p(row: RowContext) -> bool:
+    return row.sampling.temperature > 0 and row.sampling.top_p < 1
+
+
+def _has_min_p(row: RowContext) -> bool:
+    return row.sampling.temperature > 0 and row.sampling.min_p > 0
+
+
+Change = Callable[[Tensor, Sequence[RowContext], Ops], Tensor]
+# In the documented order: which rows want a step, and the step.
+_STEPS: tuple[tuple[Callable[[RowContext], bool], Change], ...] = (
+    (is_edited, _edit),
+    (_is_heated, _heat),
+    (_is_greedy, _collapse),
+    (_has_top_k, _cut_top_k),
+    (_has_top_p, _cut_top_p),
+    (_has_min_p, _cut_min_p),
+)

@@ -1,0 +1,1 @@
+"""What draft and target service have in common."""

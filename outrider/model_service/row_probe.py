@@ -1,0 +1,138 @@
+"""`python -m outrider.model_service.row_probe --model DIR`: whether rows of this model are bitwise independent on this machine.
+
+Loads a model as a service loads it, compares, prints one line of JSON and ends. Knows no service and no request.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+
+from outrider import logs
+from outrider.command_line import between, run_app, service_app
+from outrider.engine.batching import Feed
+from outrider.engine.ops.library import load_kernels, processor_levels
+from outrider.engine.runner import ModelRunner
+from outrider.engine.session import Session
+from outrider.model_service.server import load_model
+from outrider.model_service_flags import MAX_THREADS, Dtype, ModelServiceSettings
+from outrider.token_tree import EMPTY, TokenTree
+
+SESSIONS, PROMPT_LEN, DRAFT_COUNT = 8, 24, 8
+KV_TOKENS = 4096
+
+app = service_app()
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The same rows computed in two ways."""
+
+    name: str
+    rows: int
+    equal_rows: int
+
+
+@app.command()
+def probe(
+    *,
+    model: Annotated[str, typer.Option(help="Folder or hub id of the model, or sized:PRESET.")] = "",
+    dtype: Annotated[Dtype, typer.Option(help="Type of the weights in memory.")] = Dtype.BFLOAT16,
+    device: Annotated[str, typer.Option(help="cpu or cuda:N.")] = "cpu",
+    threads: Annotated[int, typer.Option(help="Compute threads.", callback=between(1, MAX_THREADS))] = 1,
+) -> None:
+    """Compares rows of a model; without a model it tells only what computes here."""
+    logs.configure("error")
+    facts = engine_facts()
+    if model:
+        settings = ModelServiceSettings(model, device=device, dtype=dtype.value, threads=threads, kv_tokens=KV_TOKENS)
+        runner = load_model(settings).runner
+        torch.set_num_threads(runner.torch_threads)
+        facts |= {"numerics_id": runner.numerics_id, "comparisons": [asdict(each) for each in compare(runner)]}
+    sys.stdout.write(json.dumps(facts) + "\n")
+
+
+def engine_facts() -> dict[str, object]:
+    """What computes here: torch, its threads, the compiled kernels, and CUDA devices."""
+    kernels = load_kernels()
+    devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    return {
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "kernels": kernels.name if kernels else None,
+        "processor_levels": processor_levels(),
+        "cuda": [{"name": each.name, "memory_bytes": each.total_memory} for each in devices],
+    }
+
+
+def compare(runner: ModelRunner) -> list[Comparison]:
+    """Logits alone and among neighbours, of a prompt at once and token by token, of a proposal and of plain steps."""
+    prompt_len = max(2, min(PROMPT_LEN, runner.context_len - DRAFT_COUNT - 1))
+    prompts = [token_ids(runner, prompt_len - number % 2, number) for number in range(SESSIONS)]
+    chains = [TokenTree.chain(token_ids(runner, DRAFT_COUNT, 100 + number)) for number in range(SESSIONS)]
+    alone = [rows for pair in zip(prompts, chains, strict=True) for rows in together(runner, [pair])]
+    among = together(runner, list(zip(prompts, chains, strict=True)))
+    stepped = [step_by_step(runner, prompts[0], chains[0])]
+    prefilled = [*together(runner, [(prompts[0], EMPTY)], wants_prefix=True)]
+    return [
+        compared("a row alone and in a batch", alone, among),
+        compared("prefill and decoding", prefilled, [step_by_step(runner, prompts[0][:1], chain_of(prompts[0][1:]))]),
+        compared("a proposal and plain decoding", alone[:1], stepped),
+    ]
+
+
+def token_ids(runner: ModelRunner, count: int, start: int) -> tuple[int, ...]:
+    """Token ids that differ from each other, the same on every machine."""
+    return tuple((7919 * (start + 1) + 101 * index) % runner.vocabulary_size for index in range(count))
+
+
+def chain_of(ids: Sequence[int]) -> TokenTree:
+    """Tokens as a proposal."""
+    return TokenTree.chain(ids)
+
+
+def together(
+    runner: ModelRunner, pairs: Sequence[tuple[Sequence[int], TokenTree]], *, wants_prefix: bool = False
+) -> list[Tensor]:
+    """Logits [rows, V] of each prompt with its proposal, all in one forward; those of the whole prompt when wanted."""
+    sessions = [runner.open(prompt, 1) for prompt, _ in pairs]
+    feeds = [Feed(each, tree, wants_prefix) for each, (_, tree) in zip(sessions, pairs, strict=True)]
+    result = runner.forward(feeds)
+    rows = [
+        torch.cat([result.logits[prefix.start : prefix.stop], result.logits[own.start : own.stop]])
+        for prefix, own in zip(result.prefixes, result.ranges, strict=True)
+        if own is not None
+    ]
+    _close(sessions)
+    return rows
+
+
+def step_by_step(runner: ModelRunner, prompt: Sequence[int], tree: TokenTree) -> Tensor:
+    """The same rows by plain decoding: the prompt, then one token after the other."""
+    session = runner.open(prompt, 1)
+    rows = [runner.forward([Feed(session)]).logits[-1:].clone()]
+    for token_id in tree.token_ids:
+        session.extend([token_id])
+        rows.append(runner.forward([Feed(session)]).logits[-1:].clone())
+    _close([session])
+    return torch.cat(rows)
+
+
+def compared(name: str, first: Sequence[Tensor], second: Sequence[Tensor]) -> Comparison:
+    """Counts rows with the same bits."""
+    pairs = [pair for tensors in zip(first, second, strict=True) for pair in zip(*tensors, strict=True)]
+    return Comparison(name, len(pairs), sum(torch.equal(*pair) for pair in pairs))
+
+
+def _close(sessions: Sequence[Session]) -> None:
+    for session in sessions:
+        session.free()
+
+
+if __name__ == "__main__":
+    run_app(app)

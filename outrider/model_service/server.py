@@ -1,0 +1,185 @@
+"""Puts a service with a model together: what draft and target have in common. Knows neither's messages.
+
+Loading happens off the loop; from then on only the device thread touches the model.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import structlog
+import torch
+
+from outrider.engine.models.checkpoints import find_checkpoint
+from outrider.engine.runner import ModelRunner
+from outrider.engine.worker import DeviceWorker
+from outrider.errors import NotReady, OutriderError
+from outrider.metrics_server import RunningMetrics, serve_metrics
+from outrider.model_service.metrics import ServiceMetrics
+from outrider.model_service.servicer import ServiceFacts, Sessions
+from outrider.model_service.session_store import SessionTable
+from outrider.model_service.watchdog import Watchdog
+from outrider.model_service_flags import ModelServiceSettings
+from outrider.parameters import Rule
+from outrider.process import exit_now
+from outrider.rpc import channels
+from outrider.vocabulary import Vocabulary
+
+log = structlog.get_logger()
+
+# After the grace at most one forward is under way, and nobody wants it any more. Together with the default grace it is
+# less than outrider.service_process.STOP_GRACE_S, so that a supervisor hears the reason before it kills.
+DEVICE_PATIENCE_S = 3.0
+NO_DRAFTERS: Mapping[str, frozenset[Rule]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in memory and the digests of its tokenizer."""
+
+    runner: ModelRunner
+    vocabulary: Vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class RunningModelService:
+    """A service that answers on `address`. The parts are there for tests and observers."""
+
+    address: str
+    server: channels.RunningServer
+    worker: DeviceWorker[Any]
+    table: SessionTable[Any]
+    runner: ModelRunner
+    facts: ServiceFacts
+    watching: asyncio.Task[None]
+    metrics: RunningMetrics | None = None
+
+    @property
+    def further_addresses(self) -> Mapping[str, str]:
+        """Where it serves metrics."""
+        return {} if self.metrics is None else {"metrics": self.metrics.address}
+
+    async def stop(self, grace_s: float = channels.DRAIN_S) -> None:
+        """Takes no new sessions, gives running ones grace_s to end, frees what is left, and ends the device thread.
+
+        Idempotent; a second call may shorten the grace of the first. Raises OutriderError when the device does not
+        come to an end within DEVICE_PATIENCE_S after the grace; what is left then ends as soon as the device answers.
+        """
+        # gRPC cancels the calls and does not wait for their handlers, each of which waits for the device.
+        await self.server.stop(grace_s)
+        try:
+            async with asyncio.timeout(DEVICE_PATIENCE_S):
+                await asyncio.shield(self._end_device())
+        except TimeoutError:
+            raise OutriderError(f"the device has not answered for {DEVICE_PATIENCE_S} s after the grace") from None
+        finally:
+            # Whoever stops a service is told how that went, and must not be ended by it later.
+            self.watching.cancel()
+            if self.metrics is not None:
+                await self.metrics.stop()
+
+    async def _end_device(self) -> None:
+        # Where another call has ended the device, it has freed everything before.
+        with suppress(NotReady):
+            await self.worker.call(self.table.clear)
+        await self.worker.close()
+
+
+def load_model(settings: ModelServiceSettings) -> LoadedModel:
+    """Loads what the settings name; takes seconds, and raises ModelRefused and InvalidRequest."""
+    checkpoint = find_checkpoint(settings.model)
+    vocabulary = Vocabulary.read(checkpoint.folder)
+    runner = ModelRunner.load(
+        checkpoint,
+        device=settings.device,
+        dtype=settings.dtype,
+        num_threads=settings.threads,
+        kv_tokens=settings.kv_tokens,
+        vocabulary_size=vocabulary.size,
+    )
+    log.info("model loaded", model=runner.identity.model_name, numerics_id=runner.numerics_id, threads=settings.threads)
+    return LoadedModel(runner, vocabulary)
+
+
+async def load_model_aside(settings: ModelServiceSettings) -> LoadedModel:
+    """`load_model` without blocking the loop."""
+    return await asyncio.to_thread(load_model, settings)
+
+
+def describe(
+    role: str,
+    model: LoadedModel,
+    *,
+    unacknowledged_window: int = 0,
+    drafters: Mapping[str, frozenset[Rule]] = NO_DRAFTERS,
+) -> ServiceFacts:
+    """The facts of a service; every call names another incarnation."""
+    runner, identity = model.runner, model.runner.identity
+    weights = runner.model.weights
+    return ServiceFacts(
+        role=role,
+        instance_id=secrets.randbits(64),
+        model_name=identity.model_name,
+        model_hash=runner.model_hash,
+        numerics_id=runner.numerics_id,
+        parameter_count=sum(weight.numel() for weight in weights),
+        weight_bytes=sum(weight.nbytes for weight in weights),
+        weight_dtype=identity.dtype,
+        device=str(runner.device),
+        thread_count=identity.num_threads,
+        context_len=runner.context_len,
+        vocabulary_size=runner.vocabulary_size,
+        vocabulary_digests=model.vocabulary.digests,
+        eos_token_ids=runner.eos_token_ids,
+        block_size=runner.pool.block_size,
+        block_count=runner.pool.num_blocks,
+        unacknowledged_window=unacknowledged_window,
+        drafters=dict(drafters),
+    )
+
+
+def device_setup(model: LoadedModel) -> Callable[[], None]:
+    """What a device thread does first: torch keeps its number of threads for each thread that calls it."""
+    return partial(torch.set_num_threads, model.runner.torch_threads)
+
+
+def metrics_of(
+    settings: ModelServiceSettings,
+    model: LoadedModel,
+    facts: ServiceFacts,
+    sessions: Sessions,
+    worker: DeviceWorker[Any],
+) -> ServiceMetrics:
+    """The figures of a service, for `serve_model`."""
+    return ServiceMetrics(
+        facts, sessions.counts, model.runner.forward_counts, worker, vllm_names=settings.vllm_metric_names
+    )
+
+
+async def serve_model(
+    settings: ModelServiceSettings,
+    model: LoadedModel,
+    facts: ServiceFacts,
+    worker: DeviceWorker[Any],
+    table: SessionTable[Any],
+    services: channels.Services,
+    metrics: ServiceMetrics,
+) -> RunningModelService:
+    """Serves on the settings' addresses; raises AddressTaken, and then ends the device thread."""
+    async with AsyncExitStack() as undo:
+        undo.push_async_callback(worker.close)
+        exporting = None
+        if settings.metrics_listen:
+            exporting = serve_metrics(settings.metrics_listen, metrics.registry)
+            undo.push_async_callback(exporting.stop)
+            # With port 0 nothing else tells where.
+            log.info("serving metrics", address=exporting.address)
+        server = await channels.serve(settings.listen, services)
+        undo.pop_all()
+    watchdog = Watchdog(lambda: worker.stalled_us, settings.stall_s, server.say_not_serving, exit_now)
+    watching = asyncio.create_task(watchdog.watch())
+    return RunningModelService(server.address, server, worker, table, model.runner, facts, watching, exporting)

@@ -1,0 +1,366 @@
+"""The sessions that a service holds: opened, opened again, taken back, leased when their stream breaks, dropped.
+
+Everything here belongs to the device thread and runs between two steps, so that no session changes under one and none
+is freed under a running forward. A Rollback is a call of its own and may overtake the open of its session; which epochs
+are over is remembered, or the older open behind it would be taken.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import structlog
+
+from outrider.engine.runner import ModelRunner
+from outrider.engine.sampling.draw import reopen
+from outrider.engine.session import Session
+from outrider.errors import CacheFull, OutriderError
+from outrider.logs import session_prefix
+from outrider.model_service.servicer import RolledBack, ServiceCounts
+from outrider.parameters import SessionSpec
+from outrider.rpc.fencing import Fence, Known, Standing, judge_open, judge_rollback
+
+log = structlog.get_logger()
+
+# More than streams are carried at a time, so that among as many sessions there are always leased ones.
+MAX_SESSIONS = 4096
+TIMER_S = 1e-6  # a loop's timer may come early by its clock's resolution, and there is one for every lease
+
+
+class Held(Protocol):
+    """What a table holds: a session that one stream owns, until another takes it up."""
+
+    epoch: int
+    owner: object
+
+    def stop_job(self) -> bool:
+        """Stops the running job, whose answer is never sent; tells whether there was one."""
+        ...
+
+    def free(self) -> None:
+        """Stops the job and gives back everything; called once."""
+        ...
+
+
+HeldT = TypeVar("HeldT", bound=Held)
+T = TypeVar("T")
+
+
+class SessionTable(Generic[HeldT]):
+    """Sessions by id. A leased one is kept `lease_s` seconds for its gateway to come back, unless room is needed.
+
+    A lease may be made shorter for a session that nobody can come back for.
+    """
+
+    def __init__(
+        self, lease_s: float, clock: Callable[[], float] = time.monotonic, max_sessions: int = MAX_SESSIONS
+    ) -> None:
+        self.lease_s = lease_s
+        self.num_evicted = 0
+        """Leased sessions that were ended early to make room."""
+        self.num_expired = 0
+        """Leased sessions that were ended because nobody came back in time."""
+        self.num_preempted = 0
+        """Sessions that lost their cache, and nothing else, to another one."""
+        self._clock = clock
+        self._max_sessions = max_sessions
+        self._held: dict[bytes, HeldT] = {}
+        # When each ends, in the order of their beginnings.
+        self._leases: dict[bytes, float] = {}
+
+    def __repr__(self) -> str:
+        return f"<SessionTable {len(self)} sessions, {self.num_leased} leased>"
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[HeldT]:
+        """The sessions in the order of their first open."""
+        return iter(list(self._held.values()))
+
+    @property
+    def num_leased(self) -> int:
+        """Sessions without a stream."""
+        return len(self._leases)
+
+    def get(self, session_id: bytes) -> HeldT | None:
+        """The session of an id."""
+        return self._held.get(session_id)
+
+    def add(self, session_id: bytes, held: HeldT) -> None:
+        """Holds a session, in the place of leased ones when there are too many; raises ValueError for an id held."""
+        if session_id in self._held:
+            raise ValueError(f"session {session_id.hex()} is held already")
+        while len(self._held) >= self._max_sessions and self.evict_oldest():
+            pass
+        self._held[session_id] = held
+
+    def attach(self, session_id: bytes) -> None:
+        """Ends a lease because a stream has taken the session up."""
+        if self._leases.pop(session_id, None) is not None:
+            log.debug("lease taken up", session=session_prefix(session_id))
+
+    def lease(self, session_id: bytes, lease_s: float | None = None) -> None:
+        """Begins the lease of a session whose stream has ended; without an effect for an unknown id."""
+        if session_id in self._held:
+            lease_s = self.lease_s if lease_s is None else lease_s
+            self._leases.pop(session_id, None)
+            self._leases[session_id] = self._clock() + lease_s
+            log.debug("lease begun", session=session_prefix(session_id), lease_s=lease_s)
+
+    def leave(self, session_id: bytes, owner: object, lease_s: float | None = None) -> bool:
+        """A stream has ended: if the session is there and its own, the job stops and a lease begins; tells whether."""
+        held = self._held.get(session_id)
+        if held is None or held.owner is not owner:
+            return False
+        held.stop_job()
+        self.lease(session_id, lease_s)
+        return True
+
+    def close(self, fence: Fence, owner: object) -> None:
+        """Frees a session because its stream says so; an older epoch has no say, nor has a stream that lost it."""
+        held = self._held.get(fence.session_id)
+        if held is not None and held.owner is owner and fence.epoch >= held.epoch:
+            self.drop(fence.session_id)
+
+    def drop(self, session_id: bytes) -> None:
+        """Frees a session; without an effect for an unknown id."""
+        self._leases.pop(session_id, None)
+        held = self._held.pop(session_id, None)
+        if held is not None:
+            held.free()
+
+    def clear(self) -> None:
+        """Frees all sessions."""
+        for session_id in list(self._held):
+            self.drop(session_id)
+
+    def evict_oldest(self) -> bool:
+        """Frees the session that has been leased longest; tells whether there was one."""
+        oldest = next(iter(self._leases), None)
+        if oldest is None:
+            return False
+        self.drop(oldest)
+        self.num_evicted += 1
+        log.info("leased session evicted", session=session_prefix(oldest), num_leased=self.num_leased)
+        return True
+
+    def sweep(self) -> int:
+        """Frees the sessions whose lease has ended; returns their number."""
+        now = self._clock() + TIMER_S
+        ended = [session_id for session_id, end in self._leases.items() if end <= now]
+        for session_id in ended:
+            self.drop(session_id)
+            log.info("lease expired", session=session_prefix(session_id))
+        self.num_expired += len(ended)
+        return len(ended)
+
+    def count_preemption(self) -> None:
+        """A session of this table has lost its cache to another one."""
+        self.num_preempted += 1
+
+    def with_room(self, allocate: Callable[[], T]) -> T:
+        """Calls `allocate`, evicting leased sessions as long as it raises CacheFull and there are some."""
+        while True:
+            try:
+                return allocate()
+            except CacheFull:
+                if not self.evict_oldest():
+                    raise
+
+
+# A Rollback overtakes an open by milliseconds, so a newer one never pushes out one that still matters.
+MAX_REMEMBERED = 1024
+
+
+class LeastEpochs:
+    """For the sessions that were unknown at their Rollback the least epoch that may open them; the newest ones only."""
+
+    def __init__(self, most: int = MAX_REMEMBERED) -> None:
+        self._most = most
+        self._epochs: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._epochs)
+
+    def get(self, session_id: bytes) -> int:
+        """The least epoch of an open, 0 when there was no Rollback."""
+        return self._epochs.get(session_id, 0)
+
+    def remember(self, session_id: bytes, epoch: int) -> None:
+        """A Rollback has begun an epoch of a session that is not known; an older one changes nothing."""
+        epoch = max(epoch, self._epochs.pop(session_id, 0))
+        self._epochs[session_id] = epoch
+        if len(self._epochs) > self._most:
+            del self._epochs[next(iter(self._epochs))]
+
+    def forget(self, session_id: bytes) -> None:
+        """The session is known now, and holds its epoch itself."""
+        self._epochs.pop(session_id, None)
+
+
+class StoppableTask(Protocol):
+    """A job on the device; see outrider.engine.worker.Task."""
+
+    stopped: bool
+
+
+AnswerT = TypeVar("AnswerT")
+TaskT = TypeVar("TaskT", bound=StoppableTask)
+
+
+@dataclass(slots=True, eq=False)
+class SessionRecord(ABC, Generic[AnswerT, TaskT]):
+    """A session as either service keeps it: its tokens and cache, its stream, and the job under way."""
+
+    spec: SessionSpec
+    epoch: int
+    session: Session
+    owner: object
+    reply: Callable[[AnswerT | OutriderError], None]
+    task: TaskT | None = None
+    prefix_len: int = 0
+    """Tokens that its last opening found in the prefix cache."""
+
+    @property
+    @abstractmethod
+    def known(self) -> Known:
+        """What decides about a message."""
+
+    @property
+    @abstractmethod
+    def committed_len(self) -> int:
+        """Number of committed tokens."""
+
+    @property
+    @abstractmethod
+    def cached_len(self) -> int:
+        """Number of committed tokens whose keys and values are cached, as answers report it."""
+
+    @abstractmethod
+    def rewind(self, epoch: int, length: int) -> bool:
+        """Begins an epoch at a length, at most the committed one; tells whether a job was stopped."""
+
+    def stop_job(self) -> bool:
+        """Stops the running job; see outrider.model_service.session_store.Held."""
+        task, self.task = self.task, None
+        if task is not None:
+            task.stopped = True
+        return task is not None
+
+    def free(self) -> None:
+        """Stops the job and gives back the blocks."""
+        self.stop_job()
+        self.session.free()
+
+
+RecordT = TypeVar("RecordT", bound=SessionRecord)  # type: ignore[type-arg]  # whatever the answers and tasks are
+
+
+class SessionBook(Generic[RecordT]):
+    """The sessions of a service, in a table that knows their leases."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        table: SessionTable[RecordT],
+        make: Callable[..., RecordT],
+        *,
+        prefix_cache: bool = True,
+    ) -> None:
+        """`make` gets the first five fields of a SessionRecord; prefix_cache lets sessions share equal beginnings."""
+        self.table = table
+        self._runner = runner
+        self._make = make
+        self._least_epochs = LeastEpochs()
+        self._num_stopped_jobs = 0
+        self._prefix_cache = prefix_cache
+        self._prefix_query_tokens = self._prefix_hit_tokens = 0
+
+    def judge_open(self, fence: Fence) -> tuple[Standing, RecordT | None]:
+        """What to do with an open, and the session if there is one."""
+        held = self.table.get(fence.session_id)
+        known = held.known if held is not None else None
+        return judge_open(fence, known, self._least_epochs.get(fence.session_id)), held
+
+    def open(
+        self, fence: Fence, spec: SessionSpec, owner: object, reply: Callable[[AnswerT | OutriderError], None]
+    ) -> RecordT:
+        """A session of the spec's tokens; a newer epoch starts over, with what is cached of them."""
+        held = self.table.get(fence.session_id)
+        if held is None:
+            session = self._session(spec, None)
+            held = self._make(spec, fence.epoch, session, owner, reply)
+            self.table.add(fence.session_id, held)
+            self._least_epochs.forget(fence.session_id)
+        else:
+            self._num_stopped_jobs += held.stop_job()
+            held.session = self._session(spec, held.session)
+            held.spec = spec
+            held.rewind(fence.epoch, fence.base_len)
+            self.take_up(fence, held, owner, reply)
+        held.prefix_len = self._take_prefix(held.session, spec)
+        return held
+
+    def take_up(
+        self, fence: Fence, held: RecordT, owner: object, reply: Callable[[AnswerT | OutriderError], None]
+    ) -> None:
+        """Another stream owns the session from now on; its lease ends."""
+        self.table.attach(fence.session_id)
+        held.owner, held.reply = owner, reply
+
+    def rewind(self, held: RecordT, epoch: int, length: int) -> bool:
+        """SessionRecord.rewind, counted."""
+        was_stopped = held.rewind(epoch, length)
+        self._num_stopped_jobs += was_stopped
+        return was_stopped
+
+    def rollback(self, fence: Fence) -> RolledBack:
+        """Truncates a session and begins a new epoch; without an effect unless the epoch is newer."""
+        held = self.table.get(fence.session_id)
+        if held is None:
+            self._least_epochs.remember(fence.session_id, fence.epoch)
+            return RolledBack(Fence(fence.session_id, fence.epoch, 0), 0, job_stopped=False)
+        was_stopped = judge_rollback(fence, held.known) is Standing.CURRENT and self.rewind(
+            held, fence.epoch, min(fence.base_len, held.committed_len)
+        )
+        now = Fence(fence.session_id, held.epoch, held.committed_len)
+        return RolledBack(now, held.cached_len, was_stopped)
+
+    def fail(self, session_id: bytes, held: RecordT, error: OutriderError) -> None:
+        """The job of a session has failed. It must not keep what it has: its gateway opens it again."""
+        held.task = None
+        self.table.drop(session_id)
+        held.reply(error)
+
+    def counts(self) -> ServiceCounts:
+        """Numbers for an observer; see outrider.model_service.servicer.Sessions."""
+        return ServiceCounts(
+            free_blocks=self._runner.pool.num_free,
+            cached_blocks=self._runner.pool.num_cached,
+            prefix_query_tokens=self._prefix_query_tokens,
+            prefix_hit_tokens=self._prefix_hit_tokens,
+            sessions=len(self.table),
+            leased_sessions=self.table.num_leased,
+            stopped_jobs=self._num_stopped_jobs,
+            preemptions=self.table.num_preempted,
+            evicted_sessions=self.table.num_evicted,
+            expired_leases=self.table.num_expired,
+        )
+
+    def _session(self, spec: SessionSpec, known: Session | None) -> Session:
+        salt = spec.cache_salt if self._prefix_cache else None
+        return reopen(self._runner, known, spec.token_ids, spec.prompt_len, salt)
+
+    def _take_prefix(self, session: Session, spec: SessionSpec) -> int:
+        """Takes what others have cached of a session's tokens; returns how many tokens that are."""
+        if not self._prefix_cache or (spec.prompt_logprobs and len(session) == spec.prompt_len):
+            # Log-probabilities of a prompt need its rows, and so every one of them is computed.
+            return 0
+        self._prefix_query_tokens += len(session) - session.cached_len
+        session.publish(len(session))
+        num_hits = session.take_prefix()
+        self._prefix_hit_tokens += num_hits
+        return num_hits

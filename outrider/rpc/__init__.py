@@ -1,0 +1,1 @@
+"""gRPC between the processes: channels, errors, fences, messages."""

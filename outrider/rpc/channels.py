@@ -1,0 +1,140 @@
+"""Channels and servers, all with the same options, and HOST:PORT addresses checked before anything is started.
+
+A peer that is frozen or cut off is noticed by transport pings within seconds; how long an answer may take is for the
+caller to say, because a process that hangs still answers pings.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import grpc
+from google.protobuf.descriptor import FileDescriptor
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from outrider.errors import InvalidRequest, OutriderError
+from outrider.rpc.guard import Guard
+
+MAX_PORT = 65_535
+# Brackets hold an IPv6 address, whose colons would look like the one before the port.
+ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})", re.ASCII)
+
+
+def check_address(field: str, address: str, *, least_port: int = 1) -> str:
+    """Returns the address; raises InvalidRequest when it is not HOST:PORT. A port to listen on may be 0, any free one.
+
+    gRPC would take a port that is too large modulo 65,536, a bare host with the port of HTTPS, and an empty address
+    with lines of its own on stderr.
+    """
+    found = ADDRESS.fullmatch(address)
+    if found is None or not least_port <= int(found["port"]) <= MAX_PORT:
+        raise InvalidRequest(field, address, f"HOST:PORT with a port in [{least_port}, {MAX_PORT}]")
+    return address
+
+
+# A prompt of a million tokens takes 4 bytes for each of them at most.
+MAX_MESSAGE_BYTES = 4 << 20
+# Under 20 % packet loss a ping timeout of 2 s cuts healthy connections; 5 s does not.
+PING_TIMEOUT_MS = 5_000
+DRAIN_S = 30.0
+
+Options = Sequence[tuple[str, int]]
+Services = Mapping[str, Callable[[grpc.aio.Server], None]]
+"""Full names of services, and what adds each to a server."""
+
+
+class AddressTaken(OutriderError):
+    """The operator must choose another address: this one is taken, or not of this machine."""
+
+    status = "FAILED_PRECONDITION"
+    reason = "ADDRESS_TAKEN"
+    exit_code = 69
+
+
+def channel_options() -> Options:
+    """Options of every channel. Without the ping timeout a frozen peer goes unnoticed for a minute."""
+    return (
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+        ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    )
+
+
+def server_options() -> Options:
+    """Options of every server; a port has one owner, so a second service on it fails instead of sharing its calls."""
+    return (
+        ("grpc.so_reuseport", 0),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+        ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    )
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel to a service; the connection is made by the first call."""
+    return grpc.aio.insecure_channel(address, options=channel_options())
+
+
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """A server that answers on `address`; its health service says SERVING until `stop`."""
+
+    address: str
+    server: grpc.aio.Server
+    health: health.aio.HealthServicer
+
+    async def say_not_serving(self) -> None:
+        """Health says NOT_SERVING under every name, from now on; calls are taken as before."""
+        await self.health.enter_graceful_shutdown()
+
+    async def stop(self, grace_s: float = DRAIN_S) -> None:
+        """Says NOT_SERVING, takes no new calls, and cancels those that are not done after `grace_s`."""
+        await self.say_not_serving()
+        await self.server.stop(grace_s)
+
+
+def service(file: FileDescriptor, name: str, add: Callable[[grpc.aio.Server], None]) -> Services:
+    """One service for `serve`, by its name in a protocol file."""
+    return {file.services_by_name[name].full_name: add}
+
+
+async def serve(listen: str, services: Services, *, reflects: bool = False) -> RunningServer:
+    """Starts a server of the given services with health, and with reflection if it `reflects`.
+
+    `listen` is HOST:PORT, and port 0 takes a free one. Raises AddressTaken and InvalidRequest.
+    """
+    server = grpc.aio.server(interceptors=[Guard()], options=server_options())
+    for add in services.values():
+        add(server)
+    health_servicer = health.aio.HealthServicer()
+    for name in ("", *services):
+        await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    if reflects:
+        reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    address = _bind(server, listen)
+    await server.start()
+    return RunningServer(address, server, health_servicer)
+
+
+def _bind(server: grpc.aio.Server, listen: str) -> str:
+    """Binds and returns the address with its true port."""
+    host = check_address("listen", listen, least_port=0).rpartition(":")[0]
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError:
+        port = 0
+    if port == 0:
+        raise AddressTaken(f"Cannot listen on {listen}: it is taken, or not an address of this machine.", listen=listen)
+    return f"{host}:{port}"

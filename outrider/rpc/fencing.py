@@ -1,0 +1,134 @@
+"""Whether a message of a session is old, repeated, timely or ahead, and what its answer cost to compute. Pure decisions.
+
+Messages are matched by (epoch, base_len), never by their order, so that a stream that broke, a call that was repeated
+and an answer that was overtaken need no handling of their own.
+"""
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from outrider.errors import InvalidRequest
+
+SESSION_ID_LEN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Which session a message belongs to, and the committed length that it builds on."""
+
+    session_id: bytes
+    epoch: int
+    base_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a service knows of a session.
+
+    Requests on the lengths in `answerable` have been taken in this epoch, and their answers are kept or under way.
+    `least_len` is the shortest length that a new request of this epoch may build on.
+    """
+
+    epoch: int
+    committed_len: int
+    answerable: frozenset[int]
+    least_len: int
+
+
+class Standing(Enum):
+    """What to do with a message."""
+
+    STALE = auto()
+    """Drop it: a newer epoch has begun, or its answer has been acknowledged."""
+    REPEAT = auto()
+    """Answer it again, without a second effect."""
+    CURRENT = auto()
+    """Take it."""
+    REWIND = auto()
+    """Take the session back to what the message builds on, begin its epoch, and take it."""
+    FUTURE = auto()
+    """Ask for tokens: some are missing."""
+
+
+def check_fence(fence: Fence, context_len: int) -> Fence:
+    """Returns the fence, or raises InvalidRequest when no service can have sent it to a model of this context."""
+    if len(fence.session_id) != SESSION_ID_LEN:
+        raise InvalidRequest("fence.session_id", f"{len(fence.session_id)} bytes", f"{SESSION_ID_LEN} bytes long")
+    if fence.epoch < 1:
+        raise InvalidRequest("fence.epoch", fence.epoch, "at least 1")
+    if not 1 <= fence.base_len <= context_len:
+        raise InvalidRequest("fence.base_len", fence.base_len, f"in [1, {context_len}]")
+    return fence
+
+
+def judge(fence: Fence, known: Known | None, num_new: int = 0, *, is_owner: bool = True) -> Standing:
+    """What to do with a message that is not an open and brings the last `num_new` of its base_len tokens with it.
+
+    A stream that does not own the session never moves it. When its epoch is not over, a Rollback has overtaken its open
+    or another stream has repeated that: it is asked for all tokens, so that it is not left without an answer.
+    """
+    if known is None:
+        return Standing.FUTURE
+    if fence.epoch < known.epoch:
+        return Standing.STALE
+    if not is_owner or fence.base_len - num_new > known.committed_len:
+        return Standing.FUTURE
+    if fence.epoch > known.epoch:
+        return Standing.REWIND
+    if fence.base_len in known.answerable:
+        return Standing.REPEAT
+    return Standing.CURRENT if fence.base_len >= known.least_len else Standing.STALE
+
+
+def judge_open(fence: Fence, known: Known | None, least_epoch: int = 0) -> Standing:
+    """What to do with an open, which brings all tokens: only a newer epoch starts over.
+
+    `least_epoch` is that of a Rollback which came before the session was known.
+    """
+    if known is None:
+        return Standing.CURRENT if fence.epoch >= least_epoch else Standing.STALE
+    if fence.epoch > known.epoch:
+        return Standing.CURRENT
+    # On the committed length itself, the open's own job is still under way.
+    repeated = fence.epoch == known.epoch and fence.base_len in {*known.answerable, known.committed_len}
+    return Standing.REPEAT if repeated else Standing.STALE
+
+
+def judge_rollback(fence: Fence, known: Known | None) -> Standing:
+    """What to do with a Rollback: CURRENT truncates, REPEAT and STALE only report, FUTURE does not know the session."""
+    if known is None:
+        return Standing.FUTURE
+    if fence.epoch == known.epoch:
+        return Standing.REPEAT
+    return Standing.STALE if fence.epoch < known.epoch else Standing.CURRENT
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeTimes:
+    """Plain form of the message: waiting and device time in microseconds, shared batches counted whole."""
+
+    queue_us: int = 0
+    compute_us: int = 0
+    forward_count: int = 0
+
+
+@dataclass(slots=True)
+class Meter:
+    """Adds up the cost of one answer. `arrived_ns` is when its request came, on time.perf_counter_ns."""
+
+    arrived_ns: int = field(default_factory=time.perf_counter_ns)
+    _queue_ns: int | None = None
+    _compute_ns: int = 0
+    _forward_count: int = 0
+
+    def add(self, started_ns: int, ended_ns: int) -> None:
+        """Counts one forward with the sampling that followed it."""
+        if self._queue_ns is None:
+            self._queue_ns = max(0, started_ns - self.arrived_ns)
+        self._compute_ns += ended_ns - started_ns
+        self._forward_count += 1
+
+    def times(self) -> ComputeTimes:
+        """The cost so far."""
+        return ComputeTimes((self._queue_ns or 0) // 1000, self._compute_ns // 1000, self._forward_count)

@@ -1,0 +1,124 @@
+"""The wall around every handler: no Python text leaves a process. Knows no services and no messages.
+
+An OutriderError ends a call with its own status. Any other exception is logged once, with its traceback, and ends the
+call with INTERNAL "internal error". A message that cannot be parsed is the caller's fault, and not a Python exception.
+"""
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import grpc
+import structlog
+
+from outrider.errors import InvalidRequest, OutriderError
+from outrider.rpc.errors import UNEXPECTED_TEXT, status_of
+
+log = structlog.get_logger()
+
+# Handlers and contexts of grpc are generic in messages that the wall never looks at.
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
+Context = grpc.aio.ServicerContext[Any, Any]
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Unparsed:
+    """Stands for a message that was not valid protobuf."""
+
+    size: int
+
+
+@asynccontextmanager
+async def rpc_errors(context: Context) -> AsyncIterator[None]:
+    """Ends the call with the status of whatever is raised inside; what aborts or cancels the call passes through."""
+    try:
+        yield
+    except grpc.aio.AbortError:
+        raise
+    except OutriderError as error:
+        await context.abort_with_status(status_of(error))
+    except Exception as error:
+        if context.cancelled() or context.done():
+            # A write into a call that its client has left raises one of several classes; nobody is there to be told.
+            log.debug("call ended by its client", reason=type(error).__name__)
+            return
+        log.exception("unexpected error in a handler")
+        await context.abort_with_status(status_of(OutriderError(UNEXPECTED_TEXT)))
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """Puts every handler of a server behind the wall, unary and streaming alike."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        """The handler of a method, guarded; None for a method that nobody serves."""
+        handler = await continuation(handler_call_details)
+        return handler if handler is None else _guarded(handler)
+
+
+def _guarded(handler: "grpc.RpcMethodHandler[Any, Any]") -> Handler:
+    inner: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    make: Any = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[bool(handler.request_streaming), bool(handler.response_streaming)]
+    checked = _checked_stream if handler.request_streaming else _checked
+    # grpc.aio tells a generator from a coroutine by looking at the function, so each kind gets a wrapper of its kind.
+    wrap = _generator if inspect.isasyncgenfunction(inner) else _coroutine
+    wrapped: Handler = make(
+        wrap(inner, checked),
+        request_deserializer=_tolerant(handler.request_deserializer),
+        response_serializer=handler.response_serializer,
+    )
+    return wrapped
+
+
+def _coroutine(inner: Function, checked: Function) -> Callable[[Any, Context], Awaitable[Any]]:
+    async def call(request: object, context: Context) -> object:
+        async with rpc_errors(context):
+            return await inner(checked(request), context)
+        return None
+
+    return call
+
+
+def _generator(inner: Function, checked: Function) -> Callable[[Any, Context], AsyncIterator[Any]]:
+    async def stream(request: object, context: Context) -> AsyncIterator[Any]:
+        async with rpc_errors(context):
+            async for response in inner(checked(request), context):
+                yield response
+
+    return stream
+
+
+def _tolerant(deserializer: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """A deserializer that returns Unparsed where the original raises: grpc would send the exception's text."""
+    if deserializer is None:
+        return None
+
+    def parse(data: bytes) -> object:
+        try:
+            return deserializer(data)
+        except Exception:  # noqa: BLE001 - protobuf does not say which exceptions its parsers raise
+            return Unparsed(len(data))
+
+    return parse
+
+
+def _checked(message: object) -> object:
+    if isinstance(message, Unparsed):
+        raise InvalidRequest("message", f"{message.size} bytes", "a valid protobuf message of this method")
+    return message
+
+
+async def _checked_stream(messages: AsyncIterator[object]) -> AsyncIterator[object]:
+    async for message in messages:
+        yield _checked(message)

@@ -1,0 +1,307 @@
+"""Between protobuf messages and plain values, with every range that types.proto states.
+
+Sessions and sampling come first, then rules with their settings and log-probabilities, then proposals. Whether a
+proposal fits the session's rule is the session's to say: a message comes before its session is looked up.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from outrider.errors import InvalidRequest, check_count, check_range, check_token_id, check_token_ids
+from outrider.parameters import (
+    MAX_BANNED_LEN,
+    MAX_BANNED_SEQUENCES,
+    MAX_LOGPROB_COUNT,
+    MAX_SALT_BYTES,
+    MAX_STOP_TOKEN_IDS,
+    SETTINGS,
+    Acceptance,
+    DraftDistribution,
+    FinishReason,
+    Rule,
+    SamplingParameters,
+    SessionSpec,
+    TokenLogprob,
+)
+from outrider.rpc.fencing import ComputeTimes, Fence, check_fence
+from outrider.v1 import types_pb2 as pb
+
+RULES = {
+    Rule.MATCH: pb.ACCEPTANCE_RULE_MATCH,
+    Rule.RATIO: pb.ACCEPTANCE_RULE_RATIO,
+    Rule.BLOCK: pb.ACCEPTANCE_RULE_BLOCK,
+    Rule.LENIENT: pb.ACCEPTANCE_RULE_LENIENT,
+    Rule.TYPICAL: pb.ACCEPTANCE_RULE_TYPICAL,
+}
+RULES_BY_NUMBER = {number: rule for rule, number in RULES.items()} | {pb.ACCEPTANCE_RULE_UNSPECIFIED: Rule.MATCH}
+
+
+def rule_from(rule: pb.AcceptanceRule.ValueType, field: str) -> Rule:
+    """The rule of a message, `match` when it names none; raises InvalidRequest about a number that is no rule."""
+    if rule not in RULES_BY_NUMBER:
+        raise InvalidRequest(field, rule, f"one of {', '.join(RULES)}")
+    return RULES_BY_NUMBER[rule]
+
+
+def rules_from(numbers: Iterable[pb.AcceptanceRule.ValueType]) -> frozenset[Rule]:
+    """The rules of a list; those of a newer protocol are left out."""
+    return frozenset(RULES_BY_NUMBER[number] for number in numbers if number in RULES_BY_NUMBER)
+
+
+def acceptance_from(
+    rule: pb.AcceptanceRule.ValueType, settings: pb.AcceptanceSettings, rule_field: str, prefix: str
+) -> Acceptance:
+    """A rule with its settings; raises InvalidRequest about a setting out of range or of another rule."""
+    wanted = rule_from(rule, rule_field)
+    values = {field.name: value for field, value in settings.ListFields()}
+    for name, value in values.items():
+        if name not in SETTINGS.get(wanted, ()):
+            raise InvalidRequest(prefix + name, value, f"absent under the rule {wanted}")
+    return Acceptance.checked({"rule": wanted, **values}, prefix)
+
+
+def settings_message(acceptance: Acceptance) -> pb.AcceptanceSettings | None:
+    """The settings that the rule reads; None for a rule that reads none."""
+    return pb.AcceptanceSettings(**acceptance.settings) if acceptance.settings else None
+
+
+def logprob_message(logprob: TokenLogprob) -> pb.TokenLogprob:
+    """Log-probabilities to send."""
+    return pb.TokenLogprob(
+        logprob=logprob.logprob, top_token_ids=logprob.top_token_ids, top_logprobs=logprob.top_logprobs
+    )
+
+
+def logprob_size(count: int, vocabulary_size: int) -> int:
+    """Most bytes that an entry with `count` alternatives takes in a list of them."""
+    id_bytes = -(-max(vocabulary_size - 1, 1).bit_length() // 7)
+    # Nine for the number; two lists with tag and length, of which the longer may need two bytes; the entry's own.
+    return 9 + (2 + count * id_bytes) + (3 + 8 * count) + 3
+
+
+def logprobs_from(messages: Iterable[pb.TokenLogprob]) -> tuple[TokenLogprob, ...]:
+    """Log-probabilities that came."""
+    return tuple(
+        TokenLogprob(message.logprob, tuple(message.top_token_ids), tuple(message.top_logprobs)) for message in messages
+    )
+
+
+SESSION = "session."
+
+FINISH_REASONS = {
+    FinishReason.EOS: pb.FINISH_REASON_EOS,
+    FinishReason.STOP_TOKEN: pb.FINISH_REASON_STOP_TOKEN,
+    FinishReason.STOP_STRING: pb.FINISH_REASON_STOP_STRING,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+
+
+def fence_from(message: pb.Fence, context_len: int) -> Fence:
+    """The fence of a request; raises InvalidRequest."""
+    if message.instance_id:
+        raise InvalidRequest("fence.instance_id", message.instance_id, "0 in a request")
+    return check_fence(Fence(message.session_id, message.epoch, message.base_len), context_len)
+
+
+def fence_message(fence: Fence, instance_id: int = 0) -> pb.Fence:
+    """A fence to send; the instance id is a server's, and 0 in requests."""
+    return pb.Fence(session_id=fence.session_id, epoch=fence.epoch, base_len=fence.base_len, instance_id=instance_id)
+
+
+def sampling_from(message: pb.SamplingParameters, prefix: str = "sampling.") -> SamplingParameters:
+    """The parameters, with defaults for absent fields. Raises InvalidRequest naming the field behind the prefix."""
+    values = {field.name: value for field, value in message.ListFields() if field.name != "logit_bias"}
+    return SamplingParameters.checked({**values, "logit_bias": dict(message.logit_bias)}, prefix)
+
+
+def sampling_message(sampling: SamplingParameters) -> pb.SamplingParameters:
+    """The message with every field set."""
+    return pb.SamplingParameters(**sampling.model_dump())
+
+
+def open_message(spec: SessionSpec, token_ids: Iterable[int]) -> pb.OpenSession:
+    """What opens a session whose committed tokens are `token_ids`; those of the spec are only the prompt."""
+    return pb.OpenSession(
+        token_ids=token_ids,
+        prompt_len=spec.prompt_len,
+        sampling=sampling_message(spec.sampling),
+        seed=spec.seed,
+        rule=RULES[spec.acceptance.rule],
+        max_len=spec.max_len,
+        eos_token_ids=sorted(spec.eos_token_ids),
+        stop_token_ids=sorted(spec.stop_token_ids),
+        logprob_count=spec.logprob_count,
+        prompt_logprobs=spec.prompt_logprobs,
+        banned_sequences=[pb.TokenIds(token_ids=sequence) for sequence in spec.banned],
+        acceptance=settings_message(spec.acceptance),
+        draft_logprobs=spec.draft_logprobs,
+        cache_salt=spec.cache_salt,
+    )
+
+
+def spec_from(message: pb.OpenSession, base_len: int, vocabulary_size: int) -> SessionSpec:
+    """The session that a message opens. Raises InvalidRequest.
+
+    Whether max_len fits into a context is left to the service: a draft may have a shorter one than the request.
+    """
+    if len(message.token_ids) != base_len:
+        raise InvalidRequest(SESSION + "token_ids", f"{len(message.token_ids)} tokens", f"base_len {base_len} tokens")
+    check_range(SESSION + "prompt_len", message.prompt_len, 1, base_len)
+    check_range(SESSION + "max_len", message.max_len, base_len + 1, 2**31 - 1)
+    # Before anything is made of them: a list may fill a message.
+    for name, most in (("stop_token_ids", MAX_STOP_TOKEN_IDS), ("eos_token_ids", vocabulary_size)):
+        check_count(SESSION + name, len(getattr(message, name)), most, "ids")
+    check_count(SESSION + "cache_salt", len(message.cache_salt), MAX_SALT_BYTES, "bytes")
+    sampling = _session_sampling(message, vocabulary_size)
+    return SessionSpec(
+        token_ids=check_token_ids(SESSION + "token_ids", message.token_ids, vocabulary_size),
+        prompt_len=message.prompt_len,
+        sampling=sampling,
+        seed=message.seed,
+        max_len=message.max_len,
+        eos_token_ids=frozenset(check_token_ids(SESSION + "eos_token_ids", message.eos_token_ids, vocabulary_size)),
+        stop_token_ids=frozenset(check_token_ids(SESSION + "stop_token_ids", message.stop_token_ids, vocabulary_size)),
+        acceptance=acceptance_from(message.rule, message.acceptance, SESSION + "rule", SESSION + "acceptance."),
+        banned=_banned(message, vocabulary_size),
+        logprob_count=_logprob_count(message),
+        prompt_logprobs=message.prompt_logprobs,
+        draft_logprobs=message.draft_logprobs,
+        cache_salt=message.cache_salt,
+    )
+
+
+def _banned(message: pb.OpenSession, vocabulary_size: int) -> tuple[tuple[int, ...], ...]:
+    """The sequences that must not occur."""
+    field = SESSION + "banned_sequences"
+    check_count(field, len(message.banned_sequences), MAX_BANNED_SEQUENCES, "sequences")
+    for index, sequence in enumerate(message.banned_sequences):
+        if not 1 <= len(sequence.token_ids) <= MAX_BANNED_LEN:
+            raise InvalidRequest(
+                f"{field}.{index}", f"{len(sequence.token_ids)} ids", f"1 to {MAX_BANNED_LEN} ids long"
+            )
+    return tuple(
+        check_token_ids(f"{field}.{index}", sequence.token_ids, vocabulary_size)
+        for index, sequence in enumerate(message.banned_sequences)
+    )
+
+
+def _logprob_count(message: pb.OpenSession) -> int | None:
+    """How many alternatives; None for no log-probabilities."""
+    if message.HasField("logprob_count"):
+        return check_range(SESSION + "logprob_count", message.logprob_count, 0, MAX_LOGPROB_COUNT)
+    if message.prompt_logprobs:
+        raise InvalidRequest(SESSION + "prompt_logprobs", True, "false without logprob_count")
+    return None
+
+
+def _session_sampling(message: pb.OpenSession, vocabulary_size: int) -> SamplingParameters:
+    """The sampling parameters, which must fit the vocabulary, the request's length and its EOS ids."""
+    sampling = sampling_from(message.sampling, SESSION + "sampling.")
+    for token_id in sampling.logit_bias:
+        check_token_id(SESSION + "sampling.logit_bias key", token_id, vocabulary_size)
+    check_range(SESSION + "sampling.min_tokens", sampling.min_tokens, 0, message.max_len - message.prompt_len)
+    if sampling.ignore_eos and message.eos_token_ids:
+        raise InvalidRequest(SESSION + "eos_token_ids", list(message.eos_token_ids), "empty under sampling.ignore_eos")
+    return sampling
+
+
+def times_message(times: ComputeTimes) -> pb.ComputeTimes:
+    """The cost of an answer."""
+    return pb.ComputeTimes(queue_us=times.queue_us, compute_us=times.compute_us, forward_count=times.forward_count)
+
+
+def finish_reason(message: pb.FinishReason.ValueType) -> FinishReason | None:
+    """Why a request ended, None while it goes on or for a reason of a newer protocol."""
+    return next((reason for reason, value in FINISH_REASONS.items() if value == message), None)
+
+
+def finish_reason_message(reason: FinishReason | None) -> pb.FinishReason.ValueType:
+    """The reason to send; unspecified while the request goes on."""
+    return pb.FINISH_REASON_UNSPECIFIED if reason is None else FINISH_REASONS[reason]
+
+
+MAX_SUPPORT = 256
+MAX_WEIGHT = 65535
+
+
+class Tree(Protocol):
+    """A proposal, whatever class it has where it was made; parents may be empty for a chain."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Draft token of each row."""
+        ...
+
+    @property
+    def parents(self) -> tuple[int, ...]:
+        """Parent of each row, 0 for the root."""
+        ...
+
+    @property
+    def distributions(self) -> tuple[DraftDistribution, ...]:
+        """The law of each row's token, or nothing."""
+        ...
+
+
+def tree_from(message: pb.TokenTree, vocabulary_size: int, max_rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Token ids and parents of a proposal, the parents of a chain filled in. Raises InvalidRequest."""
+    num_rows = len(message.token_ids)
+    check_count("proposal.token_ids", num_rows, max_rows, "rows")
+    if len(message.parents) not in {0, num_rows}:
+        raise InvalidRequest("proposal.parents", f"{len(message.parents)} entries", f"empty or {num_rows} entries")
+    for row, parent in enumerate(message.parents):
+        check_range(f"proposal.parents.{row}", parent, 0, row)
+    token_ids = check_token_ids("proposal.token_ids", message.token_ids, vocabulary_size)
+    return token_ids, tuple(message.parents) or tuple(range(num_rows))
+
+
+def distributions_from(message: pb.TokenTree, vocabulary_size: int) -> tuple[DraftDistribution, ...]:
+    """The laws of a proposal's tokens, one a row or none at all. Raises InvalidRequest."""
+    num_rows, num_laws = len(message.token_ids), len(message.distributions)
+    if num_laws not in {0, num_rows}:
+        raise InvalidRequest("proposal.distributions", f"{num_laws} entries", f"empty or {num_rows} entries")
+    laws = []
+    for row, (token_id, law) in enumerate(zip(message.token_ids, message.distributions, strict=False)):
+        field = f"proposal.distributions.{row}"
+        laws.append(_distribution(field, law, vocabulary_size))
+        if token_id not in laws[-1].token_ids:
+            raise InvalidRequest(f"{field}.token_ids", list(law.token_ids), f"a support of the row's token {token_id}")
+    return tuple(laws)
+
+
+def _distribution(field: str, law: pb.DraftDistribution, vocabulary_size: int) -> DraftDistribution:
+    check_count(f"{field}.token_ids", len(law.token_ids), MAX_SUPPORT, "ids")
+    if len(law.weights) != len(law.token_ids):
+        raise InvalidRequest(f"{field}.weights", f"{len(law.weights)} entries", f"{len(law.token_ids)} entries")
+    token_ids = check_token_ids(f"{field}.token_ids", law.token_ids, vocabulary_size)
+    if len(set(token_ids)) < len(token_ids):
+        raise InvalidRequest(f"{field}.token_ids", list(token_ids), "without repetition")
+    weights = tuple(law.weights)
+    # Looked at one by one only when one is at fault: a round carries hundreds.
+    if weights and not 1 <= min(weights) <= max(weights) <= MAX_WEIGHT:
+        for index, weight in enumerate(weights):
+            check_range(f"{field}.weights.{index}", weight, 1, MAX_WEIGHT)
+    return DraftDistribution(token_ids, weights)
+
+
+def draft_logprobs_from(message: pb.TokenTree) -> tuple[float, ...]:
+    """The draft's log-probabilities of a proposal's tokens, one a row or none at all. Raises InvalidRequest."""
+    num_rows, num_logprobs = len(message.token_ids), len(message.logprobs)
+    if num_logprobs not in {0, num_rows}:
+        raise InvalidRequest("proposal.logprobs", f"{num_logprobs} entries", f"empty or {num_rows} entries")
+    for row, logprob in enumerate(message.logprobs):
+        if not -math.inf < logprob <= 0:
+            raise InvalidRequest(f"proposal.logprobs.{row}", logprob, "finite and at most 0")
+    return tuple(message.logprobs)
+
+
+def tree_message(tree: Tree, logprobs: Sequence[float] = ()) -> pb.TokenTree:
+    """A proposal to send; a chain travels without its parents.
+
+    `logprobs` are the draft's own, for the gateway. The tree's are not looked at: a target must not see them.
+    """
+    is_chain = tuple(tree.parents) == tuple(range(len(tree.token_ids)))
+    laws = [pb.DraftDistribution(token_ids=law.token_ids, weights=law.weights) for law in tree.distributions]
+    parents = () if is_chain else tree.parents
+    return pb.TokenTree(token_ids=tree.token_ids, parents=parents, distributions=laws, logprobs=logprobs)

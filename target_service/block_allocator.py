@@ -1,0 +1,173 @@
+"""Blocks for the sessions of a target: leases end first, then later sessions give way.
+
+Every cache can be rebuilt from its tokens, so a full pool costs time and no request: sessions that were opened later
+lose what they have cached, and compute it again when there is room (recomputation, Kwon et al., 2023, section 4.5).
+The session that was opened first among the active ones is never refused anything that the pool has, so there is always
+one that makes progress, and each in turn becomes the first. Active is also who was so a moment ago: while a draft
+guesses, its session does nothing, and if it lost its cache each time, most rows would be computed again and again.
+
+A session that gives way keeps its tokens; its task goes on as soon as there is room, with the same logits, because a
+row's do not depend on how its prefix was computed. Belongs to the device thread.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from outrider.engine.batching import Feed
+from outrider.engine.runner import ModelRunner
+from outrider.engine.sampling.draw import Allocate, reserve
+from outrider.engine.session import Session
+from outrider.errors import CacheFull, PromptTooLong
+from outrider.token_tree import EMPTY, TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A session: the blocks that it holds, and whether a job of its own is under way, or was a moment ago."""
+
+    num_blocks: int
+    is_active: bool
+    shared_blocks: tuple[int, ...] = ()
+    """Those that others hold as well, which come free when the last of them gives way."""
+
+
+def is_first(asking: int, holders: Sequence[Holder]) -> bool:
+    """Whether no active session was opened before the asking one; holders are in the order of their opening."""
+    return not any(holder.is_active for holder in holders[:asking])
+
+
+def victims(asking: int, num_missing: int, holders: Sequence[Holder]) -> list[int] | None:
+    """Sessions that give all their blocks to holders[asking], which lacks num_missing; None when it has to wait.
+
+    Those opened later give way, the latest first. To the first of the active sessions, those opened earlier that have
+    done nothing for a while give way as well: their clients may be slow, and must not hold up the others. As long as
+    all of them together have too little, nobody gives way.
+    """
+    order = [*range(len(holders) - 1, asking, -1)]
+    if is_first(asking, holders):
+        order += range(asking - 1, -1, -1)
+    chosen = []
+    holder_counts = Counter(block for holder in holders for block in holder.shared_blocks)
+    for index in order:
+        if num_missing <= 0:
+            break
+        holder = holders[index]
+        if holder.num_blocks:
+            holder_counts.subtract(holder.shared_blocks)
+            num_last = sum(not holder_counts[block] for block in holder.shared_blocks)
+            num_missing -= holder.num_blocks - len(holder.shared_blocks) + num_last
+            chosen.append(index)
+    return chosen if num_missing <= 0 else None
+
+
+class Holding(Protocol):
+    """A session of the table."""
+
+    last_active: int
+    """Step of the device in which a job of it was last under way."""
+
+    @property
+    def session(self) -> Session:
+        """What holds the blocks."""
+
+    @property
+    def task(self) -> object | None:
+        """The job under way."""
+
+
+class Holdings(Protocol):
+    """All sessions in the order of their first open; see outrider.model_service.session_store.SessionTable."""
+
+    def __iter__(self) -> Iterator[Holding]: ...
+
+    def with_room(self, allocate: Allocate) -> None:
+        """Calls `allocate`, ending leases as long as it raises CacheFull and there are some."""
+
+    def count_preemption(self) -> None:
+        """Counts a session that loses its cache."""
+
+
+# A session whose draft is guessing has no job for the time of some steps, and would come back to an empty cache.
+GRACE_STEPS = 64
+
+
+class Room:
+    """Finds blocks for one session at a time."""
+
+    def __init__(self, runner: ModelRunner, holdings: Holdings) -> None:
+        self._runner = runner
+        self._holdings = holdings
+        self._step = 0
+        # What was missing to whoever was refused in this step; see _preempt.
+        self._least_refused = sys.maxsize
+
+    def begin_step(self) -> dict[Session, int]:
+        """The place of each session in the order of the first opens. Whoever came first has to ask first."""
+        self._step += 1
+        self._least_refused = sys.maxsize
+        ages = {}
+        for age, holding in enumerate(self._holdings):
+            ages[holding.session] = age
+            if holding.task is not None:
+                holding.last_active = self._step
+        return ages
+
+    def take(self, session: Session, tree: TokenTree) -> TokenTree | None:
+        """Reserves what the next forward writes, and returns the tree, or EMPTY when only that fits; None means: wait.
+
+        Raises PromptTooLong for a session that would not fit into an empty pool, and InvalidRequest as runner.check.
+        """
+        self._check_size(session)
+        while True:
+            for wanted in (tree, EMPTY):
+                if self._reserve(session, wanted):
+                    return wanted
+            if not self._preempt(session):
+                return None
+
+    def _check_size(self, session: Session) -> None:
+        pool = self._runner.pool
+        size = pool.num_blocks * pool.block_size
+        if len(session) > size:
+            message = f"{len(session)} tokens are more than the key-value cache of {size} tokens holds"
+            raise PromptTooLong(message, tokens=len(session), kv_tokens=size)
+
+    def _reserve(self, session: Session, tree: TokenTree) -> bool:
+        try:
+            reserve(self._runner, Feed(session, tree), self._holdings.with_room)
+        except CacheFull:
+            return False
+        return True
+
+    def _preempt(self, session: Session) -> bool:
+        """Takes the blocks of those that give way; tells whether there is room now.
+
+        Raises CacheFull when the first of the active sessions finds none, so that nobody waits for nothing.
+        """
+        pool = self._runner.pool
+        num_needed = -(-len(session) // pool.block_size) - len(session.table)
+        num_missing = max(num_needed - pool.num_free, 1)
+        if num_missing >= self._least_refused:
+            # Later sessions have fewer others behind them, and weighing those costs as much as a forward where many
+            # wait and share long prefixes.
+            return False
+        holdings = list(self._holdings)
+        asking = [holding.session for holding in holdings].index(session)
+        holders = [self._holder(holding) for holding in holdings]
+        chosen = victims(asking, num_missing, holders)
+        if chosen is None and is_first(asking, holders):
+            raise CacheFull(f"{pool} has no room for {len(session)} tokens, and no session holds what is missing")
+        if chosen is None:
+            self._least_refused = num_missing
+            return False
+        for index in chosen:
+            holdings[index].session.free()
+            self._holdings.count_preemption()
+        return True
+
+    def _holder(self, holding: Holding) -> Holder:
+        table = holding.session.table
+        return Holder(len(table), holding.last_active + GRACE_STEPS >= self._step, table.shared_blocks)

@@ -1,0 +1,74 @@
+"""A client that does not read, over a real connection with a small window."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from support.basics import eventually
+from support.markov import EOS, MarkovModel
+from support.markov_services import TargetServicer, serving
+
+from gateway.server import start
+from gateway.settings import GatewaySettings
+from outrider.v1 import generation_service_pb2 as pb
+from outrider.v1 import model_service_pb2 as model_pb
+from outrider.v1 import types_pb2
+from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
+from outrider.vocabulary import Vocabulary
+
+TOKENIZER = str(Path(__file__).resolve().parents[3] / "models" / "target")
+# Without these the client's transport takes a megabyte in before anybody reads it.
+SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1000))
+
+
+@asynccontextmanager
+async def gateway(client_stall_s: float) -> AsyncIterator[tuple[TargetServicer, GenerationServiceStub]]:
+    """A target that talks for long, and a client of a gateway that serves one request at a time."""
+    model = MarkovModel()
+    for row in model._rows:
+        row[EOS] = 1e-9
+    target = TargetServicer(model_pb.SERVICE_ROLE_TARGET, model, Vocabulary.read(TOKENIZER).digests)
+    target.vocabulary_size = 4096
+    async with serving(target) as address:
+        settings = GatewaySettings(
+            address, TOKENIZER, listen="127.0.0.1:0", max_requests=1, client_stall_s=client_stall_s
+        )
+        running = await start(settings)
+        try:
+            async with grpc.aio.insecure_channel(running.address, options=SMALL_WINDOW) as channel:
+                yield target, GenerationServiceStub(channel)
+        finally:
+            await running.stop(0)
+
+
+def request(max_tokens: int) -> pb.GenerateRequest:
+    """A plain request."""
+    speculation = pb.SpeculationSettings(enabled=False)
+    prompt = types_pb2.TokenIds(token_ids=[3, 5])
+    return pb.GenerateRequest(token_ids=prompt, max_tokens=max_tokens, seed=1, speculation=speculation)
+
+
+async def test_a_client_that_does_not_read_loses_its_request() -> None:
+    """Its sessions are closed, the next request has its place, and the call says why it ended."""
+    async with gateway(client_stall_s=0.2) as (target, stub):
+        stalled = stub.Generate(request(400))
+        await eventually(lambda: target.sessions == 1)
+        await eventually(lambda: target.sessions == 0, 5)
+        responses = [response async for response in stub.Generate(request(3))]
+        assert responses[-1].HasField("completion")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in stalled:
+                pass
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert caught.value.details() == "The client read nothing for 0.2 seconds"
+
+
+async def test_a_client_that_reads_late_loses_nothing() -> None:
+    """A pause that is shorter than the limit is back-pressure and no fault."""
+    async with gateway(client_stall_s=30) as (target, stub):
+        slow = stub.Generate(request(400))
+        await eventually(lambda: target.sessions == 1)
+        responses = [response async for response in slow]
+        assert responses[-1].completion.usage.completion_tokens == 400

@@ -1,0 +1,148 @@
+"""The choice of K on machines whose costs are known exactly."""
+
+import random
+from dataclasses import dataclass, field
+
+from gateway.rounds.policy import SpeculationPolicy
+from gateway.rounds.round import Round
+
+
+@dataclass
+class Machine:
+    """Simulates rounds with given costs, in microseconds, and acceptance; lets the policy run on them."""
+
+    alpha: float
+    draft_us: float = 200
+    verify_us: float = 4000
+    row_us: float = 100
+    message_us: float = 500
+    policy: SpeculationPolicy = field(default_factory=SpeculationPolicy)
+    noise: random.Random = field(default_factory=lambda: random.Random(5))
+    elapsed_us: float = 0.0
+    tokens: int = 0
+    counts: list[int] = field(default_factory=list)
+
+    def round(self, draft_count: int, unasked: bool = False) -> None:
+        """One round: the costs, the luck, and what the policy sees of them."""
+        accepted = 0
+        while accepted < draft_count and self.noise.random() < self.alpha:
+            accepted += 1
+        verify_us = (self.verify_us + self.row_us * draft_count) * self.noise.uniform(0.9, 1.1)
+        draft_us = self.draft_us * draft_count
+        round_us = verify_us + draft_us + (20 if unasked else self.message_us)
+        self.elapsed_us += round_us
+        self.tokens += accepted + 1
+        evaluated = min(accepted + 1, draft_count)
+        committed = Round(
+            token_ids=(1,) * (accepted + 1),
+            origins=(),
+            base_len=5,
+            draft_count=draft_count,
+            accepted_count=accepted,
+            evaluated_count=evaluated,
+            fallback_reason=None,
+            finish_reason=None,
+            draft_compute_us=int(draft_us),
+            verify_compute_us=int(verify_us),
+            round_us=int(round_us),
+            numerics_id="",
+        )
+        self.policy.observe(committed, unasked=unasked)
+
+    def run(self, decisions: int, limit: int = 8) -> None:
+        """Follows the policy's choices."""
+        for _ in range(decisions):
+            choice = self.policy.choose(limit)
+            # A stretch of plain decoding that goes on pays no message: the target is never idle in it.
+            self.round(choice.draft_count, unasked=not choice.draft_count and not sum(self.counts[-1:]))
+            self.counts.append(choice.draft_count)
+            for _ in range(choice.plain_budget):
+                self.round(0, unasked=True)
+
+    def best_speed(self) -> float:
+        """Tokens per microsecond of the best fixed K, from the true costs."""
+        plain = 1 / (self.verify_us + 20)
+        speeds = [plain]
+        for count in range(1, 9):
+            tau = sum(self.alpha**power for power in range(count + 1))
+            cost_us = self.verify_us + self.row_us * count + self.draft_us * count + self.message_us
+            speeds.append(tau / cost_us)
+        return max(speeds)
+
+
+def common(counts: list[int]) -> int:
+    """The most frequent choice."""
+    return max(set(counts), key=counts.count)
+
+
+def test_a_cheap_good_draft_is_used_to_the_full() -> None:
+    """High acceptance at little cost: long proposals."""
+    machine = Machine(alpha=0.95, draft_us=50, row_us=20)
+    machine.run(300)
+    assert common(machine.counts[100:]) == 8
+
+
+def test_an_expensive_way_means_plain_decoding() -> None:
+    """When messages cost far more than a forward, the target goes on alone."""
+    machine = Machine(alpha=0.7, message_us=60_000)
+    machine.run(200)
+    assert common(machine.counts[100:]) == 0
+
+
+def test_a_bad_draft_is_not_asked() -> None:
+    """Guesses that are never accepted are not worth their cost."""
+    machine = Machine(alpha=0.02, draft_us=1000)
+    machine.run(200)
+    assert common(machine.counts[100:]) == 0
+
+
+def test_is_near_the_best_fixed_count() -> None:
+    """Over good, middling and bad drafts, at most a tenth of the best fixed speed is lost, learning included."""
+    for alpha in (0.2, 0.5, 0.64, 0.8, 0.9):
+        for draft_us in (100, 400, 1500):
+            for row_us in (50, 1500):
+                machine = Machine(alpha=alpha, draft_us=draft_us, row_us=row_us)
+                machine.run(600)
+                assert machine.tokens / machine.elapsed_us > 0.9 * machine.best_speed(), (alpha, draft_us, row_us)
+
+
+def test_recovers_through_probes_when_the_draft_becomes_good() -> None:
+    """After a long time without the draft, probes notice that it is worth its cost now."""
+    machine = Machine(alpha=0.05, draft_us=800)
+    machine.run(300)
+    assert common(machine.counts[100:]) == 0
+    machine.alpha, machine.draft_us = 0.9, 100
+    machine.counts.clear()
+    machine.run(600)
+    assert common(machine.counts[400:]) > 0
+
+
+def test_probes_cost_little() -> None:
+    """While plain decoding is best, looking for something better costs a few hundredths of the time."""
+    machine = Machine(alpha=0.1, draft_us=2000, message_us=5000)
+    machine.run(300)
+    assert machine.tokens / machine.elapsed_us > 0.97 * machine.best_speed()
+
+
+def test_respects_the_limit() -> None:
+    """No choice is above the limit, and with no room at all K is 0."""
+    machine = Machine(alpha=0.95, draft_us=50)
+    machine.run(100, limit=3)
+    assert max(machine.counts) == 3
+    assert machine.policy.choose(0).draft_count == 0
+
+
+def test_starts_with_a_middling_count() -> None:
+    """Before anything is known, K is the first guess or the limit."""
+    assert SpeculationPolicy().choose(8).draft_count == 4
+    assert SpeculationPolicy().choose(2).draft_count == 2
+
+
+def test_one_outlier_changes_little() -> None:
+    """A single round that hung for a minute does not end speculation."""
+    machine = Machine(alpha=0.9)
+    machine.run(100)
+    before = machine.policy.cost_us(4)
+    machine.message_us = 60_000_000
+    machine.round(4)
+    assert machine.policy.cost_us(4) < 1.5 * before

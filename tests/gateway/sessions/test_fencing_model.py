@@ -1,0 +1,87 @@
+"""The real gateway and the real services in a world where messages and processes fail; see simulation.world.
+
+A few hundred worlds at a time, the same every time; OUTRIDER_FENCING_EXAMPLES asks for more, and then for other ones.
+"""
+
+import os
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from simulation.laws import Broken
+from simulation.loop import Deadlock, Livelock
+from simulation.scenarios import rough_ways, scenarios
+from simulation.world import Scenario, simulate
+
+from gateway.sessions.target import TargetStream
+from outrider.model_service.session_store import SessionTable
+from outrider.rpc.fencing import Fence, Known, Standing, judge, judge_open
+from outrider.v1 import target_service_pb2 as pb
+
+USUAL_EXAMPLES = 500
+EXAMPLES = int(os.environ.get("OUTRIDER_FENCING_EXAMPLES", USUAL_EXAMPLES))
+PLANTED_EXAMPLES = 400
+
+simulation_settings = partial(
+    settings,
+    database=None,
+    deadline=None,
+    derandomize=EXAMPLES == USUAL_EXAMPLES,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
+)
+
+
+@simulation_settings(max_examples=EXAMPLES)
+@given(scenarios)
+def test_no_weather_changes_a_token_or_leaves_anything_behind(scenario: Scenario) -> None:
+    """Tokens are those of plain decoding, every request ends once, and no session, block or task is left."""
+    simulate(scenario)
+
+
+def opening_any_epoch(fence: Fence, known: Known | None, least_epoch: int = 0) -> Standing:
+    """A judge that takes an open of any epoch for one of the present."""
+    return judge_open(replace(fence, epoch=known.epoch) if known else fence, known)
+
+
+def taking_repetitions(fence: Fence, known: Known | None, num_new: int = 0, *, is_owner: bool = True) -> Standing:
+    """A judge that takes a repeated message for a new one."""
+    standing = judge(fence, known, num_new, is_owner=is_owner)
+    return Standing.CURRENT if standing is Standing.REPEAT else standing
+
+
+async def receive_in_order(self: TargetStream, timeout_s: float) -> pb.VerifyResponse:
+    """A gateway that takes the next message for the answer, whatever it is about."""
+    response = await self._messages.read(timeout_s)
+    self.is_opening = False
+    response.fence.base_len = len(self._log)
+    return response
+
+
+def leave_nothing(self: SessionTable[object], session_id: bytes, owner: object, lease_s: float) -> bool:
+    """A table that does not notice that a stream has ended."""
+    return False
+
+
+PLANTS = {
+    "an open's epoch is ignored": ("outrider.model_service.session_store.judge_open", opening_any_epoch),
+    "the target takes repetitions": ("target_service.sessions.judge", taking_repetitions),
+    "the gateway matches by order": ("gateway.sessions.target.TargetStream.receive", receive_in_order),
+    "a cancelled stream frees nothing": ("outrider.model_service.session_store.SessionTable.leave", leave_nothing),
+    "a close frees no blocks": ("outrider.engine.session.Session.free", lambda self: None),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_planted_fault_is_found(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world that breaks its laws does not go unnoticed for long."""
+    monkeypatch.setattr(*PLANTS[plant])
+
+    @simulation_settings(max_examples=PLANTED_EXAMPLES, phases=(Phase.generate,), report_multiple_bugs=False)
+    @given(rough_ways | scenarios | rough_ways)
+    def search(scenario: Scenario) -> None:
+        simulate(scenario)
+
+    with pytest.raises((Broken, Deadlock, Livelock)):
+        search()

@@ -1,0 +1,58 @@
+"""Health of a gateway while its target comes and goes, asked as a load balancer asks."""
+
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.basics import eventually
+from support.markov import MarkovModel
+from support.markov_services import TargetServicer, serving
+
+from gateway.server import start
+from gateway.settings import GatewaySettings
+from outrider.errors import InvalidRequest
+from outrider.rpc.channels import open_channel
+from outrider.v1 import model_service_pb2 as model_pb
+from outrider.vocabulary import Vocabulary
+
+TOKENIZER = str(Path(__file__).resolve().parents[3] / "models" / "target")
+
+
+@pytest.mark.parametrize("name", ["", "outrider.v1.GenerationService"])
+async def test_health_follows_the_target(name: str) -> None:
+    """It turns red when the only target goes, and green when another incarnation answers on its port."""
+    target = TargetServicer(model_pb.SERVICE_ROLE_TARGET, MarkovModel(), Vocabulary.read(TOKENIZER).digests)
+    target.vocabulary_size = 4096
+    async with AsyncExitStack() as life:
+        address = await life.enter_async_context(serving(target))
+        gateway = await start(GatewaySettings(address, TOKENIZER, listen="127.0.0.1:0"))
+        channel = open_channel(gateway.address)
+        health = health_pb2_grpc.HealthStub(channel)
+
+        async def is_status(status: int) -> bool:
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
+            return bool(answer.status == status)
+
+        try:
+            statuses = health_pb2.HealthCheckResponse
+            assert await is_status(statuses.SERVING)
+            await life.aclose()
+            await eventually(lambda: is_status(statuses.NOT_SERVING))
+            await life.enter_async_context(serving(target, address))
+            await eventually(lambda: is_status(statuses.SERVING))
+        finally:
+            await channel.close()
+            await gateway.stop(0)
+
+
+def test_every_address_of_a_list_is_checked() -> None:
+    """A replica that can never be reached is a mistake, and is named."""
+    settings = GatewaySettings("a:1, b:2", "model")
+    with pytest.raises(InvalidRequest, match="target is 'b'"):
+        replace(settings, target="a:1,b")
+    with pytest.raises(InvalidRequest, match="draft is 'b'"):
+        replace(settings, draft="b")
+    with pytest.raises(InvalidRequest, match="target is ''"):
+        replace(settings, target=" , ")

@@ -1,0 +1,277 @@
+"""The sessions over real streams, against services of the tiny model that fail in every way the protocol can show."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+from support.basics import eventually
+from support.markov import MarkovModel, plain_decoding
+from support.markov_services import GARBAGE, DraftServicer, Mischief, Service, TargetServicer, serving
+
+from gateway.rounds.planner import Pace
+from gateway.rounds.policy import SpeculationPolicy
+from gateway.rounds.round import FallbackReason, Round, TokenLog
+from gateway.sessions.draft import RemoteDraftSession
+from gateway.sessions.link import ModelInfo, ServiceLink, WrongService
+from gateway.sessions.replicas import Replicas
+from gateway.sessions.target import RemoteTargetSession
+from gateway.sessions.timeouts import DraftDeadline, Patience, RoundDeadline
+from gateway.speculation import speculate
+from outrider.errors import PeerLost, VocabularyMismatch
+from outrider.parameters import SamplingParameters, SessionSpec
+from outrider.v1 import model_service_pb2 as model_pb
+
+PROMPT = (3, 5)
+SEED = 9
+MAX_LEN = 60
+
+
+@dataclass
+class Pair:
+    """Two services, two links, and requests over them."""
+
+    target: TargetServicer
+    draft: DraftServicer
+    target_link: ServiceLink
+    draft_link: ServiceLink
+    deadline: DraftDeadline
+    patience: Patience = field(default_factory=Patience)
+
+    async def rounds(self, draft_count: int | None = 4) -> AsyncIterator[Round]:
+        """The rounds of one request."""
+        spec = SessionSpec(PROMPT, len(PROMPT), SamplingParameters(), SEED, MAX_LEN, frozenset({0}), frozenset())
+        log, session_id = TokenLog(PROMPT), b"0123456789abcdef"
+        pace = Pace(SpeculationPolicy(), draft_count, MAX_LEN, max_draft_count=8)
+        target = RemoteTargetSession(Replicas([self.target_link]), self.patience, spec, log, session_id, "hash")
+        drafts = Replicas([self.draft_link])
+        draft = RemoteDraftSession(drafts, self.deadline, spec, log, session_id, pace.expects_draft())
+        async with aclosing(speculate(log, pace, target, draft)) as rounds:
+            async for committed in rounds:
+                yield committed
+
+    async def run(self, draft_count: int | None = 4) -> list[Round]:
+        """All rounds, after checking that the tokens are those of plain decoding and that both sessions are gone."""
+        rounds = [committed async for committed in self.rounds(draft_count)]
+        said = PROMPT + tuple(token for committed in rounds for token in committed.token_ids)
+        assert said == plain_decoding(self.target.model, PROMPT, SEED, MAX_LEN)
+        await gone(self)
+        return rounds
+
+
+def accept(info: ModelInfo) -> None:
+    """Every model fits."""
+
+
+@asynccontextmanager
+async def linked(service: Service, role: str) -> AsyncIterator[ServiceLink]:
+    """A greeted link to a served service."""
+    async with serving(service) as address:
+        link = ServiceLink(role, address, accept)
+        assert await link.settled(5)
+        try:
+            yield link
+        finally:
+            await link.close()
+
+
+@asynccontextmanager
+async def pair_of(mischief: dict[int, Mischief] | None = None, context_len: int = 512) -> AsyncIterator[Pair]:
+    """A pair whose draft does the given mischief, or has a short context."""
+    target = TargetServicer(model_pb.SERVICE_ROLE_TARGET, MarkovModel())
+    draft = DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(noise=0.3), context_len=context_len)
+    draft.mischief = mischief or {}
+    async with linked(target, "target") as target_link, linked(draft, "draft") as draft_link:
+        yield Pair(target, draft, target_link, draft_link, DraftDeadline(0.05, 0.2))
+
+
+def reasons(rounds: list[Round]) -> list[FallbackReason]:
+    """Why rounds were not speculative."""
+    return [committed.fallback_reason for committed in rounds if committed.fallback_reason is not None]
+
+
+@pytest.mark.parametrize("draft_count", [0, 1, 4, 8, None])
+async def test_tokens_equal_plain_decoding(draft_count: int | None) -> None:
+    """Over real streams, for fixed and chosen K, and both sessions are closed by a message."""
+    async with pair_of() as pair:
+        rounds = await pair.run(draft_count)
+        assert reasons(rounds) == []
+        assert pair.target.closed == 1
+        assert pair.draft.closed == (draft_count != 0)
+
+
+async def test_a_plain_request_asks_the_draft_nothing() -> None:
+    """With K = 0 the draft gets no message, and the target's unasked tokens are acknowledged as they come."""
+    async with pair_of() as pair:
+        rounds = await pair.run(0)
+        assert pair.draft.answers == 0
+        assert len(rounds) == MAX_LEN - len(PROMPT)
+        assert pair.target.max_acknowledged > 30
+
+
+@pytest.mark.parametrize(
+    ("mischief", "reason"),
+    [
+        (Mischief.LATE, FallbackReason.DRAFT_LATE),
+        (Mischief.FROZEN, FallbackReason.DRAFT_LATE),
+        (Mischief.LOST, FallbackReason.DRAFT_LOST),
+        (Mischief.FULL, FallbackReason.DRAFT_REFUSED),
+        (Mischief.UNWANTED, FallbackReason.DRAFT_REFUSED),
+        *((mischief, FallbackReason.DRAFT_REFUSED) for mischief in GARBAGE),
+    ],
+)
+async def test_a_fault_costs_a_round_and_no_token(mischief: Mischief, reason: FallbackReason) -> None:
+    """Every way to fail gives its reason, and speculation resumes where the fault was the answer's only."""
+    async with pair_of({3: mischief}) as pair:
+        rounds = await pair.run()
+        assert reasons(rounds)[0] is reason
+        assert any(committed.draft_count for committed in rounds[-4:]) == (mischief is not Mischief.FROZEN)
+
+
+async def test_a_late_draft_is_rolled_back() -> None:
+    """The Rollback carries the next epoch, and the late answer of the old one is not taken for a new one."""
+    async with pair_of({3: Mischief.LATE}) as pair:
+        rounds = await pair.run()
+        assert pair.draft.rollbacks == [2]
+        assert reasons(rounds).count(FallbackReason.DRAFT_LATE) >= 1
+
+
+@pytest.mark.parametrize("mischief", [Mischief.STALE_FIRST, Mischief.TWICE])
+async def test_answers_of_another_time_are_dropped(mischief: Mischief) -> None:
+    """Old and repeated answers change nothing and cost nothing."""
+    async with pair_of({2: mischief, 4: mischief}) as pair:
+        assert reasons(await pair.run()) == []
+
+
+async def test_a_draft_that_forgot_the_session_gets_all_tokens() -> None:
+    """TokensWanted is answered by opening again, within the same round."""
+    async with pair_of({3: Mischief.FORGET}) as pair:
+        assert reasons(await pair.run()) == []
+
+
+async def test_a_draft_with_a_short_context_is_closed_properly() -> None:
+    """Past its context the draft gets no message, and the last one is still its close."""
+    async with pair_of(context_len=20) as pair:
+        rounds = await pair.run()
+        assert set(reasons(rounds)) == {FallbackReason.DRAFT_CONTEXT}
+        assert pair.draft.closed == 1
+
+
+async def test_a_draft_that_always_fails_is_asked_less_and_less() -> None:
+    """After faults in a row the draft rests for longer and longer."""
+    async with pair_of(dict.fromkeys(range(2, 100), Mischief.FULL)) as pair:
+        rounds = await pair.run()
+        assert pair.draft.answers < 8
+        assert len(reasons(rounds)) >= len(rounds) - 2  # the prompt's pass and the last token want no draft
+
+
+async def test_a_draft_that_is_killed_and_comes_back() -> None:
+    """Without the draft rounds are plain; its next incarnation is greeted and given all tokens."""
+    target = TargetServicer(model_pb.SERVICE_ROLE_TARGET, MarkovModel())
+    first, second = (
+        DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(noise=0.3), instance_id=number) for number in (1, 2)
+    )
+    async with AsyncExitStack() as stack:
+        target_link = await stack.enter_async_context(linked(target, "target"))
+        life = await stack.enter_async_context(AsyncExitStack())
+        address = await life.enter_async_context(serving(first))
+        draft_link = ServiceLink("draft", address, accept)
+        stack.push_async_callback(draft_link.close)
+        assert await draft_link.settled(5)
+        pair = Pair(target, second, target_link, draft_link, DraftDeadline(0.05, 0.2))
+        rounds = []
+        async with aclosing(pair.rounds()) as stream:
+            async for committed in stream:
+                rounds.append(committed)
+                if len(rounds) == 3:
+                    await life.aclose()
+                if len(rounds) == 5:
+                    await stack.enter_async_context(serving(second, address))
+                    await eventually(lambda: draft_link.info is not None and draft_link.info.instance_id == 2)
+        assert reasons(rounds)[0] in {FallbackReason.DRAFT_LOST, FallbackReason.DRAFT_ABSENT}
+        assert second.answers > 0
+        said = PROMPT + tuple(token for committed in rounds for token in committed.token_ids)
+        assert said == plain_decoding(target.model, PROMPT, SEED, MAX_LEN)
+
+
+async def test_a_target_that_forgot_the_session_gets_all_tokens() -> None:
+    """The target, too, is sent everything again; tokens stay the same."""
+    async with pair_of() as pair:
+        pair.target.mischief = {3: Mischief.FORGET, 6: Mischief.TWICE}
+        await pair.run()
+
+
+async def test_a_target_that_always_forgets_is_given_up() -> None:
+    """The number of tries is bounded."""
+    async with pair_of() as pair:
+        pair.target.mischief = dict.fromkeys(range(3, 100), Mischief.FORGET)
+        with pytest.raises(PeerLost, match="lost the session"):
+            await pair.run()
+        assert pair.target.answers < 10
+
+
+@pytest.mark.parametrize("mischief", [Mischief.LOST, Mischief.BROKEN, Mischief.FROZEN])
+async def test_a_lost_target_gets_the_session_again(mischief: Mischief) -> None:
+    """A target whose stream breaks, or which leaves a request unanswered, costs no token and no request."""
+    async with pair_of() as pair:
+        pair.target.mischief, pair.patience = {4: mischief}, Patience(RoundDeadline(0.05, 0.1), answer_s=0.1)
+        rounds = await pair.run()
+        assert [committed.target_reopens for committed in rounds if committed.target_reopens] == [1]
+
+
+async def test_a_client_that_leaves_ends_both_sessions() -> None:
+    """Closing the generator between two rounds, and cancelling it inside one, leave no session behind."""
+    async with pair_of({4: Mischief.LATE}) as pair:
+        async with aclosing(pair.rounds()) as rounds:
+            await anext(rounds)
+        await gone(pair)
+        pair.deadline = DraftDeadline(30, 30)
+        task = asyncio.create_task(pair.run())
+        await eventually(lambda: pair.draft.answers >= 4)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await gone(pair)
+
+
+async def gone(pair: Pair) -> None:
+    """Waits until no session is left on either service."""
+    await eventually(lambda: not pair.target.sessions and not pair.draft.sessions)
+
+
+async def test_a_model_that_does_not_fit_is_absent() -> None:
+    """A service with another vocabulary is never asked, and the link keeps the sentence that says why."""
+
+    def refuse(info: ModelInfo) -> None:
+        """Nothing fits."""
+        raise VocabularyMismatch("different")
+
+    async with serving(DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel())) as address:
+        link = ServiceLink("draft", address, refuse)
+        assert await link.settled(5)
+        assert link.info is None
+        with pytest.raises(VocabularyMismatch):
+            link.present()
+        await link.close()
+
+
+async def test_a_service_of_the_other_kind_does_not_fit() -> None:
+    """A target where a draft is expected is refused with a sentence that says so."""
+    async with serving(TargetServicer(model_pb.SERVICE_ROLE_TARGET, MarkovModel())) as address:
+        link = ServiceLink("draft", address, accept)
+        assert await link.settled(5)
+        assert str(link.misfit) == f"A target service answers at {address}, but a draft service is wanted there"
+        assert isinstance(link.misfit, WrongService)
+        await link.close()
+
+
+async def test_a_service_of_another_version_does_not_fit() -> None:
+    """Both versions are named."""
+    draft = DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(), protocol_version=2)
+    async with serving(draft) as address:
+        link = ServiceLink("draft", address, accept)
+        assert await link.settled(5)
+        assert "speaks version 2 of the protocol, but version 1 is needed" in str(link.misfit)
+        assert isinstance(link.misfit, WrongService)
+        await link.close()

@@ -1,0 +1,156 @@
+"""Conversations as prompts: the same characters as transformers, and sentences where a template does not take them."""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+from jinja2 import TemplateError
+from support import chat_templates as templates
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from gateway.text.chat_template import ChatTemplate, RenderedPrompt, TemplateFiles
+from gateway.text.template_sandbox import SafeTemplate
+from outrider.errors import InvalidRequest, ModelRefused, Unsupported
+
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+CONVERSATIONS = {
+    "one": [templates.USER],
+    "system": [templates.SYSTEM, templates.USER],
+    "turns": [templates.USER, templates.ASSISTANT, templates.AGAIN],
+    "all": [templates.SYSTEM, templates.USER, templates.ASSISTANT, templates.AGAIN],
+    "calls": [templates.SYSTEM, templates.USER, templates.CALL, templates.RESULT, templates.THOUGHT],
+    "thoughts": [templates.USER, templates.THOUGHT],
+    "silence": [templates.USER, {"role": "assistant", "content": ""}, {"role": "assistant", "name": "x"}],
+}
+VARIABLES: list[dict[str, str]] = [{}, {"date_string": "1 Mai 1001", "enable_thinking": "yes"}]
+SOURCES = {name: source for name, source in vars(templates).items() if isinstance(source, str) and name.isupper()}
+
+
+def ours(source: str) -> ChatTemplate:
+    """A template without a folder."""
+    return ChatTemplate(TemplateFiles({"default": source}, TOKENS))
+
+
+@pytest.fixture(scope="module")
+def reference() -> PreTrainedTokenizerFast:
+    """A tokenizer of transformers that knows one token."""
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")), **TOKENS)
+
+
+def outcome(render: Callable[..., str], *args: object, **options: object) -> tuple[str, str]:
+    """The prompt, or what is said instead."""
+    try:
+        return "prompt", render(*args, **options)
+    except (InvalidRequest, TemplateError) as error:
+        return "refusal", str(error).rpartition(": ")[2]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_prompts_are_those_of_transformers(reference: PreTrainedTokenizerFast, name: str) -> None:
+    """Every conversation, with and without tools, a last turn to fill and variables; refusals word for word."""
+    template = ours(SOURCES[name])
+    reference.chat_template = SOURCES[name]
+    expect = partial(reference.apply_chat_template, tokenize=False)
+    prompts = set()
+    tools = (None, [templates.TOOL]) if template.renders_tools else (None,)
+    for messages, tool, is_open, variables in product(CONVERSATIONS.values(), tools, (True, False), VARIABLES):
+        options = {"add_generation_prompt": is_open, **variables}
+        found = outcome(lambda *args, **rest: template.render(*args, **rest).text, messages, tool, **options)
+        assert found == outcome(expect, messages, tool, **options)
+        prompts |= {found[1]} if found[0] == "prompt" else set()
+    assert len(prompts) > 3
+
+
+def test_a_refusal_is_the_template_s_sentence() -> None:
+    """On one line of bounded length, about the messages; what a template cannot do is Python's sentence."""
+    with pytest.raises(InvalidRequest) as caught:
+        ours(templates.GEMMA).render([templates.SYSTEM, templates.USER])
+    limit = "such that the chat template takes them, which says: There is no system role."
+    assert caught.value.metadata == {"field": "messages", "value": "'2 messages'", "limit": limit}
+    with pytest.raises(InvalidRequest, match=r"can render them: 'dict object' has no attribute 'content'$"):
+        ours(templates.CHATML).render([{"role": "user"}])
+    with pytest.raises(InvalidRequest) as caught:
+        ours("{{ raise_exception('no\nno ' * 500) }}").render([templates.USER])
+    assert "no no no" in caught.value.message
+    assert (len(caught.value.message) < 500, "\n" in caught.value.message) == (True, False)
+
+
+def test_without_a_template_there_are_lines() -> None:
+    """And the tokenizer's own special tokens; an assistant who said nothing has an empty line."""
+    plain = ChatTemplate()
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Who?"},
+        {"role": "assistant", "content": None},
+        {"role": "developer", "content": "Briefer."},
+    ]
+    lines = "System: Be brief.\n\nUser: Who?\n\nAssistant:\n\nSystem: Briefer."
+    assert plain.render(messages) == RenderedPrompt(f"{lines}\n\nAssistant:", add_special_tokens=True)
+    assert plain.render(messages, add_generation_prompt=False).text == lines
+    assert (plain.is_default, plain.renders_tools) == (True, False)
+
+
+def test_a_template_writes_the_special_tokens() -> None:
+    """So that the tokenizer must not."""
+    template = ours(templates.GEMMA)
+    assert template.render([templates.USER]).text.startswith("<s>")
+    assert not template.render([templates.USER]).add_special_tokens
+    assert not template.is_default
+
+
+def test_nothing_is_left_out_in_silence() -> None:
+    """Tools where there is no place for them, and what only a template can show where there is none."""
+    for template in (ChatTemplate(), ours(templates.CHATML)):
+        assert not template.renders_tools
+        with pytest.raises(Unsupported, match=r"^tools is not served"):
+            template.render([templates.USER], [templates.TOOL])
+    for name, message in (
+        ("tool_calls", templates.CALL),
+        ("name", {**templates.USER, "name": "bob"}),
+        ("tool_call_id", {"role": "tool", "content": "3", "tool_call_id": "a"}),
+    ):
+        with pytest.raises(Unsupported, match=rf"^messages\.1\.{name} is not served") as caught:
+            ChatTemplate().render([templates.USER, message])
+        assert caught.value.metadata["field"] == f"messages.1.{name}"
+    assert ours(templates.LLAMA3).renders_tools
+
+
+def test_tools_have_a_template_of_their_own_where_there_is_one() -> None:
+    """The default one is for conversations without."""
+    sources = {"default": "plain {{ messages | length }}", "tool_use": "{{ tools[0].function.name }}"}
+    template = ChatTemplate(TemplateFiles(sources))
+    assert template.render([templates.USER]).text == "plain 1"
+    assert template.render([templates.USER], [templates.TOOL]).text == "count"
+
+
+def test_templates_that_cannot_serve_are_refused() -> None:
+    """At the start, in a sentence that names the model."""
+    with pytest.raises(ModelRefused, match=r"^the chat template of org/m does not compile: .*nonsense"):
+        ChatTemplate(TemplateFiles({"default": "{% nonsense %}"}), "org/m")
+    with pytest.raises(ModelRefused, match=r"^org/m has chat templates named rag, tool_use, but no default one"):
+        ChatTemplate(TemplateFiles({"rag": "", "tool_use": ""}), "org/m")
+
+
+@pytest.mark.parametrize(
+    ("messages", "is_aside"),
+    [([templates.USER], False), ([templates.USER] * 40, True), ([{"role": "user", "content": "a" * 9000}], True)],
+)
+async def test_long_renderings_leave_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, messages: list[dict[str, Any]], is_aside: bool
+) -> None:
+    """Many messages, or long ones; the prompt is the same."""
+    threads = []
+    render = SafeTemplate.render
+
+    def noted(*args: Any) -> str:
+        threads.append(threading.current_thread())
+        return render(*args)
+
+    monkeypatch.setattr(SafeTemplate, "render", noted)
+    template = ours(templates.CHATML)
+    assert await template.prompt(messages) == template.render(messages)
+    assert (threads[0] is not threading.current_thread()) == is_aside

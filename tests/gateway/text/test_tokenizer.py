@@ -1,0 +1,119 @@
+"""Text and tokens, with the embedded target's tokenizer."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.text.tokenizer import Tokenizer
+from outrider.errors import ModelRefused
+
+MODEL = str(Path(__file__).resolve().parents[3] / "models" / "target")
+TOKENIZER = Tokenizer(MODEL)
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+TRICKY = "a é 日本語 😀😃 e\u0301\u0302 \u0926\u0947\u0935 👩\u200d👩\u200d👧 \ufffd \U0001f1e9\U0001f1ea  x\n\t\x00"
+QUIET = settings(deadline=None, derandomize=True)
+
+
+def pieces_of(token_ids: list[int]) -> list[str]:
+    """What a detokenizer emits for each token, and at the end."""
+    detokenizer = TOKENIZER.detokenizer()
+    return [*map(detokenizer.push, token_ids), detokenizer.flush()]
+
+
+@QUIET
+@given(st.lists(st.integers(0, 4095), max_size=80))
+def test_pieces_of_any_tokens_are_their_text(token_ids: list[int]) -> None:
+    """All pieces joined are the text of all tokens, whatever nonsense the tokens are."""
+    assert "".join(pieces_of(token_ids)) == TOKENIZER.decode(token_ids)
+
+
+@QUIET
+@given(st.text(max_size=60) | st.text(alphabet=TRICKY, max_size=60))
+async def test_no_piece_of_a_text_holds_half_a_character(text: str) -> None:
+    """A replacement character comes out only where the text has one."""
+    pieces = pieces_of(list(await TOKENIZER.encode(text)))
+    assert "".join(pieces) == text
+    assert sum(piece.count(REPLACEMENT) for piece in pieces) == text.count(REPLACEMENT)
+
+
+async def test_a_real_replacement_character_comes_out() -> None:
+    """U+FFFD in the text is text: it comes out with what follows it, or at the end."""
+    token_ids = list(await TOKENIZER.encode("\ufffd, said the fox, \ufffd"))
+    *pieces, last = pieces_of(token_ids)
+    assert "".join(pieces) == "\ufffd, said the fox, "
+    assert last == REPLACEMENT
+
+
+async def test_a_character_waits_for_its_last_byte() -> None:
+    """The four tokens of an emoji give it at once, with the last one."""
+    token_ids = list(await TOKENIZER.encode("😀"))
+    assert len(token_ids) > 1
+    assert pieces_of(token_ids) == [""] * (len(token_ids) - 1) + ["😀", ""]
+
+
+async def test_special_tokens_have_no_text() -> None:
+    """An end-of-sequence token between two halves of a character does not break it."""
+    first, *rest = await TOKENIZER.encode("😀")
+    assert "".join(pieces_of([0, first, 0, *rest, 0])) == "😀"
+
+
+class CountingTokenizer(Tokenizer):
+    """Counts the tokens that it decodes, which is what a detokenizer's work consists of."""
+
+    num_decoded = 0
+
+    def decode(self, token_ids: list[int]) -> str:
+        """As the original."""
+        self.num_decoded += len(token_ids)
+        return super().decode(token_ids)
+
+
+@pytest.mark.parametrize("byte", ["é", "😀", "a"])
+async def test_cost_grows_linearly(byte: str) -> None:
+    """Thousands of tokens without a word boundary, even lone bytes, cost about as much each as hundreds."""
+    token_id = (await TOKENIZER.encode(byte))[0]
+
+    def cost(count: int) -> int:
+        counting = CountingTokenizer(MODEL)
+        detokenizer = counting.detokenizer()
+        for _ in range(count):
+            detokenizer.push(token_id)
+        return counting.num_decoded
+
+    assert cost(4000) < 15 * cost(400)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    """The refusal is one sentence that names the file."""
+    with pytest.raises(ModelRefused, match=r"has no tokenizer\.json"):
+        Tokenizer(str(tmp_path))
+
+
+def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
+    """A file that is no tokenizer is refused as well."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelRefused, match="can be read"):
+        Tokenizer(str(tmp_path))
+
+
+def test_a_sized_model_has_the_tokenizer_inside() -> None:
+    """The gateway is told the target's name and makes no model of it; an unknown preset is refused in one sentence."""
+    assert Tokenizer("sized:200m").vocabulary() == TOKENIZER.vocabulary()
+    assert Tokenizer("sized:draft-1b").vocabulary() == TOKENIZER.vocabulary()
+    with pytest.raises(ModelRefused, match=r"^sized:7b is no sized model") as refusal:
+        Tokenizer("sized:7b")
+    assert refusal.value.exit_code == 78
+
+
+async def test_a_long_text_does_not_stop_the_loop() -> None:
+    """Others go on meanwhile, although the library would keep every other thread from running."""
+    encoding = asyncio.create_task(TOKENIZER.encode("abc def " * 100_000))
+    turns = 0
+    while not encoding.done():
+        await asyncio.sleep(0.005)
+        turns += 1
+    assert len(await encoding) > 100_000
+    assert turns > 5

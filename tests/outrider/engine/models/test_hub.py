@@ -1,0 +1,152 @@
+"""Hub ids without a hub: a cache made by hand, a closed port, and a server that says no."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from support.tiny_models import write_tiny_model
+
+from outrider.engine.models import weights
+from outrider.engine.models.checkpoints import find_checkpoint
+from outrider.engine.models.weights import resolve
+from outrider.errors import ModelRefused
+
+COMMIT, OLDER_COMMIT = "a" * 40, "b" * 40
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of downloads."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What HF_HUB_OFFLINE=1 sets when the library is imported."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+def point_to(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    """Sends all requests to another hub, and forgets connections to the one before."""
+    monkeypatch.setattr(
+        weights, "snapshot_download", huggingface_hub.HfApi(endpoint=endpoint, token=False).snapshot_download
+    )
+    huggingface_hub.close_session()
+
+
+def closed_port() -> str:
+    """An address where nobody listens."""
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        return f"http://127.0.0.1:{server.server_port}"
+
+
+@contextmanager
+def hub_that_says(status: int, code: str) -> Iterator[str]:
+    """A hub that answers every request with the same error."""
+
+    class Refusing(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            """Says no."""
+            self.send_response(status)
+            self.send_header("X-Error-Code", code)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_GET = do_HEAD = do_POST = answer  # noqa: N815 - the names of the base class
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
+            """Says nothing on stderr."""
+
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def write_snapshot(cache: Path, commit: str, revision: str, seed: int = 0) -> Path:
+    """A model in the cache as a download leaves it."""
+    repository = cache / "models--some-org--tiny"
+    folder = write_tiny_model(repository / "snapshots" / commit, "llama", seed=seed)
+    (repository / "refs").mkdir(exist_ok=True)
+    (repository / "refs" / revision).write_text(commit)
+    return folder
+
+
+def refusal(name: str) -> str:
+    """The sentence of a refusal."""
+    with pytest.raises(ModelRefused) as caught:
+        resolve(name)
+    assert "\n" not in caught.value.message
+    assert caught.value.message.startswith(name)
+    return caught.value.message
+
+
+def test_what_was_downloaded_is_used_without_network(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody listens where the hub is, and nobody is asked."""
+    point_to(monkeypatch, closed_port())
+    newest = write_snapshot(cache, COMMIT, "main")
+    older = write_snapshot(cache, OLDER_COMMIT, "v1", seed=1)
+    assert resolve("some-org/tiny") == resolve("some-org/tiny@main") == resolve(f"some-org/tiny@{COMMIT}") == newest
+    assert resolve("some-org/tiny@v1") == older
+    found = find_checkpoint("some-org/tiny@v1")
+    assert (found.name, found.folder) == ("tiny@v1", older)
+
+
+def test_a_download_that_broke_off_is_not_taken_for_a_model(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cached folder without weights is no answer; the hub is asked for the rest, and its answer is what counts."""
+    (write_snapshot(cache, COMMIT, "main") / "model.safetensors").unlink()
+    with hub_that_says(404, "RevisionNotFound") as endpoint:
+        point_to(monkeypatch, endpoint)
+        assert "names a revision that the hub does not have" in refusal("some-org/tiny")
+    point_to(monkeypatch, closed_port())
+    with pytest.raises(ModelRefused, match=r"has no model\.safetensors"):
+        resolve("some-org/tiny")
+
+
+def test_no_network_is_a_sentence_that_says_what_to_do(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which command, on what machine, and where its result goes."""
+    point_to(monkeypatch, closed_port())
+    message = refusal("some-org/tiny@v1")
+    assert "the hub cannot be reached" in message
+    assert "`hf download some-org/tiny --revision v1` on a machine with network" in message
+    assert "HF_HOME" in message
+
+
+def test_offline_mode_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable that the operator has set, and the same advice."""
+    offline(monkeypatch)
+    message = refusal("some-org/tiny")
+    assert "HF_HUB_OFFLINE forbids to download it: run `hf download some-org/tiny` on a machine" in message
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "words"),
+    [
+        (404, "RepoNotFound", "neither a folder here nor a model of the hub: check the id, or set HF_TOKEN"),
+        (401, "RepoNotFound", "neither a folder here nor a model of the hub: check the id, or set HF_TOKEN"),
+        (403, "GatedRepo", "is a gated model of the hub: accept its conditions on its page and set HF_TOKEN"),
+        (404, "RevisionNotFound", "names a revision that the hub does not have"),
+    ],
+)
+def test_what_the_hub_refuses_is_a_sentence(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, status: int, code: str, words: str
+) -> None:
+    """Not there, private, gated, or of another revision."""
+    with hub_that_says(status, code) as endpoint:
+        point_to(monkeypatch, endpoint)
+        assert words in refusal("some-org/tiny")
+
+
+@pytest.mark.parametrize("name", ["no such id!", "a/b/c", "-some-/tiny@v1", "n" * 5000])
+def test_what_cannot_be_an_id_is_not_asked_for(cache: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A string that no hub could know."""
+    offline(monkeypatch)
+    assert "is neither a folder nor the id of a model on the hub" in refusal(name)

@@ -1,0 +1,59 @@
+"""The transformer against transformers' modelling code: tiny random models of each family, and the embedded pair."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.model_cases import TOLERANCE, all_logits, expected_logits, random_ids, worst_difference
+from support.tiny_models import TARGET, write_tiny_model
+
+from outrider.engine.runner import ModelRunner
+
+BIASED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", BIASED),
+    ("qwen2", {}),
+    ("qwen3", {}),
+    ("qwen3", {"max_shard_size": "60KB"}),
+    ("mistral", {}),
+]
+
+
+@pytest.mark.parametrize(("family", "overrides"), CASES)
+def test_tiny_models_agree_with_transformers(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
+    """Logits within 1e-4 in float32, for prompt, single steps and a chain."""
+    assert worst_difference(write_tiny_model(tmp_path / "model", family, seed=11, **overrides)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_embedded_pair_agrees_with_transformers(name: str) -> None:
+    """The pair's bfloat16 weights, widened to float32."""
+    assert worst_difference(TARGET.parent / name, length=120, prompt_len=100) <= TOLERANCE
+
+
+def test_a_wrong_bias_would_be_noticed(tmp_path: Path) -> None:
+    """The tolerance is tight enough: zeroing one bias vector of a tiny model exceeds it."""
+    folder = write_tiny_model(tmp_path / "model", "qwen2", seed=11)
+    runner = ModelRunner.load(str(folder), dtype="float32", kv_tokens=1024)
+    token_ids = random_ids(40, 300)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"model.layers.0.self_attn.k_proj.bias": torch.zeros(24)}, folder / "model.safetensors")
+    decoded, _ = all_logits(runner, token_ids, 30)
+    assert (decoded - expected_logits(folder, token_ids)[29:]).abs().max() > 10 * TOLERANCE
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the CUDA smoke test needs one")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_cuda_smoke(dtype: str) -> None:
+    """On a GPU the embedded target agrees with itself on the CPU, up to the rounding of the type."""
+    token_ids = random_ids(60, 4096)
+    device_runner = ModelRunner.load(str(TARGET), device="cuda:0", dtype=dtype, kv_tokens=1024)
+    assert device_runner.numerics_id == f"cuda-{dtype}-eager"
+    expected, _ = all_logits(ModelRunner.load(str(TARGET), dtype="float32", kv_tokens=1024), token_ids, 50)
+    for logits in all_logits(device_runner, token_ids, 50):
+        assert logits.device.type == "cuda"
+        tolerance = 1e-2 if dtype == "float32" else 0.5
+        torch.testing.assert_close(logits.cpu(), expected, atol=tolerance, rtol=0)

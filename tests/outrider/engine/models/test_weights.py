@@ -1,0 +1,194 @@
+"""Finding and loading weights: sharded files, types in memory, the digest, and every model that is refused."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from support.tiny_models import TARGET, write_tiny_model
+from torch import Tensor
+
+from outrider.engine.models import weights
+from outrider.engine.models.config import ModelConfig
+from outrider.engine.models.weights import load_tensors, model_hash, resolve, weight_files
+from outrider.errors import ModelRefused
+
+CPU = torch.device("cpu")
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama of one file."""
+    return write_tiny_model(tmp_path_factory.mktemp("original") / "tiny", "llama")
+
+
+@pytest.fixture
+def tiny(original: Path, tmp_path: Path) -> Path:
+    """A copy that a test may break."""
+    return Path(shutil.copytree(original, tmp_path / "tiny"))
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """All tensors of a folder on the CPU."""
+    return load_tensors(folder, ModelConfig.read(folder), CPU, dtype)
+
+
+def test_shards_load_like_one_file(tmp_path: Path) -> None:
+    """An index with many files gives the same tensors as one file."""
+    one = write_tiny_model(tmp_path / "one", "qwen3", seed=3)
+    many = write_tiny_model(tmp_path / "many", "qwen3", seed=3, max_shard_size="60KB")
+    assert len(weight_files(many)) > 2
+    expected, loaded = load(one), load(many)
+    assert expected.keys() == loaded.keys()
+    assert all(torch.equal(expected[name], loaded[name]) for name in expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrices_take_the_wanted_type_and_vectors_stay_float32(tiny: Path, dtype: torch.dtype) -> None:
+    """float32 files are rounded to bfloat16 on demand; norms and biases never are."""
+    stored, loaded = load_file(tiny / "model.safetensors"), load(tiny, dtype)
+    for name, tensor in loaded.items():
+        assert torch.equal(tensor, stored[name].to(dtype if tensor.ndim > 1 else torch.float32)), name
+
+
+def test_bfloat16_files_are_widened_exactly() -> None:
+    """The embedded pair in float32 holds the numbers of its files."""
+    stored, loaded = load_file(TARGET / "model.safetensors"), load(TARGET)
+    assert all(tensor.dtype == torch.float32 for tensor in loaded.values())
+    assert all(torch.equal(tensor, stored[name].float()) for name, tensor in loaded.items())
+
+
+def test_loaded_tensors_do_not_change_with_the_file(tiny: Path) -> None:
+    """Overwriting the file under a running service changes no weight."""
+    loaded = load(tiny)
+    before = {name: tensor.clone() for name, tensor in loaded.items()}
+    file = tiny / "model.safetensors"
+    with file.open("r+b") as stream:
+        stream.seek(-1000, 2)
+        stream.write(bytes(1000))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.items())
+
+
+def change(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> Path:
+    """Rewrites the weights after an edit of the dictionary."""
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda tensors: tensors.pop(NORM), f"lacks the tensor {NORM}"),
+        (lambda tensors: tensors.update(stray=torch.zeros(1)), "holds the tensor stray, which config.json"),
+        (lambda tensors: tensors.update({NORM: torch.zeros(7)}), f"{NORM} has the shape [7], but config.json asks"),
+        (lambda tensors: tensors.update({NORM: torch.zeros(48, dtype=torch.int8)}), f"{NORM} has the type I8"),
+        (lambda tensors: tensors.pop("lm_head.weight"), "lacks the tensor lm_head.weight"),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_fit_are_refused(
+    tiny: Path, edit: Callable[[dict[str, Tensor]], object], words: str
+) -> None:
+    """Missing, unexpected, misshapen and quantized tensors are named, in one line."""
+    with pytest.raises(ModelRefused) as caught:
+        load(change(tiny, edit))
+    assert words in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+class HeadersOnly:
+    """A safetensors file whose tensors cannot be read."""
+
+    def __init__(self, file: Path, framework: str) -> None:
+        with safe_open(file, framework=framework) as opened:
+            self._slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def keys(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._slices)
+
+    def get_slice(self, name: str) -> object:
+        """Shape and type of a tensor."""
+        return self._slices[name]
+
+
+def test_refusal_comes_before_any_tensor_is_read(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The headers tell, so a model of any size is refused at once."""
+    change(tiny, lambda tensors: tensors.pop(NORM))
+    monkeypatch.setattr(weights, "safe_open", HeadersOnly)
+    with pytest.raises(ModelRefused):
+        load(tiny)
+
+
+def test_old_buffers_are_ignored(tiny: Path) -> None:
+    """Checkpoints of earlier years carry rotary frequencies, which are computed here."""
+    change(tiny, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}))
+    assert not any(name.endswith("inv_freq") for name in load(tiny))
+
+
+def test_truncated_file_is_refused(tiny: Path) -> None:
+    """A download that broke off is a refused model, not a crash."""
+    file = tiny / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelRefused, match="not a sound safetensors file"):
+        load(tiny)
+
+
+def test_pickled_weights_are_refused(tiny: Path) -> None:
+    """Only safetensors files are opened, and the sentence says why."""
+    (tiny / "model.safetensors").rename(tiny / "pytorch_model.bin")
+    with pytest.raises(ModelRefused, match="pickled weights are not loaded because they can run code"):
+        resolve(str(tiny))
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "words"),
+    [
+        ({}, "must map tensor names to files"),
+        ({"a": "../other/model.safetensors"}, "not a safetensors file of this folder"),
+        ({"a": "model.bin"}, "not a safetensors file of this folder"),
+        ({"a": "absent.safetensors"}, "has no absent.safetensors"),
+    ],
+)
+def test_bad_index_is_refused(tiny: Path, weight_map: dict[str, str], words: str) -> None:
+    """An index may name files of its own folder only."""
+    (tiny / "model.safetensors").unlink()
+    (tiny / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ModelRefused, match=words):
+        resolve(str(tiny))
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "no such id!", "models/target/config.json"])
+def test_names_that_are_no_model_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path that does not exist is never taken for a hub id, and neither is a string that cannot be one."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelRefused) as caught:
+        resolve(name)
+    assert name in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_hash_names_configuration_and_weights(tiny: Path) -> None:
+    """The same model has the same digest wherever it lies; another number or key changes it; key order does not."""
+    first = model_hash(tiny)
+    config = json.loads((tiny / "config.json").read_text())
+    (tiny / "config.json").write_text(json.dumps(dict(reversed(config.items())), indent=4))
+    assert model_hash(tiny) == first
+    assert len(first) == 32
+    change(tiny, lambda tensors: tensors[NORM].add_(1))
+    second = model_hash(tiny)
+    (tiny / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
+    assert len({first, second, model_hash(tiny)}) == 3

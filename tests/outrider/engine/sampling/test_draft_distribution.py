@@ -1,0 +1,147 @@
+"""The law that a draft draws from and sends: it is one law, near the scores', and independent of the other rows."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from outrider.engine.noise import Purpose, noise_key
+from outrider.engine.ops import choose_ops
+from outrider.engine.ops.reference import ReferenceOps
+from outrider.engine.sampling.draft_distribution import MAX_TOP_N, WEIGHT_SUM, Laws, quantise
+from outrider.parameters import DraftDistribution
+
+OPS = choose_ops(torch.device("cpu"), num_threads=2)
+
+
+def random_scores(num_rows: int = 6, width: int = 500, spread: float = 3.0) -> Tensor:
+    return torch.randn(num_rows, width, generator=torch.Generator().manual_seed(1)) * spread
+
+
+def keys_of(count: int) -> Tensor:
+    return torch.tensor([noise_key(seed, 5, Purpose.DRAFT) for seed in range(count)])
+
+
+@pytest.mark.parametrize("top_n", [1, 8, 64, 256])
+def test_a_law_has_the_most_probable_tokens(top_n: int) -> None:
+    """In falling order, with positive weights that add up to what they should, up to rounding."""
+    scores = random_scores()
+    for row, law in zip(scores, quantise(scores, top_n, OPS).distributions(), strict=True):
+        best = row.sort(descending=True, stable=True).indices.tolist()
+        assert list(law.token_ids) == best[: len(law.token_ids)]
+        assert len(law.token_ids) <= top_n
+        assert min(law.weights) >= 1
+        assert max(law.weights) <= 65535
+        assert list(law.weights) == sorted(law.weights, reverse=True)
+        assert abs(sum(law.weights) - WEIGHT_SUM) <= top_n / 2
+
+
+@pytest.mark.parametrize("top_n", [8, 64, 256])
+def test_a_law_is_near_that_of_its_scores(top_n: int) -> None:
+    """Each probability is within half a weight of the truncated law's."""
+    scores = random_scores()
+    for row, law in zip(scores, quantise(scores, top_n, OPS).distributions(), strict=True):
+        probs = row.double().sort(descending=True, stable=True).values[:top_n].softmax(dim=0).tolist()
+        for weight, prob in zip(law.weights, probs, strict=False):
+            assert abs(weight - prob * WEIGHT_SUM) <= 0.5 + 1e-9
+        # What is left out would have had a weight below one half.
+        assert all(prob * WEIGHT_SUM <= 0.5 for prob in probs[len(law.weights) :])
+
+
+def test_of_equal_tokens_the_lowest_ids_are_kept() -> None:
+    """A selection of the library takes any of them."""
+    scores = torch.zeros(3, 400)
+    scores[1, 300:] = 1.0
+    scores[2] = torch.arange(400) // 100
+    found = [law.token_ids for law in quantise(scores, 5, OPS).distributions()]
+    assert found == [(0, 1, 2, 3, 4), (300, 301, 302, 303, 304), (300, 301, 302, 303, 304)]
+    [whole] = quantise(scores[:1, :8], 8, OPS).distributions()
+    assert whole.token_ids == tuple(range(8))
+
+
+@pytest.mark.parametrize("top_n", [1, 5, 64, 256])
+def test_rounded_scores_are_in_order(top_n: int) -> None:
+    """As logits from bfloat16 products are: with equal ones in every row, of both signs, two zeros and some -inf."""
+    scores = random_scores(12, 3000).bfloat16().float()
+    scores[3] = scores[3].clamp(max=0) * torch.tensor([1.0, -0.0]).repeat(1500)
+    scores[4] -= 30
+    scores[5, 40:] = -math.inf
+    for row, law in zip(scores, quantise(scores, top_n, OPS).distributions(), strict=True):
+        best = row.sort(descending=True, stable=True)
+        assert list(law.token_ids) == best.indices.tolist()[: len(law.token_ids)]
+        if best.values[top_n - 1] > best.values[0] - 5:
+            assert len(law.token_ids) == top_n
+
+
+def test_nothing_outside_the_support_is_sent() -> None:
+    """Fewer tokens than top_n, and a single one, which gets all the weight."""
+    scores = torch.full((2, 100), -math.inf)
+    scores[0, 40], scores[0, 7] = 1.0, 1.0
+    scores[1, 99] = -5.0
+    laws = quantise(scores, 64, OPS)
+    assert laws.distributions() == [
+        DraftDistribution((7, 40), (WEIGHT_SUM // 2 + 1, WEIGHT_SUM // 2 + 1)),
+        DraftDistribution((99,), (WEIGHT_SUM,)),
+    ]
+    for keys in keys_of(50).view(25, 2):
+        first, second = laws.draw(keys).tolist()
+        assert first in {7, 40}
+        assert second == 99
+
+
+@pytest.mark.parametrize("fault", [math.nan, math.inf, -math.inf])
+def test_a_row_that_cannot_be_drawn_is_id_0(fault: float) -> None:
+    """The chain goes on, as long as any other, and the rows beside it are as they were."""
+    scores = random_scores(3)
+    expected = quantise(scores, 16, OPS).distributions()
+    if fault == -math.inf:
+        scores[1] = fault
+    else:
+        scores[1, 17] = fault
+    found = quantise(scores, 16, OPS).distributions()
+    assert found == [expected[0], DraftDistribution((0,), (WEIGHT_SUM,)), expected[2]]
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    """Laws and draws alone, in a batch, and with kernels or without."""
+    scores = random_scores(16, 4096)
+    scores[3, ::3] = -math.inf
+    scores[5, :2000] = 2.0
+    laws, keys = quantise(scores, 64, OPS), keys_of(16)
+    together = laws.draw(keys)
+    for row in range(16):
+        one = quantise(scores[row : row + 1].clone(), 64, OPS)
+        assert torch.equal(one.token_ids[0][one.weights[0] > 0], laws.token_ids[row][laws.weights[row] > 0])
+        assert torch.equal(one.weights[0], laws.weights[row])
+        assert one.draw(keys[row : row + 1]).item() == together[row]
+    slow = quantise(scores[:2], 64, ReferenceOps())
+    assert torch.equal(slow.token_ids, laws.token_ids[:2])
+
+
+def test_draws_follow_the_weights() -> None:
+    """Chi-square over 20,000 keys, padding included."""
+    law = Laws(torch.tensor([[9, 4, 2, 7, 0, 0]]), torch.tensor([[60000, 5000, 500, 35, 0, 0]]))
+    count = 20_000
+    drawn = Laws(law.token_ids.expand(count, -1), law.weights.expand(count, -1)).draw(keys_of(count))
+    observed = [(drawn == token_id).sum().item() for token_id in (9, 4, 2, 7)]
+    assert sum(observed) == count
+    expected = [weight * count / 65535 for weight in (60000, 5000, 500, 35)]
+    assert stats.chisquare(observed, expected).pvalue > 1e-4
+
+
+def test_draws_are_the_inverse_of_the_cumulative_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ends of the uniforms, and a step at each sum."""
+    ends = np.array([2.0**-53, 1 / 3 - 1e-12, 1 / 3 + 1e-12, 1 - 2.0**-53])
+    monkeypatch.setattr("outrider.engine.sampling.draft_distribution.first_uniforms", lambda _: ends)
+    laws = Laws(torch.tensor([[5, 8, 0]]).expand(4, -1), torch.tensor([[100, 200, 0]]).expand(4, -1))
+    assert laws.draw(keys_of(4)).tolist() == [5, 5, 8, 8]
+
+
+@pytest.mark.parametrize("top_n", [0, MAX_TOP_N + 1])
+def test_a_law_fits_into_a_message(top_n: int) -> None:
+    """Otherwise ValueError names the number."""
+    with pytest.raises(ValueError, match=rf"top_n is {top_n}, but must be in \[1, 256\]"):
+        quantise(random_scores(), top_n, OPS)

@@ -1,0 +1,118 @@
+"""The figures of a service: what its parts count is what a scrape tells, at that moment, and under vLLM's names too."""
+
+from prometheus_client import generate_latest
+from support.observability import families, findings
+
+from outrider.engine.runner import ForwardCounts
+from outrider.model_service.metrics import ServiceMetrics
+from outrider.model_service.servicer import ServiceCounts, ServiceFacts
+from outrider.rpc.fencing import ComputeTimes
+
+FACTS = ServiceFacts(
+    role="target",
+    instance_id=1,
+    model_name="small",
+    model_hash="ab",
+    numerics_id="cpu-x",
+    parameter_count=1,
+    weight_bytes=2,
+    weight_dtype="bfloat16",
+    device="cpu",
+    thread_count=1,
+    context_len=64,
+    vocabulary_size=10,
+    vocabulary_digests=(),
+    eos_token_ids=frozenset(),
+    block_size=16,
+    block_count=8,
+)
+COUNTS = ServiceCounts(
+    free_blocks=6,
+    sessions=2,
+    leased_sessions=1,
+    stopped_jobs=3,
+    preemptions=4,
+    evicted_sessions=5,
+    expired_leases=6,
+    cached_blocks=2,
+    prefix_query_tokens=70,
+    prefix_hit_tokens=60,
+)
+
+
+class Device:
+    """A device with three jobs waiting, and half a second behind."""
+
+    num_waiting = 3
+    stalled_us = 500_000
+
+
+def exposition(forwards: ForwardCounts, *answers: ComputeTimes, vllm_names: bool = False) -> str:
+    """What a scrape of a service with these forwards and answers gets."""
+    metrics = ServiceMetrics(FACTS, lambda: COUNTS, forwards, Device(), vllm_names=vllm_names)
+    for times in answers:
+        metrics.observe(times)
+    metrics.observe_rollback(0.00002)
+    return generate_latest(metrics.registry).decode()
+
+
+def test_counts_are_told_as_they_are() -> None:
+    """Each under its own name; usage is the share of blocks that sessions hold."""
+    text = exposition(ForwardCounts())
+    assert findings(text) == []
+    values = {
+        name.removeprefix("outrider_"): family.samples[0].value
+        for name, family in families(text).items()
+        if family.type != "histogram"
+    }
+    assert values == {
+        "model_info": 1,
+        "kv_cache_usage_perc": 0.25,
+        "kv_blocks": 8,
+        "kv_blocks_free": 6,
+        "kv_blocks_cached": 2,
+        "sessions": 2,
+        "leased_sessions": 1,
+        "num_preemptions_total": 4,
+        "evicted_sessions_total": 5,
+        "expired_leases_total": 6,
+        "stopped_jobs_total": 3,
+        "prefix_cache_queries_total": 70,
+        "prefix_cache_hits_total": 60,
+        "forwards_total": 0,
+        "forward_rows_total": 0,
+        "waiting_jobs": 3,
+        "device_stalled_seconds": 0.5,
+    }
+
+
+def test_forwards_and_jobs_are_sorted_into_buckets() -> None:
+    """An answer that needed no forward is no job; a forward counts its sessions and rows."""
+    forwards = ForwardCounts()
+    for num_sessions in (1, 1, 5):
+        forwards.add(num_sessions, 10 * num_sessions)
+    text = exposition(forwards, ComputeTimes(80, 3_000, 2), ComputeTimes(0, 0, 0))
+    lines = text.splitlines()
+    assert findings(text) == []
+    for line in (
+        'outrider_forwards_total{service="target"} 3.0',
+        'outrider_forward_rows_total{service="target"} 70.0',
+        'outrider_forward_sessions_sum{service="target"} 7.0',
+        'outrider_forward_sessions_bucket{le="4.0",service="target"} 2.0',
+        'outrider_job_queue_seconds_bucket{le="5e-05",service="target"} 0.0',
+        'outrider_job_queue_seconds_bucket{le="0.0001",service="target"} 1.0',
+        'outrider_job_compute_seconds_count{service="target"} 1.0',
+        'outrider_job_compute_seconds_sum{service="target"} 0.003',
+        'outrider_rollback_compute_seconds_bucket{le="1e-05",service="target"} 0.0',
+        'outrider_rollback_compute_seconds_bucket{le="2.5e-05",service="target"} 1.0',
+    ):
+        assert line in lines
+
+
+def test_vllm_s_names_are_there_when_asked_for() -> None:
+    """With the labels that its dashboards expect."""
+    text = exposition(ForwardCounts(), vllm_names=True)
+    assert findings(text, aliases=True) == []
+    assert 'vllm:kv_cache_usage_perc{engine="0",model_name="small",service="target"} 0.25' in text
+    assert "vllm:num_preemptions_total" in text
+    assert "vllm:" not in exposition(ForwardCounts())

@@ -1,0 +1,103 @@
+"""Tests of outrider.model_service.server: how a service ends whose device does not answer, in this process and in its own."""
+
+import asyncio
+import json
+import signal
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.basics import PATIENCE_S, check_empty, eventually, spec_of
+from support.session_clients import TargetClient, channel_to
+from support.tiny_models import PROMPT, SETTINGS
+
+from outrider.errors import OutriderError
+from outrider.model_service import server
+from outrider.model_service.server import DEVICE_PATIENCE_S
+from outrider.rpc.channels import DRAIN_S, AddressTaken
+from outrider.service_process import STOP_GRACE_S
+from target_service.server import start
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_a_supervisor_waits_longer() -> None:
+    """It kills only what does not end by itself, stuck device or not."""
+    assert DRAIN_S + DEVICE_PATIENCE_S < STOP_GRACE_S
+
+
+@pytest.mark.parametrize("num_sessions", [0, 1])
+async def test_whoever_stops_a_stuck_device_gets_control_back(
+    monkeypatch: pytest.MonkeyPatch, num_sessions: int
+) -> None:
+    """With a stream that waits for the device, or without; when the device answers again, the stop can be completed."""
+    monkeypatch.setattr(server, "DEVICE_PATIENCE_S", 0.05)
+    running = await start(replace(SETTINGS, kv_tokens=512))
+    gate = threading.Event()
+    async with channel_to(running.address) as channel:
+        for _ in range(num_sessions):
+            client = TargetClient(channel)
+            await client.open(spec_of(PROMPT, 60, eos=()))
+            await client.verdict()
+        running.worker.post(lambda: gate.wait(PATIENCE_S) and None)
+        with pytest.raises(OutriderError, match="the device has not answered"):
+            await asyncio.wait_for(running.stop(0.05), PATIENCE_S)
+        gate.set()
+        await asyncio.wait_for(running.stop(PATIENCE_S), PATIENCE_S)
+    check_empty(running.runner.pool)
+
+
+async def test_a_taken_address_for_metrics_ends_the_start() -> None:
+    """The device thread that was there already ends with it; a service that serves says where its metrics are."""
+    running = await start(replace(SETTINGS, kv_tokens=512, metrics_listen="127.0.0.1:0"))
+    try:
+        taken = running.further_addresses["metrics"]
+        with pytest.raises(AddressTaken, match=taken):
+            await start(replace(SETTINGS, kv_tokens=512, metrics_listen=taken))
+        await eventually(lambda: [thread.name for thread in threading.enumerate()].count("target device") == 1)
+    finally:
+        await running.stop(0)
+
+
+STUCK = """
+import threading
+from outrider import model_service
+from outrider.command_line import run_app
+from outrider.model_service_flags import model_service_app
+from target_service import server
+from target_service.verifier import Verifier
+
+Verifier.advance = lambda self, tasks: threading.Event().wait()
+model_service.DEVICE_PATIENCE_S = 0.2
+run_app(model_service_app("target", 50052, server.start))
+"""
+FLAGS = ("--listen", "127.0.0.1:0", "--kv-tokens", "512", "--drain-seconds", "0.1", "--log-level", "error")
+
+
+async def test_sigterm_ends_a_process_with_a_stuck_device() -> None:
+    """Not at the watchdog's limit, but soon after the grace: one line is logged, and the exit code is 70."""
+    pipe = asyncio.subprocess.PIPE
+    command = (sys.executable, "-c", STUCK, "--model", str(ROOT / "models" / "target"), *FLAGS)
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        address = json.loads(await asyncio.wait_for(process.stdout.readline(), PATIENCE_S))["address"]
+        async with channel_to(address) as channel:
+            client = TargetClient(channel)
+
+            async def is_stuck() -> bool:
+                return (await client.info()).stalled_us >= 100_000
+
+            await client.open(spec_of(PROMPT))
+            await eventually(is_stuck)
+            process.send_signal(signal.SIGTERM)
+            _, errors = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+        assert process.returncode == 70
+        [line] = errors.decode().splitlines()
+        assert "the device has not answered" in line
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()

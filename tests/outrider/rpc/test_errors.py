@@ -1,0 +1,99 @@
+"""Errors that gRPC makes itself, told apart from those that a service of ours raised."""
+
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+
+import gateway.__main__ as gateway_main
+import outrider.cli.up as outrider_up
+from outrider.errors import InvalidRequest, OutriderError, PeerLost
+from outrider.rpc import channels, errors
+from outrider.v1 import model_service_pb2 as pb
+from outrider.v1.model_service_pb2_grpc import (
+    ModelServiceServicer,
+    ModelServiceStub,
+    add_ModelServiceServicer_to_server,
+)
+
+# Packages of ours; importing the two above brings in every module that defines an error.
+HOUSE = (gateway_main.__name__.partition(".")[0], outrider_up.__name__.partition(".")[0])
+
+
+class LosesItsPeer(ModelServiceServicer):
+    """Passes on that somebody behind it went away."""
+
+    async def GetModelInfo(self, request: object, context: object) -> pb.GetModelInfoResponse:  # noqa: N802
+        """Always fails."""
+        raise PeerLost("the target went away")
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[channels.RunningServer]:
+    add = {"outrider.v1.ModelService": lambda s: add_ModelServiceServicer_to_server(LosesItsPeer(), s)}
+    running = await channels.serve("127.0.0.1:0", add)
+    yield running
+    await running.stop(0)
+
+
+async def error_of(call: "grpc.aio.UnaryUnaryCall[object, object]") -> grpc.aio.AioRpcError:
+    """How a call ended."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+async def test_a_loss_that_the_peer_tells_is_not_the_loss_of_the_peer(server: channels.RunningServer) -> None:
+    """Both are PeerLost, and neither carries a mark on to the next process."""
+    async with channels.open_channel(server.address) as channel:
+        told = await error_of(ModelServiceStub(channel).GetModelInfo(pb.GetModelInfoRequest(), timeout=10))
+        await server.stop(0)
+        own = await error_of(ModelServiceStub(channel).GetModelInfo(pb.GetModelInfoRequest(), timeout=10))
+    assert (told.code(), own.code()) == (grpc.StatusCode.UNAVAILABLE,) * 2
+    assert (errors.said_by_peer(told), errors.said_by_peer(own)) == (True, False)
+    for error in map(errors.error_from, (told, own)):
+        assert type(error) is PeerLost
+        assert error.metadata == {}
+
+
+@pytest.mark.parametrize("limited", ["sender", "receiver"])
+async def test_a_message_over_the_limit_is_the_senders_fault(server: channels.RunningServer, limited: str) -> None:
+    """Whichever side noticed it; gRPC calls it an exhausted resource, and waiting would not help."""
+    options = channels.channel_options() if limited == "sender" else (("grpc.max_send_message_length", -1),)
+    async with grpc.aio.insecure_channel(server.address, options=options) as channel:
+        method = channel.unary_unary("/outrider.v1.ModelService/GetModelInfo")
+        error = errors.error_from(await error_of(method(b"x" * (channels.MAX_MESSAGE_BYTES + 5), timeout=10)))
+    assert type(error) is InvalidRequest
+    assert error.message == f"message is '{channels.MAX_MESSAGE_BYTES + 5} bytes', but must be at most 4194304 bytes"
+
+
+async def test_other_exhausted_resources_stay_what_they_are() -> None:
+    """Only gRPC's own sentence about sizes is translated."""
+    empty = grpc.aio.Metadata()
+    error = errors.error_from(grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, empty, empty, "too many pings"))
+    assert type(error) is OutriderError
+    assert error.message == "RESOURCE_EXHAUSTED: too many pings"
+
+
+class Borrowing(OutriderError):
+    """A class without a reason of its own: it must not be taken for the class whose reason it inherits."""
+
+
+def test_a_class_without_a_reason_of_its_own_stands_for_nothing() -> None:
+    """An unexpected error arrives as what it is, whichever subclasses the receiving process happens to have."""
+    status = errors.status_of(OutriderError("internal error"))
+    call = grpc.aio.AioRpcError(
+        status.code, grpc.aio.Metadata(), grpc.aio.Metadata(*status.trailing_metadata), status.details
+    )
+    assert type(errors.error_from(call)) is OutriderError
+
+
+def test_every_error_has_a_reason_of_its_own() -> None:
+    """A reason that two classes share would turn one into the other on its way through gRPC."""
+    kinds = [kind for kind in family(OutriderError) if kind is not Borrowing and kind.__module__.startswith(HOUSE)]
+    assert len({kind.reason for kind in kinds}) == len(kinds) > 15
+
+
+def family(kind: type[OutriderError]) -> list[type[OutriderError]]:
+    """A class and all its subclasses."""
+    return [kind, *(found for child in kind.__subclasses__() for found in family(child))]

@@ -1,0 +1,145 @@
+"""Messages that are almost right: valid ones in which some fields hold what nobody should send.
+
+A service must answer or refuse each of them with a documented status and a sentence of its own, keep nothing, and
+serve everybody else as before.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from hypothesis import strategies as st
+
+from outrider.errors import OutriderError
+from outrider.rpc.errors import UNEXPECTED_TEXT
+from outrider.v1 import draft_service_pb2 as draft_pb
+from outrider.v1 import target_service_pb2 as target_pb
+from outrider.v1 import types_pb2 as pb
+
+MAX_GARBLED = 3
+DOCUMENTED = {"INVALID_ARGUMENT", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED"}
+UNDRAWABLE = "no token can be drawn"
+PYTHON_TEXT = re.compile(r"Traceback|Error\b|Exception|0x[0-9a-f]{6}|object at|<class|\.py\b|pydantic|NoneType")
+
+EDGES = (0, 1, -1, 4, 5, 6, 7, 33, 256, 257, 640, 641, 4096, 4097, 2**31 - 1, -(2**31))
+FLOATS = (0.0, 1.0, -1.0, 1e-310, 1e-30, 1.5, 100.0, 100.1, 1e300, float("inf"), float("-inf"), float("nan"))
+LENGTHS = (0, 1, 2, 5, 33, 65, 301, 5000)
+SCALARS: dict[int, st.SearchStrategy[Any]] = {
+    FieldDescriptor.TYPE_INT32: st.sampled_from(EDGES) | st.integers(-(2**31), 2**31 - 1),
+    FieldDescriptor.TYPE_ENUM: st.sampled_from(EDGES),
+    FieldDescriptor.TYPE_INT64: st.sampled_from((*EDGES, 2**63 - 1, -(2**63))),
+    FieldDescriptor.TYPE_FIXED64: st.sampled_from((0, 1, 2**64 - 1)),
+    FieldDescriptor.TYPE_DOUBLE: st.sampled_from(FLOATS),
+    FieldDescriptor.TYPE_FLOAT: st.sampled_from(FLOATS),
+    FieldDescriptor.TYPE_BOOL: st.booleans(),
+    FieldDescriptor.TYPE_BYTES: st.binary(max_size=40),
+    FieldDescriptor.TYPE_STRING: st.sampled_from(("", "model", "no such", "é\n" * 3000)),
+}
+
+
+@st.composite
+def garbled(draw: st.DrawFn, message: Message) -> Message:
+    """A copy in which one field, at any depth, holds something else, or nothing."""
+    copy = type(message)()
+    copy.CopyFrom(message)
+    # Whatever is wrong with a fence hides everything else that is wrong with its message.
+    others = [place for place in fields(copy) if "Fence" not in (place[1].containing_type.name, _kind(place[1]))]
+    places = fields(copy) if not others or not draw(st.integers(0, 9)) else others
+    if places:
+        spoil(draw, *draw(st.sampled_from(places)))
+    return copy
+
+
+def fields(message: Message) -> list[tuple[Message, FieldDescriptor]]:
+    """All fields of a message and of the messages that are set in it, each with the message that it belongs to."""
+    places = []
+    for field in message.DESCRIPTOR.fields:
+        places.append((message, field))
+        if field.message_type is not None and not field.is_repeated and message.HasField(field.name):
+            places += fields(getattr(message, field.name))
+    return places
+
+
+def _kind(field: FieldDescriptor) -> str:
+    return field.message_type.name if field.message_type is not None else ""
+
+
+def spoil(draw: st.DrawFn, part: Any, field: FieldDescriptor) -> None:
+    """Puts garbage into one field of a message."""
+    value = getattr(part, field.name)
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        keys, values = field.message_type.fields_by_name["key"], field.message_type.fields_by_name["value"]
+        first, count = draw(SCALARS[keys.type]), draw(st.sampled_from(LENGTHS))
+        for number in range(count):
+            value[min(first + number, 2**31 - 1)] = draw(SCALARS[values.type]) if number < 2 else 0.0
+    elif field.is_repeated and field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
+        value.extend([field.message_type._concrete_class()] * draw(st.sampled_from((1, 40))))
+    elif field.is_repeated:
+        value[:] = [draw(SCALARS[field.type])] * draw(st.sampled_from(LENGTHS))
+    elif field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
+        part.ClearField(field.name) if part.HasField(field.name) else value.SetInParent()
+    else:
+        setattr(part, field.name, draw(SCALARS[field.type]))
+
+
+@st.composite
+def conversation(draw: st.DrawFn, messages: Sequence[Message]) -> list[Message]:
+    """The first message, which opens, and some others, with a few fields garbled among them; or in no order at all."""
+    later = draw(st.lists(st.sampled_from(messages), max_size=4))
+    sent = [messages[0], *later] if draw(st.integers(0, 7)) else later or [messages[-1]]
+    for _ in range(draw(st.integers(0, MAX_GARBLED))):
+        index = draw(st.integers(0, len(sent) - 1))
+        sent[index] = draw(garbled(sent[index]))
+    return sent
+
+
+def check_refusal(error: OutriderError) -> None:
+    """Fails unless the error is a documented one with a sentence of ours."""
+    assert error.message != UNEXPECTED_TEXT
+    assert not PYTHON_TEXT.search(error.message), error.message
+    assert len(error.message) < 400
+    assert error.status in DOCUMENTED or UNDRAWABLE in error.message, (error.status, error.message)
+
+
+SESSION = pb.OpenSession(
+    token_ids=[5, 17, 200, 3, 90],
+    prompt_len=5,
+    sampling=pb.SamplingParameters(temperature=1.0, logit_bias={3: 1.0}),
+    seed=7,
+    max_len=60,
+    eos_token_ids=[0],
+    stop_token_ids=[9],
+)
+
+
+def fence(base_len: int, epoch: int = 1) -> pb.Fence:
+    """A fence of the one session that garbage is about."""
+    return pb.Fence(session_id=bytes(range(16)), epoch=epoch, base_len=base_len)
+
+
+def target_messages() -> list[Message]:
+    """What a gateway sends to a target."""
+    step = target_pb.TargetStep(proposal=pb.TokenTree(token_ids=[4, 5, 6], parents=[0, 1, 1]), plain_budget=2)
+    request = target_pb.VerifyRequest
+    return [
+        request(fence=fence(5), open=target_pb.TargetOpen(session=SESSION, step=step)),
+        request(fence=fence(6), step=step),
+        request(fence=fence(6, epoch=2), step=step),
+        request(fence=fence(7), acknowledge=target_pb.Acknowledge(plain_budget=2)),
+        request(fence=fence(5), ping=pb.Ping()),
+        request(fence=fence(5), close=pb.CloseSession()),
+    ]
+
+
+def draft_messages() -> list[Message]:
+    """What a gateway sends to a draft."""
+    request = draft_pb.ProposeRequest
+    return [
+        request(fence=fence(5), open=draft_pb.DraftOpen(session=SESSION, draft_count=3, drafter="model")),
+        request(fence=fence(6), advance=draft_pb.DraftAdvance(token_ids=[8], draft_count=2)),
+        request(fence=fence(6, epoch=2), advance=draft_pb.DraftAdvance(token_ids=[8, 9], draft_count=2)),
+        request(fence=fence(5), ping=pb.Ping()),
+        request(fence=fence(5), close=pb.CloseSession()),
+    ]

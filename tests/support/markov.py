@@ -1,0 +1,149 @@
+"""A language model of twelve words that fits into memory and has real draws, with sessions that serve it in process.
+
+Under the rule `match` a token is a function of (weights, prefix, seed). So these sessions can be compared token for
+token with plain decoding, whatever the draft guesses and however it fails.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from gateway.rounds.round import NOTHING, FallbackReason, Proposal, TokenLog, Verdict
+from outrider.parameters import FinishReason
+
+NUM_TOKENS = 12
+EOS = 0
+
+
+class MarkovModel:
+    """The next token depends on the last one; weights are random, and noise pulls them away from another model's."""
+
+    def __init__(self, seed: int = 1, noise: float = 0.0) -> None:
+        base, other = random.Random(seed), random.Random(seed + 1)
+        self._rows = [
+            [base.random() ** 3 + noise * other.random() for _ in range(NUM_TOKENS)] for _ in range(NUM_TOKENS)
+        ]
+        for row in self._rows:
+            row[EOS] = 0.02
+
+    def draw(self, prefix: Sequence[int], seed: int) -> int:
+        """The token behind a prefix; the same numbers decide for every model, as the shared noise of `match` does."""
+        noise = random.Random(f"{seed} {len(prefix)}")
+        race = [noise.expovariate(weight) for weight in self._rows[prefix[-1]]]
+        return race.index(min(race))
+
+
+def plain_decoding(model: MarkovModel, prompt: tuple[int, ...], seed: int, max_len: int) -> tuple[int, ...]:
+    """What the model alone would have said, prompt included."""
+    token_ids = list(prompt)
+    while len(token_ids) < max_len and (len(token_ids) == len(prompt) or token_ids[-1] != EOS):
+        token_ids.append(model.draw(token_ids, seed))
+    return tuple(token_ids)
+
+
+@dataclass
+class Session:
+    """What both sessions have in common: a context that can be entered and left once."""
+
+    closed: bool = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.closed = True
+
+
+@dataclass
+class MarkovTarget(Session):
+    """Verifies by drawing, row by row, and goes on alone within its plain budget."""
+
+    model: MarkovModel = field(default_factory=MarkovModel)
+    log: TokenLog = field(default_factory=lambda: TokenLog((1,)))
+    seed: int = 0
+    max_len: int = 64
+    steps: int = 0
+    acknowledged: int = 0
+    limit: int = 0
+
+    @property
+    def outstanding(self) -> int:
+        """Tokens that may still come unasked."""
+        return max(0, min(self.limit, self.max_len) - len(self.log))
+
+    async def verify(self, proposal: Proposal, plain_budget: int) -> Verdict:
+        """Follows the tree along the target's own draws; a proposal on top of unasked tokens is a test's failure."""
+        assert not (proposal.token_ids and self.outstanding)
+        assert len(self.log) + proposal.depth < self.max_len
+        if self.outstanding:
+            self.acknowledged += plain_budget > 0
+        else:
+            self.steps += 1
+        if plain_budget or not self.outstanding:
+            self.limit = len(self.log) + 1 + plain_budget
+        return self._walk(proposal)
+
+    def _walk(self, proposal: Proposal) -> Verdict:
+        prefix, rows, row = list(self.log.tokens()), [], 0
+        while True:
+            token_id = self.model.draw(prefix, self.seed)
+            prefix.append(token_id)
+            finish = self._finish(prefix)
+            children = [child for child in range(1, len(proposal.token_ids) + 1) if proposal.parent(child) == row]
+            hits = [child for child in children if proposal.token_ids[child - 1] == token_id]
+            if not hits:
+                return Verdict(len(self.log), tuple(rows), token_id, finish, len(rows) + bool(children))
+            row = hits[0]
+            rows.append(row)
+            if finish:
+                return Verdict(len(self.log), tuple(rows), None, finish, len(rows))
+
+    def _finish(self, prefix: list[int]) -> FinishReason | None:
+        if prefix[-1] == EOS:
+            return FinishReason.EOS
+        return FinishReason.LENGTH if len(prefix) == self.max_len else None
+
+
+@dataclass
+class MarkovDraft(Session):
+    """Guesses with its own model and the shared noise; `faults` names the answers, counted from 1, that fail."""
+
+    model: MarkovModel = field(default_factory=lambda: MarkovModel(noise=0.3))
+    log: TokenLog = field(default_factory=lambda: TokenLog((1,)))
+    seed: int = 0
+    faults: dict[int, FallbackReason] = field(default_factory=dict)
+    away: frozenset[int] = frozenset()  # committed lengths at which the draft is absent
+    context_len: int | None = None
+    max_draft_count: int | None = 8
+    branching: bool = False
+    asked: list[int] = field(default_factory=list)
+
+    @property
+    def obstacle(self) -> FallbackReason | None:
+        """Absent at the lengths that the test wants."""
+        return FallbackReason.DRAFT_ABSENT if len(self.log) in self.away else None
+
+    async def propose(self, draft_count: int) -> Proposal:
+        """A chain of guesses, or with `branching` a tree that carries a wrong sibling before each of them."""
+        if draft_count == 0:
+            return NOTHING
+        self.asked.append(draft_count)
+        if (fault := self.faults.get(len(self.asked))) is not None:
+            return Proposal(fallback_reason=fault)
+        prefix = list(self.log.tokens())
+        for _ in range(draft_count):
+            prefix.append(self.model.draw(prefix, self.seed))
+        guesses = prefix[len(self.log) :]
+        return self._tree(guesses) if self.branching else Proposal(tuple(guesses), compute_us=10 * draft_count)
+
+    def _tree(self, guesses: list[int]) -> Proposal:
+        token_ids, parents, parent = [], [], 0
+        for guess in guesses:
+            token_ids += [(guess + 1) % NUM_TOKENS, guess]
+            parents += [parent, parent]
+            parent = len(token_ids)
+        return Proposal(tuple(token_ids), tuple(parents))

@@ -1,0 +1,391 @@
+"""The twelve-word model behind real gRPC servers that speak the protocol, and that misbehave on request.
+
+The whole gateway over gRPC, in front of the services of the tiny model, whose twelve words a tokenizer knows.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+
+import grpc
+
+from gateway.server import RunningGateway, start
+from gateway.settings import GatewaySettings
+from outrider.errors import CacheFull, InvalidRequest, PeerLost
+from outrider.rpc import channels
+from outrider.rpc.channels import open_channel
+from outrider.rpc.errors import error_from
+from outrider.v1 import draft_service_pb2 as draft_pb
+from outrider.v1 import draft_service_pb2_grpc, model_service_pb2_grpc, target_service_pb2_grpc, types_pb2
+from outrider.v1 import generation_service_pb2 as pb
+from outrider.v1 import model_service_pb2 as model_pb
+from outrider.v1 import target_service_pb2 as target_pb
+from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
+from outrider.vocabulary import Vocabulary
+from support.markov import EOS, NUM_TOKENS, MarkovModel
+
+
+class Mischief(Enum):
+    """One way to answer a request wrongly."""
+
+    LATE = auto()  # not before a rollback
+    FROZEN = auto()  # never, and rollbacks are not answered either
+    LOST = auto()  # the service says that it is lost
+    BROKEN = auto()  # the stream breaks, without a word of the service's own
+    FULL = auto()  # no cache blocks
+    UNWANTED = auto()  # the drafter that the open names is not offered
+    FORGET = auto()  # the session is unknown
+    TOO_MANY = auto()
+    OUTSIDE = auto()  # token ids past the vocabulary
+    BAD_PARENTS = auto()
+    FUTURE = auto()  # an answer to a message that was never sent
+    STALE_FIRST = auto()  # an answer of an older epoch before the right one
+    TWICE = auto()  # the right answer two times
+
+
+GARBAGE = (Mischief.TOO_MANY, Mischief.OUTSIDE, Mischief.BAD_PARENTS, Mischief.FUTURE)
+
+
+def refuse(mischief: Mischief | None) -> None:
+    """Ends the stream with an error that the service states, for the kinds of mischief that are one."""
+    match mischief:
+        case Mischief.LOST:
+            raise PeerLost("gone")
+        case Mischief.FULL:
+            raise CacheFull("no blocks")
+        case Mischief.UNWANTED:
+            raise InvalidRequest("open.drafter", "oracle", "one of model, or empty")
+
+
+def spoil(answer: draft_pb.ProposeResponse, mischief: Mischief | None) -> None:
+    """Makes a right answer wrong, for the kinds of mischief that are one."""
+    match mischief:
+        case Mischief.FORGET:
+            answer.tokens_wanted.known_len = 0
+        case Mischief.TOO_MANY:
+            answer.proposal.token_ids.extend([1] * (len(answer.proposal.token_ids) + 1))
+        case Mischief.OUTSIDE:
+            answer.proposal.token_ids[:] = [NUM_TOKENS]
+        case Mischief.BAD_PARENTS:
+            answer.proposal.parents[:] = [1] * len(answer.proposal.token_ids)
+        case Mischief.FUTURE:
+            answer.fence.base_len += 1
+
+
+def stale(right: draft_pb.ProposeResponse) -> draft_pb.ProposeResponse:
+    """An answer of the epoch before, with other guesses."""
+    answer = draft_pb.ProposeResponse()
+    answer.CopyFrom(right)
+    answer.fence.epoch -= 1
+    answer.proposal.token_ids[:] = [1] * len(right.proposal.token_ids)
+    return answer
+
+
+MODEL = model_pb.DrafterOffer(name="model", rules=[types_pb2.ACCEPTANCE_RULE_MATCH])
+
+
+@dataclass
+class Service(model_service_pb2_grpc.ModelServiceServicer):
+    """What both services know about themselves; sessions counts the streams that are open, calls all that ever were."""
+
+    role: int
+    model: MarkovModel
+    digests: tuple[int, ...] = (7,)
+    instance_id: int = 1
+    context_len: int = 512
+    block_count: int = 64
+    protocol_version: int = 1
+    vocabulary_size: int = NUM_TOKENS
+    mischief: dict[int, Mischief] = field(default_factory=dict)
+    answers: int = 0
+    sessions: int = 0
+    calls: int = 0
+    drafters_wanted: list[str] = field(default_factory=list)
+    closed: int = 0
+    last_closed_epoch: int = 0
+    rollbacks: list[int] = field(default_factory=list)
+    rolled_back: asyncio.Event = field(default_factory=asyncio.Event)
+    frozen: bool = False
+    max_acknowledged: int = 0
+    stalled_us: int = 0
+    model_hash: str = "hash"
+    numerics_id: str = "markov"
+    drift: int = 0
+
+    async def GetModelInfo(  # noqa: N802
+        self, request: model_pb.GetModelInfoRequest, context: object
+    ) -> model_pb.GetModelInfoResponse:
+        """Describes the model."""
+        return model_pb.GetModelInfoResponse(
+            protocol_version=self.protocol_version,
+            role=self.role,
+            instance_id=self.instance_id,
+            model_name="markov",
+            model_hash=self.model_hash,
+            numerics_id=self.numerics_id,
+            stalled_us=self.stalled_us,
+            context_len=self.context_len,
+            vocabulary_size=self.vocabulary_size,
+            vocabulary_digests=self.digests,
+            eos_token_ids=[EOS],
+            max_draft_count=8,
+            unacknowledged_window=16,
+            block_size=16,
+            block_count=self.block_count,
+            drafter_offers=[MODEL] if self.role == model_pb.SERVICE_ROLE_DRAFT else [],
+        )
+
+    async def Rollback(  # noqa: N802
+        self, request: model_pb.RollbackRequest, context: object
+    ) -> model_pb.RollbackResponse:
+        """Notes the epoch and lets a late answer go on."""
+        if self.frozen:
+            await asyncio.Event().wait()
+        self.rollbacks.append(request.fence.epoch)
+        self.rolled_back.set()
+        return model_pb.RollbackResponse(fence=request.fence, cached_len=request.fence.base_len, job_stopped=True)
+
+    def next_mischief(self) -> Mischief | None:
+        """What to do wrong with the answer that is due."""
+        self.answers += 1
+        return self.mischief.get(self.answers)
+
+    def fence(self, request: types_pb2.Fence, base_len: int) -> types_pb2.Fence:
+        """The fence of an answer."""
+        return types_pb2.Fence(
+            session_id=request.session_id, epoch=request.epoch, base_len=base_len, instance_id=self.instance_id
+        )
+
+
+class DraftServicer(Service, draft_service_pb2_grpc.DraftServiceServicer):
+    """Guesses with its own model and the shared noise."""
+
+    async def Propose(  # noqa: N802
+        self, requests: AsyncIterator[draft_pb.ProposeRequest], context: object
+    ) -> AsyncIterator[draft_pb.ProposeResponse]:
+        """One session."""
+        self.sessions += 1
+        self.calls += 1
+        token_ids: list[int] = []
+        seed = 0
+        try:
+            async for request in requests:
+                assert request.fence.base_len <= self.context_len
+                action = request.WhichOneof("action")
+                if action == "close":
+                    self.closed += 1
+                    return
+                if action == "open":
+                    self.drafters_wanted.append(request.open.drafter)
+                    token_ids, seed = list(request.open.session.token_ids), request.open.session.seed
+                    count = request.open.draft_count
+                else:
+                    start = request.fence.base_len - len(request.advance.token_ids)
+                    assert start <= len(token_ids)
+                    token_ids[start:] = request.advance.token_ids
+                    count = request.advance.draft_count
+                assert len(token_ids) == request.fence.base_len
+                async for response in self.answer(request.fence, token_ids, seed, count):
+                    yield response
+        finally:
+            self.sessions -= 1
+
+    async def answer(
+        self, fence: types_pb2.Fence, token_ids: list[int], seed: int, count: int
+    ) -> AsyncIterator[draft_pb.ProposeResponse]:
+        """The answer, or what mischief makes of it."""
+        mischief = self.next_mischief()
+        refuse(mischief)
+        if mischief is Mischief.LATE:
+            await self.rolled_back.wait()
+        if mischief is Mischief.FROZEN:
+            self.frozen = True
+            await asyncio.Event().wait()
+        answer = self.right_answer(fence, token_ids, seed, count)
+        if mischief is Mischief.STALE_FIRST:
+            yield stale(answer)
+        spoil(answer, mischief)
+        if mischief is Mischief.TWICE:
+            yield answer
+        yield answer
+
+    def right_answer(
+        self, fence: types_pb2.Fence, token_ids: list[int], seed: int, count: int
+    ) -> draft_pb.ProposeResponse:
+        """So many guesses behind the tokens."""
+        prefix = list(token_ids)
+        for _ in range(count):
+            prefix.append(self.model.draw(prefix, seed))
+        return draft_pb.ProposeResponse(
+            fence=self.fence(fence, len(token_ids)),
+            proposal=types_pb2.TokenTree(token_ids=prefix[len(token_ids) :]),
+            cached_len=len(token_ids) - self.drift,
+            times=types_pb2.ComputeTimes(compute_us=10 * count),
+        )
+
+
+class TargetServicer(Service, target_service_pb2_grpc.TargetServiceServicer):
+    """Decides with its own draws, and goes on alone within its budget, one task a session."""
+
+    async def Verify(  # noqa: N802
+        self, requests: AsyncIterator[target_pb.VerifyRequest], context: grpc.aio.ServicerContext[object, object]
+    ) -> AsyncIterator[target_pb.VerifyResponse]:
+        """One session."""
+        self.sessions += 1
+        self.calls += 1
+        session = MarkovSession(self, context)
+        try:
+            async for request in requests:
+                if request.WhichOneof("action") == "close":
+                    self.closed += 1
+                    self.last_closed_epoch = request.fence.epoch
+                    return
+                async for response in session.take(request):
+                    yield response
+        finally:
+            self.sessions -= 1
+
+
+class MarkovSession:
+    """A target session: the committed tokens and what has not been acknowledged yet."""
+
+    def __init__(self, service: TargetServicer, context: grpc.aio.ServicerContext[object, object]) -> None:
+        self.service = service
+        self.context = context
+        self.token_ids: list[int] = []
+        self.session = types_pb2.OpenSession()
+        self.finished = False
+        self.forgotten = False
+
+    async def take(self, request: target_pb.VerifyRequest) -> AsyncIterator[target_pb.VerifyResponse]:
+        """Answers a message: with a verdict, and with unasked ones within the budget."""
+        action = request.WhichOneof("action")
+        proposal = types_pb2.TokenTree()
+        if action == "acknowledge":
+            self.service.max_acknowledged = max(self.service.max_acknowledged, request.fence.base_len)
+            limit = request.fence.base_len + 1 + request.acknowledge.plain_budget
+        else:
+            step = request.open.step if action == "open" else request.step
+            if action == "open":
+                self.session = request.open.session
+                self.token_ids = list(self.session.token_ids)
+            assert len(self.token_ids) == request.fence.base_len
+            proposal, limit = step.proposal, request.fence.base_len + 1 + step.plain_budget
+            async for response in self.verdict(request.fence, proposal):
+                yield response
+        limit = min(limit, request.fence.base_len + 16)
+        while len(self.token_ids) < limit and not self.finished and not self.forgotten:
+            async for response in self.verdict(request.fence, types_pb2.TokenTree()):
+                yield response
+
+    async def verdict(
+        self, fence: types_pb2.Fence, proposal: types_pb2.TokenTree
+    ) -> AsyncIterator[target_pb.VerifyResponse]:
+        """Follows the chain along the target's draws, as far as they agree."""
+        base_len, mischief = len(self.token_ids), self.service.next_mischief()
+        response = target_pb.VerifyResponse(
+            fence=self.service.fence(fence, base_len), numerics_id=self.service.numerics_id
+        )
+        if mischief is Mischief.FORGET:
+            self.forgotten = True
+            response.tokens_wanted.known_len = 0
+            yield response
+            return
+        refuse(mischief)
+        if mischief is Mischief.BROKEN:
+            await self.context.abort(grpc.StatusCode.UNAVAILABLE, "Stream removed (recvmsg:...)")
+        if mischief is Mischief.FROZEN:
+            await asyncio.Event().wait()
+        rows: list[int] = []
+        guesses = list(proposal.token_ids)
+        while not self.finished:
+            token_id = self.service.model.draw(self.token_ids, self.session.seed)
+            self.token_ids.append(token_id)
+            self.finished = token_id == EOS or len(self.token_ids) == self.session.max_len
+            if len(rows) == len(guesses) or guesses[len(rows)] != token_id:
+                response.verdict.next_token_id = token_id
+                break
+            rows.append(len(rows) + 1)
+        response.verdict.accepted_rows[:] = rows
+        response.verdict.evaluated_count = min(len(guesses), len(rows) + response.verdict.HasField("next_token_id"))
+        response.cached_len = len(self.token_ids) - 1 - self.service.drift
+        if self.finished:
+            ended_by_eos = self.token_ids[-1] == EOS
+            response.verdict.finish_reason = (
+                types_pb2.FINISH_REASON_EOS if ended_by_eos else types_pb2.FINISH_REASON_LENGTH
+            )
+        yield response
+        if mischief is Mischief.TWICE:
+            yield response
+
+
+@asynccontextmanager
+async def serving(service: Service, listen: str = "127.0.0.1:0") -> AsyncIterator[str]:
+    """Serves one of the two on a free port; yields its address. Leaving the context kills it at once."""
+    add: dict[str, Callable[[grpc.aio.Server], None]] = {
+        "outrider.v1.ModelService": lambda server: model_service_pb2_grpc.add_ModelServiceServicer_to_server(
+            service, server
+        )
+    }
+    if isinstance(service, DraftServicer):
+        add["outrider.v1.DraftService"] = lambda server: draft_service_pb2_grpc.add_DraftServiceServicer_to_server(
+            service, server
+        )
+    if isinstance(service, TargetServicer):
+        add["outrider.v1.TargetService"] = lambda server: target_service_pb2_grpc.add_TargetServiceServicer_to_server(
+            service, server
+        )
+    running = await channels.serve(listen, add)
+    try:
+        yield running.address
+    finally:
+        await running.stop(grace_s=0)
+
+
+WORDS = ["<end>", "king", "queen", "fox", "ring", "sea", "wolf", "gold", "tower", "dwarf", "apple", "moon"]
+SEED = 9
+
+
+@dataclass
+class MarkovStack:
+    """A running gateway and what is behind it."""
+
+    gateway: RunningGateway
+    target: TargetServicer
+    draft: DraftServicer
+    generate: Callable[..., "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]"]
+
+    async def run(self, request: pb.GenerateRequest) -> tuple[list[pb.Round], pb.Completion]:
+        """All rounds and the completion, which must be the last message; raises what the gateway answered."""
+        try:
+            responses = [response async for response in self.generate(request)]
+        except grpc.aio.AioRpcError as error:
+            raise error_from(error) from None
+        assert [response.WhichOneof("event") for response in responses[:-1]] == ["round"] * (len(responses) - 1)
+        assert responses[-1].HasField("completion")
+        return [response.round for response in responses[:-1]], responses[-1].completion
+
+
+@asynccontextmanager
+async def markov_stack(tokenizer: str, **changes: object) -> AsyncIterator[MarkovStack]:
+    """Target, draft and gateway on free ports."""
+    digests = Vocabulary.read(tokenizer).digests
+    target = TargetServicer(model_pb.SERVICE_ROLE_TARGET, MarkovModel(), digests)
+    draft = DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(noise=0.3), digests)
+    async with serving(target) as target_address, serving(draft) as draft_address:
+        settings = GatewaySettings(target_address, tokenizer, draft_address, listen="127.0.0.1:0")
+        gateway = await start(replace(settings, **changes))  # type: ignore[arg-type]
+        try:
+            async with open_channel(gateway.address) as channel:
+                yield MarkovStack(gateway, target, draft, GenerationServiceStub(channel).Generate)
+        finally:
+            await gateway.stop(0)
+
+
+def request(max_tokens: int = 40, draft_count: int | None = 4, **fields: object) -> pb.GenerateRequest:
+    """A request of two words with the test's seed."""
+    speculation = pb.SpeculationSettings(draft_count=draft_count)
+    fields = {"text": "fox sea", "seed": SEED, **fields}
+    return pb.GenerateRequest(max_tokens=max_tokens, speculation=speculation, **fields)  # type: ignore[arg-type]
