@@ -15,12 +15,10 @@ from typing import Annotated
 
 import typer
 
-from bench import machine
-from bench.engine_loop import spec_of
-from bench.session_streams import TargetStream
+from bench.common import TokensDiffer, machine, revision, spec_of
+from bench.streams import BareTargetStream
 from outrider.cli import options
 from outrider.cli.local_stack import choose_models
-from outrider.errors import OutriderError
 from outrider.model_service.server import load_model_aside
 from outrider.model_service.settings import Dtype, ModelServiceSettings, available_cpus
 from outrider.process import logs
@@ -34,14 +32,6 @@ PromptLen = Annotated[int, typer.Option("--tokens", help="Tokens of a prompt.", 
 Turns = Annotated[int, typer.Option(help="How often.", metavar="N", callback=between(1))]
 
 app = service_app()
-
-
-class TokensDiffer(OutriderError):
-    """The first token is another one with the cache than without."""
-
-    status = "INTERNAL"
-    reason = "TOKENS_DIFFER"
-    exit_code = 70
 
 
 @app.command()
@@ -62,7 +52,7 @@ def prefix(
     for name, times_ms in asyncio.run(measure(settings, tokens, turns)).items():
         print(f"{name:>32}: {median(times_ms):8.1f} ms")
     print(f"Medians of {turns}; {tokens} tokens a prompt; {settings.dtype}, {settings.threads} threads.")
-    print(f"{machine.describe()}; commit {machine.revision() or 'unknown'}.")
+    print(f"{machine()}; commit {revision() or 'unknown'}.")
 
 
 async def measure(settings: ModelServiceSettings, num_tokens: int, turns: int) -> dict[str, list[float]]:
@@ -78,7 +68,7 @@ async def measure(settings: ModelServiceSettings, num_tokens: int, turns: int) -
             running = await start_with(model, replace(settings, prefix_cache=has_cache))
             async with open_channel(running.address) as channel:
                 answers = [
-                    (name, *await first_token(TargetStream(channel, spec_of(each, 0, 0.0, 1))))
+                    (name, *await first_token(BareTargetStream(channel, spec_of(each, 0, 0.0, 1))))
                     for name, each in asked.items()
                 ]
             await running.stop(0)
@@ -90,7 +80,7 @@ async def measure(settings: ModelServiceSettings, num_tokens: int, turns: int) -
     return found
 
 
-async def first_token(stream: TargetStream) -> tuple[int, float]:
+async def first_token(stream: BareTargetStream) -> tuple[int, float]:
     """The token, and the milliseconds from the message that opens the session to the one that brings it."""
     started = time.perf_counter()
     token_id = await stream.open()

@@ -1,131 +1,198 @@
-"""`outrider bench serve`: what a gateway gives to many streams at a time, with and without speculation by turns.
+"""`outrider bench serve`: what speculation is worth on a live gateway, with it and without by turns.
 
-Prints a table, or one JSON object with the names of `vllm bench serve`; `--save FILE` keeps every request. Asks nothing
-itself: `load` asks, `load_figures` computes, `load_report` renders. Never imports torch.
+Every turn asks the same prompts with the same seeds in both settings, in another order each turn, so that neighbours
+can be compared, and their answers too. Prints a table, or one JSON object; `--save FILE` keeps every request.
 """
 
+import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import asdict
-from datetime import UTC, datetime
+import time
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Annotated
 
-from bench import machine
-from bench.load import Block, LoadPlan, run
-from bench.load_figures import equal_answers, figures
-from bench.load_report import tell
-from bench.progress import steps
-from bench.stack import served, stack_of
+import typer
+
+from bench.common import (
+    OPENINGS,
+    ComputeThreads,
+    JsonFlag,
+    SaveFile,
+    markdown,
+    provenance,
+    run_measurement,
+    served,
+    spread,
+    stack_of,
+)
 from outrider.cli import options
-from outrider.cli.bench import Cpus, Load, Settings, check_load
-from outrider.cli.local_stack import Stack
-from outrider.cli.options import SHARED_OPTIONS, parse_draft_count
-from outrider.cli.running import Interrupts, Work
-from outrider.cli.running import run as run_work
-from outrider.errors import OutriderError
+from outrider.cli.options import INT32_MAX, INT64_MAX, INT64_MIN, SHARED_OPTIONS, parse_draft_count
+from outrider.cli.running import Interrupts, note, run
+from outrider.client import AsyncClient, Round, Speculation
 from outrider.process import logs
-from outrider.process.options import grouped, run_app, service_app
+from outrider.process.options import between, grouped, options_of, refuse_together
+from outrider.rpc.channels import check_address
 
-NAMES = {True: "speculative", False: "plain"}
+SETTINGS = {"speculative": True, "plain": False}
 
-app = service_app()
+count_option = partial(typer.Option, metavar="N")
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-class NothingAnswered(OutriderError):
-    """Every request failed; the first failure says why."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """What is asked for, how often, and where the figures go."""
 
-    status = "UNAVAILABLE"
-    reason = "NOTHING_ANSWERED"
-    exit_code = 69
+    address: Annotated[
+        str | None, typer.Option(help="Gateway to ask. Default: a stack of its own.", metavar="HOST:PORT")
+    ] = None
+    requests: Annotated[
+        int, count_option(help="Measured requests of each setting.", callback=between(1, 1_000_000))
+    ] = 32
+    streams: Annotated[int, count_option(help="Requests of a turn, side by side.", callback=between(1, 4096))] = 4
+    tokens: Annotated[int, count_option(help="Tokens a request.", callback=between(1, INT32_MAX))] = 64
+    draft_count: Annotated[
+        str, typer.Option(help="Draft tokens a round; auto leaves it to the gateway.", metavar="N|auto")
+    ] = "auto"
+    temperature: Annotated[
+        float, typer.Option(help="Temperature of the requests.", metavar="X", callback=between(0, 100))
+    ] = 0.8
+    seed: Annotated[
+        int, count_option(help="Seed of the first request.", callback=between(INT64_MIN, INT64_MAX - 1_000_000))
+    ] = 0
+    json: JsonFlag = False
+    save: SaveFile = None
+
+
+@dataclass(slots=True)
+class TimedAnswer:
+    """One request as its client saw it."""
+
+    number: int
+    first_token_s: float = 0.0
+    token_ids: list[int] = field(default_factory=list)
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Requests of one setting that ran side by side, and how long all of them took together."""
+
+    setting: str
+    seconds: float
+    answers: list[TimedAnswer]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all requests together, from the first one's beginning to the last one's end."""
+        return sum(len(each.token_ids) for each in self.answers) / self.seconds
 
 
 @app.command()
 @grouped
-def serve(*, load: Load, models: options.Models, cpus: Cpus) -> None:
-    """Asks a gateway from many streams at a time, with and without speculation by turns: speed and latencies."""
+def serve(*, wanted: ServeOptions, models: options.Models, cpus: ComputeThreads) -> None:
+    """Compares a gateway with itself, with and without speculation by turns: tokens/s, first tokens and answers."""
     logs.configure("warning")
-    check_load(load, models, cpus)
-    stack = (
-        None if load.address is not None else stack_of(models, cpus, needs_draft=load.speculation is not Settings.OFF)
+    check(wanted, models, cpus)
+    stack = None if wanted.address is not None else stack_of(models, cpus)
+
+    async def measuring(interrupts: Interrupts) -> None:
+        async with AsyncExitStack() as exits:
+            address = wanted.address or ""
+            if stack is not None:
+                address = (await exits.enter_async_context(served(stack, interrupts))).gateway
+            blocks = await ask_in_turns(address, wanted)
+        conclude(address, wanted, blocks)
+
+    run(measuring, options={**SHARED_OPTIONS, "max_tokens": "--tokens"})
+
+
+def check(wanted: ServeOptions, models: options.Models, cpus: ComputeThreads) -> None:
+    """Raises InvalidRequest about what cannot be asked for."""
+    parse_draft_count(wanted.draft_count)
+    if wanted.address is not None:
+        check_address("--address", wanted.address)
+        refuse_together("--address", wanted.address, options_of(models) | options_of(cpus))
+
+
+async def ask_in_turns(address: str, wanted: ServeOptions) -> list[Block]:
+    """All blocks, two a turn, behind one request of each setting to warm up. Raises what the gateway answers."""
+    blocks = []
+    async with AsyncClient(address) as client:
+        for setting in SETTINGS:
+            await ask(client, wanted, setting, 0)
+        firsts = range(0, wanted.requests, wanted.streams)
+        for turn, first in enumerate(firsts):
+            note(f"Turn {turn + 1} of {len(firsts)}.")
+            numbers = range(first, min(first + wanted.streams, wanted.requests))
+            for setting in list(SETTINGS)[:: -1 if turn % 2 else 1]:
+                started_s = time.perf_counter()
+                answers = await asyncio.gather(*(ask(client, wanted, setting, number) for number in numbers))
+                blocks.append(Block(setting, time.perf_counter() - started_s, answers))
+    return blocks
+
+
+async def ask(client: AsyncClient, wanted: ServeOptions, setting: str, number: int) -> TimedAnswer:
+    """One request to its end; its number decides its prompt and its seed. Raises what the gateway answers."""
+    enabled, answer, started_s = SETTINGS[setting], TimedAnswer(number), time.perf_counter()
+    draft_count = parse_draft_count(wanted.draft_count) if enabled else None
+    stream = client.generate(
+        OPENINGS[number % len(OPENINGS)],
+        max_tokens=wanted.tokens,
+        ignore_eos=True,
+        temperature=wanted.temperature,
+        seed=wanted.seed + number,
+        speculation=Speculation(enabled=enabled, draft_count=draft_count),
     )
-    run_work(measuring(load, plan_of(load), stack), options={**SHARED_OPTIONS, "max_tokens": "--tokens"})
+    async with stream:
+        async for event in stream:
+            if isinstance(event, Round):
+                answer.first_token_s = answer.first_token_s or time.perf_counter() - started_s
+                answer.token_ids += [token.token_id for token in event.tokens]
+                answer.draft_tokens += event.facts.draft_count
+                answer.accepted_tokens += event.facts.accepted_count
+    return answer
 
 
-def plan_of(load: Load) -> LoadPlan:
-    """The run that the options ask for."""
-    return LoadPlan(
-        requests=load.requests,
-        streams=load.streams,
-        tokens=load.tokens,
-        turns=load.turns,
-        temperature=load.temperature,
-        seed=load.seed,
-        draft_count=parse_draft_count(load.draft_count),
-        settings={Settings.BOTH: (True, False), Settings.ON: (True,), Settings.OFF: (False,)}[load.speculation],
-    )
-
-
-def measuring(load: Load, plan: LoadPlan, stack: Stack | None) -> Work:
-    """The work of the command."""
-
-    async def work(interrupts: Interrupts) -> None:
-        async with gateway(load.address, stack, interrupts) as address:
-            with steps(plan.requests * len(plan.settings)) as progress:
-
-                def begun(setting: bool) -> None:
-                    progress.say(f"Asking {'with' if setting else 'without'} speculation")
-
-                blocks = await run(address, plan, begun, progress.done)
-        conclude(document(address, plan, blocks), blocks, load)
-
-    return work
-
-
-@asynccontextmanager
-async def gateway(address: str | None, stack: Stack | None, interrupts: Interrupts) -> AsyncIterator[str]:
-    """The gateway to ask: the one that was named, or one that lives as long as this."""
-    if address is not None or stack is None:
-        yield address or ""
+def conclude(address: str, wanted: ServeOptions, blocks: list[Block]) -> None:
+    """Writes the file that is wanted, and prints the comparison, or its figures as JSON."""
+    plan = {name: value for name, value in asdict(wanted).items() if name not in {"json", "save"}}
+    document: dict[str, object] = {"address": address, **provenance(), "plan": plan}
+    speeds, answers, rows = [], [], [["tokens/s"], ["time to first token, ms"]]
+    for setting in SETTINGS:
+        speeds.append([block.tokens_per_s for block in blocks if block.setting == setting])
+        answers.append([each for block in blocks if block.setting == setting for each in block.answers])
+        speed, first_token_s = spread(speeds[-1]), spread(each.first_token_s for each in answers[-1])
+        rows[0].append(speed.show(".1f"))
+        rows[1].append(first_token_s.show(".1f", 1e3))
+        document[setting] = {
+            "completed": len(answers[-1]),
+            "max_concurrency": wanted.streams,
+            "total_output_tokens": sum(len(each.token_ids) for each in answers[-1]),
+            "output_throughput": asdict(speed),
+            "ttft_s": asdict(first_token_s),
+            "num_draft_tokens": sum(each.draft_tokens for each in answers[-1]),
+            "num_accepted_tokens": sum(each.accepted_tokens for each in answers[-1]),
+        }
+    # A turn's two blocks lie side by side in time, so what slowed both touches their ratio little.
+    ratio = spread(fast / slow for fast, slow in zip(*speeds, strict=True))
+    equal, compared = sum(one.token_ids == two.token_ids for one, two in zip(*answers, strict=True)), wanted.requests
+    document |= {"ratio": asdict(ratio), "equal_answers": equal, "compared_answers": compared}
+    if wanted.save is not None:
+        kept = document | {"blocks": [asdict(block) for block in blocks]}
+        wanted.save.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+    if wanted.json:
+        sys.stdout.write(json.dumps(document) + "\n")
         return
-    async with served(stack, interrupts) as addresses:
-        yield addresses.gateway
-
-
-def document(address: str, plan: LoadPlan, blocks: list[Block]) -> dict[str, object]:
-    """The result: where it comes from, then one object with vLLM's names for each setting."""
-    by_setting = {
-        NAMES[setting]: figures([each for each in blocks if each.speculative is setting], plan.streams)
-        for setting in plan.settings
-    }
-    told: dict[str, object] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "backend": "outrider",
-        "address": address,
-        "machine": machine.describe(),
-        "versions": machine.versions(),
-        "plan": asdict(plan),
-        **by_setting,
-    }
-    if len(by_setting) == len(NAMES):
-        equal, compared = equal_answers(blocks)
-        told |= {"equal_answers": equal, "compared_answers": compared}
-    return told
-
-
-def conclude(told: dict[str, object], blocks: list[Block], load: Load) -> None:
-    """Writes the file that is wanted, and prints the result. Raises NothingAnswered."""
-    asked = [each for block in blocks for each in block.requests]
-    if all(each.error for each in asked):
-        raise NothingAnswered(f"All {len(asked)} requests failed, the first of them: {asked[0].error}")
-    if load.save is not None:
-        kept = told | {"blocks": [asdict(block) for block in blocks]}
-        load.save.write_text(json.dumps(kept, indent=1), encoding="utf-8")
-    if load.json:
-        sys.stdout.write(json.dumps(told) + "\n")
-    else:
-        tell(told, sys.stdout)
+    print(markdown(("medians (quartiles)", *SETTINGS), rows))
+    print(f"Speculation gives {ratio.show('.2f')} times the tokens/s of plain decoding.")
+    sameness = " token for token" if equal == compared else "; under the rule match on a CPU all must be"
+    print(f"{equal} of {compared} answers are the same{sameness}.")
 
 
 if __name__ == "__main__":
-    run_app(app, prefix="outrider: ")
+    run_measurement(app, "serve")

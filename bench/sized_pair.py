@@ -1,4 +1,4 @@
-"""Writes a sized model as an ordinary checkpoint, for engines that cannot make one in memory. Runs no model.
+"""Writes a sized model as an ordinary checkpoint, for engines that cannot make one in memory.
 
 Matrices are stored in --dtype, norms always in float32, because their rescaled weights are no bfloat16 numbers.
 
@@ -9,7 +9,8 @@ Matrices are stored in --dtype, norms always in float32, because their rescaled 
 import argparse
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
-from torch import Tensor
 
 from outrider.engine.models.checkpoints import SizedCheckpoint
 from outrider.engine.models.config import ModelConfig
@@ -39,7 +39,8 @@ def write(checkpoint: SizedCheckpoint, folder: Path, dtype: str, shard_bytes: in
         raise InvalidRequest("--out", str(folder), "a folder that is new or empty")
     folder.mkdir(parents=True, exist_ok=True)
     names = shard_names(checkpoint.config, DTYPES[dtype], shard_bytes)
-    for file, shard in shards(checkpoint.tensors(torch.device("cpu"), DTYPES[dtype]), names):
+    for file, tensors in groupby(checkpoint.tensors(torch.device("cpu"), DTYPES[dtype]), lambda each: names[each[0]]):
+        shard = dict(tensors)
         save_file(shard, folder / file, metadata={"format": "pt"})
         # The library makes it private, and services in containers run as another user.
         (folder / file).chmod(0o644)
@@ -90,18 +91,6 @@ def shard_names(config: ModelConfig, dtype: torch.dtype, shard_bytes: int) -> di
     if number == 1:
         return dict.fromkeys(numbers, "model.safetensors")
     return {name: f"model-{own:05}-of-{number:05}.safetensors" for name, own in numbers.items()}
-
-
-def shards(tensors: Iterator[tuple[str, Tensor]], names: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Each file with its tensors, as soon as the last of them is made."""
-    file, shard = "", dict[str, Tensor]()
-    for name, tensor in tensors:
-        if names[name] != file and shard:
-            yield file, shard
-            shard = {}
-        file = names[name]
-        shard[name] = tensor
-    yield file, shard
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:

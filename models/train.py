@@ -7,23 +7,26 @@ A run that was stopped, however it was, goes on when the same command is given a
 """
 
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from rich.console import Console
 from tokenizers import Tokenizer
 from transformers.utils import logging
 
 from outrider.engine.models.weights import model_hash
 from outrider.errors import InvalidRequest, ModelRefused
-from outrider.process.options import refuse_together, run_app, service_app
+from outrider.process.options import between, refuse_together, run_app, service_app
 from outrider.vocabulary import Vocabulary
-from training import options
-from training.corpus import digest, encode, read_documents, train_tokenizer
-from training.pair import Run, Text
-from training.plan import STEPS, Settings
-from training.report import Report
-from training.shapes import PRESETS, ROLES
+from training.data import digest, encode, read_documents, train_tokenizer
+from training.model import PRESETS, ROLES
+from training.run import STEPS, Run, RunSettings, held_out_of, outcome_table
 from training.storage import Storage
+
+COUNT = between(1, 1_000_000_000)
+BATCH = between(1, 65536)
+DEFAULTS = {stage: f"{count:,}" for stage, (_, count) in STEPS.items()}
 
 app = service_app()
 
@@ -31,54 +34,71 @@ app = service_app()
 @app.command(help=__doc__)
 def train(  # noqa: PLR0913, one parameter for each option is how typer declares a command
     *,
-    corpus: options.Corpus,
-    out: options.Out = Path("build/pair"),
-    from_pair: options.FromPair = None,
-    preset: options.PresetName = "story",
-    separator: options.Separator = "\n\n",
-    target_steps: options.TargetSteps = None,
-    long_target_steps: options.LongTargetSteps = None,
-    draft_steps: options.DraftSteps = None,
-    long_draft_steps: options.LongDraftSteps = None,
-    batch: options.Batch = 16,
-    long_batch: options.LongBatch = 1,
-    seed: options.Seed = 1,
-    device: options.Device = "cpu",
-    threads: options.Threads = None,
-    checkpoint_every: options.CheckpointEvery = 50,
+    corpus: Annotated[Path, typer.Option(help="UTF-8 text, plain or as .xz or .gz.")],
+    out: Annotated[Path, typer.Option(help="Folder of the pair, and of what a stopped run needs to go on.")] = Path(
+        "build/pair"
+    ),
+    from_pair: Annotated[
+        Path | None, typer.Option(help="Folder of a pair; only its context is extended, nothing else.")
+    ] = None,
+    preset: Annotated[
+        str, typer.Option(help=f"Sizes of a new pair, and of all blocks: {', '.join(PRESETS)}.")
+    ] = "story",
+    separator: Annotated[
+        str, typer.Option(show_default=False, help="What stands between documents; by default a blank line.")
+    ] = "\n\n",
+    target_steps: Annotated[
+        int | None,
+        typer.Option(callback=COUNT, help=f"Of a new target on short blocks; by default {DEFAULTS['target']}."),
+    ] = None,
+    long_target_steps: Annotated[
+        int | None,
+        typer.Option(callback=COUNT, help=f"Of the target on long blocks; by default {DEFAULTS['target-long']}."),
+    ] = None,
+    draft_steps: Annotated[
+        int | None,
+        typer.Option(callback=COUNT, help=f"Of a new draft on short blocks; by default {DEFAULTS['draft']}."),
+    ] = None,
+    long_draft_steps: Annotated[
+        int | None,
+        typer.Option(callback=COUNT, help=f"Of the draft on long blocks; by default {DEFAULTS['draft-long']}."),
+    ] = None,
+    batch: Annotated[int, typer.Option(callback=BATCH, help="Short blocks a step.")] = 16,
+    long_batch: Annotated[int, typer.Option(callback=BATCH, help="Long blocks a step, beside the short ones.")] = 1,
+    seed: Annotated[
+        int, typer.Option(callback=between(0, 1 << 62), help="Of first weights, order and held-out blocks of the text.")
+    ] = 1,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    threads: Annotated[
+        int | None, typer.Option(callback=between(1, 1024), help="On the CPU; by default one a core.")
+    ] = None,
+    checkpoint_every: Annotated[int, typer.Option(callback=COUNT, help="Steps between checkpoints.")] = 50,
 ) -> None:
-    """Checks the options, and hands them on."""
+    """Checks the options, makes the pair, and prints what every stage reached."""
     refuse_together("--from-pair", from_pair, {"--target-steps": target_steps, "--draft-steps": draft_steps})
     if preset not in PRESETS:
         raise InvalidRequest("--preset", preset, f"one of {', '.join(PRESETS)}")
     torch_device = checked_device(device)
     if threads is not None:
         torch.set_num_threads(threads)
-    given = {"target": target_steps, "target-long": long_target_steps}
-    given |= {"draft": draft_steps, "draft-long": long_draft_steps}
-    steps = {stage: count or STEPS[stage] for stage, count in given.items()}
+    given = (target_steps, long_target_steps, draft_steps, long_draft_steps)
+    steps = {stage: count or default for (stage, (_, default)), count in zip(STEPS.items(), given, strict=True)}
     documents = read_documents(corpus, separator)
-    settings = Settings(digest(documents), preset, pair_digest(from_pair), seed, batch, long_batch, steps)
-    make_pair(settings, documents, from_pair, torch_device, Storage(out, checkpoint_every))
-
-
-def make_pair(
-    settings: Settings, documents: list[str], from_pair: Path | None, device: torch.device, storage: Storage
-) -> None:
-    """Says what comes, makes the pair, and prints what every stage reached."""
+    settings = RunSettings(digest(documents), preset, pair_digest(from_pair), seed, batch, long_batch, steps)
+    storage = Storage(out, checkpoint_every)
     goes_on = storage.holds(settings.values())
     tokenizer = find_tokenizer(from_pair, storage, documents, settings.preset.vocab_size)
-    text = Text.of(encode(tokenizer, documents), settings)
+    held_out = held_out_of(encode(tokenizer, documents), settings)
     # Only now, so that a text that is refused leaves no folder behind.
     storage.claim(settings.values(), tokenizer.to_str())
     console = Console(highlight=False)
-    console.print(f"{'Going on with' if goes_on else 'Making'} a pair in {storage.out}:")
-    sizes = f"{len(documents):,} documents, {len(text.token_ids):,} tokens of {tokenizer.get_vocab_size():,} kinds"
-    console.print(f"{sizes}, {len(text.held_out.blocks):,} blocks of {text.held_out.block_len} held out")
-    report = Report(console, storage.every)
-    rows = Run(settings, text, tokenizer, from_pair, device, storage, report).make()
-    report.table(rows, text.held_out)
-    console.print(f"Serve it: outrider up --target {storage.out / 'target'} --draft {storage.out / 'draft'}")
+    console.print(f"{'Going on with' if goes_on else 'Making'} a pair in {out}:")
+    sizes = f"{len(documents):,} documents, {len(held_out.token_ids):,} tokens of {tokenizer.get_vocab_size():,} kinds"
+    console.print(f"{sizes}, {len(held_out.blocks):,} blocks of {held_out.block_len} held out")
+    outcomes = Run(settings, held_out, tokenizer, from_pair, torch_device, storage, console).make()
+    console.print("Held-out loss in nats a token; behind so many tokens the same ones are measured.")
+    console.print(outcome_table(outcomes, held_out))
+    console.print(f"Serve it: outrider up --target {out / 'target'} --draft {out / 'draft'}")
 
 
 def checked_device(name: str) -> torch.device:

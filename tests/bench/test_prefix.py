@@ -4,8 +4,9 @@ import pytest
 from support.tiny_models import write_tiny_model
 
 from bench import prefix
-from bench.prefix import TokensDiffer, measure
-from bench.session_streams import TargetStream
+from bench.common import TokensDiffer
+from bench.prefix import measure
+from bench.streams import BareTargetStream
 from outrider.model_service.settings import ModelServiceSettings
 
 
@@ -13,7 +14,7 @@ from outrider.model_service.settings import ModelServiceSettings
 def settings(tmp_path_factory: pytest.TempPathFactory) -> ModelServiceSettings:
     """A tiny target."""
     folder = write_tiny_model(tmp_path_factory.mktemp("tiny") / "model", "llama", vocab_size=257)
-    return ModelServiceSettings(str(folder), dtype="float32", threads=1, kv_tokens=1024)
+    return ModelServiceSettings(str(folder), dtype="float32", kv_tokens=1024)
 
 
 async def test_every_kind_of_prompt_is_timed_with_and_without_the_cache(settings: ModelServiceSettings) -> None:
@@ -27,7 +28,7 @@ async def test_tokens_that_differ_end_the_run(settings: ModelServiceSettings, mo
     """A figure of wrong answers is worth nothing."""
     numbers = iter(range(100))
 
-    async def wrong(stream: TargetStream) -> tuple[int, float]:
+    async def wrong(stream: BareTargetStream) -> tuple[int, float]:
         await stream.open()
         await stream.end()
         return next(numbers), 1.0

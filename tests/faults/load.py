@@ -10,7 +10,7 @@ import grpc
 from support.basics import eventually
 from support.stack import request_of
 
-from bench.openings import OPENINGS
+from bench.common import OPENINGS
 from outrider.rpc.errors import error_from
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub

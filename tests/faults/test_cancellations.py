@@ -8,7 +8,7 @@ import grpc
 from support.basics import eventually
 from support.stack import RunningStack, request_of, running_stack
 
-from bench.openings import OPENINGS
+from bench.common import OPENINGS
 from outrider.v1 import generation_service_pb2 as pb
 
 NUM_REQUESTS = 1000

@@ -6,7 +6,7 @@ import random
 from support.stack import RunningStack, answers, request_of, running_stack, token_ids
 from support.tiny_models import TARGET, TRAINED
 
-from bench.openings import OPENINGS
+from bench.common import OPENINGS
 
 AT_A_TIME = 20
 

@@ -7,7 +7,7 @@ import pytest
 from support.stack import answers, first_difference_is_near_tie, greedy_reference, running_stack, token_ids
 from support.tiny_models import TARGET, write_drafts
 
-from bench.openings import OPENINGS
+from bench.common import OPENINGS
 
 DRAFT_COUNTS, FEW_DRAFT_COUNTS = (0, 1, 3, 5, 8), (0, 3, 8)
 DRAFTS = ("trained", "random", "itself", "adversary")

@@ -15,7 +15,14 @@ from support.grid import (
     RATIO,
     RULES,
     STORY,
+    Fields,
     Row,
+    Samples,
+    ask,
+    banned_sequences,
+    check_same_where_equal,
+    check_samples,
+    contains,
     fields_of,
     is_greedy,
     is_plain,
@@ -24,7 +31,6 @@ from support.grid import (
     plain_of,
     rows,
 )
-from support.grid_checks import Fields, Samples, ask, banned_sequences, check_same_where_equal, check_samples, contains
 from support.stack import RunningStack, running_stack
 
 # A draft that is late on a busy machine would change what these rules say, as it may.

@@ -2,7 +2,7 @@
 
 from support.stack import TARGET, Answer, RunningStack, running_stack
 
-from bench.openings import OPENINGS
+from bench.common import OPENINGS
 
 
 async def said(stack: RunningStack) -> list[Answer]:

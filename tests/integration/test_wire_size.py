@@ -7,8 +7,8 @@ import pytest
 import torch
 from support.stack import Answer, running_stack
 
-from bench.hop_bytes import hop_bytes
-from bench.openings import OPENINGS
+from bench.acceptance.runs import hop_bytes
+from bench.common import OPENINGS
 from outrider.engine.ops.eager import EagerOps
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, WEIGHT_SUM, quantise
 from outrider.parameters import DraftDistribution
@@ -66,7 +66,7 @@ def worst_law(top_n: int) -> DraftDistribution:
 def largest_hop(law: DraftDistribution) -> int:
     """Bytes of the larger hop of a round whose laws are all this one."""
     tree = TokenTree.chain([MANY_TOKENS - 1] * DRAFT_COUNT, [law] * DRAFT_COUNT)
-    return hop_bytes(tree, MANY_POSITIONS - DRAFT_COUNT).most
+    return hop_bytes(tree, MANY_POSITIONS - DRAFT_COUNT)
 
 
 def test_the_default_law_fits_with_a_large_vocabulary() -> None:

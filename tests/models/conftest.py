@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
-from training_run import TINY, train
+from support.runs import TINY, train
 
 WORDS = ("fox", "king", "wood", "witch", "gold", "river", "sings", "walks", "sleeps", "the", "a", "old", "young", "and")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from training_run import ROLES, TINY, start_training, train, weights
+from support.runs import ROLES, TINY, start_training, train, weights
 
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from training_run import ROLES, TINY, train
+from support.runs import ROLES, TINY, train
 
 from outrider.errors import InvalidRequest
 from train import app

@@ -14,7 +14,7 @@ from support.basics import eventually
 from surface.event_streams import check_stream
 from surface.rest_stack import CHAT, COMPLETIONS, PATIENCE_S, RestStack, rest_stack, said
 
-from bench.openings import OPENINGS
+from bench.common import OPENINGS
 
 NUM_CLIENTS = 100
 PLACES = 6

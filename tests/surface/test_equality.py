@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from support.grid import RULES
-from support.grid_checks import ask
+from support.grid import RULES, ask
 from support.stack import TARGET, request_of
 from surface.event_streams import check_stream
 from surface.rest_rows import body_of

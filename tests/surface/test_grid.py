@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from support.grid import BLOCK, LENIENT, MATCH, RATIO, RULES, STORY, fields_of, is_greedy, is_plain, plain_of, rows
-from support.grid_checks import ask
+from support.grid import BLOCK, LENIENT, MATCH, RATIO, RULES, STORY, ask, fields_of, is_greedy, is_plain, plain_of, rows
 from surface.rest_rows import body_of, chat_of
 from surface.rest_stack import CHAT, COMPLETIONS, RestStack, rest_stack
 

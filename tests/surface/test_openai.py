@@ -9,7 +9,7 @@ import openai
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI, OpenAI
-from support.grid_checks import decoded
+from support.grid import decoded
 from surface.rest_stack import RestStack, rest_stack, said
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

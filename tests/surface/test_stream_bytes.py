@@ -13,7 +13,7 @@ from surface.event_streams import EventStream, check_stream, read_events
 from surface.rest_stack import CHAT, COMPLETIONS, PATIENCE_S, RestStack, rest_stack, said
 from surface.vllm_figures import PerRequestMetrics, read_metrics
 
-from bench.openings import OPENINGS
+from bench.common import OPENINGS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TALE = "Once upon a time there was a king who had"

@@ -19,6 +19,8 @@ import draft_service
 import gateway
 import outrider
 import target_service
+from bench.rounds.__main__ import app as bench_rounds
+from bench.serve import app as bench_serve
 from outrider.cli import app as commands
 from outrider.cli import main
 from outrider.errors import OutriderError
@@ -28,7 +30,7 @@ from outrider.rpc.channels import MAX_MESSAGE_BYTES
 DOCS = (Path(__file__).resolve().parents[3] / "docs" / "cli.md").read_text()
 PACKAGES = (outrider, gateway, draft_service, target_service, bench)
 # Programs that read their command line when they are imported, and what is loaded by name alone.
-APART = re.compile(r".*(__main__|\.fallback(\..*)?|\._native\w*)$")
+APART = re.compile(r".*(__main__|\.hf_models(\..*)?|\._native\w*)$")
 
 
 def walk(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -41,6 +43,9 @@ def walk(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 
 
 COMMANDS = dict(walk(typer.main.get_command(commands)))
+# What `outrider bench` passes its arguments on to.
+COMMANDS["bench", "rounds"] = typer.main.get_command(bench_rounds)
+COMMANDS["bench", "serve"] = typer.main.get_command(bench_serve)
 EACH = pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 
 
@@ -65,16 +70,18 @@ def outcome(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 def test_the_commands_are_these() -> None:
     """A command that goes missing here goes missing in the docs."""
-    assert {("up",), ("generate",), ("doctor",), ("version",), ("bench", "rounds"), ("bench", "serve")} <= set(COMMANDS)
+    found = dict(walk(typer.main.get_command(commands)))
+    assert {("up",), ("generate",), ("doctor",), ("version",), ("bench", "rounds"), ("bench", "serve")} <= set(found)
+    assert set(found) == set(COMMANDS)
 
 
 @EACH
 def test_help_fits_into_80_columns(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], words: tuple[str, ...]
 ) -> None:
     """Nothing is cut off, and every option has words of its own."""
     assert outcome(monkeypatch, *words, "--help") == 0
-    text = capsys.readouterr().out
+    text = capfd.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
 
@@ -91,11 +98,11 @@ def test_every_option_is_explained(words: tuple[str, ...]) -> None:
 
 @EACH
 def test_wrong_usage_is_64_everywhere(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], words: tuple[str, ...]
 ) -> None:
     """The parser's own 2 is none of sysexits.h."""
     assert outcome(monkeypatch, *words, "--no-such-option") == 64
-    assert "--no-such-option" in capsys.readouterr().err
+    assert "--no-such-option" in capfd.readouterr().err
 
 
 @EACH

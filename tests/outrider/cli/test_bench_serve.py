@@ -10,13 +10,13 @@ import pytest
 from support.command_line import scripted_gateway
 from support.stack import running_stack
 
-from bench.load import LoadPlan, run
-from outrider.cli.bench import Cpus, Load, check_load
+from bench.common import ComputeThreads
+from bench.serve import ServeOptions, ask_in_turns, check
 from outrider.cli.options import Models
 from outrider.errors import InvalidRequest
 
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()", "bench", "serve")
-PLAN = LoadPlan(requests=4, streams=2, tokens=8, turns=2, temperature=0.5, seed=30, draft_count=3)
+WANTED = ServeOptions(requests=4, streams=2, tokens=8, temperature=0.5, seed=30, draft_count="3")
 
 
 async def command(*arguments: str) -> tuple[int, str, str]:
@@ -29,21 +29,20 @@ async def command(*arguments: str) -> tuple[int, str, str]:
 
 async def test_every_request_is_asked_once_of_each_setting() -> None:
     """Behind one that warms up, with the same seeds on both sides, and with K only where it has an effect."""
-    done: list[None] = []
     async with scripted_gateway() as gateway:
-        blocks = await run(gateway.address, PLAN, lambda _: None, lambda: done.append(None))
+        blocks = await ask_in_turns(gateway.address, WANTED)
     asked = gateway.requests[2:]
     for enabled in (True, False):
         of_setting = [each for each in asked if each.speculation.enabled is enabled]
         assert sorted(each.seed for each in of_setting) == [30, 31, 32, 33]
         assert {each.speculation.HasField("draft_count") for each in of_setting} == {enabled}
     assert {(each.max_tokens, each.sampling.ignore_eos) for each in asked} == {(8, True)}
-    assert len(done) == sum(len(block.requests) for block in blocks) == 8
-    assert {len(each.bursts) for block in blocks for each in block.requests} == {2}
+    assert sum(len(block.answers) for block in blocks) == 8
+    assert [block.setting for block in blocks] == ["speculative", "plain", "plain", "speculative"]
 
 
 async def test_the_command_against_a_real_stack(tmp_path: Path) -> None:
-    """Both settings have all of vLLM's figures, answers are equal token for token, and the file has every request."""
+    """Both settings have their figures, answers are equal token for token, and the file has every request."""
     file = tmp_path / "requests.json"
     options = ("--requests", "4", "--streams", "2", "--tokens", "16", "--draft-count", "4", "--json")
     async with running_stack() as stack:
@@ -55,12 +54,12 @@ async def test_the_command_against_a_real_stack(tmp_path: Path) -> None:
     for name, has_drafts in (("speculative", True), ("plain", False)):
         found = told[name]
         assert (found["completed"], found["total_output_tokens"], found["max_concurrency"]) == (4, 64, 2)
-        assert (found["num_drafts"] > 0) is has_drafts
-        assert found["p99_e2el_ms"] >= found["median_ttft_ms"] > 0
-    figures = told["speculative"]
-    assert sum(figures["accepted_per_pos"]) == figures["num_accepted_tokens"]
+        assert (found["num_draft_tokens"] >= found["num_accepted_tokens"] > 0) is has_drafts
+        assert found["ttft_s"]["median"] > 0
+        assert found["output_throughput"]["high"] >= found["output_throughput"]["median"] > 0
+    assert told["ratio"]["count"] == 2
     kept = json.loads(file.read_text())
-    assert sum(len(block["requests"]) for block in kept["blocks"]) == 8
+    assert sum(len(block["answers"]) for block in kept["blocks"]) == 8
 
 
 async def test_nobody_there_is_unavailable() -> None:
@@ -72,16 +71,18 @@ async def test_nobody_there_is_unavailable() -> None:
 
 
 @pytest.mark.parametrize(
-    ("load", "models", "cpus"),
+    ("wanted", "models", "cpus"),
     [
-        (Load(address="a:1"), Models(target="x"), Cpus()),
-        (Load(address="a:1"), Models(), Cpus(threads=2)),
-        (Load(address="a:1"), Models(), Cpus(draft_threads=4)),
-        (Load(address="a"), Models(), Cpus()),
-        (Load(draft_count="many"), Models(), Cpus()),
+        (ServeOptions(address="a:1"), Models(target="x"), ComputeThreads()),
+        (ServeOptions(address="a:1"), Models(), ComputeThreads(threads=2)),
+        (ServeOptions(address="a:1"), Models(), ComputeThreads(draft_threads=4)),
+        (ServeOptions(address="a"), Models(), ComputeThreads()),
+        (ServeOptions(draft_count="many"), Models(), ComputeThreads()),
     ],
 )
-def test_what_has_no_effect_or_no_meaning_is_refused(load: Load, models: Models, cpus: Cpus) -> None:
+def test_what_has_no_effect_or_no_meaning_is_refused(
+    wanted: ServeOptions, models: Models, cpus: ComputeThreads
+) -> None:
     """Before a stack is started for it."""
     with pytest.raises(InvalidRequest):
-        check_load(load, models, cpus)
+        check(wanted, models, cpus)

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+import typer
 from support.bad_requests import LONG, RARE, paths
 from support.command_line import terminal
 from support.stack import RunningStack, running_stack
 from typer.main import get_command
 
+from bench.serve import ServeOptions
+from bench.serve import app as bench_serve
 from outrider.cli.app import app
-from outrider.cli.bench import Load
 from outrider.cli.options import OPTIONS, SHARED_OPTIONS, in_options
 from outrider.client import GenerationOptions, InvalidRequest, OutriderError, Speculation
 from outrider.client.requests import CALL_OPTIONS
@@ -75,7 +77,7 @@ async def outrider(*arguments: str, stdin: bytes = b"") -> tuple[int, str, str]:
     return process.returncode or 0, output.decode(), notes.decode()
 
 
-def flags(*words: str) -> Iterator[str]:
+def flags(*words: str, app: typer.Typer = app) -> Iterator[str]:
     """The options of a command, by the words that it is called with."""
     command: Any = get_command(app)
     for word in words:
@@ -134,8 +136,8 @@ async def test_every_option_is_one() -> None:
     """Of `generate`; and of the others as far as they can say it."""
     assert set(OPTIONS.values()) <= set(flags("generate"))
     assert set(OPTIONS.values()) - {"--samples", "--logprobs", "--echo"} <= set(flags("chat"))
-    load = set(options_of(Load()))
-    assert load == set(flags("bench", "serve")) & load
+    load = set(options_of(ServeOptions()))
+    assert load == set(flags(app=bench_serve)) & load
     asked = {"address", "seed", "sampling.temperature", "speculation.draft_count"}
     assert {SHARED_OPTIONS[field] for field in asked} <= load
     assert "--max-tokens" not in {*load, *SHARED_OPTIONS.values()}

@@ -1,0 +1,298 @@
+"""Rounds that are tried and taken back, and counted: every rule guesses and decides behind the same tokens.
+
+The texts are the target's own, at the temperature that is measured, because a draft is asked about nothing else.
+Drafts, distributions, noise and decisions are the services' own functions; there is no message and no clock. Nothing
+that a round accepts is committed, so that two rules are compared in the same places and not along two texts.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from bench.common import spec_of
+from draft_service.drafters.model_drafter import ModelDrafter
+from draft_service.drafters.task import MODEL, DraftTask, noise_of
+from outrider.engine.batching import Feed
+from outrider.engine.runner import ModelRunner
+from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, quantise
+from outrider.engine.sampling.draw import Ask, row_contexts
+from outrider.engine.sampling.transforms import transform
+from outrider.engine.session import Session
+from outrider.errors import OutriderError
+from outrider.parameters import Acceptance, Rule, SessionSpec
+from outrider.rpc import messages
+from outrider.rpc.fencing import ComputeTimes, Fence, Meter
+from outrider.token_tree import EMPTY, TokenTree
+from outrider.v1 import draft_service_pb2 as draft_pb
+from outrider.v1 import target_service_pb2 as target_pb
+from target_service.acceptance import Walk
+from target_service.rules.batched import decide
+
+RULES = (
+    Acceptance(rule=Rule.MATCH),
+    Acceptance(rule=Rule.RATIO),
+    Acceptance(rule=Rule.BLOCK),
+    Acceptance(rule=Rule.LENIENT, lenience=0.5),
+    Acceptance(rule=Rule.TYPICAL),
+)
+TOP_NS = (8, 16, 32, 64, 128, 256)
+# Stands for the draft's whole distribution, which no message carries.
+WHOLE = 0
+# Sessions of one forward: their rows together stay below what a runner computes at once.
+AT_A_TIME = 25
+
+# Of the length and size that they have in a live system.
+SESSION_ID = bytes(range(16))
+INSTANCE_ID = 2**64 - 1
+NUMERICS_ID = "cpu-bfloat16-native-v4"
+TIMES = ComputeTimes(queue_us=999, compute_us=99_999, forward_count=9)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPair:
+    """Two models with room for the sessions of a run."""
+
+    target: ModelRunner
+    draft: ModelRunner
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One round: what was proposed, and what the target said to it."""
+
+    tree: TokenTree
+    walk: Walk
+
+
+class Readers:
+    """Both models at the same places of some texts, which the target writes itself."""
+
+    def __init__(self, pair: ModelPair, prompts: Sequence[Sequence[int]], temperature: float, text_len: int) -> None:
+        """Writes text_len tokens behind every prompt, ends of sequence ignored; prompt i has the seed i."""
+        self._pair = pair
+        self._specs = [spec_of(prompt, seed, temperature, text_len) for seed, prompt in enumerate(prompts)]
+        self._target = [opened(pair.target, prompt) for prompt in prompts]
+        self._draft = [opened(pair.draft, prompt) for prompt in prompts]
+        for _ in range(text_len):
+            for session, trial in zip(self._target, self._decide(self._specs, [EMPTY] * len(prompts)), strict=True):
+                session.extend([trial.walk.next_token_id])
+        self._texts = [tuple(session.token_ids) for session in self._target]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens of every session."""
+        return [len(session) for session in self._target]
+
+    def go_to(self, place: int) -> None:
+        """Makes every session hold its prompt and the first `place` tokens of its text."""
+        for spec, text, *sessions in zip(self._specs, self._texts, self._target, self._draft, strict=True):
+            for session in sessions:
+                session.replace_tail(1, text[1 : spec.prompt_len + place])
+
+    def round(self, acceptance: Acceptance, draft_count: int, top_n: int) -> list[Trial]:
+        """One round of every session, from its place and back to it."""
+        specs = [replace(spec, acceptance=acceptance) for spec in self._specs]
+        trials = self._decide(specs, self._propose(specs, draft_count, top_n))
+        for session, place in zip(self._draft, self.lengths, strict=True):
+            session.truncate(place)
+        return trials
+
+    def overlaps(self, top_ns: Sequence[int]) -> dict[int, list[float]]:
+        """For each top-N and session the chance that `ratio` keeps the next draft token: sum of min(target, draft).
+
+        0 stands for the draft's whole distribution, as it is before quantising.
+        """
+        target_probs = self._pair.target.ops.softmax(self._scores(self._pair.target, self._target))
+        scores = self._scores(self._pair.draft, self._draft)
+        draft_probs = self._pair.draft.ops.softmax(scores)
+        overlaps = {0: torch.minimum(target_probs, draft_probs).sum(dim=1).tolist()}
+        for top_n in top_ns:
+            sent = quantise(scores, top_n, self._pair.draft.ops)
+            sent_probs = sent.weights / sent.weights.sum(dim=1, keepdim=True).double()
+            overlaps[top_n] = torch.minimum(target_probs.gather(1, sent.token_ids), sent_probs).sum(dim=1).tolist()
+        return overlaps
+
+    def close(self) -> None:
+        """Gives back what the sessions hold."""
+        for session in (*self._target, *self._draft):
+            session.free()
+
+    def _propose(self, specs: Sequence[SessionSpec], draft_count: int, top_n: int) -> list[TokenTree]:
+        def fail(error: OutriderError) -> None:
+            # Nothing may fail in a measurement; a full pool is a run that was planned wrongly.
+            raise error
+
+        drafter = ModelDrafter(self._pair.draft, lambda allocate: allocate(), top_n)
+        noise = noise_of(MODEL, specs[0].acceptance.rule)
+        tasks = [
+            DraftTask(session, spec, noise, draft_count, Meter(), lambda _: None, fail)
+            for session, spec in zip(self._draft, specs, strict=True)
+        ]
+        while waiting := [task for task in tasks if not task.done]:
+            drafter.advance(waiting)
+        return [task.proposal for task in tasks]
+
+    def _decide(self, specs: Sequence[SessionSpec], trees: Sequence[TokenTree]) -> list[Trial]:
+        inputs = zip(self._target, trees, specs, strict=True)
+        asks = [Ask(Feed(session, tree), spec) for session, tree, spec in inputs]
+        result = self._pair.target.forward([ask.feed for ask in asks])
+        trials = []
+        walks = decide(self._pair.target, asks, result.logits, [rows or range(0) for rows in result.ranges])
+        for tree, walk in zip(trees, walks, strict=True):
+            if isinstance(walk, OutriderError):
+                raise walk
+            trials.append(Trial(tree, walk))
+        return trials
+
+    def _scores(self, runner: ModelRunner, sessions: Sequence[Session]) -> Tensor:
+        asks = [Ask(Feed(session), spec) for session, spec in zip(sessions, self._specs, strict=True)]
+        logits = runner.forward([ask.feed for ask in asks]).logits
+        return transform(logits, [row_contexts(ask)[0] for ask in asks], runner.vocabulary_size, runner.ops)
+
+
+def opened(runner: ModelRunner, token_ids: Sequence[int]) -> Session:
+    """A session whose tokens are cached, so that what follows fits into one forward."""
+    session = runner.open(token_ids, len(token_ids))
+    while session.cached_len < len(session):
+        runner.forward([Feed(session)])
+    return session
+
+
+def hop_bytes(tree: TokenTree, base_len: int) -> int:
+    """Bytes of the larger hop, request and answer together, of a round that proposes a tree behind base_len tokens.
+
+    All of the tree is accepted, and so was all of the round before. The messages are those of gateway and services.
+    """
+    request = Fence(SESSION_ID, 9, base_len)
+    fence, answer = messages.fence_message(request), messages.fence_message(request, INSTANCE_ID)
+    proposal, times = messages.tree_message(tree), messages.times_message(TIMES)
+    tokens = (*tree.token_ids, *tree.token_ids[-1:])
+    verdict = target_pb.Verdict(
+        accepted_rows=range(1, len(tree) + 1), next_token_id=tokens[-1], evaluated_count=len(tree)
+    )
+    advance = draft_pb.DraftAdvance(token_ids=tokens, draft_count=len(tree))
+    step = target_pb.TargetStep(proposal=proposal, plain_budget=len(tree))
+    draft_bytes = draft_pb.ProposeRequest(fence=fence, advance=advance).ByteSize()
+    draft_bytes += draft_pb.ProposeResponse(
+        fence=answer, proposal=proposal, cached_len=base_len, numerics_id=NUMERICS_ID, times=times
+    ).ByteSize()
+    target_bytes = target_pb.VerifyRequest(fence=fence, step=step).ByteSize()
+    target_bytes += target_pb.VerifyResponse(
+        fence=answer, verdict=verdict, cached_len=base_len, numerics_id=NUMERICS_ID, times=times
+    ).ByteSize()
+    return max(draft_bytes, target_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptancePlan:
+    """One run: texts of text_len tokens behind every prompt, and rounds at every stride-th token of them."""
+
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
+    draft_count: int = 5
+    text_len: int = 96
+    stride: int = 4
+    rules: tuple[Acceptance, ...] = RULES
+    top_n: int = DEFAULT_TOP_N
+    """Most tokens of a draft's distribution where it is not what is compared."""
+    top_ns: tuple[int, ...] = TOP_NS
+
+    @property
+    def places(self) -> range:
+        """Tokens of a text behind which there are rounds."""
+        return range(0, self.text_len - self.draft_count, self.stride)
+
+    def settings(self, temperature: float) -> list[tuple[Acceptance, int]]:
+        """Rules with the size of a draft's distribution; at temperature 0 that is one token in any case."""
+        settings = [(acceptance, self.top_n) for acceptance in self.rules]
+        if temperature:
+            ratio = Acceptance(rule=Rule.RATIO)
+            settings += [(ratio, top_n) for top_n in self.top_ns if top_n != self.top_n]
+        return settings
+
+
+@dataclass(frozen=True, slots=True)
+class RuleCounts:
+    """All rounds of one prompt under one setting. Draft tokens are evaluated up to the first that is not accepted."""
+
+    temperature: float
+    rule: str
+    top_n: int
+    prompt: int
+    rounds: int
+    accepted: int
+    evaluated: int
+    hop_bytes: int
+    most_hop_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Sum of min(target, draft) over the vocabulary, averaged over a text: how often `ratio` keeps a next token."""
+
+    temperature: float
+    top_n: int
+    prompt: int
+    mean: float
+
+
+@dataclass(slots=True)
+class AcceptanceCounts:
+    """Everything of one run."""
+
+    tallies: list[RuleCounts] = field(default_factory=list)
+    overlaps: list[Overlap] = field(default_factory=list)
+
+
+def measure(
+    pair: ModelPair, plan: AcceptancePlan, prompts: Sequence[Sequence[int]], tell: Callable[[str], None]
+) -> AcceptanceCounts:
+    """Runs the plan; prompts are token ids."""
+    counts = AcceptanceCounts()
+    for temperature in plan.temperatures:
+        for first in range(0, len(prompts), AT_A_TIME):
+            part = prompts[first : first + AT_A_TIME]
+            tell(f"Temperature {temperature:g}, texts {first + 1} to {first + len(part)} of {len(prompts)}.")
+            readers = Readers(pair, part, temperature, plan.text_len)
+            _measure_texts(readers, plan, temperature, first, counts)
+            readers.close()
+    return counts
+
+
+def _measure_texts(
+    readers: Readers, plan: AcceptancePlan, temperature: float, first: int, counts: AcceptanceCounts
+) -> None:
+    by_setting: dict[tuple[Acceptance, int], list[list[tuple[Trial, int]]]] = {}
+    overlaps: list[Mapping[int, list[float]]] = []
+    for place in plan.places:
+        readers.go_to(place)
+        if temperature:
+            overlaps.append(readers.overlaps(plan.top_ns))
+        for acceptance, top_n in plan.settings(temperature):
+            trials = readers.round(acceptance, plan.draft_count, top_n)
+            by_setting.setdefault((acceptance, top_n), []).append(list(zip(trials, readers.lengths, strict=True)))
+    for (acceptance, top_n), by_place in by_setting.items():
+        for number, rounds in enumerate(zip(*by_place, strict=True), start=first):
+            sizes = [hop_bytes(trial.tree, base_len) for trial, base_len in rounds]
+            counts.tallies.append(
+                RuleCounts(
+                    temperature,
+                    name_of(acceptance),
+                    top_n,
+                    number,
+                    rounds=len(rounds),
+                    accepted=sum(len(trial.walk.accepted_rows) for trial, _ in rounds),
+                    evaluated=sum(trial.walk.evaluated_count for trial, _ in rounds),
+                    hop_bytes=sum(sizes),
+                    most_hop_bytes=max(sizes),
+                )
+            )
+    for top_n in overlaps[0] if overlaps else ():
+        for number, values in enumerate(zip(*(each[top_n] for each in overlaps), strict=True), start=first):
+            counts.overlaps.append(Overlap(temperature, top_n, number, sum(values) / len(values)))
+
+
+def name_of(acceptance: Acceptance) -> str:
+    """A rule with its settings, for instance "lenient 0.5"."""
+    return " ".join((acceptance.rule, *(f"{value:g}" for value in acceptance.settings.values())))

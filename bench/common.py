@@ -1,0 +1,253 @@
+"""What the measurements share: quartiles, provenance, options, the stack that is measured, and prompts."""
+
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from outrider.cli import options
+from outrider.cli.local_stack import Addresses, Stack, Supervisor, choose_models, start_stack
+from outrider.cli.running import Interrupts, note, service_log
+from outrider.errors import InvalidRequest, ModelRefused, OutriderError
+from outrider.model_service.settings import MAX_THREADS, Dtype, available_cpus
+from outrider.parameters import SamplingParameters, SessionSpec
+from outrider.process.options import between, run_app
+
+CPU_INFO = Path("/proc/cpuinfo")
+REPOSITORY = Path(__file__).resolve().parents[1]
+DISTRIBUTIONS = {"outrider", "torch", "numpy", "grpcio", "protobuf"}
+
+
+class TokensDiffer(OutriderError):
+    """Answers that must be the same are not: a bug, and every figure is worthless."""
+
+    reason = "TOKENS_DIFFER"
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Quartiles of some values."""
+
+    low: float
+    median: float
+    high: float
+    count: int
+
+    def show(self, form: str, scale: float = 1.0) -> str:
+        """Median and quartiles, multiplied by a scale, for instance "1.20 (1.15 to 1.31)"."""
+        low, median, high = (f"{value * scale:{form}}" for value in (self.low, self.median, self.high))
+        return f"{median} ({low} to {high})"
+
+
+def spread(values: Iterable[float]) -> Spread:
+    """Quartiles by linear interpolation within the values. Raises ValueError when there are none."""
+    numbers = sorted(values)
+    if not numbers:
+        raise ValueError("there is no median of no values")
+    if len(numbers) == 1:
+        return Spread(numbers[0], numbers[0], numbers[0], 1)
+    low, median, high = statistics.quantiles(numbers, n=4, method="inclusive")
+    return Spread(low, median, high, len(numbers))
+
+
+def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table."""
+    names = list(header)
+    lines = [names, ["---"] * len(names), *(list(row) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def machine() -> str:
+    """Processor and number of CPUs, as far as the system tells."""
+    lines = CPU_INFO.read_text().splitlines() if CPU_INFO.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} CPUs"
+
+
+def revision() -> str | None:
+    """The commit of the working tree, with "+" when files of it have changed; None where git knows nothing of it."""
+    outputs = []
+    for arguments in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no")):
+        try:
+            done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return None
+        outputs.append(done.stdout.strip())
+    return outputs[0] + ("+" if outputs[1] else "")
+
+
+def provenance() -> dict[str, object]:
+    """Where figures come from: the command line, the machine, the versions of what computes and carries, the commit."""
+    installed = {each.name: each.version for each in distributions() if each.name in DISTRIBUTIONS}
+    return {
+        "command": list(sys.orig_argv),
+        "machine": machine(),
+        "versions": {"python": platform.python_version(), "system": platform.platform(), **installed},
+        "revision": revision(),
+    }
+
+
+def run_measurement(app: typer.Typer, name: str) -> NoReturn:
+    """Runs the command line of `outrider bench NAME`, whose help and refusals call it so."""
+    run_app(lambda: app(prog_name=f"outrider bench {name}", standalone_mode=False), prefix="outrider: ")
+
+
+def writable(option: str) -> Callable[[Path | None], Path | None]:
+    """A callback that raises InvalidRequest now where a run of minutes could not be written at its end."""
+
+    def check(file: Path | None) -> Path | None:
+        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+            raise InvalidRequest(option, str(file), "a file in a folder that exists")
+        return file
+
+    return check
+
+
+def parse_temperatures(text: str) -> tuple[float, ...]:
+    """Temperatures with commas between, each once. Raises InvalidRequest."""
+    try:
+        temperatures = tuple(dict.fromkeys(float(part) for part in text.split(",")))
+    except ValueError:
+        temperatures = ()
+    if not temperatures or not all(0 <= each <= 100 for each in temperatures):
+        raise InvalidRequest("--temperatures", text, "numbers in [0, 100] with commas between")
+    return temperatures
+
+
+Temperatures = Annotated[str, typer.Option(help="Temperatures of the requests, with commas between.", metavar="X,...")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the report.")]
+SaveFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--save",
+        help="File for every sample, as JSON.",
+        metavar="FILE",
+        show_default=False,
+        callback=writable("--save"),
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeThreads:
+    """How many threads compute."""
+
+    threads: options.Threads = None
+    draft_threads: Annotated[
+        int | None,
+        typer.Option(
+            help="Compute threads of the draft. Default: 1.",
+            metavar="N",
+            callback=between(1, MAX_THREADS),
+            rich_help_panel="The machine",
+        ),
+    ] = None
+
+
+def choose_pair(target: str | None, draft: str | None) -> tuple[str, str]:
+    """As outrider.cli.local_stack.choose_models; raises ModelRefused also when there is no draft for the target."""
+    target_model, draft_model = choose_models(target, draft, no_draft=False)
+    if draft_model is None:
+        raise ModelRefused(f"There is no draft for {target_model}; name one with --draft.", model=target_model)
+    return target_model, draft_model
+
+
+def stack_of(models: options.Models, cpus: ComputeThreads) -> Stack:
+    """The stack that the options name, on free ports. Raises ModelRefused."""
+    target, draft = choose_pair(models.target, models.draft)
+    return Stack(
+        target=target,
+        draft=draft,
+        dtype=(models.dtype or Dtype.BFLOAT16).value,
+        threads=cpus.threads or available_cpus(),
+        draft_threads=cpus.draft_threads or 1,
+        draft_dtype=models.draft_dtype.value if models.draft_dtype else None,
+        top_n=models.top_n,
+        # A prompt that is asked again under other settings must cost the same again.
+        prefix_cache=False,
+    )
+
+
+@asynccontextmanager
+async def served(stack: Stack, interrupts: Interrupts) -> AsyncIterator[Addresses]:
+    """Serves a pair and yields where its processes answer; a second signal ends them at once."""
+    async with Supervisor(note, service_log) as supervisor:
+        interrupts.urgent = supervisor.kill
+        yield await start_stack(supervisor, stack)
+
+
+def spec_of(token_ids: Sequence[int], seed: int, temperature: float, max_tokens: int) -> SessionSpec:
+    """The session that the gateway makes of the same request, end of sequence ignored."""
+    return SessionSpec(
+        token_ids=tuple(token_ids),
+        prompt_len=len(token_ids),
+        sampling=SamplingParameters(temperature=temperature, ignore_eos=True),
+        seed=seed,
+        max_len=len(token_ids) + max_tokens,
+        eos_token_ids=frozenset(),
+        stop_token_ids=frozenset(),
+    )
+
+
+# Beginnings of fairy tales, written for tests and measurements; no text of the training corpus.
+OPENINGS = (
+    "Once upon a time there was a miller who had",
+    "In a far country there lived a king",
+    "There was once a poor woodcutter whose wife",
+    "Long ago, when wishing still helped,",
+    "The youngest of the three brothers said",
+    "An old witch lived at the edge of the forest, and",
+    "The princess looked out of her window and saw",
+    "A soldier came marching home from the war,",
+    '"Who is knocking at my door?" asked the',
+    "Deep under the sea the water is as blue as",
+    "The fox said to the wolf,",
+    "Every night the golden bird came and",
+    "The giant laughed so loudly that",
+    "There lived a tailor in a little town who",
+    "When the queen heard this she grew pale and",
+    "The cat put on his boots and",
+    "A fisherman cast his net three times, and the third time",
+    "The dragon had seven heads, and each of them",
+    "The little girl took her basket and",
+    "He climbed up and up until",
+    "At midnight the clock struck twelve, and",
+    "The old man gave him a ring and told him",
+    "She wept so bitterly that a frog",
+    "The castle stood upon a mountain of glass,",
+    "Two children were lost in the wood.",
+    "The dwarf stamped his foot and cried,",
+    "On the first day of spring the shepherd",
+    "The king promised half of his kingdom to",
+    "The mirror answered her",
+    "A merchant had three daughters, and the youngest",
+    "The swan flew over the lake and",
+    "In the morning the bread was gone, and",
+    "The prince rode for seven days and seven nights until",
+    "The goose laid an egg of pure gold, but",
+    "The stepmother hated her because",
+    "The wind came to the door and said",
+    "He opened the forbidden chamber and",
+    "The bear took off his skin, and there stood",
+    "The fairy touched the pumpkin with her wand, and",
+    "The beggar sat down by the well",
+    "The spinning wheel stood in the highest tower,",
+    "The ship sailed on until they came to an island where",
+    "The clever peasant answered,",
+    "The nightingale sang so sweetly that",
+    "The horse could speak, and it said to him:",
+    "Nobody knew where the shoemaker's elves",
+    "The raven dropped an apple, and",
+    "When winter came, the sparrow",
+    "The bride wore a dress made of moonlight, and",
+    "And so the youngest son set out to seek",
+)

@@ -1,0 +1,112 @@
+"""What a round costs and why: floors, the bare engine, empty pings, and requests through real processes, in one run.
+
+Prints a Markdown report, or with `--json` an object; `--save FILE` keeps every sample with the machine, the versions
+and the command.
+"""
+
+import sys
+from dataclasses import asdict
+from json import dumps
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bench.common import (
+    ComputeThreads,
+    JsonFlag,
+    SaveFile,
+    Temperatures,
+    machine,
+    parse_temperatures,
+    provenance,
+    revision,
+    run_measurement,
+    served,
+    stack_of,
+)
+from bench.rounds.campaign import Campaign
+from bench.rounds.instruments import Instruments
+from bench.rounds.report import render
+from bench.rounds.samples import DRAFT, TARGET, RoundsPlan
+from bench.rounds.summary import RoundsSummary, criteria
+from outrider.cli import options
+from outrider.cli.running import Interrupts, run
+from outrider.client import AsyncClient
+from outrider.process import logs
+from outrider.process.options import between, grouped
+from outrider.rpc.channels import open_channel
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+@grouped
+def rounds(
+    *,
+    tokens: Annotated[int, typer.Option(help="Tokens a request.", metavar="N", callback=between(8, 512))] = 96,
+    turns: Annotated[
+        int, typer.Option(help="Measured passes over all prompts and settings.", metavar="N", callback=between(1, 1000))
+    ] = 5,
+    temperatures: Temperatures = "0,0.8",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Seconds instead of minutes; the figures mean little.")
+    ] = False,
+    json: JsonFlag = False,
+    save: SaveFile = None,
+    models: options.Models,
+    cpus: ComputeThreads,
+) -> None:
+    """Shows what a round costs: floors, the bare engine, empty pings, plain and speculative requests, in one run."""
+    logs.configure("warning")
+    plan = RoundsPlan(stack_of(models, cpus), tokens, turns, parse_temperatures(temperatures))
+    plan = plan.quick() if quick else plan
+
+    async def measuring(interrupts: Interrupts) -> None:
+        instruments = Instruments(plan)
+        async with (
+            served(plan.stack, interrupts) as addresses,
+            AsyncClient(addresses.gateway) as gateway,
+            open_channel(addresses.target) as target,
+            open_channel(addresses.draft or "") as draft,
+        ):
+            measurements = await Campaign(plan, instruments, gateway, target, draft).run()
+        summary = RoundsSummary(measurements, instruments.shapes[TARGET], instruments.shapes[DRAFT])
+        conclude(plan, summary, save, as_json=json)
+
+    run(measuring)
+
+
+def conclude(plan: RoundsPlan, summary: RoundsSummary, save: Path | None, *, as_json: bool) -> None:
+    """Writes the file when there is one, then prints the report, or the figures as JSON without the samples."""
+    # A run in which tokens differ ends before it has a document.
+    document = provenance() | {
+        "plan": asdict(plan),
+        "models": {role: asdict(shape) for role, shape in summary.shapes.items()},
+        "tokens_equal": True,
+        "machine_was_busy": summary.busy,
+        "verdicts": [{**asdict(each), "met": each.met} for each in criteria(summary)],
+    }
+    if save is not None:
+        save.write_text(dumps(document | {"samples": asdict(summary.measurements)}, indent=1), encoding="utf-8")
+    if as_json:
+        sys.stdout.write(dumps(document | {"report": render(summary)}) + "\n")
+    else:
+        print(f"{heading(plan)}\n\n{render(summary)}")
+
+
+def heading(plan: RoundsPlan) -> str:
+    """What was measured, where and how often."""
+    stack = plan.stack
+    types = stack.dtype if stack.draft_dtype in {None, stack.dtype} else f"{stack.dtype} with {stack.draft_dtype}"
+    return (
+        f"## {Path(stack.target).name} with {Path(stack.draft or '').name}\n\n"
+        f"{types}, {stack.threads} and {stack.draft_threads} threads, {plan.tokens} tokens a request, "
+        f"{plan.turns * len(plan.prompts)} requests a setting and temperature, interleaved with every instrument; "
+        f"{machine()}; commit {revision() or 'unknown'}. Medians, with quartiles in brackets. "
+        "Tokens were equal in all settings."
+    )
+
+
+if __name__ == "__main__":
+    run_measurement(app, "rounds")

@@ -1,0 +1,286 @@
+"""What is measured without a service, in this process: bandwidth, PyTorch's operators, and the bare engine.
+
+One call of `Instruments.sample` takes a few samples of each, so that a run can spread them over its whole time.
+"""
+
+import ctypes
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from bench.common import spec_of
+from bench.rounds.samples import (
+    CONTEXT_LEN,
+    DRAFT,
+    MEMORY,
+    TARGET,
+    Measurements,
+    ModelShape,
+    OperatorSample,
+    ReadSample,
+    RoundsPlan,
+    StepPoint,
+    StepSample,
+)
+from outrider.engine.batching import Feed
+from outrider.engine.models.config import ModelConfig
+from outrider.engine.models.weights import DTYPES
+from outrider.engine.runner import ModelRunner
+from outrider.engine.sampling.draw import Ask, forward_and_draw, reserve
+from outrider.engine.session import Session
+from outrider.errors import ModelRefused, OutriderError
+from outrider.model_service.server import load_model
+from outrider.model_service.settings import Dtype, ModelServiceSettings
+from outrider.parameters import SessionSpec
+from outrider.token_tree import EMPTY, TokenTree
+from target_service.acceptance import Walk, settle
+from target_service.verifier import commit
+
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+LEAST_BUFFER, LARGEST_BUFFER = 256 << 20, 1 << 30
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+# Not one of the bytes of 1.0, so that the search reads everything.
+ABSENT_BYTE = 0x55
+OPERATOR_ROWS = (1, 5)
+STEPS_IN_A_ROW = 5
+
+
+class Instruments:
+    """Both models of a pair with their floors."""
+
+    def __init__(self, plan: RoundsPlan) -> None:
+        """Loads the pair as the services load it; takes seconds, and raises ModelRefused and InvalidRequest."""
+        stack, memory_bytes = plan.stack, plan.memory_bytes or past_caches()
+        self._repeats = plan.repeats
+        self.loops: dict[str, EngineLoop] = {}
+        self.shapes: dict[str, ModelShape] = {}
+        self._operators: dict[str, OperatorStep] = {}
+        self._readings: list[Reading] = []
+        self._points: list[StepPoint] = []
+        for role, model, dtype, threads in (
+            (TARGET, stack.target, stack.dtype, stack.threads),
+            (DRAFT, stack.draft or "", stack.draft_dtype or stack.dtype, stack.draft_threads),
+        ):
+            settings = ModelServiceSettings(model, dtype=Dtype(dtype), threads=threads, kv_tokens=plan.kv_tokens)
+            loop = self.loops[role] = EngineLoop(load_model(settings).runner)
+            shape = self.shapes[role] = loop.shape(DTYPES[dtype].itemsize)
+            self._operators[role] = OperatorStep(loop.config, DTYPES[dtype], threads)
+            # Past the caches more bytes do not come faster, so a large model needs no second copy of its size.
+            self._readings.append(Reading(role, min(shape.step_bytes, memory_bytes), threads))
+            # All contexts at the first temperature, and the one that figures are taken at also at the others.
+            longest = loop.longest_context(max(plan.row_counts))
+            places = [(min(context, longest), plan.temperatures[0]) for context in plan.context_lens]
+            places += [(CONTEXT_LEN, temperature) for temperature in plan.temperatures[1:]]
+            self._points += [StepPoint(role, rows, *each) for each in dict.fromkeys(places) for rows in plan.row_counts]
+        self._readings.append(Reading(MEMORY, memory_bytes, stack.threads))
+
+    def sample(self, measurements: Measurements) -> None:
+        """Takes plan.repeats samples of everything, one after the other."""
+        for _ in range(self._repeats):
+            for reading in self._readings:
+                measurements.reads += reading.measure()
+            for role, step in self._operators.items():
+                measurements.operators += [OperatorSample(role, rows, step.ms(rows)) for rows in OPERATOR_ROWS]
+        for point in self._points:
+            loop = self.loops[point.role]
+            # The caches hold something else after the point before: one step brings the weights back, as in a row of
+            # rounds of one request.
+            loop.step_ms(point)
+            measurements.steps += [StepSample(point, loop.step_ms(point)) for _ in range(self._repeats)]
+
+
+def past_caches() -> int:
+    """Bytes of a buffer that no cache holds: twice the largest cache, within limits that a small machine bears."""
+    texts = [path.read_text().strip() for path in CACHES.glob("index*/size")]
+    sizes = [int(text[:-1]) * UNITS[text[-1]] if text[-1:] in UNITS else int(text) for text in texts]
+    return min(max(LEAST_BUFFER, 2 * max(sizes, default=0)), LARGEST_BUFFER)
+
+
+class Reading:
+    """A buffer and the ways to read all of it with some threads.
+
+    A model that fits a cache is held against the cache, and a larger one against the memory: its buffer has the size of
+    its weights.
+    """
+
+    def __init__(self, name: str, num_bytes: int, num_threads: int) -> None:
+        self.name = name
+        self._num_threads = num_threads
+        self._buffer = torch.ones(max(num_bytes // 4, num_threads), dtype=torch.float32)
+        self._threads = ThreadPoolExecutor(num_threads)
+        self._search = ctypes.CDLL(None).memchr
+        self._search.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+        self._search.restype = ctypes.c_void_p
+
+    def measure(self) -> list[ReadSample]:
+        """Reads the buffer once in each way, just after the same was done untimed: caches and threads are warm."""
+        torch.set_num_threads(self._num_threads)
+        readers: dict[str, Callable[[], object]] = {"torch.sum": self._buffer.sum, "memchr": self._search_all}
+        return [ReadSample(self.name, name, self._buffer.nbytes, second_ms(read)) for name, read in readers.items()]
+
+    def _search_all(self) -> None:
+        # The C library's search releases the interpreter's lock, and is as wide as the processor's vectors.
+        share = self._buffer.nbytes // self._num_threads
+        starts = [self._buffer.data_ptr() + share * thread for thread in range(self._num_threads)]
+        if any(list(self._threads.map(lambda start: self._search(start, ABSENT_BYTE, share), starts))):
+            raise ValueError("the byte that must be absent was found")
+
+
+def second_ms(run: Callable[[], object]) -> float:
+    """Milliseconds of a second run right behind a first one, which brings back what the caches lost."""
+    run()
+    started_ns = time.perf_counter_ns()
+    run()
+    return (time.perf_counter_ns() - started_ns) / 1e6
+
+
+class OperatorStep:
+    """One decoder step of a model's shape, written by hand in PyTorch's operators: the second floor.
+
+    Weights are constants, the cache is one contiguous tensor, rows are not bitwise independent of their number. It
+    tells what an engine would cost that does nothing but call the operators.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, num_threads: int) -> None:
+        self._config, self._dtype, self._num_threads = config, dtype, num_threads
+        width, heads, groups = config.hidden_size, config.num_heads, config.num_kv_heads
+        shapes = {
+            "qkv": ((heads + 2 * groups) * config.head_dim, width),
+            "output": (width, heads * config.head_dim),
+            "gate_up": (2 * config.intermediate_size, width),
+            "down": (width, config.intermediate_size),
+        }
+        # Values do not change the time, but layers must have memory of their own, at least as much as no cache holds.
+        layer_bytes = sum(rows * columns for rows, columns in shapes.values()) * dtype.itemsize
+        num_own = min(config.num_layers, 1 + past_caches() // layer_bytes)
+        own = [{name: torch.full(shape, 0.01, dtype=dtype) for name, shape in shapes.items()} for _ in range(num_own)]
+        self._layers = [own[index % num_own] for index in range(config.num_layers)]
+        self._head = torch.full((config.vocab_size, width), 0.01, dtype=dtype)
+        self._norm = torch.ones(width, dtype=dtype)
+        length = CONTEXT_LEN + max(OPERATOR_ROWS)
+        self._cache = torch.zeros(config.num_layers, 2, groups, length, config.head_dim, dtype=dtype)
+
+    def ms(self, rows: int) -> float:
+        """Milliseconds of a second forward over `rows` new tokens behind the context, logits of every row included."""
+        torch.set_num_threads(self._num_threads)
+        token_ids = torch.arange(rows) % self._config.vocab_size
+        rotation = torch.ones(2, rows, 1, self._config.head_dim, dtype=self._dtype)
+        mask = torch.ones(rows, CONTEXT_LEN + rows, dtype=torch.bool).tril(CONTEXT_LEN) if rows > 1 else None
+        return second_ms(lambda: self._forward(token_ids, rotation, mask))
+
+    def _forward(self, token_ids: Tensor, rotation: Tensor, mask: Tensor | None) -> Tensor:
+        x = functional.embedding(token_ids, self._head)
+        for layer, cache in zip(self._layers, self._cache, strict=True):
+            x = x + self._attend(layer, self._normed(x), cache, rotation, mask)
+            gate, up = functional.linear(self._normed(x), layer["gate_up"]).chunk(2, dim=-1)
+            x = x + functional.linear(functional.silu(gate) * up, layer["down"])
+        return functional.linear(self._normed(x), self._head)
+
+    def _attend(
+        self, layer: dict[str, Tensor], x: Tensor, cache: Tensor, rotation: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        config, rows = self._config, x.shape[0]
+        heads = functional.linear(x, layer["qkv"]).view(rows, -1, config.head_dim)
+        num_rotated = config.num_heads + config.num_kv_heads
+        # Rotary embedding of halves (Su et al., 2021); the rotation holds cosines and sines.
+        first, second = heads[:, :num_rotated].chunk(2, dim=-1)
+        rotated = heads[:, :num_rotated] * rotation[0] + torch.cat((second.neg(), first), dim=-1) * rotation[1]
+        window = cache[:, :, : CONTEXT_LEN + rows]
+        window[0, :, CONTEXT_LEN:] = rotated[:, config.num_heads :].transpose(0, 1)
+        window[1, :, CONTEXT_LEN:] = heads[:, num_rotated:].transpose(0, 1)
+        query = rotated[:, : config.num_heads].transpose(0, 1).unsqueeze(0)
+        keys, values = window.unsqueeze(1)
+        mixed = functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+        return functional.linear(mixed[0].transpose(0, 1).reshape(rows, -1), layer["output"])
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, self._norm.shape, self._norm, 1e-5)
+
+
+class EngineLoop:
+    """The engine as a service runs it, without a message: single steps, and the plain loop.
+
+    Times what a service counts as compute: a forward and the draw behind each row. Sessions of the wanted lengths stay
+    cached between the samples.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        """Raises ModelRefused unless it is a model of our own transformer; the floors count its matrices."""
+        if not isinstance(runner.config, ModelConfig):
+            name, modelling = runner.identity.model_name, runner.identity.modelling
+            raise ModelRefused(f"{name} is computed by {modelling}, whose floors are not known", model=name)
+        self.config = runner.config
+        self._runner = runner
+        self._sessions: dict[int, Session] = {}
+
+    def shape(self, item_bytes: int) -> ModelShape:
+        """Bytes that one step touches: all layers and the product with the vocabulary, norms and cache in float32.
+
+        Of the embedding a step reads one row for a token, which does not count; keys and values come on top.
+        """
+        config = self.config
+        heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        layer = config.hidden_size * (heads + config.num_heads * config.head_dim + 3 * config.intermediate_size)
+        matrices = config.num_layers * layer + config.vocab_size * config.hidden_size
+        norms = (2 * config.num_layers + 1) * config.hidden_size
+        key_value_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * CONTEXT_LEN * 4
+        return ModelShape(self._runner.identity.model_name, matrices * item_bytes + norms * 4, key_value_bytes)
+
+    def longest_context(self, max_rows: int) -> int:
+        """Most committed tokens that leave room for the drafts of a step of max_rows rows."""
+        return self._runner.context_len - max_rows + 1
+
+    def step_ms(self, point: StepPoint) -> float:
+        """Milliseconds of one forward over the last committed token and a chain behind it, with the draws.
+
+        The median of a few in a row, because that is a loop: a single one would be measured with the caches of whatever
+        ran before it.
+        """
+        torch.set_num_threads(self._runner.torch_threads)
+        session = self._session(point.context_len)
+        spec = spec_of(session.token_ids, 0, point.temperature, point.rows + 1)
+        tree = TokenTree.chain([self._token_id(index) for index in range(point.rows - 1)])
+        return median(self._step(Ask(Feed(session, tree), spec))[1] for _ in range(STEPS_IN_A_ROW))
+
+    def plain(self, spec: SessionSpec) -> tuple[list[int], list[float]]:
+        """Decodes a request to its limit; returns its tokens and, for each, the seconds since the beginning."""
+        torch.set_num_threads(self._runner.torch_threads)
+        session = self._runner.open(spec.token_ids, spec.prompt_len)
+        started, times_s = time.perf_counter(), []
+        try:
+            while len(session) < spec.max_len:
+                [token_id], _ = self._step(Ask(Feed(session, EMPTY), spec))
+                commit(session, settle(EMPTY, Walk((), token_id, 0), spec, len(session)))
+                times_s.append(time.perf_counter() - started)
+            return session.token_ids[spec.prompt_len :], times_s
+        finally:
+            session.free()
+
+    def _step(self, ask: Ask) -> tuple[list[int], float]:
+        """The tokens drawn behind the rows of one forward, and its milliseconds."""
+        reserve(self._runner, ask.feed, lambda allocate: allocate())
+        started_ns = time.perf_counter_ns()
+        [drawn] = forward_and_draw(self._runner, [ask])
+        passed_ms = (time.perf_counter_ns() - started_ns) / 1e6
+        if isinstance(drawn, OutriderError):
+            raise drawn
+        if drawn is None:
+            raise ValueError("a step is to be small enough for one forward")
+        return drawn, passed_ms
+
+    def _session(self, context_len: int) -> Session:
+        if context_len not in self._sessions:
+            token_ids = [self._token_id(index) for index in range(context_len)]
+            session = self._sessions[context_len] = self._runner.open(token_ids, context_len)
+            while session.cached_len < context_len:
+                self._runner.forward([Feed(session)])
+        return self._sessions[context_len]
+
+    def _token_id(self, index: int) -> int:
+        return (7 * index + 11) % self._runner.vocabulary_size

@@ -1,0 +1,184 @@
+"""One model learns one stage: what from, by which optimisers, and how well it then does on held-out text.
+
+Muon moves the matrices, AdamW embeddings and norms. Muon: Jordan et al. 2024, "Muon: an optimizer for hidden layers in
+neural networks"; its rate is scaled to AdamW's RMS as in Liu et al. 2025, "Muon is scalable for LLM training", so one
+learning rate serves both.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from outrider.errors import OutriderError
+from training.data import IGNORED, HeldOut, TrainingBlocks
+from training.storage import Storage
+
+MICRO_TOKENS = 4096
+MAX_GRADIENT_NORM = 1.0
+FINAL_RATE = 0.03  # of the learning rate, at the last step
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+"""The sum over all targets [B, L] but the IGNORED ones, given the inputs [B, L]."""
+
+
+class Diverged(OutriderError):
+    """The loss is no number any more; less learning rate or other text is wanted, and a restart would not help."""
+
+    reason = "DIVERGED"
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """What a step takes of one kind of block: so many blocks of this length."""
+
+    batch: int
+    block_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """How one model learns once."""
+
+    name: str
+    steps: int
+    learning_rate: float
+    portions: tuple[Portion, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the model reads in all steps."""
+        return self.steps * sum(each.batch * each.block_len for each in self.portions)
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """Blocks, and what is learnt from them."""
+
+    blocks: TrainingBlocks
+    loss: Loss
+
+
+def logits(model: nn.Module, inputs: Tensor) -> Tensor:
+    """[B, L, V] float32, computed in bfloat16 wherever that is safe."""
+    with torch.autocast(inputs.device.type, torch.bfloat16):
+        result: Tensor = model(input_ids=inputs, use_cache=False).logits
+    return result.float()
+
+
+def next_token(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy against the text."""
+    return cross_entropy(logits(model, inputs).flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def distillation(teacher: nn.Module) -> Loss:
+    """Cross-entropy against a teacher's whole distributions at temperature 1.
+
+    Its gradient is that of the divergence KL(teacher || model), which bounds how often a draft is refused: the total
+    variation is at most sqrt(KL / 2).
+    """
+
+    def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        learnt = targets.flatten() != IGNORED
+        with torch.no_grad():
+            wanted = logits(teacher, inputs).flatten(0, 1)[learnt].softmax(-1)
+        return cross_entropy(logits(model, inputs).flatten(0, 1)[learnt], wanted, reduction="sum")
+
+    return loss
+
+
+def rate(step: int, steps: int, warm_up: int) -> float:
+    """The share of the learning rate at a step: linear up, constant to half way, then linear down to FINAL_RATE."""
+    rising = min(1.0, (step + 1) / max(1, warm_up))
+    falling = min(1.0, 2 * (steps - 1 - step) / max(1, steps))
+    return rising * (FINAL_RATE + (1 - FINAL_RATE) * falling)
+
+
+def learn(
+    stage: Stage, model: nn.Module, lessons: Sequence[Lesson], storage: Storage, report: Callable[[int, float], None]
+) -> None:
+    """Changes the model's weights, from wherever the storage says that the stage stands. Raises Diverged.
+
+    After every step `report` is told how many are done, and the loss in nats a token.
+    """
+    # The embedding is a table of vectors, and the output matrix is tied to it.
+    matrices = [own for name, own in model.named_parameters() if own.ndim == 2 and "embed_tokens" not in name]
+    others = [own for name, own in model.named_parameters() if own.ndim != 2 or "embed_tokens" in name]
+    optimisers: tuple[torch.optim.Optimizer, ...] = (
+        torch.optim.Muon(matrices, momentum=0.95, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.01),
+    )
+    found = storage.checkpoint(stage.name)
+    if found is not None:
+        model.load_state_dict(found["model"])
+        for optimiser, state in zip(optimisers, found["optimisers"], strict=True):
+            optimiser.load_state_dict(state)
+    model.train()
+    for step in range(found["step"] if found is not None else 0, stage.steps):
+        value = _add_gradients(model, lessons, step)
+        if not math.isfinite(value):
+            raise Diverged(f"The loss of stage {stage.name} is {value} at step {step + 1}.", step=step + 1)
+        nn.utils.clip_grad_norm_(list(model.parameters()), MAX_GRADIENT_NORM)
+        for optimiser in optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = stage.learning_rate * rate(step, stage.steps, min(100, stage.steps // 10))
+            optimiser.step()
+            optimiser.zero_grad()
+        if (step + 1) % storage.every == 0 and step + 1 < stage.steps:
+            state = {"model": model.state_dict(), "optimisers": [each.state_dict() for each in optimisers]}
+            storage.save_checkpoint(stage.name, step + 1, state)
+        report(step + 1, value)
+    model.eval()
+
+
+def _add_gradients(model: nn.Module, lessons: Sequence[Lesson], step: int) -> float:
+    """Adds up the gradients of a step's mean loss over all tokens learnt; returns that loss."""
+    material = [(lesson.loss, *lesson.blocks.at(step)) for lesson in lessons]
+    learnt = max(1, sum(int((targets != IGNORED).sum()) for _, _, targets in material))
+    device, total = next(model.parameters()).device, torch.zeros(())
+    for loss, inputs, targets in material:
+        for own_inputs, own_targets in zip(micro_batches(inputs), micro_batches(targets), strict=True):
+            part = loss(model, own_inputs.to(device), own_targets.to(device)) / learnt
+            part.backward()  # type: ignore[no-untyped-call]
+            total += part.detach().cpu()
+    return float(total)
+
+
+def micro_batches(rows: Tensor) -> tuple[Tensor, ...]:
+    """Pieces of a batch [B, L] of about MICRO_TOKENS tokens, and of one row at least: logits take much memory."""
+    return torch.split(rows, max(1, MICRO_TOKENS // rows.shape[1]))
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutLosses:
+    """Nats a token."""
+
+    blocks: float
+    """Of all held-out blocks, each without anything before it."""
+    by_window: tuple[float, ...]
+    """Of the last half block of windows, by window_lens; NaN when the text is too short for a window."""
+
+
+def measure(model: nn.Module, held_out: HeldOut) -> HeldOutLosses:
+    """Runs the model over all windows."""
+    model.eval()
+    blocks = _tail_loss(model, held_out.whole_blocks(), held_out.block_len - 1)
+    windows = (held_out.windows(length) for length in held_out.window_lens)
+    return HeldOutLosses(blocks, tuple(_tail_loss(model, each, held_out.block_len // 2) for each in windows))
+
+
+@torch.inference_mode()
+def _tail_loss(model: nn.Module, windows: Tensor, tail: int) -> float:
+    """Of the last `tail` tokens of windows [W, L]."""
+    if not len(windows):
+        return math.nan
+    total = torch.zeros((), dtype=torch.float64)
+    device = next(model.parameters()).device
+    for piece in micro_batches(windows):
+        tokens = piece.to(device)
+        predicted = logits(model, tokens)[:, -tail - 1 : -1]
+        total += cross_entropy(predicted.flatten(0, 1), tokens[:, -tail:].flatten(), reduction="sum").cpu()
+    return float(total / (len(windows) * tail))

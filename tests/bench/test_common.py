@@ -1,0 +1,54 @@
+"""Medians and quartiles of fixed numbers, and how they are shown; options that measurements share."""
+
+from pathlib import Path
+
+import pytest
+
+from bench.common import markdown, parse_temperatures, spread, writable
+from outrider.errors import InvalidRequest
+
+
+def test_quartiles_lie_within_the_values() -> None:
+    """Five values have their second, third and fourth as quartiles, in whatever order they come."""
+    found = spread([5.0, 1.0, 4.0, 2.0, 3.0])
+    assert (found.low, found.median, found.high, found.count) == (2.0, 3.0, 4.0, 5)
+    assert found.show(".1f", 2) == "6.0 (4.0 to 8.0)"
+
+
+def test_one_value_is_its_own_quartiles() -> None:
+    """A quick run may have a single sample."""
+    assert spread([7.0]).show(".0f") == "7 (7 to 7)"
+    assert spread(iter([1.0, 3.0])).median == 2.0
+
+
+def test_no_values_have_no_median() -> None:
+    """A figure that was not measured is an error, never a zero."""
+    with pytest.raises(ValueError, match="no values"):
+        spread([])
+
+
+def test_a_table_is_markdown() -> None:
+    """A header, a rule, and one line a row."""
+    assert markdown(("a", "b"), [("1", "2")]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
+
+
+def test_temperatures_stand_between_commas() -> None:
+    """Each counts once, in their order."""
+    assert parse_temperatures("0.8,0,0.80") == (0.8, 0.0)
+
+
+@pytest.mark.parametrize("text", ["", "warm", "0;1", "-1", "nan", "101"])
+def test_what_is_no_temperature_is_refused(text: str) -> None:
+    """Names the option and the range."""
+    with pytest.raises(InvalidRequest, match=r"--temperatures is .* must be numbers in \[0, 100\]"):
+        parse_temperatures(text)
+
+
+def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    """Not after the minutes of a run."""
+    check = writable("--save")
+    assert check(tmp_path / "samples.json") == tmp_path / "samples.json"
+    assert check(None) is None
+    for place in (tmp_path, tmp_path / "absent" / "samples.json"):
+        with pytest.raises(InvalidRequest, match="--save"):
+            check(place)
