@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 from gateway.generation.admission import Admission
 from gateway.generation.backend import Backend
 from gateway.generation.generate import Event, Prepared, prepare
-from gateway.generation.request import GenerationAsk, GenerationPlan
+from gateway.generation.request import GenerationPlan, GenerationRequest
 from gateway.generation.request_log import RequestLog, tell_refusal
 from gateway.generation.samples import merged
 from gateway.text.chat_template import ChatTemplate
@@ -62,19 +62,21 @@ class FrontDoor:
     """When it was made, in seconds since 1970."""
 
     @asynccontextmanager
-    async def open(self, asks: Sequence[GenerationAsk], time_left_s: float | None = None) -> AsyncIterator[Generation]:
+    async def open(
+        self, requests: Sequence[GenerationRequest], time_left_s: float | None = None
+    ) -> AsyncIterator[Generation]:
         """Checks requests that belong together, waits for their places, and holds these until it is left.
 
         Raises InvalidRequest, PromptTooLong, Overloaded, and what is said of a target that is away. `time_left_s` is
         what the client's deadline leaves; None for no end.
         """
         # What is out of range is refused later, with the range.
-        num_samples = sum(min(max(1, ask.sample_count or 1), MAX_SAMPLES) for ask in asks)
+        num_samples = sum(min(max(1, request.sample_count or 1), MAX_SAMPLES) for request in requests)
         async with AsyncExitStack() as places:
             places.enter_context(request_scope())
             with self._refusals_told():
                 with self.admission.arrival(num_samples):
-                    prepared = [await self._prepared(asks, number, time_left_s) for number in range(len(asks))]
+                    prepared = [await self._prepared(requests, number, time_left_s) for number in range(len(requests))]
                 waited_s = await places.enter_async_context(self.admission.place(num_samples))
             plans = tuple(each.plan for each in prepared)
             self.metrics.admitted(waited_s, plans)
@@ -83,13 +85,15 @@ class FrontDoor:
                 async with aclosing(self._events(prepared, int(1e6 * waited_s), record)) as events:
                     yield Generation(plans, events)
 
-    async def _prepared(self, asks: Sequence[GenerationAsk], number: int, time_left_s: float | None) -> Prepared:
+    async def _prepared(
+        self, requests: Sequence[GenerationRequest], number: int, time_left_s: float | None
+    ) -> Prepared:
         """One of several requests, whose number is on its errors."""
         try:
-            return await prepare(asks[number], self.backend, time_left_s)
+            return await prepare(requests[number], self.backend, time_left_s)
         except OutriderError as error:
-            if len(asks) > 1:
-                error.metadata["ask"] = str(number)
+            if len(requests) > 1:
+                error.metadata["request"] = str(number)
             raise
 
     @contextmanager

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from gateway.generation.backend import Backend
-from gateway.generation.request import GenerationAsk, GenerationPlan, check_request
+from gateway.generation.request import GenerationPlan, GenerationRequest, check_request
 from gateway.generation.samples import merged
 from gateway.generation.transcript import (
     PromptToken,
@@ -102,14 +102,14 @@ class Prepared:
                 yield event
 
 
-async def prepare(ask: GenerationAsk, backend: Backend, time_left_s: float | None = None) -> Prepared:
+async def prepare(request: GenerationRequest, backend: Backend, time_left_s: float | None = None) -> Prepared:
     """Checks a request. Raises InvalidRequest, PromptTooLong, and what is said of a target that is away.
 
     `time_left_s` is what the client's deadline leaves, and also becomes that of the services; None for no end.
     """
     started_ns, expiry = time.perf_counter_ns(), Expiry.after(time_left_s)
     target = await backend.target.greeted(backend.patience.rebuild_budget_s)
-    plan = await check_request(ask, backend.tokenizer, backend.limits(target))
+    plan = await check_request(request, backend.tokenizer, backend.limits(target))
     return Prepared(plan, Course(backend, target, expiry, started_ns))
 
 

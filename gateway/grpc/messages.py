@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from gateway.generation.generate import CompletionEvent, RoundEvent
-from gateway.generation.request import GenerationAsk
+from gateway.generation.request import GenerationRequest
 from gateway.generation.transcript import PromptToken, RejectedToken, SpeculationFigures, SpokenToken
 from gateway.rounds.round import FallbackReason, Round, TokenOrigin
 from gateway.text.chat_template import ChatTemplate
@@ -29,28 +29,28 @@ FALLBACKS = {
 }
 
 
-def ask_from(request: pb.GenerateRequest) -> GenerationAsk:
+def request_from(message: pb.GenerateRequest) -> GenerationRequest:
     """What the client wrote; raises InvalidRequest for sampling parameters, the rule and its settings."""
-    speculation = request.speculation
-    prompt = request.WhichOneof("prompt")
-    return GenerationAsk(
-        text=request.text if prompt == "text" else None,
-        token_ids=tuple(request.token_ids.token_ids) if prompt == "token_ids" else None,
-        max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
-        sampling=messages.sampling_from(request.sampling),
-        seed=request.seed if request.HasField("seed") else None,
-        stops=tuple(request.stop),
-        stop_token_ids=tuple(request.stop_token_ids),
+    speculation = message.speculation
+    prompt = message.WhichOneof("prompt")
+    return GenerationRequest(
+        text=message.text if prompt == "text" else None,
+        token_ids=tuple(message.token_ids.token_ids) if prompt == "token_ids" else None,
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
+        sampling=messages.sampling_from(message.sampling),
+        seed=message.seed if message.HasField("seed") else None,
+        stops=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
         speculation_enabled=speculation.enabled if speculation.HasField("enabled") else True,
         draft_count=speculation.draft_count if speculation.HasField("draft_count") else None,
         acceptance=_acceptance(speculation),
         drafter=speculation.drafter,
-        logprob_count=request.logprob_count if request.HasField("logprob_count") else None,
-        sample_count=request.sample_count if request.HasField("sample_count") else None,
-        banned_words=tuple(request.banned_words),
-        echo=request.echo,
+        logprob_count=message.logprob_count if message.HasField("logprob_count") else None,
+        sample_count=message.sample_count if message.HasField("sample_count") else None,
+        banned_words=tuple(message.banned_words),
+        echo=message.echo,
         return_rounds=speculation.return_rounds,
-        cache_salt=request.cache_salt,
+        cache_salt=message.cache_salt,
     )
 
 
@@ -158,25 +158,25 @@ MAX_MESSAGES = 1024
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-async def chat_ask(request: pb.ChatRequest, template: ChatTemplate) -> GenerationAsk:
+async def chat_request_from(message: pb.ChatRequest, template: ChatTemplate) -> GenerationRequest:
     """What the client wrote, with the conversation as its prompt.
 
-    Raises InvalidRequest about a prompt beside the conversation, about the messages, and as `ask_from` does.
+    Raises InvalidRequest about a prompt beside the conversation, about the messages, and as `request_from` does.
     """
-    prompt = request.generation.WhichOneof("prompt")
+    prompt = message.generation.WhichOneof("prompt")
     if prompt is not None:
         raise InvalidRequest(f"generation.{prompt}", "present", "absent, because the messages are the prompt")
-    _check(request)
-    ask = ask_from(request.generation)
-    rendered = await template.prompt([{"role": each.role, "content": each.content} for each in request.messages])
-    return replace(ask, text=rendered.text, add_special_tokens=rendered.add_special_tokens)
+    _check(message)
+    request = request_from(message.generation)
+    rendered = await template.prompt([{"role": each.role, "content": each.content} for each in message.messages])
+    return replace(request, text=rendered.text, add_special_tokens=rendered.add_special_tokens)
 
 
-def _check(request: pb.ChatRequest) -> None:
+def _check(message: pb.ChatRequest) -> None:
     """How long a message may be is the context's to say, and how much of them fits into a request is gRPC's."""
-    if not request.messages:
+    if not message.messages:
         raise InvalidRequest("messages", [], "at least one message")
-    check_count("messages", len(request.messages), MAX_MESSAGES, "messages")
-    for number, message in enumerate(request.messages):
-        if message.role not in ROLES:
-            raise InvalidRequest(f"messages.{number}.role", message.role, f"one of {', '.join(ROLES)}")
+    check_count("messages", len(message.messages), MAX_MESSAGES, "messages")
+    for number, each in enumerate(message.messages):
+        if each.role not in ROLES:
+            raise InvalidRequest(f"messages.{number}.role", each.role, f"one of {', '.join(ROLES)}")

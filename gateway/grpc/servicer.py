@@ -14,8 +14,8 @@ import grpc
 from google.protobuf.message import Message
 
 from gateway.generation.frontend import FrontDoor
-from gateway.generation.request import GenerationAsk
-from gateway.grpc.messages import ask_from, chat_ask, event_message
+from gateway.generation.request import GenerationRequest
+from gateway.grpc.messages import chat_request_from, event_message, request_from
 from outrider import tracing
 from outrider.errors import OutriderError
 from outrider.v1 import generation_service_pb2 as pb
@@ -91,18 +91,18 @@ class GenerationServicer(GenerationServiceServicer):
         is closed before the call is over. A generator would be left to the garbage collector.
         """
         with tracing.span("Generate", parent=_carrier(context)):
-            await self._answer(ask_from(request), context)
+            await self._answer(request_from(request), context)
 
     async def Chat(  # type: ignore[override]  # noqa: N802 - the name is the protocol's
         self, request: pb.ChatRequest, context: ChatContext
     ) -> None:
         """The same for a conversation."""
         with tracing.span("Chat", parent=_carrier(context)):
-            await self._answer(await chat_ask(request, self._door.chat_template), context)
+            await self._answer(await chat_request_from(request, self._door.chat_template), context)
 
-    async def _answer(self, ask: GenerationAsk, context: Context | ChatContext) -> None:
+    async def _answer(self, request: GenerationRequest, context: Context | ChatContext) -> None:
         async with (
-            self._door.open([ask], context.time_remaining()) as generation,
+            self._door.open([request], context.time_remaining()) as generation,
             aclosing(generation.events) as events,
             ClientWriter(context, self._client_stall_s) as writer,
         ):

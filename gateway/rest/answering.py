@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from gateway.generation.frontend import FrontDoor, Generation
 from gateway.generation.generate import Event
-from gateway.generation.request import GenerationAsk, GenerationPlan
+from gateway.generation.request import GenerationPlan, GenerationRequest
 from gateway.rest.asks import renamed
 from gateway.rest.clients import while_there
 from gateway.rest.errors import error_json, unexpected
@@ -64,7 +64,7 @@ class Shape(Protocol):
 class Order:
     """What a body asks for."""
 
-    asks: Sequence[GenerationAsk]
+    asks: Sequence[GenerationRequest]
     names: Mapping[str, str]
     id_prefix: str
     stream: StreamOptions | None
@@ -140,7 +140,7 @@ class Answering:
             events = await stack.enter_async_context(aclosing(_numbered(generation)))
             yield Opened(order, shape, tally, events)
 
-    def _check_places(self, asks: Sequence[GenerationAsk]) -> None:
+    def _check_places(self, asks: Sequence[GenerationRequest]) -> None:
         num_choices, places = sum(ask.sample_count or 1 for ask in asks), self.door.admission.places
         if len(asks) > 1 and num_choices > places:
             raise InvalidRequest.too_many("prompt", num_choices, places, "choices (prompts times n)")

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from gateway.generation.frontend import FrontDoor
 from gateway.generation.generate import Event, RoundEvent
-from gateway.generation.request import GenerationAsk
+from gateway.generation.request import GenerationRequest
 from gateway.rest.api_body import ask_from
 from gateway.rest.api_events import completion_view, error_view, opened, round_view
 from gateway.rest.api_status import status_view
@@ -45,7 +45,7 @@ def api_routes(door: FrontDoor, settings: RestSettings) -> APIRouter:
     return router
 
 
-async def frames(door: FrontDoor, ask: GenerationAsk) -> AsyncGenerator[bytes, None]:
+async def frames(door: FrontDoor, ask: GenerationRequest) -> AsyncGenerator[bytes, None]:
     """The events of a request. What is wrong before it has its place is raised, what goes wrong later is an event."""
     started_ns = time.perf_counter_ns()
     admitted = False

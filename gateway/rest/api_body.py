@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from gateway.generation.request import GenerationAsk
+from gateway.generation.request import GenerationRequest
 from outrider.errors import InvalidRequest
 from outrider.parameters import Acceptance, Parameters, Rule, SamplingParameters
 
@@ -44,13 +44,13 @@ class GenerateBody(Parameters):
     speculation: SpeculationBody = Field(default_factory=SpeculationBody)
 
 
-def ask_from(values: object) -> GenerationAsk:
+def ask_from(values: object) -> GenerationRequest:
     """A request from the JSON of a body. Raises InvalidRequest that names the field."""
     if not isinstance(values, Mapping):
         raise InvalidRequest("body", values, "a JSON object")
     body = GenerateBody.checked({str(name): value for name, value in values.items()})
     speculation = body.speculation
-    return GenerationAsk(
+    return GenerationRequest(
         text=body.prompt,
         max_tokens=body.max_tokens,
         sampling=_sampling(body),

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.generation.request import GenerationAsk
+from gateway.generation.request import GenerationRequest
 from gateway.rest.errors import UnknownModel
 from gateway.rest.fields import GenerationFields, Speculation
 from gateway.rest.findings import shown
@@ -22,12 +22,12 @@ TEXT_NAMES = {**COMMON_NAMES, "logprob_count": "logprobs", "token_ids": "prompt"
 CHAT_NAMES = {**COMMON_NAMES, "logprob_count": "top_logprobs", "prompt": "messages"}
 
 
-def ask_of(fields: GenerationFields) -> GenerationAsk:
+def ask_of(fields: GenerationFields) -> GenerationRequest:
     """All but the prompt and the log-probabilities; raises InvalidRequest about fields that do not go together."""
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest("stream_options", "given", "absent unless stream is true")
     speculation = fields.speculation or Speculation()
-    return GenerationAsk(
+    return GenerationRequest(
         max_tokens=fields.max_tokens,
         sampling=_sampling(fields),
         seed=fields.seed,
@@ -66,8 +66,8 @@ def renamed(error: OutriderError, names: Mapping[str, str]) -> OutriderError:
 
     Of several prompts, one that is at fault is named with its number.
     """
-    if "ask" in error.metadata:
-        names = {**names, **dict.fromkeys(("prompt", "token_ids"), f"prompt.{error.metadata['ask']}")}
+    if "request" in error.metadata:
+        names = {**names, **dict.fromkeys(("prompt", "token_ids"), f"prompt.{error.metadata['request']}")}
     if isinstance(error, PromptTooLong):
         return PromptTooLong(error.message, **{"field": names.get("prompt", "prompt"), **error.metadata})
     if not isinstance(error, InvalidRequest):

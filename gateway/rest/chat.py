@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.generation.frontend import FrontDoor
-from gateway.generation.request import GenerationAsk, GenerationPlan
+from gateway.generation.request import GenerationPlan, GenerationRequest
 from gateway.rest.answering import Answering, Head, Order
 from gateway.rest.asks import CHAT_NAMES, ask_of, check_model, check_prompt_len
 from gateway.rest.chat_request import ChatRequest, Message
@@ -39,7 +39,7 @@ def routes(door: FrontDoor, settings: RestSettings) -> APIRouter:
     return router
 
 
-def _order(body: ChatRequest, ask: GenerationAsk, tokenizer: Tokenizer) -> Order:
+def _order(body: ChatRequest, ask: GenerationRequest, tokenizer: Tokenizer) -> Order:
     async def shape(head: Head, _: Sequence[GenerationPlan]) -> ChatShape:
         return ChatShape(head, tokenizer, bool(body.logprobs), bool(body.return_token_ids))
 
@@ -47,7 +47,7 @@ def _order(body: ChatRequest, ask: GenerationAsk, tokenizer: Tokenizer) -> Order
     return Order([ask], CHAT_NAMES, "chatcmpl", stream, shape)
 
 
-async def _ask(body: ChatRequest, template: ChatTemplate, settings: RestSettings) -> GenerationAsk:
+async def _ask(body: ChatRequest, template: ChatTemplate, settings: RestSettings) -> GenerationRequest:
     """Raises InvalidRequest about fields that do not go together and about what the template does not take."""
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs", body.top_logprobs, "absent unless logprobs is true")

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.generation.frontend import FrontDoor
-from gateway.generation.request import GenerationAsk, GenerationPlan
+from gateway.generation.request import GenerationPlan, GenerationRequest
 from gateway.rest.answering import Answering, Head, Order
 from gateway.rest.asks import TEXT_NAMES, ask_of, check_model, check_prompt_len
 from gateway.rest.completion_request import CompletionRequest
@@ -49,7 +49,7 @@ def completion_order(body: CompletionRequest, tokenizer: Tokenizer, settings: Re
 
 def _asks(
     body: CompletionRequest, prompts: Sequence[str | list[int]], settings: RestSettings
-) -> Sequence[GenerationAsk]:
+) -> Sequence[GenerationRequest]:
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidRequest("best_of", body.best_of, f"equal to n, which is {body.n or 1}")
     # The gateway echoes with log-probabilities only; without them nothing of the prompt is computed for it.

@@ -9,7 +9,7 @@ from support.markov_services import SEED, MarkovStack, markov_stack
 
 from gateway.generation.frontend import FrontDoor
 from gateway.generation.generate import CompletionEvent, Event, RoundEvent
-from gateway.generation.request import GenerationAsk
+from gateway.generation.request import GenerationRequest
 from outrider.errors import InvalidRequest, OutriderError, Overloaded, PromptTooLong
 
 
@@ -42,15 +42,15 @@ def door_of(stack: MarkovStack) -> tuple[FrontDoor, Diary]:
     return FrontDoor(door.backend, door.admission, diary, door.chat_template, door.model_name), diary
 
 
-def ask(text: str = "fox sea", **fields: object) -> GenerationAsk:
+def request(text: str = "fox sea", **fields: object) -> GenerationRequest:
     """A request of two words with the test's seed."""
-    return GenerationAsk(text=text, seed=SEED, **{"max_tokens": 12, "draft_count": 3, **fields})  # type: ignore[arg-type]
+    return GenerationRequest(text=text, seed=SEED, **{"max_tokens": 12, "draft_count": 3, **fields})  # type: ignore[arg-type]
 
 
-async def texts(door: FrontDoor, asks: Sequence[GenerationAsk]) -> list[str]:
+async def texts(door: FrontDoor, requests: Sequence[GenerationRequest]) -> list[str]:
     """What each request says."""
-    said = [""] * len(asks)
-    async with door.open(asks) as generation:
+    said = [""] * len(requests)
+    async with door.open(requests) as generation:
         async for number, event in generation.events:
             is_round = isinstance(event, RoundEvent)
             said[number] += "".join(token.text for token in event.tokens) if is_round else event.text_delta
@@ -61,9 +61,9 @@ async def test_requests_that_belong_together_say_what_each_says_alone(tokenizer:
     """Several prompts at once neither mix nor lose a word."""
     async with markov_stack(tokenizer) as stack:
         door, _ = door_of(stack)
-        asks = [ask("fox sea"), ask("wolf gold", draft_count=0), ask("moon king", sample_count=1)]
-        alone = [(await texts(door, [each]))[0] for each in asks]
-        assert await texts(door, asks) == alone
+        requests = [request("fox sea"), request("wolf gold", draft_count=0), request("moon king", sample_count=1)]
+        alone = [(await texts(door, [each]))[0] for each in requests]
+        assert await texts(door, requests) == alone
         assert all(alone)
 
 
@@ -83,7 +83,7 @@ async def test_nothing_is_spent_on_a_bad_request(
     async with markov_stack(tokenizer) as stack:
         door, diary = door_of(stack)
         with pytest.raises(error):
-            await texts(door, [ask(), ask(**bad)])
+            await texts(door, [request(), request(**bad)])
         assert diary.entries == [error]
         assert stack.target.calls == stack.draft.calls == 0
         assert door.admission.running == 0
@@ -95,10 +95,10 @@ async def test_those_who_wait_for_a_target_are_bounded(tokenizer: str, monkeypat
         door, _ = door_of(stack)
         with monkeypatch.context() as away:
             away.setattr(stack.gateway.backend.target.links[0], "info", None)
-            waiting = [asyncio.create_task(texts(door, [ask()])) for _ in range(2)]
+            waiting = [asyncio.create_task(texts(door, [request()])) for _ in range(2)]
             await asyncio.sleep(0)
             with pytest.raises(Overloaded):
-                await texts(door, [ask()])
+                await texts(door, [request()])
         assert len(set(map(tuple, await asyncio.gather(*waiting)))) == 1
 
 
@@ -106,7 +106,7 @@ async def test_an_observer_hears_of_everything_once(tokenizer: str) -> None:
     """Admitted, rounds, one completion, ended well."""
     async with markov_stack(tokenizer) as stack:
         door, diary = door_of(stack)
-        await texts(door, [ask()])
+        await texts(door, [request()])
         await eventually(lambda: diary.entries[-1] is None)
         *_, completion, end = diary.entries
         assert diary.entries[0] == "admitted"
@@ -118,12 +118,12 @@ async def test_who_leaves_frees_everything(tokenizer: str) -> None:
     """Leaving in the middle ends both sessions and gives the place to who waits; who leaves the queue had nothing."""
     async with markov_stack(tokenizer, max_requests=1, queue_len=1) as stack:
         door, diary = door_of(stack)
-        async with door.open([ask(max_tokens=400)]) as generation:
+        async with door.open([request(max_tokens=400)]) as generation:
             await anext(generation.events)
-            waiting = asyncio.create_task(texts(door, [ask()]))
+            waiting = asyncio.create_task(texts(door, [request()]))
             await eventually(lambda: door.admission.waiting == 1)
             with pytest.raises(Overloaded):
-                await texts(door, [ask()])
+                await texts(door, [request()])
             waiting.cancel()
             await asyncio.wait({waiting})
         await eventually(lambda: stack.target.sessions == stack.draft.sessions == 0)
@@ -137,7 +137,7 @@ async def test_a_caller_that_fails_is_told_apart(tokenizer: str) -> None:
         door, diary = door_of(stack)
 
         async def fail() -> None:
-            async with door.open([ask(max_tokens=400)]) as generation:
+            async with door.open([request(max_tokens=400)]) as generation:
                 await anext(generation.events)
                 raise ZeroDivisionError
 

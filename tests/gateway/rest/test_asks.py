@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gateway.generation.request import GenerationAsk
+from gateway.generation.request import GenerationRequest
 from gateway.rest.asks import CHAT_NAMES, TEXT_NAMES, ask_of, renamed
 from gateway.rest.completion_request import CompletionRequest
 from gateway.rest.fields import Speculation
@@ -12,16 +12,16 @@ from outrider.errors import InvalidRequest, Overloaded, PromptTooLong
 from outrider.parameters import MAX_SAMPLES, Acceptance, Rule, SamplingParameters
 
 
-def ask(**fields: Any) -> GenerationAsk:
+def ask(**fields: Any) -> GenerationRequest:
     """What a body asks for."""
     return ask_of(CompletionRequest.model_validate({"prompt": "fox", **fields}))
 
 
 def test_nothing_given_asks_for_the_gateways_defaults() -> None:
     """REST has no defaults of its own, so that an empty request says the same on every surface."""
-    assert ask() == GenerationAsk()
-    assert ask(temperature=None, stop=None, speculation=None, n=None) == GenerationAsk()
-    assert ask(speculation=dict.fromkeys(Speculation.model_fields)) == GenerationAsk()
+    assert ask() == GenerationRequest()
+    assert ask(temperature=None, stop=None, speculation=None, n=None) == GenerationRequest()
+    assert ask(speculation=dict.fromkeys(Speculation.model_fields)) == GenerationRequest()
 
 
 def test_every_field_arrives() -> None:
@@ -40,7 +40,7 @@ def test_every_field_arrives() -> None:
         cache_salt="mine",
         n=2,
         speculation=speculation,
-    ) == GenerationAsk(
+    ) == GenerationRequest(
         max_tokens=9,
         sampling=SamplingParameters(**sampling, logit_bias={7: -3.5}),
         seed=-4,
@@ -55,7 +55,7 @@ def test_every_field_arrives() -> None:
         cache_salt="mine",
     )
     assert ask(stop=["sea", "king"]).stops == ("sea", "king")
-    assert ask(speculation={"draft_count": "auto", "enabled": False}) == GenerationAsk(speculation_enabled=False)
+    assert ask(speculation={"draft_count": "auto", "enabled": False}) == GenerationRequest(speculation_enabled=False)
 
 
 @pytest.mark.parametrize(
