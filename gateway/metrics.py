@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from gateway.generation.admission import Admission
 from gateway.generation.backend import Backend
 from gateway.generation.generate import CompletionEvent, Event, RoundEvent
-from gateway.generation.request import GenerationPlan
+from gateway.generation.request import CheckedRequest
 from gateway.rounds.round import FallbackReason, Round, TokenOrigin
 from gateway.sessions.link import Rollbacks, ServiceLink, together
 from outrider.errors import OutriderError
@@ -236,12 +236,12 @@ class GatewayMetrics:
         if self._vllm_names:
             self.registry.register(Renamed(self._own, VLLM_NAMES, labels))
 
-    def admitted(self, waited_s: float, plans: Sequence[GenerationPlan] = ()) -> None:
-        """A request has its places, after so many seconds; `plans` are its checked parts."""
+    def admitted(self, waited_s: float, requests: Sequence[CheckedRequest] = ()) -> None:
+        """A request has its places, after so many seconds; `requests` are its checked parts."""
         self._requests.queue.observe(waited_s)
-        for plan in plans:
-            self._requests.params_n.observe(plan.sample_count)
-            self._requests.params_max_tokens.observe(plan.spec.max_len - plan.spec.prompt_len)
+        for request in requests:
+            self._requests.params_n.observe(request.sample_count)
+            self._requests.params_max_tokens.observe(request.spec.max_len - request.spec.prompt_len)
 
     def rejected(self, error: OutriderError) -> None:
         """A request was turned away before anything was spent on it."""

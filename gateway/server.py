@@ -103,7 +103,7 @@ async def start(settings: GatewaySettings) -> RunningGateway:
         rest = await _serve_rest(settings, door, registry, server.address)
         undo.pop_all()
     reporting = report_readiness(backend.target, server.health, ("", *service))
-    auditing = backend.audit.run(lambda plan, target: decode(plan, backend, target, NEVER))
+    auditing = backend.audit.run(lambda request, target: decode(request, backend, target, NEVER))
     tasks = asyncio.create_task(reporting, name="readiness"), asyncio.create_task(auditing, name="audit")
     return RunningGateway(server.address, backend, door, server, tasks, metrics, rest)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from gateway.generation.audit import ShadowAudit
-from gateway.generation.request import GenerationPlan, ServingLimits
+from gateway.generation.request import CheckedRequest, ServingLimits
 from gateway.rounds.planner import Pace
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import TokenLog
@@ -39,20 +39,22 @@ class Backend:
             drafters=self.draft.info.drafters if self.draft and self.draft.info else {},
         )
 
-    def pace(self, plan: GenerationPlan, target: ModelInfo) -> Pace:
+    def pace(self, request: CheckedRequest, target: ModelInfo) -> Pace:
         """The planner of a request's rounds."""
-        return Pace(self.policy, plan.draft_count, plan.spec.max_len, target.max_draft_count)
+        return Pace(self.policy, request.draft_count, request.spec.max_len, target.max_draft_count)
 
     def target_session(
-        self, plan: GenerationPlan, log: TokenLog, session_id: bytes, target: ModelInfo, expiry: Expiry
+        self, request: CheckedRequest, log: TokenLog, session_id: bytes, target: ModelInfo, expiry: Expiry
     ) -> TargetSession:
         """A session that opens with its first round, on this target or a replica of it."""
-        return RemoteTargetSession(self.target, self.patience, plan.spec, log, session_id, target.model_hash, expiry)
+        return RemoteTargetSession(self.target, self.patience, request.spec, log, session_id, target.model_hash, expiry)
 
     def draft_session(
-        self, plan: GenerationPlan, log: TokenLog, session_id: bytes, expiry: Expiry, *, warm: bool
+        self, request: CheckedRequest, log: TokenLog, session_id: bytes, expiry: Expiry, *, warm: bool
     ) -> DraftSession:
         """A draft session that reads the prompt at once when warm."""
         if self.draft is None:
             return AbsentDraftSession()
-        return RemoteDraftSession(self.draft, self.deadline, plan.spec, log, session_id, warm, plan.drafter, expiry)
+        return RemoteDraftSession(
+            self.draft, self.deadline, request.spec, log, session_id, warm, request.drafter, expiry
+        )

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 from gateway.generation.admission import Admission
 from gateway.generation.backend import Backend
 from gateway.generation.generate import Event, Prepared, prepare
-from gateway.generation.request import GenerationPlan, GenerationRequest
+from gateway.generation.request import CheckedRequest, GenerationRequest
 from gateway.generation.request_log import RequestLog, tell_refusal
 from gateway.generation.samples import merged
 from gateway.text.chat_template import ChatTemplate
@@ -28,8 +28,8 @@ ValueT = TypeVar("ValueT")
 class Observer(Protocol):
     """What is told of every request, whatever surface it came by."""
 
-    def admitted(self, waited_s: float, plans: Sequence[GenerationPlan]) -> None:
-        """A request has its places; `plans` are its parts."""
+    def admitted(self, waited_s: float, requests: Sequence[CheckedRequest]) -> None:
+        """A request has its places; `requests` are its parts."""
 
     def rejected(self, error: OutriderError) -> None:
         """A request was turned away; nothing was spent on it."""
@@ -43,9 +43,9 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Requests that have their places: a plan for each, and the events of all, each with the number of its request."""
+    """Requests that have their places, and the events of all, each with the number of its request."""
 
-    plans: tuple[GenerationPlan, ...]
+    requests: tuple[CheckedRequest, ...]
     events: AsyncGenerator[tuple[int, Event], None]
 
 
@@ -78,12 +78,12 @@ class FrontDoor:
                 with self.admission.arrival(num_samples):
                     prepared = [await self._prepared(requests, number, time_left_s) for number in range(len(requests))]
                 waited_s = await places.enter_async_context(self.admission.place(num_samples))
-            plans = tuple(each.plan for each in prepared)
-            self.metrics.admitted(waited_s, plans)
-            record = RequestLog(plans, waited_s)
+            checked = tuple(each.request for each in prepared)
+            self.metrics.admitted(waited_s, checked)
+            record = RequestLog(checked, waited_s)
             with self._end_told(record):
                 async with aclosing(self._events(prepared, int(1e6 * waited_s), record)) as events:
-                    yield Generation(plans, events)
+                    yield Generation(checked, events)
 
     async def _prepared(
         self, requests: Sequence[GenerationRequest], number: int, time_left_s: float | None

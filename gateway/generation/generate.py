@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from gateway.generation.backend import Backend
-from gateway.generation.request import GenerationPlan, GenerationRequest, check_request
+from gateway.generation.request import CheckedRequest, GenerationRequest, check_request
 from gateway.generation.samples import merged
 from gateway.generation.transcript import (
     PromptToken,
@@ -86,7 +86,7 @@ class Course:
 class Prepared:
     """A checked request, of which no service knows anything yet."""
 
-    plan: GenerationPlan
+    request: CheckedRequest
     course: Course
 
     async def events(self, queue_us: int = 0) -> AsyncGenerator[Event, None]:
@@ -96,7 +96,7 @@ class Prepared:
         queue_us is for how long the request has waited for its turn.
         """
         course = replace(self.course, queue_us=queue_us)
-        samples = [_sample(self.plan.sample(index), course) for index in range(self.plan.sample_count)]
+        samples = [_sample(self.request.sample(index), course) for index in range(self.request.sample_count)]
         async with aclosing(samples[0] if len(samples) == 1 else merged(samples)) as events:
             async for event in events:
                 yield event
@@ -109,43 +109,45 @@ async def prepare(request: GenerationRequest, backend: Backend, time_left_s: flo
     """
     started_ns, expiry = time.perf_counter_ns(), Expiry.after(time_left_s)
     target = await backend.target.greeted(backend.patience.rebuild_budget_s)
-    plan = await check_request(request, backend.tokenizer, backend.limits(target))
-    return Prepared(plan, Course(backend, target, expiry, started_ns))
+    checked = await check_request(request, backend.tokenizer, backend.limits(target))
+    return Prepared(checked, Course(backend, target, expiry, started_ns))
 
 
-async def _sample(plan: GenerationPlan, course: Course) -> AsyncGenerator[Event, None]:
+async def _sample(request: CheckedRequest, course: Course) -> AsyncGenerator[Event, None]:
     """The events of one sample."""
     tokenizer = course.backend.tokenizer
-    transcript = Transcript(plan.spec.prompt_len, tokenizer.detokenizer(), StopScanner(plan.stops))
+    transcript = Transcript(request.spec.prompt_len, tokenizer.detokenizer(), StopScanner(request.stops))
     first_token_us = 0
-    async with aclosing(decode(plan, course.backend, course.target, course.expiry)) as rounds:
+    async with aclosing(decode(request, course.backend, course.target, course.expiry)) as rounds:
         async for committed in rounds:
             elapsed_us = course.elapsed_us
             first_token_us = first_token_us or elapsed_us
             num_numerics = max(1, len(transcript.numerics_ids))
             tokens = transcript.take(committed)
-            prompt_tokens = await _prompt_tokens(plan, course, committed)
+            prompt_tokens = await _prompt_tokens(request, course, committed)
             new_numerics_id = "".join(transcript.numerics_ids[num_numerics:])
-            rejected = _rejected(plan, course, committed)
-            index = plan.sample_index
+            rejected = _rejected(request, course, committed)
+            index = request.sample_index
             yield RoundEvent(tokens, committed, new_numerics_id, index, prompt_tokens, rejected, elapsed_us)
             if transcript.finish_reason is not None:
                 break
-    yield _completion(plan, course, transcript, first_token_us)
+    yield _completion(request, course, transcript, first_token_us)
 
 
-def _completion(plan: GenerationPlan, course: Course, transcript: Transcript, first_token_us: int) -> CompletionEvent:
+def _completion(
+    request: CheckedRequest, course: Course, transcript: Transcript, first_token_us: int
+) -> CompletionEvent:
     """The end of a sample, whose tokens may be audited from now on."""
     text_delta = transcript.finish()
     if transcript.finish_reason is None:
         raise ProtocolViolation("the rounds ended without a finish reason")
-    course.backend.audit.offer(plan, transcript, course.target)
+    course.backend.audit.offer(request, transcript, course.target)
     return CompletionEvent(
         finish_reason=transcript.finish_reason,
-        prompt_tokens=plan.spec.prompt_len,
+        prompt_tokens=request.spec.prompt_len,
         cached_prompt_tokens=transcript.cached_prompt_tokens,
         completion_tokens=len(transcript.token_ids),
-        seed=plan.spec.seed,
+        seed=request.spec.seed,
         figures=transcript.figures,
         model_hash=course.target.model_hash,
         numerics_ids=tuple(transcript.numerics_ids),
@@ -155,14 +157,14 @@ def _completion(plan: GenerationPlan, course: Course, transcript: Transcript, fi
         first_token_us=first_token_us,
         total_us=course.elapsed_us,
         queue_us=course.queue_us,
-        sample_index=plan.sample_index,
-        acceptance=plan.spec.acceptance,
+        sample_index=request.sample_index,
+        acceptance=request.spec.acceptance,
     )
 
 
-async def _prompt_tokens(plan: GenerationPlan, course: Course, committed: Round) -> tuple[PromptToken, ...]:
+async def _prompt_tokens(request: CheckedRequest, course: Course, committed: Round) -> tuple[PromptToken, ...]:
     """The prompt as the client asked to have it echoed, in the round that brings its log-probabilities."""
-    spec, logprobs = plan.spec, committed.prompt_logprobs
+    spec, logprobs = request.spec, committed.prompt_logprobs
     if not spec.prompt_logprobs or committed.base_len > spec.prompt_len:
         return ()
     prompt = spec.token_ids[: spec.prompt_len]
@@ -172,9 +174,9 @@ async def _prompt_tokens(plan: GenerationPlan, course: Course, committed: Round)
     return tuple(map(PromptToken, prompt, texts, (None, *logprobs)))
 
 
-def _rejected(plan: GenerationPlan, course: Course, committed: Round) -> tuple[RejectedToken, ...]:
+def _rejected(request: CheckedRequest, course: Course, committed: Round) -> tuple[RejectedToken, ...]:
     """The guesses that were not kept, for a request that wants to see them."""
-    if not plan.spec.draft_logprobs:
+    if not request.spec.draft_logprobs:
         return ()
     proposal, tokenizer = committed.proposal, course.backend.tokenizer
     return tuple(
@@ -187,10 +189,10 @@ def _rejected(plan: GenerationPlan, course: Course, committed: Round) -> tuple[R
     )
 
 
-def decode(plan: GenerationPlan, backend: Backend, target: ModelInfo, expiry: Expiry) -> AsyncGenerator[Round, None]:
+def decode(request: CheckedRequest, backend: Backend, target: ModelInfo, expiry: Expiry) -> AsyncGenerator[Round, None]:
     """The rounds of a checked request, over sessions of its own."""
-    log = TokenLog(plan.spec.token_ids)
+    log = TokenLog(request.spec.token_ids)
     session_id = secrets.token_bytes(16)
-    pace = backend.pace(plan, target)
-    draft = backend.draft_session(plan, log, session_id, expiry, warm=pace.expects_draft())
-    return speculate(log, pace, backend.target_session(plan, log, session_id, target, expiry), draft)
+    pace = backend.pace(request, target)
+    draft = backend.draft_session(request, log, session_id, expiry, warm=pace.expects_draft())
+    return speculate(log, pace, backend.target_session(request, log, session_id, target, expiry), draft)

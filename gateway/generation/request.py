@@ -69,7 +69,7 @@ class ServingLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationPlan:
+class CheckedRequest:
     """A checked request. draft_count None lets the gateway choose, and 0 never speculates. An empty drafter lets the
     draft service choose.
     """
@@ -88,7 +88,7 @@ class GenerationPlan:
         return replace(self, spec=spec, sample_index=index)
 
 
-async def check_request(request: GenerationRequest, tokenizer: Tokenizer, limits: ServingLimits) -> GenerationPlan:
+async def check_request(request: GenerationRequest, tokenizer: Tokenizer, limits: ServingLimits) -> CheckedRequest:
     """Encodes and completes a request; raises InvalidRequest or PromptTooLong."""
     _check_drafter(request, limits)
     _check_stops(request, limits)
@@ -121,7 +121,7 @@ async def check_request(request: GenerationRequest, tokenizer: Tokenizer, limits
         cache_salt=_salt(request.cache_salt),
     )
     draft_count = request.draft_count if request.speculation_enabled else 0
-    return GenerationPlan(spec, request.stops, draft_count, request.drafter, request.sample_count or 1)
+    return CheckedRequest(spec, request.stops, draft_count, request.drafter, request.sample_count or 1)
 
 
 def _check_drafter(request: GenerationRequest, limits: ServingLimits) -> None:

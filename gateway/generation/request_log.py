@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from gateway.generation.generate import CompletionEvent, Event
-from gateway.generation.request import GenerationPlan
+from gateway.generation.request import CheckedRequest
 from gateway.generation.transcript import SpeculationFigures
 from outrider.errors import OutriderError
 
@@ -26,10 +26,10 @@ class RequestLog:
     """What is known of one request so far."""
 
     def __init__(
-        self, plans: Sequence[GenerationPlan], waited_s: float, clock: Callable[[], float] = time.monotonic
+        self, requests: Sequence[CheckedRequest], waited_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`plans` are the parts of a request that has waited so long for its places."""
-        self._plans = plans
+        """`requests` are the parts of a request that has waited so long for its places."""
+        self._requests = requests
         self._waited_s = waited_s
         self._clock = clock
         self._started_s = clock()
@@ -56,8 +56,8 @@ class RequestLog:
             "request ended",
             status=_status(error),
             finish_reasons=[completion.finish_reason.value for completion in self._completions],
-            samples=sum(plan.sample_count for plan in self._plans),
-            prompt_tokens=sum(plan.spec.prompt_len for plan in self._plans),
+            samples=sum(request.sample_count for request in self._requests),
+            prompt_tokens=sum(request.spec.prompt_len for request in self._requests),
             cached_prompt_tokens=sum(each.cached_prompt_tokens for each in self._completions if not each.sample_index),
             completion_tokens=self._num_tokens,
             queue_ms=_ms(self._waited_s),

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from gateway.generation.frontend import FrontDoor, Generation
 from gateway.generation.generate import Event
-from gateway.generation.request import GenerationPlan, GenerationRequest
+from gateway.generation.request import CheckedRequest, GenerationRequest
 from gateway.rest.asks import renamed
 from gateway.rest.clients import while_there
 from gateway.rest.errors import error_json, unexpected
@@ -69,7 +69,7 @@ class Order:
     id_prefix: str
     stream: StreamOptions | None
     """None for a whole answer."""
-    make_shape: Callable[[Head, Sequence[GenerationPlan]], Awaitable[Shape]]
+    make_shape: Callable[[Head, Sequence[CheckedRequest]], Awaitable[Shape]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +134,9 @@ class Answering:
             except OutriderError as error:
                 raise renamed(error, order.names) from None
             target = self.door.backend.target.info
-            shape = await order.make_shape(self._head(order, target), generation.plans)
+            shape = await order.make_shape(self._head(order, target), generation.requests)
             returns_rounds = any(ask.return_rounds for ask in order.asks)
-            tally = Tally(generation.plans, target.max_draft_count if target else 0, returns_rounds)
+            tally = Tally(generation.requests, target.max_draft_count if target else 0, returns_rounds)
             events = await stack.enter_async_context(aclosing(_numbered(generation)))
             yield Opened(order, shape, tally, events)
 
@@ -159,7 +159,7 @@ def fingerprint(target: ModelInfo) -> str:
 async def _numbered(generation: Generation) -> AsyncGenerator[tuple[int, Event], None]:
     """Events with the numbers of their choices."""
     firsts = [0]
-    for plan in generation.plans:
+    for plan in generation.requests:
         firsts.append(firsts[-1] + plan.sample_count)
     async for number, event in generation.events:
         yield firsts[number] + event.sample_index, event

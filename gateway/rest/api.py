@@ -52,7 +52,7 @@ async def frames(door: FrontDoor, ask: GenerationRequest) -> AsyncGenerator[byte
     try:
         async with door.open([ask]) as generation:
             target = door.backend.target.present()
-            told = opened(generation.plans[0], door.model_name, target.model_hash, target.numerics_id)
+            told = opened(generation.requests[0], door.model_name, target.model_hash, target.numerics_id)
             admitted = True
             yield _frame("opened", told)
             async for _, event in generation.events:

@@ -6,13 +6,13 @@ Seeds are strings, because 64 bits do not fit into a number of JavaScript.
 from typing import Any
 
 from gateway.generation.generate import CompletionEvent, RoundEvent
-from gateway.generation.request import GenerationPlan
+from gateway.generation.request import CheckedRequest
 from gateway.generation.transcript import RejectedToken, SpeculationFigures, SpokenToken
 from gateway.rounds.round import Round
 from outrider.errors import OutriderError
 
 
-def opened(plan: GenerationPlan, model: str, model_hash: str, numerics_id: str) -> dict[str, Any]:
+def opened(plan: CheckedRequest, model: str, model_hash: str, numerics_id: str) -> dict[str, Any]:
     """The request as it was understood; the first event."""
     spec = plan.spec
     return {

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.generation.frontend import FrontDoor
-from gateway.generation.request import GenerationPlan, GenerationRequest
+from gateway.generation.request import CheckedRequest, GenerationRequest
 from gateway.rest.answering import Answering, Head, Order
 from gateway.rest.asks import CHAT_NAMES, ask_of, check_model, check_prompt_len
 from gateway.rest.chat_request import ChatRequest, Message
@@ -40,7 +40,7 @@ def routes(door: FrontDoor, settings: RestSettings) -> APIRouter:
 
 
 def _order(body: ChatRequest, ask: GenerationRequest, tokenizer: Tokenizer) -> Order:
-    async def shape(head: Head, _: Sequence[GenerationPlan]) -> ChatShape:
+    async def shape(head: Head, _: Sequence[CheckedRequest]) -> ChatShape:
         return ChatShape(head, tokenizer, bool(body.logprobs), bool(body.return_token_ids))
 
     stream = (body.stream_options or StreamOptions()) if body.stream else None

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.generation.frontend import FrontDoor
-from gateway.generation.request import GenerationPlan, GenerationRequest
+from gateway.generation.request import CheckedRequest, GenerationRequest
 from gateway.rest.answering import Answering, Head, Order
 from gateway.rest.asks import TEXT_NAMES, ask_of, check_model, check_prompt_len
 from gateway.rest.completion_request import CompletionRequest
@@ -39,7 +39,7 @@ def completion_order(body: CompletionRequest, tokenizer: Tokenizer, settings: Re
     prompts = body.prompts
     asks = _asks(body, prompts, settings)
 
-    async def shape(head: Head, plans: Sequence[GenerationPlan]) -> TextShape:
+    async def shape(head: Head, plans: Sequence[CheckedRequest]) -> TextShape:
         echo = [await _text(prompt, tokenizer) for prompt in prompts] if body.echo else []
         has_logprobs, has_ids = body.logprobs is not None, bool(body.return_token_ids)
         return TextShape(head, tokenizer, has_logprobs, has_ids, echo, plans[0].sample_count)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from gateway.generation.generate import CompletionEvent, Event
-from gateway.generation.request import GenerationPlan
+from gateway.generation.request import CheckedRequest
 from gateway.rest.responses import Facts, Metrics, PromptTokensDetails, SpeculativeDecoding, Usage
 
 
@@ -14,7 +14,7 @@ from gateway.rest.responses import Facts, Metrics, PromptTokensDetails, Speculat
 class Tally:
     """One entry of `plans` a prompt, each with as many choices as it has samples, numbered through."""
 
-    plans: Sequence[GenerationPlan]
+    plans: Sequence[CheckedRequest]
     max_draft_count: int
     return_rounds: bool = False
     steps: list[tuple[int, int]] = field(default_factory=list)

@@ -11,7 +11,7 @@ from support.markov_services import WORDS, MarkovStack, Mischief, markov_stack, 
 from support.observability import families, findings
 
 from gateway.generation.generate import CompletionEvent, RoundEvent
-from gateway.generation.request import GenerationPlan
+from gateway.generation.request import CheckedRequest
 from gateway.generation.transcript import SpeculationFigures, SpokenToken
 from gateway.metrics import GatewayMetrics
 from gateway.rounds.round import FallbackReason, Round, TokenOrigin, Way
@@ -161,7 +161,7 @@ def test_how_requests_end_before_their_time() -> None:
         metrics.rejected(error)
     for end in (None, asyncio.CancelledError(), PeerLost("gone")):
         metrics.ended(end)
-    plan = GenerationPlan(spec_of([1, 2, 3], max_len=43), (), None, sample_count=2)
+    plan = CheckedRequest(spec_of([1, 2, 3], max_len=43), (), None, sample_count=2)
     metrics.admitted(0.25, [plan])
     found = values(registry)
     assert (found["admission_rejections_total overloaded"], found["admission_rejections_total invalid_request"]) == (

@@ -19,7 +19,7 @@ class Diary:
     def __init__(self) -> None:
         self.entries: list[object] = []
 
-    def admitted(self, waited_s: float, plans: object) -> None:
+    def admitted(self, waited_s: float, requests: object) -> None:
         """A request has its places."""
         self.entries.append("admitted" if waited_s >= 0 else "before it came")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.generation.request import GenerationPlan, GenerationRequest, ServingLimits, check_request
+from gateway.generation.request import CheckedRequest, GenerationRequest, ServingLimits, check_request
 from gateway.text.tokenizer import Tokenizer
 from outrider.errors import InvalidRequest, PromptTooLong
 from outrider.parameters import Acceptance, Rule, SamplingParameters
@@ -17,20 +17,20 @@ LIMITS = ServingLimits(
 REQUEST = GenerationRequest(text="Once upon a time")
 
 
-async def check(request: GenerationRequest) -> GenerationPlan:
+async def check(request: GenerationRequest) -> CheckedRequest:
     """The request with these limits."""
     return await check_request(request, TOKENIZER, LIMITS)
 
 
 async def test_defaults_are_filled_in() -> None:
     """A bare text gets 128 tokens, a seed, the model's EOS and the gateway's own choice of K."""
-    plan = await check(REQUEST)
-    assert plan.spec.token_ids == await TOKENIZER.encode("Once upon a time")
-    assert plan.spec.max_len == plan.spec.prompt_len + 128
-    assert plan.spec.eos_token_ids == {0}
+    request = await check(REQUEST)
+    assert request.spec.token_ids == await TOKENIZER.encode("Once upon a time")
+    assert request.spec.max_len == request.spec.prompt_len + 128
+    assert request.spec.eos_token_ids == {0}
     # What a number of JavaScript holds.
-    assert 0 <= plan.spec.seed < 2**53
-    assert plan.draft_count is None
+    assert 0 <= request.spec.seed < 2**53
+    assert request.draft_count is None
 
 
 async def test_seeds_differ() -> None:
@@ -45,8 +45,8 @@ async def test_token_ids_are_taken_as_they_are() -> None:
 
 async def test_the_default_length_shrinks_to_the_room() -> None:
     """Without max_tokens the output is what the context leaves."""
-    plan = await check(GenerationRequest(token_ids=(5,) * 1000))
-    assert plan.spec.max_len == 1024
+    request = await check(GenerationRequest(token_ids=(5,) * 1000))
+    assert request.spec.max_len == 1024
 
 
 async def test_too_long_names_all_three_numbers() -> None:
@@ -97,8 +97,8 @@ async def test_without_speculation_k_is_zero() -> None:
 
 async def test_ignore_eos_leaves_no_eos() -> None:
     """Under ignore_eos nothing ends the request as end of sequence."""
-    plan = await check(replace(REQUEST, sampling=SamplingParameters(ignore_eos=True)))
-    assert plan.spec.eos_token_ids == frozenset()
+    request = await check(replace(REQUEST, sampling=SamplingParameters(ignore_eos=True)))
+    assert request.spec.eos_token_ids == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -165,8 +165,8 @@ async def test_refusals_are_sentences(change: dict[str, object], sentence: str) 
 
 async def test_a_drafter_is_not_checked_while_nobody_knows_the_names() -> None:
     """Without a draft service any name passes: the request will do without a draft, or the draft will refuse it."""
-    plan = await check_request(replace(REQUEST, drafter="oracle"), TOKENIZER, replace(LIMITS, drafters={}))
-    assert plan.drafter == "oracle"
+    request = await check_request(replace(REQUEST, drafter="oracle"), TOKENIZER, replace(LIMITS, drafters={}))
+    assert request.drafter == "oracle"
     assert (await check(REQUEST)).drafter == ""
 
 
@@ -180,21 +180,21 @@ async def test_a_drafter_that_cannot_serve_the_rule_is_refused() -> None:
 
 async def test_banned_words_become_their_token_sequences() -> None:
     """As they begin a text and as they go on in one; words that share a sequence share it once."""
-    plan = await check(replace(REQUEST, banned_words=("wolf", "wolf", "the queen")))
+    request = await check(replace(REQUEST, banned_words=("wolf", "wolf", "the queen")))
     alone, behind = await TOKENIZER.encode("wolf", special=False), await TOKENIZER.encode(" wolf", special=False)
     assert alone != behind
-    assert plan.spec.banned[:2] == (alone, behind)
-    assert len(plan.spec.banned) == 4
+    assert request.spec.banned[:2] == (alone, behind)
+    assert len(request.spec.banned) == 4
 
 
 async def test_samples_differ_in_their_seeds_only() -> None:
     """The first keeps the request's seed and reads the prompt's log-probabilities; the others draw with their own."""
-    plan = await check(replace(REQUEST, sample_count=8, seed=5, logprob_count=2, echo=True))
-    samples = [plan.sample(index) for index in range(plan.sample_count)]
-    assert samples[0].spec == plan.spec
+    request = await check(replace(REQUEST, sample_count=8, seed=5, logprob_count=2, echo=True))
+    samples = [request.sample(index) for index in range(request.sample_count)]
+    assert samples[0].spec == request.spec
     assert len({sample.spec.seed for sample in samples}) == 8
     assert [sample.spec.prompt_logprobs for sample in samples] == [True] + [False] * 7
-    assert {sample.spec.token_ids for sample in samples} == {plan.spec.token_ids}
+    assert {sample.spec.token_ids for sample in samples} == {request.spec.token_ids}
 
 
 async def test_an_echo_that_no_message_holds_is_refused() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 from support.basics import spec_of
 
 from gateway.generation.generate import CompletionEvent, RoundEvent
-from gateway.generation.request import GenerationPlan
+from gateway.generation.request import CheckedRequest
 from gateway.generation.transcript import PromptToken, SpeculationFigures, SpokenToken
 from gateway.rest.answering import Head
 from gateway.rest.tally import Tally
@@ -34,7 +34,7 @@ def ended(**changes: Any) -> CompletionEvent:
 
 def tally(*steps: tuple[int, int], samples: int = 1, draft_count: int | None = None, ends: int = 1) -> Tally:
     """What has been counted of some verdicts."""
-    plan = GenerationPlan(spec_of([3, 5]), (), draft_count, sample_count=samples)
+    plan = CheckedRequest(spec_of([3, 5]), (), draft_count, sample_count=samples)
     counted = Tally([plan], 4, return_rounds=True)
     for step in steps:
         counted.add(0, said("x", *step))
