@@ -67,7 +67,7 @@ Event = RoundEvent | CompletionEvent
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class RequestContext:
     """What all samples of a request share."""
 
     backend: Backend
@@ -87,7 +87,7 @@ class Prepared:
     """A checked request, of which no service knows anything yet."""
 
     request: CheckedRequest
-    course: Course
+    context: RequestContext
 
     async def events(self, queue_us: int = 0) -> AsyncGenerator[Event, None]:
         """Yields an event for every round of each sample and then its completion. All sessions of a sample are told to
@@ -95,8 +95,8 @@ class Prepared:
 
         queue_us is for how long the request has waited for its turn.
         """
-        course = replace(self.course, queue_us=queue_us)
-        samples = [_sample(self.request.sample(index), course) for index in range(self.request.sample_count)]
+        context = replace(self.context, queue_us=queue_us)
+        samples = [_sample(self.request.sample(index), context) for index in range(self.request.sample_count)]
         async with aclosing(samples[0] if len(samples) == 1 else merged(samples)) as events:
             async for event in events:
                 yield event
@@ -110,38 +110,38 @@ async def prepare(request: GenerationRequest, backend: Backend, time_left_s: flo
     started_ns, expiry = time.perf_counter_ns(), Expiry.after(time_left_s)
     target = await backend.target.greeted(backend.patience.rebuild_budget_s)
     checked = await check_request(request, backend.tokenizer, backend.limits(target))
-    return Prepared(checked, Course(backend, target, expiry, started_ns))
+    return Prepared(checked, RequestContext(backend, target, expiry, started_ns))
 
 
-async def _sample(request: CheckedRequest, course: Course) -> AsyncGenerator[Event, None]:
+async def _sample(request: CheckedRequest, context: RequestContext) -> AsyncGenerator[Event, None]:
     """The events of one sample."""
-    tokenizer = course.backend.tokenizer
+    tokenizer = context.backend.tokenizer
     transcript = Transcript(request.spec.prompt_len, tokenizer.detokenizer(), StopScanner(request.stops))
     first_token_us = 0
-    async with aclosing(decode(request, course.backend, course.target, course.expiry)) as rounds:
+    async with aclosing(decode(request, context.backend, context.target, context.expiry)) as rounds:
         async for committed in rounds:
-            elapsed_us = course.elapsed_us
+            elapsed_us = context.elapsed_us
             first_token_us = first_token_us or elapsed_us
             num_numerics = max(1, len(transcript.numerics_ids))
             tokens = transcript.take(committed)
-            prompt_tokens = await _prompt_tokens(request, course, committed)
+            prompt_tokens = await _prompt_tokens(request, context, committed)
             new_numerics_id = "".join(transcript.numerics_ids[num_numerics:])
-            rejected = _rejected(request, course, committed)
+            rejected = _rejected(request, context, committed)
             index = request.sample_index
             yield RoundEvent(tokens, committed, new_numerics_id, index, prompt_tokens, rejected, elapsed_us)
             if transcript.finish_reason is not None:
                 break
-    yield _completion(request, course, transcript, first_token_us)
+    yield _completion(request, context, transcript, first_token_us)
 
 
 def _completion(
-    request: CheckedRequest, course: Course, transcript: Transcript, first_token_us: int
+    request: CheckedRequest, context: RequestContext, transcript: Transcript, first_token_us: int
 ) -> CompletionEvent:
     """The end of a sample, whose tokens may be audited from now on."""
     text_delta = transcript.finish()
     if transcript.finish_reason is None:
         raise ProtocolViolation("the rounds ended without a finish reason")
-    course.backend.audit.offer(request, transcript, course.target)
+    context.backend.audit.offer(request, transcript, context.target)
     return CompletionEvent(
         finish_reason=transcript.finish_reason,
         prompt_tokens=request.spec.prompt_len,
@@ -149,20 +149,20 @@ def _completion(
         completion_tokens=len(transcript.token_ids),
         seed=request.spec.seed,
         figures=transcript.figures,
-        model_hash=course.target.model_hash,
+        model_hash=context.target.model_hash,
         numerics_ids=tuple(transcript.numerics_ids),
         target_reopens=transcript.target_reopens,
         drift_repairs=transcript.drift_repairs,
         text_delta=text_delta,
         first_token_us=first_token_us,
-        total_us=course.elapsed_us,
-        queue_us=course.queue_us,
+        total_us=context.elapsed_us,
+        queue_us=context.queue_us,
         sample_index=request.sample_index,
         acceptance=request.spec.acceptance,
     )
 
 
-async def _prompt_tokens(request: CheckedRequest, course: Course, committed: Round) -> tuple[PromptToken, ...]:
+async def _prompt_tokens(request: CheckedRequest, context: RequestContext, committed: Round) -> tuple[PromptToken, ...]:
     """The prompt as the client asked to have it echoed, in the round that brings its log-probabilities."""
     spec, logprobs = request.spec, committed.prompt_logprobs
     if not spec.prompt_logprobs or committed.base_len > spec.prompt_len:
@@ -170,15 +170,15 @@ async def _prompt_tokens(request: CheckedRequest, course: Course, committed: Rou
     prompt = spec.token_ids[: spec.prompt_len]
     if len(logprobs) != spec.prompt_len - 1:
         raise ProtocolViolation(f"{len(logprobs)} log-probabilities came for a prompt of {spec.prompt_len} tokens")
-    texts = await course.backend.tokenizer.spell(prompt)
+    texts = await context.backend.tokenizer.spell(prompt)
     return tuple(map(PromptToken, prompt, texts, (None, *logprobs)))
 
 
-def _rejected(request: CheckedRequest, course: Course, committed: Round) -> tuple[RejectedToken, ...]:
+def _rejected(request: CheckedRequest, context: RequestContext, committed: Round) -> tuple[RejectedToken, ...]:
     """The guesses that were not kept, for a request that wants to see them."""
     if not request.spec.draft_logprobs:
         return ()
-    proposal, tokenizer = committed.proposal, course.backend.tokenizer
+    proposal, tokenizer = committed.proposal, context.backend.tokenizer
     return tuple(
         RejectedToken(
             proposal.token_ids[row - 1],
