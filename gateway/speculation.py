@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from gateway.rounds.planner import DraftOutlook, Pace
+from gateway.rounds.planner import DraftOutlook, RoundPlanner
 from gateway.rounds.round import Proposal, Round, TokenLog, Verdict
 
 
@@ -39,15 +39,15 @@ class DraftSession(DraftOutlook, AbstractAsyncContextManager["DraftSession"], Pr
 
 
 async def speculate(
-    log: TokenLog, pace: Pace, target: TargetSession, draft: DraftSession
+    log: TokenLog, planner: RoundPlanner, target: TargetSession, draft: DraftSession
 ) -> AsyncGenerator[Round, None]:
     """Yields the rounds of a request until its log is finished; both sessions are closed whatever happens."""
     async with target, draft:
         while log.finish_reason is None:
             log.begin_round()
-            plan = pace.plan(log, target.outstanding, draft)
+            plan = planner.plan(log, target.outstanding, draft)
             proposal = plan.explain(await draft.propose(plan.draft_count))
             verdict = await target.verify(proposal, plan.plain_budget)
             committed = log.commit(proposal, verdict)
-            pace.observe(committed, log)
+            planner.observe(committed, log)
             yield committed

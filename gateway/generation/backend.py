@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from gateway.generation.audit import ShadowAudit
 from gateway.generation.request import CheckedRequest, ServingLimits
-from gateway.rounds.planner import Pace
+from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import TokenLog
 from gateway.sessions.draft import AbsentDraftSession, RemoteDraftSession
@@ -39,9 +39,9 @@ class Backend:
             drafters=self.draft.info.drafters if self.draft and self.draft.info else {},
         )
 
-    def pace(self, request: CheckedRequest, target: ModelInfo) -> Pace:
+    def planner(self, request: CheckedRequest, target: ModelInfo) -> RoundPlanner:
         """The planner of a request's rounds."""
-        return Pace(self.policy, request.draft_count, request.spec.max_len, target.max_draft_count)
+        return RoundPlanner(self.policy, request.draft_count, request.spec.max_len, target.max_draft_count)
 
     def target_session(
         self, request: CheckedRequest, log: TokenLog, session_id: bytes, target: ModelInfo, expiry: Expiry

@@ -193,6 +193,6 @@ def decode(request: CheckedRequest, backend: Backend, target: ModelInfo, expiry:
     """The rounds of a checked request, over sessions of its own."""
     log = TokenLog(request.spec.token_ids)
     session_id = secrets.token_bytes(16)
-    pace = backend.pace(request, target)
-    draft = backend.draft_session(request, log, session_id, expiry, warm=pace.expects_draft())
-    return speculate(log, pace, backend.target_session(request, log, session_id, target, expiry), draft)
+    planner = backend.planner(request, target)
+    draft = backend.draft_session(request, log, session_id, expiry, warm=planner.expects_draft())
+    return speculate(log, planner, backend.target_session(request, log, session_id, target, expiry), draft)

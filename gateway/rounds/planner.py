@@ -30,7 +30,7 @@ class DraftOutlook(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RoundPlan:
     """One round: draft tokens to ask for, tokens that the target may commit unasked, and why there is no draft."""
 
     draft_count: int
@@ -44,7 +44,7 @@ class Plan:
         return replace(proposal, fallback_reason=self.fallback_reason)
 
 
-class Pace:
+class RoundPlanner:
     """The planner of one request. draft_count None lets the policy choose for every round; 0 never speculates."""
 
     def __init__(self, policy: SpeculationPolicy, draft_count: int | None, max_len: int, max_draft_count: int) -> None:
@@ -53,19 +53,19 @@ class Pace:
         self._max_len = max_len
         self._max_draft_count = max_draft_count
         self._next: Choice | None = None
-        self._stretch = Plan(0, 0)
+        self._stretch = RoundPlan(0, 0)
         self._unasked = False
 
     def expects_draft(self) -> bool:
         """Whether the draft should read the prompt at once, while the target does."""
         return self._choose(self._max_draft_count, ready=False).draft_count > 0
 
-    def plan(self, log: TokenLog, outstanding: int, draft: DraftOutlook) -> Plan:
+    def plan(self, log: TokenLog, outstanding: int, draft: DraftOutlook) -> RoundPlan:
         """Plans the round on top of the log, while the target may still commit `outstanding` tokens unasked."""
         if 2 * outstanding > self._stretch.plain_budget > 0:
             # Nothing is sent in the first half of a stretch, so there is nothing to choose at every token.
             self._unasked = True
-            return Plan(0, 0, self._stretch.fallback_reason)
+            return RoundPlan(0, 0, self._stretch.fallback_reason)
         opening, limit = len(log) == log.prompt_len, min(self._max_draft_count, self._max_len - len(log) - 1)
         past_context = draft.context_len is not None and len(log) + 1 > draft.context_len
         ready = not (opening or outstanding or past_context or draft.obstacle)
@@ -80,20 +80,20 @@ class Pace:
             return self._plain(WAITING_BUDGET, draft.obstacle, opening)
         if outstanding or opening:
             # Choosing waits for the end of the stretch, or for the prompt's own pass.
-            return Plan(0, 0, None if opening else self._stretch.fallback_reason)
+            return RoundPlan(0, 0, None if opening else self._stretch.fallback_reason)
         if choice.rounds > 1:
             self._next = replace(choice, rounds=choice.rounds - 1)
         room = limit if draft.context_len is None else draft.context_len - len(log)
-        return Plan(min(choice.draft_count, limit, room), 0)
+        return RoundPlan(min(choice.draft_count, limit, room), 0)
 
     def observe(self, committed: Round, log: TokenLog) -> None:
         """Passes a round on to the policy, except for the prompt's own pass, which costs what the prompt costs."""
         if committed.base_len > log.prompt_len:
             self._policy.observe(committed, unasked=self._unasked)
 
-    def _plain(self, plain_budget: int, reason: FallbackReason | None = None, opening: bool = False) -> Plan:
-        self._stretch = Plan(0, plain_budget, reason)
-        return Plan(0, plain_budget, None if opening else reason)
+    def _plain(self, plain_budget: int, reason: FallbackReason | None = None, opening: bool = False) -> RoundPlan:
+        self._stretch = RoundPlan(0, plain_budget, reason)
+        return RoundPlan(0, plain_budget, None if opening else reason)
 
     def _choose(self, limit: int, *, ready: bool) -> Choice:
         if self._draft_count is None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.markov import EOS, NUM_TOKENS, MarkovDraft, MarkovModel, MarkovTarget, plain_decoding
 
-from gateway.rounds.planner import Pace
+from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import FallbackReason, Proposal, Round, TokenLog, TokenOrigin, Verdict
 from gateway.speculation import speculate
@@ -27,11 +27,11 @@ class Request:
         self.seed, self.max_len = seed, max_len
         self.target = MarkovTarget(log=self.log, seed=seed, max_len=max_len)
         self.draft = MarkovDraft(log=self.log, seed=seed, **draft)  # type: ignore[arg-type]
-        self.pace = Pace(SpeculationPolicy(), draft_count, max_len, max_draft_count=8)
+        self.planner = RoundPlanner(SpeculationPolicy(), draft_count, max_len, max_draft_count=8)
 
     def rounds(self) -> AsyncIterator[Round]:
         """The rounds of the request."""
-        return speculate(self.log, self.pace, self.target, self.draft)
+        return speculate(self.log, self.planner, self.target, self.draft)
 
     async def run(self) -> list[Round]:
         """All rounds, after checking that together they are what the target alone would have said."""

@@ -1,9 +1,9 @@
-"""Whole requests through pace and policy on a simulated clock: what they learn about a draft, and at what cost."""
+"""Whole requests through planner and policy on a simulated clock: what they learn about a draft, and at what cost."""
 
 import random
 from dataclasses import dataclass, field
 
-from gateway.rounds.planner import Pace
+from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import PROBE_ROUNDS, SpeculationPolicy
 from gateway.rounds.round import FallbackReason, Proposal, TokenLog, Verdict
 
@@ -36,12 +36,12 @@ class Simulation:
     def request(self, max_len: int) -> None:
         """One request."""
         log = TokenLog((1,) * PROMPT_LEN, lambda: self.now_us * 1000)
-        pace = Pace(self.policy, None, max_len, 32)
-        cached_len = PROMPT_LEN if pace.expects_draft() else 0
+        planner = RoundPlanner(self.policy, None, max_len, 32)
+        cached_len = PROMPT_LEN if planner.expects_draft() else 0
         limit = len(log)
         while len(log) < max_len:
             outstanding = max(0, min(limit, max_len) - len(log))
-            plan = pace.plan(log, outstanding, self)
+            plan = planner.plan(log, outstanding, self)
             if plan.draft_count:
                 proposal, verdict = self.draft(plan.draft_count, len(log), len(log) - cached_len)
                 cached_len = len(log)
@@ -52,7 +52,7 @@ class Simulation:
                     limit = len(log) + 1 + plan.plain_budget
             self.now_us += verdict.compute_us
             self.rounds += 1
-            pace.observe(log.commit(proposal, verdict), log)
+            planner.observe(log.commit(proposal, verdict), log)
 
     def draft(self, count: int, base_len: int, catch_up_count: int) -> tuple[Proposal, Verdict]:
         """A speculative round."""

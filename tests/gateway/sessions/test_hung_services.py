@@ -10,7 +10,7 @@ from support.basics import eventually
 from support.markov import MarkovModel
 from support.markov_services import DraftServicer, Mischief, TargetServicer, serving
 
-from gateway.rounds.planner import Pace
+from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import NOTHING, FallbackReason, Proposal, Round, TokenLog
 from gateway.sessions.draft import RemoteDraftSession
@@ -74,9 +74,9 @@ class Pair:
     async def run(self) -> list[Round]:
         """A request with four guesses a round; its tokens are not looked at here."""
         log, session_id = TokenLog(PROMPT), self.session_id()
-        pace = Pace(SpeculationPolicy(), 4, MAX_LEN, max_draft_count=8)
+        planner = RoundPlanner(SpeculationPolicy(), 4, MAX_LEN, max_draft_count=8)
         draft = RemoteDraftSession(Replicas([self.draft_link]), self.deadline, SPEC, log, session_id, warm=True)
-        return [committed async for committed in speculate(log, pace, self.target_session(log), draft)]
+        return [committed async for committed in speculate(log, planner, self.target_session(log), draft)]
 
 
 class Link(ServiceLink):

@@ -12,7 +12,7 @@ from support.basics import eventually
 from support.markov import MarkovModel, plain_decoding
 from support.markov_services import DraftServicer, MarkovSession, Mischief, Service, TargetServicer, serving
 
-from gateway.rounds.planner import Pace
+from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import NOTHING, TokenLog
 from gateway.sessions.draft import RemoteDraftSession
@@ -135,8 +135,8 @@ async def test_a_draft_that_sends_no_valid_message_costs_no_request(monkeypatch:
         )
         log = TokenLog(PROMPT)
         draft = RemoteDraftSession(Replicas([draft_link]), DraftDeadline(), SPEC, log, os.urandom(16), warm=True)
-        pace = Pace(SpeculationPolicy(), 4, MAX_LEN, max_draft_count=8)
-        rounds = [committed async for committed in speculate(log, pace, session([link], log), draft)]
+        planner = RoundPlanner(SpeculationPolicy(), 4, MAX_LEN, max_draft_count=8)
+        rounds = [committed async for committed in speculate(log, planner, session([link], log), draft)]
         assert log.tokens() == plain_decoding(serves.model, PROMPT, SEED, MAX_LEN)
         assert {committed.draft_count for committed in rounds} == {0}
 

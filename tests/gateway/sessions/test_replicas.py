@@ -9,7 +9,7 @@ from support.basics import eventually
 from support.markov import MarkovModel, plain_decoding
 from support.markov_services import DraftServicer, Mischief, TargetServicer, serving
 
-from gateway.rounds.planner import Pace
+from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import Round, TokenLog
 from gateway.sessions.draft import RemoteDraftSession
@@ -40,11 +40,11 @@ class World:
     async def rounds(self, draft_count: int) -> AsyncIterator[Round]:
         """The rounds of one request."""
         log = TokenLog(PROMPT)
-        pace = Pace(SpeculationPolicy(), draft_count, MAX_LEN, max_draft_count=8)
+        planner = RoundPlanner(SpeculationPolicy(), draft_count, MAX_LEN, max_draft_count=8)
         target = RemoteTargetSession(self.target, self.patience, SPEC, log, b"0123456789abcdef", "hash")
         deadline = DraftDeadline(0.5, 0.5)
         draft = RemoteDraftSession(self.draft, deadline, SPEC, log, b"0123456789abcdef", warm=draft_count > 0)
-        async with aclosing(speculate(log, pace, target, draft)) as rounds:
+        async with aclosing(speculate(log, planner, target, draft)) as rounds:
             async for committed in rounds:
                 yield committed
 

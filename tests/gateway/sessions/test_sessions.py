@@ -10,7 +10,7 @@ from support.basics import eventually
 from support.markov import MarkovModel, plain_decoding
 from support.markov_services import GARBAGE, DraftServicer, Mischief, Service, TargetServicer, serving
 
-from gateway.rounds.planner import Pace
+from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import FallbackReason, Round, TokenLog
 from gateway.sessions.draft import RemoteDraftSession
@@ -43,11 +43,11 @@ class Pair:
         """The rounds of one request."""
         spec = SessionSpec(PROMPT, len(PROMPT), SamplingParameters(), SEED, MAX_LEN, frozenset({0}), frozenset())
         log, session_id = TokenLog(PROMPT), b"0123456789abcdef"
-        pace = Pace(SpeculationPolicy(), draft_count, MAX_LEN, max_draft_count=8)
+        planner = RoundPlanner(SpeculationPolicy(), draft_count, MAX_LEN, max_draft_count=8)
         target = RemoteTargetSession(Replicas([self.target_link]), self.patience, spec, log, session_id, "hash")
         drafts = Replicas([self.draft_link])
-        draft = RemoteDraftSession(drafts, self.deadline, spec, log, session_id, pace.expects_draft())
-        async with aclosing(speculate(log, pace, target, draft)) as rounds:
+        draft = RemoteDraftSession(drafts, self.deadline, spec, log, session_id, planner.expects_draft())
+        async with aclosing(speculate(log, planner, target, draft)) as rounds:
             async for committed in rounds:
                 yield committed
 
