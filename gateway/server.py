@@ -25,7 +25,7 @@ from gateway.rest.settings import RestSettings
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.sessions.link import ModelInfo, ServiceLink
 from gateway.sessions.replicas import Replicas, report_readiness
-from gateway.sessions.timeouts import NEVER, DraftDeadline, Patience
+from gateway.sessions.timeouts import NEVER, DraftDeadline, TargetTimeouts
 from gateway.settings import GatewaySettings, listed
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
@@ -143,7 +143,7 @@ def _backend(settings: GatewaySettings, tokenizer: Tokenizer, registry: Collecto
         draft=Replicas(drafts) if drafts else None,
         policy=SpeculationPolicy(),
         deadline=DraftDeadline(settings.draft_deadline_least_s, settings.draft_deadline_most_s),
-        patience=Patience(stall_s=settings.stall_s, rebuild_budget_s=settings.rebuild_budget_s),
+        target_timeouts=TargetTimeouts(stall_s=settings.stall_s, rebuild_budget_s=settings.rebuild_budget_s),
         audit=ShadowAudit(settings.audit_fraction, registry),
     )
 
@@ -162,18 +162,18 @@ def _fits(vocabulary: Vocabulary, tokenizer: str) -> Callable[[ModelInfo], None]
     return check
 
 
-async def _await_target(target: Replicas, patience_s: float) -> None:
-    until_s = time.monotonic() + patience_s
+async def _await_target(target: Replicas, timeout_s: float) -> None:
+    until_s = time.monotonic() + timeout_s
     while not await target.settled(min(PROGRESS_S, max(0.0, until_s - time.monotonic()))):
         if time.monotonic() >= until_s:
-            raise NotReady(f"{target} did not answer within {patience_s:g} seconds", address=target.links[0].address)
+            raise NotReady(f"{target} did not answer within {timeout_s:g} seconds", address=target.links[0].address)
         log.warning("waiting", service=str(target), seconds_left=round(until_s - time.monotonic()))
     target.present()
 
 
-async def _await_draft(draft: Replicas, patience_s: float) -> None:
+async def _await_draft(draft: Replicas, timeout_s: float) -> None:
     """Gives the draft a moment; raises only what its answer says about it, because later nobody would read it."""
-    if not await draft.settled(patience_s):
+    if not await draft.settled(timeout_s):
         log.warning("serving without the draft until it answers", service=str(draft))
     elif draft.info is None and draft.misfit is not None:
         raise draft.misfit

@@ -11,7 +11,7 @@ from gateway.sessions.draft import AbsentDraftSession, RemoteDraftSession
 from gateway.sessions.link import ModelInfo
 from gateway.sessions.replicas import Replicas
 from gateway.sessions.target import RemoteTargetSession
-from gateway.sessions.timeouts import DraftDeadline, Expiry, Patience
+from gateway.sessions.timeouts import DraftDeadline, Expiry, TargetTimeouts
 from gateway.speculation import DraftSession, TargetSession
 from gateway.text.tokenizer import Tokenizer
 
@@ -25,7 +25,7 @@ class Backend:
     draft: Replicas | None
     policy: SpeculationPolicy
     deadline: DraftDeadline
-    patience: Patience
+    target_timeouts: TargetTimeouts
     audit: ShadowAudit
 
     def limits(self, target: ModelInfo) -> ServingLimits:
@@ -47,7 +47,9 @@ class Backend:
         self, request: CheckedRequest, log: TokenLog, session_id: bytes, target: ModelInfo, expiry: Expiry
     ) -> TargetSession:
         """A session that opens with its first round, on this target or a replica of it."""
-        return RemoteTargetSession(self.target, self.patience, request.spec, log, session_id, target.model_hash, expiry)
+        return RemoteTargetSession(
+            self.target, self.target_timeouts, request.spec, log, session_id, target.model_hash, expiry
+        )
 
     def draft_session(
         self, request: CheckedRequest, log: TokenLog, session_id: bytes, expiry: Expiry, *, warm: bool

@@ -89,10 +89,10 @@ class Replicas:
             for task in waits:
                 task.cancel()
 
-    async def greeted(self, patience_s: float) -> ModelInfo:
+    async def greeted(self, timeout_s: float) -> ModelInfo:
         """As `present`, but waits a little for services that are being greeted again."""
         loop = asyncio.get_running_loop()
-        until_s = loop.time() + patience_s
+        until_s = loop.time() + timeout_s
         while True:
             if self.info or all(link.misfit for link in self.links) or loop.time() >= until_s:
                 return self.present()

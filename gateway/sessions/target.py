@@ -17,7 +17,7 @@ from gateway.rounds.round import Proposal, TokenLog, Verdict, Way
 from gateway.sessions.link import ServiceLink
 from gateway.sessions.replicas import Need, Replicas
 from gateway.sessions.stream import MessageStream
-from gateway.sessions.timeouts import NEVER, Expiry, Outage, Patience, RequestExpired
+from gateway.sessions.timeouts import NEVER, Expiry, Outage, RequestExpired, TargetTimeouts
 from outrider import tracing
 from outrider.errors import NotReady, OutriderError, PeerLost, ProtocolViolation
 from outrider.logs import session_prefix
@@ -179,7 +179,7 @@ class RemoteTargetSession:
     def __init__(
         self,
         replicas: Replicas,
-        patience: Patience,
+        timeouts: TargetTimeouts,
         spec: SessionSpec,
         token_log: TokenLog,
         session_id: bytes,
@@ -188,7 +188,7 @@ class RemoteTargetSession:
     ) -> None:
         """`model_hash` names the weights with which the request began; no others go on with it."""
         self._replicas = replicas
-        self._patience = patience
+        self._timeouts = timeouts
         self._spec = spec
         self._log = token_log
         self._session_id = session_id
@@ -240,7 +240,7 @@ class RemoteTargetSession:
     async def _exchange(self, proposal: Proposal, plain_budget: int) -> pb.VerifyResponse:
         """The answer of the first target that gives one."""
         loop = asyncio.get_running_loop()
-        outage = Outage(self._patience.rebuild_budget_s, loop.time())
+        outage = Outage(self._timeouts.rebuild_budget_s, loop.time())
         refusals, outages = 0, 1
         while True:
             if self._has_drifted:
@@ -259,7 +259,7 @@ class RemoteTargetSession:
                 stream.peer.report_lost()
                 if self._has_worked and outages < MAX_OUTAGES:
                     # The budget is for the time without a target, and until now there was one.
-                    outage, outages = Outage(self._patience.rebuild_budget_s, loop.time()), outages + 1
+                    outage, outages = Outage(self._timeouts.rebuild_budget_s, loop.time()), outages + 1
                 await asyncio.sleep(outage.pause_s(error, loop.time()))
             else:
                 if response.WhichOneof("answer") == "verdict":
@@ -275,15 +275,15 @@ class RemoteTargetSession:
         """A stream on the first target that can take the session, in a new epoch; raises PeerLost when time is up."""
         peer = await self._replicas.wait(self._session_id, self._need, until_s, self._failed)
         peer.breaker.enter(self._session_id)
-        left_s, patience_s = self._expiry.left_s(), self._patience.deadline.most_s
-        self._stream = TargetStream(peer, self._spec, self._log, self._next_fence(), left_s, patience_s)
+        left_s, write_timeout_s = self._expiry.left_s(), self._timeouts.deadline.most_s
+        self._stream = TargetStream(peer, self._spec, self._log, self._next_fence(), left_s, write_timeout_s)
         self._survived.num_opens += 1
         self._has_worked = False
         return self._stream
 
     async def _attempt(self, stream: TargetStream, proposal: Proposal, plain_budget: int) -> pb.VerifyResponse:
         """One request and its answer. A working target that owes it is asked again; fencing makes that safe."""
-        loop, deadline_s = asyncio.get_running_loop(), self._patience.deadline.seconds()
+        loop, deadline_s = asyncio.get_running_loop(), self._timeouts.deadline.seconds()
         started_s, was_opening = loop.time(), stream.is_opening
         # A working target may take its time, for a long prompt or in a full pool.
         allowance_s = deadline_s + PROMPT_TOKEN_S * len(self._log) * was_opening
@@ -299,13 +299,13 @@ class RemoteTargetSession:
                 continue
             if num_asked == 1 and not was_opening:
                 # Prompts and repetitions say nothing about how long a round takes.
-                self._patience.deadline.observe(loop.time() - started_s)
+                self._timeouts.deadline.observe(loop.time() - started_s)
             return response
 
     async def _check_working(self, peer: ServiceLink, waited_s: float, allowance_s: float) -> None:
         """Raises PeerLost about a target that hangs, and Unanswered when it is better to open the session again."""
         if await self._is_known_to_work(peer):
-            if waited_s >= min(2**self._num_unanswered, MOST_TIMES_AS_LONG) * self._patience.answer_s + allowance_s:
+            if waited_s >= min(2**self._num_unanswered, MOST_TIMES_AS_LONG) * self._timeouts.answer_s + allowance_s:
                 raise self._unanswered(peer)
         elif waited_s >= allowance_s and self._has_spare(peer):
             raise Unanswered(f"{peer} takes no calls, and a spare is there")
@@ -318,7 +318,7 @@ class RemoteTargetSession:
         stalled_s = await peer.stalled_s()
         if stalled_s is None:
             return False
-        if stalled_s > self._patience.stall_s:
+        if stalled_s > self._timeouts.stall_s:
             error = PeerLost(f"{peer} does not answer requests")
             peer.breaker.failed(self._session_id, error)
             raise error

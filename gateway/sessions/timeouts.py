@@ -78,7 +78,7 @@ class RequestExpired(OutriderError):
 
 @dataclass(frozen=True, slots=True)
 class Expiry:
-    """The end of the client's own patience, on the running loop's clock; None for no end."""
+    """When the client gives up, on the running loop's clock; None for no end."""
 
     at_s: float | None = None
 
@@ -102,7 +102,7 @@ NEVER = Expiry()
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class TargetTimeouts:
     """With a target: until it is looked at; seconds for which its device may finish nothing, it may be away, and it may
     work without an answer before the session is opened again.
     """

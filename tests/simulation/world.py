@@ -34,7 +34,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.rounds.policy import Choice, SpeculationPolicy
 from gateway.sessions.link import BREAKERS, CircuitBreaker, ServiceLink
 from gateway.sessions.replicas import Replicas
-from gateway.sessions.timeouts import DraftDeadline, Patience
+from gateway.sessions.timeouts import DraftDeadline, TargetTimeouts
 from gateway.text.chat_template import ChatTemplate
 from outrider.parameters import Rule
 from outrider.rpc.errors import error_from
@@ -173,9 +173,9 @@ class World:
             return made
 
         target, draft = Replicas([link("target", each) for each in TARGETS]), Replicas([link("draft", DRAFT)])
-        patience = Patience(rebuild_budget_s=BUDGET_S)
+        timeouts = TargetTimeouts(rebuild_budget_s=BUDGET_S)
         audit = ShadowAudit(0.0, CollectorRegistry())
-        backend = Backend(models().tokenizer, target, draft, self._policy, DraftDeadline(), patience, audit)
+        backend = Backend(models().tokenizer, target, draft, self._policy, DraftDeadline(), timeouts, audit)
         server = Server(self._loop, GATEWAY, wrap=self._with_await_points)
         metrics = GatewayMetrics(CollectorRegistry())
         door = FrontDoor(backend, Admission(64, 64), metrics, ChatTemplate(), "model")

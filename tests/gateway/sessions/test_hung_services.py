@@ -17,7 +17,7 @@ from gateway.sessions.draft import RemoteDraftSession
 from gateway.sessions.link import CircuitBreaker, ModelInfo, ServiceLink
 from gateway.sessions.replicas import Replicas
 from gateway.sessions.target import RemoteTargetSession
-from gateway.sessions.timeouts import DraftDeadline, Patience, RoundDeadline
+from gateway.sessions.timeouts import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.speculation import speculate
 from outrider.errors import PeerLost
 from outrider.parameters import SamplingParameters, SessionSpec
@@ -56,7 +56,9 @@ class Pair:
     draft_link: ServiceLink
     clock: Clock = field(default_factory=Clock)
     deadline: DraftDeadline = field(default_factory=lambda: DraftDeadline(0.05, 0.05))
-    patience: Patience = field(default_factory=lambda: Patience(RoundDeadline(0.05, 0.05), rebuild_budget_s=0.3))
+    timeouts: TargetTimeouts = field(
+        default_factory=lambda: TargetTimeouts(RoundDeadline(0.05, 0.05), rebuild_budget_s=0.3)
+    )
     num_sessions: int = 0
 
     def __post_init__(self) -> None:
@@ -69,7 +71,7 @@ class Pair:
 
     def target_session(self, log: TokenLog) -> RemoteTargetSession:
         """A target session with a name of its own."""
-        return RemoteTargetSession(Replicas([self.target_link]), self.patience, SPEC, log, self.session_id(), "hash")
+        return RemoteTargetSession(Replicas([self.target_link]), self.timeouts, SPEC, log, self.session_id(), "hash")
 
     async def run(self) -> list[Round]:
         """A request with four guesses a round; its tokens are not looked at here."""

@@ -19,7 +19,7 @@ from gateway.sessions.draft import RemoteDraftSession
 from gateway.sessions.link import ModelInfo, ServiceLink
 from gateway.sessions.replicas import Replicas
 from gateway.sessions.target import RemoteTargetSession
-from gateway.sessions.timeouts import DraftDeadline, Patience, RoundDeadline
+from gateway.sessions.timeouts import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.speculation import speculate
 from outrider.errors import Overloaded, PeerLost, VocabularyMismatch
 from outrider.parameters import SamplingParameters, SessionSpec
@@ -30,7 +30,7 @@ from outrider.v1 import model_service_pb2 as model_pb
 
 PROMPT, SEED, MAX_LEN = (3, 5), 9, 40
 SPEC = SessionSpec(PROMPT, len(PROMPT), SamplingParameters(), SEED, MAX_LEN, frozenset({0}), frozenset())
-PATIENCE = Patience(RoundDeadline(0.1, 0.1), rebuild_budget_s=0.5)
+TIMEOUTS = TargetTimeouts(RoundDeadline(0.1, 0.1), rebuild_budget_s=0.5)
 GARBAGE = b"\xff\xff\xff"
 
 
@@ -63,10 +63,10 @@ def target(**fields: Any) -> TargetServicer:
 
 
 def session(
-    links: list[ServiceLink], log: TokenLog | None = None, patience: Patience = PATIENCE
+    links: list[ServiceLink], log: TokenLog | None = None, timeouts: TargetTimeouts = TIMEOUTS
 ) -> RemoteTargetSession:
     """A session of a request of its own, unless a log is given."""
-    return RemoteTargetSession(Replicas(links), patience, SPEC, log or TokenLog(PROMPT), os.urandom(16), "hash")
+    return RemoteTargetSession(Replicas(links), timeouts, SPEC, log or TokenLog(PROMPT), os.urandom(16), "hash")
 
 
 async def test_a_trial_ends_with_its_stream() -> None:
@@ -89,8 +89,8 @@ async def test_a_target_that_works_is_open_to_all() -> None:
         slow = target(mischief={1: Mischief.FROZEN})
         link, _ = await links.to(slow)
         link.breaker.failed(b"earlier", PeerLost("hung"))
-        patience = Patience(RoundDeadline(0.3, 0.3), rebuild_budget_s=5.0, answer_s=0.5)
-        async with session([link], patience=patience) as on_trial, session([link], patience=patience) as other:
+        timeouts = TargetTimeouts(RoundDeadline(0.3, 0.3), rebuild_budget_s=5.0, answer_s=0.5)
+        async with session([link], timeouts=timeouts) as on_trial, session([link], timeouts=timeouts) as other:
             waiting = asyncio.create_task(on_trial.verify(NOTHING, 0))
             await eventually(lambda: slow.answers == 1)
             await other.verify(NOTHING, 0)

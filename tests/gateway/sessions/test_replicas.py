@@ -16,7 +16,7 @@ from gateway.sessions.draft import RemoteDraftSession
 from gateway.sessions.link import ModelInfo, ServiceLink
 from gateway.sessions.replicas import Replicas
 from gateway.sessions.target import RemoteTargetSession
-from gateway.sessions.timeouts import DraftDeadline, Patience, RoundDeadline
+from gateway.sessions.timeouts import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.speculation import speculate
 from outrider.errors import PeerLost
 from outrider.parameters import SamplingParameters, SessionSpec
@@ -35,13 +35,13 @@ class World:
     target: Replicas
     draft: Replicas
     lives: list[AsyncExitStack]
-    patience: Patience
+    timeouts: TargetTimeouts
 
     async def rounds(self, draft_count: int) -> AsyncIterator[Round]:
         """The rounds of one request."""
         log = TokenLog(PROMPT)
         planner = RoundPlanner(SpeculationPolicy(), draft_count, MAX_LEN, max_draft_count=8)
-        target = RemoteTargetSession(self.target, self.patience, SPEC, log, b"0123456789abcdef", "hash")
+        target = RemoteTargetSession(self.target, self.timeouts, SPEC, log, b"0123456789abcdef", "hash")
         deadline = DraftDeadline(0.5, 0.5)
         draft = RemoteDraftSession(self.draft, deadline, SPEC, log, b"0123456789abcdef", warm=draft_count > 0)
         async with aclosing(speculate(log, planner, target, draft)) as rounds:
@@ -73,8 +73,8 @@ async def world() -> AsyncIterator[World]:
             links.append(ServiceLink("target" if service in targets else "draft", address, accept))
             stack.push_async_callback(links[-1].close)
             assert await links[-1].settled(5)
-        patience = Patience(RoundDeadline(0.1, 0.1), rebuild_budget_s=0.5)
-        yield World(targets, drafts, Replicas(links[:2]), Replicas(links[2:]), lives, patience)
+        timeouts = TargetTimeouts(RoundDeadline(0.1, 0.1), rebuild_budget_s=0.5)
+        yield World(targets, drafts, Replicas(links[:2]), Replicas(links[2:]), lives, timeouts)
 
 
 @pytest.mark.parametrize("draft_count", [0, 4])

@@ -17,7 +17,7 @@ from gateway.sessions.draft import RemoteDraftSession
 from gateway.sessions.link import ModelInfo, ServiceLink, WrongService
 from gateway.sessions.replicas import Replicas
 from gateway.sessions.target import RemoteTargetSession
-from gateway.sessions.timeouts import DraftDeadline, Patience, RoundDeadline
+from gateway.sessions.timeouts import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.speculation import speculate
 from outrider.errors import PeerLost, VocabularyMismatch
 from outrider.parameters import SamplingParameters, SessionSpec
@@ -37,14 +37,14 @@ class Pair:
     target_link: ServiceLink
     draft_link: ServiceLink
     deadline: DraftDeadline
-    patience: Patience = field(default_factory=Patience)
+    timeouts: TargetTimeouts = field(default_factory=TargetTimeouts)
 
     async def rounds(self, draft_count: int | None = 4) -> AsyncIterator[Round]:
         """The rounds of one request."""
         spec = SessionSpec(PROMPT, len(PROMPT), SamplingParameters(), SEED, MAX_LEN, frozenset({0}), frozenset())
         log, session_id = TokenLog(PROMPT), b"0123456789abcdef"
         planner = RoundPlanner(SpeculationPolicy(), draft_count, MAX_LEN, max_draft_count=8)
-        target = RemoteTargetSession(Replicas([self.target_link]), self.patience, spec, log, session_id, "hash")
+        target = RemoteTargetSession(Replicas([self.target_link]), self.timeouts, spec, log, session_id, "hash")
         drafts = Replicas([self.draft_link])
         draft = RemoteDraftSession(drafts, self.deadline, spec, log, session_id, planner.expects_draft())
         async with aclosing(speculate(log, planner, target, draft)) as rounds:
@@ -215,7 +215,7 @@ async def test_a_target_that_always_forgets_is_given_up() -> None:
 async def test_a_lost_target_gets_the_session_again(mischief: Mischief) -> None:
     """A target whose stream breaks, or which leaves a request unanswered, costs no token and no request."""
     async with pair_of() as pair:
-        pair.target.mischief, pair.patience = {4: mischief}, Patience(RoundDeadline(0.05, 0.1), answer_s=0.1)
+        pair.target.mischief, pair.timeouts = {4: mischief}, TargetTimeouts(RoundDeadline(0.05, 0.1), answer_s=0.1)
         rounds = await pair.run()
         assert [committed.target_reopens for committed in rounds if committed.target_reopens] == [1]
 
