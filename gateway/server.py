@@ -142,7 +142,7 @@ def _backend(settings: GatewaySettings, tokenizer: Tokenizer, registry: Collecto
         target=target,
         draft=Replicas(drafts) if drafts else None,
         policy=SpeculationPolicy(),
-        deadline=DraftDeadline(settings.draft_deadline_least_s, settings.draft_deadline_most_s),
+        draft_deadline=DraftDeadline(settings.draft_deadline_least_s, settings.draft_deadline_most_s),
         target_timeouts=TargetTimeouts(stall_s=settings.stall_s, rebuild_budget_s=settings.rebuild_budget_s),
         audit=ShadowAudit(settings.audit_fraction, registry),
     )

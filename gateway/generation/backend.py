@@ -11,7 +11,7 @@ from gateway.sessions.draft import AbsentDraftSession, RemoteDraftSession
 from gateway.sessions.link import ModelInfo
 from gateway.sessions.replicas import Replicas
 from gateway.sessions.target import RemoteTargetSession
-from gateway.sessions.timeouts import DraftDeadline, Expiry, TargetTimeouts
+from gateway.sessions.timeouts import Deadline, DraftDeadline, TargetTimeouts
 from gateway.speculation import DraftSession, TargetSession
 from gateway.text.tokenizer import Tokenizer
 
@@ -24,7 +24,7 @@ class Backend:
     target: Replicas
     draft: Replicas | None
     policy: SpeculationPolicy
-    deadline: DraftDeadline
+    draft_deadline: DraftDeadline
     target_timeouts: TargetTimeouts
     audit: ShadowAudit
 
@@ -44,19 +44,19 @@ class Backend:
         return RoundPlanner(self.policy, request.draft_count, request.spec.max_len, target.max_draft_count)
 
     def target_session(
-        self, request: CheckedRequest, log: TokenLog, session_id: bytes, target: ModelInfo, expiry: Expiry
+        self, request: CheckedRequest, log: TokenLog, session_id: bytes, target: ModelInfo, deadline: Deadline
     ) -> TargetSession:
         """A session that opens with its first round, on this target or a replica of it."""
         return RemoteTargetSession(
-            self.target, self.target_timeouts, request.spec, log, session_id, target.model_hash, expiry
+            self.target, self.target_timeouts, request.spec, log, session_id, target.model_hash, deadline
         )
 
     def draft_session(
-        self, request: CheckedRequest, log: TokenLog, session_id: bytes, expiry: Expiry, *, warm: bool
+        self, request: CheckedRequest, log: TokenLog, session_id: bytes, deadline: Deadline, *, warm: bool
     ) -> DraftSession:
         """A draft session that reads the prompt at once when warm."""
         if self.draft is None:
             return AbsentDraftSession()
         return RemoteDraftSession(
-            self.draft, self.deadline, request.spec, log, session_id, warm, request.drafter, expiry
+            self.draft, self.draft_deadline, request.spec, log, session_id, warm, request.drafter, deadline
         )

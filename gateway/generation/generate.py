@@ -19,7 +19,7 @@ from gateway.generation.transcript import (
 )
 from gateway.rounds.round import Round, TokenLog
 from gateway.sessions.link import ModelInfo
-from gateway.sessions.timeouts import Expiry
+from gateway.sessions.timeouts import Deadline
 from gateway.speculation import speculate
 from outrider.errors import ProtocolViolation
 from outrider.parameters import Acceptance, FinishReason
@@ -72,7 +72,7 @@ class RequestContext:
 
     backend: Backend
     target: ModelInfo
-    expiry: Expiry
+    deadline: Deadline
     started_ns: int
     queue_us: int = 0
 
@@ -107,10 +107,10 @@ async def prepare(request: GenerationRequest, backend: Backend, time_left_s: flo
 
     `time_left_s` is what the client's deadline leaves, and also becomes that of the services; None for no end.
     """
-    started_ns, expiry = time.perf_counter_ns(), Expiry.after(time_left_s)
+    started_ns, deadline = time.perf_counter_ns(), Deadline.after(time_left_s)
     target = await backend.target.greeted(backend.target_timeouts.rebuild_budget_s)
     checked = await check_request(request, backend.tokenizer, backend.limits(target))
-    return Prepared(checked, RequestContext(backend, target, expiry, started_ns))
+    return Prepared(checked, RequestContext(backend, target, deadline, started_ns))
 
 
 async def _sample(request: CheckedRequest, context: RequestContext) -> AsyncGenerator[Event, None]:
@@ -118,7 +118,7 @@ async def _sample(request: CheckedRequest, context: RequestContext) -> AsyncGene
     tokenizer = context.backend.tokenizer
     transcript = Transcript(request.spec.prompt_len, tokenizer.detokenizer(), StopScanner(request.stops))
     first_token_us = 0
-    async with aclosing(decode(request, context.backend, context.target, context.expiry)) as rounds:
+    async with aclosing(decode(request, context.backend, context.target, context.deadline)) as rounds:
         async for committed in rounds:
             elapsed_us = context.elapsed_us
             first_token_us = first_token_us or elapsed_us
@@ -189,10 +189,12 @@ def _rejected(request: CheckedRequest, context: RequestContext, committed: Round
     )
 
 
-def decode(request: CheckedRequest, backend: Backend, target: ModelInfo, expiry: Expiry) -> AsyncGenerator[Round, None]:
+def decode(
+    request: CheckedRequest, backend: Backend, target: ModelInfo, deadline: Deadline
+) -> AsyncGenerator[Round, None]:
     """The rounds of a checked request, over sessions of its own."""
     log = TokenLog(request.spec.token_ids)
     session_id = secrets.token_bytes(16)
     planner = backend.planner(request, target)
-    draft = backend.draft_session(request, log, session_id, expiry, warm=planner.expects_draft())
-    return speculate(log, planner, backend.target_session(request, log, session_id, target, expiry), draft)
+    draft = backend.draft_session(request, log, session_id, deadline, warm=planner.expects_draft())
+    return speculate(log, planner, backend.target_session(request, log, session_id, target, deadline), draft)

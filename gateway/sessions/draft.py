@@ -16,7 +16,7 @@ from gateway.rounds.round import NOTHING, FallbackReason, Proposal, TokenLog, Wa
 from gateway.sessions.link import ModelInfo, ServiceLink
 from gateway.sessions.replicas import Replicas
 from gateway.sessions.stream import MessageStream
-from gateway.sessions.timeouts import NEVER, DraftDeadline, Expiry
+from gateway.sessions.timeouts import NEVER, Deadline, DraftDeadline
 from outrider import tracing
 from outrider.errors import InvalidRequest, NotReady, OutriderError, PeerLost, ProtocolViolation
 from outrider.logs import session_prefix
@@ -138,22 +138,22 @@ class RemoteDraftSession:
     def __init__(
         self,
         replicas: Replicas,
-        deadline: DraftDeadline,
+        draft_deadline: DraftDeadline,
         spec: SessionSpec,
         token_log: TokenLog,
         session_id: bytes,
         warm: bool,
         drafter: str = "",
-        expiry: Expiry = NEVER,
+        deadline: Deadline = NEVER,
     ) -> None:
         self._replicas = replicas
-        self._deadline = deadline
+        self._draft_deadline = draft_deadline
         self._spec = spec
         self._log = token_log
         self._session_id = session_id
         self._warm = warm
         self._drafter = drafter
-        self._expiry = expiry
+        self._deadline = deadline
         self._stream: DraftStream | None = None
         self._last = replicas.links[0]  # the draft that was asked last
         self._epoch = 0
@@ -192,7 +192,7 @@ class RemoteDraftSession:
         fits = peer is not None and peer.info is not None and len(self._log) <= peer.info.context_len
         if self._warm and peer is not None and fits and not peer.breaker.is_open:
             try:
-                await self._ask(peer, 0, self._deadline.most_s)
+                await self._ask(peer, 0, self._draft_deadline.most_s)
             except (TimeoutError, OutriderError) as error:
                 await self._drop(error)
         return self
@@ -213,18 +213,18 @@ class RemoteDraftSession:
             return NOTHING
         clock_s = asyncio.get_running_loop().time
         catch_up_count = len(self._log) - (self._stream.cached_len if self._stream is not None else 0)
-        timeout_s, started_s = self._deadline.seconds(catch_up_count), clock_s()
+        timeout_s, started_s = self._draft_deadline.seconds(catch_up_count), clock_s()
         try:
             stream, response = await self._exchange(draft_count, started_s + timeout_s)
             wait_us = int(1e6 * (clock_s() - started_s))
             proposal = stream.proposal(response, draft_count, catch_up_count, wait_us)
         except TimeoutError as error:
-            self._deadline.missed()
+            self._draft_deadline.missed()
             self._last.breaker.failed(self._session_id, error, timeout_s)
             return self._late(timeout_s)
         except OutriderError as error:
             return await self._drop(error)
-        self._deadline.observe(wait_us / 1e6, catch_up_count)
+        self._draft_deadline.observe(wait_us / 1e6, catch_up_count)
         stream.peer.breaker.answered()
         self._faults /= 2
         return self._repaired(proposal, response.cached_len)
@@ -250,7 +250,7 @@ class RemoteDraftSession:
             await self._forget()
         peer.breaker.enter(self._session_id)
         if self._stream is None:
-            self._stream = DraftStream(peer, self._spec, self._log, self._drafter, self._expiry.left_s())
+            self._stream = DraftStream(peer, self._spec, self._log, self._drafter, self._deadline.left_s())
             self._epoch += 1
         await self._stream.ask(self._fence(), draft_count, timeout_s)
         return self._stream
@@ -295,7 +295,7 @@ class RemoteDraftSession:
         """Gives the session up after a fault; it is opened again when the draft may be asked again."""
         self._tell("draft session lost", reason=str(error) or "no answer")
         await self._forget()
-        if not isinstance(error, PeerLost | NotReady | TimeoutError) or self._expiry.has_come:
+        if not isinstance(error, PeerLost | NotReady | TimeoutError) or self._deadline.has_come:
             self._last.breaker.left(self._session_id)
             return self._fault(FallbackReason.DRAFT_REFUSED)
         self._last.breaker.failed(self._session_id, error)

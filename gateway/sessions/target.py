@@ -17,7 +17,7 @@ from gateway.rounds.round import Proposal, TokenLog, Verdict, Way
 from gateway.sessions.link import ServiceLink
 from gateway.sessions.replicas import Need, Replicas
 from gateway.sessions.stream import MessageStream
-from gateway.sessions.timeouts import NEVER, Expiry, Outage, RequestExpired, TargetTimeouts
+from gateway.sessions.timeouts import NEVER, Deadline, Outage, RequestExpired, TargetTimeouts
 from outrider import tracing
 from outrider.errors import NotReady, OutriderError, PeerLost, ProtocolViolation
 from outrider.logs import session_prefix
@@ -184,7 +184,7 @@ class RemoteTargetSession:
         token_log: TokenLog,
         session_id: bytes,
         model_hash: str,
-        expiry: Expiry = NEVER,
+        deadline: Deadline = NEVER,
     ) -> None:
         """`model_hash` names the weights with which the request began; no others go on with it."""
         self._replicas = replicas
@@ -192,7 +192,7 @@ class RemoteTargetSession:
         self._spec = spec
         self._log = token_log
         self._session_id = session_id
-        self._expiry = expiry
+        self._deadline = deadline
         self._need = Need(model_hash, spec.max_len)
         self._stream: TargetStream | None = None
         self._failed: ServiceLink | None = None  # the target that served the session last, and no longer does
@@ -252,7 +252,7 @@ class RemoteTargetSession:
                 await self._abandon(error)
             except (PeerLost, NotReady) as error:
                 await self._abandon(error)
-                if self._expiry.has_come:
+                if self._deadline.has_come:
                     raise RequestExpired("the request's own deadline has passed") from error
                 # Another session may try this target, wherever this one goes on.
                 stream.peer.breaker.left(self._session_id)
@@ -275,7 +275,7 @@ class RemoteTargetSession:
         """A stream on the first target that can take the session, in a new epoch; raises PeerLost when time is up."""
         peer = await self._replicas.wait(self._session_id, self._need, until_s, self._failed)
         peer.breaker.enter(self._session_id)
-        left_s, write_timeout_s = self._expiry.left_s(), self._timeouts.deadline.most_s
+        left_s, write_timeout_s = self._deadline.left_s(), self._timeouts.deadline.most_s
         self._stream = TargetStream(peer, self._spec, self._log, self._next_fence(), left_s, write_timeout_s)
         self._survived.num_opens += 1
         self._has_worked = False

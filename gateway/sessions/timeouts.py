@@ -77,7 +77,7 @@ class RequestExpired(OutriderError):
 
 
 @dataclass(frozen=True, slots=True)
-class Expiry:
+class Deadline:
     """When the client gives up, on the running loop's clock; None for no end."""
 
     at_s: float | None = None
@@ -98,7 +98,7 @@ class Expiry:
         return left_s is not None and left_s <= CLOCK_MARGIN_S
 
 
-NEVER = Expiry()
+NEVER = Deadline()
 
 
 @dataclass(frozen=True, slots=True)
