@@ -17,7 +17,7 @@ from gateway.rounds.round import Proposal, TokenLog, Verdict, Way
 from gateway.sessions.link import ServiceLink
 from gateway.sessions.replicas import Need, Replicas
 from gateway.sessions.stream import MessageStream
-from gateway.sessions.timeouts import NEVER, Deadline, Outage, RequestExpired, TargetTimeouts
+from gateway.sessions.timeouts import NEVER, Deadline, RequestExpired, RetryBudget, TargetTimeouts
 from outrider import tracing
 from outrider.errors import NotReady, OutriderError, PeerLost, ProtocolViolation
 from outrider.logs import session_prefix
@@ -153,7 +153,7 @@ ROLLBACK_TIMEOUT_S = 5.0
 PROMPT_TOKEN_S = 0.02  # allowance for reading a token that is not cached, before a working target is asked again
 MOST_TIMES_AS_LONG = 10
 LEAST_WAIT_S = 0.001
-MAX_OUTAGES = 4  # in a round, each with a budget of its own because a target was found working in between
+MAX_BUDGETS = 4  # in a round, each with a budget of its own because a target was found working in between
 MAX_REFUSALS = 3  # times in a round that a target may ask for tokens which it has just been given
 MAX_UNANSWERED = 8  # times in a row that a working target may leave a request unanswered, each twice as long; an hour
 MAX_DRIFT_REPAIRS = 3  # of one session: a service that goes on drifting only miscounts
@@ -240,12 +240,12 @@ class RemoteTargetSession:
     async def _exchange(self, proposal: Proposal, plain_budget: int) -> pb.VerifyResponse:
         """The answer of the first target that gives one."""
         loop = asyncio.get_running_loop()
-        outage = Outage(self._timeouts.rebuild_budget_s, loop.time())
-        refusals, outages = 0, 1
+        budget = RetryBudget(self._timeouts.rebuild_budget_s, loop.time())
+        refusals, num_budgets = 0, 1
         while True:
             if self._has_drifted:
                 await self._drop_cache()
-            stream = self._stream or await self._open(outage.until_s)
+            stream = self._stream or await self._open(budget.until_s)
             try:
                 response = await self._attempt(stream, proposal, plain_budget)
             except Unanswered as error:
@@ -257,10 +257,10 @@ class RemoteTargetSession:
                 # Another session may try this target, wherever this one goes on.
                 stream.peer.breaker.left(self._session_id)
                 stream.peer.report_lost()
-                if self._has_worked and outages < MAX_OUTAGES:
+                if self._has_worked and num_budgets < MAX_BUDGETS:
                     # The budget is for the time without a target, and until now there was one.
-                    outage, outages = Outage(self._timeouts.rebuild_budget_s, loop.time()), outages + 1
-                await asyncio.sleep(outage.pause_s(error, loop.time()))
+                    budget, num_budgets = RetryBudget(self._timeouts.rebuild_budget_s, loop.time()), num_budgets + 1
+                await asyncio.sleep(budget.pause_s(error, loop.time()))
             else:
                 if response.WhichOneof("answer") == "verdict":
                     self._num_unanswered = 0

@@ -113,7 +113,7 @@ class TargetTimeouts:
     answer_s: float = 60.0
 
 
-class Outage:
+class RetryBudget:
     """The time within one round in which a request has no target. Begins with the first fault."""
 
     def __init__(self, budget_s: float, now_s: float) -> None:
@@ -124,7 +124,7 @@ class Outage:
     def pause_s(self, fault: OutriderError, now_s: float) -> float:
         """Seconds to wait before the next attempt; raises PeerLost when the budget is used up.
 
-        The first fault of an outage begins its time, because the round before it may have taken long.
+        The first fault of an budget begins its time, because the round before it may have taken long.
         """
         self._num_faults += 1
         if self._num_faults == 1:
