@@ -267,7 +267,7 @@ class GatewayMetrics:
         committed, families = event.committed, self._speculation
         self._requests.generation_tokens.inc(len(event.tokens))
         families.outcomes[_outcome(committed)].inc()
-        families.target_bytes.inc(committed.verify_way.num_bytes)
+        families.target_bytes.inc(committed.verify_hop.num_bytes)
         if committed.draft_count:
             self._count_draft(committed)
         if committed.fallback_reason is not None:
@@ -289,7 +289,7 @@ class GatewayMetrics:
         families.evaluated_tokens.inc(committed.evaluated_count)
         for position in families.accepted_at(committed.accepted_count):
             position.inc()
-        families.draft_bytes.inc(committed.draft_way.num_bytes)
+        families.draft_bytes.inc(committed.draft_hop.num_bytes)
         self._rejected_rows += committed.draft_count - committed.accepted_count
 
     def _time(self, committed: Round) -> None:
@@ -302,7 +302,7 @@ class GatewayMetrics:
         if committed.draft_count == 0:
             return
         # Of a round with a draft, because a verdict that comes unasked has not been waited for as an answer is.
-        draft, verify = committed.draft_way, committed.verify_way
+        draft, verify = committed.draft_hop, committed.verify_hop
         times.round.observe(committed.round_us / 1e6)
         times.draft_compute.observe(committed.draft_compute_us / 1e6)
         times.draft_rpc.observe(draft.wait_us / 1e6)

@@ -32,7 +32,7 @@ class FallbackReason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class HopCost:
     """What an answer cost beside computing: time in the service's queue, time of waiting here, and bytes both ways."""
 
     queue_us: int = 0
@@ -40,7 +40,7 @@ class Way:
     num_bytes: int = 0
 
 
-NO_WAY = Way()
+NO_HOP_COST = HopCost()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Proposal:
     fallback_reason: FallbackReason | None = None
     compute_us: int = 0
     caught_up_count: int = 0  # committed tokens that the draft had to read before it could guess
-    way: Way = NO_WAY
+    hop: HopCost = NO_HOP_COST
     drift_repairs: int = 0
     distributions: tuple[DraftDistribution, ...] = ()  # what each row was drawn from, for the rules that ask
     logprobs: tuple[float, ...] = ()  # the draft's own, of each row's token, for requests that ask
@@ -88,7 +88,7 @@ class Verdict:
     evaluated_count: int
     compute_us: int = 0
     numerics_id: str = ""
-    way: Way = NO_WAY
+    hop: HopCost = NO_HOP_COST
     reopens: int = 0  # times that the session had to be opened again for this verdict
     drift_repairs: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()  # of the committed tokens, when asked for
@@ -113,8 +113,8 @@ class Round:
     round_us: int
     numerics_id: str
     caught_up_count: int = 0
-    draft_way: Way = NO_WAY
-    verify_way: Way = NO_WAY
+    draft_hop: HopCost = NO_HOP_COST
+    verify_hop: HopCost = NO_HOP_COST
     target_reopens: int = 0
     drift_repairs: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -177,8 +177,8 @@ class TokenLog:
             round_us=(self._started_ns - started_ns) // 1000,
             numerics_id=verdict.numerics_id,
             caught_up_count=proposal.caught_up_count,
-            draft_way=proposal.way,
-            verify_way=verdict.way,
+            draft_hop=proposal.hop,
+            verify_hop=verdict.hop,
             target_reopens=verdict.reopens,
             drift_repairs=proposal.drift_repairs + verdict.drift_repairs,
             logprobs=verdict.logprobs,

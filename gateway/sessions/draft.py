@@ -12,7 +12,7 @@ from typing import Self
 
 import structlog
 
-from gateway.rounds.round import NOTHING, FallbackReason, Proposal, TokenLog, Way
+from gateway.rounds.round import NOTHING, FallbackReason, HopCost, Proposal, TokenLog
 from gateway.sessions.link import ModelInfo, ServiceLink
 from gateway.sessions.replicas import Replicas
 from gateway.sessions.stream import MessageStream
@@ -91,13 +91,13 @@ class DraftStream:
         found = _misfit(parents, bool(distributions), rule)
         if found:
             raise ProtocolViolation(f"{self.peer} sent a proposal {found}, which does not fit the rule {rule}")
-        way = Way(response.times.queue_us, wait_us, self._messages.take_bytes())
+        hop = HopCost(response.times.queue_us, wait_us, self._messages.take_bytes())
         return Proposal(
             token_ids,
             parents,
             compute_us=response.times.compute_us,
             caught_up_count=caught_up_count,
-            way=way,
+            hop=hop,
             distributions=distributions,
             logprobs=logprobs,
         )

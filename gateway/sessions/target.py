@@ -13,7 +13,7 @@ from typing import Self
 
 import structlog
 
-from gateway.rounds.round import Proposal, TokenLog, Verdict, Way
+from gateway.rounds.round import HopCost, Proposal, TokenLog, Verdict
 from gateway.sessions.link import ServiceLink
 from gateway.sessions.replicas import Need, Replicas
 from gateway.sessions.stream import MessageStream
@@ -153,7 +153,7 @@ ROLLBACK_TIMEOUT_S = 5.0
 PROMPT_TOKEN_S = 0.02  # allowance for reading a token that is not cached, before a working target is asked again
 MOST_TIMES_AS_LONG = 10
 LEAST_WAIT_S = 0.001
-MAX_BUDGETS = 4  # in a round, each with a budget of its own because a target was found working in between
+MAX_BUDGETS = 4  # in a round, one more for each time that a target was found working in between
 MAX_REFUSALS = 3  # times in a round that a target may ask for tokens which it has just been given
 MAX_UNANSWERED = 8  # times in a row that a working target may leave a request unanswered, each twice as long; an hour
 MAX_DRIFT_REPAIRS = 3  # of one session: a service that goes on drifting only miscounts
@@ -232,7 +232,7 @@ class RemoteTargetSession:
         num_bytes = self._stream.take_bytes() if self._stream is not None else 0
         return replace(
             read_verdict(response, self._spec),
-            way=Way(response.times.queue_us, wait_us, num_bytes),
+            hop=HopCost(response.times.queue_us, wait_us, num_bytes),
             reopens=self._survived.num_opens - opens,
             drift_repairs=self._survived.drift_repairs - repairs,
         )

@@ -124,7 +124,7 @@ class RetryBudget:
     def pause_s(self, fault: OutriderError, now_s: float) -> float:
         """Seconds to wait before the next attempt; raises PeerLost when the budget is used up.
 
-        The first fault of an budget begins its time, because the round before it may have taken long.
+        The first fault begins its time, because the round before it may have taken long.
         """
         self._num_faults += 1
         if self._num_faults == 1:

@@ -14,7 +14,7 @@ from gateway.generation.generate import CompletionEvent, RoundEvent
 from gateway.generation.request import CheckedRequest
 from gateway.generation.transcript import SpeculationFigures, SpokenToken
 from gateway.metrics import GatewayMetrics
-from gateway.rounds.round import FallbackReason, Round, TokenOrigin, Way
+from gateway.rounds.round import FallbackReason, HopCost, Round, TokenOrigin
 from outrider.errors import InvalidRequest, Overloaded, PeerLost
 from outrider.metrics_server import Registry
 from outrider.parameters import Acceptance, FinishReason
@@ -48,8 +48,8 @@ def round_event(origins: Sequence[TokenOrigin], num_spoken: int | None = None, *
         "verify_compute_us": 2_000,
         "round_us": 5_000,
         "numerics_id": "n",
-        "draft_way": Way(200, 1_700, 30),
-        "verify_way": Way(100, 2_400, 70),
+        "draft_hop": HopCost(200, 1_700, 30),
+        "verify_hop": HopCost(100, 2_400, 70),
     }
     committed = Round(tuple(range(len(origins))), tuple(origins), **{**fields, **changes})
     spoken = tuple(SpokenToken(token_id, origin, "") for token_id, origin in enumerate(origins))
@@ -128,7 +128,7 @@ def test_where_the_time_of_a_round_goes() -> None:
     assert (found["prompt_compute_seconds_count"], found["prompt_compute_seconds_sum"]) == (1, 0.009)
     gaps = counted(round_event([PLAIN], gap_us=7_000))
     assert gaps["inter_token_latency_seconds_sum"] == pytest.approx(0.007)
-    early = counted(round_event([ACCEPTED, BONUS], draft_count=1, verify_way=Way(0, 10, 0)))
+    early = counted(round_event([ACCEPTED, BONUS], draft_count=1, verify_hop=HopCost(0, 10, 0)))
     assert early["verify_rpc_overhead_seconds_sum"] == 0
 
 
