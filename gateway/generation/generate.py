@@ -10,10 +10,10 @@ from gateway.generation.backend import Backend
 from gateway.generation.request import CheckedRequest, GenerationRequest, check_request
 from gateway.generation.samples import merged
 from gateway.generation.transcript import (
+    GeneratedToken,
     PromptToken,
     RejectedToken,
     SpeculationFigures,
-    SpokenToken,
     StopScanner,
     Transcript,
 )
@@ -31,7 +31,7 @@ class RoundEvent:
     with the first round of the first sample, if they were asked for.
     """
 
-    tokens: tuple[SpokenToken, ...]
+    tokens: tuple[GeneratedToken, ...]
     committed: Round
     new_numerics_id: str = ""
     sample_index: int = 0

@@ -68,7 +68,7 @@ class _Automaton:
 
 
 @dataclass(frozen=True, slots=True)
-class SpokenToken:
+class GeneratedToken:
     """A token of the output and the text that was final with it."""
 
     token_id: int
@@ -147,7 +147,7 @@ class Transcript:
     cached_prompt_tokens: int = 0
     figures: SpeculationFigures = field(default_factory=SpeculationFigures)
 
-    def take(self, committed: Round) -> tuple[SpokenToken, ...]:
+    def take(self, committed: Round) -> tuple[GeneratedToken, ...]:
         """The tokens of a round with their text. Tokens behind the one that completes a stop string do not exist."""
         if self.numerics_ids[-1:] != [committed.numerics_id]:
             self.numerics_ids.append(committed.numerics_id)
@@ -164,7 +164,7 @@ class Transcript:
             committed.token_ids, committed.origins, logprobs, draft_logprobs, strict=True
         ):
             text = self.scanner.push(self.detokenizer.push(token_id))
-            spoken.append(SpokenToken(token_id, origin, text, logprob, draft_logprob))
+            spoken.append(GeneratedToken(token_id, origin, text, logprob, draft_logprob))
             if self.scanner.found is not None:
                 self.finish_reason = FinishReason.STOP_STRING
                 break

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from gateway.generation.generate import CompletionEvent, RoundEvent
 from gateway.generation.request import GenerationRequest
-from gateway.generation.transcript import PromptToken, RejectedToken, SpeculationFigures, SpokenToken
+from gateway.generation.transcript import GeneratedToken, PromptToken, RejectedToken, SpeculationFigures
 from gateway.rounds.round import FallbackReason, Round, TokenOrigin
 from gateway.text.chat_template import ChatTemplate
 from outrider.errors import InvalidRequest, check_count
@@ -76,7 +76,7 @@ def _round(event: RoundEvent) -> pb.Round:
     )
 
 
-def _token(token: SpokenToken) -> pb.GeneratedToken:
+def _token(token: GeneratedToken) -> pb.GeneratedToken:
     logprob = None if token.logprob is None else logprob_message(token.logprob)
     return pb.GeneratedToken(
         token_id=token.token_id,

@@ -7,7 +7,7 @@ from typing import Any
 
 from gateway.generation.generate import CompletionEvent, RoundEvent
 from gateway.generation.request import CheckedRequest
-from gateway.generation.transcript import RejectedToken, SpeculationFigures, SpokenToken
+from gateway.generation.transcript import GeneratedToken, RejectedToken, SpeculationFigures
 from gateway.rounds.round import Round
 from outrider.errors import OutriderError
 
@@ -89,7 +89,7 @@ def _facts(committed: Round) -> dict[str, Any]:
     }
 
 
-def _token(token: SpokenToken) -> dict[str, Any]:
+def _token(token: GeneratedToken) -> dict[str, Any]:
     return {
         "token_id": token.token_id,
         "text": token.text,

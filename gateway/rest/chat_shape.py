@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from gateway.generation.generate import Event, RoundEvent
-from gateway.generation.transcript import SpokenToken
+from gateway.generation.transcript import GeneratedToken
 from gateway.rest.answering import Head
 from gateway.rest.logprobs import chat_logprobs
 from gateway.rest.responses import (
@@ -80,12 +80,12 @@ class ChatShape:
         delta: ChatDelta,
         logprobs: ChatLogprobs | None = None,
         finish: Finish | None = None,
-        tokens: Sequence[SpokenToken] = (),
+        tokens: Sequence[GeneratedToken] = (),
     ) -> ChatChunk:
         choice = ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish)
         if self.tells_token_ids:
             choice.token_ids = [token.token_id for token in tokens]
         return ChatChunk(**asdict(self.head), object="chat.completion.chunk", choices=[choice])
 
-    def _logprobs(self, tokens: Sequence[SpokenToken]) -> ChatLogprobs | None:
+    def _logprobs(self, tokens: Sequence[GeneratedToken]) -> ChatLogprobs | None:
         return chat_logprobs(tokens, self.tokenizer) if self.tells_logprobs else None

@@ -6,19 +6,19 @@ They are the log-softmax of the target's raw logits, before any transform of the
 from collections.abc import Sequence
 from itertools import accumulate
 
-from gateway.generation.transcript import PromptToken, SpokenToken
+from gateway.generation.transcript import GeneratedToken, PromptToken
 from gateway.rest.responses import ChatLogprobs, ChatTokenLogprob, TextLogprobs, TopLogprob
 from gateway.text.tokenizer import Tokenizer
 from outrider.errors import ProtocolViolation
 from outrider.parameters import TokenLogprob
 
 
-def chat_logprobs(tokens: Sequence[SpokenToken], tokenizer: Tokenizer) -> ChatLogprobs:
+def chat_logprobs(tokens: Sequence[GeneratedToken], tokenizer: Tokenizer) -> ChatLogprobs:
     """The shape of chat: an entry a token, each with its bytes, because a token may be half a character."""
     return ChatLogprobs(content=[_chat_token(token, tokenizer) for token in tokens], refusal=None)
 
 
-def text_logprobs(tokens: Sequence[SpokenToken | PromptToken], tokenizer: Tokenizer, start: int) -> TextLogprobs:
+def text_logprobs(tokens: Sequence[GeneratedToken | PromptToken], tokenizer: Tokenizer, start: int) -> TextLogprobs:
     """The older shape: a list for each fact. `start` is where in the text the first token's own text begins."""
     offsets = accumulate((len(token.text) for token in tokens), initial=start)
     logprobs = [token.logprob for token in tokens]
@@ -30,7 +30,7 @@ def text_logprobs(tokens: Sequence[SpokenToken | PromptToken], tokenizer: Tokeni
     )
 
 
-def _chat_token(token: SpokenToken, tokenizer: Tokenizer) -> ChatTokenLogprob:
+def _chat_token(token: GeneratedToken, tokenizer: Tokenizer) -> ChatTokenLogprob:
     own = _own(token)
     top = zip(own.top_token_ids, own.top_logprobs, strict=True)
     return ChatTokenLogprob(
@@ -44,7 +44,7 @@ def _told(token_id: int, logprob: float, tokenizer: Tokenizer) -> TopLogprob:
     return TopLogprob(token=piece.text, logprob=logprob, bytes=list(piece.raw))
 
 
-def _alternatives(token: SpokenToken | PromptToken, tokenizer: Tokenizer) -> dict[str, float]:
+def _alternatives(token: GeneratedToken | PromptToken, tokenizer: Tokenizer) -> dict[str, float]:
     """The most probable tokens and the token itself. Of tokens that look alike the most probable stands."""
     own = _own(token)
     found: dict[str, float] = {}
@@ -53,7 +53,7 @@ def _alternatives(token: SpokenToken | PromptToken, tokenizer: Tokenizer) -> dic
     return found
 
 
-def _own(token: SpokenToken | PromptToken) -> TokenLogprob:
+def _own(token: GeneratedToken | PromptToken) -> TokenLogprob:
     if token.logprob is None:
         raise ProtocolViolation(f"no log-probability came for token {token.token_id}")
     return token.logprob

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gateway.generation.generate import CompletionEvent, Event, RoundEvent
-from gateway.generation.transcript import PromptToken, SpokenToken
+from gateway.generation.transcript import GeneratedToken, PromptToken
 from outrider.errors import ProtocolViolation
 from outrider.parameters import FinishReason
 
@@ -19,7 +19,7 @@ class Spoken:
     """A choice."""
 
     texts: list[str] = field(default_factory=list)
-    tokens: list[SpokenToken] = field(default_factory=list)
+    tokens: list[GeneratedToken] = field(default_factory=list)
     prompt_tokens: tuple[PromptToken, ...] = ()
     end: CompletionEvent | None = None
 

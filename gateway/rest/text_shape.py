@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from gateway.generation.generate import Event, RoundEvent
-from gateway.generation.transcript import PromptToken, SpokenToken
+from gateway.generation.transcript import GeneratedToken, PromptToken
 from gateway.rest.answering import Head
 from gateway.rest.logprobs import text_logprobs
 from gateway.rest.responses import Finish, TextChoice, TextCompletion, TextLogprobs
 from gateway.rest.spoken import Spoken, finish_of
 from gateway.text.tokenizer import Tokenizer
 
-Tokens = Sequence[SpokenToken | PromptToken]
+Tokens = Sequence[GeneratedToken | PromptToken]
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class TextShape:
         choice = TextChoice(index=index, text=text, logprobs=logprobs, finish_reason=finish)
         if self.tells_token_ids:
             # An echoed prompt is not part of the answer.
-            choice.token_ids = [token.token_id for token in tokens if isinstance(token, SpokenToken)]
+            choice.token_ids = [token.token_id for token in tokens if isinstance(token, GeneratedToken)]
         return choice
 
     def _envelope(self, choices: list[TextChoice]) -> TextCompletion:

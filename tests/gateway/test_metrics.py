@@ -12,7 +12,7 @@ from support.observability import families, findings
 
 from gateway.generation.generate import CompletionEvent, RoundEvent
 from gateway.generation.request import CheckedRequest
-from gateway.generation.transcript import SpeculationFigures, SpokenToken
+from gateway.generation.transcript import GeneratedToken, SpeculationFigures
 from gateway.metrics import GatewayMetrics
 from gateway.rounds.round import FallbackReason, HopCost, Round, TokenOrigin
 from outrider.errors import InvalidRequest, Overloaded, PeerLost
@@ -52,7 +52,7 @@ def round_event(origins: Sequence[TokenOrigin], num_spoken: int | None = None, *
         "verify_hop": HopCost(100, 2_400, 70),
     }
     committed = Round(tuple(range(len(origins))), tuple(origins), **{**fields, **changes})
-    spoken = tuple(SpokenToken(token_id, origin, "") for token_id, origin in enumerate(origins))
+    spoken = tuple(GeneratedToken(token_id, origin, "") for token_id, origin in enumerate(origins))
     return RoundEvent(spoken[:num_spoken], committed, elapsed_us=30_000)
 
 

@@ -6,7 +6,7 @@ from support.basics import spec_of
 
 from gateway.generation.generate import CompletionEvent, RoundEvent
 from gateway.generation.request import CheckedRequest
-from gateway.generation.transcript import PromptToken, SpeculationFigures, SpokenToken
+from gateway.generation.transcript import GeneratedToken, PromptToken, SpeculationFigures
 from gateway.rest.answering import Head
 from gateway.rest.tally import Tally
 from gateway.rest.text_shape import TextShape
@@ -21,7 +21,9 @@ PROMPT = (PromptToken(3, "fox", None), PromptToken(5, " sea", TokenLogprob(-1.0)
 def said(text: str, drafted: int = 0, accepted: int = 0, prompt: tuple[PromptToken, ...] = ()) -> RoundEvent:
     """A round with one token."""
     committed = Round((1,), (TokenOrigin.PLAIN,), 2, drafted, accepted, accepted, None, None, 0, 0, 0, "numerics")
-    return RoundEvent((SpokenToken(1, TokenOrigin.PLAIN, text, TokenLogprob(-2.0)),), committed, prompt_tokens=prompt)
+    return RoundEvent(
+        (GeneratedToken(1, TokenOrigin.PLAIN, text, TokenLogprob(-2.0)),), committed, prompt_tokens=prompt
+    )
 
 
 def ended(**changes: Any) -> CompletionEvent:
