@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from outrider.cli.asking import Ask
-from outrider.client import PromptToken, Result, Round, Token
+from outrider.client import GeneratedToken, PromptToken, Result, Round
 
 
 class JsonView:
@@ -88,7 +88,7 @@ def _round(event: Round) -> dict[str, Any]:
     }
 
 
-def _token(token: PromptToken | Token) -> dict[str, Any]:
+def _token(token: PromptToken | GeneratedToken) -> dict[str, Any]:
     """A token with its log-probability, null for the prompt's first, and the most probable ones in its place."""
     told = token.logprob
     alternatives = zip(told.top_token_ids, told.top_logprobs, strict=True) if told else ()

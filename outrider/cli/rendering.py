@@ -7,7 +7,7 @@ from rich.text import Text
 
 from outrider.cli.asking import Ask
 from outrider.cli.tables import CONTROL_PICTURES, figures, logprob_table
-from outrider.client import Origin, PromptToken, Result, Round, Token
+from outrider.client import GeneratedToken, Origin, PromptToken, Result, Round
 
 # Never by colour alone: with NO_COLOR, or to eyes that see colours otherwise, the attributes still tell them apart.
 STYLES = {
@@ -98,7 +98,7 @@ class Numbers:
 
     def __init__(self) -> None:
         self._prompt: list[PromptToken] = []
-        self._tokens: list[Token] = []
+        self._tokens: list[GeneratedToken] = []
 
     def add(self, event: Round) -> None:
         """Keeps what has a log-probability."""

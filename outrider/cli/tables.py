@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.cli.model_facts import ModelFacts
-from outrider.client import PromptToken, Result, Token
+from outrider.client import GeneratedToken, PromptToken, Result
 from outrider.parameters import Acceptance, Rule, TokenLogprob
 
 # Control characters but tab and newline become their pictures: a model must not drive the reader's terminal.
@@ -47,12 +47,12 @@ def rule_told(acceptance: Acceptance) -> str:
     return told if acceptance.rule.is_exact else f"{told}: does not follow the target's distribution"
 
 
-def logprob_table(prompt: Sequence[PromptToken], tokens: Sequence[Token]) -> Table:
+def logprob_table(prompt: Sequence[PromptToken], tokens: Sequence[GeneratedToken]) -> Table:
     """One row a token, the prompt's dim; alternatives are ids, because only the gateway knows their texts."""
     table = Table("token", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("id", justify="right")
     table.add_column("logprob", justify="right")
-    rows: list[PromptToken | Token] = [*prompt, *tokens]
+    rows: list[PromptToken | GeneratedToken] = [*prompt, *tokens]
     if any(each.logprob and each.logprob.top_token_ids for each in rows):
         table.add_column("most probable")
     for place, each in enumerate(rows):

@@ -14,7 +14,7 @@ from outrider.cli.chat.conversation import Conversation, WrongCommand
 from outrider.cli.chat.live_screen import wrapped
 from outrider.cli.chat.readers import PipeReader
 from outrider.cli.chat.status import Progress, result_line
-from outrider.client import Origin, Round, RoundFacts, Token
+from outrider.client import GeneratedToken, Origin, Round, RoundFacts
 
 
 def test_a_turn_without_an_answer_is_forgotten() -> None:
@@ -137,7 +137,7 @@ def test_figures_while_an_answer_comes() -> None:
     """The clock until the first token, then what is known; only evaluated guesses have a rate."""
     progress = Progress(seed=5)
     assert progress.line(0.25) == "waiting for the first token, 0.2 s"
-    token = Token(1, Origin.PLAIN, "a")
+    token = GeneratedToken(1, Origin.PLAIN, "a")
     progress.add(Round((token,), "a"), 0.03)
     assert progress.line(1) == "1 tokens, first token 30 ms, seed 5"
     progress.add(Round((token, token), "aa", facts=RoundFacts(accepted_count=1, evaluated_count=2)), 0.05)
