@@ -88,8 +88,8 @@ class Admission:
     @property
     def retry_after_s(self) -> int:
         """Whole seconds after which a request that is turned away may find a place."""
-        least_s, most_s = RETRY_AFTER_S
-        return math.ceil(min(max(least_s, (self.waiting + 1) * self._place_s), most_s))
+        min_s, max_s = RETRY_AFTER_S
+        return math.ceil(min(max(min_s, (self.waiting + 1) * self._place_s), max_s))
 
     @asynccontextmanager
     async def place(self, sample_count: int) -> AsyncIterator[float]:

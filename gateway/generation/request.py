@@ -145,14 +145,16 @@ def _check_echo(request: GenerationRequest, prompt_len: int) -> None:
     """The prompt's tokens come in one message, which clients take up to a size only."""
     token_bytes = ECHO_TOKEN_BYTES + ECHO_LOGPROB_BYTES * (request.logprob_count or 0)
     if request.echo and prompt_len * token_bytes > MAX_MESSAGE_BYTES:
-        most = MAX_MESSAGE_BYTES // token_bytes
-        limit = f"false for a prompt of {prompt_len} tokens with logprob_count {request.logprob_count}: at most {most}"
+        max_len = MAX_MESSAGE_BYTES // token_bytes
+        limit = (
+            f"false for a prompt of {prompt_len} tokens with logprob_count {request.logprob_count}: at most {max_len}"
+        )
         raise InvalidRequest("echo", True, limit)
 
 
-def _check_strings(name: str, strings: Sequence[str], most: int) -> None:
-    if len(strings) > most:
-        raise InvalidRequest.too_many(name, len(strings), most, "strings")
+def _check_strings(name: str, strings: Sequence[str], maximum: int) -> None:
+    if len(strings) > maximum:
+        raise InvalidRequest.too_many(name, len(strings), maximum, "strings")
     for index, string in enumerate(strings):
         if not 1 <= len(string) <= MAX_STRING_LEN:
             raise InvalidRequest(f"{name}.{index}", string, f"of 1 to {MAX_STRING_LEN} characters")
@@ -218,9 +220,9 @@ def _max_tokens(request: GenerationRequest, prompt_len: int, limits: ServingLimi
     return wanted
 
 
-def _check_range(name: str, value: int | None, least: int, most: int) -> None:
-    if value is not None and not least <= value <= most:
-        raise InvalidRequest(name, value, f"between {least} and {most}")
+def _check_range(name: str, value: int | None, minimum: int, maximum: int) -> None:
+    if value is not None and not minimum <= value <= maximum:
+        raise InvalidRequest(name, value, f"between {minimum} and {maximum}")
 
 
 def _check_token_ids(name: str, token_ids: Iterable[int], limits: ServingLimits) -> None:

@@ -77,9 +77,9 @@ class Line:
             return
         self._seeds.append((x, y))
         if len(self._seeds) == NUM_SEEDS:
-            most = OUTLIER * self.at(x) + 1.0
+            maximum = OUTLIER * self.at(x) + 1.0
             for seed_x, seed_y in self._seeds:
-                self._sum(seed_x, min(seed_y, most))
+                self._sum(seed_x, min(seed_y, maximum))
 
     def at(self, x: float) -> float:
         """Expected cost of x rows; 0 before the first sample, and never falling with x."""
@@ -104,7 +104,7 @@ MAX_DRAFT_COUNT = 8
 FIRST_GUESS = 4  # before anything is known
 PLAIN_PROBE_ROUNDS = 64  # speculative rounds between two looks at what plain decoding costs
 PROBE_COST = 0.005  # share of the time that probes, which look for a faster draft, may cost
-PROBE_TOKENS = (32, 2048)  # least and most plain tokens between two probes
+PROBE_TOKENS = (32, 2048)  # minimum and maximum of plain tokens between two probes
 PROBE_ROUNDS = 4  # a draft that has to catch up in the first one is warm in the others
 LARGE_CATCH_UP = 16  # a draft that had to read more than this says nothing about the cost of a step
 
@@ -209,8 +209,8 @@ class SpeculationPolicy:
         return Choice(0, 2)  # the unasked tokens are what measures plain decoding
 
     def _probe_is_due(self) -> bool:
-        least, most = PROBE_TOKENS
-        return self._plain_tokens >= most or (self._plain_tokens >= least and self._lost_us <= 0)
+        minimum, maximum = PROBE_TOKENS
+        return self._plain_tokens >= maximum or (self._plain_tokens >= minimum and self._lost_us <= 0)
 
     def _probe(self, best: int, ready: bool) -> Choice:
         if ready:

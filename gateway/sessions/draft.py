@@ -126,7 +126,7 @@ def _misfit(parents: tuple[int, ...], has_distributions: bool, rule: Rule) -> st
 
 
 ROLLBACK_TIMEOUT_S = 5.0
-PAUSE_TOKENS = (8, 256)  # plain tokens after the second fault in a row, and the most after many
+PAUSE_TOKENS = (8, 256)  # plain tokens after the second fault in a row, and the maximum after many
 MAX_DRIFT_REPAIRS = 3  # of one session: a service that goes on drifting only miscounts
 
 log = structlog.get_logger()
@@ -192,7 +192,7 @@ class RemoteDraftSession:
         fits = peer is not None and peer.info is not None and len(self._log) <= peer.info.context_len
         if self._warm and peer is not None and fits and not peer.breaker.is_open:
             try:
-                await self._ask(peer, 0, self._draft_deadline.most_s)
+                await self._ask(peer, 0, self._draft_deadline.max_s)
             except (TimeoutError, OutriderError) as error:
                 await self._drop(error)
         return self
@@ -320,8 +320,8 @@ class RemoteDraftSession:
 
     def _fault(self, reason: FallbackReason) -> Proposal:
         """Counts a fault; from the second in a row on, the draft rests for a growing number of tokens."""
-        first, most = PAUSE_TOKENS
-        pause = min(int(first * (2 ** min(self._faults, 8) - 1)), most)
+        first, maximum = PAUSE_TOKENS
+        pause = min(int(first * (2 ** min(self._faults, 8) - 1)), maximum)
         self._faults += 1
         self._resume_len, self._resting_for = len(self._log) + 1 + pause, reason
         return Proposal(fallback_reason=reason)

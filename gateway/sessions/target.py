@@ -151,8 +151,8 @@ def read_verdict(response: pb.VerifyResponse, spec: SessionSpec) -> Verdict:
 
 ROLLBACK_TIMEOUT_S = 5.0
 PROMPT_TOKEN_S = 0.02  # allowance for reading a token that is not cached, before a working target is asked again
-MOST_TIMES_AS_LONG = 10
-LEAST_WAIT_S = 0.001
+MAX_TIMES_AS_LONG = 10
+MIN_WAIT_S = 0.001
 MAX_BUDGETS = 4  # in a round, one more for each time that a target was found working in between
 MAX_REFUSALS = 3  # times in a round that a target may ask for tokens which it has just been given
 MAX_UNANSWERED = 8  # times in a row that a working target may leave a request unanswered, each twice as long; an hour
@@ -275,7 +275,7 @@ class RemoteTargetSession:
         """A stream on the first target that can take the session, in a new epoch; raises PeerLost when time is up."""
         peer = await self._replicas.wait(self._session_id, self._need, until_s, self._failed)
         peer.breaker.enter(self._session_id)
-        left_s, write_timeout_s = self._deadline.left_s(), self._timeouts.deadline.most_s
+        left_s, write_timeout_s = self._deadline.left_s(), self._timeouts.deadline.max_s
         self._stream = TargetStream(peer, self._spec, self._log, self._next_fence(), left_s, write_timeout_s)
         self._survived.num_opens += 1
         self._has_worked = False
@@ -293,7 +293,7 @@ class RemoteTargetSession:
                 if loop.time() >= ask_at_s:
                     await ask(proposal, plain_budget)
                     ask, ask_at_s, num_asked = stream.ask_again, loop.time() + 2**num_asked * allowance_s, num_asked + 1
-                response = await stream.receive(min(deadline_s, max(ask_at_s - loop.time(), LEAST_WAIT_S)))
+                response = await stream.receive(min(deadline_s, max(ask_at_s - loop.time(), MIN_WAIT_S)))
             except TimeoutError:
                 await self._check_working(stream.peer, loop.time() - started_s, allowance_s)
                 continue
@@ -305,7 +305,7 @@ class RemoteTargetSession:
     async def _check_working(self, peer: ServiceLink, waited_s: float, allowance_s: float) -> None:
         """Raises PeerLost about a target that hangs, and Unanswered when it is better to open the session again."""
         if await self._is_known_to_work(peer):
-            if waited_s >= min(2**self._num_unanswered, MOST_TIMES_AS_LONG) * self._timeouts.answer_s + allowance_s:
+            if waited_s >= min(2**self._num_unanswered, MAX_TIMES_AS_LONG) * self._timeouts.answer_s + allowance_s:
                 raise self._unanswered(peer)
         elif waited_s >= allowance_s and self._has_spare(peer):
             raise Unanswered(f"{peer} takes no calls, and a spare is there")

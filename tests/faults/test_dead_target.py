@@ -39,7 +39,7 @@ async def channel(target: Service) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to a gateway without a draft, which gives a target up soon."""
     settings = GatewaySettings(target.proxy.address, TARGET, listen="127.0.0.1:0", rebuild_budget_s=BUDGET_S)
     gateway = await start_gateway(settings)
-    gateway.backend.target_timeouts.deadline.least_s = 0.5
+    gateway.backend.target_timeouts.deadline.min_s = 0.5
     try:
         async with open_channel(gateway.address) as channel:
             yield channel

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 T = TypeVar("T")
 
 HOST: contextvars.ContextVar[str] = contextvars.ContextVar("host", default="")
-MOST_TURNS = 400_000
+MAX_TURNS = 400_000
 TURN_S = 1e-6  # a clock that stood still between two turns would be one that no process has
 POSTPONED = 0.2  # share of the turns that a host with something to do does not get
 
@@ -90,8 +90,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def select(self, timeout: float | None) -> list[Any]:
         """Called once a turn: chooses what runs in it, or lets time pass. Raises Deadlock and Livelock."""
         self._num_turns += 1
-        if self._num_turns > MOST_TURNS:
-            raise Livelock(f"{MOST_TURNS} turns, {self._now_s:.1f} s")
+        if self._num_turns > MAX_TURNS:
+            raise Livelock(f"{MAX_TURNS} turns, {self._now_s:.1f} s")
         self._now_s += TURN_S
         self._choose()
         if not self._ready and timeout is None and not self._stopping:
