@@ -108,7 +108,7 @@ async def prepare(request: GenerationRequest, backend: Backend, time_left_s: flo
     `time_left_s` is what the client's deadline leaves, and also becomes that of the services; None for no end.
     """
     started_ns, deadline = time.perf_counter_ns(), Deadline.after(time_left_s)
-    target = await backend.target.greeted(backend.target_timeouts.rebuild_budget_s)
+    target = await backend.target.after_handshake(backend.target_timeouts.rebuild_budget_s)
     checked = await check_request(request, backend.tokenizer, backend.limits(target))
     return Prepared(checked, RequestContext(backend, target, deadline, started_ns))
 

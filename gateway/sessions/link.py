@@ -1,9 +1,9 @@
 """The gateway's tie to one service: who it is, whether it is there, whether it fits, and whether to bother it.
 
-A link greets its service until it answers, watches it, and greets again when it was away, because the next incarnation
+A link begins with a handshake, tried until the service answers. It is repeated when the service was away, because the next incarnation
 may be another model. A service that answers but does not fit is treated as absent, and says why once in the log.
 
-A greeting cannot tell whether a service works, because a process whose device hangs still says who it is. Only real
+A handshake cannot tell whether a service works, because a process whose device hangs still says who it is. Only real
 work proves it well again, so a circuit breaker that all requests share tries work, by one session at a time and ever
 more seldom.
 """
@@ -121,7 +121,7 @@ def together(all_rollbacks: Sequence[Rollbacks]) -> Rollbacks:
 
 PROTOCOL_VERSION = 1
 ROLES = {pb.SERVICE_ROLE_DRAFT: "draft", pb.SERVICE_ROLE_TARGET: "target"}
-GREETING_TIMEOUT_S = 5.0
+HANDSHAKE_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 2.0
 BACKOFF_S = (0.1, 2.0)
 # Failures in a row that open the breaker, and pauses between trials. A draft may be late now and then, and requests do
@@ -180,7 +180,7 @@ class ServiceLink:
         self._check = check
         self._models = ModelServiceStub(self.channel)
         self._probe: asyncio.Task[float | None] | None = None
-        self._goodbyes: set[asyncio.Task[None]] = set()
+        self._closings: set[asyncio.Task[None]] = set()
         self._lost = asyncio.Event()
         self._settled = asyncio.Event()
         self._monitor = asyncio.create_task(self._watch(), name=f"{role} link")
@@ -195,7 +195,7 @@ class ServiceLink:
         return self.info
 
     def report_lost(self) -> None:
-        """Tells the link that a session has lost its service; it counts as away until it has been greeted again."""
+        """Tells the link that a session has lost its service; it counts as away until the next handshake."""
         self.info = None
         self._lost.set()
 
@@ -238,44 +238,44 @@ class ServiceLink:
             return math.inf
         return answer.stalled_us / 1e6 if answer.instance_id == self._instance_id else math.inf
 
-    def finish(self, goodbye: Coroutine[Any, Any, None]) -> None:
+    def finish(self, closing: Coroutine[Any, Any, None]) -> None:
         """Ends a session in the background, so that no request waits for its services to take note of its end.
 
-        A goodbye has a time limit of its own; `close` waits for those under way.
+        It has a time limit of its own; `close` waits for those under way.
         """
-        task = asyncio.create_task(goodbye, name=f"{self.role} goodbye")
-        self._goodbyes.add(task)
-        task.add_done_callback(self._goodbyes.discard)
+        task = asyncio.create_task(closing, name=f"{self.role} closing")
+        self._closings.add(task)
+        task.add_done_callback(self._closings.discard)
 
     async def close(self) -> None:
         """Ends the watch, waits for sessions that are ending, and closes the channel."""
         ending = {self._monitor, *filter(None, [self._probe])}
         for task in ending:
             task.cancel()
-        await asyncio.wait({*ending, *self._goodbyes})
+        await asyncio.wait({*ending, *self._closings})
         await self.channel.close()
 
     async def _watch(self) -> None:
         while True:
-            await self._greet()
+            await self._shake_hands()
             self._settled.set()
             await self._until_lost()
             self._settled.clear()
             log.warning("service lost", service=self.role, address=self.address)
 
-    async def _greet(self) -> None:
+    async def _shake_hands(self) -> None:
         """Asks until an answer comes, ever more slowly, and not in step with other gateways."""
         delay_s, longest_s = BACKOFF_S
-        while not await self._ask():
+        while not await self._handshake():
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
             delay_s = min(2 * delay_s, longest_s)
         # What sessions have reported in the meantime is the loss that is over now.
         self._lost.clear()
 
-    async def _ask(self) -> bool:
+    async def _handshake(self) -> bool:
         """One handshake; tells whether the service answered, fitting or not."""
         try:
-            info = self._read(await self._models.GetModelInfo(pb.GetModelInfoRequest(), timeout=GREETING_TIMEOUT_S))
+            info = self._read(await self._models.GetModelInfo(pb.GetModelInfoRequest(), timeout=HANDSHAKE_TIMEOUT_S))
             self._check(info)
         except grpc.aio.AioRpcError as error:
             log.debug("service not reachable", service=self.role, address=self.address, status=error.code().name)
@@ -288,7 +288,7 @@ class ServiceLink:
             self._instance_id = info.instance_id
             self.breaker.renew()
         self.info, self.misfit = info, None
-        log.info("service greeted", service=self.role, address=self.address, model=info.model_name)
+        log.info("service present", service=self.role, address=self.address, model=info.model_name)
         return True
 
     async def _until_lost(self) -> None:

@@ -62,7 +62,7 @@ class Replicas:
     def pick(self, session: object, need: Need | None = None, failed: ServiceLink | None = None) -> ServiceLink | None:
         """The first link that is present, meets the need, and is not blocked for the session by its breaker.
 
-        The one that has just failed comes last: a device that hangs does not keep its service from being greeted.
+        The one that has just failed comes last: a device that hangs does not keep its service from answering a handshake.
         """
         links = sorted(self._meeting(need), key=lambda link: link is failed)
         return next((link for link in links if not link.breaker.blocks(session)), None)
@@ -89,8 +89,8 @@ class Replicas:
             for task in waits:
                 task.cancel()
 
-    async def greeted(self, timeout_s: float) -> ModelInfo:
-        """As `present`, but waits a little for services that are being greeted again."""
+    async def after_handshake(self, timeout_s: float) -> ModelInfo:
+        """As `present`, but waits a little for handshakes that are under way."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + timeout_s
         while True:

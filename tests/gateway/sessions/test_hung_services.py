@@ -1,4 +1,4 @@
-"""Services whose device hangs while their process answers greetings: what later requests pay for it."""
+"""Services whose device hangs while their process answers handshakes: what later requests pay for it."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -29,7 +29,7 @@ SPEC = SessionSpec(PROMPT, len(PROMPT), SamplingParameters(), 9, MAX_LEN, frozen
 
 
 @pytest.fixture(autouse=True)
-def _short_goodbyes(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_closings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Services that hang do not take note of a close."""
     for stream in ("draft", "target"):
         monkeypatch.setattr(f"gateway.sessions.{stream}.CLOSE_TIMEOUT_S", 0.05)

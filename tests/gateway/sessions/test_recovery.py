@@ -141,8 +141,8 @@ async def test_a_draft_that_sends_no_valid_message_costs_no_request(monkeypatch:
         assert {committed.draft_count for committed in rounds} == {0}
 
 
-async def test_a_greeting_that_is_no_valid_message_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The link says why the service does not fit, and greets it again when it was away."""
+async def test_a_handshake_that_is_no_valid_message_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link says why the service does not fit, and tries again when it was away."""
     answers = [GARBAGE]
 
     def add(servicer: TargetServicer, server: grpc.aio.Server) -> None:
@@ -268,7 +268,7 @@ async def test_a_rollback_that_is_refused_costs_no_request() -> None:
             assert (verdict.reopens, verdict.drift_repairs) == (1, 1)
 
 
-async def test_a_session_begins_while_its_target_is_greeted_again() -> None:
+async def test_a_session_begins_while_the_handshake_with_its_target_is_repeated() -> None:
     """A loss that another session reports in the meantime is no reason to fail."""
     async with Links() as links:
         link, _ = await links.to(target())
@@ -288,10 +288,10 @@ async def test_a_misfit_ends_with_its_service() -> None:
 
         link, life = await links.to(target(), check)
         with pytest.raises(VocabularyMismatch):
-            await Replicas([link]).greeted(5)
+            await Replicas([link]).after_handshake(5)
         await life.aclose()
         await eventually(lambda: link.misfit is None)
-        waiting = asyncio.create_task(Replicas([link]).greeted(20))
+        waiting = asyncio.create_task(Replicas([link]).after_handshake(20))
         fits = True
         async with serving(target(instance_id=2), link.address):
             assert (await waiting).instance_id == 2

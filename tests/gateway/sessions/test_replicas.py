@@ -162,7 +162,7 @@ async def test_a_service_that_goes_on_drifting_is_left_alone() -> None:
 
 
 async def test_a_broken_stream_is_no_reason_to_leave_a_target_for_good() -> None:
-    """The link greets it again; the next fault may bring the session back to it."""
+    """The link repeats the handshake; the next fault may bring the session back to it."""
     async with world() as here:
         here.targets[0].mischief = {2: Mischief.BROKEN}
         here.targets[1].mischief = {3: Mischief.BROKEN}

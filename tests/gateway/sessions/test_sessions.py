@@ -66,7 +66,7 @@ def accept(info: ModelInfo) -> None:
 
 @asynccontextmanager
 async def linked(service: Service, role: str) -> AsyncIterator[ServiceLink]:
-    """A greeted link to a served service."""
+    """A link to a served service, after its handshake."""
     async with serving(service) as address:
         link = ServiceLink(role, address, accept)
         assert await link.settled(5)
@@ -167,7 +167,7 @@ async def test_a_draft_that_always_fails_is_asked_less_and_less() -> None:
 
 
 async def test_a_draft_that_is_killed_and_comes_back() -> None:
-    """Without the draft rounds are plain; its next incarnation is greeted and given all tokens."""
+    """Without the draft rounds are plain; its next incarnation is found and given all tokens."""
     target = TargetServicer(model_pb.SERVICE_ROLE_TARGET, MarkovModel())
     first, second = (
         DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(noise=0.3), instance_id=number) for number in (1, 2)
