@@ -1,7 +1,8 @@
 """The gateway's tie to one service: who it is, whether it is there, whether it fits, and whether to bother it.
 
-A link begins with a handshake, tried until the service answers. It is repeated when the service was away, because the next incarnation
-may be another model. A service that answers but does not fit is treated as absent, and says why once in the log.
+A link begins with a handshake, tried until the service answers. It repeats it whenever the service was away, because
+the next incarnation may be another model. A service that answers but does not fit is treated as absent, and says why
+once in the log.
 
 A handshake cannot tell whether a service works, because a process whose device hangs still says who it is. Only real
 work proves it well again, so a circuit breaker that all requests share tries work, by one session at a time and ever

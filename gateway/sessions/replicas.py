@@ -62,7 +62,7 @@ class Replicas:
     def pick(self, session: object, need: Need | None = None, failed: ServiceLink | None = None) -> ServiceLink | None:
         """The first link that is present, meets the need, and is not blocked for the session by its breaker.
 
-        The one that has just failed comes last: a device that hangs does not keep its service from answering a handshake.
+        The one that has just failed comes last: a service whose device hangs still answers a handshake.
         """
         links = sorted(self._meeting(need), key=lambda link: link is failed)
         return next((link for link in links if not link.breaker.blocks(session)), None)
