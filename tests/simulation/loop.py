@@ -2,7 +2,7 @@
 
 Everything that happens in it is a function of the seed. Each simulated process is a *host*, named by a context variable
 that tasks and callbacks inherit; each keeps asyncio's order among its own callbacks, as a process of its own would,
-while the hosts are interleaved at random, so that the law of first come, first served is never broken where code may
+while the hosts are interleaved at random, so that the rule of first come, first served is never broken where code may
 rely on it. A frozen host is a process under SIGSTOP: what becomes ready in it waits.
 """
 
@@ -77,7 +77,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def wind_up(self) -> None:
         """Cancels all tasks, again and again, until none is left, and hears no more complaints.
 
-        There are some after a broken law, and those of a process that was killed.
+        There are some after a broken invariant, and those of a process that was killed.
         """
         self.set_exception_handler(lambda loop, context: None)
         self._frozen.clear()

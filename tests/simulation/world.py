@@ -1,4 +1,4 @@
-"""A whole world in one loop: clients, the gateway, two targets and a draft. Decides nothing; see simulation.laws.
+"""A whole world in one loop: clients, the gateway, two targets and a draft. Decides nothing; see simulation.invariants.
 
 Everything but clients, transport and device is the product's own code.
 """
@@ -15,7 +15,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 from simulation.await_points import AwaitPoints
 from simulation.calls import CANCELLED, Call, ServerCall
-from simulation.laws import Broken, Client, Outcome, check_end, check_tokens, hold, is_hopeless
+from simulation.invariants import Broken, Client, Outcome, check_end, check_tokens, hold, is_hopeless
 from simulation.loop import VirtualLoop, context_of, run
 from simulation.models import PROMPTS, models
 from simulation.services import Process
@@ -93,7 +93,7 @@ class DicePolicy(SpeculationPolicy):
 
 
 def simulate(scenario: Scenario) -> list[Outcome]:
-    """Lets a scenario happen; raises Broken when a law does not hold, and Deadlock or Livelock."""
+    """Lets a scenario happen; raises Broken when an invariant does not hold, and Deadlock or Livelock."""
     models()
     loop = VirtualLoop(scenario.seed)
     random.seed(scenario.seed)
@@ -203,7 +203,7 @@ class World:
     async def _client(self, index: int, client: Client, channel: Channel) -> None:
         await asyncio.sleep(client.starts_s)
         stub, outcome = GenerationServiceStub(channel), self._outcomes[index]  # type: ignore[arg-type]
-        call: Any = stub.Generate(_request(client), timeout=client.patience_s)
+        call: Any = stub.Generate(_request(client), timeout=client.deadline_s)
         self._client_of[call] = index
         try:
             while (message := await call.read()) is not grpc.aio.EOF:
@@ -246,7 +246,7 @@ class World:
         is_hopeless_now = is_hopeless(self._weather.spells, TARGETS, since_s, outcome.ended_s)
         excuses = {
             "CANCELLED": client.cancel_at is not None,
-            "DEADLINE_EXCEEDED": client.patience_s is not None,
+            "DEADLINE_EXCEEDED": client.deadline_s is not None,
             "UNAVAILABLE": self._gateway_died or is_hopeless_now,
         }
         return {status for status, is_excused in excuses.items() if is_excused}

@@ -17,13 +17,13 @@ from outrider.v1 import types_pb2
 
 PROMPT = (3, 5)
 CHAIN, TREE = (0, 1), (0, 0)
-LAWS = tuple(types_pb2.DraftDistribution(token_ids=[1, 2], weights=[40000, 25535]) for _ in CHAIN)
+DISTRIBUTIONS = tuple(types_pb2.DraftDistribution(token_ids=[1, 2], weights=[40000, 25535]) for _ in CHAIN)
 WITH_LAWS = [rule for rule in Rule if rule.needs_distributions]
 WITHOUT_LAWS = [rule for rule in Rule if not rule.needs_distributions]
 
 
 async def read(rule: Rule, **proposal: object) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Token ids, parents and number of laws of a proposal of two tokens, as the gateway reads them under a rule."""
+    """Token ids, parents and number of distributions of a proposal of two tokens, as the gateway reads them under a rule."""
     found = await proposed(rule, **proposal)  # type: ignore[arg-type]
     return found.token_ids, found.parents, len(found.distributions)
 
@@ -48,7 +48,7 @@ async def proposed(rule: Rule, *, draft_logprobs: bool = False, **proposal: obje
 async def test_rules_with_laws_take_chains_with_laws(rule: Rule) -> None:
     """Whether the chain's parents are written out or not."""
     for parents in (CHAIN, ()):
-        assert await read(rule, parents=parents, distributions=LAWS) == ((1, 2), CHAIN, 2)
+        assert await read(rule, parents=parents, distributions=DISTRIBUTIONS) == ((1, 2), CHAIN, 2)
 
 
 @pytest.mark.parametrize("rule", WITHOUT_LAWS)
@@ -61,7 +61,7 @@ async def test_rules_without_laws_take_trees(rule: Rule) -> None:
 async def test_a_tree_under_a_rule_for_chains_is_the_draft_s_fault(rule: Rule) -> None:
     """The target would refuse it, and so end a request that did nothing wrong."""
     with pytest.raises(ProtocolViolation, match=f"a tree that is no chain, which does not fit the rule {rule}"):
-        await read(rule, parents=TREE, distributions=LAWS)
+        await read(rule, parents=TREE, distributions=DISTRIBUTIONS)
 
 
 @pytest.mark.parametrize("rule", WITH_LAWS)
@@ -75,11 +75,11 @@ async def test_missing_laws_are_the_draft_s_fault(rule: Rule) -> None:
 async def test_unwanted_laws_are_the_draft_s_fault(rule: Rule) -> None:
     """Under every rule that has no use for them."""
     with pytest.raises(ProtocolViolation, match=f"with distributions, which does not fit the rule {rule}"):
-        await read(rule, distributions=LAWS)
+        await read(rule, distributions=DISTRIBUTIONS)
 
 
 @pytest.mark.parametrize(
-    ("law", "fault"),
+    ("distribution", "fault"),
     [
         ({"token_ids": [1, 2], "weights": [1]}, "weights is '1 entries'"),
         ({"token_ids": [1, 2], "weights": [1, 0]}, "weights.1 is 0"),
@@ -90,11 +90,11 @@ async def test_unwanted_laws_are_the_draft_s_fault(rule: Rule) -> None:
         ({}, "a support of the row's token 2"),
     ],
 )
-async def test_a_malformed_law_is_the_draft_s_fault(law: dict[str, list[int]], fault: str) -> None:
+async def test_a_malformed_distribution_is_the_draft_s_fault(distribution: dict[str, list[int]], fault: str) -> None:
     """The message names what is wrong with it."""
-    laws = (LAWS[0], types_pb2.DraftDistribution(**law))  # type: ignore[arg-type]
+    distributions = (DISTRIBUTIONS[0], types_pb2.DraftDistribution(**distribution))  # type: ignore[arg-type]
     with pytest.raises(ProtocolViolation, match=r"malformed proposal: proposal\.distributions\.1") as caught:
-        await read(Rule.RATIO, distributions=laws)
+        await read(Rule.RATIO, distributions=distributions)
     assert fault in str(caught.value)
 
 
