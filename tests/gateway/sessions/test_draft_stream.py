@@ -23,7 +23,7 @@ WITHOUT_LAWS = [rule for rule in Rule if not rule.needs_distributions]
 
 
 async def read(rule: Rule, **proposal: object) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Token ids, parents and number of distributions of a proposal of two tokens, as the gateway reads them under a rule."""
+    """Token ids, parents and number of distributions of a proposal of two tokens, as they are read under a rule."""
     found = await proposed(rule, **proposal)  # type: ignore[arg-type]
     return found.token_ids, found.parents, len(found.distributions)
 
