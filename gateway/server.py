@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from gateway.generation.admission import Admission
 from gateway.generation.audit import ShadowAudit
 from gateway.generation.backend import Backend
-from gateway.generation.frontend import FrontDoor
+from gateway.generation.frontend import Frontend
 from gateway.generation.generate import decode
 from gateway.grpc.servicer import generation_service
 from gateway.metrics import GatewayMetrics
@@ -45,7 +45,7 @@ class RunningGateway:
 
     address: str
     backend: Backend
-    door: FrontDoor
+    frontend: Frontend
     server: channels.RunningServer
     tasks: tuple[asyncio.Task[None], ...]
     metrics: RunningMetrics | None
@@ -64,7 +64,7 @@ class RunningGateway:
 
     async def stop(self, grace_s: float = channels.DRAIN_S) -> None:
         """Turns away who waits or comes, gives running requests grace_s to end, and closes the links."""
-        self.door.admission.close()
+        self.frontend.admission.close()
         for task in self.tasks:
             task.cancel()
         await asyncio.wait(self.tasks)
@@ -96,30 +96,30 @@ async def start(settings: GatewaySettings) -> RunningGateway:
         await _await_target(backend.target, settings.target_wait_s)
         if backend.draft is not None:
             await _await_draft(backend.draft, settings.draft_wait_s)
-        door = _front_door(settings, backend, template, registry)
-        service = generation_service(door, settings.client_stall_s)
+        frontend = _frontend(settings, backend, template, registry)
+        service = generation_service(frontend, settings.client_stall_s)
         server = await channels.serve(settings.listen, service, reflects=settings.reflection)
         undo.push_async_callback(server.stop, 0.0)
-        rest = await _serve_rest(settings, door, registry, server.address)
+        rest = await _serve_rest(settings, frontend, registry, server.address)
         undo.pop_all()
     reporting = report_readiness(backend.target, server.health, ("", *service))
     auditing = backend.audit.run(lambda request, target: decode(request, backend, target, NEVER))
     tasks = asyncio.create_task(reporting, name="readiness"), asyncio.create_task(auditing, name="audit")
-    return RunningGateway(server.address, backend, door, server, tasks, metrics, rest)
+    return RunningGateway(server.address, backend, frontend, server, tasks, metrics, rest)
 
 
-def _front_door(
+def _frontend(
     settings: GatewaySettings, backend: Backend, template: ChatTemplate, registry: CollectorRegistry
-) -> FrontDoor:
+) -> Frontend:
     admission = Admission(settings.max_requests, settings.queue_len)
     metrics = GatewayMetrics(registry, vllm_names=settings.vllm_metric_names)
     metrics.watch(admission, backend)
     model_name = settings.served_model_name or backend.target.present().model_name
-    return FrontDoor(backend, admission, metrics, template, model_name)
+    return Frontend(backend, admission, metrics, template, model_name)
 
 
 async def _serve_rest(
-    settings: GatewaySettings, door: FrontDoor, registry: Registry, grpc_address: str
+    settings: GatewaySettings, frontend: Frontend, registry: Registry, grpc_address: str
 ) -> RunningRest | None:
     if not settings.rest_listen:
         return None
@@ -129,7 +129,7 @@ async def _serve_rest(
         sites=settings.sites,
         grpc_port=int(grpc_address.rpartition(":")[2]),
     )
-    return await serve_rest(settings.rest_listen, build_app(door, rest, registry))
+    return await serve_rest(settings.rest_listen, build_app(frontend, rest, registry))
 
 
 def _backend(settings: GatewaySettings, tokenizer: Tokenizer, registry: CollectorRegistry) -> Backend:

@@ -50,7 +50,7 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class FrontDoor:
+class Frontend:
     """The gateway as its surfaces see it."""
 
     backend: Backend

@@ -16,7 +16,7 @@ from typing import Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.generation.frontend import FrontDoor, Generation
+from gateway.generation.frontend import Frontend, Generation
 from gateway.generation.generate import Event
 from gateway.generation.request import CheckedRequest, GenerationRequest
 from gateway.rest.asks import renamed
@@ -86,7 +86,7 @@ class Opened:
 class Answering:
     """Answers orders."""
 
-    door: FrontDoor
+    door: Frontend
     settings: RestSettings
 
     async def answer(self, request: Request, order: Order) -> Response:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from gateway.generation.frontend import FrontDoor
+from gateway.generation.frontend import Frontend
 from gateway.generation.generate import Event, RoundEvent
 from gateway.generation.request import GenerationRequest
 from gateway.rest.api_body import ask_from
@@ -27,7 +27,7 @@ from outrider.errors import OutriderError
 NO_STORE = {"cache-control": "no-store"}
 
 
-def api_routes(door: FrontDoor, settings: RestSettings) -> APIRouter:
+def api_routes(door: Frontend, settings: RestSettings) -> APIRouter:
     """The page's own routes. Errors before the stream are raised as OutriderError."""
 
     async def generate(request: Request) -> Response:
@@ -45,7 +45,7 @@ def api_routes(door: FrontDoor, settings: RestSettings) -> APIRouter:
     return router
 
 
-async def frames(door: FrontDoor, ask: GenerationRequest) -> AsyncGenerator[bytes, None]:
+async def frames(door: Frontend, ask: GenerationRequest) -> AsyncGenerator[bytes, None]:
     """The events of a request. What is wrong before it has its place is raised, what goes wrong later is an event."""
     started_ns = time.perf_counter_ns()
     admitted = False

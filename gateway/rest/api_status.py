@@ -4,7 +4,7 @@ from importlib.metadata import version
 from typing import Any
 
 from gateway.generation.backend import Backend
-from gateway.generation.frontend import FrontDoor
+from gateway.generation.frontend import Frontend
 from gateway.rounds.policy import MAX_DRAFT_COUNT
 from gateway.sessions.link import ModelInfo
 from gateway.sessions.replicas import Replicas
@@ -12,7 +12,7 @@ from gateway.sessions.replicas import Replicas
 VERSION = version("outrider")
 
 
-def status_view(door: FrontDoor, grpc_port: int) -> dict[str, Any]:
+def status_view(door: Frontend, grpc_port: int) -> dict[str, Any]:
     """The state of this moment; asks nobody."""
     return {
         "gateway": {

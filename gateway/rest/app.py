@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from gateway.generation.frontend import FrontDoor
+from gateway.generation.frontend import Frontend
 from gateway.rest import chat, completions, failures, status
 from gateway.rest.answer_counts import AnswerCounts
 from gateway.rest.documents import DocumentedApp
@@ -22,7 +22,7 @@ EXPOSED_HEADERS = ("x-request-id", "retry-after", "retry-after-ms", "x-should-re
 DESCRIPTION = "What OpenAI's clients speak, answered by speculative decoding. docs/rest.md has every field."
 
 
-def build_app(door: FrontDoor, settings: RestSettings, registry: Registry) -> FastAPI:
+def build_app(door: Frontend, settings: RestSettings, registry: Registry) -> FastAPI:
     """The application: /v1, the routes for operators, and the page."""
     app = DocumentedApp(
         title="Outrider",

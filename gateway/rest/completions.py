@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.generation.frontend import FrontDoor
+from gateway.generation.frontend import Frontend
 from gateway.generation.request import CheckedRequest, GenerationRequest
 from gateway.rest.answering import Answering, Head, Order
 from gateway.rest.asks import TEXT_NAMES, ask_of, check_model, check_prompt_len
@@ -21,7 +21,7 @@ from gateway.text.tokenizer import Tokenizer
 from outrider.errors import InvalidRequest
 
 
-def routes(door: FrontDoor, settings: RestSettings) -> APIRouter:
+def routes(door: Frontend, settings: RestSettings) -> APIRouter:
     """The route."""
     router, answering = APIRouter(), Answering(door, settings)
 

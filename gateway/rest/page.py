@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.generation.frontend import FrontDoor
+from gateway.generation.frontend import Frontend
 from gateway.rest.api import api_routes
 from gateway.rest.settings import RestSettings
 
@@ -55,7 +55,7 @@ class WebFile:
         return Response(self.content, headers=headers, media_type=self.media_type)
 
 
-def page_routes(door: FrontDoor, settings: RestSettings) -> APIRouter:
+def page_routes(door: Frontend, settings: RestSettings) -> APIRouter:
     """`/`, `/static/*`, and `/api/*`, which the page uses."""
     web_files = read_files()
 

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from gateway.generation.frontend import FrontDoor
+from gateway.generation.frontend import Frontend
 from gateway.rest.asks import unknown_model
 from gateway.rest.documents import documented
 from outrider.errors import NotReady, OutriderError, PeerLost
@@ -51,7 +51,7 @@ class Version(BaseModel):
     version: str
 
 
-def routes(door: FrontDoor, registry: Registry) -> APIRouter:
+def routes(door: Frontend, registry: Registry) -> APIRouter:
     """The routes."""
     router = APIRouter()
     _add_models(router, door)
@@ -66,7 +66,7 @@ def routes(door: FrontDoor, registry: Registry) -> APIRouter:
     return router
 
 
-def _add_models(router: APIRouter, door: FrontDoor) -> None:
+def _add_models(router: APIRouter, door: Frontend) -> None:
     def served() -> Model:
         target = door.backend.target.info
         return Model(
@@ -88,7 +88,7 @@ def _add_models(router: APIRouter, door: FrontDoor) -> None:
         return served()
 
 
-def _add_probes(router: APIRouter, door: FrontDoor) -> None:
+def _add_probes(router: APIRouter, door: Frontend) -> None:
     # Those who only look at the status may ask for no more.
     @router.head("/live", include_in_schema=False)
     @router.get("/live", responses=documented())

@@ -182,7 +182,7 @@ async def stack(tokenizer: str) -> AsyncIterator[MarkovStack]:
 
 def registry_of(stack: MarkovStack) -> CollectorRegistry:
     """What a running gateway exports."""
-    metrics = stack.gateway.door.metrics
+    metrics = stack.gateway.frontend.metrics
     assert isinstance(metrics, GatewayMetrics)
     return metrics.registry
 

@@ -28,7 +28,7 @@ from support.basics import check_empty
 from gateway.generation.admission import Admission
 from gateway.generation.audit import ShadowAudit
 from gateway.generation.backend import Backend
-from gateway.generation.frontend import FrontDoor
+from gateway.generation.frontend import Frontend
 from gateway.grpc.servicer import generation_service
 from gateway.metrics import GatewayMetrics
 from gateway.rounds.policy import Choice, SpeculationPolicy
@@ -178,7 +178,7 @@ class World:
         backend = Backend(models().tokenizer, target, draft, self._policy, DraftDeadline(), timeouts, audit)
         server = Server(self._loop, GATEWAY, wrap=self._with_await_points)
         metrics = GatewayMetrics(CollectorRegistry())
-        door = FrontDoor(backend, Admission(64, 64), metrics, ChatTemplate(), "model")
+        door = Frontend(backend, Admission(64, 64), metrics, ChatTemplate(), "model")
         for add in generation_service(door, 30.0).values():
             add(server)  # type: ignore[arg-type]
         await server.guarded()
