@@ -267,14 +267,14 @@ class GatewayMetrics:
         committed, families = event.committed, self._speculation
         self._requests.generation_tokens.inc(len(event.tokens))
         families.outcomes[_outcome(committed)].inc()
-        families.target_bytes.inc(committed.verify_hop.num_bytes)
+        families.target_bytes.inc(committed.verdict.hop.num_bytes)
         if committed.draft_count:
             self._count_draft(committed)
-        if committed.fallback_reason is not None:
-            families.fallbacks[committed.fallback_reason].inc()
+        if committed.proposal.fallback_reason is not None:
+            families.fallbacks[committed.proposal.fallback_reason].inc()
         rare = (
             (families.dropped_tokens, len(committed.token_ids) - len(event.tokens)),
-            (families.reopens, committed.target_reopens),
+            (families.reopens, committed.verdict.reopens),
             (families.drift_repairs, committed.drift_repairs),
         )
         for counter, number in rare:
@@ -286,29 +286,29 @@ class GatewayMetrics:
         families.drafts.inc()
         families.draft_tokens.inc(committed.draft_count)
         families.accepted_tokens.inc(committed.accepted_count)
-        families.evaluated_tokens.inc(committed.evaluated_count)
+        families.evaluated_tokens.inc(committed.verdict.evaluated_count)
         for position in families.accepted_at(committed.accepted_count):
             position.inc()
-        families.draft_bytes.inc(committed.draft_hop.num_bytes)
+        families.draft_bytes.inc(committed.proposal.hop.num_bytes)
         self._rejected_rows += committed.draft_count - committed.accepted_count
 
     def _time(self, committed: Round) -> None:
-        times = self._times
+        times, proposal, verdict = self._times, committed.proposal, committed.verdict
         if committed.is_first:
-            times.prompt.observe(committed.verify_compute_us / 1e6)
+            times.prompt.observe(verdict.compute_us / 1e6)
             return
         times.burst.observe(committed.gap_us / 1e6)
-        times.verify_compute.observe(committed.verify_compute_us / 1e6)
+        times.verify_compute.observe(verdict.compute_us / 1e6)
         if committed.draft_count == 0:
             return
         # Of a round with a draft, because a verdict that comes unasked has not been waited for as an answer is.
-        draft, verify = committed.draft_hop, committed.verify_hop
+        draft, verify = proposal.hop, verdict.hop
         times.round.observe(committed.round_us / 1e6)
-        times.draft_compute.observe(committed.draft_compute_us / 1e6)
+        times.draft_compute.observe(proposal.compute_us / 1e6)
         times.draft_rpc.observe(draft.wait_us / 1e6)
-        times.draft_overhead.observe(max(0, draft.wait_us - draft.queue_us - committed.draft_compute_us) / 1e6)
+        times.draft_overhead.observe(max(0, draft.wait_us - draft.queue_us - proposal.compute_us) / 1e6)
         times.verify_rpc.observe(verify.wait_us / 1e6)
-        times.verify_overhead.observe(max(0, verify.wait_us - verify.queue_us - committed.verify_compute_us) / 1e6)
+        times.verify_overhead.observe(max(0, verify.wait_us - verify.queue_us - verdict.compute_us) / 1e6)
 
     def _complete(self, event: CompletionEvent) -> None:
         families, num_tokens = self._requests, event.completion_tokens
@@ -329,6 +329,6 @@ class GatewayMetrics:
 
 def _outcome(committed: Round) -> str:
     """How a verdict ended: with which token, or without one of the draft's that was to be there."""
-    if committed.fallback_reason is not None:
+    if committed.proposal.fallback_reason is not None:
         return "fallback"
     return OUTCOMES[committed.origins[-1]]

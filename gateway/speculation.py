@@ -49,5 +49,5 @@ async def speculate(
             proposal = plan.explain(await draft.propose(plan.draft_count))
             verdict = await target.verify(proposal, plan.plain_budget)
             committed = log.commit(proposal, verdict)
-            planner.observe(committed, log)
+            planner.observe(committed)
             yield committed

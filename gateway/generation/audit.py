@@ -96,7 +96,7 @@ class ShadowAudit:
         async with aclosing(decode(replace(finished.request, spec=spec, draft_count=0), finished.target)) as rounds:
             async for committed in rounds:
                 token_ids += committed.token_ids
-                numerics_ids.add(committed.numerics_id)
+                numerics_ids.add(committed.verdict.numerics_id)
                 if len(token_ids) >= len(finished.token_ids):
                     break
         if numerics_ids != {finished.numerics_id}:
@@ -110,7 +110,7 @@ class ShadowAudit:
 
 
 def _ends_alike(finished: Finished, last: Round) -> bool:
-    return finished.finish_reason is FinishReason.STOP_STRING or finished.finish_reason is last.finish_reason
+    return finished.finish_reason is FinishReason.STOP_STRING or finished.finish_reason is last.verdict.finish_reason
 
 
 def _difference(finished: Finished, token_ids: list[int]) -> dict[str, object]:

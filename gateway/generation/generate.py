@@ -116,7 +116,7 @@ async def prepare(request: GenerationRequest, backend: Backend, time_left_s: flo
 async def _sample(request: CheckedRequest, context: RequestContext) -> AsyncGenerator[Event, None]:
     """The events of one sample."""
     tokenizer = context.backend.tokenizer
-    transcript = Transcript(request.spec.prompt_len, tokenizer.detokenizer(), StopScanner(request.stops))
+    transcript = Transcript(tokenizer.detokenizer(), StopScanner(request.stops))
     first_token_us = 0
     async with aclosing(decode(request, context.backend, context.target, context.deadline)) as rounds:
         async for committed in rounds:
@@ -164,8 +164,8 @@ def _completion(
 
 async def _prompt_tokens(request: CheckedRequest, context: RequestContext, committed: Round) -> tuple[PromptToken, ...]:
     """The prompt as the client asked to have it echoed, in the round that brings its log-probabilities."""
-    spec, logprobs = request.spec, committed.prompt_logprobs
-    if not spec.prompt_logprobs or committed.base_len > spec.prompt_len:
+    spec, logprobs = request.spec, committed.verdict.prompt_logprobs
+    if not spec.prompt_logprobs or not committed.is_first:
         return ()
     prompt = spec.token_ids[: spec.prompt_len]
     if len(logprobs) != spec.prompt_len - 1:
@@ -178,12 +178,12 @@ def _rejected(request: CheckedRequest, context: RequestContext, committed: Round
     """The guesses that were not kept, for a request that wants to see them."""
     if not request.spec.draft_logprobs:
         return ()
-    proposal, tokenizer = committed.proposal, context.backend.tokenizer
+    tree, tokenizer = committed.proposal.tree, context.backend.tokenizer
     return tuple(
         RejectedToken(
-            proposal.token_ids[row - 1],
-            tokenizer.decode([proposal.token_ids[row - 1]]),
-            proposal.logprobs[row - 1] if proposal.logprobs else None,
+            tree.token_ids[row - 1],
+            tokenizer.decode([tree.token_ids[row - 1]]),
+            tree.logprobs[row - 1] if tree.logprobs else None,
         )
         for row in committed.rejected_rows
     )

@@ -7,8 +7,7 @@ from typing import Any
 
 from gateway.generation.generate import CompletionEvent, RoundEvent
 from gateway.generation.request import CheckedRequest
-from gateway.generation.transcript import GeneratedToken, RejectedToken, SpeculationFigures
-from gateway.rounds.round import Round
+from gateway.generation.transcript import GeneratedToken, RejectedToken, round_facts
 from outrider.errors import OutriderError
 
 
@@ -31,7 +30,7 @@ def round_view(event: RoundEvent, time_us: int) -> dict[str, Any]:
     """A round. time_us counts from the request's arrival to the moment in which the round was ready."""
     return {
         "time_us": time_us,
-        **_facts(event.committed),
+        **round_facts(event.committed),
         "new_numerics_id": event.new_numerics_id,
         "tokens": [_token(token) for token in event.tokens],
         "rejected": [_rejected(token) for token in event.rejected],
@@ -49,7 +48,7 @@ def completion_view(event: CompletionEvent) -> dict[str, Any]:
             "cached_prompt_tokens": event.cached_prompt_tokens,
             "completion_tokens": event.completion_tokens,
         },
-        "speculation": _figures(event.figures),
+        "speculation": event.figures.facts(),
         "rule": event.acceptance.rule,
         "follows_target": event.acceptance.rule.is_exact,
         "timings": {
@@ -68,27 +67,6 @@ def error_view(error: OutriderError) -> dict[str, Any]:
     return {"reason": error.reason, "message": error.message, "metadata": error.metadata}
 
 
-def _facts(committed: Round) -> dict[str, Any]:
-    reason = committed.fallback_reason
-    return {
-        "base_len": committed.base_len,
-        "draft_count": committed.draft_count,
-        "accepted_count": committed.accepted_count,
-        "evaluated_count": committed.evaluated_count,
-        "fallback_reason": None if reason is None else reason.value,
-        "draft_compute_us": committed.draft_compute_us,
-        "verify_compute_us": committed.verify_compute_us,
-        "draft_queue_us": committed.draft_hop.queue_us,
-        "verify_queue_us": committed.verify_hop.queue_us,
-        "draft_wait_us": committed.draft_hop.wait_us,
-        "verify_wait_us": committed.verify_hop.wait_us,
-        "round_us": committed.round_us,
-        "draft_bytes": committed.draft_hop.num_bytes,
-        "verify_bytes": committed.verify_hop.num_bytes,
-        "target_reopens": committed.target_reopens,
-    }
-
-
 def _token(token: GeneratedToken) -> dict[str, Any]:
     return {
         "token_id": token.token_id,
@@ -101,17 +79,3 @@ def _token(token: GeneratedToken) -> dict[str, Any]:
 
 def _rejected(token: RejectedToken) -> dict[str, Any]:
     return {"token_id": token.token_id, "text": token.text, "draft_logprob": token.draft_logprob}
-
-
-def _figures(figures: SpeculationFigures) -> dict[str, Any]:
-    return {
-        "rounds": figures.rounds,
-        "drafts": figures.drafts,
-        "draft_tokens": figures.draft_tokens,
-        "accepted_tokens": figures.accepted_tokens,
-        "evaluated_tokens": figures.evaluated_tokens,
-        "acceptance_rate": figures.acceptance_rate,
-        "draft_acceptance_rate": figures.draft_acceptance_rate,
-        "mean_acceptance_length": figures.mean_acceptance_length,
-        "fallback_rounds": figures.fallback_rounds,
-    }

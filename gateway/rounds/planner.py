@@ -86,9 +86,9 @@ class RoundPlanner:
         room = limit if draft.context_len is None else draft.context_len - len(log)
         return RoundPlan(min(choice.draft_count, limit, room), 0)
 
-    def observe(self, committed: Round, log: TokenLog) -> None:
+    def observe(self, committed: Round) -> None:
         """Passes a round on to the policy, except for the prompt's own pass, which costs what the prompt costs."""
-        if committed.base_len > log.prompt_len:
+        if not committed.is_first:
             self._policy.observe(committed, unasked=self._unasked)
 
     def _plain(self, plain_budget: int, reason: FallbackReason | None = None, opening: bool = False) -> RoundPlan:

@@ -139,22 +139,23 @@ class SpeculationPolicy:
 
     def observe(self, committed: Round, *, unasked: bool) -> None:
         """Learns from a round that is not a request's first one; unasked ones came without a message from here."""
-        self._verify_us.add(committed.draft_count + 1, committed.verify_compute_us)
+        self._verify_us.add(committed.draft_count + 1, committed.verdict.compute_us)
         if committed.draft_count:
             self._observe_speculative(committed)
         elif unasked:
             self._plain_tokens += 1
             self._rounds_without_plain = 0
-            self._plain_overhead_us.add(max(0, committed.round_us - committed.verify_compute_us))
+            self._plain_overhead_us.add(max(0, committed.round_us - committed.verdict.compute_us))
         self._account(committed, unasked=unasked)
 
     def _observe_speculative(self, committed: Round) -> None:
         self._plain_tokens = 0
         self._rounds_without_plain += 1
-        self._accepted.add(committed.accepted_count, committed.evaluated_count)
-        if committed.caught_up_count <= LARGE_CATCH_UP:
-            self._draft_token_us.add(committed.draft_compute_us / committed.draft_count)
-        compute_us = committed.draft_compute_us + committed.verify_compute_us
+        proposal, verdict = committed.proposal, committed.verdict
+        self._accepted.add(committed.accepted_count, verdict.evaluated_count)
+        if proposal.caught_up_count <= LARGE_CATCH_UP:
+            self._draft_token_us.add(proposal.compute_us / committed.draft_count)
+        compute_us = proposal.compute_us + verdict.compute_us
         self._round_overhead_us.add(max(0, committed.round_us - compute_us))
 
     def _account(self, committed: Round, *, unasked: bool) -> None:
@@ -162,7 +163,7 @@ class SpeculationPolicy:
         plain_us = self.cost_us(0)
         if unasked:
             self._lost_us -= PROBE_COST * plain_us
-        elif committed.draft_count or committed.fallback_reason:
+        elif committed.draft_count or committed.proposal.fallback_reason:
             self._lost_us += committed.round_us - len(committed.token_ids) * plain_us
         self._lost_us = max(self._lost_us, 0.0)
 

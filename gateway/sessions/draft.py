@@ -20,9 +20,10 @@ from gateway.sessions.timeouts import NEVER, Deadline, DraftDeadline
 from outrider import tracing
 from outrider.errors import InvalidRequest, NotReady, OutriderError, PeerLost, ProtocolViolation
 from outrider.logs import session_prefix
-from outrider.parameters import Rule, SessionSpec
+from outrider.parameters import SessionSpec
 from outrider.rpc import messages
 from outrider.rpc.messages import distributions_from, draft_logprobs_from, tree_from
+from outrider.token_tree import TokenTree
 from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1 import model_service_pb2, types_pb2
 from outrider.v1.draft_service_pb2_grpc import DraftServiceStub
@@ -80,27 +81,25 @@ class DraftStream:
 
     def proposal(self, response: pb.ProposeResponse, draft_count: int, caught_up_count: int, wait_us: int) -> Proposal:
         """The guesses of an answer; raises ProtocolViolation about what no draft may say."""
-        tree, rule = response.proposal, self._spec.acceptance.rule
+        message, rule = response.proposal, self._spec.acceptance.rule
         try:
-            token_ids, parents = tree_from(tree, self._vocabulary_size, draft_count)
-            distributions = distributions_from(tree, self._vocabulary_size)
+            token_ids, parents = tree_from(message, self._vocabulary_size, draft_count)
+            distributions = distributions_from(message, self._vocabulary_size)
             # Nobody reads what nobody asked for.
-            logprobs = draft_logprobs_from(tree) if self._spec.draft_logprobs else ()
+            logprobs = draft_logprobs_from(message) if self._spec.draft_logprobs else ()
         except InvalidRequest as error:
             raise ProtocolViolation(f"{self.peer} sent a malformed proposal: {error.message}") from None
-        found = _misfit(parents, bool(distributions), rule)
-        if found:
-            raise ProtocolViolation(f"{self.peer} sent a proposal {found}, which does not fit the rule {rule}")
+        tree, fault = TokenTree(token_ids, parents, distributions, logprobs), ""
+        # What the target would refuse, and so end a request that is not at fault. No token is looked at: what is
+        # refused for its tokens biases the rules that test with uniforms.
+        if tree and bool(distributions) != rule.needs_distributions:
+            fault = "with distributions" if distributions else "without distributions"
+        elif rule.needs_distributions and not tree.is_chain:
+            fault = "as a tree that is no chain"
+        if fault:
+            raise ProtocolViolation(f"{self.peer} sent a proposal {fault}, which does not fit the rule {rule}")
         hop = HopCost(response.times.queue_us, wait_us, self._messages.take_bytes())
-        return Proposal(
-            token_ids,
-            parents,
-            compute_us=response.times.compute_us,
-            caught_up_count=caught_up_count,
-            hop=hop,
-            distributions=distributions,
-            logprobs=logprobs,
-        )
+        return Proposal(tree, compute_us=response.times.compute_us, caught_up_count=caught_up_count, hop=hop)
 
     async def drop(self) -> None:
         """Ends the call without a word; the draft keeps the session on a lease."""
@@ -112,17 +111,6 @@ class DraftStream:
         fence.base_len = max(self.known_len, 1)
         close = pb.ProposeRequest(fence=fence, close=types_pb2.CloseSession())
         self.peer.finish(self._messages.close(close, CLOSE_TIMEOUT_S))
-
-
-def _misfit(parents: tuple[int, ...], has_distributions: bool, rule: Rule) -> str:
-    """What about a proposal the target would refuse under a rule, and end a request that is not at fault; or nothing.
-
-    Looks at no token: what is refused for its tokens biases the rules that test with uniforms.
-    """
-    if parents and has_distributions != rule.needs_distributions:
-        return "with distributions" if has_distributions else "without distributions"
-    is_chain = parents == tuple(range(len(parents)))
-    return "as a tree that is no chain" if rule.needs_distributions and not is_chain else ""
 
 
 ROLLBACK_TIMEOUT_S = 5.0

@@ -80,7 +80,7 @@ class TargetStream:
     async def ask_again(self, proposal: Proposal, plain_budget: int) -> None:
         """Opens, or asks for the verdict on the log's length, which a target that has given it gives once more."""
         budget = self._within_window(plain_budget)
-        step = pb.TargetStep(proposal=tree_message(proposal), plain_budget=budget)
+        step = pb.TargetStep(proposal=tree_message(proposal.tree), plain_budget=budget)
         if self.is_opening:
             session = messages.open_message(self._spec, self._log.tokens())
             await self._send(pb.VerifyRequest(open=pb.TargetOpen(session=session, step=step)), budget)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from support.basics import spec_of
+from support.markov import round_of
 from support.markov_services import WORDS, MarkovStack, Mischief, markov_stack, request
 from support.observability import families, findings
 
@@ -14,7 +15,7 @@ from gateway.generation.generate import CompletionEvent, RoundEvent
 from gateway.generation.request import CheckedRequest
 from gateway.generation.transcript import GeneratedToken, SpeculationFigures
 from gateway.metrics import GatewayMetrics
-from gateway.rounds.round import FallbackReason, HopCost, Round, TokenOrigin
+from gateway.rounds.round import FallbackReason, HopCost, TokenOrigin
 from outrider.errors import InvalidRequest, Overloaded, PeerLost
 from outrider.metrics_server import Registry
 from outrider.parameters import Acceptance, FinishReason
@@ -38,20 +39,14 @@ def values(registry: CollectorRegistry) -> dict[str, float]:
 def round_event(origins: Sequence[TokenOrigin], num_spoken: int | None = None, **changes: Any) -> RoundEvent:
     """A round with a token for each origin, all of which were spoken unless a number is given."""
     fields: dict[str, Any] = {
-        "base_len": 9,
-        "draft_count": 0,
         "accepted_count": sum(origin is ACCEPTED for origin in origins),
-        "evaluated_count": 0,
-        "fallback_reason": None,
-        "finish_reason": None,
         "draft_compute_us": 1_000,
         "verify_compute_us": 2_000,
         "round_us": 5_000,
-        "numerics_id": "n",
         "draft_hop": HopCost(200, 1_700, 30),
         "verify_hop": HopCost(100, 2_400, 70),
     }
-    committed = Round(tuple(range(len(origins))), tuple(origins), **{**fields, **changes})
+    committed = round_of(range(len(origins)), origins, **{**fields, **changes})
     spoken = tuple(GeneratedToken(token_id, origin, "") for token_id, origin in enumerate(origins))
     return RoundEvent(spoken[:num_spoken], committed, elapsed_us=30_000)
 

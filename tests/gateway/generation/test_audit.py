@@ -70,7 +70,7 @@ async def test_an_audit_asks_for_tokens_only_and_outlives_a_bug(tokenizer: str) 
 
     async with markov_stack(tokenizer) as stack:
         target = await stack.gateway.backend.target.after_handshake(PATIENCE_S)
-        transcript = Transcript(2, stack.gateway.backend.tokenizer.detokenizer(), StopScanner(()))
+        transcript = Transcript(stack.gateway.backend.tokenizer.detokenizer(), StopScanner(()))
         transcript.numerics_ids.append(target.numerics_id)
         request = CheckedRequest(replace(spec_of([5, 6]), logprob_count=20, prompt_logprobs=True), (), None)
         tested = audit.ShadowAudit(1.0, CollectorRegistry())

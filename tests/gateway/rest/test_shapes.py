@@ -3,6 +3,7 @@
 from typing import Any
 
 from support.basics import spec_of
+from support.markov import round_of
 
 from gateway.generation.generate import CompletionEvent, RoundEvent
 from gateway.generation.request import CheckedRequest
@@ -10,7 +11,7 @@ from gateway.generation.transcript import GeneratedToken, PromptToken, Speculati
 from gateway.rest.answering import Head
 from gateway.rest.tally import Tally
 from gateway.rest.text_shape import TextShape
-from gateway.rounds.round import Round, TokenOrigin
+from gateway.rounds.round import TokenOrigin
 from gateway.text.tokenizer import Tokenizer
 from outrider.parameters import Acceptance, FinishReason, TokenLogprob
 
@@ -20,7 +21,7 @@ PROMPT = (PromptToken(3, "fox", None), PromptToken(5, " sea", TokenLogprob(-1.0)
 
 def said(text: str, drafted: int = 0, accepted: int = 0, prompt: tuple[PromptToken, ...] = ()) -> RoundEvent:
     """A round with one token."""
-    committed = Round((1,), (TokenOrigin.PLAIN,), 2, drafted, accepted, accepted, None, None, 0, 0, 0, "numerics")
+    committed = round_of((1,), (TokenOrigin.PLAIN,), draft_count=drafted, accepted_count=accepted)
     return RoundEvent(
         (GeneratedToken(1, TokenOrigin.PLAIN, text, TokenLogprob(-2.0)),), committed, prompt_tokens=prompt
     )

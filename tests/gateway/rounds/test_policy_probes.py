@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import PROBE_ROUNDS, SpeculationPolicy
 from gateway.rounds.round import FallbackReason, Proposal, TokenLog, Verdict
+from outrider.token_tree import TokenTree
 
 PROMPT_LEN = 64
 VERIFY_US, ROW_US, MESSAGE_US, UNASKED_US = 20_000, 500, 600, 50
@@ -52,7 +53,7 @@ class Simulation:
                     limit = len(log) + 1 + plan.plain_budget
             self.now_us += verdict.compute_us
             self.rounds += 1
-            planner.observe(log.commit(proposal, verdict), log)
+            planner.observe(log.commit(proposal, verdict))
 
     def draft(self, count: int, base_len: int, catch_up_count: int) -> tuple[Proposal, Verdict]:
         """A speculative round."""
@@ -63,7 +64,7 @@ class Simulation:
         self.now_us += draft_us + MESSAGE_US
         self.drafted_rounds += 1
         rows = tuple(range(1, accepted + 1))
-        proposal = Proposal((1,) * count, (), None, draft_us, catch_up_count)
+        proposal = Proposal(TokenTree.chain((1,) * count), None, draft_us, catch_up_count)
         return proposal, Verdict(base_len, rows, 1, None, min(accepted + 1, count), VERIFY_US + ROW_US * count)
 
 

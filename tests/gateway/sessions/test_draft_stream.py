@@ -6,11 +6,12 @@ import pytest
 from support.markov import NUM_TOKENS, MarkovModel
 from support.markov_services import DraftServicer, serving
 
-from gateway.rounds.round import Proposal, TokenLog
+from gateway.rounds.round import TokenLog
 from gateway.sessions.draft import DraftStream
 from gateway.sessions.link import ServiceLink
 from outrider.errors import ProtocolViolation
 from outrider.parameters import Acceptance, Rule, SamplingParameters, SessionSpec
+from outrider.token_tree import TokenTree
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import types_pb2
@@ -28,8 +29,8 @@ async def read(rule: Rule, **proposal: object) -> tuple[tuple[int, ...], tuple[i
     return found.token_ids, found.parents, len(found.distributions)
 
 
-async def proposed(rule: Rule, *, draft_logprobs: bool = False, **proposal: object) -> Proposal:
-    """The proposal itself, for a request that may have asked for log-probabilities."""
+async def proposed(rule: Rule, *, draft_logprobs: bool = False, **proposal: object) -> TokenTree:
+    """The tree of the proposal, for a request that may have asked for log-probabilities."""
     spec = SessionSpec(PROMPT, 2, SamplingParameters(), 9, 60, frozenset({0}), frozenset(), Acceptance(rule=rule))
     spec = replace(spec, draft_logprobs=draft_logprobs)
     async with serving(DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel())) as address:
@@ -38,7 +39,7 @@ async def proposed(rule: Rule, *, draft_logprobs: bool = False, **proposal: obje
         stream = DraftStream(link, spec, TokenLog(PROMPT), "", None)
         tree = types_pb2.TokenTree(token_ids=[1, 2], **proposal)  # type: ignore[arg-type]
         try:
-            return stream.proposal(draft_pb.ProposeResponse(proposal=tree), 4, 0, 0)
+            return stream.proposal(draft_pb.ProposeResponse(proposal=tree), 4, 0, 0).tree
         finally:
             await stream.drop()
             await link.close()

@@ -125,12 +125,12 @@ async def test_a_hung_draft_is_left_alone_by_all_requests() -> None:
     async with pair_of({}) as pair:
         never_answer(pair.draft)
         first = await pair.run()
-        assert any(committed.fallback_reason is FallbackReason.DRAFT_LATE for committed in first)
+        assert any(committed.proposal.fallback_reason is FallbackReason.DRAFT_LATE for committed in first)
         assert pair.draft_link.breaker.is_open
         asked = pair.draft.answers
         for _ in range(3):
             rounds = await pair.run()
-            reasons = {committed.fallback_reason for committed in rounds[1:-1]}
+            reasons = {committed.proposal.fallback_reason for committed in rounds[1:-1]}
             assert reasons == {FallbackReason.DRAFT_LATE}
         assert pair.draft.answers == asked
 

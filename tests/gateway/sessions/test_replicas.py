@@ -87,7 +87,7 @@ async def test_the_spare_target_takes_the_session_over(draft_count: int) -> None
             if len(rounds) == 3:
                 await here.lives[0].aclose()
         here.check(rounds)
-        assert sum(committed.target_reopens for committed in rounds) == 1
+        assert sum(committed.verdict.reopens for committed in rounds) == 1
         assert here.targets[0].answers > 0
         assert here.targets[1].answers > 0
 
@@ -135,7 +135,7 @@ async def test_a_target_with_other_numerics_takes_over_and_is_named() -> None:
             rounds.append(committed)
             if len(rounds) == 1:
                 await here.lives[0].aclose()
-        assert {committed.numerics_id for committed in rounds} == {"markov", "other"}
+        assert {committed.verdict.numerics_id for committed in rounds} == {"markov", "other"}
 
 
 @pytest.mark.parametrize("drifter", ["targets", "drafts"])

@@ -88,7 +88,9 @@ async def pair_of(mischief: dict[int, Mischief] | None = None, context_len: int 
 
 def reasons(rounds: list[Round]) -> list[FallbackReason]:
     """Why rounds were not speculative."""
-    return [committed.fallback_reason for committed in rounds if committed.fallback_reason is not None]
+    return [
+        committed.proposal.fallback_reason for committed in rounds if committed.proposal.fallback_reason is not None
+    ]
 
 
 @pytest.mark.parametrize("draft_count", [0, 1, 4, 8, None])
@@ -217,7 +219,7 @@ async def test_a_lost_target_gets_the_session_again(mischief: Mischief) -> None:
     async with pair_of() as pair:
         pair.target.mischief, pair.timeouts = {4: mischief}, TargetTimeouts(RoundDeadline(0.05, 0.1), answer_s=0.1)
         rounds = await pair.run()
-        assert [committed.target_reopens for committed in rounds if committed.target_reopens] == [1]
+        assert [committed.verdict.reopens for committed in rounds if committed.verdict.reopens] == [1]
 
 
 async def test_a_client_that_leaves_ends_both_sessions() -> None:
