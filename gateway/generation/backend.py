@@ -12,7 +12,6 @@ from gateway.sessions.link import ModelInfo
 from gateway.sessions.replicas import Replicas
 from gateway.sessions.target import RemoteTargetSession
 from gateway.sessions.timeouts import Deadline, DraftDeadline, TargetTimeouts
-from gateway.speculation import DraftSession, TargetSession
 from gateway.text.tokenizer import Tokenizer
 
 
@@ -45,7 +44,7 @@ class Backend:
 
     def target_session(
         self, request: CheckedRequest, log: TokenLog, session_id: bytes, target: ModelInfo, deadline: Deadline
-    ) -> TargetSession:
+    ) -> RemoteTargetSession:
         """A session that opens with its first round, on this target or a replica of it."""
         return RemoteTargetSession(
             self.target, self.target_timeouts, request.spec, log, session_id, target.model_hash, deadline
@@ -53,7 +52,7 @@ class Backend:
 
     def draft_session(
         self, request: CheckedRequest, log: TokenLog, session_id: bytes, deadline: Deadline, *, warm: bool
-    ) -> DraftSession:
+    ) -> RemoteDraftSession | AbsentDraftSession:
         """A draft session that reads the prompt at once when warm."""
         if self.draft is None:
             return AbsentDraftSession()

@@ -1,10 +1,9 @@
-"""Plans the next round of one request: K within all limits, or a stretch of plain decoding. Pure: no I/O.
+"""Plans the rounds of one request: K within the limits of request, draft and target, or a stretch of plain decoding.
 
-Not the place where the best K is computed (`policy`), only where it meets the limits of request, draft and target.
+The best K comes from `policy`, which all requests share.
 """
 
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from gateway.rounds.policy import Choice, SpeculationPolicy
 from gateway.rounds.round import FallbackReason, Proposal, Round, TokenLog
@@ -13,20 +12,16 @@ PLAIN_BUDGET = 32  # tokens committed unasked while plain decoding is what is wa
 WAITING_BUDGET = 8  # the same while the draft is away and may come back at any time
 
 
-class DraftOutlook(Protocol):
-    """What can be expected of a draft session now."""
+@dataclass(frozen=True, slots=True)
+class DraftOutlook:
+    """What can be expected of a draft session now; None where nothing is in the way, or nobody knows."""
 
-    @property
-    def obstacle(self) -> FallbackReason | None:
-        """Why it is no use to ask for guesses now; None when it is worth a try."""
-
-    @property
-    def context_len(self) -> int | None:
-        """Longest sequence that the draft can read; None while nobody knows."""
-
-    @property
-    def max_draft_count(self) -> int | None:
-        """Most draft tokens in a proposal; None while nobody knows."""
+    obstacle: FallbackReason | None = None
+    """Why it is no use to ask for guesses now."""
+    context_len: int | None = None
+    """Longest sequence that the draft can read."""
+    max_draft_count: int | None = None
+    """Most draft tokens in a proposal."""
 
 
 @dataclass(frozen=True, slots=True)

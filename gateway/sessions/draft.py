@@ -1,19 +1,21 @@
 """The gateway's end of a draft session, whose faults cost no request anything.
 
-No fault of the draft leaves this file as an error: the round goes on without a proposal and says why. Whatever goes
-wrong, the session starts over with all tokens and a new epoch, later for every fault in a row. One opening is a stream
-within one epoch; its answers are matched by (epoch, base_len), never by order.
+A fault of the draft makes an empty proposal that says why, and never an error. Whatever goes wrong, the session starts
+over with all tokens and a new epoch, later for every fault in a row. One opening is a stream within one epoch; its
+answers are matched by (epoch, base_len), never by order.
 """
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 import structlog
 
+from gateway.rounds.planner import DraftOutlook
 from gateway.rounds.round import NOTHING, FallbackReason, HopCost, Proposal, TokenLog
-from gateway.sessions.link import ModelInfo, ServiceLink
+from gateway.sessions.link import ServiceLink
 from gateway.sessions.replicas import Replicas
 from gateway.sessions.stream import MessageStream
 from gateway.sessions.timeouts import NEVER, Deadline, DraftDeadline
@@ -152,35 +154,28 @@ class RemoteDraftSession:
         self._num_repairs = 0
 
     @property
-    def obstacle(self) -> FallbackReason | None:
-        """Why it is no use to ask now: nobody there, open breaker, a rollback under way, or a rest after faults."""
-        if self._replicas.info is None:
-            return FallbackReason.DRAFT_ABSENT
+    def outlook(self) -> DraftOutlook:
+        """What to expect of the draft now: nobody may be there, bother it, or have an answer soon."""
+        peer = self._stream.peer if self._stream is not None else None
+        info = (peer.info if peer is not None else None) or self._replicas.info
+        if info is None:
+            return DraftOutlook(FallbackReason.DRAFT_ABSENT)
+        obstacle = None
         if self._candidate() is None:
             late = isinstance(self._last.breaker.cause, TimeoutError)
-            return FallbackReason.DRAFT_LATE if late else FallbackReason.DRAFT_LOST
-        if self._rollback is not None and not self._rollback.done():
-            return FallbackReason.DRAFT_LATE
-        return self._resting_for if len(self._log) < self._resume_len else None
-
-    @property
-    def context_len(self) -> int | None:
-        """Longest sequence that the draft can read; None while it is away."""
-        info = self._info()
-        return info.context_len if info else None
-
-    @property
-    def max_draft_count(self) -> int | None:
-        """Most draft tokens in a proposal; None while the draft is away."""
-        info = self._info()
-        return info.max_draft_count if info else None
+            obstacle = FallbackReason.DRAFT_LATE if late else FallbackReason.DRAFT_LOST
+        elif self._rollback is not None and not self._rollback.done():
+            obstacle = FallbackReason.DRAFT_LATE
+        elif len(self._log) < self._resume_len:
+            obstacle = self._resting_for
+        return DraftOutlook(obstacle, info.context_len, info.max_draft_count)
 
     async def __aenter__(self) -> Self:
         peer = self._candidate()
-        fits = peer is not None and peer.info is not None and len(self._log) <= peer.info.context_len
-        if self._warm and peer is not None and fits and not peer.breaker.is_open:
+        if self._warm and peer is not None and peer.info is not None and not peer.breaker.is_open:
             try:
-                await self._ask(peer, 0, self._draft_deadline.max_s)
+                if len(self._log) <= peer.info.context_len:
+                    await self._ask(peer, 0, self._draft_deadline.max_s)
             except (TimeoutError, OutriderError) as error:
                 await self._drop(error)
         return self
@@ -209,13 +204,22 @@ class RemoteDraftSession:
         except TimeoutError as error:
             self._draft_deadline.missed()
             self._last.breaker.failed(self._session_id, error, timeout_s)
-            return self._late(timeout_s)
+            self._tell("draft late", timeout_s=round(timeout_s, 3), base_len=len(self._log))
+            # This stops the draft's job, and the round goes on at once.
+            self._begin_rollback(len(self._log))
+            return self._fault(FallbackReason.DRAFT_LATE)
         except OutriderError as error:
             return await self._drop(error)
         self._draft_deadline.observe(wait_us / 1e6, catch_up_count)
         stream.peer.breaker.answered()
         self._faults /= 2
-        return self._repaired(proposal, response.cached_len)
+        if response.cached_len == len(self._log) or self._num_repairs >= MAX_DRIFT_REPAIRS:
+            return proposal
+        # After an answer a draft has cached all committed tokens; this one is made to compute them again.
+        self._tell("cache drift", cached_len=response.cached_len, committed_len=len(self._log))
+        self._num_repairs += 1
+        self._begin_rollback(base_len=1)
+        return replace(proposal, drift_repairs=1)
 
     async def _exchange(self, draft_count: int, until_s: float) -> tuple[DraftStream, pb.ProposeResponse]:
         """One request and its answer; a draft that lacks tokens gets them all, once."""
@@ -243,21 +247,6 @@ class RemoteDraftSession:
         await self._stream.ask(self._fence(), draft_count, timeout_s)
         return self._stream
 
-    def _repaired(self, proposal: Proposal, cached_len: int) -> Proposal:
-        """After an answer a draft has cached all committed tokens; one that has not is made to compute them again."""
-        if cached_len == len(self._log) or self._num_repairs >= MAX_DRIFT_REPAIRS:
-            return proposal
-        self._tell("cache drift", cached_len=cached_len, committed_len=len(self._log))
-        self._num_repairs += 1
-        self._begin_rollback(base_len=1)
-        return replace(proposal, drift_repairs=1)
-
-    def _late(self, timeout_s: float) -> Proposal:
-        """Starts a rollback, which stops the draft's job, and lets the round go on at once."""
-        self._tell("draft late", timeout_s=round(timeout_s, 3), base_len=len(self._log))
-        self._begin_rollback(len(self._log))
-        return self._fault(FallbackReason.DRAFT_LATE)
-
     def _begin_rollback(self, base_len: int) -> None:
         """Takes the draft's session back in the background; until that is done it is not asked for anything."""
         self._epoch += 1
@@ -271,7 +260,7 @@ class RemoteDraftSession:
         except OutriderError as error:
             await self._drop(error)
             return
-        peer.rollbacks.num_tokens += max(0, cached_len - response.cached_len)
+        peer.rolled_back_tokens += max(0, cached_len - response.cached_len)
         if self._stream is not None:
             # Length 0 says that the draft does not know the session: the next request opens it with all tokens.
             self._stream.known_len = min(self._stream.known_len, response.fence.base_len)
@@ -297,10 +286,6 @@ class RemoteDraftSession:
             return peer
         return self._replicas.pick(self._session_id)
 
-    def _info(self) -> ModelInfo | None:
-        peer = self._stream.peer if self._stream is not None else None
-        return (peer.info if peer is not None else None) or self._replicas.info
-
     async def _forget(self) -> None:
         stream, self._stream = self._stream, None
         if stream is not None:
@@ -324,21 +309,11 @@ class RemoteDraftSession:
         return types_pb2.Fence(session_id=self._session_id, epoch=self._epoch, base_len=base_len)
 
 
-class AbsentDraftSession:
+class AbsentDraftSession(nullcontext[None]):
     """The session of a gateway that has no draft service."""
 
-    obstacle = FallbackReason.DRAFT_ABSENT
-    context_len = None
-    max_draft_count = None
+    outlook = DraftOutlook(FallbackReason.DRAFT_ABSENT)
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
-
-    async def propose(self, draft_count: int) -> Proposal:
-        """Has nothing to say."""
+    async def propose(self, _draft_count: int) -> Proposal:
+        """An empty proposal."""
         return NOTHING

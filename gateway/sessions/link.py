@@ -13,9 +13,9 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -98,26 +98,8 @@ class CircuitBreaker:
         self._resume_s = self._clock_s() + self._pause_s
 
 
-# A call waits for the step that is running; the last is longer than its timeout.
-BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-
-
-@dataclass(slots=True)
-class Rollbacks:
-    """The calls so far."""
-
-    seconds: Tally = field(default_factory=lambda: Tally(BOUNDS_S))
-    num_tokens: int = 0
-    """Tokens that caches lost by them."""
-
-
-def together(all_rollbacks: Sequence[Rollbacks]) -> Rollbacks:
-    """The sum over several links."""
-    summed = Rollbacks()
-    for each in all_rollbacks:
-        summed.seconds.add_tally(each.seconds)
-        summed.num_tokens += each.num_tokens
-    return summed
+# Bounds of the time of a Rollback, which waits for the step that is running; the last is longer than its timeout.
+ROLLBACK_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
 
 PROTOCOL_VERSION = 1
@@ -176,7 +158,9 @@ class ServiceLink:
         self.info: ModelInfo | None = None
         self.misfit: OutriderError | None = None
         self.breaker = CircuitBreaker(*BREAKERS[role])
-        self.rollbacks = Rollbacks()
+        self.rollback_seconds = Tally(ROLLBACK_S)
+        self.rolled_back_tokens = 0
+        """Tokens that the service's cache lost by Rollback."""
         self._instance_id = 0
         self._check = check
         self._models = ModelServiceStub(self.channel)
@@ -216,7 +200,7 @@ class ServiceLink:
         except grpc.aio.AioRpcError as error:
             raise error_from(error) from error
         finally:
-            self.rollbacks.seconds.add(clock_s() - started_s)
+            self.rollback_seconds.add(clock_s() - started_s)
 
     async def stalled_s(self) -> float | None:
         """Seconds for which the device has had work and finished none; no end of them for a service that is not there.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+from gateway.rounds.planner import DraftOutlook
 from gateway.rounds.round import (
     NOTHING,
     FallbackReason,
@@ -133,9 +134,10 @@ class MarkovDraft(Session):
     asked: list[int] = field(default_factory=list)
 
     @property
-    def obstacle(self) -> FallbackReason | None:
+    def outlook(self) -> DraftOutlook:
         """Absent at the lengths that the test wants."""
-        return FallbackReason.DRAFT_ABSENT if len(self.log) in self.away else None
+        obstacle = FallbackReason.DRAFT_ABSENT if len(self.log) in self.away else None
+        return DraftOutlook(obstacle, self.context_len, self.max_draft_count)
 
     async def propose(self, draft_count: int) -> Proposal:
         """A chain of guesses, or with `branching` a tree that carries a wrong sibling before each of them."""

@@ -20,7 +20,7 @@ NO_LINGER = struct.pack("ii", 1, 0)
 
 
 @dataclass(eq=False)
-class HopCost:
+class Way:
     """One direction of one connection: what came in, and what of it has not gone out yet."""
 
     reader: asyncio.StreamReader
@@ -44,8 +44,8 @@ class ChaosProxy:
         self.upstream = upstream
         self.address = ""
         self._past_bytes = 0
-        self._requests: list[HopCost] = []
-        self._replies: list[HopCost] = []
+        self._requests: list[Way] = []
+        self._replies: list[Way] = []
         self._holds_replies = False
         self._slice_bytes = 0
         self._reply_bytes_left: int | None = None
@@ -109,7 +109,7 @@ class ChaosProxy:
         except OSError:
             writer.transport.abort()
             return
-        requests, replies = HopCost(reader, upstream[1]), HopCost(upstream[0], writer)
+        requests, replies = Way(reader, upstream[1]), Way(upstream[0], writer)
         self._requests.append(requests)
         self._replies.append(replies)
         try:
@@ -119,7 +119,7 @@ class ChaosProxy:
             self._replies.remove(replies)
             self._past_bytes += requests.num_bytes
 
-    async def _pump(self, way: HopCost) -> None:
+    async def _pump(self, way: Way) -> None:
         async for data in _chunks(way.reader):
             way.num_bytes += len(data)
             way.held += data
@@ -127,7 +127,7 @@ class ChaosProxy:
         way.has_ended = True
         self._send(way)
 
-    def _send(self, way: HopCost) -> None:
+    def _send(self, way: Way) -> None:
         """Passes on what may go; nobody waits for it to leave, because the messages of these tests are small."""
         is_reply = way in self._replies
         if (is_reply and self._holds_replies) or way.writer.transport.is_closing():

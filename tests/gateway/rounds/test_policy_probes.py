@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
-from gateway.rounds.planner import RoundPlanner
+from gateway.rounds.planner import DraftOutlook, RoundPlanner
 from gateway.rounds.policy import PROBE_ROUNDS, SpeculationPolicy
 from gateway.rounds.round import FallbackReason, Proposal, TokenLog, Verdict
 from outrider.token_tree import TokenTree
@@ -19,8 +19,6 @@ class Simulation:
 
     draft_us: int = FAST_US
     obstacle: FallbackReason | None = None
-    context_len: int | None = None
-    max_draft_count: int | None = None
     policy: SpeculationPolicy = field(default_factory=SpeculationPolicy)
     noise: random.Random = field(default_factory=lambda: random.Random(3))
     now_us: int = 0
@@ -42,7 +40,7 @@ class Simulation:
         limit = len(log)
         while len(log) < max_len:
             outstanding = max(0, min(limit, max_len) - len(log))
-            plan = planner.plan(log, outstanding, self)
+            plan = planner.plan(log, outstanding, DraftOutlook(self.obstacle))
             if plan.draft_count:
                 proposal, verdict = self.draft(plan.draft_count, len(log), len(log) - cached_len)
                 cached_len = len(log)
