@@ -1,4 +1,4 @@
-"""Puts a gateway together: links to the services, then the server. Knows no request.
+"""Puts a gateway together: links to the services, then the server.
 
 The target must be there before the gateway serves; the draft need not, because a gateway without it only is slower.
 """

@@ -1,4 +1,4 @@
-"""Places for samples, and a bounded queue in front of them: first come, first served. Knows no request and no surface.
+"""Places for samples, and a bounded queue in front of them: first come, first served.
 
 Whoever waits holds nothing but a line in a list, so waiting costs no service anything; a full queue says so at once.
 """

@@ -1,4 +1,4 @@
-"""Shadow audit: some finished requests are decoded again, plainly, and compared token for token. Changes no answer.
+"""Shadow audit: some finished requests are decoded again, plainly, and compared token for token.
 
 Only `match` promises tokens, so only its requests are audited. One audit runs at a time; when many wait, further ones
 are left out and counted, because an audit takes the target's time.
@@ -104,13 +104,10 @@ class ShadowAudit:
             return
         self._audits.inc()
         # A stop string ends the text, and plain decoding of tokens knows nothing of it.
-        if tuple(token_ids[: len(finished.token_ids)]) != finished.token_ids or not _ends_alike(finished, committed):
+        ends_alike = finished.finish_reason in {FinishReason.STOP_STRING, committed.verdict.finish_reason}
+        if tuple(token_ids[: len(finished.token_ids)]) != finished.token_ids or not ends_alike:
             self._mismatches.inc()
             log.error("audit mismatch", **_difference(finished, token_ids))
-
-
-def _ends_alike(finished: Finished, last: Round) -> bool:
-    return finished.finish_reason is FinishReason.STOP_STRING or finished.finish_reason is last.verdict.finish_reason
 
 
 def _difference(finished: Finished, token_ids: list[int]) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""What every surface calls: requests in, events out. Knows neither gRPC nor HTTP.
+"""What every surface calls: requests in, events out.
 
 Entering `open` has checked the requests and waited for places, and nothing was sent to a service before. So whatever is
 wrong with a request is known before a surface has promised its client anything.
@@ -6,14 +6,14 @@ wrong with a request is known before a surface has promised its client anything.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from gateway.generation.admission import Admission
 from gateway.generation.backend import Backend
-from gateway.generation.generate import Event, Prepared, prepare
+from gateway.generation.generate import Event, RequestContext, prepare
 from gateway.generation.request import CheckedRequest, GenerationRequest
 from gateway.generation.request_log import RequestLog, tell_refusal
 from gateway.generation.samples import merged
@@ -74,20 +74,35 @@ class Frontend:
         num_samples = sum(min(max(1, request.sample_count or 1), MAX_SAMPLES) for request in requests)
         async with AsyncExitStack() as places:
             places.enter_context(request_scope())
-            with self._refusals_told():
+            try:
                 with self.admission.arrival(num_samples):
-                    prepared = [await self._prepared(requests, number, time_left_s) for number in range(len(requests))]
+                    contexts = [await self._prepared(requests, number, time_left_s) for number in range(len(requests))]
                 waited_s = await places.enter_async_context(self.admission.place(num_samples))
-            checked = tuple(each.request for each in prepared)
+            except OutriderError as error:
+                self.metrics.rejected(error)
+                tell_refusal(error.reason)
+                raise
+            except asyncio.CancelledError as error:
+                # The client left the queue.
+                self.metrics.ended(error)
+                tell_refusal("CLIENT_LEFT")
+                raise
+            checked = tuple(context.request for context in contexts)
             self.metrics.admitted(waited_s, checked)
-            record = RequestLog(checked, waited_s)
-            with self._end_told(record):
-                async with aclosing(self._events(prepared, int(1e6 * waited_s), record)) as events:
+            record, end = RequestLog(checked, waited_s), None
+            try:
+                async with aclosing(self._events(contexts, int(1e6 * waited_s), record)) as events:
                     yield Generation(checked, events)
+            except BaseException as error:
+                end = error
+                raise
+            finally:
+                _soon(self.metrics.ended, end)
+                record.ended(end)
 
     async def _prepared(
         self, requests: Sequence[GenerationRequest], number: int, time_left_s: float | None
-    ) -> Prepared:
+    ) -> RequestContext:
         """One of several requests, whose number is on its errors."""
         try:
             return await prepare(requests[number], self.backend, time_left_s)
@@ -96,35 +111,10 @@ class Frontend:
                 error.metadata["request"] = str(number)
             raise
 
-    @contextmanager
-    def _refusals_told(self) -> Iterator[None]:
-        try:
-            yield
-        except OutriderError as error:
-            self.metrics.rejected(error)
-            tell_refusal(error.reason)
-            raise
-        except asyncio.CancelledError as error:
-            # The client left the queue.
-            self.metrics.ended(error)
-            tell_refusal("CLIENT_LEFT")
-            raise
-
-    @contextmanager
-    def _end_told(self, record: RequestLog) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            _soon(self.metrics.ended, error)
-            record.ended(error)
-            raise
-        _soon(self.metrics.ended, None)
-        record.ended(None)
-
     async def _events(
-        self, prepared: Sequence[Prepared], queue_us: int, record: RequestLog
+        self, contexts: Sequence[RequestContext], queue_us: int, record: RequestLog
     ) -> AsyncGenerator[tuple[int, Event], None]:
-        streams = [_numbered(number, each.events(queue_us)) for number, each in enumerate(prepared)]
+        streams = [_numbered(number, context.events(queue_us)) for number, context in enumerate(contexts)]
         async with aclosing(streams[0] if len(streams) == 1 else merged(streams)) as events:
             async for number, event in events:
                 _soon(self.metrics.observe, event)

@@ -1,4 +1,4 @@
-"""One request from what the client wrote to its last event. Knows text and rounds, neither protobuf nor gRPC."""
+"""One request from what the client wrote to its last event, in text and rounds."""
 
 import secrets
 import time
@@ -17,10 +17,14 @@ from gateway.generation.transcript import (
     StopScanner,
     Transcript,
 )
+from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.round import Round, TokenLog
+from gateway.sessions.draft import AbsentDraftSession, RemoteDraftSession
 from gateway.sessions.link import ModelInfo
+from gateway.sessions.target import RemoteTargetSession
 from gateway.sessions.timeouts import Deadline
 from gateway.speculation import speculate
+from gateway.text.tokenizer import Tokenizer
 from outrider.errors import ProtocolViolation
 from outrider.parameters import Acceptance, FinishReason
 
@@ -68,8 +72,9 @@ Event = RoundEvent | CompletionEvent
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What all samples of a request share."""
+    """A checked request, of which no service knows anything yet, and what it takes to serve it."""
 
+    request: CheckedRequest
     backend: Backend
     target: ModelInfo
     deadline: Deadline
@@ -81,28 +86,20 @@ class RequestContext:
         """Microseconds since the gateway received the request."""
         return (time.perf_counter_ns() - self.started_ns) // 1000
 
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A checked request, of which no service knows anything yet."""
-
-    request: CheckedRequest
-    context: RequestContext
-
     async def events(self, queue_us: int = 0) -> AsyncGenerator[Event, None]:
         """Yields an event for every round of each sample and then its completion. All sessions of a sample are told to
         end before its completion comes, and also when the caller closes the generator early. Raises any OutriderError.
 
         queue_us is for how long the request has waited for its turn.
         """
-        context = replace(self.context, queue_us=queue_us)
-        samples = [_sample(self.request.sample(index), context) for index in range(self.request.sample_count)]
+        requests = [self.request.sample(index) for index in range(self.request.sample_count)]
+        samples = [_sample(replace(self, request=request, queue_us=queue_us)) for request in requests]
         async with aclosing(samples[0] if len(samples) == 1 else merged(samples)) as events:
             async for event in events:
                 yield event
 
 
-async def prepare(request: GenerationRequest, backend: Backend, time_left_s: float | None = None) -> Prepared:
+async def prepare(request: GenerationRequest, backend: Backend, time_left_s: float | None = None) -> RequestContext:
     """Checks a request. Raises InvalidRequest, PromptTooLong, and what is said of a target that is away.
 
     `time_left_s` is what the client's deadline leaves, and also becomes that of the services; None for no end.
@@ -110,39 +107,35 @@ async def prepare(request: GenerationRequest, backend: Backend, time_left_s: flo
     started_ns, deadline = time.perf_counter_ns(), Deadline.after(time_left_s)
     target = await backend.target.after_handshake(backend.target_timeouts.rebuild_budget_s)
     checked = await check_request(request, backend.tokenizer, backend.limits(target))
-    return Prepared(checked, RequestContext(backend, target, deadline, started_ns))
+    return RequestContext(checked, backend, target, deadline, started_ns)
 
 
-async def _sample(request: CheckedRequest, context: RequestContext) -> AsyncGenerator[Event, None]:
+async def _sample(context: RequestContext) -> AsyncGenerator[Event, None]:
     """The events of one sample."""
-    tokenizer = context.backend.tokenizer
+    request, backend, tokenizer = context.request, context.backend, context.backend.tokenizer
     transcript = Transcript(tokenizer.detokenizer(), StopScanner(request.stops))
     first_token_us = 0
-    async with aclosing(decode(request, context.backend, context.target, context.deadline)) as rounds:
+    async with aclosing(decode(request, backend, context.target, context.deadline)) as rounds:
         async for committed in rounds:
             elapsed_us = context.elapsed_us
             first_token_us = first_token_us or elapsed_us
             num_numerics = max(1, len(transcript.numerics_ids))
-            tokens = transcript.take(committed)
-            prompt_tokens = await _prompt_tokens(request, context, committed)
-            new_numerics_id = "".join(transcript.numerics_ids[num_numerics:])
-            rejected = _rejected(request, context, committed)
-            index = request.sample_index
-            yield RoundEvent(tokens, committed, new_numerics_id, index, prompt_tokens, rejected, elapsed_us)
+            yield RoundEvent(
+                tokens=transcript.take(committed),
+                committed=committed,
+                new_numerics_id="".join(transcript.numerics_ids[num_numerics:]),
+                sample_index=request.sample_index,
+                prompt_tokens=await _prompt_tokens(request, tokenizer, committed),
+                rejected=_rejected(tokenizer, committed) if request.spec.draft_logprobs else (),
+                elapsed_us=elapsed_us,
+            )
             if transcript.finish_reason is not None:
                 break
-    yield _completion(request, context, transcript, first_token_us)
-
-
-def _completion(
-    request: CheckedRequest, context: RequestContext, transcript: Transcript, first_token_us: int
-) -> CompletionEvent:
-    """The end of a sample, whose tokens may be audited from now on."""
     text_delta = transcript.finish()
     if transcript.finish_reason is None:
         raise ProtocolViolation("the rounds ended without a finish reason")
-    context.backend.audit.offer(request, transcript, context.target)
-    return CompletionEvent(
+    backend.audit.offer(request, transcript, context.target)
+    yield CompletionEvent(
         finish_reason=transcript.finish_reason,
         prompt_tokens=request.spec.prompt_len,
         cached_prompt_tokens=transcript.cached_prompt_tokens,
@@ -162,7 +155,7 @@ def _completion(
     )
 
 
-async def _prompt_tokens(request: CheckedRequest, context: RequestContext, committed: Round) -> tuple[PromptToken, ...]:
+async def _prompt_tokens(request: CheckedRequest, tokenizer: Tokenizer, committed: Round) -> tuple[PromptToken, ...]:
     """The prompt as the client asked to have it echoed, in the round that brings its log-probabilities."""
     spec, logprobs = request.spec, committed.verdict.prompt_logprobs
     if not spec.prompt_logprobs or not committed.is_first:
@@ -170,31 +163,33 @@ async def _prompt_tokens(request: CheckedRequest, context: RequestContext, commi
     prompt = spec.token_ids[: spec.prompt_len]
     if len(logprobs) != spec.prompt_len - 1:
         raise ProtocolViolation(f"{len(logprobs)} log-probabilities came for a prompt of {spec.prompt_len} tokens")
-    texts = await context.backend.tokenizer.spell(prompt)
+    texts = await tokenizer.spell(prompt)
     return tuple(map(PromptToken, prompt, texts, (None, *logprobs)))
 
 
-def _rejected(request: CheckedRequest, context: RequestContext, committed: Round) -> tuple[RejectedToken, ...]:
-    """The guesses that were not kept, for a request that wants to see them."""
-    if not request.spec.draft_logprobs:
-        return ()
-    tree, tokenizer = committed.proposal.tree, context.backend.tokenizer
-    return tuple(
-        RejectedToken(
-            tree.token_ids[row - 1],
-            tokenizer.decode([tree.token_ids[row - 1]]),
-            tree.logprobs[row - 1] if tree.logprobs else None,
-        )
-        for row in committed.rejected_rows
-    )
+def _rejected(tokenizer: Tokenizer, committed: Round) -> tuple[RejectedToken, ...]:
+    """The guesses that were not kept."""
+    tree = committed.proposal.tree
+    found = [
+        (tree.token_ids[row - 1], tree.logprobs[row - 1] if tree.logprobs else None) for row in committed.rejected_rows
+    ]
+    return tuple(RejectedToken(token_id, tokenizer.decode([token_id]), logprob) for token_id, logprob in found)
 
 
 def decode(
     request: CheckedRequest, backend: Backend, target: ModelInfo, deadline: Deadline
 ) -> AsyncGenerator[Round, None]:
-    """The rounds of a checked request, over sessions of its own."""
-    log = TokenLog(request.spec.token_ids)
-    session_id = secrets.token_bytes(16)
-    planner = backend.planner(request, target)
-    draft = backend.draft_session(request, log, session_id, deadline, warm=planner.expects_draft())
-    return speculate(log, planner, backend.target_session(request, log, session_id, target, deadline), draft)
+    """The rounds of a checked request, over sessions of its own: on this target or a replica of it, and on the draft,
+    which reads the prompt at once where it will be asked.
+    """
+    spec, log, session_id = request.spec, TokenLog(request.spec.token_ids), secrets.token_bytes(16)
+    planner = RoundPlanner(backend.policy, request.draft_count, spec.max_len, target.max_draft_count)
+    draft: RemoteDraftSession | AbsentDraftSession = AbsentDraftSession()
+    if backend.draft is not None:
+        warm, drafter = planner.expects_draft(), request.drafter
+        draft = RemoteDraftSession(
+            backend.draft, backend.draft_deadline, spec, log, session_id, warm, drafter, deadline
+        )
+    timeouts, model_hash = backend.target_timeouts, target.model_hash
+    verifying = RemoteTargetSession(backend.target, timeouts, spec, log, session_id, model_hash, deadline)
+    return speculate(log, planner, verifying, draft)

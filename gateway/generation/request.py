@@ -1,4 +1,4 @@
-"""Checks a request once, before anything is spent on it. Knows no protobuf; every limit that it breaks is named."""
+"""A request as its client wrote it, and checked once, before anything is spent on it; a broken limit is named."""
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Self
 
 from gateway.generation.samples import sample_seed
 from gateway.text.tokenizer import Tokenizer
-from outrider.errors import InvalidRequest, PromptTooLong
+from outrider.errors import InvalidRequest, PromptTooLong, check_count
 from outrider.parameters import (
     MAX_BANNED_LEN,
     MAX_LOGPROB_COUNT,
@@ -91,10 +91,14 @@ class CheckedRequest:
 async def check_request(request: GenerationRequest, tokenizer: Tokenizer, limits: ServingLimits) -> CheckedRequest:
     """Encodes and completes a request; raises InvalidRequest or PromptTooLong."""
     _check_drafter(request, limits)
-    _check_stops(request, limits)
+    _check_strings("stop", request.stops, MAX_STOPS)
+    check_count("stop_token_ids", len(request.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
+    _check_token_ids("stop_token_ids", request.stop_token_ids, limits)
     _check_strings("banned_words", request.banned_words, MAX_BANNED_WORDS)
     _check_range("sample_count", request.sample_count, 1, MAX_SAMPLES)
-    _check_logprobs(request)
+    _check_range("logprob_count", request.logprob_count, 0, MAX_LOGPROB_COUNT)
+    if request.echo and request.logprob_count is None:
+        raise InvalidRequest("echo", True, "false without logprob_count")
     _check_range("max_tokens", request.max_tokens, 1, 2**31 - 1)
     _check_range("speculation.draft_count", request.draft_count, 0, limits.max_draft_count)
     _check_range("seed", request.seed, -(2**63), 2**63 - 1)
@@ -104,6 +108,10 @@ async def check_request(request: GenerationRequest, tokenizer: Tokenizer, limits
     _check_echo(request, len(prompt))
     max_tokens = _max_tokens(request, len(prompt), limits)
     _check_range("sampling.min_tokens", request.sampling.min_tokens, 0, max_tokens)
+    banned = await _banned(request.banned_words, tokenizer)
+    cache_salt = request.cache_salt.encode()
+    if len(cache_salt) > MAX_SALT_BYTES:
+        raise InvalidRequest("cache_salt", request.cache_salt, f"of at most {MAX_SALT_BYTES} bytes in UTF-8")
     spec = SessionSpec(
         token_ids=prompt,
         prompt_len=len(prompt),
@@ -114,11 +122,11 @@ async def check_request(request: GenerationRequest, tokenizer: Tokenizer, limits
         eos_token_ids=frozenset() if request.sampling.ignore_eos else limits.eos_token_ids,
         stop_token_ids=frozenset(request.stop_token_ids),
         acceptance=request.acceptance,
-        banned=await _banned(request.banned_words, tokenizer),
+        banned=banned,
         logprob_count=request.logprob_count,
         prompt_logprobs=request.echo,
         draft_logprobs=request.return_rounds,
-        cache_salt=_salt(request.cache_salt),
+        cache_salt=cache_salt,
     )
     draft_count = request.draft_count if request.speculation_enabled else 0
     return CheckedRequest(spec, request.stops, draft_count, request.drafter, request.sample_count or 1)
@@ -135,12 +143,6 @@ def _check_drafter(request: GenerationRequest, limits: ServingLimits) -> None:
         raise InvalidRequest("speculation.drafter", request.drafter, f"one that serves the rule {rule}: {fitting}")
 
 
-def _check_logprobs(request: GenerationRequest) -> None:
-    _check_range("logprob_count", request.logprob_count, 0, MAX_LOGPROB_COUNT)
-    if request.echo and request.logprob_count is None:
-        raise InvalidRequest("echo", True, "false without logprob_count")
-
-
 def _check_echo(request: GenerationRequest, prompt_len: int) -> None:
     """The prompt's tokens come in one message, which clients take up to a size only."""
     token_bytes = ECHO_TOKEN_BYTES + ECHO_LOGPROB_BYTES * (request.logprob_count or 0)
@@ -153,8 +155,7 @@ def _check_echo(request: GenerationRequest, prompt_len: int) -> None:
 
 
 def _check_strings(name: str, strings: Sequence[str], maximum: int) -> None:
-    if len(strings) > maximum:
-        raise InvalidRequest.too_many(name, len(strings), maximum, "strings")
+    check_count(name, len(strings), maximum, "strings")
     for index, string in enumerate(strings):
         if not 1 <= len(string) <= MAX_STRING_LEN:
             raise InvalidRequest(f"{name}.{index}", string, f"of 1 to {MAX_STRING_LEN} characters")
@@ -171,20 +172,6 @@ async def _banned(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int
             if sequence:
                 sequences[sequence] = None
     return tuple(sequences)
-
-
-def _salt(salt: str) -> bytes:
-    encoded = salt.encode()
-    if len(encoded) > MAX_SALT_BYTES:
-        raise InvalidRequest("cache_salt", salt, f"of at most {MAX_SALT_BYTES} bytes in UTF-8")
-    return encoded
-
-
-def _check_stops(request: GenerationRequest, limits: ServingLimits) -> None:
-    _check_strings("stop", request.stops, MAX_STOPS)
-    if len(request.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest.too_many("stop_token_ids", len(request.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
-    _check_token_ids("stop_token_ids", request.stop_token_ids, limits)
 
 
 async def _prompt(request: GenerationRequest, tokenizer: Tokenizer, limits: ServingLimits) -> tuple[int, ...]:

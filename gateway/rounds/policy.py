@@ -1,4 +1,4 @@
-"""Chooses how many tokens to draft, from what rounds have cost and what was accepted. Pure: no clock, no I/O.
+"""Chooses how many tokens to draft, from what rounds have cost and what was accepted.
 
 With acceptance rate a and K draft tokens a round commits tau(K) = (1 - a^(K+1)) / (1 - a) tokens (Leviathan et al.
 2023), and it costs K draft steps, one forward of the target over K + 1 rows, and the way of the messages. The best K

@@ -100,8 +100,6 @@ class CircuitBreaker:
 
 # Bounds of the time of a Rollback, which waits for the step that is running; the last is longer than its timeout.
 ROLLBACK_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-
-
 PROTOCOL_VERSION = 1
 ROLES = {pb.SERVICE_ROLE_DRAFT: "draft", pb.SERVICE_ROLE_TARGET: "target"}
 HANDSHAKE_TIMEOUT_S = 5.0
@@ -219,9 +217,8 @@ class ServiceLink:
         except grpc.aio.AioRpcError as error:
             log.info("service does not answer", service=self.role, address=self.address, status=error.code().name)
             return None if error.code() is grpc.StatusCode.UNAVAILABLE else math.inf
-        if answer is None:
-            return math.inf
-        return answer.stalled_us / 1e6 if answer.instance_id == self._instance_id else math.inf
+        is_same = answer is not None and answer.instance_id == self._instance_id
+        return answer.stalled_us / 1e6 if is_same else math.inf
 
     def finish(self, closing: Coroutine[Any, Any, None]) -> None:
         """Ends a session in the background, so that no request waits for its services to take note of its end.
@@ -241,21 +238,27 @@ class ServiceLink:
         await self.channel.close()
 
     async def _watch(self) -> None:
+        """For ever: a handshake, tried ever more slowly and not in step with other gateways, and then a wait until a
+        session reports a loss or the connection is no longer up.
+        """
         while True:
-            await self._shake_hands()
+            delay_s, longest_s = BACKOFF_S
+            while not await self._handshake():
+                await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
+                delay_s = min(2 * delay_s, longest_s)
+            # What sessions have reported in the meantime is the loss that is over now.
+            self._lost.clear()
             self._settled.set()
-            await self._until_lost()
+            ends = (self._lost.wait(), self.channel.wait_for_state_change(grpc.ChannelConnectivity.READY))
+            tasks = {asyncio.ensure_future(end) for end in ends}
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+            self.info = self.misfit = None
             self._settled.clear()
             log.warning("service lost", service=self.role, address=self.address)
-
-    async def _shake_hands(self) -> None:
-        """Asks until an answer comes, ever more slowly, and not in step with other gateways."""
-        delay_s, longest_s = BACKOFF_S
-        while not await self._handshake():
-            await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
-            delay_s = min(2 * delay_s, longest_s)
-        # What sessions have reported in the meantime is the loss that is over now.
-        self._lost.clear()
 
     async def _handshake(self) -> bool:
         """One handshake; tells whether the service answered, fitting or not."""
@@ -275,17 +278,6 @@ class ServiceLink:
         self.info, self.misfit = info, None
         log.info("service present", service=self.role, address=self.address, model=info.model_name)
         return True
-
-    async def _until_lost(self) -> None:
-        """Returns when a session reports a loss, or when the connection is no longer up."""
-        ends = (self._lost.wait(), self.channel.wait_for_state_change(grpc.ChannelConnectivity.READY))
-        tasks = {asyncio.ensure_future(end) for end in ends}
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-        self.info = self.misfit = None
 
     def _read(self, answer: pb.GetModelInfoResponse | None) -> ModelInfo:
         if answer is None:

@@ -1,4 +1,4 @@
-"""One bidirectional call of one session. Knows nothing of sessions, only of messages, deadlines and ends.
+"""One bidirectional call of one session: its messages, their deadlines and its end.
 
 Three habits of grpc.aio shape it. Cancelling a read or a write cancels the whole call, so both happen in tasks that
 outlive a deadline and a caller that leaves; one task reads for the whole life of the call, which is cheaper than one a

@@ -1,6 +1,6 @@
 """How long to wait for a draft or a target, and when a request gives up.
 
-A deadline is a multiple of the usual time, so that no machine needs a setting. Pure but for a clock.
+A deadline is a multiple of the usual time, so that no machine needs a setting.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Runs a chat template without trusting it: it reaches nothing of Python, and has a budget. Reads no file.
+"""Runs a chat template without trusting it: it reaches nothing of Python, and has a budget.
 
 The environment is the one of transformers' apply_chat_template, so that templates render to the same characters.
 """

@@ -1,4 +1,4 @@
-"""Each token alone, as log-probabilities show it: its exact bytes, and a text that can be written down. Sees no text.
+"""Each token alone, as log-probabilities show it: its exact bytes, and a text that can be written down.
 
 A piece is the token as it stands in the middle of a text, so the pieces of a whole text may begin with a space more
 than the text, where a tokenizer puts one before the first word. Bytes that are no text alone are written as OpenAI
