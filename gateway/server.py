@@ -85,18 +85,22 @@ async def start(settings: GatewaySettings) -> RunningGateway:
     template = await asyncio.to_thread(ChatTemplate.read, settings.tokenizer)
     registry = Registry()
     async with AsyncExitStack() as undo:
-        metrics = None
+        exposition = None
         if settings.metrics_listen:
-            metrics = serve_metrics(settings.metrics_listen, registry)
-            undo.push_async_callback(metrics.stop)
+            exposition = serve_metrics(settings.metrics_listen, registry)
+            undo.push_async_callback(exposition.stop)
             # With port 0 nothing else tells where.
-            log.info("serving metrics", address=metrics.address)
+            log.info("serving metrics", address=exposition.address)
         backend = _backend(settings, tokenizer, registry)
         undo.push_async_callback(_close, backend)
         await _await_target(backend.target, settings.target_wait_s)
         if backend.draft is not None:
             await _await_draft(backend.draft, settings.draft_wait_s)
-        frontend = _frontend(settings, backend, template, registry)
+        admission = Admission(settings.max_requests, settings.queue_len)
+        metrics = GatewayMetrics(registry, vllm_names=settings.vllm_metric_names)
+        metrics.watch(admission, backend)
+        model_name = settings.served_model_name or backend.target.present().model_name
+        frontend = Frontend(backend, admission, metrics, template, model_name)
         service = generation_service(frontend, settings.client_stall_s)
         server = await channels.serve(settings.listen, service, reflects=settings.reflection)
         undo.push_async_callback(server.stop, 0.0)
@@ -105,17 +109,7 @@ async def start(settings: GatewaySettings) -> RunningGateway:
     reporting = report_readiness(backend.target, server.health, ("", *service))
     auditing = backend.audit.run(lambda request, target: decode(request, backend, target, NEVER))
     tasks = asyncio.create_task(reporting, name="readiness"), asyncio.create_task(auditing, name="audit")
-    return RunningGateway(server.address, backend, frontend, server, tasks, metrics, rest)
-
-
-def _frontend(
-    settings: GatewaySettings, backend: Backend, template: ChatTemplate, registry: CollectorRegistry
-) -> Frontend:
-    admission = Admission(settings.max_requests, settings.queue_len)
-    metrics = GatewayMetrics(registry, vllm_names=settings.vllm_metric_names)
-    metrics.watch(admission, backend)
-    model_name = settings.served_model_name or backend.target.present().model_name
-    return Frontend(backend, admission, metrics, template, model_name)
+    return RunningGateway(server.address, backend, frontend, server, tasks, exposition, rest)
 
 
 async def _serve_rest(

@@ -52,9 +52,15 @@ class RequestLog:
     def ended(self, error: BaseException | None) -> None:
         """Writes the line."""
         ended_s, figures = self._clock(), self._figures
+        if error is None:
+            status = "OK"
+        elif isinstance(error, asyncio.CancelledError | GeneratorExit):
+            status = "CANCELLED"
+        else:
+            status = error.reason if isinstance(error, OutriderError) else OutriderError.reason
         log.info(
             "request ended",
-            status=_status(error),
+            status=status,
             finish_reasons=[completion.finish_reason.value for completion in self._completions],
             samples=sum(request.sample_count for request in self._requests),
             prompt_tokens=sum(request.spec.prompt_len for request in self._requests),
@@ -76,14 +82,6 @@ class RequestLog:
     def _ms_until(self, moment_s: float) -> float:
         """Since the request came, waiting included."""
         return _ms(moment_s - self._started_s + self._waited_s)
-
-
-def _status(error: BaseException | None) -> str:
-    if error is None:
-        return "OK"
-    if isinstance(error, asyncio.CancelledError | GeneratorExit):
-        return "CANCELLED"
-    return error.reason if isinstance(error, OutriderError) else OutriderError.reason
 
 
 def _ms(seconds: float) -> float:

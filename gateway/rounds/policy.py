@@ -139,31 +139,24 @@ class SpeculationPolicy:
 
     def observe(self, committed: Round, *, unasked: bool) -> None:
         """Learns from a round that is not a request's first one; unasked ones came without a message from here."""
-        self._verify_us.add(committed.draft_count + 1, committed.verdict.compute_us)
+        proposal, verdict = committed.proposal, committed.verdict
+        self._verify_us.add(committed.draft_count + 1, verdict.compute_us)
         if committed.draft_count:
-            self._observe_speculative(committed)
+            self._plain_tokens = 0
+            self._rounds_without_plain += 1
+            self._accepted.add(committed.accepted_count, verdict.evaluated_count)
+            if proposal.caught_up_count <= LARGE_CATCH_UP:
+                self._draft_token_us.add(proposal.compute_us / committed.draft_count)
+            self._round_overhead_us.add(max(0, committed.round_us - proposal.compute_us - verdict.compute_us))
         elif unasked:
             self._plain_tokens += 1
             self._rounds_without_plain = 0
-            self._plain_overhead_us.add(max(0, committed.round_us - committed.verdict.compute_us))
-        self._account(committed, unasked=unasked)
-
-    def _observe_speculative(self, committed: Round) -> None:
-        self._plain_tokens = 0
-        self._rounds_without_plain += 1
-        proposal, verdict = committed.proposal, committed.verdict
-        self._accepted.add(committed.accepted_count, verdict.evaluated_count)
-        if proposal.caught_up_count <= LARGE_CATCH_UP:
-            self._draft_token_us.add(proposal.compute_us / committed.draft_count)
-        compute_us = proposal.compute_us + verdict.compute_us
-        self._round_overhead_us.add(max(0, committed.round_us - compute_us))
-
-    def _account(self, committed: Round, *, unasked: bool) -> None:
-        """What a round with a draft, or with one that failed, lost against plain decoding; plain tokens pay for it."""
+            self._plain_overhead_us.add(max(0, committed.round_us - verdict.compute_us))
+        # What a round with a draft, or with one that failed, lost against plain decoding; plain tokens pay for it.
         plain_us = self.cost_us(0)
         if unasked:
             self._lost_us -= PROBE_COST * plain_us
-        elif committed.draft_count or committed.proposal.fallback_reason:
+        elif committed.draft_count or proposal.fallback_reason:
             self._lost_us += committed.round_us - len(committed.token_ids) * plain_us
         self._lost_us = max(self._lost_us, 0.0)
 
@@ -180,8 +173,17 @@ class SpeculationPolicy:
             return Choice(min(FIRST_GUESS, counts[-1]))
         best = self._fastest(counts)
         if self.speed(best) > self.speed(0):
-            return self._speculate_or_look(best, ready)
-        return self._probe(best, ready) if self._probe_is_due() else Choice(0, self._plain_budget)
+            if not ready or self._rounds_without_plain < PLAIN_PROBE_ROUNDS:
+                return Choice(best)
+            self._rounds_without_plain = 0
+            return Choice(0, 2)  # the unasked tokens are what measures plain decoding
+        minimum, maximum = PROBE_TOKENS
+        if self._plain_tokens < minimum or (self._plain_tokens < maximum and self._lost_us > 0):
+            return Choice(0, self._plain_budget)
+        if ready:
+            self._plain_tokens = 0
+            self._draft_token_us.renew()
+        return Choice(best, rounds=PROBE_ROUNDS)
 
     @property
     def best_count(self) -> int:
@@ -202,22 +204,6 @@ class SpeculationPolicy:
         overhead = self._round_overhead_us if draft_count else self._plain_overhead_us
         cost = draft_count * self._draft_token_us.mean + self._verify_us.at(draft_count + 1) + overhead.mean
         return max(cost, 1.0)
-
-    def _speculate_or_look(self, best: int, ready: bool) -> Choice:
-        if not ready or self._rounds_without_plain < PLAIN_PROBE_ROUNDS:
-            return Choice(best)
-        self._rounds_without_plain = 0
-        return Choice(0, 2)  # the unasked tokens are what measures plain decoding
-
-    def _probe_is_due(self) -> bool:
-        minimum, maximum = PROBE_TOKENS
-        return self._plain_tokens >= maximum or (self._plain_tokens >= minimum and self._lost_us <= 0)
-
-    def _probe(self, best: int, ready: bool) -> Choice:
-        if ready:
-            self._plain_tokens = 0
-            self._draft_token_us.renew()
-        return Choice(best, rounds=PROBE_ROUNDS)
 
     def _fastest(self, counts: Iterable[int]) -> int:
         return max(counts, key=self.speed)

@@ -55,7 +55,7 @@ class TargetStream:
         self._log = token_log
         self._session_id, self._epoch = fence.session_id, fence.epoch
         self._write_timeout_s = write_timeout_s
-        self._window = peer.present().unacknowledged_window
+        self._max_budget = max(0, peer.present().unacknowledged_window - 1)
         self._limit = 0  # committed length up to which the target may go on its own
         self._early: dict[int, pb.VerifyResponse] = {}
         self._messages: MessageStream[pb.VerifyRequest, pb.VerifyResponse] = MessageStream(
@@ -70,7 +70,7 @@ class TargetStream:
 
     async def ask(self, proposal: Proposal, plain_budget: int) -> None:
         """Opens, steps, or lets the target go on alone, whichever the round needs. Raises TimeoutError."""
-        budget = self._within_window(plain_budget)
+        budget = min(plain_budget, self._max_budget)
         if self.is_opening or not self.outstanding:
             await self.ask_again(proposal, plain_budget)
         elif budget and 2 * self.outstanding <= budget:
@@ -78,7 +78,7 @@ class TargetStream:
 
     async def ask_again(self, proposal: Proposal, plain_budget: int) -> None:
         """Opens, or asks for the verdict on the log's length, which a target that has given it gives once more."""
-        budget = self._within_window(plain_budget)
+        budget = min(plain_budget, self._max_budget)
         step = pb.TargetStep(proposal=tree_message(proposal.tree), plain_budget=budget)
         if self.is_opening:
             session = messages.open_message(self._spec, self._log.tokens())
@@ -122,9 +122,6 @@ class TargetStream:
         request.fence.CopyFrom(types_pb2.Fence(session_id=self._session_id, epoch=self._epoch, base_len=base_len))
         self._limit = base_len + 1 + plain_budget
         await self._messages.write(request, self._write_timeout_s)
-
-    def _within_window(self, plain_budget: int) -> int:
-        return min(plain_budget, max(0, self._window - 1))
 
 
 ROLLBACK_TIMEOUT_S = 5.0
