@@ -21,6 +21,9 @@ from outrider.errors import OutriderError
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
 
+Context = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
+ChatContext = grpc.aio.ServicerContext[pb.ChatRequest, pb.GenerateResponse]
+
 
 class ClientStalled(OutriderError):
     """The client must read what it asked for."""
@@ -69,10 +72,6 @@ class ClientWriter:
             raise ClientStalled(f"The client read nothing for {self._stall_s:g} seconds")
         self._writing = None
         writing.result()
-
-
-Context = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
-ChatContext = grpc.aio.ServicerContext[pb.ChatRequest, pb.GenerateResponse]
 
 
 class GenerationServicer(GenerationServiceServicer):

@@ -15,6 +15,13 @@ from gateway.rounds.round import Round
 
 NUM_SEEDS = 3  # samples of which the median begins an estimate
 OUTLIER = 4.0  # a sample counts as so many times what was expected at most
+MAX_DRAFT_COUNT = 8
+FIRST_GUESS = 4  # before anything is known
+PLAIN_PROBE_ROUNDS = 64  # speculative rounds between two looks at what plain decoding costs
+PROBE_COST = 0.005  # share of the time that probes, which look for a faster draft, may cost
+PROBE_TOKENS = (32, 2048)  # minimum and maximum of plain tokens between two probes
+PROBE_ROUNDS = 4  # a draft that has to catch up in the first one is warm in the others
+LARGE_CATCH_UP = 16  # a draft that had to read more than this says nothing about the cost of a step
 
 
 class Decayed:
@@ -98,15 +105,6 @@ class Line:
         self._weight, self._x, self._y, self._xx, self._xy = (
             0.97 * old + added for old, added in zip(sums, new, strict=True)
         )
-
-
-MAX_DRAFT_COUNT = 8
-FIRST_GUESS = 4  # before anything is known
-PLAIN_PROBE_ROUNDS = 64  # speculative rounds between two looks at what plain decoding costs
-PROBE_COST = 0.005  # share of the time that probes, which look for a faster draft, may cost
-PROBE_TOKENS = (32, 2048)  # minimum and maximum of plain tokens between two probes
-PROBE_ROUNDS = 4  # a draft that has to catch up in the first one is warm in the others
-LARGE_CATCH_UP = 16  # a draft that had to read more than this says nothing about the cost of a step
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,11 @@ from outrider.v1 import model_service_pb2, types_pb2
 from outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 
 CLOSE_TIMEOUT_S = 2.0
+ROLLBACK_TIMEOUT_S = 5.0
+PAUSE_TOKENS = (8, 256)  # plain tokens after the second fault in a row, and the maximum after many
+MAX_DRIFT_REPAIRS = 3  # of one session: a service that goes on drifting only miscounts
+
+log = structlog.get_logger()
 
 
 class DraftStream:
@@ -113,13 +118,6 @@ class DraftStream:
         fence.base_len = max(self.known_len, 1)
         close = pb.ProposeRequest(fence=fence, close=types_pb2.CloseSession())
         self.peer.finish(self._messages.close(close, CLOSE_TIMEOUT_S))
-
-
-ROLLBACK_TIMEOUT_S = 5.0
-PAUSE_TOKENS = (8, 256)  # plain tokens after the second fault in a row, and the maximum after many
-MAX_DRIFT_REPAIRS = 3  # of one session: a service that goes on drifting only miscounts
-
-log = structlog.get_logger()
 
 
 class RemoteDraftSession:

@@ -31,7 +31,19 @@ from outrider.tallies import Tally
 from outrider.v1 import model_service_pb2 as pb
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub
 
+# Bounds of the time of a Rollback, which waits for the step that is running; the last is longer than its timeout.
+ROLLBACK_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+PROTOCOL_VERSION = 1
+ROLES = {pb.SERVICE_ROLE_DRAFT: "draft", pb.SERVICE_ROLE_TARGET: "target"}
+HANDSHAKE_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 2.0
+BACKOFF_S = (0.1, 2.0)
+# Failures in a row that open the breaker, and pauses between trials. A draft may be late now and then, and requests do
+# without it; a target is late only when it hangs, and then there is nothing else that a request could do.
+BREAKERS = {"draft": (2, (0.5, 10.0)), "target": (1, (0.0, 0.0))}
 TRIAL_COST = 0.05  # share of the time that trials may cost; pauses grow beyond the longest where they are dear
+
+log = structlog.get_logger()
 
 
 class CircuitBreaker:
@@ -96,20 +108,6 @@ class CircuitBreaker:
     def _rest(self) -> None:
         self._on_trial = None
         self._resume_s = self._clock_s() + self._pause_s
-
-
-# Bounds of the time of a Rollback, which waits for the step that is running; the last is longer than its timeout.
-ROLLBACK_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-PROTOCOL_VERSION = 1
-ROLES = {pb.SERVICE_ROLE_DRAFT: "draft", pb.SERVICE_ROLE_TARGET: "target"}
-HANDSHAKE_TIMEOUT_S = 5.0
-PROBE_TIMEOUT_S = 2.0
-BACKOFF_S = (0.1, 2.0)
-# Failures in a row that open the breaker, and pauses between trials. A draft may be late now and then, and requests do
-# without it; a target is late only when it hangs, and then there is nothing else that a request could do.
-BREAKERS = {"draft": (2, (0.5, 10.0)), "target": (1, (0.0, 0.0))}
-
-log = structlog.get_logger()
 
 
 class WrongService(OutriderError):

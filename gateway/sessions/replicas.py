@@ -17,6 +17,9 @@ from outrider.errors import OutriderError, PeerLost
 
 # Links and breakers change with time and in several places, so who waits for them looks now and then.
 LOOK_S = 0.02
+READINESS_LOOK_S = 0.25
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +117,6 @@ class Replicas:
         if not self._meeting(need):
             return PeerLost(f"{self}: none has room for the {need.max_len} tokens of the request", max_len=need.max_len)
         return PeerLost(f"{self} does not answer requests", address=self.links[0].address)
-
-
-READINESS_LOOK_S = 0.25
-
-log = structlog.get_logger()
 
 
 async def report_readiness(target: Replicas, servicer: health.aio.HealthServicer, names: tuple[str, ...]) -> None:

@@ -28,6 +28,14 @@ from outrider.v1 import target_service_pb2 as pb
 from outrider.v1.target_service_pb2_grpc import TargetServiceStub
 
 CLOSE_TIMEOUT_S = 2.0
+ROLLBACK_TIMEOUT_S = 5.0
+PROMPT_TOKEN_S = 0.02  # allowance for reading a token that is not cached, before a working target is asked again
+MAX_TIMES_AS_LONG = 10  # each request that was left unanswered doubles how long the next one may be, up to this
+MIN_WAIT_S = 0.001
+MAX_BUDGETS = 4  # in a round, one more for each time that a target was found working in between
+MAX_REFUSALS = 3  # times in a round that a target may ask for tokens which it has just been given
+MAX_UNANSWERED = 8  # times in a row that a working target may leave a request unanswered; an hour or so
+MAX_DRIFT_REPAIRS = 3  # of one session: a service that goes on drifting only miscounts
 
 log = structlog.get_logger()
 
@@ -122,16 +130,6 @@ class TargetStream:
         request.fence.CopyFrom(types_pb2.Fence(session_id=self._session_id, epoch=self._epoch, base_len=base_len))
         self._limit = base_len + 1 + plain_budget
         await self._messages.write(request, self._write_timeout_s)
-
-
-ROLLBACK_TIMEOUT_S = 5.0
-PROMPT_TOKEN_S = 0.02  # allowance for reading a token that is not cached, before a working target is asked again
-MAX_TIMES_AS_LONG = 10  # each request that was left unanswered doubles how long the next one may be, up to this
-MIN_WAIT_S = 0.001
-MAX_BUDGETS = 4  # in a round, one more for each time that a target was found working in between
-MAX_REFUSALS = 3  # times in a round that a target may ask for tokens which it has just been given
-MAX_UNANSWERED = 8  # times in a row that a working target may leave a request unanswered; an hour or so
-MAX_DRIFT_REPAIRS = 3  # of one session: a service that goes on drifting only miscounts
 
 
 class Unanswered(OutriderError):

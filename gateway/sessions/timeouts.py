@@ -12,6 +12,8 @@ from outrider.errors import OutriderError, PeerLost
 SMALL_CATCH_UP = 32  # committed tokens that a draft reads in passing
 CATCH_UP_TOKEN_S = 0.005  # allowance for each further one
 MISSED_MAX_S = 1.0  # misses raise the deadline to this at most; only answers raise it further
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+CLOCK_MARGIN_S = 0.01  # the transport counts a call's time by a clock of its own
 
 
 @dataclass(slots=True)
@@ -62,10 +64,6 @@ class RoundDeadline:
     def observe(self, answer_s: float) -> None:
         """Learns from an answer."""
         self._mean_s += 0.1 * (min(answer_s, self.max_s) - self._mean_s)
-
-
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
-CLOCK_MARGIN_S = 0.01  # the transport counts a call's time by a clock of its own
 
 
 class RequestExpired(OutriderError):

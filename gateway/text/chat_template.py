@@ -23,6 +23,14 @@ from outrider.model_names import unsized
 PATTERNS = ("tokenizer_config.json", "special_tokens_map.json", "*.jinja")
 DEFAULT, TOOL_USE = "default", "tool_use"
 SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+LONG_CHAT, LONG_TEXT = 16, 4_000  # messages, and characters of them; rendering more is felt by other requests
+MAX_SENTENCE_LEN = 300
+SPEAKERS = {"developer": "system"}  # two names of one who sets the rules
+# What a turn may have beside its content, and the lines have no place for.
+TEMPLATE_ONLY = ("name", "tool_calls", "tool_call_id")
+REASONING = ("reasoning_content", "thinking", "reasoning")
+
+Message = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +92,6 @@ def _object(path: Path) -> dict[str, object]:
     if not isinstance(found, dict):
         raise ValueError(f"{path.name} is no JSON object")
     return found
-
-
-LONG_CHAT, LONG_TEXT = 16, 4_000  # messages, and characters of them; rendering more is felt by other requests
-MAX_SENTENCE_LEN = 300
-SPEAKERS = {"developer": "system"}  # two names of one who sets the rules
-# What a turn may have beside its content, and the lines have no place for.
-TEMPLATE_ONLY = ("name", "tool_calls", "tool_call_id")
-REASONING = ("reasoning_content", "thinking", "reasoning")
-
-Message = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
