@@ -225,10 +225,10 @@ class RemoteTargetSession:
 
         An attempt on one stream ends in one of four ways:
         1. The target gives a verdict.
-        2. The target lacks tokens, because it has forgotten the session: it is given all of them again, a few times.
-        3. The attempt raises Unanswered: the target is there, and the session is better off with a new stream at once.
-        4. The target is lost or hangs: another one takes the session over, after a pause and within a retry budget.
+        2. The attempt raises Unanswered: the target is there, and the session is better off with a new stream at once.
+        3. The target is lost or hangs: another one takes the session over, after a pause and within a retry budget.
            Where the lost one was found working in between, the budget begins anew: it is for the time without a target.
+        4. The target lacks tokens, because it has forgotten the session: it is given all of them again, a few times.
         """
         loop = asyncio.get_running_loop()
         budget, num_budgets = RetryBudget(self._timeouts.rebuild_budget_s, loop.time()), 1
@@ -243,9 +243,9 @@ class RemoteTargetSession:
                     self._num_unanswered = 0
                     stream.peer.breaker.answered()
                     return response
-            except Unanswered as error:  # 3
+            except Unanswered as error:  # 2
                 await self._abandon(error)
-            except (PeerLost, NotReady) as error:  # 4
+            except (PeerLost, NotReady) as error:  # 3
                 await self._abandon(error)
                 if self._deadline.has_come:
                     raise RequestExpired("the request's own deadline has passed") from error
@@ -255,7 +255,7 @@ class RemoteTargetSession:
                 if self._has_worked and num_budgets < MAX_BUDGETS:
                     budget, num_budgets = RetryBudget(self._timeouts.rebuild_budget_s, loop.time()), num_budgets + 1
                 await asyncio.sleep(budget.pause_s(error, loop.time()))
-            else:  # 2
+            else:  # 4
                 num_refusals += 1
                 if num_refusals > MAX_REFUSALS:
                     raise PeerLost(f"{stream.peer} lost the session {num_refusals} times in one round")
