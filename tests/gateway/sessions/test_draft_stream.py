@@ -19,8 +19,8 @@ from outrider.v1 import types_pb2
 PROMPT = (3, 5)
 CHAIN, TREE = (0, 1), (0, 0)
 DISTRIBUTIONS = tuple(types_pb2.DraftDistribution(token_ids=[1, 2], weights=[40000, 25535]) for _ in CHAIN)
-WITH_LAWS = [rule for rule in Rule if rule.needs_distributions]
-WITHOUT_LAWS = [rule for rule in Rule if not rule.needs_distributions]
+WITH_DISTRIBUTIONS = [rule for rule in Rule if rule.needs_distributions]
+WITHOUT_DISTRIBUTIONS = [rule for rule in Rule if not rule.needs_distributions]
 
 
 async def read(rule: Rule, **proposal: object) -> tuple[tuple[int, ...], tuple[int, ...], int]:
@@ -45,35 +45,35 @@ async def proposed(rule: Rule, *, draft_logprobs: bool = False, **proposal: obje
             await link.close()
 
 
-@pytest.mark.parametrize("rule", WITH_LAWS)
-async def test_rules_with_laws_take_chains_with_laws(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", WITH_DISTRIBUTIONS)
+async def test_rules_with_distributions_take_chains_with_distributions(rule: Rule) -> None:
     """Whether the chain's parents are written out or not."""
     for parents in (CHAIN, ()):
         assert await read(rule, parents=parents, distributions=DISTRIBUTIONS) == ((1, 2), CHAIN, 2)
 
 
-@pytest.mark.parametrize("rule", WITHOUT_LAWS)
-async def test_rules_without_laws_take_trees(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", WITHOUT_DISTRIBUTIONS)
+async def test_rules_without_distributions_take_trees(rule: Rule) -> None:
     """Of any shape."""
     assert await read(rule, parents=TREE) == ((1, 2), TREE, 0)
 
 
-@pytest.mark.parametrize("rule", WITH_LAWS)
+@pytest.mark.parametrize("rule", WITH_DISTRIBUTIONS)
 async def test_a_tree_under_a_rule_for_chains_is_the_draft_s_fault(rule: Rule) -> None:
     """The target would refuse it, and so end a request that did nothing wrong."""
     with pytest.raises(ProtocolViolation, match=f"a tree that is no chain, which does not fit the rule {rule}"):
         await read(rule, parents=TREE, distributions=DISTRIBUTIONS)
 
 
-@pytest.mark.parametrize("rule", WITH_LAWS)
-async def test_missing_laws_are_the_draft_s_fault(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", WITH_DISTRIBUTIONS)
+async def test_missing_distributions_are_the_draft_s_fault(rule: Rule) -> None:
     """Under every rule that tests with them."""
     with pytest.raises(ProtocolViolation, match=f"without distributions, which does not fit the rule {rule}"):
         await read(rule)
 
 
-@pytest.mark.parametrize("rule", WITHOUT_LAWS)
-async def test_unwanted_laws_are_the_draft_s_fault(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", WITHOUT_DISTRIBUTIONS)
+async def test_unwanted_distributions_are_the_draft_s_fault(rule: Rule) -> None:
     """Under every rule that has no use for them."""
     with pytest.raises(ProtocolViolation, match=f"with distributions, which does not fit the rule {rule}"):
         await read(rule, distributions=DISTRIBUTIONS)
