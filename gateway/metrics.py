@@ -15,14 +15,14 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from gateway.generation.admission import Admission
 from gateway.generation.backend import Backend
 from gateway.generation.generate import CompletionEvent, Event, RoundEvent
-from gateway.generation.request import GenerationPlan
+from gateway.generation.request import CheckedRequest
 from gateway.rounds.round import FallbackReason, Round, TokenOrigin
-from gateway.sessions.link import Rollbacks, ServiceLink, together
+from gateway.sessions.link import ROLLBACK_S
 from outrider.errors import OutriderError
 from outrider.parameters import FinishReason
+from outrider.process.metrics import Tally
 
 PREFIX = "outrider_"
-OUTCOME_LABELS = ("plain", "fallback", "corrected", "bonus", "ended")
 # What happens in a round takes between tens of microseconds and some seconds; half of it is below 10 ms.
 ROUND_S = (
     *(0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1),
@@ -33,14 +33,29 @@ REQUEST_S = (
 )
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000)
 SAMPLES = (1, 2, 4, 8)
+# As vLLM names them; everything else that may end a request is an error.
+FINISHED = {FinishReason.LENGTH: "length"}
+STOPPED, ABORTED, FAILED = "stop", "abort", "error"
+OUTCOMES = {
+    TokenOrigin.PLAIN: "plain",
+    TokenOrigin.CORRECTION: "corrected",
+    TokenOrigin.BONUS: "bonus",
+    TokenOrigin.ACCEPTED: "ended",
+}
 
 
-class SpeculationFamilies:
-    """What speculation did, a round at a time."""
+class CountedFamilies:
+    """What is counted as it happens: speculation and times by the round, and what users feel by the sample."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, meaning: str, *labels: str) -> Counter:
             return Counter(PREFIX + name, meaning, labels, registry=registry)
+
+        def histogram(name: str, meaning: str, buckets: tuple[float, ...] = REQUEST_S) -> Histogram:
+            return Histogram(PREFIX + name, meaning, buckets=buckets, registry=registry)
+
+        def times(name: str, meaning: str) -> Histogram:
+            return histogram(f"{name}_seconds", meaning, ROUND_S)
 
         name = "spec_decode_num_"
         self.drafts = counter(name + "drafts", "Verdicts on at least one draft token.")
@@ -54,7 +69,9 @@ class SpeculationFamilies:
         )
         # A counter behind its labels is looked up once: that takes longer than counting.
         outcomes = counter("round_outcomes", "Verdicts by how they ended.", "outcome")
-        self.outcomes = {outcome: outcomes.labels(outcome) for outcome in OUTCOME_LABELS}
+        self.outcomes = {
+            outcome: outcomes.labels(outcome) for outcome in ("plain", "fallback", "corrected", "bonus", "ended")
+        }
         fallbacks = counter("fallback_rounds", "Rounds that were to be speculative and had no draft.", "reason")
         self.fallbacks = {reason: fallbacks.labels(reason.value) for reason in FallbackReason}
         wire_bytes = counter("wire_bytes", "Bytes of the messages of sessions, both ways.", "peer")
@@ -63,51 +80,24 @@ class SpeculationFamilies:
         self.drift_repairs = counter("drift_repairs", "Caches that did not hold what they should, and were redone.")
         self.dropped_tokens = counter("dropped_tokens", "Tokens that were decoded behind a stop string and not sent.")
         self._positions: list[Counter] = []
-
-    def accepted_at(self, num_accepted: int) -> list[Counter]:
-        """The counters of so many first positions of a proposal."""
-        while len(self._positions) < num_accepted:
-            self._positions.append(self._accepted_at.labels(len(self._positions)))
-        return self._positions[:num_accepted]
-
-
-class RoundTimes:
-    """Where the time of a round goes. Those of the prompt's own pass are in no family but the last."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        def histogram(name: str, meaning: str) -> Histogram:
-            return Histogram(f"{PREFIX}{name}_seconds", meaning, buckets=ROUND_S, registry=registry)
-
-        self.round = histogram("round", "A round with a draft, from its begin to its commit.")
-        self.draft_compute = histogram("draft_compute", "Computing of a proposal, as the draft measured it.")
-        self.draft_rpc = histogram("draft_rpc", "Waiting for a proposal.")
-        self.draft_overhead = histogram("draft_rpc_overhead", "Of that, neither the draft's queue nor its computing.")
-        self.verify_compute = histogram("verify_compute", "Computing of a verdict, as the target measured it.")
-        self.verify_rpc = histogram("verify_rpc", "Waiting for a verdict on a draft.")
-        self.verify_overhead = histogram("verify_rpc_overhead", "Of that, neither the target's queue nor computing.")
-        self.burst = histogram("inter_token_latency", "From one burst of tokens of a sample to the next.")
-        self.prompt = histogram("prompt_compute", "Computing of a prompt with its first token, by the target.")
-
-
-class RequestFamilies:
-    """What users feel, a sample at a time."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        def counter(name: str, meaning: str, *labels: str) -> Counter:
-            return Counter(PREFIX + name, meaning, labels, registry=registry)
-
-        def histogram(name: str, meaning: str, buckets: tuple[float, ...] = REQUEST_S) -> Histogram:
-            return Histogram(PREFIX + name, meaning, buckets=buckets, registry=registry)
-
+        # Where the time of a round goes. Those of the prompt's own pass are in no family but the last.
+        self.round = times("round", "A round with a draft, from its begin to its commit.")
+        self.draft_compute = times("draft_compute", "Computing of a proposal, as the draft measured it.")
+        self.draft_rpc = times("draft_rpc", "Waiting for a proposal.")
+        self.draft_overhead = times("draft_rpc_overhead", "Of that, neither the draft's queue nor its computing.")
+        self.verify_compute = times("verify_compute", "Computing of a verdict, as the target measured it.")
+        self.verify_rpc = times("verify_rpc", "Waiting for a verdict on a draft.")
+        self.verify_overhead = times("verify_rpc_overhead", "Of that, neither the target's queue nor computing.")
+        self.burst = times("inter_token_latency", "From one burst of tokens of a sample to the next.")
+        self.prompt_compute = times("prompt_compute", "Computing of a prompt with its first token, by the target.")
+        # What users feel.
         self.prompt_tokens = counter("prompt_tokens", "Tokens of answered prompts.")
         self.cached_tokens = counter("cached_prompt_tokens", "Of these, tokens found in the target's prefix cache.")
         self.generation_tokens = counter("generation_tokens", "Tokens sent to clients.")
         self.success = counter("request_success", "Samples that ended, by how they ended.", "finished_reason")
         self.rejections = counter("admission_rejections", "Requests that were turned away at once.", "reason")
         self.first_token = histogram("time_to_first_token_seconds", "From a request's arrival to its first token.")
-        self.per_token = histogram(
-            "request_time_per_output_token_seconds", "Mean time of a token behind the first one.", ROUND_S
-        )
+        self.per_token = times("request_time_per_output_token", "Mean time of a token behind the first one.")
         self.total = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.")
         self.queue = histogram("request_queue_time_seconds", "Waiting for a place.")
         self.prefill = histogram("request_prefill_time_seconds", "From the place to the first token.")
@@ -118,12 +108,15 @@ class RequestFamilies:
         self.params_n = histogram("request_params_n", "Samples that a request asked for.", SAMPLES)
         self.params_max_tokens = histogram("request_params_max_tokens", "Most tokens that a request allowed.", TOKENS)
 
-
-SERVICES = ("target", "draft")
+    def accepted_at(self, num_accepted: int) -> list[Counter]:
+        """The counters of so many first positions of a proposal."""
+        while len(self._positions) < num_accepted:
+            self._positions.append(self._accepted_at.labels(len(self._positions)))
+        return self._positions[:num_accepted]
 
 
 class Watched:
-    """A collector; see prometheus_client.registry."""
+    """What is looked up at every scrape: who runs and waits, which services are there, what was rolled back."""
 
     def __init__(self, admission: Admission, backend: Backend, rejected_tokens: Callable[[], int]) -> None:
         """`rejected_tokens` tells how many draft tokens were not kept, which both caches have to forget."""
@@ -132,63 +125,27 @@ class Watched:
         self._rejected_tokens = rejected_tokens
 
     def collect(self) -> Iterator[Metric]:
-        """The families."""
-        admission, policy = self._admission, self._backend.policy
-        yield GaugeMetricFamily("outrider_num_requests_running", "Samples that run.", admission.running)
-        yield GaugeMetricFamily("outrider_num_requests_waiting", "Requests that wait for a place.", admission.waiting)
-        yield GaugeMetricFamily(
-            "outrider_current_draft_tokens", "K: draft tokens a round that the policy would ask for.", policy.best_count
-        )
-        yield self._services_up()
-        yield self._rolled_back()
-        yield self._rollback_times()
-
-    def _services_up(self) -> Metric:
-        family = GaugeMetricFamily(
-            "outrider_service_up", "Whether a service is there and fits.", labels=["service", "address"]
-        )
-        for service in SERVICES:
-            for link in self._links(service):
-                family.add_metric([service, link.address], link.info is not None)
-        return family
-
-    def _rolled_back(self) -> Metric:
-        family = CounterMetricFamily(
-            "outrider_rolled_back_tokens",
-            "Tokens that a cache had to forget, guesses for the most part.",
-            labels=["side"],
-        )
-        for service in SERVICES:
-            family.add_metric([service], self._rejected_tokens() + self._rollbacks(service).num_tokens)
-        return family
-
-    def _rollback_times(self) -> Metric:
-        family = HistogramMetricFamily(
-            "outrider_rollback_rpc_seconds", "Calls of Rollback, from the gateway's side.", labels=["peer"]
-        )
-        for service in SERVICES:
-            seconds = self._rollbacks(service).seconds
-            family.add_metric([service], seconds.buckets, seconds.total)
-        return family
-
-    def _rollbacks(self, service: str) -> Rollbacks:
-        """Those on all replicas."""
-        return together([link.rollbacks for link in self._links(service)])
-
-    def _links(self, service: str) -> tuple[ServiceLink, ...]:
-        replicas = self._backend.target if service == "target" else self._backend.draft
-        return replicas.links if replicas is not None else ()
-
-
-# As vLLM names them; everything else that may end a request is an error.
-FINISHED = {FinishReason.LENGTH: "length"}
-STOPPED, ABORTED, FAILED = "stop", "abort", "error"
-OUTCOMES = {
-    TokenOrigin.PLAIN: "plain",
-    TokenOrigin.CORRECTION: "corrected",
-    TokenOrigin.BONUS: "bonus",
-    TokenOrigin.ACCEPTED: "ended",
-}
+        """The families; see prometheus_client.registry."""
+        admission, backend = self._admission, self._backend
+        yield GaugeMetricFamily(PREFIX + "num_requests_running", "Samples that run.", admission.running)
+        yield GaugeMetricFamily(PREFIX + "num_requests_waiting", "Requests that wait for a place.", admission.waiting)
+        meaning = "K: draft tokens a round that the policy would ask for."
+        yield GaugeMetricFamily(PREFIX + "current_draft_tokens", meaning, backend.policy.best_count)
+        meaning = "Whether a service is there and fits."
+        up = GaugeMetricFamily(PREFIX + "service_up", meaning, labels=["service", "address"])
+        meaning = "Tokens that a cache had to forget, guesses for the most part."
+        rolled_back = CounterMetricFamily(PREFIX + "rolled_back_tokens", meaning, labels=["side"])
+        meaning = "Calls of Rollback, from the gateway's side."
+        rollback_times = HistogramMetricFamily(PREFIX + "rollback_rpc_seconds", meaning, labels=["peer"])
+        for service, replicas in (("target", backend.target), ("draft", backend.draft)):
+            num_tokens, seconds = self._rejected_tokens(), Tally(ROLLBACK_S)
+            for link in replicas.links if replicas is not None else ():
+                up.add_metric([service, link.address], link.info is not None)
+                num_tokens += link.rolled_back_tokens
+                seconds.add_tally(link.rollback_seconds)
+            rolled_back.add_metric([service], num_tokens)
+            rollback_times.add_metric([service], seconds.buckets, seconds.total)
+        yield from (up, rolled_back, rollback_times)
 
 
 class GatewayMetrics:
@@ -196,91 +153,88 @@ class GatewayMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
-        self._speculation = SpeculationFamilies(registry)
-        self._times = RoundTimes(registry)
-        self._requests = RequestFamilies(registry)
+        self._families = CountedFamilies(registry)
         self._rejected_rows = 0
 
     def watch(self, admission: Admission, backend: Backend) -> None:
         """Tells at every scrape who runs and waits, which services are there, and what was rolled back."""
         self.registry.register(Watched(admission, backend, lambda: self._rejected_rows))
 
-    def admitted(self, waited_s: float, plans: Sequence[GenerationPlan] = ()) -> None:
-        """A request has its places, after so many seconds; `plans` are its checked parts."""
-        self._requests.queue.observe(waited_s)
-        for plan in plans:
-            self._requests.params_n.observe(plan.sample_count)
-            self._requests.params_max_tokens.observe(plan.spec.max_len - plan.spec.prompt_len)
+    def admitted(self, waited_s: float, requests: Sequence[CheckedRequest] = ()) -> None:
+        """A request has its places, after so many seconds; `requests` are its checked parts."""
+        self._families.queue.observe(waited_s)
+        for request in requests:
+            self._families.params_n.observe(request.sample_count)
+            self._families.params_max_tokens.observe(request.spec.max_len - request.spec.prompt_len)
 
     def rejected(self, error: OutriderError) -> None:
         """A request was turned away before anything was spent on it."""
-        self._requests.rejections.labels(error.reason.lower()).inc()
+        self._families.rejections.labels(error.reason.lower()).inc()
 
     def observe(self, event: Event) -> None:
         """A round or a completion of any sample of any request."""
-        if isinstance(event, RoundEvent):
-            self._count(event)
-            self._time(event.committed)
-            if event.committed.is_first:
-                self._requests.first_token.observe(event.elapsed_us / 1e6)
-        else:
+        if isinstance(event, CompletionEvent):
             self._complete(event)
+            return
+        self._count(event)
+        self._time(event.committed)
+        if event.committed.is_first:
+            self._families.first_token.observe(event.elapsed_us / 1e6)
 
     def ended(self, error: BaseException | None) -> None:
         """A request is over: None well, CancelledError because its client left."""
         if error is not None:
             reason = ABORTED if isinstance(error, asyncio.CancelledError | GeneratorExit) else FAILED
-            self._requests.success.labels(reason).inc()
+            self._families.success.labels(reason).inc()
 
     def _count(self, event: RoundEvent) -> None:
-        committed, families = event.committed, self._speculation
-        self._requests.generation_tokens.inc(len(event.tokens))
-        families.outcomes[_outcome(committed)].inc()
-        families.target_bytes.inc(committed.verify_way.num_bytes)
-        if committed.draft_count:
-            self._count_draft(committed)
-        if committed.fallback_reason is not None:
-            families.fallbacks[committed.fallback_reason].inc()
+        committed, families = event.committed, self._families
+        proposal, verdict = committed.proposal, committed.verdict
+        families.generation_tokens.inc(len(event.tokens))
+        families.target_bytes.inc(verdict.hop.num_bytes)
+        if proposal.fallback_reason is not None:
+            families.fallbacks[proposal.fallback_reason].inc()
+            families.outcomes["fallback"].inc()
+        else:
+            families.outcomes[OUTCOMES[committed.origins[-1]]].inc()
+        if proposal.tree:
+            families.drafts.inc()
+            families.draft_tokens.inc(committed.draft_count)
+            families.accepted_tokens.inc(committed.accepted_count)
+            families.evaluated_tokens.inc(verdict.evaluated_count)
+            for position in families.accepted_at(committed.accepted_count):
+                position.inc()
+            families.draft_bytes.inc(proposal.hop.num_bytes)
+            self._rejected_rows += committed.draft_count - committed.accepted_count
         rare = (
             (families.dropped_tokens, len(committed.token_ids) - len(event.tokens)),
-            (families.reopens, committed.target_reopens),
+            (families.reopens, verdict.reopens),
             (families.drift_repairs, committed.drift_repairs),
         )
         for counter, number in rare:
             if number:
                 counter.inc(number)
 
-    def _count_draft(self, committed: Round) -> None:
-        families = self._speculation
-        families.drafts.inc()
-        families.draft_tokens.inc(committed.draft_count)
-        families.accepted_tokens.inc(committed.accepted_count)
-        families.evaluated_tokens.inc(committed.evaluated_count)
-        for position in families.accepted_at(committed.accepted_count):
-            position.inc()
-        families.draft_bytes.inc(committed.draft_way.num_bytes)
-        self._rejected_rows += committed.draft_count - committed.accepted_count
-
     def _time(self, committed: Round) -> None:
-        times = self._times
+        families, proposal, verdict = self._families, committed.proposal, committed.verdict
         if committed.is_first:
-            times.prompt.observe(committed.verify_compute_us / 1e6)
+            families.prompt_compute.observe(verdict.compute_us / 1e6)
             return
-        times.burst.observe(committed.gap_us / 1e6)
-        times.verify_compute.observe(committed.verify_compute_us / 1e6)
-        if committed.draft_count == 0:
+        families.burst.observe(committed.gap_us / 1e6)
+        families.verify_compute.observe(verdict.compute_us / 1e6)
+        if not proposal.tree:
             return
         # Of a round with a draft, because a verdict that comes unasked has not been waited for as an answer is.
-        draft, verify = committed.draft_way, committed.verify_way
-        times.round.observe(committed.round_us / 1e6)
-        times.draft_compute.observe(committed.draft_compute_us / 1e6)
-        times.draft_rpc.observe(draft.wait_us / 1e6)
-        times.draft_overhead.observe(max(0, draft.wait_us - draft.queue_us - committed.draft_compute_us) / 1e6)
-        times.verify_rpc.observe(verify.wait_us / 1e6)
-        times.verify_overhead.observe(max(0, verify.wait_us - verify.queue_us - committed.verify_compute_us) / 1e6)
+        draft, verify = proposal.hop, verdict.hop
+        families.round.observe(committed.round_us / 1e6)
+        families.draft_compute.observe(proposal.compute_us / 1e6)
+        families.draft_rpc.observe(draft.wait_us / 1e6)
+        families.draft_overhead.observe(max(0, draft.wait_us - draft.queue_us - proposal.compute_us) / 1e6)
+        families.verify_rpc.observe(verify.wait_us / 1e6)
+        families.verify_overhead.observe(max(0, verify.wait_us - verify.queue_us - verdict.compute_us) / 1e6)
 
     def _complete(self, event: CompletionEvent) -> None:
-        families, num_tokens = self._requests, event.completion_tokens
+        families, num_tokens = self._families, event.completion_tokens
         families.success.labels(FINISHED.get(event.finish_reason, STOPPED)).inc()
         if event.sample_index == 0:
             # The samples of a request share its prompt.
@@ -294,10 +248,3 @@ class GatewayMetrics:
         families.inference.observe(max(0, event.total_us - event.queue_us) / 1e6)
         if num_tokens > 1:
             families.per_token.observe((event.total_us - event.first_token_us) / 1e6 / (num_tokens - 1))
-
-
-def _outcome(committed: Round) -> str:
-    """How a verdict ended: with which token, or without one of the draft's that was to be there."""
-    if committed.fallback_reason is not None:
-        return "fallback"
-    return OUTCOMES[committed.origins[-1]]

@@ -1,4 +1,4 @@
-"""Puts a gateway together: links to the services, then the server. Knows no request.
+"""Puts a gateway together: links to the services, then the server.
 
 The target must be there before the gateway serves; the draft need not, because a gateway without it only is slower.
 """
@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from gateway.generation.admission import Admission
 from gateway.generation.audit import ShadowAudit
 from gateway.generation.backend import Backend
-from gateway.generation.frontend import FrontDoor
+from gateway.generation.frontend import Frontend
 from gateway.generation.generate import decode
 from gateway.grpc.servicer import generation_service
 from gateway.metrics import GatewayMetrics
@@ -25,7 +25,7 @@ from gateway.rest.server import RunningRest, serve_rest
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.sessions.link import ModelInfo, ServiceLink
 from gateway.sessions.replicas import Replicas, report_readiness
-from gateway.sessions.timeouts import NEVER, DraftDeadline, Patience
+from gateway.sessions.timeouts import NEVER, DraftDeadline, TargetTimeouts
 from gateway.settings import GatewaySettings
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
@@ -46,7 +46,7 @@ class RunningGateway:
 
     address: str
     backend: Backend
-    door: FrontDoor
+    frontend: Frontend
     server: channels.RunningServer
     tasks: tuple[asyncio.Task[None], ...]
     metrics: RunningMetrics | None
@@ -65,7 +65,7 @@ class RunningGateway:
 
     async def stop(self, grace_s: float = channels.DRAIN_S) -> None:
         """Turns away who waits or comes, gives running requests grace_s to end, and closes the links."""
-        self.door.admission.close()
+        self.frontend.admission.close()
         for task in self.tasks:
             task.cancel()
         await asyncio.wait(self.tasks)
@@ -86,41 +86,35 @@ async def start(settings: GatewaySettings) -> RunningGateway:
     template = await asyncio.to_thread(ChatTemplate.read, settings.tokenizer)
     registry = new_registry()
     async with AsyncExitStack() as undo:
-        metrics = None
+        exposition = None
         if settings.metrics_listen:
-            metrics = serve_metrics(settings.metrics_listen, registry)
-            undo.push_async_callback(metrics.stop)
+            exposition = serve_metrics(settings.metrics_listen, registry)
+            undo.push_async_callback(exposition.stop)
             # With port 0 nothing else tells where.
-            log.info("serving metrics", address=metrics.address)
+            log.info("serving metrics", address=exposition.address)
         backend = _backend(settings, tokenizer, registry)
         undo.push_async_callback(_close, backend)
         await _await_target(backend.target, settings.target_wait_seconds)
         if backend.draft is not None:
             await _await_draft(backend.draft, settings.draft_wait_seconds)
-        door = _front_door(settings, backend, template, registry)
-        service = generation_service(door, settings.client_stall_seconds)
+        admission = Admission(settings.max_requests, settings.max_queue)
+        metrics = GatewayMetrics(registry)
+        metrics.watch(admission, backend)
+        model_name = settings.served_model_name or backend.target.present().model_name
+        frontend = Frontend(backend, admission, metrics, template, model_name)
+        service = generation_service(frontend, settings.client_stall_seconds)
         server = await channels.serve(settings.listen, service, reflects=settings.reflection)
         undo.push_async_callback(server.stop, 0.0)
-        rest = await _serve_rest(settings, door, registry, server.address)
+        rest = await _serve_rest(settings, frontend, registry, server.address)
         undo.pop_all()
     reporting = report_readiness(backend.target, server.health, ("", *service))
-    auditing = backend.audit.run(lambda plan, target: decode(plan, backend, target, NEVER))
+    auditing = backend.audit.run(lambda request, target: decode(request, backend, target, NEVER))
     tasks = asyncio.create_task(reporting, name="readiness"), asyncio.create_task(auditing, name="audit")
-    return RunningGateway(server.address, backend, door, server, tasks, metrics, rest)
-
-
-def _front_door(
-    settings: GatewaySettings, backend: Backend, template: ChatTemplate, registry: CollectorRegistry
-) -> FrontDoor:
-    admission = Admission(settings.max_requests, settings.max_queue)
-    metrics = GatewayMetrics(registry)
-    metrics.watch(admission, backend)
-    model_name = settings.served_model_name or backend.target.present().model_name
-    return FrontDoor(backend, admission, metrics, template, model_name)
+    return RunningGateway(server.address, backend, frontend, server, tasks, exposition, rest)
 
 
 async def _serve_rest(
-    settings: GatewaySettings, door: FrontDoor, registry: CollectorRegistry, grpc_address: str
+    settings: GatewaySettings, frontend: Frontend, registry: CollectorRegistry, grpc_address: str
 ) -> RunningRest | None:
     if not settings.rest_listen:
         return None
@@ -130,7 +124,7 @@ async def _serve_rest(
         sites=settings.sites,
         grpc_port=int(grpc_address.rpartition(":")[2]),
     )
-    return await serve_rest(settings.rest_listen, build_app(door, rest, registry))
+    return await serve_rest(settings.rest_listen, build_app(frontend, rest, registry))
 
 
 def _backend(settings: GatewaySettings, tokenizer: Tokenizer, registry: CollectorRegistry) -> Backend:
@@ -143,8 +137,10 @@ def _backend(settings: GatewaySettings, tokenizer: Tokenizer, registry: Collecto
         target=target,
         draft=Replicas(drafts) if drafts else None,
         policy=SpeculationPolicy(),
-        deadline=DraftDeadline(settings.draft_deadline_least_s, settings.draft_deadline_most_s),
-        patience=Patience(stall_s=settings.target_stall_seconds, rebuild_budget_s=settings.rebuild_budget_seconds),
+        draft_deadline=DraftDeadline(settings.draft_deadline_least_s, settings.draft_deadline_most_s),
+        target_timeouts=TargetTimeouts(
+            stall_s=settings.target_stall_seconds, rebuild_budget_s=settings.rebuild_budget_seconds
+        ),
         audit=ShadowAudit(settings.audit_fraction, registry),
     )
 
@@ -163,18 +159,18 @@ def _fits(vocabulary: Vocabulary, tokenizer: str) -> Callable[[ModelInfo], None]
     return check
 
 
-async def _await_target(target: Replicas, patience_s: float) -> None:
-    until_s = time.monotonic() + patience_s
+async def _await_target(target: Replicas, timeout_s: float) -> None:
+    until_s = time.monotonic() + timeout_s
     while not await target.settled(min(PROGRESS_S, max(0.0, until_s - time.monotonic()))):
         if time.monotonic() >= until_s:
-            raise NotReady(f"{target} did not answer within {patience_s:g} seconds", address=target.links[0].address)
+            raise NotReady(f"{target} did not answer within {timeout_s:g} seconds", address=target.links[0].address)
         log.warning("waiting", service=str(target), seconds_left=round(until_s - time.monotonic()))
     target.present()
 
 
-async def _await_draft(draft: Replicas, patience_s: float) -> None:
+async def _await_draft(draft: Replicas, timeout_s: float) -> None:
     """Gives the draft a moment; raises only what its answer says about it, because later nobody would read it."""
-    if not await draft.settled(patience_s):
+    if not await draft.settled(timeout_s):
         log.warning("serving without the draft until it answers", service=str(draft))
     elif draft.info is None and draft.misfit is not None:
         raise draft.misfit

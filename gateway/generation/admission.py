@@ -1,4 +1,4 @@
-"""Places for samples, and a bounded queue in front of them: first come, first served. Knows no request and no surface.
+"""Places for samples, and a bounded queue in front of them: first come, first served.
 
 Whoever waits holds nothing but a line in a list, so waiting costs no service anything; a full queue says so at once.
 """
@@ -88,8 +88,8 @@ class Admission:
     @property
     def retry_after_s(self) -> int:
         """Whole seconds after which a request that is turned away may find a place."""
-        least_s, most_s = RETRY_AFTER_S
-        return math.ceil(min(max(least_s, (self.waiting + 1) * self._place_s), most_s))
+        min_s, max_s = RETRY_AFTER_S
+        return math.ceil(min(max(min_s, (self.waiting + 1) * self._place_s), max_s))
 
     @asynccontextmanager
     async def place(self, sample_count: int) -> AsyncIterator[float]:

@@ -1,4 +1,4 @@
-"""Shadow audit: some finished requests are decoded again, plainly, and compared token for token. Changes no answer.
+"""Shadow audit: some finished requests are decoded again, plainly, and compared token for token.
 
 Only `match` promises tokens, so only its requests are audited. One audit runs at a time; when many wait, further ones
 are left out and counted, because an audit takes the target's time.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import structlog
 from prometheus_client import CollectorRegistry, Counter
 
-from gateway.generation.request import GenerationPlan
+from gateway.generation.request import CheckedRequest
 from gateway.generation.transcript import Transcript
 from gateway.rounds.round import Round
 from gateway.sessions.link import ModelInfo
@@ -25,14 +25,14 @@ MAX_WAITING = 16
 
 log = structlog.get_logger()
 
-Decode = Callable[[GenerationPlan, ModelInfo], AsyncGenerator[Round, None]]
+Decode = Callable[[CheckedRequest, ModelInfo], AsyncGenerator[Round, None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
     """A request that was answered."""
 
-    plan: GenerationPlan
+    request: CheckedRequest
     target: ModelInfo
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
@@ -57,16 +57,16 @@ class ShadowAudit:
             "outrider_audit_skipped", "Requests chosen for an audit without a result.", ["reason"], registry=registry
         )
 
-    def offer(self, plan: GenerationPlan, transcript: Transcript, target: ModelInfo) -> None:
+    def offer(self, request: CheckedRequest, transcript: Transcript, target: ModelInfo) -> None:
         """Takes note of a finished request, if its turn has come."""
-        if plan.spec.acceptance.rule is not Rule.MATCH or self._chance() >= self._fraction:
+        if request.spec.acceptance.rule is not Rule.MATCH or self._chance() >= self._fraction:
             return
         if len(transcript.numerics_ids) != 1:
             # A request that was moved to another kind of target has no single plain decoding.
             self._skipped.labels("numerics").inc()
             return
         token_ids = tuple(transcript.token_ids)
-        finished = Finished(plan, target, token_ids, transcript.finish_reason, transcript.numerics_ids[0])
+        finished = Finished(request, target, token_ids, transcript.finish_reason, transcript.numerics_ids[0])
         try:
             self._waiting.put_nowait(finished)
         except asyncio.QueueFull:
@@ -91,12 +91,12 @@ class ShadowAudit:
         numerics_ids: set[str] = set()
         # Only tokens are compared, so the target need not tell log-probabilities, least of all a prompt's.
         # And what the target has cached of the prompt must not vouch for itself.
-        bare = replace(finished.plan.spec, logprob_count=None, prompt_logprobs=False, draft_logprobs=False)
+        bare = replace(finished.request.spec, logprob_count=None, prompt_logprobs=False, draft_logprobs=False)
         spec = replace(bare, cache_salt=secrets.token_bytes(16))
-        async with aclosing(decode(replace(finished.plan, spec=spec, draft_count=0), finished.target)) as rounds:
+        async with aclosing(decode(replace(finished.request, spec=spec, draft_count=0), finished.target)) as rounds:
             async for committed in rounds:
                 token_ids += committed.token_ids
-                numerics_ids.add(committed.numerics_id)
+                numerics_ids.add(committed.verdict.numerics_id)
                 if len(token_ids) >= len(finished.token_ids):
                     break
         if numerics_ids != {finished.numerics_id}:
@@ -104,13 +104,10 @@ class ShadowAudit:
             return
         self._audits.inc()
         # A stop string ends the text, and plain decoding of tokens knows nothing of it.
-        if tuple(token_ids[: len(finished.token_ids)]) != finished.token_ids or not _ends_alike(finished, committed):
+        ends_alike = finished.finish_reason in {FinishReason.STOP_STRING, committed.verdict.finish_reason}
+        if tuple(token_ids[: len(finished.token_ids)]) != finished.token_ids or not ends_alike:
             self._mismatches.inc()
             log.error("audit mismatch", **_difference(finished, token_ids))
-
-
-def _ends_alike(finished: Finished, last: Round) -> bool:
-    return finished.finish_reason is FinishReason.STOP_STRING or finished.finish_reason is last.finish_reason
 
 
 def _difference(finished: Finished, token_ids: list[int]) -> dict[str, object]:
@@ -121,8 +118,8 @@ def _difference(finished: Finished, token_ids: list[int]) -> dict[str, object]:
         "first_difference": same,
         "said": finished.token_ids[same : same + 1],
         "plain": token_ids[same : same + 1],
-        "seed": finished.plan.spec.seed,
-        "prompt_tokens": finished.plan.spec.prompt_len,
+        "seed": finished.request.spec.seed,
+        "prompt_tokens": finished.request.spec.prompt_len,
         "model_hash": finished.target.model_hash,
         "numerics_id": finished.numerics_id,
     }

@@ -1,18 +1,13 @@
-"""What all requests of a gateway share: links, tokenizer, policy. Makes the parts of a request, and keeps none."""
+"""What all requests of a gateway share: links, tokenizer, policy."""
 
 from dataclasses import dataclass
 
 from gateway.generation.audit import ShadowAudit
-from gateway.generation.request import GenerationPlan, ServingLimits
-from gateway.rounds.planner import Pace
+from gateway.generation.request import ServingLimits
 from gateway.rounds.policy import SpeculationPolicy
-from gateway.rounds.round import TokenLog
-from gateway.sessions.draft import AbsentDraftSession, RemoteDraftSession
 from gateway.sessions.link import ModelInfo
 from gateway.sessions.replicas import Replicas
-from gateway.sessions.target import RemoteTargetSession
-from gateway.sessions.timeouts import DraftDeadline, Expiry, Patience
-from gateway.speculation import DraftSession, TargetSession
+from gateway.sessions.timeouts import DraftDeadline, TargetTimeouts
 from gateway.text.tokenizer import Tokenizer
 
 
@@ -24,8 +19,8 @@ class Backend:
     target: Replicas
     draft: Replicas | None
     policy: SpeculationPolicy
-    deadline: DraftDeadline
-    patience: Patience
+    draft_deadline: DraftDeadline
+    target_timeouts: TargetTimeouts
     audit: ShadowAudit
 
     def limits(self, target: ModelInfo) -> ServingLimits:
@@ -38,21 +33,3 @@ class Backend:
             max_draft_count=target.max_draft_count,
             drafters=self.draft.info.drafters if self.draft and self.draft.info else {},
         )
-
-    def pace(self, plan: GenerationPlan, target: ModelInfo) -> Pace:
-        """The planner of a request's rounds."""
-        return Pace(self.policy, plan.draft_count, plan.spec.max_len, target.max_draft_count)
-
-    def target_session(
-        self, plan: GenerationPlan, log: TokenLog, session_id: bytes, target: ModelInfo, expiry: Expiry
-    ) -> TargetSession:
-        """A session that opens with its first round, on this target or a replica of it."""
-        return RemoteTargetSession(self.target, self.patience, plan.spec, log, session_id, target.model_hash, expiry)
-
-    def draft_session(
-        self, plan: GenerationPlan, log: TokenLog, session_id: bytes, expiry: Expiry, *, warm: bool
-    ) -> DraftSession:
-        """A draft session that reads the prompt at once when warm."""
-        if self.draft is None:
-            return AbsentDraftSession()
-        return RemoteDraftSession(self.draft, self.deadline, plan.spec, log, session_id, warm, plan.drafter, expiry)

@@ -1,4 +1,4 @@
-"""What every surface calls: requests in, events out. Knows neither gRPC nor HTTP.
+"""What every surface calls: requests in, events out.
 
 Entering `open` has checked the requests and waited for places, and nothing was sent to a service before. So whatever is
 wrong with a request is known before a surface has promised its client anything.
@@ -6,15 +6,15 @@ wrong with a request is known before a surface has promised its client anything.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from gateway.generation.admission import Admission
 from gateway.generation.backend import Backend
-from gateway.generation.generate import Event, Prepared, prepare
-from gateway.generation.request import GenerationAsk, GenerationPlan
+from gateway.generation.generate import Event, RequestContext, prepare
+from gateway.generation.request import CheckedRequest, GenerationRequest
 from gateway.generation.request_log import RequestLog, tell_refusal
 from gateway.generation.samples import merged
 from gateway.text.chat_template import ChatTemplate
@@ -28,8 +28,8 @@ ValueT = TypeVar("ValueT")
 class Observer(Protocol):
     """What is told of every request, whatever surface it came by."""
 
-    def admitted(self, waited_s: float, plans: Sequence[GenerationPlan]) -> None:
-        """A request has its places; `plans` are its parts."""
+    def admitted(self, waited_s: float, requests: Sequence[CheckedRequest]) -> None:
+        """A request has its places; `requests` are its parts."""
 
     def rejected(self, error: OutriderError) -> None:
         """A request was turned away; nothing was spent on it."""
@@ -43,14 +43,14 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Requests that have their places: a plan for each, and the events of all, each with the number of its request."""
+    """Requests that have their places, and the events of all, each with the number of its request."""
 
-    plans: tuple[GenerationPlan, ...]
+    requests: tuple[CheckedRequest, ...]
     events: AsyncGenerator[tuple[int, Event], None]
 
 
 @dataclass(frozen=True, slots=True)
-class FrontDoor:
+class Frontend:
     """The gateway as its surfaces see it."""
 
     backend: Backend
@@ -62,65 +62,59 @@ class FrontDoor:
     """When it was made, in seconds since 1970."""
 
     @asynccontextmanager
-    async def open(self, asks: Sequence[GenerationAsk], time_left_s: float | None = None) -> AsyncIterator[Generation]:
+    async def open(
+        self, requests: Sequence[GenerationRequest], time_left_s: float | None = None
+    ) -> AsyncIterator[Generation]:
         """Checks requests that belong together, waits for their places, and holds these until it is left.
 
         Raises InvalidRequest, PromptTooLong, Overloaded, and what is said of a target that is away. `time_left_s` is
         what the client's deadline leaves; None for no end.
         """
         # What is out of range is refused later, with the range.
-        num_samples = sum(min(max(1, ask.sample_count or 1), MAX_SAMPLES) for ask in asks)
+        num_samples = sum(min(max(1, request.sample_count or 1), MAX_SAMPLES) for request in requests)
         async with AsyncExitStack() as places:
             places.enter_context(request_scope())
-            with self._refusals_told():
+            try:
                 with self.admission.arrival(num_samples):
-                    prepared = [await self._prepared(asks, number, time_left_s) for number in range(len(asks))]
+                    contexts = [await self._prepared(requests, number, time_left_s) for number in range(len(requests))]
                 waited_s = await places.enter_async_context(self.admission.place(num_samples))
-            plans = tuple(each.plan for each in prepared)
-            self.metrics.admitted(waited_s, plans)
-            record = RequestLog(plans, waited_s)
-            with self._end_told(record):
-                async with aclosing(self._events(prepared, int(1e6 * waited_s), record)) as events:
-                    yield Generation(plans, events)
+            except OutriderError as error:
+                self.metrics.rejected(error)
+                tell_refusal(error.reason)
+                raise
+            except asyncio.CancelledError as error:
+                # The client left the queue.
+                self.metrics.ended(error)
+                tell_refusal("CLIENT_LEFT")
+                raise
+            checked = tuple(context.request for context in contexts)
+            self.metrics.admitted(waited_s, checked)
+            record, end = RequestLog(checked, waited_s), None
+            try:
+                async with aclosing(self._events(contexts, int(1e6 * waited_s), record)) as events:
+                    yield Generation(checked, events)
+            except BaseException as error:
+                end = error
+                raise
+            finally:
+                _soon(self.metrics.ended, end)
+                record.ended(end)
 
-    async def _prepared(self, asks: Sequence[GenerationAsk], number: int, time_left_s: float | None) -> Prepared:
+    async def _prepared(
+        self, requests: Sequence[GenerationRequest], number: int, time_left_s: float | None
+    ) -> RequestContext:
         """One of several requests, whose number is on its errors."""
         try:
-            return await prepare(asks[number], self.backend, time_left_s)
+            return await prepare(requests[number], self.backend, time_left_s)
         except OutriderError as error:
-            if len(asks) > 1:
-                error.metadata["ask"] = str(number)
+            if len(requests) > 1:
+                error.metadata["request"] = str(number)
             raise
-
-    @contextmanager
-    def _refusals_told(self) -> Iterator[None]:
-        try:
-            yield
-        except OutriderError as error:
-            self.metrics.rejected(error)
-            tell_refusal(error.reason)
-            raise
-        except asyncio.CancelledError as error:
-            # The client left the queue.
-            self.metrics.ended(error)
-            tell_refusal("CLIENT_LEFT")
-            raise
-
-    @contextmanager
-    def _end_told(self, record: RequestLog) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            _soon(self.metrics.ended, error)
-            record.ended(error)
-            raise
-        _soon(self.metrics.ended, None)
-        record.ended(None)
 
     async def _events(
-        self, prepared: Sequence[Prepared], queue_us: int, record: RequestLog
+        self, contexts: Sequence[RequestContext], queue_us: int, record: RequestLog
     ) -> AsyncGenerator[tuple[int, Event], None]:
-        streams = [_numbered(number, each.events(queue_us)) for number, each in enumerate(prepared)]
+        streams = [_numbered(number, context.events(queue_us)) for number, context in enumerate(contexts)]
         async with aclosing(streams[0] if len(streams) == 1 else merged(streams)) as events:
             async for number, event in events:
                 _soon(self.metrics.observe, event)

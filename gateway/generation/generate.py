@@ -1,4 +1,4 @@
-"""One request from what the client wrote to its last event. Knows text and rounds, neither protobuf nor gRPC."""
+"""One request from what the client wrote to its last event, in text and rounds."""
 
 import secrets
 import time
@@ -7,20 +7,24 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from gateway.generation.backend import Backend
-from gateway.generation.request import GenerationAsk, GenerationPlan, check_request
+from gateway.generation.request import CheckedRequest, GenerationRequest, check_request
 from gateway.generation.samples import merged
 from gateway.generation.transcript import (
+    GeneratedToken,
     PromptToken,
     RejectedToken,
     SpeculationFigures,
-    SpokenToken,
     StopScanner,
     Transcript,
 )
+from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.round import Round, TokenLog
+from gateway.sessions.draft import AbsentDraftSession, RemoteDraftSession
 from gateway.sessions.link import ModelInfo
-from gateway.sessions.timeouts import Expiry
+from gateway.sessions.target import RemoteTargetSession
+from gateway.sessions.timeouts import Deadline
 from gateway.speculation import speculate
+from gateway.text.tokenizer import Tokenizer
 from outrider.errors import ProtocolViolation
 from outrider.parameters import Acceptance, FinishReason
 
@@ -31,7 +35,7 @@ class RoundEvent:
     with the first round of the first sample, if they were asked for.
     """
 
-    tokens: tuple[SpokenToken, ...]
+    tokens: tuple[GeneratedToken, ...]
     committed: Round
     new_numerics_id: str = ""
     sample_index: int = 0
@@ -67,12 +71,13 @@ Event = RoundEvent | CompletionEvent
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
-    """What all samples of a request share."""
+class RequestContext:
+    """A checked request, of which no service knows anything yet, and what it takes to serve it."""
 
+    request: CheckedRequest
     backend: Backend
     target: ModelInfo
-    expiry: Expiry
+    deadline: Deadline
     started_ns: int
     queue_us: int = 0
 
@@ -81,116 +86,110 @@ class Course:
         """Microseconds since the gateway received the request."""
         return (time.perf_counter_ns() - self.started_ns) // 1000
 
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A checked request, of which no service knows anything yet."""
-
-    plan: GenerationPlan
-    course: Course
-
     async def events(self, queue_us: int = 0) -> AsyncGenerator[Event, None]:
         """Yields an event for every round of each sample and then its completion. All sessions of a sample are told to
         end before its completion comes, and also when the caller closes the generator early. Raises any OutriderError.
 
         queue_us is for how long the request has waited for its turn.
         """
-        course = replace(self.course, queue_us=queue_us)
-        samples = [_sample(self.plan.sample(index), course) for index in range(self.plan.sample_count)]
+        requests = [self.request.sample(index) for index in range(self.request.sample_count)]
+        samples = [_sample(replace(self, request=request, queue_us=queue_us)) for request in requests]
         async with aclosing(samples[0] if len(samples) == 1 else merged(samples)) as events:
             async for event in events:
                 yield event
 
 
-async def prepare(ask: GenerationAsk, backend: Backend, time_left_s: float | None = None) -> Prepared:
+async def prepare(request: GenerationRequest, backend: Backend, time_left_s: float | None = None) -> RequestContext:
     """Checks a request. Raises InvalidRequest, PromptTooLong, and what is said of a target that is away.
 
     `time_left_s` is what the client's deadline leaves, and also becomes that of the services; None for no end.
     """
-    started_ns, expiry = time.perf_counter_ns(), Expiry.after(time_left_s)
-    target = await backend.target.greeted(backend.patience.rebuild_budget_s)
-    plan = await check_request(ask, backend.tokenizer, backend.limits(target))
-    return Prepared(plan, Course(backend, target, expiry, started_ns))
+    started_ns, deadline = time.perf_counter_ns(), Deadline.after(time_left_s)
+    target = await backend.target.after_handshake(backend.target_timeouts.rebuild_budget_s)
+    checked = await check_request(request, backend.tokenizer, backend.limits(target))
+    return RequestContext(checked, backend, target, deadline, started_ns)
 
 
-async def _sample(plan: GenerationPlan, course: Course) -> AsyncGenerator[Event, None]:
+async def _sample(context: RequestContext) -> AsyncGenerator[Event, None]:
     """The events of one sample."""
-    tokenizer = course.backend.tokenizer
-    transcript = Transcript(plan.spec.prompt_len, tokenizer.detokenizer(), StopScanner(plan.stops))
+    request, backend, tokenizer = context.request, context.backend, context.backend.tokenizer
+    transcript = Transcript(tokenizer.detokenizer(), StopScanner(request.stops))
     first_token_us = 0
-    async with aclosing(decode(plan, course.backend, course.target, course.expiry)) as rounds:
+    async with aclosing(decode(request, backend, context.target, context.deadline)) as rounds:
         async for committed in rounds:
-            elapsed_us = course.elapsed_us
+            elapsed_us = context.elapsed_us
             first_token_us = first_token_us or elapsed_us
             num_numerics = max(1, len(transcript.numerics_ids))
-            tokens = transcript.take(committed)
-            prompt_tokens = await _prompt_tokens(plan, course, committed)
-            new_numerics_id = "".join(transcript.numerics_ids[num_numerics:])
-            rejected = _rejected(plan, course, committed)
-            index = plan.sample_index
-            yield RoundEvent(tokens, committed, new_numerics_id, index, prompt_tokens, rejected, elapsed_us)
+            yield RoundEvent(
+                tokens=transcript.take(committed),
+                committed=committed,
+                new_numerics_id="".join(transcript.numerics_ids[num_numerics:]),
+                sample_index=request.sample_index,
+                prompt_tokens=await _prompt_tokens(request, tokenizer, committed),
+                rejected=_rejected(tokenizer, committed) if request.spec.draft_logprobs else (),
+                elapsed_us=elapsed_us,
+            )
             if transcript.finish_reason is not None:
                 break
-    yield _completion(plan, course, transcript, first_token_us)
-
-
-def _completion(plan: GenerationPlan, course: Course, transcript: Transcript, first_token_us: int) -> CompletionEvent:
-    """The end of a sample, whose tokens may be audited from now on."""
     text_delta = transcript.finish()
     if transcript.finish_reason is None:
         raise ProtocolViolation("the rounds ended without a finish reason")
-    course.backend.audit.offer(plan, transcript, course.target)
-    return CompletionEvent(
+    backend.audit.offer(request, transcript, context.target)
+    yield CompletionEvent(
         finish_reason=transcript.finish_reason,
-        prompt_tokens=plan.spec.prompt_len,
+        prompt_tokens=request.spec.prompt_len,
         cached_prompt_tokens=transcript.cached_prompt_tokens,
         completion_tokens=len(transcript.token_ids),
-        seed=plan.spec.seed,
+        seed=request.spec.seed,
         figures=transcript.figures,
-        model_hash=course.target.model_hash,
+        model_hash=context.target.model_hash,
         numerics_ids=tuple(transcript.numerics_ids),
         target_reopens=transcript.target_reopens,
         drift_repairs=transcript.drift_repairs,
         text_delta=text_delta,
         first_token_us=first_token_us,
-        total_us=course.elapsed_us,
-        queue_us=course.queue_us,
-        sample_index=plan.sample_index,
-        acceptance=plan.spec.acceptance,
+        total_us=context.elapsed_us,
+        queue_us=context.queue_us,
+        sample_index=request.sample_index,
+        acceptance=request.spec.acceptance,
     )
 
 
-async def _prompt_tokens(plan: GenerationPlan, course: Course, committed: Round) -> tuple[PromptToken, ...]:
+async def _prompt_tokens(request: CheckedRequest, tokenizer: Tokenizer, committed: Round) -> tuple[PromptToken, ...]:
     """The prompt as the client asked to have it echoed, in the round that brings its log-probabilities."""
-    spec, logprobs = plan.spec, committed.prompt_logprobs
-    if not spec.prompt_logprobs or committed.base_len > spec.prompt_len:
+    spec, logprobs = request.spec, committed.verdict.prompt_logprobs
+    if not spec.prompt_logprobs or not committed.is_first:
         return ()
     prompt = spec.token_ids[: spec.prompt_len]
     if len(logprobs) != spec.prompt_len - 1:
         raise ProtocolViolation(f"{len(logprobs)} log-probabilities came for a prompt of {spec.prompt_len} tokens")
-    texts = await course.backend.tokenizer.spell(prompt)
+    texts = await tokenizer.spell(prompt)
     return tuple(map(PromptToken, prompt, texts, (None, *logprobs)))
 
 
-def _rejected(plan: GenerationPlan, course: Course, committed: Round) -> tuple[RejectedToken, ...]:
-    """The guesses that were not kept, for a request that wants to see them."""
-    if not plan.spec.draft_logprobs:
-        return ()
-    proposal, tokenizer = committed.proposal, course.backend.tokenizer
-    return tuple(
-        RejectedToken(
-            proposal.token_ids[row - 1],
-            tokenizer.decode([proposal.token_ids[row - 1]]),
-            proposal.logprobs[row - 1] if proposal.logprobs else None,
+def _rejected(tokenizer: Tokenizer, committed: Round) -> tuple[RejectedToken, ...]:
+    """The guesses that were not kept."""
+    tree = committed.proposal.tree
+    found = [
+        (tree.token_ids[row - 1], tree.logprobs[row - 1] if tree.logprobs else None) for row in committed.rejected_rows
+    ]
+    return tuple(RejectedToken(token_id, tokenizer.decode([token_id]), logprob) for token_id, logprob in found)
+
+
+def decode(
+    request: CheckedRequest, backend: Backend, target: ModelInfo, deadline: Deadline
+) -> AsyncGenerator[Round, None]:
+    """The rounds of a checked request, over sessions of its own: on this target or a replica of it, and on the draft,
+    which reads the prompt at once where it will be asked.
+    """
+    spec, log, session_id = request.spec, TokenLog(request.spec.token_ids), secrets.token_bytes(16)
+    planner = RoundPlanner(backend.policy, request.draft_count, spec.max_len, target.max_draft_count)
+    draft: RemoteDraftSession | AbsentDraftSession = AbsentDraftSession()
+    if backend.draft is not None:
+        warm, drafter = planner.expects_draft(), request.drafter
+        draft = RemoteDraftSession(
+            backend.draft, backend.draft_deadline, spec, log, session_id, warm, drafter, deadline
         )
-        for row in committed.rejected_rows
-    )
-
-
-def decode(plan: GenerationPlan, backend: Backend, target: ModelInfo, expiry: Expiry) -> AsyncGenerator[Round, None]:
-    """The rounds of a checked request, over sessions of its own."""
-    log = TokenLog(plan.spec.token_ids)
-    session_id = secrets.token_bytes(16)
-    pace = backend.pace(plan, target)
-    draft = backend.draft_session(plan, log, session_id, expiry, warm=pace.expects_draft())
-    return speculate(log, pace, backend.target_session(plan, log, session_id, target, expiry), draft)
+    timeouts, model_hash = backend.target_timeouts, target.model_hash
+    verifying = RemoteTargetSession(backend.target, timeouts, spec, log, session_id, model_hash, deadline)
+    return speculate(log, planner, verifying, draft)

@@ -1,4 +1,4 @@
-"""Checks a request once, before anything is spent on it. Knows no protobuf; every limit that it breaks is named."""
+"""A request as its client wrote it, and checked once, before anything is spent on it; a broken limit is named."""
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Self
 
 from gateway.generation.samples import sample_seed
 from gateway.text.tokenizer import Tokenizer
-from outrider.errors import Field, InvalidRequest, PromptTooLong
+from outrider.errors import Field, InvalidRequest, PromptTooLong, check_count
 from outrider.parameters import (
     MAX_BANNED_LEN,
     MAX_LOGPROB_COUNT,
@@ -30,7 +30,7 @@ DEFAULT_MAX_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationAsk:
+class GenerationRequest:
     """What a client wrote; None where it wrote nothing."""
 
     text: str | None = None
@@ -69,7 +69,7 @@ class ServingLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationPlan:
+class CheckedRequest:
     """A checked request. draft_count None lets the gateway choose, and 0 never speculates. An empty drafter lets the
     draft service choose.
     """
@@ -88,75 +88,75 @@ class GenerationPlan:
         return replace(self, spec=spec, sample_index=index)
 
 
-async def check_request(ask: GenerationAsk, tokenizer: Tokenizer, limits: ServingLimits) -> GenerationPlan:
+async def check_request(request: GenerationRequest, tokenizer: Tokenizer, limits: ServingLimits) -> CheckedRequest:
     """Encodes and completes a request; raises InvalidRequest or PromptTooLong."""
-    _check_drafter(ask, limits)
-    _check_stops(ask, limits)
-    _check_strings("banned_words", ask.banned_words, MAX_BANNED_WORDS)
-    _check_range("sample_count", ask.sample_count, 1, MAX_SAMPLES)
-    _check_logprobs(ask)
-    _check_range("max_tokens", ask.max_tokens, 1, 2**31 - 1)
-    _check_range("speculation.draft_count", ask.draft_count, 0, limits.max_draft_count)
-    _check_range("seed", ask.seed, -(2**63), 2**63 - 1)
-    for token_id in ask.sampling.logit_bias:
+    _check_drafter(request, limits)
+    _check_strings("stop", request.stops, MAX_STOPS)
+    check_count("stop_token_ids", len(request.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
+    _check_token_ids("stop_token_ids", request.stop_token_ids, limits)
+    _check_strings("banned_words", request.banned_words, MAX_BANNED_WORDS)
+    _check_range("sample_count", request.sample_count, 1, MAX_SAMPLES)
+    _check_range("logprob_count", request.logprob_count, 0, MAX_LOGPROB_COUNT)
+    if request.echo and request.logprob_count is None:
+        raise InvalidRequest("echo", True, "false without logprob_count")
+    _check_range("max_tokens", request.max_tokens, 1, 2**31 - 1)
+    _check_range("speculation.draft_count", request.draft_count, 0, limits.max_draft_count)
+    _check_range("seed", request.seed, -(2**63), 2**63 - 1)
+    for token_id in request.sampling.logit_bias:
         _check_token_id("sampling.logit_bias key", token_id, limits)
-    prompt = await _prompt(ask, tokenizer, limits)
-    _check_echo(ask, len(prompt))
-    max_tokens = _max_tokens(ask, len(prompt), limits)
-    _check_range("sampling.min_tokens", ask.sampling.min_tokens, 0, max_tokens)
+    prompt = await _prompt(request, tokenizer, limits)
+    _check_echo(request, len(prompt))
+    max_tokens = _max_tokens(request, len(prompt), limits)
+    _check_range("sampling.min_tokens", request.sampling.min_tokens, 0, max_tokens)
+    banned = await _banned(request.banned_words, tokenizer)
+    cache_salt = request.cache_salt.encode()
+    if len(cache_salt) > MAX_SALT_BYTES:
+        raise InvalidRequest("cache_salt", request.cache_salt, f"of at most {MAX_SALT_BYTES} bytes in UTF-8")
     spec = SessionSpec(
         token_ids=prompt,
         prompt_len=len(prompt),
-        sampling=ask.sampling,
+        sampling=request.sampling,
         # In 53 bits, so that a client in JavaScript, where numbers are floats, can send back what it was told.
-        seed=secrets.randbits(53) if ask.seed is None else ask.seed,
+        seed=secrets.randbits(53) if request.seed is None else request.seed,
         max_len=len(prompt) + max_tokens,
-        eos_token_ids=frozenset() if ask.sampling.ignore_eos else limits.eos_token_ids,
-        stop_token_ids=frozenset(ask.stop_token_ids),
-        acceptance=ask.acceptance,
-        banned=await _banned(ask.banned_words, tokenizer),
-        logprob_count=ask.logprob_count,
-        prompt_logprobs=ask.echo,
-        draft_logprobs=ask.return_rounds,
-        cache_salt=_salt(ask.cache_salt),
+        eos_token_ids=frozenset() if request.sampling.ignore_eos else limits.eos_token_ids,
+        stop_token_ids=frozenset(request.stop_token_ids),
+        acceptance=request.acceptance,
+        banned=banned,
+        logprob_count=request.logprob_count,
+        prompt_logprobs=request.echo,
+        draft_logprobs=request.return_rounds,
+        cache_salt=cache_salt,
     )
-    draft_count = ask.draft_count if ask.speculation_enabled else 0
-    return GenerationPlan(spec, ask.stops, draft_count, ask.drafter, ask.sample_count or 1)
+    draft_count = request.draft_count if request.speculation_enabled else 0
+    return CheckedRequest(spec, request.stops, draft_count, request.drafter, request.sample_count or 1)
 
 
-def _check_drafter(ask: GenerationAsk, limits: ServingLimits) -> None:
-    if not ask.drafter or not limits.drafters:
+def _check_drafter(request: GenerationRequest, limits: ServingLimits) -> None:
+    if not request.drafter or not limits.drafters:
         return
-    if ask.drafter not in limits.drafters:
-        raise InvalidRequest("speculation.drafter", ask.drafter, f"one of {', '.join(limits.drafters)}, or empty")
-    rule = ask.acceptance.rule
-    if rule not in limits.drafters[ask.drafter]:
+    if request.drafter not in limits.drafters:
+        raise InvalidRequest("speculation.drafter", request.drafter, f"one of {', '.join(limits.drafters)}, or empty")
+    rule = request.acceptance.rule
+    if rule not in limits.drafters[request.drafter]:
         fitting = ", ".join(name for name, rules in limits.drafters.items() if rule in rules)
-        raise InvalidRequest("speculation.drafter", ask.drafter, f"one that serves the rule {rule}: {fitting}")
+        raise InvalidRequest("speculation.drafter", request.drafter, f"one that serves the rule {rule}: {fitting}")
 
 
-def _check_logprobs(ask: GenerationAsk) -> None:
-    _check_range("logprob_count", ask.logprob_count, 0, MAX_LOGPROB_COUNT)
-    if ask.echo and ask.logprob_count is None:
-        raise InvalidRequest("echo", True, ("false without ", Field("logprob_count")))
-
-
-def _check_echo(ask: GenerationAsk, prompt_len: int) -> None:
+def _check_echo(request: GenerationRequest, prompt_len: int) -> None:
     """The prompt's tokens come in one message, which clients take up to a size only."""
-    token_bytes = ECHO_TOKEN_BYTES + ECHO_LOGPROB_BYTES * (ask.logprob_count or 0)
-    if ask.echo and prompt_len * token_bytes > MAX_MESSAGE_BYTES:
-        most = MAX_MESSAGE_BYTES // token_bytes
+    token_bytes = ECHO_TOKEN_BYTES + ECHO_LOGPROB_BYTES * (request.logprob_count or 0)
+    if request.echo and prompt_len * token_bytes > MAX_MESSAGE_BYTES:
         limit = (
             f"false for a prompt of {prompt_len} tokens with ",
             Field("logprob_count"),
-            f" {ask.logprob_count}: at most {most}",
+            f" {request.logprob_count}: at most {MAX_MESSAGE_BYTES // token_bytes}",
         )
         raise InvalidRequest("echo", True, limit)
 
 
-def _check_strings(name: str, strings: Sequence[str], most: int) -> None:
-    if len(strings) > most:
-        raise InvalidRequest.too_many(name, len(strings), most, "strings")
+def _check_strings(name: str, strings: Sequence[str], maximum: int) -> None:
+    check_count(name, len(strings), maximum, "strings")
     for index, string in enumerate(strings):
         if not 1 <= len(string) <= MAX_STRING_LEN:
             raise InvalidRequest(f"{name}.{index}", string, f"of 1 to {MAX_STRING_LEN} characters")
@@ -175,54 +175,42 @@ async def _banned(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int
     return tuple(sequences)
 
 
-def _salt(salt: str) -> bytes:
-    encoded = salt.encode()
-    if len(encoded) > MAX_SALT_BYTES:
-        raise InvalidRequest("cache_salt", salt, f"of at most {MAX_SALT_BYTES} bytes in UTF-8")
-    return encoded
-
-
-def _check_stops(ask: GenerationAsk, limits: ServingLimits) -> None:
-    _check_strings("stop", ask.stops, MAX_STOPS)
-    if len(ask.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest.too_many("stop_token_ids", len(ask.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
-    _check_token_ids("stop_token_ids", ask.stop_token_ids, limits)
-
-
-async def _prompt(ask: GenerationAsk, tokenizer: Tokenizer, limits: ServingLimits) -> tuple[int, ...]:
-    if (ask.text is None) == (ask.token_ids is None):
-        raise InvalidRequest("prompt", "absent" if ask.text is None else "both", "exactly one of text and token_ids")
-    if ask.token_ids is not None:
+async def _prompt(request: GenerationRequest, tokenizer: Tokenizer, limits: ServingLimits) -> tuple[int, ...]:
+    if (request.text is None) == (request.token_ids is None):
+        raise InvalidRequest(
+            "prompt", "absent" if request.text is None else "both", "exactly one of text and token_ids"
+        )
+    if request.token_ids is not None:
         # First, because to look at each of a million ids would be felt by other requests.
-        _max_tokens(ask, len(ask.token_ids), limits)
-        _check_token_ids("token_ids", ask.token_ids, limits)
-    prompt = ask.token_ids
-    if ask.text is not None:
-        prompt = await tokenizer.encode(ask.text, special=ask.add_special_tokens)
+        _max_tokens(request, len(request.token_ids), limits)
+        _check_token_ids("token_ids", request.token_ids, limits)
+    prompt = request.token_ids
+    if request.text is not None:
+        prompt = await tokenizer.encode(request.text, special=request.add_special_tokens)
     if not prompt:
-        raise InvalidRequest("prompt", ask.text if ask.text is not None else [], "at least one token long")
+        raise InvalidRequest("prompt", request.text if request.text is not None else [], "at least one token long")
     return prompt
 
 
-def _max_tokens(ask: GenerationAsk, prompt_len: int, limits: ServingLimits) -> int:
+def _max_tokens(request: GenerationRequest, prompt_len: int, limits: ServingLimits) -> int:
     """The output's limit; prompt and output must fit together into the target's context and into its cache."""
     is_context = limits.context_len <= limits.kv_tokens
     size = limits.context_len if is_context else limits.kv_tokens
     place = f"the {'context' if is_context else 'key-value cache'} of {size} tokens"
     facts = {"prompt_tokens": prompt_len, "context_len" if is_context else "kv_tokens": size}
     room = size - prompt_len
-    if ask.max_tokens is None and room < 1:
+    if request.max_tokens is None and room < 1:
         raise PromptTooLong(f"the prompt has {prompt_len} tokens, but must leave room for one more in {place}", **facts)
-    wanted = min(DEFAULT_MAX_TOKENS, room) if ask.max_tokens is None else ask.max_tokens
+    wanted = min(DEFAULT_MAX_TOKENS, room) if request.max_tokens is None else request.max_tokens
     if wanted > room:
         message = (f"a prompt of {prompt_len} tokens and ", Field("max_tokens"), f" {wanted} do not fit into {place}")
         raise PromptTooLong(message, max_tokens=wanted, **facts)
     return wanted
 
 
-def _check_range(name: str, value: int | None, least: int, most: int) -> None:
-    if value is not None and not least <= value <= most:
-        raise InvalidRequest(name, value, f"between {least} and {most}")
+def _check_range(name: str, value: int | None, minimum: int, maximum: int) -> None:
+    if value is not None and not minimum <= value <= maximum:
+        raise InvalidRequest(name, value, f"between {minimum} and {maximum}")
 
 
 def _check_token_ids(name: str, token_ids: Iterable[int], limits: ServingLimits) -> None:

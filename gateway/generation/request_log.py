@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from gateway.generation.generate import CompletionEvent, Event
-from gateway.generation.request import GenerationPlan
+from gateway.generation.request import CheckedRequest
 from gateway.generation.transcript import SpeculationFigures
 from outrider.errors import OutriderError
 
@@ -26,10 +26,10 @@ class RequestLog:
     """What is known of one request so far."""
 
     def __init__(
-        self, plans: Sequence[GenerationPlan], waited_s: float, clock: Callable[[], float] = time.monotonic
+        self, requests: Sequence[CheckedRequest], waited_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`plans` are the parts of a request that has waited so long for its places."""
-        self._plans = plans
+        """`requests` are the parts of a request that has waited so long for its places."""
+        self._requests = requests
         self._waited_s = waited_s
         self._clock = clock
         self._started_s = clock()
@@ -52,12 +52,18 @@ class RequestLog:
     def ended(self, error: BaseException | None) -> None:
         """Writes the line."""
         ended_s, figures = self._clock(), self._figures
+        if error is None:
+            status = "OK"
+        elif isinstance(error, asyncio.CancelledError | GeneratorExit):
+            status = "CANCELLED"
+        else:
+            status = error.reason if isinstance(error, OutriderError) else OutriderError.reason
         log.info(
             "request ended",
-            status=_status(error),
+            status=status,
             finish_reasons=[completion.finish_reason.value for completion in self._completions],
-            samples=sum(plan.sample_count for plan in self._plans),
-            prompt_tokens=sum(plan.spec.prompt_len for plan in self._plans),
+            samples=sum(request.sample_count for request in self._requests),
+            prompt_tokens=sum(request.spec.prompt_len for request in self._requests),
             cached_prompt_tokens=sum(each.cached_prompt_tokens for each in self._completions if not each.sample_index),
             completion_tokens=self._num_tokens,
             queue_ms=_ms(self._waited_s),
@@ -76,14 +82,6 @@ class RequestLog:
     def _ms_until(self, moment_s: float) -> float:
         """Since the request came, waiting included."""
         return _ms(moment_s - self._started_s + self._waited_s)
-
-
-def _status(error: BaseException | None) -> str:
-    if error is None:
-        return "OK"
-    if isinstance(error, asyncio.CancelledError | GeneratorExit):
-        return "CANCELLED"
-    return error.reason if isinstance(error, OutriderError) else OutriderError.reason
 
 
 def _ms(seconds: float) -> float:

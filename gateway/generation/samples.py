@@ -1,4 +1,4 @@
-"""Several samples of one request: a seed for each, and their events in one stream. Knows neither tokens nor text."""
+"""Several samples of one request: a seed for each, and their events in one stream."""
 
 import asyncio
 import hashlib

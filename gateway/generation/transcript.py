@@ -1,4 +1,4 @@
-"""What one request says and what it took: text, stop strings, counts. Pure.
+"""What one request says and what it took: text, stop strings, facts and figures.
 
 A stop string is found in text that arrives in pieces, and no text is given past one or that may become one. Which stop
 string wins does not depend on how the text is cut: the one that is complete first, and of several that are complete at
@@ -8,6 +8,8 @@ length of the longest prefix that the text ends with, so the cost per character 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
 
 from gateway.rounds.round import Round, TokenOrigin
 from gateway.text.tokenizer import Detokenizer
@@ -25,8 +27,10 @@ class StopScanner:
 
     def push(self, piece: str) -> str:
         """Takes more text; returns the text that is final now. After a stop string was found it returns nothing."""
-        if self.found is not None or not self._automata:
-            return "" if self.found is not None else piece
+        if self.found is not None:
+            return ""
+        if not self._automata:
+            return piece
         for index, character in enumerate(piece):
             complete = [automaton.stop for automaton in self._automata if automaton.advance(character)]
             if complete:
@@ -68,7 +72,7 @@ class _Automaton:
 
 
 @dataclass(frozen=True, slots=True)
-class SpokenToken:
+class GeneratedToken:
     """A token of the output and the text that was final with it."""
 
     token_id: int
@@ -96,6 +100,28 @@ class PromptToken:
     logprob: TokenLogprob | None
 
 
+def round_facts(committed: Round) -> dict[str, Any]:
+    """How a round came about, by the names of RoundFacts in generation_service.proto."""
+    proposal, verdict = committed.proposal, committed.verdict
+    return {
+        "base_len": verdict.base_len,
+        "draft_count": committed.draft_count,
+        "accepted_count": committed.accepted_count,
+        "evaluated_count": verdict.evaluated_count,
+        "fallback_reason": None if proposal.fallback_reason is None else proposal.fallback_reason.value,
+        "draft_compute_us": proposal.compute_us,
+        "verify_compute_us": verdict.compute_us,
+        "draft_queue_us": proposal.hop.queue_us,
+        "verify_queue_us": verdict.hop.queue_us,
+        "draft_wait_us": proposal.hop.wait_us,
+        "verify_wait_us": verdict.hop.wait_us,
+        "round_us": committed.round_us,
+        "draft_bytes": proposal.hop.num_bytes,
+        "verify_bytes": verdict.hop.num_bytes,
+        "target_reopens": verdict.reopens,
+    }
+
+
 @dataclass(slots=True)
 class SpeculationFigures:
     """What speculation did in a request, counted as generation_service.proto says."""
@@ -113,8 +139,8 @@ class SpeculationFigures:
         self.drafts += committed.draft_count > 0
         self.draft_tokens += committed.draft_count
         self.accepted_tokens += committed.accepted_count
-        self.evaluated_tokens += committed.evaluated_count
-        self.fallback_rounds += committed.fallback_reason is not None
+        self.evaluated_tokens += committed.verdict.evaluated_count
+        self.fallback_rounds += committed.proposal.fallback_reason is not None
 
     @property
     def acceptance_rate(self) -> float:
@@ -131,12 +157,21 @@ class SpeculationFigures:
         """Tokens committed in a round with a draft, on average, as vLLM counts it; 1 when there was none."""
         return 1 + self.accepted_tokens / max(1, self.drafts)
 
+    def facts(self) -> dict[str, Any]:
+        """Counts and rates, by their names in generation_service.proto."""
+        return {name: getattr(self, name) for name in FIGURES}
+
+
+FIGURES = (
+    *("rounds", "drafts", "draft_tokens", "accepted_tokens", "evaluated_tokens"),
+    *("acceptance_rate", "draft_acceptance_rate", "mean_acceptance_length", "fallback_rounds"),
+)
+
 
 @dataclass(slots=True)
 class Transcript:
     """Turns rounds into text until the request ends, by the target's word or by a stop string."""
 
-    prompt_len: int
     detokenizer: Detokenizer
     scanner: StopScanner
     token_ids: list[int] = field(default_factory=list)
@@ -147,31 +182,33 @@ class Transcript:
     cached_prompt_tokens: int = 0
     figures: SpeculationFigures = field(default_factory=SpeculationFigures)
 
-    def take(self, committed: Round) -> tuple[SpokenToken, ...]:
+    def take(self, committed: Round) -> tuple[GeneratedToken, ...]:
         """The tokens of a round with their text. Tokens behind the one that completes a stop string do not exist."""
-        if self.numerics_ids[-1:] != [committed.numerics_id]:
-            self.numerics_ids.append(committed.numerics_id)
-        self.target_reopens += committed.target_reopens
+        verdict, tree = committed.verdict, committed.proposal.tree
+        if self.numerics_ids[-1:] != [verdict.numerics_id]:
+            self.numerics_ids.append(verdict.numerics_id)
+        self.target_reopens += verdict.reopens
         self.drift_repairs += committed.drift_repairs
-        if committed.base_len > self.prompt_len:
-            self.figures.add(committed)
+        if committed.is_first:
+            self.cached_prompt_tokens = verdict.prefix_len
         else:
-            self.cached_prompt_tokens = committed.prefix_len
-        spoken = []
-        logprobs = committed.logprobs or (None,) * len(committed.token_ids)
-        draft_logprobs = _draft_logprobs(committed)
-        for token_id, origin, logprob, draft_logprob in zip(
-            committed.token_ids, committed.origins, logprobs, draft_logprobs, strict=True
+            self.figures.add(committed)
+        tokens: list[GeneratedToken] = []
+        logprobs: Sequence[TokenLogprob | None] = verdict.logprobs or (None,) * len(committed.token_ids)
+        # The target's own token has none, and without an answer of the draft no token has.
+        draft_logprobs = [tree.logprobs[row - 1] for row in verdict.accepted_rows] if tree.logprobs else []
+        for token_id, origin, logprob, draft_logprob in zip_longest(
+            committed.token_ids, committed.origins, logprobs, draft_logprobs
         ):
             text = self.scanner.push(self.detokenizer.push(token_id))
-            spoken.append(SpokenToken(token_id, origin, text, logprob, draft_logprob))
+            tokens.append(GeneratedToken(token_id, origin, text, logprob, draft_logprob))
             if self.scanner.found is not None:
                 self.finish_reason = FinishReason.STOP_STRING
                 break
         else:
-            self.finish_reason = committed.finish_reason
-        self.token_ids += [token.token_id for token in spoken]
-        return tuple(spoken)
+            self.finish_reason = verdict.finish_reason
+        self.token_ids += [token.token_id for token in tokens]
+        return tuple(tokens)
 
     def finish(self) -> str:
         """Text that was held back and is final now; what was held may complete a stop string at the very end."""
@@ -179,10 +216,3 @@ class Transcript:
         if self.scanner.found is not None:
             self.finish_reason = FinishReason.STOP_STRING
         return rest + self.scanner.flush()
-
-
-def _draft_logprobs(committed: Round) -> tuple[float | None, ...]:
-    """One entry a committed token; the target's own token has none, and without an answer of the draft no token has."""
-    logprobs = committed.proposal.logprobs
-    kept = tuple(logprobs[row - 1] for row in committed.accepted_rows) if logprobs else ()
-    return (*kept, *(None,) * (len(committed.token_ids) - len(kept)))

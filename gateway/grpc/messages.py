@@ -3,55 +3,69 @@
 from dataclasses import replace
 
 from gateway.generation.generate import CompletionEvent, RoundEvent
-from gateway.generation.request import GenerationAsk
-from gateway.generation.transcript import PromptToken, RejectedToken, SpeculationFigures, SpokenToken
-from gateway.rounds.round import FallbackReason, Round, TokenOrigin
+from gateway.generation.request import GenerationRequest
+from gateway.generation.transcript import round_facts
+from gateway.rounds.round import FallbackReason, TokenOrigin
 from gateway.text.chat_template import ChatTemplate
 from outrider.errors import InvalidRequest, check_count
-from outrider.parameters import Acceptance
+from outrider.parameters import TokenLogprob
 from outrider.rpc import messages
 from outrider.rpc.messages import RULES, acceptance_from, logprob_message, settings_message
 from outrider.v1 import generation_service_pb2 as pb
+from outrider.v1 import types_pb2
 
-ORIGINS = {
-    TokenOrigin.PLAIN: pb.TOKEN_ORIGIN_PLAIN,
-    TokenOrigin.ACCEPTED: pb.TOKEN_ORIGIN_ACCEPTED,
-    TokenOrigin.CORRECTION: pb.TOKEN_ORIGIN_CORRECTION,
-    TokenOrigin.BONUS: pb.TOKEN_ORIGIN_BONUS,
-}
-FALLBACKS = {
-    None: pb.FALLBACK_REASON_UNSPECIFIED,
-    FallbackReason.DRAFT_ABSENT: pb.FALLBACK_REASON_DRAFT_ABSENT,
-    FallbackReason.DRAFT_LOST: pb.FALLBACK_REASON_DRAFT_LOST,
-    FallbackReason.DRAFT_LATE: pb.FALLBACK_REASON_DRAFT_LATE,
-    FallbackReason.DRAFT_CONTEXT: pb.FALLBACK_REASON_DRAFT_CONTEXT,
-    FallbackReason.DRAFT_REFUSED: pb.FALLBACK_REASON_DRAFT_REFUSED,
-}
+ORIGINS = {origin: pb.TokenOrigin.Value(f"TOKEN_ORIGIN_{origin.name}") for origin in TokenOrigin}
+FALLBACKS = {reason.value: pb.FallbackReason.Value(f"FALLBACK_REASON_{reason.name}") for reason in FallbackReason}
+MAX_MESSAGES = 1024
+# As the protocol lists them; "tool" answers calls that only some templates know.
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def ask_from(request: pb.GenerateRequest) -> GenerationAsk:
+def request_from(message: pb.GenerateRequest) -> GenerationRequest:
     """What the client wrote; raises InvalidRequest for sampling parameters, the rule and its settings."""
-    speculation = request.speculation
-    prompt = request.WhichOneof("prompt")
-    return GenerationAsk(
-        text=request.text if prompt == "text" else None,
-        token_ids=tuple(request.token_ids.token_ids) if prompt == "token_ids" else None,
-        max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
-        sampling=messages.sampling_from(request.sampling),
-        seed=request.seed if request.HasField("seed") else None,
-        stops=tuple(request.stop),
-        stop_token_ids=tuple(request.stop_token_ids),
+    speculation = message.speculation
+    prompt = message.WhichOneof("prompt")
+    return GenerationRequest(
+        text=message.text if prompt == "text" else None,
+        token_ids=tuple(message.token_ids.token_ids) if prompt == "token_ids" else None,
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
+        sampling=messages.sampling_from(message.sampling),
+        seed=message.seed if message.HasField("seed") else None,
+        stops=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
         speculation_enabled=speculation.enabled if speculation.HasField("enabled") else True,
         draft_count=speculation.draft_count if speculation.HasField("draft_count") else None,
-        acceptance=_acceptance(speculation),
+        acceptance=acceptance_from(
+            speculation.rule, speculation.acceptance, "speculation.rule", "speculation.acceptance."
+        ),
         drafter=speculation.drafter,
-        logprob_count=request.logprob_count if request.HasField("logprob_count") else None,
-        sample_count=request.sample_count if request.HasField("sample_count") else None,
-        banned_words=tuple(request.banned_words),
-        echo=request.echo,
+        logprob_count=message.logprob_count if message.HasField("logprob_count") else None,
+        sample_count=message.sample_count if message.HasField("sample_count") else None,
+        banned_words=tuple(message.banned_words),
+        echo=message.echo,
         return_rounds=speculation.return_rounds,
-        cache_salt=request.cache_salt,
+        cache_salt=message.cache_salt,
     )
+
+
+async def chat_request_from(message: pb.ChatRequest, template: ChatTemplate) -> GenerationRequest:
+    """What the client wrote, with the conversation as its prompt.
+
+    Raises InvalidRequest about a prompt beside the conversation, about the messages, and as `request_from` does.
+    """
+    prompt = message.generation.WhichOneof("prompt")
+    if prompt is not None:
+        raise InvalidRequest(f"generation.{prompt}", "present", "absent, because the messages are the prompt")
+    # How long a message may be is the context's to say, and how much of them fits into a request is gRPC's.
+    if not message.messages:
+        raise InvalidRequest("messages", [], "at least one message")
+    check_count("messages", len(message.messages), MAX_MESSAGES, "messages")
+    for number, each in enumerate(message.messages):
+        if each.role not in ROLES:
+            raise InvalidRequest(f"messages.{number}.role", each.role, f"one of {', '.join(ROLES)}")
+    request = request_from(message.generation)
+    rendered = await template.prompt([{"role": each.role, "content": each.content} for each in message.messages])
+    return replace(request, text=rendered.text, add_special_tokens=rendered.add_special_tokens)
 
 
 def event_message(event: RoundEvent | CompletionEvent) -> pb.GenerateResponse:
@@ -61,60 +75,36 @@ def event_message(event: RoundEvent | CompletionEvent) -> pb.GenerateResponse:
     return pb.GenerateResponse(completion=_completion(event))
 
 
-def _acceptance(speculation: pb.SpeculationSettings) -> Acceptance:
-    return acceptance_from(speculation.rule, speculation.acceptance, "speculation.rule", "speculation.acceptance.")
-
-
 def _round(event: RoundEvent) -> pb.Round:
+    facts = round_facts(event.committed)
+    facts["fallback_reason"] = FALLBACKS.get(facts["fallback_reason"], pb.FALLBACK_REASON_UNSPECIFIED)
     return pb.Round(
-        tokens=[_token(token) for token in event.tokens],
+        tokens=[
+            pb.GeneratedToken(
+                token_id=token.token_id,
+                origin=ORIGINS[token.origin],
+                text=token.text,
+                logprob=_logprob(token.logprob),
+                draft_logprob=token.draft_logprob,
+            )
+            for token in event.tokens
+        ],
         text_delta="".join(token.text for token in event.tokens),
-        facts=_facts(event.committed, event.new_numerics_id),
+        facts=pb.RoundFacts(**facts, new_numerics_id=event.new_numerics_id),
         sample_index=event.sample_index,
-        prompt_tokens=[_prompt_token(token) for token in event.prompt_tokens],
-        rejected=[_rejected(token) for token in event.rejected],
+        prompt_tokens=[
+            pb.PromptToken(token_id=token.token_id, text=token.text, logprob=_logprob(token.logprob))
+            for token in event.prompt_tokens
+        ],
+        rejected=[
+            pb.RejectedToken(token_id=token.token_id, text=token.text, draft_logprob=token.draft_logprob)
+            for token in event.rejected
+        ],
     )
 
 
-def _token(token: SpokenToken) -> pb.GeneratedToken:
-    logprob = None if token.logprob is None else logprob_message(token.logprob)
-    return pb.GeneratedToken(
-        token_id=token.token_id,
-        origin=ORIGINS[token.origin],
-        text=token.text,
-        logprob=logprob,
-        draft_logprob=token.draft_logprob,
-    )
-
-
-def _rejected(token: RejectedToken) -> pb.RejectedToken:
-    return pb.RejectedToken(token_id=token.token_id, text=token.text, draft_logprob=token.draft_logprob)
-
-
-def _prompt_token(token: PromptToken) -> pb.PromptToken:
-    logprob = None if token.logprob is None else logprob_message(token.logprob)
-    return pb.PromptToken(token_id=token.token_id, text=token.text, logprob=logprob)
-
-
-def _facts(committed: Round, new_numerics_id: str) -> pb.RoundFacts:
-    return pb.RoundFacts(
-        base_len=committed.base_len,
-        draft_count=committed.draft_count,
-        accepted_count=committed.accepted_count,
-        evaluated_count=committed.evaluated_count,
-        fallback_reason=FALLBACKS[committed.fallback_reason],
-        draft_compute_us=committed.draft_compute_us,
-        verify_compute_us=committed.verify_compute_us,
-        round_us=committed.round_us,
-        draft_queue_us=committed.draft_way.queue_us,
-        verify_queue_us=committed.verify_way.queue_us,
-        draft_wait_us=committed.draft_way.wait_us,
-        verify_wait_us=committed.verify_way.wait_us,
-        draft_bytes=committed.draft_way.num_bytes,
-        verify_bytes=committed.verify_way.num_bytes,
-        target_reopens=committed.target_reopens,
-        new_numerics_id=new_numerics_id,
-    )
+def _logprob(logprob: TokenLogprob | None) -> types_pb2.TokenLogprob | None:
+    return None if logprob is None else logprob_message(logprob)
 
 
 def _completion(event: CompletionEvent) -> pb.Completion:
@@ -126,7 +116,7 @@ def _completion(event: CompletionEvent) -> pb.Completion:
             cached_prompt_tokens=event.cached_prompt_tokens,
         ),
         seed=event.seed,
-        speculation=_figures(event.figures),
+        speculation=pb.SpeculationFigures(**event.figures.facts()),
         model_hash=event.model_hash,
         numerics_id=event.numerics_ids[-1],
         numerics_ids=event.numerics_ids,
@@ -137,46 +127,3 @@ def _completion(event: CompletionEvent) -> pb.Completion:
         rule=RULES[event.acceptance.rule],
         acceptance=settings_message(event.acceptance),
     )
-
-
-def _figures(figures: SpeculationFigures) -> pb.SpeculationFigures:
-    return pb.SpeculationFigures(
-        rounds=figures.rounds,
-        drafts=figures.drafts,
-        draft_tokens=figures.draft_tokens,
-        accepted_tokens=figures.accepted_tokens,
-        evaluated_tokens=figures.evaluated_tokens,
-        acceptance_rate=figures.acceptance_rate,
-        draft_acceptance_rate=figures.draft_acceptance_rate,
-        mean_acceptance_length=figures.mean_acceptance_length,
-        fallback_rounds=figures.fallback_rounds,
-    )
-
-
-MAX_MESSAGES = 1024
-# As the protocol lists them; "tool" answers calls that only some templates know.
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-async def chat_ask(request: pb.ChatRequest, template: ChatTemplate) -> GenerationAsk:
-    """What the client wrote, with the conversation as its prompt.
-
-    Raises InvalidRequest about a prompt beside the conversation, about the messages, and as `ask_from` does.
-    """
-    prompt = request.generation.WhichOneof("prompt")
-    if prompt is not None:
-        raise InvalidRequest(f"generation.{prompt}", "present", "absent, because the messages are the prompt")
-    _check(request)
-    ask = ask_from(request.generation)
-    rendered = await template.prompt([{"role": each.role, "content": each.content} for each in request.messages])
-    return replace(ask, text=rendered.text, add_special_tokens=rendered.add_special_tokens)
-
-
-def _check(request: pb.ChatRequest) -> None:
-    """How long a message may be is the context's to say, and how much of them fits into a request is gRPC's."""
-    if not request.messages:
-        raise InvalidRequest("messages", [], "at least one message")
-    check_count("messages", len(request.messages), MAX_MESSAGES, "messages")
-    for number, message in enumerate(request.messages):
-        if message.role not in ROLES:
-            raise InvalidRequest(f"messages.{number}.role", message.role, f"one of {', '.join(ROLES)}")

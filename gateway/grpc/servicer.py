@@ -13,13 +13,16 @@ from typing import Any, Self
 import grpc
 from google.protobuf.message import Message
 
-from gateway.generation.frontend import FrontDoor
-from gateway.generation.request import GenerationAsk
-from gateway.grpc.messages import ask_from, chat_ask, event_message
+from gateway.generation.frontend import Frontend
+from gateway.generation.request import GenerationRequest
+from gateway.grpc.messages import chat_request_from, event_message, request_from
 from outrider.errors import OutriderError
 from outrider.process import tracing
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
+
+Context = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
+ChatContext = grpc.aio.ServicerContext[pb.ChatRequest, pb.GenerateResponse]
 
 
 class ClientStalled(OutriderError):
@@ -71,15 +74,11 @@ class ClientWriter:
         writing.result()
 
 
-Context = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
-ChatContext = grpc.aio.ServicerContext[pb.ChatRequest, pb.GenerateResponse]
-
-
 class GenerationServicer(GenerationServiceServicer):
     """Serves Generate and Chat to clients that take each message in time."""
 
-    def __init__(self, door: FrontDoor, client_stall_s: float) -> None:
-        self._door = door
+    def __init__(self, frontend: Frontend, client_stall_s: float) -> None:
+        self._frontend = frontend
         self._client_stall_s = client_stall_s
 
     async def Generate(  # type: ignore[override]  # noqa: N802 - the name is the protocol's
@@ -91,18 +90,18 @@ class GenerationServicer(GenerationServiceServicer):
         is closed before the call is over. A generator would be left to the garbage collector.
         """
         with tracing.span("Generate", parent=_carrier(context)):
-            await self._answer(ask_from(request), context)
+            await self._answer(request_from(request), context)
 
     async def Chat(  # type: ignore[override]  # noqa: N802 - the name is the protocol's
         self, request: pb.ChatRequest, context: ChatContext
     ) -> None:
         """The same for a conversation."""
         with tracing.span("Chat", parent=_carrier(context)):
-            await self._answer(await chat_ask(request, self._door.chat_template), context)
+            await self._answer(await chat_request_from(request, self._frontend.chat_template), context)
 
-    async def _answer(self, ask: GenerationAsk, context: Context | ChatContext) -> None:
+    async def _answer(self, request: GenerationRequest, context: Context | ChatContext) -> None:
         async with (
-            self._door.open([ask], context.time_remaining()) as generation,
+            self._frontend.open([request], context.time_remaining()) as generation,
             aclosing(generation.events) as events,
             ClientWriter(context, self._client_stall_s) as writer,
         ):
@@ -116,8 +115,8 @@ def _carrier(context: Context | ChatContext) -> dict[str, str]:
     return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
 
 
-def generation_service(door: FrontDoor, client_stall_s: float) -> dict[str, Callable[[grpc.aio.Server], None]]:
+def generation_service(frontend: Frontend, client_stall_s: float) -> dict[str, Callable[[grpc.aio.Server], None]]:
     """The service for `outrider.rpc.channels.serve`: its full name, and what adds it to a server."""
-    servicer = GenerationServicer(door, client_stall_s)
+    servicer = GenerationServicer(frontend, client_stall_s)
     name = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
     return {name: lambda server: add_GenerationServiceServicer_to_server(servicer, server)}

@@ -1,1 +1,1 @@
-"""REST: what OpenAI's clients speak, over the front door."""
+"""REST: what OpenAI's clients speak, over the frontend."""

@@ -7,9 +7,9 @@ from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 
-from gateway.generation.frontend import FrontDoor
+from gateway.generation.frontend import Frontend
 from gateway.rest import chat, completions, page, status
-from gateway.rest.middleware import BodyLimits, CrossOrigin, RequestContext, RestSettings, SiteGuard
+from gateway.rest.middleware import BodyLimits, CrossOrigin, RequestIds, RestSettings, SiteGuard
 from gateway.rest.openapi import DocumentedApp
 from gateway.rest.validation import handle_http_exception, handle_outrider_error, handle_validation_error
 from outrider.errors import OutriderError
@@ -18,7 +18,7 @@ EXPOSED_HEADERS = ("x-request-id", "retry-after", "retry-after-ms", "x-should-re
 DESCRIPTION = "What OpenAI's clients speak, answered by speculative decoding. docs/rest.md has every field."
 
 
-def build_app(door: FrontDoor, settings: RestSettings, registry: CollectorRegistry) -> FastAPI:
+def build_app(frontend: Frontend, settings: RestSettings, registry: CollectorRegistry) -> FastAPI:
     """The application: /v1, the routes for operators, and the page."""
     app = DocumentedApp(
         title="Outrider",
@@ -45,9 +45,9 @@ def build_app(door: FrontDoor, settings: RestSettings, registry: CollectorRegist
             allow_headers=("*",),
             expose_headers=EXPOSED_HEADERS,
         )
-    app.add_middleware(RequestContext, registry=registry)
-    app.include_router(completions.routes(door, settings))
-    app.include_router(chat.routes(door, settings))
-    app.include_router(status.routes(door, registry))
-    app.include_router(page.routes(door, settings))
+    app.add_middleware(RequestIds, registry=registry)
+    app.include_router(completions.routes(frontend, settings))
+    app.include_router(chat.routes(frontend, settings))
+    app.include_router(status.routes(frontend, registry))
+    app.include_router(page.routes(frontend, settings))
     return app

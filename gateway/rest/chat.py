@@ -9,10 +9,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.generation.frontend import FrontDoor
+from gateway.generation.frontend import Frontend
 from gateway.generation.generate import Event, RoundEvent
-from gateway.generation.request import GenerationAsk, GenerationPlan
-from gateway.generation.transcript import SpokenToken
+from gateway.generation.request import CheckedRequest, GenerationRequest
+from gateway.generation.transcript import GeneratedToken
 from gateway.rest.errors import MissingParameter
 from gateway.rest.generate import (
     CHAT_NAMES,
@@ -43,18 +43,18 @@ from gateway.text.tokenizer import Tokenizer
 from outrider.errors import InvalidRequest
 
 
-def routes(door: FrontDoor, settings: RestSettings) -> APIRouter:
+def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
     """The route."""
-    router, responder = APIRouter(route_class=ParsedBodyRoute), Responder(door, settings)
+    router, responder = APIRouter(route_class=ParsedBodyRoute), Responder(frontend, settings)
 
     @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=documented_answer(ChatChunk))
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Says what the assistant says next."""
-        shared = generation_request(body, door.model_name)
-        asked = await _with_prompt(shared, body, door.chat_template, settings.max_prompt_chars)
+        shared = generation_request(body, frontend.model_name)
+        asked = await _with_prompt(shared, body, frontend.chat_template, settings.max_prompt_chars)
 
-        async def make_formatter(header: ResponseHeader, _: Sequence[GenerationPlan]) -> ChatFormatter:
-            return ChatFormatter(header, door.backend.tokenizer, bool(body.logprobs), bool(body.return_token_ids))
+        async def make_formatter(header: ResponseHeader, _: Sequence[CheckedRequest]) -> ChatFormatter:
+            return ChatFormatter(header, frontend.backend.tokenizer, bool(body.logprobs), bool(body.return_token_ids))
 
         stream = (body.stream_options or StreamOptions()) if body.stream else None
         return await responder.respond(request, ResponseSpec([asked], CHAT_NAMES, "chatcmpl", stream, make_formatter))
@@ -63,8 +63,8 @@ def routes(door: FrontDoor, settings: RestSettings) -> APIRouter:
 
 
 async def _with_prompt(
-    shared: GenerationAsk, body: ChatRequest, template: ChatTemplate, max_prompt_chars: int
-) -> GenerationAsk:
+    shared: GenerationRequest, body: ChatRequest, template: ChatTemplate, max_prompt_chars: int
+) -> GenerationRequest:
     """Raises InvalidRequest about fields that do not go together and about what the template does not take."""
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs", body.top_logprobs, "absent unless logprobs is true")
@@ -161,12 +161,12 @@ class ChatFormatter:
         delta: ChatDelta,
         logprobs: ChatLogprobs | None = None,
         finish: Finish | None = None,
-        tokens: Sequence[SpokenToken] = (),
+        tokens: Sequence[GeneratedToken] = (),
     ) -> ChatChunk:
         choice = ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish)
         if self.tells_token_ids:
             choice.token_ids = [token.token_id for token in tokens]
         return ChatChunk(**asdict(self.header), object="chat.completion.chunk", choices=[choice])
 
-    def _logprobs(self, tokens: Sequence[SpokenToken]) -> ChatLogprobs | None:
+    def _logprobs(self, tokens: Sequence[GeneratedToken]) -> ChatLogprobs | None:
         return chat_logprobs(tokens, self.tokenizer) if self.tells_logprobs else None

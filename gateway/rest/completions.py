@@ -8,10 +8,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.generation.frontend import FrontDoor
+from gateway.generation.frontend import Frontend
 from gateway.generation.generate import Event, RoundEvent
-from gateway.generation.request import GenerationAsk, GenerationPlan
-from gateway.generation.transcript import PromptToken, SpokenToken
+from gateway.generation.request import CheckedRequest, GenerationRequest
+from gateway.generation.transcript import GeneratedToken, PromptToken
 from gateway.rest.generate import (
     TEXT_NAMES,
     Responder,
@@ -35,20 +35,20 @@ from gateway.rest.schemas import CompletionRequest, StreamOptions
 from gateway.text.tokenizer import Tokenizer
 from outrider.errors import InvalidRequest
 
-Tokens = Sequence[SpokenToken | PromptToken]
+Tokens = Sequence[GeneratedToken | PromptToken]
 
 
-def routes(door: FrontDoor, settings: RestSettings) -> APIRouter:
+def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
     """The route."""
-    router, responder = APIRouter(route_class=ParsedBodyRoute), Responder(door, settings)
+    router, responder = APIRouter(route_class=ParsedBodyRoute), Responder(frontend, settings)
 
     @router.post("/v1/completions", response_model=TextCompletion, responses=documented_answer(TextCompletion))
     async def complete(body: CompletionRequest, request: Request) -> Response:
         """Goes on with each prompt; prompts have choices of their own, numbered through in order."""
-        requests = generation_requests(body, door.model_name, settings.max_prompt_chars)
-        tokenizer = door.backend.tokenizer
+        requests = generation_requests(body, frontend.model_name, settings.max_prompt_chars)
+        tokenizer = frontend.backend.tokenizer
 
-        async def make_formatter(header: ResponseHeader, plans: Sequence[GenerationPlan]) -> CompletionFormatter:
+        async def make_formatter(header: ResponseHeader, plans: Sequence[CheckedRequest]) -> CompletionFormatter:
             echo = [await _text(prompt, tokenizer) for prompt in body.prompts] if body.echo else []
             has_logprobs, has_ids = body.logprobs is not None, bool(body.return_token_ids)
             return CompletionFormatter(header, tokenizer, has_logprobs, has_ids, echo, plans[0].sample_count)
@@ -59,7 +59,9 @@ def routes(door: FrontDoor, settings: RestSettings) -> APIRouter:
     return router
 
 
-def generation_requests(body: CompletionRequest, served_model: str, max_prompt_chars: int) -> Sequence[GenerationAsk]:
+def generation_requests(
+    body: CompletionRequest, served_model: str, max_prompt_chars: int
+) -> Sequence[GenerationRequest]:
     """A request for each prompt. Raises InvalidRequest about fields that do not go together, and UnknownModel."""
     shared = generation_request(body, served_model)
     if body.best_of is not None and body.best_of != (body.n or 1):
@@ -164,7 +166,7 @@ class CompletionFormatter:
         choice = TextChoice(index=index, text=text, logprobs=logprobs, finish_reason=finish)
         if self.tells_token_ids:
             # An echoed prompt is not part of the answer.
-            choice.token_ids = [token.token_id for token in tokens if isinstance(token, SpokenToken)]
+            choice.token_ids = [token.token_id for token in tokens if isinstance(token, GeneratedToken)]
         return choice
 
     def _envelope(self, choices: list[TextChoice]) -> TextCompletion:

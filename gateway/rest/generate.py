@@ -1,7 +1,7 @@
 """From a checked body to a response, streamed or whole: the same for both kinds of route.
 
-Nothing is promised to a client before the door is open: until then every error has its status. Afterwards an error is
-the last event of a stream, and there is no [DONE].
+Nothing is promised to a client before the frontend is open: until then every error has its status. Afterwards an error
+is the last event of a stream, and there is no [DONE].
 """
 
 import asyncio
@@ -19,9 +19,9 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.generation.frontend import FrontDoor
+from gateway.generation.frontend import Frontend
 from gateway.generation.generate import CompletionEvent, Event
-from gateway.generation.request import GenerationAsk, GenerationPlan
+from gateway.generation.request import CheckedRequest, GenerationRequest
 from gateway.generation.transcript import SpeculationFigures
 from gateway.rest.errors import UnknownModel, error_json, unexpected
 from gateway.rest.middleware import RestSettings
@@ -33,7 +33,6 @@ from gateway.rest.responses import (
     PromptTokensDetails,
     SpeculativeDecoding,
     Usage,
-    figure_values,
 )
 from gateway.rest.schemas import GenerationFields, SpeculationFields, StreamOptions
 from gateway.rest.sse import DONE, EventStream, data, line, while_there
@@ -51,7 +50,7 @@ TEXT_NAMES = {**COMMON_NAMES, "logprob_count": "logprobs", "token_ids": "prompt"
 CHAT_NAMES = {**COMMON_NAMES, "logprob_count": "top_logprobs", "prompt": "messages"}
 
 
-def generation_request(fields: GenerationFields, served_model: str) -> GenerationAsk:
+def generation_request(fields: GenerationFields, served_model: str) -> GenerationRequest:
     """What a body asks the gateway for, all but the prompt and the log-probabilities.
 
     Raises UnknownModel about another model than the served one, and InvalidRequest about fields that do not go
@@ -65,7 +64,7 @@ def generation_request(fields: GenerationFields, served_model: str) -> Generatio
     if "logit_bias" in sampling:
         sampling["logit_bias"] = {int(key): bias for key, bias in sampling["logit_bias"].items()}
     speculation = fields.speculation or SpeculationFields()
-    return GenerationAsk(
+    return GenerationRequest(
         max_tokens=fields.max_tokens,
         sampling=SamplingParameters.checked(sampling),
         seed=fields.seed,
@@ -99,7 +98,7 @@ def check_prompt_len(field: str, text: str, most: int) -> None:
 
 def in_names_of(route: Mapping[str, str], error: OutriderError) -> OutriderError:
     """Gives an error the route's names of fields; returns it. Of several prompts, the one at fault is numbered."""
-    number = error.metadata.get("ask")
+    number = error.metadata.get("request")
     names = {**route, **(dict.fromkeys(("prompt", "token_ids"), f"prompt.{number}") if number else {})}
 
     def name(field: str) -> str:
@@ -138,12 +137,12 @@ class ResponseFormatter(Protocol):
 class ResponseSpec:
     """What a body asks for, and how its answer is to look."""
 
-    requests: Sequence[GenerationAsk]
+    requests: Sequence[GenerationRequest]
     names: Mapping[str, str]
     id_prefix: str
     stream: StreamOptions | None
     """None for a whole answer."""
-    make_formatter: Callable[[ResponseHeader, Sequence[GenerationPlan]], Awaitable[ResponseFormatter]]
+    make_formatter: Callable[[ResponseHeader, Sequence[CheckedRequest]], Awaitable[ResponseFormatter]]
 
 
 @dataclass(slots=True)
@@ -152,7 +151,7 @@ class ResponseFigures:
     numbered through.
     """
 
-    plans: Sequence[GenerationPlan]
+    plans: Sequence[CheckedRequest]
     max_draft_count: int
     return_rounds: bool = False
     figures: SpeculationFigures = field(default_factory=SpeculationFigures)
@@ -220,7 +219,7 @@ class ResponseFigures:
             finish_reasons=[end.finish_reason.value for end in ends],
             target_reopens=sum(end.target_reopens for end in ends),
             drift_repairs=sum(end.drift_repairs for end in ends),
-            **figure_values(self.figures),
+            **self.figures.facts(),
         )
 
     def _speculation(self) -> SpeculativeDecoding:
@@ -302,7 +301,7 @@ def _chunk_json(chunk: Envelope, options: StreamOptions) -> str:
 class Responder:
     """Answers requests over HTTP."""
 
-    door: FrontDoor
+    frontend: Frontend
     settings: RestSettings
 
     async def respond(self, request: Request, spec: ResponseSpec) -> Response:
@@ -345,23 +344,23 @@ class Responder:
     @asynccontextmanager
     async def _opened(self, spec: ResponseSpec) -> AsyncIterator[OpenResponse]:
         num_choices = sum(request.sample_count or 1 for request in spec.requests)
-        if len(spec.requests) > 1 and num_choices > self.door.admission.places:
-            places = self.door.admission.places
+        if len(spec.requests) > 1 and num_choices > self.frontend.admission.places:
+            places = self.frontend.admission.places
             raise InvalidRequest.too_many("prompt", num_choices, places, "choices (prompts times n)")
         async with AsyncExitStack() as stack:
             try:
-                generation = await stack.enter_async_context(self.door.open(spec.requests))
+                generation = await stack.enter_async_context(self.frontend.open(spec.requests))
             except OutriderError as error:
                 raise in_names_of(spec.names, error) from None
-            target = self.door.backend.target.info
+            target = self.frontend.backend.target.info
             returns_rounds = any(request.return_rounds for request in spec.requests)
-            figures = ResponseFigures(generation.plans, target.max_draft_count if target else 0, returns_rounds)
+            figures = ResponseFigures(generation.requests, target.max_draft_count if target else 0, returns_rounds)
             firsts = figures.first_choices
             events = ((firsts[number] + event.sample_index, event) async for number, event in generation.events)
             answer_id = f"{spec.id_prefix}-{secrets.token_hex(12)}"
             fingerprint = _fingerprint(target) if target else None
-            header = ResponseHeader(answer_id, int(time.time()), self.door.model_name, fingerprint)
-            formatter = await spec.make_formatter(header, generation.plans)
+            header = ResponseHeader(answer_id, int(time.time()), self.frontend.model_name, fingerprint)
+            formatter = await spec.make_formatter(header, generation.requests)
             yield OpenResponse(spec, formatter, figures, await stack.enter_async_context(aclosing(events)))
 
 

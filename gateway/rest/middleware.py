@@ -68,7 +68,7 @@ class RestSettings:
     """Where the same gateway serves gRPC; the page names it in the code that it offers."""
 
 
-class RequestContext:
+class RequestIds:
     """The middleware around everything else: it gives each request an id, a trace and headers, and counts its answer.
 
     The id is the client's `x-request-id` where that is short and plain, and in every line that is logged meanwhile.

@@ -21,12 +21,12 @@ from pydantic import BeforeValidator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gateway.generation.frontend import FrontDoor
+from gateway.generation.frontend import Frontend
 from gateway.generation.generate import CompletionEvent, RoundEvent
-from gateway.generation.request import GenerationAsk, GenerationPlan
+from gateway.generation.request import CheckedRequest, GenerationRequest
+from gateway.generation.transcript import round_facts
 from gateway.rest.generate import TEXT_NAMES, check_prompt_len, generation_request, in_names_of
 from gateway.rest.middleware import ParsedBodyRoute, RestSettings
-from gateway.rest.responses import figure_values
 from gateway.rest.schemas import GenerationFields, Seed, Text, Unserved
 from gateway.rest.sse import EventStream, typed
 from gateway.rounds.policy import MAX_DRAFT_COUNT
@@ -92,7 +92,7 @@ class PageRequest(GenerationFields):
     stream_options: Unserved = None
 
 
-def routes(door: FrontDoor, settings: RestSettings) -> APIRouter:
+def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
     """`/`, `/static/*`, and `/api/*`, which the page uses."""
     web_files = read_files()
     router = APIRouter(route_class=ParsedBodyRoute, include_in_schema=False)
@@ -108,17 +108,17 @@ def routes(door: FrontDoor, settings: RestSettings) -> APIRouter:
 
     @router.post("/api/generate")
     async def generate(body: PageRequest, request: Request) -> Response:
-        asked = replace(generation_request(body, door.model_name), text=body.prompt)
+        asked = replace(generation_request(body, frontend.model_name), text=body.prompt)
         check_prompt_len("prompt", body.prompt, settings.max_prompt_chars)
         if body.probabilities:
             asked = replace(asked, logprob_count=0)
-        stream = EventStream(event_frames(door, asked), settings.keep_alive_s, settings.client_stall_s)
+        stream = EventStream(event_frames(frontend, asked), settings.keep_alive_s, settings.client_stall_s)
         await stream.begin(request.receive)
         return stream
 
     @router.api_route("/api/status", methods=["GET", "HEAD"])
     async def status() -> Response:
-        return JSONResponse(status_view(door, settings.grpc_port), headers=NO_STORE)
+        return JSONResponse(status_view(frontend, settings.grpc_port), headers=NO_STORE)
 
     return router
 
@@ -134,14 +134,14 @@ def read_files() -> dict[str, WebFile]:
     return found
 
 
-async def event_frames(door: FrontDoor, request: GenerationAsk) -> AsyncGenerator[bytes, None]:
+async def event_frames(frontend: Frontend, request: GenerationRequest) -> AsyncGenerator[bytes, None]:
     """The events of a request. What is wrong before it has its place is raised, what goes wrong later is an event."""
     started_ns = time.perf_counter_ns()
     is_open = False
     try:
-        async with door.open([request]) as generation:
-            target = door.backend.target.present()
-            opened = _opened_view(generation.plans[0], door.model_name, target.model_hash, target.numerics_id)
+        async with frontend.open([request]) as generation:
+            target = frontend.backend.target.present()
+            opened = _opened_view(generation.requests[0], frontend.model_name, target.model_hash, target.numerics_id)
             is_open = True
             yield _frame("opened", opened)
             async for _, event in generation.events:
@@ -159,7 +159,7 @@ def _frame(name: str, view: dict[str, Any]) -> bytes:
     return typed(name, json.dumps(view, ensure_ascii=False, allow_nan=False))
 
 
-def _opened_view(plan: GenerationPlan, model: str, model_hash: str, numerics_id: str) -> dict[str, Any]:
+def _opened_view(plan: CheckedRequest, model: str, model_hash: str, numerics_id: str) -> dict[str, Any]:
     """The request as it was understood; the first event."""
     spec = plan.spec
     return {
@@ -176,24 +176,9 @@ def _opened_view(plan: GenerationPlan, model: str, model_hash: str, numerics_id:
 
 def _round_view(event: RoundEvent, time_us: int) -> dict[str, Any]:
     """A round. time_us counts from the request's arrival to the moment in which the round was ready."""
-    committed, reason = event.committed, event.committed.fallback_reason
     return {
         "time_us": time_us,
-        "base_len": committed.base_len,
-        "draft_count": committed.draft_count,
-        "accepted_count": committed.accepted_count,
-        "evaluated_count": committed.evaluated_count,
-        "fallback_reason": None if reason is None else reason.value,
-        "draft_compute_us": committed.draft_compute_us,
-        "verify_compute_us": committed.verify_compute_us,
-        "draft_queue_us": committed.draft_way.queue_us,
-        "verify_queue_us": committed.verify_way.queue_us,
-        "draft_wait_us": committed.draft_way.wait_us,
-        "verify_wait_us": committed.verify_way.wait_us,
-        "round_us": committed.round_us,
-        "draft_bytes": committed.draft_way.num_bytes,
-        "verify_bytes": committed.verify_way.num_bytes,
-        "target_reopens": committed.target_reopens,
+        **round_facts(event.committed),
         "new_numerics_id": event.new_numerics_id,
         "tokens": [
             {
@@ -220,7 +205,7 @@ def _completion_view(event: CompletionEvent) -> dict[str, Any]:
             "cached_prompt_tokens": event.cached_prompt_tokens,
             "completion_tokens": event.completion_tokens,
         },
-        "speculation": figure_values(event.figures),
+        "speculation": event.figures.facts(),
         "rule": event.acceptance.rule,
         "follows_target": event.acceptance.rule.is_exact,
         "timings": {
@@ -234,21 +219,21 @@ def _completion_view(event: CompletionEvent) -> dict[str, Any]:
     }
 
 
-def status_view(door: FrontDoor, grpc_port: int) -> dict[str, Any]:
+def status_view(frontend: Frontend, grpc_port: int) -> dict[str, Any]:
     """Who is there at this moment, and K as the policy has it; asks nobody, and names no address and no path."""
-    target, draft, policy = door.backend.target, door.backend.draft, door.backend.policy
+    target, draft, policy = frontend.backend.target, frontend.backend.draft, frontend.backend.policy
     limit = MAX_DRAFT_COUNT if target.info is None else min(MAX_DRAFT_COUNT, target.info.max_draft_count)
     has_draft = draft is not None and draft.info is not None
     return {
         "gateway": {
             "up": True,
             "version": VERSION,
-            "model": door.model_name,
+            "model": frontend.model_name,
             "grpc_port": grpc_port,
-            "started_s": int(door.started_s),
-            "running": door.admission.running,
-            "waiting": door.admission.waiting,
-            "places": door.admission.places,
+            "started_s": int(frontend.started_s),
+            "running": frontend.admission.running,
+            "waiting": frontend.admission.waiting,
+            "places": frontend.admission.places,
         },
         "target": _service_view(target),
         "draft": _service_view(draft),

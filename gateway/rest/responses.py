@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from gateway.generation.generate import CompletionEvent, Event, RoundEvent
-from gateway.generation.transcript import PromptToken, SpeculationFigures, SpokenToken
+from gateway.generation.transcript import GeneratedToken, PromptToken
 from gateway.text.tokenizer import Tokenizer
 from outrider.errors import ProtocolViolation
 from outrider.parameters import FinishReason, TokenLogprob
@@ -197,11 +197,6 @@ class TextCompletion(Envelope):
     choices: list[TextChoice]
 
 
-def figure_values(figures: SpeculationFigures) -> dict[str, Any]:
-    """What speculation did, counts and rates, as every surface names them."""
-    return {name: getattr(figures, name) for name in FIGURES}
-
-
 def finish_of(event: CompletionEvent) -> Finish:
     """OpenAI's word for why a choice ended: a token or a string that stops it, or its limit."""
     return "length" if event.finish_reason is FinishReason.LENGTH else "stop"
@@ -212,7 +207,7 @@ class ChoiceBuffer:
     """What one choice has said so far, for answers that are sent whole."""
 
     texts: list[str] = field(default_factory=list)
-    tokens: list[SpokenToken] = field(default_factory=list)
+    tokens: list[GeneratedToken] = field(default_factory=list)
     prompt_tokens: tuple[PromptToken, ...] = ()
     end: CompletionEvent | None = None
 
@@ -239,7 +234,7 @@ class ChoiceBuffer:
             self.end = event
 
 
-def chat_logprobs(tokens: Sequence[SpokenToken], tokenizer: Tokenizer) -> ChatLogprobs:
+def chat_logprobs(tokens: Sequence[GeneratedToken], tokenizer: Tokenizer) -> ChatLogprobs:
     """The shape of chat: an entry a token, each with its bytes, because a token may be half a character.
 
     All are the log-softmax of the target's raw logits, before any transform of the request.
@@ -257,10 +252,10 @@ def chat_logprobs(tokens: Sequence[SpokenToken], tokenizer: Tokenizer) -> ChatLo
     return ChatLogprobs(content=content, refusal=None)
 
 
-def text_logprobs(tokens: Sequence[SpokenToken | PromptToken], tokenizer: Tokenizer, start: int) -> TextLogprobs:
+def text_logprobs(tokens: Sequence[GeneratedToken | PromptToken], tokenizer: Tokenizer, start: int) -> TextLogprobs:
     """The older shape: a list for each fact. `start` is where in the text the first token's own text begins."""
 
-    def alternatives(token: SpokenToken | PromptToken) -> dict[str, float]:
+    def alternatives(token: GeneratedToken | PromptToken) -> dict[str, float]:
         """The most probable tokens and the token itself. Of tokens that look alike the most probable stands."""
         own, found = _logprob(token), dict[str, float]()
         top = zip(own.top_token_ids, own.top_logprobs, strict=True)
@@ -277,7 +272,7 @@ def text_logprobs(tokens: Sequence[SpokenToken | PromptToken], tokenizer: Tokeni
     )
 
 
-def _logprob(token: SpokenToken | PromptToken) -> TokenLogprob:
+def _logprob(token: GeneratedToken | PromptToken) -> TokenLogprob:
     if token.logprob is None:
         raise ProtocolViolation(f"no log-probability came for token {token.token_id}")
     return token.logprob

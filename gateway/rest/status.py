@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from gateway.generation.frontend import FrontDoor
+from gateway.generation.frontend import Frontend
 from gateway.rest.errors import UnknownModel
 from gateway.rest.openapi import documented
 from outrider.errors import NotReady, OutriderError, PeerLost
@@ -52,14 +52,14 @@ class Version(BaseModel):
     version: str
 
 
-def routes(door: FrontDoor, registry: CollectorRegistry) -> APIRouter:
+def routes(frontend: Frontend, registry: CollectorRegistry) -> APIRouter:
     """The routes."""
     router = APIRouter()
 
     def served() -> Model:
-        target = door.backend.target.info
+        target = frontend.backend.target.info
         context_len = None if target is None else target.context_len
-        return Model(id=door.model_name, created=int(door.started_s), max_model_len=context_len)
+        return Model(id=frontend.model_name, created=int(frontend.started_s), max_model_len=context_len)
 
     @router.get("/v1/models", responses=documented())
     async def models() -> ModelList:
@@ -69,8 +69,8 @@ def routes(door: FrontDoor, registry: CollectorRegistry) -> APIRouter:
     @router.get("/v1/models/{model:path}", responses=documented(404))
     async def model(model: str) -> Model:
         """One model."""
-        if model != door.model_name:
-            raise UnknownModel(model, door.model_name)
+        if model != frontend.model_name:
+            raise UnknownModel(model, frontend.model_name)
         return served()
 
     # Those who only look at the status may ask for no more.
@@ -87,11 +87,11 @@ def routes(door: FrontDoor, registry: CollectorRegistry) -> APIRouter:
     async def ready() -> Ready:
         """Whether requests can be served now; an error while the target is away."""
         try:
-            door.backend.target.present()
+            frontend.backend.target.present()
         except OutriderError as error:
             # What answers and does not fit is no target either, and another may come.
             raise error if isinstance(error, PeerLost) else NotReady(error.message) from None
-        draft = door.backend.draft
+        draft = frontend.backend.draft
         return Ready(draft="none" if draft is None else "absent" if draft.info is None else "present")
 
     @router.get("/version", responses=documented())

@@ -1,10 +1,9 @@
-"""Plans the next round of one request: K within all limits, or a stretch of plain decoding. Pure: no I/O.
+"""Plans the rounds of one request: K within the limits of request, draft and target, or a stretch of plain decoding.
 
-Not the place where the best K is computed (`policy`), only where it meets the limits of request, draft and target.
+The best K comes from `policy`, which all requests share.
 """
 
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from gateway.rounds.policy import Choice, SpeculationPolicy
 from gateway.rounds.round import FallbackReason, Proposal, Round, TokenLog
@@ -13,24 +12,20 @@ PLAIN_BUDGET = 32  # tokens committed unasked while plain decoding is what is wa
 WAITING_BUDGET = 8  # the same while the draft is away and may come back at any time
 
 
-class DraftOutlook(Protocol):
-    """What can be expected of a draft session now."""
+@dataclass(frozen=True, slots=True)
+class DraftOutlook:
+    """What can be expected of a draft session now; None where nothing is in the way, or nobody knows."""
 
-    @property
-    def obstacle(self) -> FallbackReason | None:
-        """Why it is no use to ask for guesses now; None when it is worth a try."""
-
-    @property
-    def context_len(self) -> int | None:
-        """Longest sequence that the draft can read; None while nobody knows."""
-
-    @property
-    def max_draft_count(self) -> int | None:
-        """Most draft tokens in a proposal; None while nobody knows."""
+    obstacle: FallbackReason | None = None
+    """Why it is no use to ask for guesses now."""
+    context_len: int | None = None
+    """Longest sequence that the draft can read."""
+    max_draft_count: int | None = None
+    """Most draft tokens in a proposal."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RoundPlan:
     """One round: draft tokens to ask for, tokens that the target may commit unasked, and why there is no draft."""
 
     draft_count: int
@@ -44,7 +39,7 @@ class Plan:
         return replace(proposal, fallback_reason=self.fallback_reason)
 
 
-class Pace:
+class RoundPlanner:
     """The planner of one request. draft_count None lets the policy choose for every round; 0 never speculates."""
 
     def __init__(self, policy: SpeculationPolicy, draft_count: int | None, max_len: int, max_draft_count: int) -> None:
@@ -53,19 +48,19 @@ class Pace:
         self._max_len = max_len
         self._max_draft_count = max_draft_count
         self._next: Choice | None = None
-        self._stretch = Plan(0, 0)
+        self._stretch = RoundPlan(0, 0)
         self._unasked = False
 
     def expects_draft(self) -> bool:
         """Whether the draft should read the prompt at once, while the target does."""
         return self._choose(self._max_draft_count, ready=False).draft_count > 0
 
-    def plan(self, log: TokenLog, outstanding: int, draft: DraftOutlook) -> Plan:
+    def plan(self, log: TokenLog, outstanding: int, draft: DraftOutlook) -> RoundPlan:
         """Plans the round on top of the log, while the target may still commit `outstanding` tokens unasked."""
         if 2 * outstanding > self._stretch.plain_budget > 0:
             # Nothing is sent in the first half of a stretch, so there is nothing to choose at every token.
             self._unasked = True
-            return Plan(0, 0, self._stretch.fallback_reason)
+            return RoundPlan(0, 0, self._stretch.fallback_reason)
         opening, limit = len(log) == log.prompt_len, min(self._max_draft_count, self._max_len - len(log) - 1)
         past_context = draft.context_len is not None and len(log) + 1 > draft.context_len
         ready = not (opening or outstanding or past_context or draft.obstacle)
@@ -80,20 +75,20 @@ class Pace:
             return self._plain(WAITING_BUDGET, draft.obstacle, opening)
         if outstanding or opening:
             # Choosing waits for the end of the stretch, or for the prompt's own pass.
-            return Plan(0, 0, None if opening else self._stretch.fallback_reason)
+            return RoundPlan(0, 0, None if opening else self._stretch.fallback_reason)
         if choice.rounds > 1:
             self._next = replace(choice, rounds=choice.rounds - 1)
         room = limit if draft.context_len is None else draft.context_len - len(log)
-        return Plan(min(choice.draft_count, limit, room), 0)
+        return RoundPlan(min(choice.draft_count, limit, room), 0)
 
-    def observe(self, committed: Round, log: TokenLog) -> None:
+    def observe(self, committed: Round) -> None:
         """Passes a round on to the policy, except for the prompt's own pass, which costs what the prompt costs."""
-        if committed.base_len > log.prompt_len:
+        if not committed.is_first:
             self._policy.observe(committed, unasked=self._unasked)
 
-    def _plain(self, plain_budget: int, reason: FallbackReason | None = None, opening: bool = False) -> Plan:
-        self._stretch = Plan(0, plain_budget, reason)
-        return Plan(0, plain_budget, None if opening else reason)
+    def _plain(self, plain_budget: int, reason: FallbackReason | None = None, opening: bool = False) -> RoundPlan:
+        self._stretch = RoundPlan(0, plain_budget, reason)
+        return RoundPlan(0, plain_budget, None if opening else reason)
 
     def _choose(self, limit: int, *, ready: bool) -> Choice:
         if self._draft_count is None:

@@ -1,4 +1,4 @@
-"""Chooses how many tokens to draft, from what rounds have cost and what was accepted. Pure: no clock, no I/O.
+"""Chooses how many tokens to draft, from what rounds have cost and what was accepted.
 
 With acceptance rate a and K draft tokens a round commits tau(K) = (1 - a^(K+1)) / (1 - a) tokens (Leviathan et al.
 2023), and it costs K draft steps, one forward of the target over K + 1 rows, and the way of the messages. The best K
@@ -15,6 +15,13 @@ from gateway.rounds.round import Round
 
 NUM_SEEDS = 3  # samples of which the median begins an estimate
 OUTLIER = 4.0  # a sample counts as so many times what was expected at most
+MAX_DRAFT_COUNT = 8
+FIRST_GUESS = 4  # before anything is known
+PLAIN_PROBE_ROUNDS = 64  # speculative rounds between two looks at what plain decoding costs
+PROBE_COST = 0.005  # share of the time that probes, which look for a faster draft, may cost
+PROBE_TOKENS = (32, 2048)  # minimum and maximum of plain tokens between two probes
+PROBE_ROUNDS = 4  # a draft that has to catch up in the first one is warm in the others
+LARGE_CATCH_UP = 16  # a draft that had to read more than this says nothing about the cost of a step
 
 
 class Decayed:
@@ -77,9 +84,9 @@ class Line:
             return
         self._seeds.append((x, y))
         if len(self._seeds) == NUM_SEEDS:
-            most = OUTLIER * self.at(x) + 1.0
+            maximum = OUTLIER * self.at(x) + 1.0
             for seed_x, seed_y in self._seeds:
-                self._sum(seed_x, min(seed_y, most))
+                self._sum(seed_x, min(seed_y, maximum))
 
     def at(self, x: float) -> float:
         """Expected cost of x rows; 0 before the first sample, and never falling with x."""
@@ -98,15 +105,6 @@ class Line:
         self._weight, self._x, self._y, self._xx, self._xy = (
             0.97 * old + added for old, added in zip(sums, new, strict=True)
         )
-
-
-MAX_DRAFT_COUNT = 8
-FIRST_GUESS = 4  # before anything is known
-PLAIN_PROBE_ROUNDS = 64  # speculative rounds between two looks at what plain decoding costs
-PROBE_COST = 0.005  # share of the time that probes, which look for a faster draft, may cost
-PROBE_TOKENS = (32, 2048)  # least and most plain tokens between two probes
-PROBE_ROUNDS = 4  # a draft that has to catch up in the first one is warm in the others
-LARGE_CATCH_UP = 16  # a draft that had to read more than this says nothing about the cost of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,30 +137,24 @@ class SpeculationPolicy:
 
     def observe(self, committed: Round, *, unasked: bool) -> None:
         """Learns from a round that is not a request's first one; unasked ones came without a message from here."""
-        self._verify_us.add(committed.draft_count + 1, committed.verify_compute_us)
+        proposal, verdict = committed.proposal, committed.verdict
+        self._verify_us.add(committed.draft_count + 1, verdict.compute_us)
         if committed.draft_count:
-            self._observe_speculative(committed)
+            self._plain_tokens = 0
+            self._rounds_without_plain += 1
+            self._accepted.add(committed.accepted_count, verdict.evaluated_count)
+            if proposal.caught_up_count <= LARGE_CATCH_UP:
+                self._draft_token_us.add(proposal.compute_us / committed.draft_count)
+            self._round_overhead_us.add(max(0, committed.round_us - proposal.compute_us - verdict.compute_us))
         elif unasked:
             self._plain_tokens += 1
             self._rounds_without_plain = 0
-            self._plain_overhead_us.add(max(0, committed.round_us - committed.verify_compute_us))
-        self._account(committed, unasked=unasked)
-
-    def _observe_speculative(self, committed: Round) -> None:
-        self._plain_tokens = 0
-        self._rounds_without_plain += 1
-        self._accepted.add(committed.accepted_count, committed.evaluated_count)
-        if committed.caught_up_count <= LARGE_CATCH_UP:
-            self._draft_token_us.add(committed.draft_compute_us / committed.draft_count)
-        compute_us = committed.draft_compute_us + committed.verify_compute_us
-        self._round_overhead_us.add(max(0, committed.round_us - compute_us))
-
-    def _account(self, committed: Round, *, unasked: bool) -> None:
-        """What a round with a draft, or with one that failed, lost against plain decoding; plain tokens pay for it."""
+            self._plain_overhead_us.add(max(0, committed.round_us - verdict.compute_us))
+        # What a round with a draft, or with one that failed, lost against plain decoding; plain tokens pay for it.
         plain_us = self.cost_us(0)
         if unasked:
             self._lost_us -= PROBE_COST * plain_us
-        elif committed.draft_count or committed.fallback_reason:
+        elif committed.draft_count or proposal.fallback_reason:
             self._lost_us += committed.round_us - len(committed.token_ids) * plain_us
         self._lost_us = max(self._lost_us, 0.0)
 
@@ -179,8 +171,17 @@ class SpeculationPolicy:
             return Choice(min(FIRST_GUESS, counts[-1]))
         best = self._fastest(counts)
         if self.speed(best) > self.speed(0):
-            return self._speculate_or_look(best, ready)
-        return self._probe(best, ready) if self._probe_is_due() else Choice(0, self._plain_budget)
+            if not ready or self._rounds_without_plain < PLAIN_PROBE_ROUNDS:
+                return Choice(best)
+            self._rounds_without_plain = 0
+            return Choice(0, 2)  # the unasked tokens are what measures plain decoding
+        minimum, maximum = PROBE_TOKENS
+        if self._plain_tokens < minimum or (self._plain_tokens < maximum and self._lost_us > 0):
+            return Choice(0, self._plain_budget)
+        if ready:
+            self._plain_tokens = 0
+            self._draft_token_us.renew()
+        return Choice(best, rounds=PROBE_ROUNDS)
 
     @property
     def best_count(self) -> int:
@@ -201,22 +202,6 @@ class SpeculationPolicy:
         overhead = self._round_overhead_us if draft_count else self._plain_overhead_us
         cost = draft_count * self._draft_token_us.mean + self._verify_us.at(draft_count + 1) + overhead.mean
         return max(cost, 1.0)
-
-    def _speculate_or_look(self, best: int, ready: bool) -> Choice:
-        if not ready or self._rounds_without_plain < PLAIN_PROBE_ROUNDS:
-            return Choice(best)
-        self._rounds_without_plain = 0
-        return Choice(0, 2)  # the unasked tokens are what measures plain decoding
-
-    def _probe_is_due(self) -> bool:
-        least, most = PROBE_TOKENS
-        return self._plain_tokens >= most or (self._plain_tokens >= least and self._lost_us <= 0)
-
-    def _probe(self, best: int, ready: bool) -> Choice:
-        if ready:
-            self._plain_tokens = 0
-            self._draft_token_us.renew()
-        return Choice(best, rounds=PROBE_ROUNDS)
 
     def _fastest(self, counts: Iterable[int]) -> int:
         return max(counts, key=self.speed)

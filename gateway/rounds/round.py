@@ -1,4 +1,4 @@
-"""The words of the round loop: proposal, verdict, round, and the log of committed tokens. Knows no gRPC and no text.
+"""The words of the round loop: proposal, verdict, round, and the log of committed tokens.
 
 The log is the truth of a request: every cache elsewhere can be rebuilt from it, and it only ever grows.
 """
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from outrider.errors import ProtocolViolation
-from outrider.parameters import DraftDistribution, FinishReason, TokenLogprob
+from outrider.parameters import FinishReason, TokenLogprob
+from outrider.token_tree import EMPTY, TokenTree
 
 
 class TokenOrigin(Enum):
@@ -32,7 +33,7 @@ class FallbackReason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class HopCost:
     """What an answer cost beside computing: time in the service's queue, time of waiting here, and bytes both ways."""
 
     queue_us: int = 0
@@ -40,38 +41,19 @@ class Way:
     num_bytes: int = 0
 
 
-NO_WAY = Way()
+NO_HOP_COST = HopCost()
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Draft tokens as a tree behind the last committed token; row r is counted from 1 and 0 is the root."""
+    """What the draft guessed behind the last committed token, or why it guessed nothing."""
 
-    token_ids: tuple[int, ...] = ()
-    parents: tuple[int, ...] = ()
+    tree: TokenTree = EMPTY
     fallback_reason: FallbackReason | None = None
     compute_us: int = 0
     caught_up_count: int = 0  # committed tokens that the draft had to read before it could guess
-    way: Way = NO_WAY
+    hop: HopCost = NO_HOP_COST
     drift_repairs: int = 0
-    distributions: tuple[DraftDistribution, ...] = ()  # what each row was drawn from, for the rules that ask
-    logprobs: tuple[float, ...] = ()  # the draft's own, of each row's token, for requests that ask
-
-    def parent(self, row: int) -> int:
-        """Row that the given row hangs on; an empty list of parents means a chain."""
-        return self.parents[row - 1] if self.parents else row - 1
-
-    @property
-    def depth(self) -> int:
-        """Length of the longest path from the root, which is how many draft tokens may be accepted at once."""
-        depths = [0]
-        for row in range(1, len(self.token_ids) + 1):
-            depths.append(depths[self.parent(row)] + 1)
-        return max(depths)
-
-    def has_children(self, row: int) -> bool:
-        """Whether the proposal goes on behind a row."""
-        return any(self.parent(child) == row for child in range(row + 1, len(self.token_ids) + 1))
 
 
 NOTHING = Proposal()
@@ -88,7 +70,7 @@ class Verdict:
     evaluated_count: int
     compute_us: int = 0
     numerics_id: str = ""
-    way: Way = NO_WAY
+    hop: HopCost = NO_HOP_COST
     reopens: int = 0  # times that the session had to be opened again for this verdict
     drift_repairs: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()  # of the committed tokens, when asked for
@@ -98,38 +80,36 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The tokens that one verdict committed, and how they came about. Times are microseconds."""
+    """A proposal, the verdict on it, and the tokens that it committed. Times are microseconds."""
 
+    proposal: Proposal
+    verdict: Verdict
     token_ids: tuple[int, ...]
     origins: tuple[TokenOrigin, ...]
-    base_len: int
-    draft_count: int
-    accepted_count: int
-    evaluated_count: int
-    fallback_reason: FallbackReason | None
-    finish_reason: FinishReason | None
-    draft_compute_us: int
-    verify_compute_us: int
-    round_us: int
-    numerics_id: str
-    caught_up_count: int = 0
-    draft_way: Way = NO_WAY
-    verify_way: Way = NO_WAY
-    target_reopens: int = 0
-    drift_repairs: int = 0
-    logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    prefix_len: int = 0
-    proposal: Proposal = NOTHING
-    accepted_rows: tuple[int, ...] = ()
-    is_first: bool = False  # the prompt's own pass
+    round_us: int = 0
     gap_us: int = 0  # since the commit before it, what the client took included
+    is_first: bool = False  # the prompt's own pass
+
+    @property
+    def draft_count(self) -> int:
+        """Draft tokens that were proposed."""
+        return len(self.proposal.tree)
+
+    @property
+    def accepted_count(self) -> int:
+        """Draft tokens that the target accepted."""
+        return len(self.verdict.accepted_rows)
+
+    @property
+    def drift_repairs(self) -> int:
+        """Caches of either service that had to be computed again."""
+        return self.proposal.drift_repairs + self.verdict.drift_repairs
 
     @property
     def rejected_rows(self) -> tuple[int, ...]:
         """Rows of the proposal that were not kept, in order."""
-        kept = set(self.accepted_rows)
-        return tuple(row for row in range(1, len(self.proposal.token_ids) + 1) if row not in kept)
+        kept = set(self.verdict.accepted_rows)
+        return tuple(row for row in range(1, self.draft_count + 1) if row not in kept)
 
 
 class TokenLog:
@@ -157,66 +137,31 @@ class TokenLog:
         """Appends what a verdict commits. Raises ProtocolViolation for a verdict that cannot be about this proposal."""
         if self.finish_reason is not None or verdict.base_len != len(self):
             raise ProtocolViolation(f"a verdict on length {verdict.base_len} came for a log of {len(self)} tokens")
-        token_ids, origins = _read(proposal, verdict)
-        base_len = len(self)
+        token_ids, origins = _committed(proposal.tree, verdict)
+        is_first = len(self) == self.prompt_len
         self._token_ids += token_ids
         started_ns, self._started_ns = self._started_ns, self._clock_ns()
         before_ns, self._committed_ns = self._committed_ns, self._started_ns
         self.finish_reason = verdict.finish_reason
-        return Round(
-            token_ids=token_ids,
-            origins=origins,
-            base_len=base_len,
-            draft_count=len(proposal.token_ids),
-            accepted_count=len(verdict.accepted_rows),
-            evaluated_count=verdict.evaluated_count,
-            fallback_reason=proposal.fallback_reason,
-            finish_reason=verdict.finish_reason,
-            draft_compute_us=proposal.compute_us,
-            verify_compute_us=verdict.compute_us,
-            round_us=(self._started_ns - started_ns) // 1000,
-            numerics_id=verdict.numerics_id,
-            caught_up_count=proposal.caught_up_count,
-            draft_way=proposal.way,
-            verify_way=verdict.way,
-            target_reopens=verdict.reopens,
-            drift_repairs=proposal.drift_repairs + verdict.drift_repairs,
-            logprobs=verdict.logprobs,
-            prompt_logprobs=verdict.prompt_logprobs,
-            prefix_len=verdict.prefix_len,
-            proposal=proposal,
-            accepted_rows=verdict.accepted_rows,
-            is_first=base_len == self.prompt_len,
-            gap_us=(self._committed_ns - before_ns) // 1000,
-        )
+        round_us, gap_us = (self._started_ns - started_ns) // 1000, (self._committed_ns - before_ns) // 1000
+        return Round(proposal, verdict, token_ids, origins, round_us, gap_us, is_first)
 
 
-def _read(proposal: Proposal, verdict: Verdict) -> tuple[tuple[int, ...], tuple[TokenOrigin, ...]]:
-    """Token ids and origins that a verdict commits, in order."""
-    _check(proposal, verdict)
-    token_ids = tuple(proposal.token_ids[row - 1] for row in verdict.accepted_rows)
-    origins = (TokenOrigin.ACCEPTED,) * len(token_ids)
-    if verdict.next_token_id is None:
-        return token_ids, origins
-    return (*token_ids, verdict.next_token_id), (*origins, _origin_of_next(proposal, verdict))
-
-
-def _origin_of_next(proposal: Proposal, verdict: Verdict) -> TokenOrigin:
-    if not proposal.token_ids:
-        return TokenOrigin.PLAIN
-    last_row = verdict.accepted_rows[-1] if verdict.accepted_rows else 0
-    return TokenOrigin.CORRECTION if proposal.has_children(last_row) else TokenOrigin.BONUS
-
-
-def _check(proposal: Proposal, verdict: Verdict) -> None:
-    """Raises ProtocolViolation unless the accepted rows are a path from the root and the request can go on."""
-    previous = 0
-    for row in verdict.accepted_rows:
-        if not previous < row <= len(proposal.token_ids) or proposal.parent(row) != previous:
-            raise ProtocolViolation(f"accepted rows {list(verdict.accepted_rows)} are no path through the proposal")
-        previous = row
-    if verdict.next_token_id is None and (verdict.finish_reason is None or not verdict.accepted_rows):
+def _committed(tree: TokenTree, verdict: Verdict) -> tuple[tuple[int, ...], tuple[TokenOrigin, ...]]:
+    """Token ids and origins that a verdict commits, in order. Raises ProtocolViolation unless the accepted rows are a
+    path from the root and the request can go on.
+    """
+    rows, next_token_id = verdict.accepted_rows, verdict.next_token_id
+    last_row = rows[-1] if rows else 0
+    if last_row > len(tree) or rows != tree.path(last_row):
+        raise ProtocolViolation(f"accepted rows {list(rows)} are no path through the proposal")
+    if next_token_id is None and (verdict.finish_reason is None or not rows):
         raise ProtocolViolation("a verdict neither ends the request nor names the next token")
-    num_tokens = len(verdict.accepted_rows) + (verdict.next_token_id is not None)
-    if len(verdict.logprobs) not in {0, num_tokens}:
-        raise ProtocolViolation(f"{len(verdict.logprobs)} log-probabilities came for {num_tokens} tokens")
+    token_ids = tuple(tree.token_ids[row - 1] for row in rows)
+    origins = (TokenOrigin.ACCEPTED,) * len(rows)
+    if next_token_id is not None:
+        origin = TokenOrigin.CORRECTION if tree.children(last_row) else TokenOrigin.BONUS
+        token_ids, origins = (*token_ids, next_token_id), (*origins, origin if tree else TokenOrigin.PLAIN)
+    if len(verdict.logprobs) not in {0, len(token_ids)}:
+        raise ProtocolViolation(f"{len(verdict.logprobs)} log-probabilities came for {len(token_ids)} tokens")
+    return token_ids, origins

@@ -1,33 +1,41 @@
 """The gateway's end of a draft session, whose faults cost no request anything.
 
-No fault of the draft leaves this file as an error: the round goes on without a proposal and says why. Whatever goes
-wrong, the session starts over with all tokens and a new epoch, later for every fault in a row. One opening is a stream
-within one epoch; its answers are matched by (epoch, base_len), never by order.
+A fault of the draft makes an empty proposal that says why, and never an error. Whatever goes wrong, the session starts
+over with all tokens and a new epoch, later for every fault in a row. One opening is a stream within one epoch; its
+answers are matched by (epoch, base_len), never by order.
 """
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 import structlog
 
-from gateway.rounds.round import NOTHING, FallbackReason, Proposal, TokenLog, Way
-from gateway.sessions.link import ModelInfo, ServiceLink
+from gateway.rounds.planner import DraftOutlook
+from gateway.rounds.round import NOTHING, FallbackReason, HopCost, Proposal, TokenLog
+from gateway.sessions.link import ServiceLink
 from gateway.sessions.replicas import Replicas
 from gateway.sessions.stream import MessageStream
-from gateway.sessions.timeouts import NEVER, DraftDeadline, Expiry
+from gateway.sessions.timeouts import NEVER, Deadline, DraftDeadline
 from outrider.errors import InvalidRequest, NotReady, OutriderError, PeerLost, ProtocolViolation
-from outrider.parameters import Rule, SessionSpec
+from outrider.parameters import SessionSpec
 from outrider.process import tracing
 from outrider.process.logs import session_prefix
 from outrider.rpc import messages
 from outrider.rpc.messages import distributions_from, draft_logprobs_from, tree_from
+from outrider.token_tree import TokenTree
 from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1 import model_service_pb2, types_pb2
 from outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 
 CLOSE_TIMEOUT_S = 2.0
+ROLLBACK_TIMEOUT_S = 5.0
+PAUSE_TOKENS = (8, 256)  # plain tokens after the second fault in a row, and the maximum after many
+MAX_DRIFT_REPAIRS = 3  # of one session: a service that goes on drifting only miscounts
+
+log = structlog.get_logger()
 
 
 class DraftStream:
@@ -80,27 +88,25 @@ class DraftStream:
 
     def proposal(self, response: pb.ProposeResponse, draft_count: int, caught_up_count: int, wait_us: int) -> Proposal:
         """The guesses of an answer; raises ProtocolViolation about what no draft may say."""
-        tree, rule = response.proposal, self._spec.acceptance.rule
+        message, rule = response.proposal, self._spec.acceptance.rule
         try:
-            token_ids, parents = tree_from(tree, self._vocabulary_size, draft_count)
-            distributions = distributions_from(tree, self._vocabulary_size)
+            token_ids, parents = tree_from(message, self._vocabulary_size, draft_count)
+            distributions = distributions_from(message, self._vocabulary_size)
             # Nobody reads what nobody asked for.
-            logprobs = draft_logprobs_from(tree) if self._spec.draft_logprobs else ()
+            logprobs = draft_logprobs_from(message) if self._spec.draft_logprobs else ()
         except InvalidRequest as error:
             raise ProtocolViolation(f"{self.peer} sent a malformed proposal: {error.message}") from None
-        found = _misfit(parents, bool(distributions), rule)
-        if found:
-            raise ProtocolViolation(f"{self.peer} sent a proposal {found}, which does not fit the rule {rule}")
-        way = Way(response.times.queue_us, wait_us, self._messages.take_bytes())
-        return Proposal(
-            token_ids,
-            parents,
-            compute_us=response.times.compute_us,
-            caught_up_count=caught_up_count,
-            way=way,
-            distributions=distributions,
-            logprobs=logprobs,
-        )
+        tree, fault = TokenTree(token_ids, parents, distributions, logprobs), ""
+        # What the target would refuse, and so end a request that is not at fault. No token is looked at: what is
+        # refused for its tokens biases the rules that test with uniforms.
+        if tree and bool(distributions) != rule.needs_distributions:
+            fault = "with distributions" if distributions else "without distributions"
+        elif rule.needs_distributions and not tree.is_chain:
+            fault = "as a tree that is no chain"
+        if fault:
+            raise ProtocolViolation(f"{self.peer} sent a proposal {fault}, which does not fit the rule {rule}")
+        hop = HopCost(response.times.queue_us, wait_us, self._messages.take_bytes())
+        return Proposal(tree, compute_us=response.times.compute_us, caught_up_count=caught_up_count, hop=hop)
 
     async def drop(self) -> None:
         """Ends the call without a word; the draft keeps the session on a lease."""
@@ -114,46 +120,28 @@ class DraftStream:
         self.peer.finish(self._messages.close(close, CLOSE_TIMEOUT_S))
 
 
-def _misfit(parents: tuple[int, ...], has_distributions: bool, rule: Rule) -> str:
-    """What about a proposal the target would refuse under a rule, and end a request that is not at fault; or nothing.
-
-    Looks at no token: what is refused for its tokens biases the rules that test with coins.
-    """
-    if parents and has_distributions != rule.needs_distributions:
-        return "with distributions" if has_distributions else "without distributions"
-    is_chain = parents == tuple(range(len(parents)))
-    return "as a tree that is no chain" if rule.needs_distributions and not is_chain else ""
-
-
-ROLLBACK_TIMEOUT_S = 5.0
-PAUSE_TOKENS = (8, 256)  # plain tokens after the second fault in a row, and the most after many
-MAX_DRIFT_REPAIRS = 3  # of one session: a service that goes on drifting only miscounts
-
-log = structlog.get_logger()
-
-
 class RemoteDraftSession:
     """A session on a draft service; opens with the context when `warm`, else with the first proposal wanted."""
 
     def __init__(
         self,
         replicas: Replicas,
-        deadline: DraftDeadline,
+        draft_deadline: DraftDeadline,
         spec: SessionSpec,
         token_log: TokenLog,
         session_id: bytes,
         warm: bool,
         drafter: str = "",
-        expiry: Expiry = NEVER,
+        deadline: Deadline = NEVER,
     ) -> None:
         self._replicas = replicas
-        self._deadline = deadline
+        self._draft_deadline = draft_deadline
         self._spec = spec
         self._log = token_log
         self._session_id = session_id
         self._warm = warm
         self._drafter = drafter
-        self._expiry = expiry
+        self._deadline = deadline
         self._stream: DraftStream | None = None
         self._last = replicas.links[0]  # the draft that was asked last
         self._epoch = 0
@@ -164,35 +152,28 @@ class RemoteDraftSession:
         self._num_repairs = 0
 
     @property
-    def obstacle(self) -> FallbackReason | None:
-        """Why it is no use to ask now: nobody there, open breaker, a rollback under way, or a rest after faults."""
-        if self._replicas.info is None:
-            return FallbackReason.DRAFT_ABSENT
+    def outlook(self) -> DraftOutlook:
+        """What to expect of the draft now: nobody may be there, bother it, or have an answer soon."""
+        peer = self._stream.peer if self._stream is not None else None
+        info = (peer.info if peer is not None else None) or self._replicas.info
+        if info is None:
+            return DraftOutlook(FallbackReason.DRAFT_ABSENT)
+        obstacle = None
         if self._candidate() is None:
             late = isinstance(self._last.breaker.cause, TimeoutError)
-            return FallbackReason.DRAFT_LATE if late else FallbackReason.DRAFT_LOST
-        if self._rollback is not None and not self._rollback.done():
-            return FallbackReason.DRAFT_LATE
-        return self._resting_for if len(self._log) < self._resume_len else None
-
-    @property
-    def context_len(self) -> int | None:
-        """Longest sequence that the draft can read; None while it is away."""
-        info = self._info()
-        return info.context_len if info else None
-
-    @property
-    def max_draft_count(self) -> int | None:
-        """Most draft tokens in a proposal; None while the draft is away."""
-        info = self._info()
-        return info.max_draft_count if info else None
+            obstacle = FallbackReason.DRAFT_LATE if late else FallbackReason.DRAFT_LOST
+        elif self._rollback is not None and not self._rollback.done():
+            obstacle = FallbackReason.DRAFT_LATE
+        elif len(self._log) < self._resume_len:
+            obstacle = self._resting_for
+        return DraftOutlook(obstacle, info.context_len, info.max_draft_count)
 
     async def __aenter__(self) -> Self:
         peer = self._candidate()
-        fits = peer is not None and peer.info is not None and len(self._log) <= peer.info.context_len
-        if self._warm and peer is not None and fits and not peer.breaker.is_open:
+        if self._warm and peer is not None and peer.info is not None and not peer.breaker.is_open:
             try:
-                await self._ask(peer, 0, self._deadline.most_s)
+                if len(self._log) <= peer.info.context_len:
+                    await self._ask(peer, 0, self._draft_deadline.max_s)
             except (TimeoutError, OutriderError) as error:
                 await self._drop(error)
         return self
@@ -213,21 +194,30 @@ class RemoteDraftSession:
             return NOTHING
         clock_s = asyncio.get_running_loop().time
         catch_up_count = len(self._log) - (self._stream.cached_len if self._stream is not None else 0)
-        timeout_s, started_s = self._deadline.seconds(catch_up_count), clock_s()
+        timeout_s, started_s = self._draft_deadline.seconds(catch_up_count), clock_s()
         try:
             stream, response = await self._exchange(draft_count, started_s + timeout_s)
             wait_us = int(1e6 * (clock_s() - started_s))
             proposal = stream.proposal(response, draft_count, catch_up_count, wait_us)
         except TimeoutError as error:
-            self._deadline.missed()
+            self._draft_deadline.missed()
             self._last.breaker.failed(self._session_id, error, timeout_s)
-            return self._late(timeout_s)
+            self._tell("draft late", timeout_s=round(timeout_s, 3), base_len=len(self._log))
+            # This stops the draft's job, and the round goes on at once.
+            self._begin_rollback(len(self._log))
+            return self._fault(FallbackReason.DRAFT_LATE)
         except OutriderError as error:
             return await self._drop(error)
-        self._deadline.observe(wait_us / 1e6, catch_up_count)
+        self._draft_deadline.observe(wait_us / 1e6, catch_up_count)
         stream.peer.breaker.answered()
         self._faults /= 2
-        return self._repaired(proposal, response.cached_len)
+        if response.cached_len == len(self._log) or self._num_repairs >= MAX_DRIFT_REPAIRS:
+            return proposal
+        # After an answer a draft has cached all committed tokens; this one is made to compute them again.
+        self._tell("cache drift", cached_len=response.cached_len, committed_len=len(self._log))
+        self._num_repairs += 1
+        self._begin_rollback(base_len=1)
+        return replace(proposal, drift_repairs=1)
 
     async def _exchange(self, draft_count: int, until_s: float) -> tuple[DraftStream, pb.ProposeResponse]:
         """One request and its answer; a draft that lacks tokens gets them all, once."""
@@ -250,25 +240,10 @@ class RemoteDraftSession:
             await self._forget()
         peer.breaker.enter(self._session_id)
         if self._stream is None:
-            self._stream = DraftStream(peer, self._spec, self._log, self._drafter, self._expiry.left_s())
+            self._stream = DraftStream(peer, self._spec, self._log, self._drafter, self._deadline.left_s())
             self._epoch += 1
         await self._stream.ask(self._fence(), draft_count, timeout_s)
         return self._stream
-
-    def _repaired(self, proposal: Proposal, cached_len: int) -> Proposal:
-        """After an answer a draft has cached all committed tokens; one that has not is made to compute them again."""
-        if cached_len == len(self._log) or self._num_repairs >= MAX_DRIFT_REPAIRS:
-            return proposal
-        self._tell("cache drift", cached_len=cached_len, committed_len=len(self._log))
-        self._num_repairs += 1
-        self._begin_rollback(base_len=1)
-        return replace(proposal, drift_repairs=1)
-
-    def _late(self, timeout_s: float) -> Proposal:
-        """Starts a rollback, which stops the draft's job, and lets the round go on at once."""
-        self._tell("draft late", timeout_s=round(timeout_s, 3), base_len=len(self._log))
-        self._begin_rollback(len(self._log))
-        return self._fault(FallbackReason.DRAFT_LATE)
 
     def _begin_rollback(self, base_len: int) -> None:
         """Takes the draft's session back in the background; until that is done it is not asked for anything."""
@@ -283,7 +258,7 @@ class RemoteDraftSession:
         except OutriderError as error:
             await self._drop(error)
             return
-        peer.rollbacks.num_tokens += max(0, cached_len - response.cached_len)
+        peer.rolled_back_tokens += max(0, cached_len - response.cached_len)
         if self._stream is not None:
             # Length 0 says that the draft does not know the session: the next request opens it with all tokens.
             self._stream.known_len = min(self._stream.known_len, response.fence.base_len)
@@ -295,7 +270,7 @@ class RemoteDraftSession:
         """Gives the session up after a fault; it is opened again when the draft may be asked again."""
         self._tell("draft session lost", reason=str(error) or "no answer")
         await self._forget()
-        if not isinstance(error, PeerLost | NotReady | TimeoutError) or self._expiry.has_come:
+        if not isinstance(error, PeerLost | NotReady | TimeoutError) or self._deadline.has_come:
             self._last.breaker.left(self._session_id)
             return self._fault(FallbackReason.DRAFT_REFUSED)
         self._last.breaker.failed(self._session_id, error)
@@ -309,10 +284,6 @@ class RemoteDraftSession:
             return peer
         return self._replicas.pick(self._session_id)
 
-    def _info(self) -> ModelInfo | None:
-        peer = self._stream.peer if self._stream is not None else None
-        return (peer.info if peer is not None else None) or self._replicas.info
-
     async def _forget(self) -> None:
         stream, self._stream = self._stream, None
         if stream is not None:
@@ -320,8 +291,8 @@ class RemoteDraftSession:
 
     def _fault(self, reason: FallbackReason) -> Proposal:
         """Counts a fault; from the second in a row on, the draft rests for a growing number of tokens."""
-        first, most = PAUSE_TOKENS
-        pause = min(int(first * (2 ** min(self._faults, 8) - 1)), most)
+        first, maximum = PAUSE_TOKENS
+        pause = min(int(first * (2 ** min(self._faults, 8) - 1)), maximum)
         self._faults += 1
         self._resume_len, self._resting_for = len(self._log) + 1 + pause, reason
         return Proposal(fallback_reason=reason)
@@ -336,21 +307,11 @@ class RemoteDraftSession:
         return types_pb2.Fence(session_id=self._session_id, epoch=self._epoch, base_len=base_len)
 
 
-class AbsentDraftSession:
+class AbsentDraftSession(nullcontext[None]):
     """The session of a gateway that has no draft service."""
 
-    obstacle = FallbackReason.DRAFT_ABSENT
-    context_len = None
-    max_draft_count = None
+    outlook = DraftOutlook(FallbackReason.DRAFT_ABSENT)
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
-
-    async def propose(self, draft_count: int) -> Proposal:
-        """Has nothing to say."""
+    async def propose(self, _draft_count: int) -> Proposal:
+        """An empty proposal."""
         return NOTHING

@@ -1,9 +1,10 @@
 """The gateway's tie to one service: who it is, whether it is there, whether it fits, and whether to bother it.
 
-A link greets its service until it answers, watches it, and greets again when it was away, because the next incarnation
-may be another model. A service that answers but does not fit is treated as absent, and says why once in the log.
+A link begins with a handshake, tried until the service answers. It repeats it whenever the service was away, because
+the next incarnation may be another model. A service that answers but does not fit is treated as absent, and says why
+once in the log.
 
-A greeting cannot tell whether a service works, because a process whose device hangs still says who it is. Only real
+A handshake cannot tell whether a service works, because a process whose device hangs still says who it is. Only real
 work proves it well again, so a circuit breaker that all requests share tries work, by one session at a time and ever
 more seldom.
 """
@@ -12,9 +13,9 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -30,7 +31,19 @@ from outrider.rpc.messages import rules_from
 from outrider.v1 import model_service_pb2 as pb
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub
 
+# Bounds of the time of a Rollback, which waits for the step that is running; the last is longer than its timeout.
+ROLLBACK_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+PROTOCOL_VERSION = 1
+ROLES = {pb.SERVICE_ROLE_DRAFT: "draft", pb.SERVICE_ROLE_TARGET: "target"}
+HANDSHAKE_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 2.0
+BACKOFF_S = (0.1, 2.0)
+# Failures in a row that open the breaker, and pauses between trials. A draft may be late now and then, and requests do
+# without it; a target is late only when it hangs, and then there is nothing else that a request could do.
+BREAKERS = {"draft": (2, (0.5, 10.0)), "target": (1, (0.0, 0.0))}
 TRIAL_COST = 0.05  # share of the time that trials may cost; pauses grow beyond the longest where they are dear
+
+log = structlog.get_logger()
 
 
 class CircuitBreaker:
@@ -97,40 +110,6 @@ class CircuitBreaker:
         self._resume_s = self._clock_s() + self._pause_s
 
 
-# A call waits for the step that is running; the last is longer than its timeout.
-BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-
-
-@dataclass(slots=True)
-class Rollbacks:
-    """The calls so far."""
-
-    seconds: Tally = field(default_factory=lambda: Tally(BOUNDS_S))
-    num_tokens: int = 0
-    """Tokens that caches lost by them."""
-
-
-def together(all_rollbacks: Sequence[Rollbacks]) -> Rollbacks:
-    """The sum over several links."""
-    summed = Rollbacks()
-    for each in all_rollbacks:
-        summed.seconds.add_tally(each.seconds)
-        summed.num_tokens += each.num_tokens
-    return summed
-
-
-PROTOCOL_VERSION = 1
-ROLES = {pb.SERVICE_ROLE_DRAFT: "draft", pb.SERVICE_ROLE_TARGET: "target"}
-GREETING_TIMEOUT_S = 5.0
-PROBE_TIMEOUT_S = 2.0
-BACKOFF_S = (0.1, 2.0)
-# Failures in a row that open the breaker, and pauses between trials. A draft may be late now and then, and requests do
-# without it; a target is late only when it hangs, and then there is nothing else that a request could do.
-BREAKERS = {"draft": (2, (0.5, 10.0)), "target": (1, (0.0, 0.0))}
-
-log = structlog.get_logger()
-
-
 class WrongService(OutriderError):
     """The operator must give another address, or another version of the service there."""
 
@@ -175,12 +154,14 @@ class ServiceLink:
         self.info: ModelInfo | None = None
         self.misfit: OutriderError | None = None
         self.breaker = CircuitBreaker(*BREAKERS[role])
-        self.rollbacks = Rollbacks()
+        self.rollback_seconds = Tally(ROLLBACK_S)
+        self.rolled_back_tokens = 0
+        """Tokens that the service's cache lost by Rollback."""
         self._instance_id = 0
         self._check = check
         self._models = ModelServiceStub(self.channel)
         self._probe: asyncio.Task[float | None] | None = None
-        self._goodbyes: set[asyncio.Task[None]] = set()
+        self._closings: set[asyncio.Task[None]] = set()
         self._lost = asyncio.Event()
         self._settled = asyncio.Event()
         self._monitor = asyncio.create_task(self._watch(), name=f"{role} link")
@@ -195,7 +176,7 @@ class ServiceLink:
         return self.info
 
     def report_lost(self) -> None:
-        """Tells the link that a session has lost its service; it counts as away until it has been greeted again."""
+        """Tells the link that a session has lost its service; it counts as away until the next handshake."""
         self.info = None
         self._lost.set()
 
@@ -215,7 +196,7 @@ class ServiceLink:
         except grpc.aio.AioRpcError as error:
             raise error_from(error) from error
         finally:
-            self.rollbacks.seconds.add(clock_s() - started_s)
+            self.rollback_seconds.add(clock_s() - started_s)
 
     async def stalled_s(self) -> float | None:
         """Seconds for which the device has had work and finished none; no end of them for a service that is not there.
@@ -234,48 +215,53 @@ class ServiceLink:
         except grpc.aio.AioRpcError as error:
             log.info("service does not answer", service=self.role, address=self.address, status=error.code().name)
             return None if error.code() is grpc.StatusCode.UNAVAILABLE else math.inf
-        if answer is None:
-            return math.inf
-        return answer.stalled_us / 1e6 if answer.instance_id == self._instance_id else math.inf
+        is_same = answer is not None and answer.instance_id == self._instance_id
+        return answer.stalled_us / 1e6 if is_same else math.inf
 
-    def finish(self, goodbye: Coroutine[Any, Any, None]) -> None:
+    def finish(self, closing: Coroutine[Any, Any, None]) -> None:
         """Ends a session in the background, so that no request waits for its services to take note of its end.
 
-        A goodbye has a time limit of its own; `close` waits for those under way.
+        It has a time limit of its own; `close` waits for those under way.
         """
-        task = asyncio.create_task(goodbye, name=f"{self.role} goodbye")
-        self._goodbyes.add(task)
-        task.add_done_callback(self._goodbyes.discard)
+        task = asyncio.create_task(closing, name=f"{self.role} closing")
+        self._closings.add(task)
+        task.add_done_callback(self._closings.discard)
 
     async def close(self) -> None:
         """Ends the watch, waits for sessions that are ending, and closes the channel."""
         ending = {self._monitor, *filter(None, [self._probe])}
         for task in ending:
             task.cancel()
-        await asyncio.wait({*ending, *self._goodbyes})
+        await asyncio.wait({*ending, *self._closings})
         await self.channel.close()
 
     async def _watch(self) -> None:
+        """For ever: a handshake, tried ever more slowly and not in step with other gateways, and then a wait until a
+        session reports a loss or the connection is no longer up.
+        """
         while True:
-            await self._greet()
+            delay_s, longest_s = BACKOFF_S
+            while not await self._handshake():
+                await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
+                delay_s = min(2 * delay_s, longest_s)
+            # What sessions have reported in the meantime is the loss that is over now.
+            self._lost.clear()
             self._settled.set()
-            await self._until_lost()
+            ends = (self._lost.wait(), self.channel.wait_for_state_change(grpc.ChannelConnectivity.READY))
+            tasks = {asyncio.ensure_future(end) for end in ends}
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+            self.info = self.misfit = None
             self._settled.clear()
             log.warning("service lost", service=self.role, address=self.address)
 
-    async def _greet(self) -> None:
-        """Asks until an answer comes, ever more slowly, and not in step with other gateways."""
-        delay_s, longest_s = BACKOFF_S
-        while not await self._ask():
-            await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
-            delay_s = min(2 * delay_s, longest_s)
-        # What sessions have reported in the meantime is the loss that is over now.
-        self._lost.clear()
-
-    async def _ask(self) -> bool:
+    async def _handshake(self) -> bool:
         """One handshake; tells whether the service answered, fitting or not."""
         try:
-            info = self._read(await self._models.GetModelInfo(pb.GetModelInfoRequest(), timeout=GREETING_TIMEOUT_S))
+            info = self._read(await self._models.GetModelInfo(pb.GetModelInfoRequest(), timeout=HANDSHAKE_TIMEOUT_S))
             self._check(info)
         except grpc.aio.AioRpcError as error:
             log.debug("service not reachable", service=self.role, address=self.address, status=error.code().name)
@@ -288,19 +274,8 @@ class ServiceLink:
             self._instance_id = info.instance_id
             self.breaker.renew()
         self.info, self.misfit = info, None
-        log.info("service greeted", service=self.role, address=self.address, model=info.model_name)
+        log.info("service present", service=self.role, address=self.address, model=info.model_name)
         return True
-
-    async def _until_lost(self) -> None:
-        """Returns when a session reports a loss, or when the connection is no longer up."""
-        ends = (self._lost.wait(), self.channel.wait_for_state_change(grpc.ChannelConnectivity.READY))
-        tasks = {asyncio.ensure_future(end) for end in ends}
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-        self.info = self.misfit = None
 
     def _read(self, answer: pb.GetModelInfoResponse | None) -> ModelInfo:
         if answer is None:

@@ -17,6 +17,9 @@ from outrider.errors import OutriderError, PeerLost
 
 # Links and breakers change with time and in several places, so who waits for them looks now and then.
 LOOK_S = 0.02
+READINESS_LOOK_S = 0.25
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class Replicas:
     def pick(self, session: object, need: Need | None = None, failed: ServiceLink | None = None) -> ServiceLink | None:
         """The first link that is present, meets the need, and is not blocked for the session by its breaker.
 
-        The one that has just failed comes last: a device that hangs does not keep its service from being greeted.
+        The one that has just failed comes last: a service whose device hangs still answers a handshake.
         """
         links = sorted(self._meeting(need), key=lambda link: link is failed)
         return next((link for link in links if not link.breaker.blocks(session)), None)
@@ -89,10 +92,10 @@ class Replicas:
             for task in waits:
                 task.cancel()
 
-    async def greeted(self, patience_s: float) -> ModelInfo:
-        """As `present`, but waits a little for services that are being greeted again."""
+    async def after_handshake(self, timeout_s: float) -> ModelInfo:
+        """As `present`, but waits a little for handshakes that are under way."""
         loop = asyncio.get_running_loop()
-        until_s = loop.time() + patience_s
+        until_s = loop.time() + timeout_s
         while True:
             if self.info or all(link.misfit for link in self.links) or loop.time() >= until_s:
                 return self.present()
@@ -114,11 +117,6 @@ class Replicas:
         if not self._meeting(need):
             return PeerLost(f"{self}: none has room for the {need.max_len} tokens of the request", max_len=need.max_len)
         return PeerLost(f"{self} does not answer requests", address=self.links[0].address)
-
-
-READINESS_LOOK_S = 0.25
-
-log = structlog.get_logger()
 
 
 async def report_readiness(target: Replicas, servicer: health.aio.HealthServicer, names: tuple[str, ...]) -> None:

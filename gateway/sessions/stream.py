@@ -1,4 +1,4 @@
-"""One bidirectional call of one session. Knows nothing of sessions, only of messages, deadlines and ends.
+"""One bidirectional call of one session: its messages, their deadlines and its end.
 
 Three habits of grpc.aio shape it. Cancelling a read or a write cancels the whole call, so both happen in tasks that
 outlive a deadline and a caller that leaves; one task reads for the whole life of the call, which is cheaper than one a
@@ -78,7 +78,7 @@ class MessageStream(Generic[Sent, Received]):
         try:
             if last is not None:
                 async with asyncio.timeout(timeout_s):
-                    await self._say_goodbye(last, timeout_s)
+                    await self._send_last(last, timeout_s)
         except (TimeoutError, OutriderError):
             pass  # The other end is gone or hangs. Its lease on the session frees what this message could not.
         finally:
@@ -87,7 +87,7 @@ class MessageStream(Generic[Sent, Received]):
                 task.add_done_callback(_retrieve)
                 task.cancel()
 
-    async def _say_goodbye(self, last: Sent, timeout_s: float) -> None:
+    async def _send_last(self, last: Sent, timeout_s: float) -> None:
         await self.write(last, timeout_s)
         if self._writing is not None:
             await self._writing

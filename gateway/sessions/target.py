@@ -7,17 +7,16 @@ overtook is kept, and one that cannot be about anything that was asked does not 
 """
 
 import asyncio
-from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
 import structlog
 
-from gateway.rounds.round import Proposal, TokenLog, Verdict, Way
+from gateway.rounds.round import HopCost, Proposal, TokenLog, Verdict
 from gateway.sessions.link import ServiceLink
 from gateway.sessions.replicas import Need, Replicas
 from gateway.sessions.stream import MessageStream
-from gateway.sessions.timeouts import NEVER, Expiry, Outage, Patience, RequestExpired
+from gateway.sessions.timeouts import NEVER, Deadline, RequestExpired, RetryBudget, TargetTimeouts
 from outrider.errors import NotReady, OutriderError, PeerLost, ProtocolViolation
 from outrider.parameters import SessionSpec
 from outrider.process import tracing
@@ -29,6 +28,14 @@ from outrider.v1 import target_service_pb2 as pb
 from outrider.v1.target_service_pb2_grpc import TargetServiceStub
 
 CLOSE_TIMEOUT_S = 2.0
+ROLLBACK_TIMEOUT_S = 5.0
+PROMPT_TOKEN_S = 0.02  # allowance for reading a token that is not cached, before a working target is asked again
+MAX_TIMES_AS_LONG = 10  # each request that was left unanswered doubles how long the next one may be, up to this
+MIN_WAIT_S = 0.001
+MAX_BUDGETS = 4  # in a round, one more for each time that a target was found working in between
+MAX_REFUSALS = 3  # times in a round that a target may ask for tokens which it has just been given
+MAX_UNANSWERED = 8  # times in a row that a working target may leave a request unanswered; an hour or so
+MAX_DRIFT_REPAIRS = 3  # of one session: a service that goes on drifting only miscounts
 
 log = structlog.get_logger()
 
@@ -56,7 +63,7 @@ class TargetStream:
         self._log = token_log
         self._session_id, self._epoch = fence.session_id, fence.epoch
         self._write_timeout_s = write_timeout_s
-        self._window = peer.present().unacknowledged_window
+        self._max_budget = max(0, peer.present().unacknowledged_window - 1)
         self._limit = 0  # committed length up to which the target may go on its own
         self._early: dict[int, pb.VerifyResponse] = {}
         self._messages: MessageStream[pb.VerifyRequest, pb.VerifyResponse] = MessageStream(
@@ -71,7 +78,7 @@ class TargetStream:
 
     async def ask(self, proposal: Proposal, plain_budget: int) -> None:
         """Opens, steps, or lets the target go on alone, whichever the round needs. Raises TimeoutError."""
-        budget = self._within_window(plain_budget)
+        budget = min(plain_budget, self._max_budget)
         if self.is_opening or not self.outstanding:
             await self.ask_again(proposal, plain_budget)
         elif budget and 2 * self.outstanding <= budget:
@@ -79,8 +86,8 @@ class TargetStream:
 
     async def ask_again(self, proposal: Proposal, plain_budget: int) -> None:
         """Opens, or asks for the verdict on the log's length, which a target that has given it gives once more."""
-        budget = self._within_window(plain_budget)
-        step = pb.TargetStep(proposal=tree_message(proposal), plain_budget=budget)
+        budget = min(plain_budget, self._max_budget)
+        step = pb.TargetStep(proposal=tree_message(proposal.tree), plain_budget=budget)
         if self.is_opening:
             session = messages.open_message(self._spec, self._log.tokens())
             await self._send(pb.VerifyRequest(open=pb.TargetOpen(session=session, step=step)), budget)
@@ -119,58 +126,16 @@ class TargetStream:
 
     async def _send(self, request: pb.VerifyRequest, plain_budget: int) -> None:
         """Sends a message on the log's length, and notes how far it lets the target go."""
-        request.fence.CopyFrom(self._fence())
-        self._limit = len(self._log) + 1 + plain_budget
+        base_len = len(self._log)
+        request.fence.CopyFrom(types_pb2.Fence(session_id=self._session_id, epoch=self._epoch, base_len=base_len))
+        self._limit = base_len + 1 + plain_budget
         await self._messages.write(request, self._write_timeout_s)
-
-    def _within_window(self, plain_budget: int) -> int:
-        return min(plain_budget, max(0, self._window - 1))
-
-    def _fence(self) -> types_pb2.Fence:
-        return types_pb2.Fence(session_id=self._session_id, epoch=self._epoch, base_len=len(self._log))
-
-
-def read_verdict(response: pb.VerifyResponse, spec: SessionSpec) -> Verdict:
-    """The verdict of an answer. Raises ProtocolViolation when it lacks log-probabilities that the session asked for."""
-    verdict = response.verdict
-    if spec.logprob_count is not None and not verdict.logprobs:
-        raise ProtocolViolation("a verdict came without the log-probabilities that the session asked for")
-    return Verdict(
-        base_len=response.fence.base_len,
-        accepted_rows=tuple(verdict.accepted_rows),
-        next_token_id=verdict.next_token_id if verdict.HasField("next_token_id") else None,
-        finish_reason=messages.finish_reason(verdict.finish_reason),
-        evaluated_count=verdict.evaluated_count,
-        compute_us=response.times.compute_us,
-        numerics_id=response.numerics_id,
-        logprobs=logprobs_from(verdict.logprobs),
-        prompt_logprobs=logprobs_from(verdict.prompt_logprobs),
-        prefix_len=verdict.prefix_len,
-    )
-
-
-ROLLBACK_TIMEOUT_S = 5.0
-PROMPT_TOKEN_S = 0.02  # allowance for reading a token that is not cached, before a working target is asked again
-MOST_TIMES_AS_LONG = 10
-LEAST_WAIT_S = 0.001
-MAX_OUTAGES = 4  # in a round, each with a budget of its own because a target was found working in between
-MAX_REFUSALS = 3  # times in a round that a target may ask for tokens which it has just been given
-MAX_UNANSWERED = 8  # times in a row that a working target may leave a request unanswered, each twice as long; an hour
-MAX_DRIFT_REPAIRS = 3  # of one session: a service that goes on drifting only miscounts
 
 
 class Unanswered(OutriderError):
-    """A target works, but a request of this session has no answer: a message was lost on the way."""
+    """A target is there, but a request of this session has no answer from it: a message was lost, or it drains."""
 
     reason = "UNANSWERED"
-
-
-@dataclass(slots=True)
-class Survived:
-    """What a session has been through so far."""
-
-    num_opens: int = 0
-    drift_repairs: int = 0
 
 
 class RemoteTargetSession:
@@ -179,28 +144,29 @@ class RemoteTargetSession:
     def __init__(
         self,
         replicas: Replicas,
-        patience: Patience,
+        timeouts: TargetTimeouts,
         spec: SessionSpec,
         token_log: TokenLog,
         session_id: bytes,
         model_hash: str,
-        expiry: Expiry = NEVER,
+        deadline: Deadline = NEVER,
     ) -> None:
         """`model_hash` names the weights with which the request began; no others go on with it."""
         self._replicas = replicas
-        self._patience = patience
+        self._timeouts = timeouts
         self._spec = spec
         self._log = token_log
         self._session_id = session_id
-        self._expiry = expiry
+        self._deadline = deadline
         self._need = Need(model_hash, spec.max_len)
         self._stream: TargetStream | None = None
         self._failed: ServiceLink | None = None  # the target that served the session last, and no longer does
         self._epoch = 0
         self._has_drifted = False
         self._has_worked = False  # the target was found working since the session was opened on it
-        self._num_unanswered = 0
-        self._survived = Survived()
+        self._num_unanswered = 0  # in a row
+        self._num_opens = 0
+        self._num_repairs = 0
 
     @property
     def outstanding(self) -> int:
@@ -225,137 +191,144 @@ class RemoteTargetSession:
         """
         loop = asyncio.get_running_loop()
         started_s = loop.time()
-        opens, repairs = max(self._survived.num_opens, 1), self._survived.drift_repairs
+        opens, repairs = max(self._num_opens, 1), self._num_repairs
         response = await self._exchange(proposal, plain_budget)
         wait_us = int(1e6 * (loop.time() - started_s))
-        self._look_for_drift(response)
         num_bytes = self._stream.take_bytes() if self._stream is not None else 0
-        return replace(
-            read_verdict(response, self._spec),
-            way=Way(response.times.queue_us, wait_us, num_bytes),
-            reopens=self._survived.num_opens - opens,
-            drift_repairs=self._survived.drift_repairs - repairs,
+        verdict = response.verdict
+        next_token_id = verdict.next_token_id if verdict.HasField("next_token_id") else None
+        # After a verdict a target has cached all committed tokens but the last one.
+        committed_len = len(self._log) + len(verdict.accepted_rows) + (next_token_id is not None)
+        if response.cached_len != committed_len - 1 and self._num_repairs < MAX_DRIFT_REPAIRS:
+            self._has_drifted = True
+            self._tell("cache drift", cached_len=response.cached_len, committed_len=committed_len)
+        if self._spec.logprob_count is not None and not verdict.logprobs:
+            raise ProtocolViolation("a verdict came without the log-probabilities that the session asked for")
+        return Verdict(
+            base_len=response.fence.base_len,
+            accepted_rows=tuple(verdict.accepted_rows),
+            next_token_id=next_token_id,
+            finish_reason=messages.finish_reason(verdict.finish_reason),
+            evaluated_count=verdict.evaluated_count,
+            compute_us=response.times.compute_us,
+            numerics_id=response.numerics_id,
+            hop=HopCost(response.times.queue_us, wait_us, num_bytes),
+            reopens=self._num_opens - opens,
+            drift_repairs=self._num_repairs - repairs,
+            logprobs=logprobs_from(verdict.logprobs),
+            prompt_logprobs=logprobs_from(verdict.prompt_logprobs),
+            prefix_len=verdict.prefix_len,
         )
 
     async def _exchange(self, proposal: Proposal, plain_budget: int) -> pb.VerifyResponse:
-        """The answer of the first target that gives one."""
+        """The answer of the first target that gives a verdict, on whichever stream that is.
+
+        An attempt on one stream ends in one of four ways:
+        1. The target gives a verdict.
+        2. The attempt raises Unanswered: the target is there, and the session is better off with a new stream at once.
+        3. The target is lost or hangs: another one takes the session over, after a pause and within a retry budget.
+           Where the lost one was found working in between, the budget begins anew: it is for the time without a target.
+        4. The target lacks tokens, because it has forgotten the session: it is given all of them again, a few times.
+        """
         loop = asyncio.get_running_loop()
-        outage = Outage(self._patience.rebuild_budget_s, loop.time())
-        refusals, outages = 0, 1
+        budget, num_budgets = RetryBudget(self._timeouts.rebuild_budget_s, loop.time()), 1
+        num_refusals = 0
         while True:
             if self._has_drifted:
                 await self._drop_cache()
-            stream = self._stream or await self._open(outage.until_s)
+            stream = self._stream or await self._open(budget.until_s)
             try:
                 response = await self._attempt(stream, proposal, plain_budget)
-            except Unanswered as error:
+                if response.WhichOneof("answer") == "verdict":  # 1
+                    self._num_unanswered = 0
+                    stream.peer.breaker.answered()
+                    return response
+            except Unanswered as error:  # 2
                 await self._abandon(error)
-            except (PeerLost, NotReady) as error:
+            except (PeerLost, NotReady) as error:  # 3
                 await self._abandon(error)
-                if self._expiry.has_come:
+                if self._deadline.has_come:
                     raise RequestExpired("the request's own deadline has passed") from error
                 # Another session may try this target, wherever this one goes on.
                 stream.peer.breaker.left(self._session_id)
                 stream.peer.report_lost()
-                if self._has_worked and outages < MAX_OUTAGES:
-                    # The budget is for the time without a target, and until now there was one.
-                    outage, outages = Outage(self._patience.rebuild_budget_s, loop.time()), outages + 1
-                await asyncio.sleep(outage.pause_s(error, loop.time()))
-            else:
-                if response.WhichOneof("answer") == "verdict":
-                    self._num_unanswered = 0
-                    stream.peer.breaker.answered()
-                    return response
-                refusals += 1
-                if refusals > MAX_REFUSALS:
-                    raise PeerLost(f"{stream.peer} lost the session {refusals} times in one round")
+                if self._has_worked and num_budgets < MAX_BUDGETS:
+                    budget, num_budgets = RetryBudget(self._timeouts.rebuild_budget_s, loop.time()), num_budgets + 1
+                await asyncio.sleep(budget.pause_s(error, loop.time()))
+            else:  # 4
+                num_refusals += 1
+                if num_refusals > MAX_REFUSALS:
+                    raise PeerLost(f"{stream.peer} lost the session {num_refusals} times in one round")
                 await self._abandon(PeerLost(f"{stream.peer} does not know the session"))
 
     async def _open(self, until_s: float) -> TargetStream:
         """A stream on the first target that can take the session, in a new epoch; raises PeerLost when time is up."""
         peer = await self._replicas.wait(self._session_id, self._need, until_s, self._failed)
         peer.breaker.enter(self._session_id)
-        left_s, patience_s = self._expiry.left_s(), self._patience.deadline.most_s
-        self._stream = TargetStream(peer, self._spec, self._log, self._next_fence(), left_s, patience_s)
-        self._survived.num_opens += 1
+        left_s, write_timeout_s = self._deadline.left_s(), self._timeouts.deadline.max_s
+        self._stream = TargetStream(peer, self._spec, self._log, self._next_fence(), left_s, write_timeout_s)
+        self._num_opens += 1
         self._has_worked = False
         return self._stream
 
     async def _attempt(self, stream: TargetStream, proposal: Proposal, plain_budget: int) -> pb.VerifyResponse:
-        """One request and its answer. A working target that owes it is asked again; fencing makes that safe."""
-        loop, deadline_s = asyncio.get_running_loop(), self._patience.deadline.seconds()
+        """One request and its answer. The request is repeated ever more seldom, which fencing makes safe.
+
+        Whenever the deadline of a round passes without an answer, the target is looked at:
+        1. It takes no calls. It may be draining, when its streams go on and end with it; but the session does not wait
+           for that when its allowance is over and a spare is there. Raises Unanswered.
+        2. Its device finishes nothing: it hangs, and its breaker spares other requests from finding that out. Raises
+           PeerLost.
+        3. It works, and may take its time, for a long prompt or in a full pool. After long enough a message must have
+           been lost. Raises Unanswered, and PeerLost when that happens again and again.
+        """
+        loop, peer, deadline_s = asyncio.get_running_loop(), stream.peer, self._timeouts.deadline.seconds()
         started_s, was_opening = loop.time(), stream.is_opening
-        # A working target may take its time, for a long prompt or in a full pool.
         allowance_s = deadline_s + PROMPT_TOKEN_S * len(self._log) * was_opening
-        ask, ask_at_s, num_asked = stream.ask, started_s, 0
+        ask_at_s, num_asked = started_s, 0
         while True:
             try:
                 if loop.time() >= ask_at_s:
-                    await ask(proposal, plain_budget)
-                    ask, ask_at_s, num_asked = stream.ask_again, loop.time() + 2**num_asked * allowance_s, num_asked + 1
-                response = await stream.receive(min(deadline_s, max(ask_at_s - loop.time(), LEAST_WAIT_S)))
+                    await (stream.ask_again if num_asked else stream.ask)(proposal, plain_budget)
+                    ask_at_s, num_asked = loop.time() + 2**num_asked * allowance_s, num_asked + 1
+                response = await stream.receive(min(deadline_s, max(ask_at_s - loop.time(), MIN_WAIT_S)))
             except TimeoutError:
-                await self._check_working(stream.peer, loop.time() - started_s, allowance_s)
-                continue
-            if num_asked == 1 and not was_opening:
-                # Prompts and repetitions say nothing about how long a round takes.
-                self._patience.deadline.observe(loop.time() - started_s)
-            return response
-
-    async def _check_working(self, peer: ServiceLink, waited_s: float, allowance_s: float) -> None:
-        """Raises PeerLost about a target that hangs, and Unanswered when it is better to open the session again."""
-        if await self._is_known_to_work(peer):
-            if waited_s >= min(2**self._num_unanswered, MOST_TIMES_AS_LONG) * self._patience.answer_s + allowance_s:
-                raise self._unanswered(peer)
-        elif waited_s >= allowance_s and self._has_spare(peer):
-            raise Unanswered(f"{peer} takes no calls, and a spare is there")
-
-    async def _is_known_to_work(self, peer: ServiceLink) -> bool:
-        """Raises PeerLost about a target that hangs; its breaker spares other requests from finding that out.
-
-        False when it takes no calls: while it drains its streams go on, and they end when it does.
-        """
-        stalled_s = await peer.stalled_s()
-        if stalled_s is None:
-            return False
-        if stalled_s > self._patience.stall_s:
-            error = PeerLost(f"{peer} does not answer requests")
-            peer.breaker.failed(self._session_id, error)
-            raise error
-        peer.breaker.answered()
-        self._has_worked = True
-        return True
-
-    def _has_spare(self, peer: ServiceLink) -> bool:
-        other = self._replicas.pick(self._session_id, self._need, failed=peer)
-        return other is not None and other is not peer
-
-    def _unanswered(self, peer: ServiceLink) -> OutriderError:
-        self._num_unanswered += 1
-        if self._num_unanswered > MAX_UNANSWERED:
-            return PeerLost(f"{peer} works, but leaves the session without an answer")
-        return Unanswered(f"{peer} left a request unanswered")
-
-    def _look_for_drift(self, response: pb.VerifyResponse) -> None:
-        """After a verdict a target has cached all committed tokens but the last one."""
-        verdict = response.verdict
-        committed_len = len(self._log) + len(verdict.accepted_rows) + verdict.HasField("next_token_id")
-        if response.cached_len != committed_len - 1 and self._survived.drift_repairs < MAX_DRIFT_REPAIRS:
-            self._has_drifted = True
-            self._tell("cache drift", cached_len=response.cached_len, committed_len=committed_len)
+                waited_s, stalled_s = loop.time() - started_s, await peer.stalled_s()
+                if stalled_s is None:  # 1
+                    spare = self._replicas.pick(self._session_id, self._need, failed=peer)
+                    if waited_s >= allowance_s and spare not in {None, peer}:
+                        raise Unanswered(f"{peer} takes no calls, and a spare is there") from None
+                elif stalled_s > self._timeouts.stall_s:  # 2
+                    lost = PeerLost(f"{peer} does not answer requests")
+                    peer.breaker.failed(self._session_id, lost)
+                    raise lost from None
+                else:  # 3
+                    peer.breaker.answered()
+                    self._has_worked = True
+                    answer_s = min(2**self._num_unanswered, MAX_TIMES_AS_LONG) * self._timeouts.answer_s
+                    if waited_s >= answer_s + allowance_s:
+                        self._num_unanswered += 1
+                        if self._num_unanswered > MAX_UNANSWERED:
+                            raise PeerLost(f"{peer} works, but leaves the session without an answer") from None
+                        raise Unanswered(f"{peer} left a request unanswered") from None
+            else:
+                if num_asked == 1 and not was_opening:
+                    # Prompts and repetitions say nothing about how long a round takes.
+                    self._timeouts.deadline.observe(loop.time() - started_s)
+                return response
 
     async def _drop_cache(self) -> None:
         """Makes the target forget all but the first token, so that the open that follows computes the rest again."""
         self._has_drifted = False
         if self._stream is None:
             return
-        self._survived.drift_repairs += 1
+        self._num_repairs += 1
         fence = self._next_fence()
         fence.base_len = 1
         peer = self._stream.peer
         try:
             response = await peer.rollback(model_service_pb2.RollbackRequest(fence=fence), ROLLBACK_TIMEOUT_S)
-            peer.rollbacks.num_tokens += max(0, len(self._log) - 1 - response.cached_len)
+            peer.rolled_back_tokens += max(0, len(self._log) - 1 - response.cached_len)
         except OutriderError as error:
             self._tell("rollback failed", service=str(peer), reason=error.message)
         await self._forget()

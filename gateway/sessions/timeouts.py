@@ -1,6 +1,6 @@
 """How long to wait for a draft or a target, and when a request gives up.
 
-A deadline is a multiple of the usual time, so that no machine needs a setting. Pure but for a clock.
+A deadline is a multiple of the usual time, so that no machine needs a setting.
 """
 
 import asyncio
@@ -11,23 +11,25 @@ from outrider.errors import OutriderError, PeerLost
 
 SMALL_CATCH_UP = 32  # committed tokens that a draft reads in passing
 CATCH_UP_TOKEN_S = 0.005  # allowance for each further one
-MISSED_MOST_S = 1.0  # misses raise the deadline to this at most; only answers raise it further
+MISSED_MAX_S = 1.0  # misses raise the deadline to this at most; only answers raise it further
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+CLOCK_MARGIN_S = 0.01  # the transport counts a call's time by a clock of its own
 
 
 @dataclass(slots=True)
 class DraftDeadline:
-    """Deadline of a draft's answer: factor times the moving average of its answers, between least_s and most_s."""
+    """Deadline of a draft's answer: factor times the moving average of its answers, between min_s and max_s."""
 
-    least_s: float = 0.25
-    most_s: float = 5.0
+    min_s: float = 0.25
+    max_s: float = 5.0
     factor: float = 20.0
     _mean_s: float | None = None
 
     def seconds(self, catch_up_count: int) -> float:
         """Time to wait for an answer for which the draft has to read catch_up_count tokens first."""
-        usual_s = self.most_s if self._mean_s is None else self.factor * self._mean_s
+        usual_s = self.max_s if self._mean_s is None else self.factor * self._mean_s
         allowance_s = CATCH_UP_TOKEN_S * max(0, catch_up_count - SMALL_CATCH_UP)
-        return min(max(usual_s, self.least_s), self.most_s) + allowance_s
+        return min(max(usual_s, self.min_s), self.max_s) + allowance_s
 
     def observe(self, answer_s: float, catch_up_count: int) -> None:
         """Learns from an answer."""
@@ -39,33 +41,29 @@ class DraftDeadline:
 
         So the deadline itself is no answer's time: fed back, it would raise the next one without end.
         """
-        most_s = MISSED_MOST_S / self.factor
-        self._mean_s = most_s if self._mean_s is None else max(self._mean_s, min(2 * self._mean_s, most_s))
+        max_s = MISSED_MAX_S / self.factor
+        self._mean_s = max_s if self._mean_s is None else max(self._mean_s, min(2 * self._mean_s, max_s))
 
 
 @dataclass(slots=True)
 class RoundDeadline:
     """When to ask whether the target still works: factor times the moving average of its answers, within bounds.
 
-    Passing it costs one question and no request, so it may be short. `most_s` bounds what a slow start would teach.
+    Passing it costs one question and no request, so it may be short. `max_s` bounds what a slow start would teach.
     """
 
-    least_s: float = 2.0
-    most_s: float = 30.0
+    min_s: float = 2.0
+    max_s: float = 30.0
     factor: float = 20.0
     _mean_s: float = 0.0
 
     def seconds(self) -> float:
         """Time to wait for a verdict before the target is looked at."""
-        return min(max(self.factor * self._mean_s, self.least_s), self.most_s)
+        return min(max(self.factor * self._mean_s, self.min_s), self.max_s)
 
     def observe(self, answer_s: float) -> None:
         """Learns from an answer."""
-        self._mean_s += 0.1 * (min(answer_s, self.most_s) - self._mean_s)
-
-
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
-CLOCK_MARGIN_S = 0.01  # the transport counts a call's time by a clock of its own
+        self._mean_s += 0.1 * (min(answer_s, self.max_s) - self._mean_s)
 
 
 class RequestExpired(OutriderError):
@@ -77,8 +75,8 @@ class RequestExpired(OutriderError):
 
 
 @dataclass(frozen=True, slots=True)
-class Expiry:
-    """The end of the client's own patience, on the running loop's clock; None for no end."""
+class Deadline:
+    """When the client gives up, on the running loop's clock; None for no end."""
 
     at_s: float | None = None
 
@@ -98,11 +96,11 @@ class Expiry:
         return left_s is not None and left_s <= CLOCK_MARGIN_S
 
 
-NEVER = Expiry()
+NEVER = Deadline()
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class TargetTimeouts:
     """With a target: until it is looked at; seconds for which its device may finish nothing, it may be away, and it may
     work without an answer before the session is opened again.
     """
@@ -113,7 +111,7 @@ class Patience:
     answer_s: float = 60.0
 
 
-class Outage:
+class RetryBudget:
     """The time within one round in which a request has no target. Begins with the first fault."""
 
     def __init__(self, budget_s: float, now_s: float) -> None:
@@ -124,7 +122,7 @@ class Outage:
     def pause_s(self, fault: OutriderError, now_s: float) -> float:
         """Seconds to wait before the next attempt; raises PeerLost when the budget is used up.
 
-        The first fault of an outage begins its time, because the round before it may have taken long.
+        The first fault begins its time, because the round before it may have taken long.
         """
         self._num_faults += 1
         if self._num_faults == 1:

@@ -23,6 +23,14 @@ from outrider.model_names import unsized
 PATTERNS = ("tokenizer_config.json", "special_tokens_map.json", "*.jinja")
 DEFAULT, TOOL_USE = "default", "tool_use"
 SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+LONG_CHAT, LONG_TEXT = 16, 4_000  # messages, and characters of them; rendering more is felt by other requests
+MAX_SENTENCE_LEN = 300
+SPEAKERS = {"developer": "system"}  # two names of one who sets the rules
+# What a turn may have beside its content, and the lines have no place for.
+TEMPLATE_ONLY = ("name", "tool_calls", "tool_call_id")
+REASONING = ("reasoning_content", "thinking", "reasoning")
+
+Message = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +45,17 @@ def find_templates(model: str) -> TemplateFiles:
     """Of a local folder, of a model on the hub, or of the model inside a sized one. Raises ModelRefused."""
     source = unsized(model)
     try:
-        folder = Path(source) if Path(source).is_dir() else _downloaded(source)
+        folder = Path(source)
+        if not folder.is_dir():
+            model_id, _, revision = source.partition("@")
+            # What was downloaded once is used when there is no network.
+            snapshot = huggingface_hub.snapshot_download
+            folder = Path(snapshot(model_id, revision=revision or None, allow_patterns=list(PATTERNS)))
         config = _object(folder / "tokenizer_config.json")
         return TemplateFiles(_files(folder) or _named(config.get("chat_template")), _special_tokens(folder, config))
     except Exception as error:  # the hub's library has errors of several roots
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ModelRefused(f"the chat template of {model} cannot be read: {reason}", model=model) from error
-
-
-def _downloaded(name: str) -> Path:
-    """The folder of a snapshot; what was downloaded once is used when there is no network."""
-    model_id, _, revision = name.partition("@")
-    patterns = list(PATTERNS)
-    return Path(huggingface_hub.snapshot_download(model_id, revision=revision or None, allow_patterns=patterns))
 
 
 def _files(folder: Path) -> dict[str, str]:
@@ -86,16 +92,6 @@ def _object(path: Path) -> dict[str, object]:
     if not isinstance(found, dict):
         raise ValueError(f"{path.name} is no JSON object")
     return found
-
-
-LONG_CHAT, LONG_TEXT = 16, 4_000  # messages, and characters of them; rendering more is felt by other requests
-MAX_SENTENCE_LEN = 300
-SPEAKERS = {"developer": "system"}  # two names of one who sets the rules
-# What a turn may have beside its content, and the lines have no place for.
-TEMPLATE_ONLY = ("name", "tool_calls", "tool_call_id")
-REASONING = ("reasoning_content", "thinking", "reasoning")
-
-Message = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +184,10 @@ class ChatTemplate:
         except Exception as error:  # a template can do wrong whatever Python can
             assert isinstance(messages, list)
             takes = "takes them, which says" if isinstance(error, TemplateRefusal) else "can render them"
-            limit = f"such that the chat template {takes}: {_sentence(error)}"
+            said = " ".join(str(error).split()) or type(error).__name__
+            if len(said) > MAX_SENTENCE_LEN:
+                said = f"{said[: MAX_SENTENCE_LEN - 3]}..."
+            limit = f"such that the chat template {takes}: {said}"
             raise InvalidRequest("messages", f"{len(messages)} messages", limit) from error
 
 
@@ -207,9 +206,3 @@ def _plain(messages: Sequence[Message], add_generation_prompt: bool) -> str:
         role = str(message["role"])
         lines.append(f"{SPEAKERS.get(role, role).capitalize()}: {message.get('content', '')}".rstrip())
     return "\n\n".join([*lines, *["Assistant:"] * add_generation_prompt])
-
-
-def _sentence(error: Exception) -> str:
-    """What an error says, on one line of bounded length."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= MAX_SENTENCE_LEN else f"{text[: MAX_SENTENCE_LEN - 3]}..."

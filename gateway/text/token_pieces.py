@@ -1,4 +1,4 @@
-"""Each token alone, as log-probabilities show it: its exact bytes, and a text that can be written down. Sees no text.
+"""Each token alone, as log-probabilities show it: its exact bytes, and a text that can be written down.
 
 A piece is the token as it stands in the middle of a text, so the pieces of a whole text may begin with a space more
 than the text, where a tokenizer puts one before the first word. Bytes that are no text alone are written as OpenAI
@@ -7,7 +7,6 @@ writes them, `bytes:â`, and an id that no token has as vLLM writes it, `token
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +59,7 @@ class TokenPieces:
         if found:
             return bytes.fromhex(found[1])
         for decoder in self._decoders:
-            name = STEPS.get(decoder["type"], _unchanged)(decoder, name)
+            name = _decoded(decoder, name)
         return name.encode()
 
 
@@ -90,32 +89,20 @@ def _alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
 
 
-def _unchanged(_decoder: dict[str, Any], name: str) -> str:
-    return name
-
-
-def _replaced(decoder: dict[str, Any], name: str) -> str:
-    return name.replace(decoder["pattern"]["String"], decoder["content"]) if "String" in decoder["pattern"] else name
-
-
-def _spaced(decoder: dict[str, Any], name: str) -> str:
-    return name.replace(decoder["replacement"], " ")
-
-
-def _joined(decoder: dict[str, Any], name: str) -> str:
-    """WordPiece marks what goes on a word, where others mark what begins one."""
-    return name.removeprefix(decoder["prefix"]) if name.startswith(decoder["prefix"]) else f" {name}"
-
-
-def _ended(decoder: dict[str, Any], name: str) -> str:
-    return name.replace(decoder["suffix"], " ")
-
-
 ALPHABET = _alphabet()
-# Whatever looks at the ends of a text only, like Strip, has nothing to do with a token in its middle.
-STEPS: dict[str, Callable[[dict[str, Any], str], str]] = {
-    "Replace": _replaced,
-    "Metaspace": _spaced,
-    "WordPiece": _joined,
-    "BPEDecoder": _ended,
-}
+
+
+def _decoded(decoder: dict[str, Any], name: str) -> str:
+    """A token behind one step of a decoder. What looks at the ends of a text only, like Strip, changes no token."""
+    match decoder["type"]:
+        case "Replace" if "String" in decoder["pattern"]:
+            return name.replace(decoder["pattern"]["String"], decoder["content"])
+        case "Metaspace":
+            return name.replace(decoder["replacement"], " ")
+        case "WordPiece":
+            # It marks what goes on a word, where others mark what begins one.
+            prefix = decoder["prefix"]
+            return name.removeprefix(prefix) if name.startswith(prefix) else f" {name}"
+        case "BPEDecoder":
+            return name.replace(decoder["suffix"], " ")
+    return name

@@ -1,4 +1,4 @@
-"""Text to token ids and back, through the target's own tokenizer.json. Knows no model and no request.
+"""Text to token ids and back, through the target's own tokenizer.json.
 
 Encoding adds the special tokens that the tokenizer's post-processor asks for, as transformers does. Decoding leaves
 special tokens out and never shows half a character.

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.cli.options import RequestOptions
-from outrider.client import Origin, PromptToken, Result, Round, Token
+from outrider.client import GeneratedToken, Origin, PromptToken, Result, Round
 from outrider.client.calls import failure
 from outrider.parameters import Acceptance, Rule, TokenLogprob
 from outrider.rpc.channels import open_channel
@@ -108,7 +108,7 @@ class _Sample:
         self.count = 1
         self._index = -1
         self._prompt: list[PromptToken] = []
-        self._tokens: list[Token] = []
+        self._tokens: list[GeneratedToken] = []
 
     def heading(self, event: Round) -> str:
         """Takes a round; returns the heading where a sample begins, and nothing within one or above the only one."""
@@ -272,7 +272,7 @@ def _round(event: Round) -> dict[str, Any]:
     }
 
 
-def _token(token: PromptToken | Token) -> dict[str, Any]:
+def _token(token: PromptToken | GeneratedToken) -> dict[str, Any]:
     """A token with its log-probability, null for the prompt's first, and the most probable ones in its place."""
     told = token.logprob
     alternatives = zip(told.top_token_ids, told.top_logprobs, strict=True) if told else ()
@@ -313,12 +313,12 @@ def rule_told(acceptance: Acceptance) -> str:
     return told if acceptance.rule.is_exact else f"{told}: does not follow the target's distribution"
 
 
-def logprob_table(prompt: Sequence[PromptToken], tokens: Sequence[Token]) -> Table:
+def logprob_table(prompt: Sequence[PromptToken], tokens: Sequence[GeneratedToken]) -> Table:
     """One row a token, the prompt's dim; alternatives are ids, because only the gateway knows their texts."""
     table = Table("token", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("id", justify="right")
     table.add_column("logprob", justify="right")
-    rows: list[PromptToken | Token] = [*prompt, *tokens]
+    rows: list[PromptToken | GeneratedToken] = [*prompt, *tokens]
     if any(each.logprob and each.logprob.top_token_ids for each in rows):
         table.add_column("most probable")
     for place, each in enumerate(rows):

@@ -15,6 +15,7 @@ from outrider.client.calls import Cancelled, TimedOut
 from outrider.client.events import (
     Answer,
     Event,
+    GeneratedToken,
     Origin,
     PromptToken,
     RejectedToken,
@@ -23,7 +24,6 @@ from outrider.client.events import (
     RoundFacts,
     Sample,
     SpeculationFigures,
-    Token,
 )
 from outrider.client.requests import ChatMessage, GenerationOptions, Speculation
 from outrider.errors import (
@@ -48,6 +48,7 @@ __all__ = [
     "ChatMessage",
     "Client",
     "Event",
+    "GeneratedToken",
     "GenerationOptions",
     "InvalidRequest",
     "NotReady",
@@ -67,7 +68,6 @@ __all__ = [
     "SpeculationFigures",
     "Stream",
     "TimedOut",
-    "Token",
     "TokenLogprob",
     "Unsupported",
 ]

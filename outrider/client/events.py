@@ -34,7 +34,7 @@ class PromptToken:
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class GeneratedToken:
     """A token of the output and its share of the text, which is empty while a character is incomplete.
 
     draft_logprob is the draft's log-probability of an accepted token, where the request asked for return_rounds.
@@ -87,7 +87,7 @@ class Round:
     guesses.
     """
 
-    tokens: tuple[Token, ...]
+    tokens: tuple[GeneratedToken, ...]
     text: str
     sample_index: int = 0
     prompt: tuple[PromptToken, ...] = ()
@@ -161,7 +161,7 @@ class Sample:
         return "".join(each.text for each in self.rounds) + self.result.text
 
     @property
-    def tokens(self) -> tuple[Token, ...]:
+    def tokens(self) -> tuple[GeneratedToken, ...]:
         """The output's tokens."""
         return tuple(token for each in self.rounds for token in each.tokens)
 
@@ -282,9 +282,9 @@ def _round(message: pb.Round) -> Round:
     )
 
 
-def _token(message: pb.GeneratedToken) -> Token:
+def _token(message: pb.GeneratedToken) -> GeneratedToken:
     origin = ORIGINS.get(message.origin, Origin.PLAIN)
-    return Token(message.token_id, origin, message.text, _logprob(message), _draft_logprob(message))
+    return GeneratedToken(message.token_id, origin, message.text, _logprob(message), _draft_logprob(message))
 
 
 def _logprob(token: pb.GeneratedToken | pb.PromptToken) -> TokenLogprob | None:

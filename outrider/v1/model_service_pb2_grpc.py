@@ -52,7 +52,7 @@ class ModelServiceServicer:
     """
 
     def GetModelInfo(self, request, context):
-        """Describes the model, its numerics and the state of its cache. Cheap; the gateway calls it to greet a service.
+        """Describes the model, its numerics and the state of its cache. Cheap; the gateway's handshake with a service.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

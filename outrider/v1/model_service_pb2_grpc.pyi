@@ -34,7 +34,7 @@ class ModelServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ModelServiceAsyncStub: ...
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.GetModelInfoRequest, _model_service_pb2.GetModelInfoResponse]
-    """Describes the model, its numerics and the state of its cache. Cheap; the gateway calls it to greet a service."""
+    """Describes the model, its numerics and the state of its cache. Cheap; the gateway's handshake with a service."""
     Rollback: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.RollbackRequest, _model_service_pb2.RollbackResponse]
     """Truncates a session to a length and starts a new epoch: a running job of the session stops between two steps, and
     its answer is never sent. Idempotent: the same epoch again changes nothing, and an older one is answered without
@@ -47,7 +47,7 @@ class ModelServiceAsyncStub(ModelServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_model_service_pb2.GetModelInfoRequest, _model_service_pb2.GetModelInfoResponse]  # type: ignore[assignment]
-    """Describes the model, its numerics and the state of its cache. Cheap; the gateway calls it to greet a service."""
+    """Describes the model, its numerics and the state of its cache. Cheap; the gateway's handshake with a service."""
     Rollback: _aio.UnaryUnaryMultiCallable[_model_service_pb2.RollbackRequest, _model_service_pb2.RollbackResponse]  # type: ignore[assignment]
     """Truncates a session to a length and starts a new epoch: a running job of the session stops between two steps, and
     its answer is never sent. Idempotent: the same epoch again changes nothing, and an older one is answered without
@@ -63,7 +63,7 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _model_service_pb2.GetModelInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_model_service_pb2.GetModelInfoResponse, _abc.Awaitable[_model_service_pb2.GetModelInfoResponse]]:
-        """Describes the model, its numerics and the state of its cache. Cheap; the gateway calls it to greet a service."""
+        """Describes the model, its numerics and the state of its cache. Cheap; the gateway's handshake with a service."""
 
     @_abc_1.abstractmethod
     def Rollback(

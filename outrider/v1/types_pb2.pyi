@@ -152,14 +152,14 @@ class TokenTree(_message.Message):
 
     @_builtins.property
     def distributions(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftDistribution]:
-        """The law that each row's token was drawn from, for the rules `ratio`, `block` and `lenient`; one entry a row, in row
-        order. Empty under `match` and `typical`, which need token ids only; refused there when it is not.
+        """The distribution that each row's token was drawn from, for the rules `ratio`, `block` and `lenient`; one entry a
+        row, in row order. Empty under `match` and `typical`, which need token ids only; refused there when it is not.
         """
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Natural logarithm of the draft's probability of each row's token under the law that it was drawn from, in row
-        order, when the session asked for them. Never sent to a target.
+        """Natural logarithm of the draft's probability of each row's token under the distribution that it was drawn from, in
+        row order, when the session asked for them. Never sent to a target.
         """
 
     def __init__(

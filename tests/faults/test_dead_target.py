@@ -41,7 +41,7 @@ async def channel(target: Service) -> AsyncIterator[grpc.aio.Channel]:
         target.proxy.address, TARGET, listen="127.0.0.1:0", rest_listen="", rebuild_budget_seconds=BUDGET_S
     )
     gateway = await start_gateway(settings)
-    gateway.backend.patience.deadline.least_s = 0.5
+    gateway.backend.target_timeouts.deadline.min_s = 0.5
     try:
         async with open_channel(gateway.address) as channel:
             yield channel

@@ -59,7 +59,7 @@ class World:
         )
         self.running = await start_gateway(settings)
         # A target that stands still is found out in time for a test.
-        self.running.backend.patience.deadline.least_s = 0.5
+        self.running.backend.target_timeouts.deadline.min_s = 0.5
         # A gateway serves as soon as any target answers, and the spare may have been the first.
         await eventually(lambda: self._link().info is not None)
         try:

@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from support.basics import spec_of
+from support.markov import round_of
 from support.markov_services import WORDS, MarkovStack, Mischief, markov_stack, request
 from support.observability import families, findings
 
 from gateway.generation.generate import CompletionEvent, RoundEvent
-from gateway.generation.request import GenerationPlan
-from gateway.generation.transcript import SpeculationFigures, SpokenToken
+from gateway.generation.request import CheckedRequest
+from gateway.generation.transcript import GeneratedToken, SpeculationFigures
 from gateway.metrics import GatewayMetrics
-from gateway.rounds.round import FallbackReason, Round, TokenOrigin, Way
+from gateway.rounds.round import FallbackReason, HopCost, TokenOrigin
 from outrider.errors import InvalidRequest, Overloaded, PeerLost
 from outrider.parameters import Acceptance, FinishReason
 from outrider.process.metrics import new_registry
@@ -38,21 +39,15 @@ def values(registry: CollectorRegistry) -> dict[str, float]:
 def round_event(origins: Sequence[TokenOrigin], num_spoken: int | None = None, **changes: Any) -> RoundEvent:
     """A round with a token for each origin, all of which were spoken unless a number is given."""
     fields: dict[str, Any] = {
-        "base_len": 9,
-        "draft_count": 0,
         "accepted_count": sum(origin is ACCEPTED for origin in origins),
-        "evaluated_count": 0,
-        "fallback_reason": None,
-        "finish_reason": None,
         "draft_compute_us": 1_000,
         "verify_compute_us": 2_000,
         "round_us": 5_000,
-        "numerics_id": "n",
-        "draft_way": Way(200, 1_700, 30),
-        "verify_way": Way(100, 2_400, 70),
+        "draft_hop": HopCost(200, 1_700, 30),
+        "verify_hop": HopCost(100, 2_400, 70),
     }
-    committed = Round(tuple(range(len(origins))), tuple(origins), **{**fields, **changes})
-    spoken = tuple(SpokenToken(token_id, origin, "") for token_id, origin in enumerate(origins))
+    committed = round_of(range(len(origins)), origins, **{**fields, **changes})
+    spoken = tuple(GeneratedToken(token_id, origin, "") for token_id, origin in enumerate(origins))
     return RoundEvent(spoken[:num_spoken], committed, elapsed_us=30_000)
 
 
@@ -128,7 +123,7 @@ def test_where_the_time_of_a_round_goes() -> None:
     assert (found["prompt_compute_seconds_count"], found["prompt_compute_seconds_sum"]) == (1, 0.009)
     gaps = counted(round_event([PLAIN], gap_us=7_000))
     assert gaps["inter_token_latency_seconds_sum"] == pytest.approx(0.007)
-    early = counted(round_event([ACCEPTED, BONUS], draft_count=1, verify_way=Way(0, 10, 0)))
+    early = counted(round_event([ACCEPTED, BONUS], draft_count=1, verify_hop=HopCost(0, 10, 0)))
     assert early["verify_rpc_overhead_seconds_sum"] == 0
 
 
@@ -161,7 +156,7 @@ def test_how_requests_end_before_their_time() -> None:
         metrics.rejected(error)
     for end in (None, asyncio.CancelledError(), PeerLost("gone")):
         metrics.ended(end)
-    plan = GenerationPlan(spec_of([1, 2, 3], max_len=43), (), None, sample_count=2)
+    plan = CheckedRequest(spec_of([1, 2, 3], max_len=43), (), None, sample_count=2)
     metrics.admitted(0.25, [plan])
     found = values(registry)
     assert (found["admission_rejections_total overloaded"], found["admission_rejections_total invalid_request"]) == (
@@ -182,7 +177,7 @@ async def stack(tokenizer: str) -> AsyncIterator[MarkovStack]:
 
 def registry_of(stack: MarkovStack) -> CollectorRegistry:
     """What a running gateway exports."""
-    metrics = stack.gateway.door.metrics
+    metrics = stack.gateway.frontend.metrics
     assert isinstance(metrics, GatewayMetrics)
     return metrics.registry
 

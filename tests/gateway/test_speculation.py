@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.markov import EOS, NUM_TOKENS, MarkovDraft, MarkovModel, MarkovTarget, plain_decoding
 
-from gateway.rounds.planner import Pace
+from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import FallbackReason, Proposal, Round, TokenLog, TokenOrigin, Verdict
 from gateway.speculation import speculate
 from outrider.errors import PeerLost, ProtocolViolation
 from outrider.parameters import FinishReason
+from outrider.token_tree import TokenTree
 
 PROMPT = (3, 5)
 QUIET = settings(deadline=None, derandomize=True)
@@ -27,11 +28,11 @@ class Request:
         self.seed, self.max_len = seed, max_len
         self.target = MarkovTarget(log=self.log, seed=seed, max_len=max_len)
         self.draft = MarkovDraft(log=self.log, seed=seed, **draft)  # type: ignore[arg-type]
-        self.pace = Pace(SpeculationPolicy(), draft_count, max_len, max_draft_count=8)
+        self.planner = RoundPlanner(SpeculationPolicy(), draft_count, max_len, max_draft_count=8)
 
     def rounds(self) -> AsyncIterator[Round]:
         """The rounds of the request."""
-        return speculate(self.log, self.pace, self.target, self.draft)
+        return speculate(self.log, self.planner, self.target, self.draft)
 
     async def run(self) -> list[Round]:
         """All rounds, after checking that together they are what the target alone would have said."""
@@ -69,11 +70,11 @@ async def test_no_fault_of_the_draft_changes_a_token(
     """Lost, late, refused, absent at any time, with a short context: the same tokens, and every fallback says why."""
     request = Request(count, seed, 60, faults=faults, away=away, context_len=context_len)
     rounds = await request.run()
-    reasons = [committed.fallback_reason for committed in rounds if committed.fallback_reason]
+    reasons = [committed.proposal.fallback_reason for committed in rounds if committed.proposal.fallback_reason]
     met = [faults[call] for call in faults if call <= len(request.draft.asked)]
     allowed = {*met, FallbackReason.DRAFT_ABSENT, FallbackReason.DRAFT_CONTEXT}
     assert set(met) <= set(reasons) <= allowed
-    assert all(committed.draft_count == 0 for committed in rounds if committed.fallback_reason)
+    assert all(committed.draft_count == 0 for committed in rounds if committed.proposal.fallback_reason)
 
 
 async def test_trees_equal_plain_decoding_too() -> None:
@@ -92,7 +93,7 @@ async def test_a_wrong_verdict_would_be_seen() -> None:
 
     def planted(proposal: Proposal) -> Verdict:
         """Accepts the first row whatever it is."""
-        return Verdict(len(request.log), (1,), 1, None, 1) if proposal.token_ids else walk(proposal)
+        return Verdict(len(request.log), (1,), 1, None, 1) if proposal.tree else walk(proposal)
 
     request.target._walk = planted  # type: ignore[method-assign]
     with pytest.raises(AssertionError):
@@ -115,7 +116,7 @@ async def test_without_speculation_the_request_is_one_plain_stretch() -> None:
     rounds = await request.run()
     assert request.draft.asked == []
     assert request.target.steps == 1
-    assert {committed.fallback_reason for committed in rounds} == {None}
+    assert {committed.proposal.fallback_reason for committed in rounds} == {None}
     assert all(committed.origins == (TokenOrigin.PLAIN,) for committed in rounds)
 
 
@@ -123,29 +124,31 @@ async def test_speculation_resumes_when_the_draft_is_back() -> None:
     """A draft that is away for a while costs plain rounds with a reason, and then proposes again."""
     request = Request(4, 9, 60, away=frozenset(range(2, 9)), model=MarkovModel())
     rounds = await request.run()
-    assert rounds[0].fallback_reason is None
-    assert rounds[1].fallback_reason is FallbackReason.DRAFT_ABSENT
+    assert rounds[0].proposal.fallback_reason is None
+    assert rounds[1].proposal.fallback_reason is FallbackReason.DRAFT_ABSENT
     assert request.draft.asked
     back = next(committed for committed in rounds if committed.draft_count)
-    assert back.base_len <= 2 * 9
+    assert back.verdict.base_len <= 2 * 9
 
 
 async def test_never_drafts_past_the_limit() -> None:
     """K is at most what is left for the draft: the target adds one token itself."""
     request = Request(8, 1, 9, model=MarkovModel())
     rounds = await request.run()
-    assert all(committed.base_len + committed.draft_count < 9 for committed in rounds)
-    assert rounds[-1].finish_reason in {FinishReason.LENGTH, FinishReason.EOS}
+    assert all(committed.verdict.base_len + committed.draft_count < 9 for committed in rounds)
+    assert rounds[-1].verdict.finish_reason in {FinishReason.LENGTH, FinishReason.EOS}
 
 
 async def test_past_the_drafts_context_rounds_are_plain() -> None:
     """A draft with a short context is not asked past it, and the rounds say why."""
     request = Request(4, 6, 60, context_len=10, model=MarkovModel())
     rounds = await request.run()
-    assert all(committed.base_len + committed.draft_count <= 10 for committed in rounds if committed.draft_count)
-    late = [committed for committed in rounds if committed.base_len >= 10]
+    assert all(
+        committed.verdict.base_len + committed.draft_count <= 10 for committed in rounds if committed.draft_count
+    )
+    late = [committed for committed in rounds if committed.verdict.base_len >= 10]
     assert late
-    assert {committed.fallback_reason for committed in late} == {FallbackReason.DRAFT_CONTEXT}
+    assert {committed.proposal.fallback_reason for committed in late} == {FallbackReason.DRAFT_CONTEXT}
 
 
 async def test_both_sessions_close_when_the_client_leaves() -> None:
@@ -189,7 +192,7 @@ def test_an_impossible_verdict_commits_nothing(verdict: Verdict) -> None:
     """Another length, rows that are no path, no token at all: refused, and the log stays as it was."""
     log = TokenLog(PROMPT)
     with pytest.raises(ProtocolViolation):
-        log.commit(Proposal((7, 8, 9)), verdict)
+        log.commit(Proposal(TokenTree.chain((7, 8, 9))), verdict)
     assert log.tokens() == PROMPT
 
 

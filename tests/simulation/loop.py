@@ -2,7 +2,7 @@
 
 Everything that happens in it is a function of the seed. Each simulated process is a *host*, named by a context variable
 that tasks and callbacks inherit; each keeps asyncio's order among its own callbacks, as a process of its own would,
-while the hosts are interleaved at random, so that the law of first come, first served is never broken where code may
+while the hosts are interleaved at random, so that the rule of first come, first served is never broken where code may
 rely on it. A frozen host is a process under SIGSTOP: what becomes ready in it waits.
 """
 
@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 T = TypeVar("T")
 
 HOST: contextvars.ContextVar[str] = contextvars.ContextVar("host", default="")
-MOST_TURNS = 400_000
+MAX_TURNS = 400_000
 TURN_S = 1e-6  # a clock that stood still between two turns would be one that no process has
 POSTPONED = 0.2  # share of the turns that a host with something to do does not get
 
@@ -77,7 +77,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def wind_up(self) -> None:
         """Cancels all tasks, again and again, until none is left, and hears no more complaints.
 
-        There are some after a broken law, and those of a process that was killed.
+        There are some after a broken invariant, and those of a process that was killed.
         """
         self.set_exception_handler(lambda loop, context: None)
         self._frozen.clear()
@@ -90,8 +90,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def select(self, timeout: float | None) -> list[Any]:
         """Called once a turn: chooses what runs in it, or lets time pass. Raises Deadlock and Livelock."""
         self._num_turns += 1
-        if self._num_turns > MOST_TURNS:
-            raise Livelock(f"{MOST_TURNS} turns, {self._now_s:.1f} s")
+        if self._num_turns > MAX_TURNS:
+            raise Livelock(f"{MAX_TURNS} turns, {self._now_s:.1f} s")
         self._now_s += TURN_S
         self._choose()
         if not self._ready and timeout is None and not self._stopping:

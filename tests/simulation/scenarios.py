@@ -1,7 +1,7 @@
 """What hypothesis may draw: requests side by side, faults at chosen messages, storms, small caches."""
 
 from hypothesis import strategies as st
-from simulation.laws import Client
+from simulation.invariants import Client
 from simulation.models import PROMPTS, Asked
 from simulation.weather import Fault, Kind
 from simulation.world import DRAFT, DURATIONS_S, PLACES, TARGETS, Scenario
@@ -23,7 +23,7 @@ clients = st.builds(
     greedy_rule=st.sampled_from((Rule.MATCH, Rule.RATIO, Rule.BLOCK)),
     starts_s=st.sampled_from((0.0, 0.0, 0.01, 0.1)),
     cancel_at=st.none() | st.none() | st.integers(0, 60),
-    patience_s=st.sampled_from((None, None, None, 5.0)),
+    deadline_s=st.sampled_from((None, None, None, 5.0)),
     dawdle_s=st.sampled_from((0.0, 0.0, 0.05)),
 )
 faults = st.builds(

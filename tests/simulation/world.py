@@ -1,4 +1,4 @@
-"""A whole world in one loop: clients, the gateway, two targets and a draft. Decides nothing; see simulation.laws.
+"""A whole world in one loop: clients, the gateway, two targets and a draft. Decides nothing; see simulation.invariants.
 
 Everything but clients, transport and device is the product's own code.
 """
@@ -15,7 +15,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 from simulation.await_points import AwaitPoints
 from simulation.calls import CANCELLED, Call, ServerCall
-from simulation.laws import Broken, Client, Outcome, check_end, check_tokens, hold, is_hopeless
+from simulation.invariants import Broken, Client, Outcome, check_end, check_tokens, hold, is_hopeless
 from simulation.loop import VirtualLoop, context_of, run
 from simulation.models import PROMPTS, models
 from simulation.services import Process
@@ -28,13 +28,13 @@ from support.basics import check_empty
 from gateway.generation.admission import Admission
 from gateway.generation.audit import ShadowAudit
 from gateway.generation.backend import Backend
-from gateway.generation.frontend import FrontDoor
+from gateway.generation.frontend import Frontend
 from gateway.grpc.servicer import generation_service
 from gateway.metrics import GatewayMetrics
 from gateway.rounds.policy import Choice, SpeculationPolicy
 from gateway.sessions.link import BREAKERS, CircuitBreaker, ServiceLink
 from gateway.sessions.replicas import Replicas
-from gateway.sessions.timeouts import DraftDeadline, Patience
+from gateway.sessions.timeouts import DraftDeadline, TargetTimeouts
 from gateway.text.chat_template import ChatTemplate
 from outrider.parameters import Rule
 from outrider.rpc.errors import error_from
@@ -93,7 +93,7 @@ class DicePolicy(SpeculationPolicy):
 
 
 def simulate(scenario: Scenario) -> list[Outcome]:
-    """Lets a scenario happen; raises Broken when a law does not hold, and Deadlock or Livelock."""
+    """Lets a scenario happen; raises Broken when an invariant does not hold, and Deadlock or Livelock."""
     models()
     loop = VirtualLoop(scenario.seed)
     random.seed(scenario.seed)
@@ -173,12 +173,12 @@ class World:
             return made
 
         target, draft = Replicas([link("target", each) for each in TARGETS]), Replicas([link("draft", DRAFT)])
-        patience = Patience(rebuild_budget_s=BUDGET_S)
+        timeouts = TargetTimeouts(rebuild_budget_s=BUDGET_S)
         audit = ShadowAudit(0.0, CollectorRegistry())
-        backend = Backend(models().tokenizer, target, draft, self._policy, DraftDeadline(), patience, audit)
+        backend = Backend(models().tokenizer, target, draft, self._policy, DraftDeadline(), timeouts, audit)
         server = Server(self._loop, GATEWAY, wrap=self._with_await_points)
         metrics = GatewayMetrics(CollectorRegistry())
-        door = FrontDoor(backend, Admission(64, 64), metrics, ChatTemplate(), "model")
+        door = Frontend(backend, Admission(64, 64), metrics, ChatTemplate(), "model")
         for add in generation_service(door, 30.0).values():
             add(server)  # type: ignore[arg-type]
         await server.guarded()
@@ -203,7 +203,7 @@ class World:
     async def _client(self, index: int, client: Client, channel: Channel) -> None:
         await asyncio.sleep(client.starts_s)
         stub, outcome = GenerationServiceStub(channel), self._outcomes[index]  # type: ignore[arg-type]
-        call: Any = stub.Generate(_request(client), timeout=client.patience_s)
+        call: Any = stub.Generate(_request(client), timeout=client.deadline_s)
         self._client_of[call] = index
         try:
             while (message := await call.read()) is not grpc.aio.EOF:
@@ -246,7 +246,7 @@ class World:
         is_hopeless_now = is_hopeless(self._weather.spells, TARGETS, since_s, outcome.ended_s)
         excuses = {
             "CANCELLED": client.cancel_at is not None,
-            "DEADLINE_EXCEEDED": client.patience_s is not None,
+            "DEADLINE_EXCEEDED": client.deadline_s is not None,
             "UNAVAILABLE": self._gateway_died or is_hopeless_now,
         }
         return {status for status, is_excused in excuses.items() if is_excused}

@@ -18,7 +18,16 @@ import grpc
 
 from outrider.cli.options import RequestOptions
 from outrider.cli.output import View
-from outrider.client import Origin, PromptToken, RejectedToken, Result, Round, RoundFacts, SpeculationFigures, Token
+from outrider.client import (
+    GeneratedToken,
+    Origin,
+    PromptToken,
+    RejectedToken,
+    Result,
+    Round,
+    RoundFacts,
+    SpeculationFigures,
+)
 from outrider.errors import InvalidRequest
 from outrider.parameters import TokenLogprob
 from outrider.rpc.channels import MAX_MESSAGE_BYTES
@@ -98,9 +107,9 @@ async def terminal(*arguments: str, changes: Mapping[str, str] | None = None) ->
 
 
 ROUNDS = (
-    Round((Token(5, Origin.PLAIN, "Once"),), "Once"),
-    Round((Token(6, Origin.ACCEPTED, " upon"), Token(7, Origin.CORRECTION, " a")), " upon a"),
-    Round((Token(8, Origin.ACCEPTED, ""), Token(9, Origin.BONUS, " é")), " é"),
+    Round((GeneratedToken(5, Origin.PLAIN, "Once"),), "Once"),
+    Round((GeneratedToken(6, Origin.ACCEPTED, " upon"), GeneratedToken(7, Origin.CORRECTION, " a")), " upon a"),
+    Round((GeneratedToken(8, Origin.ACCEPTED, ""), GeneratedToken(9, Origin.BONUS, " é")), " é"),
 )
 RESULT = Result(
     rest=" time",
@@ -120,8 +129,8 @@ TEXT = "Once upon a é time"
 NUMBERED = (
     Round(
         (
-            Token(5, Origin.PLAIN, "Once\n", TokenLogprob(-0.25, (5, 6), (-0.25, -2.0))),
-            Token(6, Origin.ACCEPTED, "\x1b", TokenLogprob(-1.5, (6, 8), (-1.5, -1.625))),
+            GeneratedToken(5, Origin.PLAIN, "Once\n", TokenLogprob(-0.25, (5, 6), (-0.25, -2.0))),
+            GeneratedToken(6, Origin.ACCEPTED, "\x1b", TokenLogprob(-1.5, (6, 8), (-1.5, -1.625))),
         ),
         "Once\n\x1b",
         prompt=(PromptToken(3, "Ask"), PromptToken(4, ": ", TokenLogprob(-3.0, (1, 2), (-0.5, -1.0)))),

@@ -10,8 +10,19 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from gateway.rounds.round import NOTHING, FallbackReason, Proposal, TokenLog, Verdict
+from gateway.rounds.planner import DraftOutlook
+from gateway.rounds.round import (
+    NOTHING,
+    FallbackReason,
+    HopCost,
+    Proposal,
+    Round,
+    TokenLog,
+    TokenOrigin,
+    Verdict,
+)
 from outrider.parameters import FinishReason
+from outrider.token_tree import TokenTree
 
 NUM_TOKENS = 12
 EOS = 0
@@ -77,8 +88,8 @@ class MarkovTarget(Session):
 
     async def verify(self, proposal: Proposal, plain_budget: int) -> Verdict:
         """Follows the tree along the target's own draws; a proposal on top of unasked tokens is a test's failure."""
-        assert not (proposal.token_ids and self.outstanding)
-        assert len(self.log) + proposal.depth < self.max_len
+        assert not (proposal.tree and self.outstanding)
+        assert len(self.log) + max(proposal.tree.depths) < self.max_len
         if self.outstanding:
             self.acknowledged += plain_budget > 0
         else:
@@ -93,8 +104,8 @@ class MarkovTarget(Session):
             token_id = self.model.draw(prefix, self.seed)
             prefix.append(token_id)
             finish = self._finish(prefix)
-            children = [child for child in range(1, len(proposal.token_ids) + 1) if proposal.parent(child) == row]
-            hits = [child for child in children if proposal.token_ids[child - 1] == token_id]
+            children = proposal.tree.children(row)
+            hits = [child for child in children if proposal.tree.token_ids[child - 1] == token_id]
             if not hits:
                 return Verdict(len(self.log), tuple(rows), token_id, finish, len(rows) + bool(children))
             row = hits[0]
@@ -123,9 +134,10 @@ class MarkovDraft(Session):
     asked: list[int] = field(default_factory=list)
 
     @property
-    def obstacle(self) -> FallbackReason | None:
+    def outlook(self) -> DraftOutlook:
         """Absent at the lengths that the test wants."""
-        return FallbackReason.DRAFT_ABSENT if len(self.log) in self.away else None
+        obstacle = FallbackReason.DRAFT_ABSENT if len(self.log) in self.away else None
+        return DraftOutlook(obstacle, self.context_len, self.max_draft_count)
 
     async def propose(self, draft_count: int) -> Proposal:
         """A chain of guesses, or with `branching` a tree that carries a wrong sibling before each of them."""
@@ -138,12 +150,41 @@ class MarkovDraft(Session):
         for _ in range(draft_count):
             prefix.append(self.model.draw(prefix, self.seed))
         guesses = prefix[len(self.log) :]
-        return self._tree(guesses) if self.branching else Proposal(tuple(guesses), compute_us=10 * draft_count)
+        if self.branching:
+            return Proposal(self._tree(guesses))
+        return Proposal(TokenTree.chain(guesses), compute_us=10 * draft_count)
 
-    def _tree(self, guesses: list[int]) -> Proposal:
+    def _tree(self, guesses: list[int]) -> TokenTree:
         token_ids, parents, parent = [], [], 0
         for guess in guesses:
             token_ids += [(guess + 1) % NUM_TOKENS, guess]
             parents += [parent, parent]
             parent = len(token_ids)
-        return Proposal(tuple(token_ids), tuple(parents))
+        return TokenTree(tuple(token_ids), tuple(parents))
+
+
+def round_of(
+    token_ids: Sequence[int],
+    origins: Sequence[TokenOrigin],
+    *,
+    draft_count: int = 0,
+    accepted_count: int = 0,
+    evaluated_count: int = 0,
+    fallback_reason: FallbackReason | None = None,
+    finish_reason: FinishReason | None = None,
+    draft_compute_us: int = 0,
+    verify_compute_us: int = 0,
+    draft_hop: HopCost | None = None,
+    verify_hop: HopCost | None = None,
+    round_us: int = 0,
+    gap_us: int = 0,
+    is_first: bool = False,
+) -> Round:
+    """A round on top of five tokens, in which the first tokens of a chain were accepted."""
+    guesses = TokenTree.chain((1,) * draft_count)
+    rows = tuple(range(1, accepted_count + 1))
+    proposal = Proposal(guesses, fallback_reason, draft_compute_us, hop=draft_hop or HopCost())
+    verdict = Verdict(
+        5, rows, None, finish_reason, evaluated_count, verify_compute_us, "numerics", hop=verify_hop or HopCost()
+    )
+    return Round(proposal, verdict, tuple(token_ids), tuple(origins), round_us, gap_us, is_first)

@@ -145,7 +145,7 @@ class RunningStack:
         self.draft = None
 
     async def start_draft(self) -> None:
-        """Starts the draft service, on its old port when it had one, and waits until the gateway has greeted it."""
+        """Starts the draft service, on its old port when it had one, and waits until the gateway has found it."""
         assert self.draft_settings is not None
         self.draft = await start_draft(self.draft_settings)
         self.draft_settings = replace(self.draft_settings, listen=self.draft.address)

@@ -40,7 +40,7 @@ class RestStack:
     def admission(self) -> Admission:
         """Who runs and who waits."""
         assert self.stack.gateway is not None
-        return self.stack.gateway.door.admission
+        return self.stack.gateway.frontend.admission
 
     async def model(self) -> str:
         """The name under which the model is served."""

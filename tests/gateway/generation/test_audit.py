@@ -12,7 +12,7 @@ from support.basics import PATIENCE_S, eventually, spec_of
 from support.markov_services import MarkovStack, Mischief, markov_stack, request
 
 from gateway.generation import audit
-from gateway.generation.request import GenerationPlan
+from gateway.generation.request import CheckedRequest
 from gateway.generation.transcript import StopScanner, Transcript
 from gateway.rounds.round import Round
 from gateway.sessions.link import ModelInfo
@@ -63,20 +63,20 @@ async def test_an_audit_asks_for_tokens_only_and_outlives_a_bug(tokenizer: str) 
     asked: list[tuple[int | None, int | None, bool]] = []
     errors = [RuntimeError("a bug"), PeerLost("the target is away")]
 
-    async def decode(plan: GenerationPlan, _target: ModelInfo) -> AsyncGenerator[Round, None]:
-        asked.append((plan.draft_count, plan.spec.logprob_count, plan.spec.prompt_logprobs))
+    async def decode(request: CheckedRequest, _target: ModelInfo) -> AsyncGenerator[Round, None]:
+        asked.append((request.draft_count, request.spec.logprob_count, request.spec.prompt_logprobs))
         raise errors.pop(0)
         yield
 
     async with markov_stack(tokenizer) as stack:
-        target = await stack.gateway.backend.target.greeted(PATIENCE_S)
-        transcript = Transcript(2, stack.gateway.backend.tokenizer.detokenizer(), StopScanner(()))
+        target = await stack.gateway.backend.target.after_handshake(PATIENCE_S)
+        transcript = Transcript(stack.gateway.backend.tokenizer.detokenizer(), StopScanner(()))
         transcript.numerics_ids.append(target.numerics_id)
-        plan = GenerationPlan(replace(spec_of([5, 6]), logprob_count=20, prompt_logprobs=True), (), None)
+        request = CheckedRequest(replace(spec_of([5, 6]), logprob_count=20, prompt_logprobs=True), (), None)
         tested = audit.ShadowAudit(1.0, CollectorRegistry())
         auditing = asyncio.create_task(tested.run(decode))
         for _ in range(2):
-            tested.offer(plan, transcript, target)
+            tested.offer(request, transcript, target)
         await eventually(lambda: not errors or auditing.done())
         assert asked == [(0, None, False)] * 2
         auditing.cancel()

@@ -7,9 +7,9 @@ import pytest
 from support.basics import eventually
 from support.markov_services import SEED, MarkovStack, markov_stack
 
-from gateway.generation.frontend import FrontDoor
+from gateway.generation.frontend import Frontend
 from gateway.generation.generate import CompletionEvent, Event, RoundEvent
-from gateway.generation.request import GenerationAsk
+from gateway.generation.request import GenerationRequest
 from outrider.errors import InvalidRequest, OutriderError, Overloaded, PromptTooLong
 
 
@@ -19,7 +19,7 @@ class Diary:
     def __init__(self) -> None:
         self.entries: list[object] = []
 
-    def admitted(self, waited_s: float, plans: object) -> None:
+    def admitted(self, waited_s: float, requests: object) -> None:
         """A request has its places."""
         self.entries.append("admitted" if waited_s >= 0 else "before it came")
 
@@ -36,21 +36,21 @@ class Diary:
         self.entries.append(error if error is None else type(error))
 
 
-def door_of(stack: MarkovStack) -> tuple[FrontDoor, Diary]:
-    """A second front door of a stack, which shares its places and writes a diary."""
-    door, diary = stack.gateway.door, Diary()
-    return FrontDoor(door.backend, door.admission, diary, door.chat_template, door.model_name), diary
+def frontend_of(stack: MarkovStack) -> tuple[Frontend, Diary]:
+    """A second front frontend of a stack, which shares its places and writes a diary."""
+    frontend, diary = stack.gateway.frontend, Diary()
+    return Frontend(frontend.backend, frontend.admission, diary, frontend.chat_template, frontend.model_name), diary
 
 
-def ask(text: str = "fox sea", **fields: object) -> GenerationAsk:
+def request(text: str = "fox sea", **fields: object) -> GenerationRequest:
     """A request of two words with the test's seed."""
-    return GenerationAsk(text=text, seed=SEED, **{"max_tokens": 12, "draft_count": 3, **fields})  # type: ignore[arg-type]
+    return GenerationRequest(text=text, seed=SEED, **{"max_tokens": 12, "draft_count": 3, **fields})  # type: ignore[arg-type]
 
 
-async def texts(door: FrontDoor, asks: Sequence[GenerationAsk]) -> list[str]:
+async def texts(frontend: Frontend, requests: Sequence[GenerationRequest]) -> list[str]:
     """What each request says."""
-    said = [""] * len(asks)
-    async with door.open(asks) as generation:
+    said = [""] * len(requests)
+    async with frontend.open(requests) as generation:
         async for number, event in generation.events:
             is_round = isinstance(event, RoundEvent)
             said[number] += "".join(token.text for token in event.tokens) if is_round else event.text_delta
@@ -60,10 +60,10 @@ async def texts(door: FrontDoor, asks: Sequence[GenerationAsk]) -> list[str]:
 async def test_requests_that_belong_together_say_what_each_says_alone(tokenizer: str) -> None:
     """Several prompts at once neither mix nor lose a word."""
     async with markov_stack(tokenizer) as stack:
-        door, _ = door_of(stack)
-        asks = [ask("fox sea"), ask("wolf gold", draft_count=0), ask("moon king", sample_count=1)]
-        alone = [(await texts(door, [each]))[0] for each in asks]
-        assert await texts(door, asks) == alone
+        frontend, _ = frontend_of(stack)
+        requests = [request("fox sea"), request("wolf gold", draft_count=0), request("moon king", sample_count=1)]
+        alone = [(await texts(frontend, [each]))[0] for each in requests]
+        assert await texts(frontend, requests) == alone
         assert all(alone)
 
 
@@ -81,32 +81,32 @@ async def test_nothing_is_spent_on_a_bad_request(
 ) -> None:
     """It is refused on entering, no session was opened, also none for the good one beside it, and no place is held."""
     async with markov_stack(tokenizer) as stack:
-        door, diary = door_of(stack)
+        frontend, diary = frontend_of(stack)
         with pytest.raises(error):
-            await texts(door, [ask(), ask(**bad)])
+            await texts(frontend, [request(), request(**bad)])
         assert diary.entries == [error]
         assert stack.target.calls == stack.draft.calls == 0
-        assert door.admission.running == 0
+        assert frontend.admission.running == 0
 
 
 async def test_those_who_wait_for_a_target_are_bounded(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it is away no more requests are held than run and wait otherwise."""
     async with markov_stack(tokenizer, max_requests=1, max_queue=1) as stack:
-        door, _ = door_of(stack)
+        frontend, _ = frontend_of(stack)
         with monkeypatch.context() as away:
             away.setattr(stack.gateway.backend.target.links[0], "info", None)
-            waiting = [asyncio.create_task(texts(door, [ask()])) for _ in range(2)]
+            waiting = [asyncio.create_task(texts(frontend, [request()])) for _ in range(2)]
             await asyncio.sleep(0)
             with pytest.raises(Overloaded):
-                await texts(door, [ask()])
+                await texts(frontend, [request()])
         assert len(set(map(tuple, await asyncio.gather(*waiting)))) == 1
 
 
 async def test_an_observer_hears_of_everything_once(tokenizer: str) -> None:
     """Admitted, rounds, one completion, ended well."""
     async with markov_stack(tokenizer) as stack:
-        door, diary = door_of(stack)
-        await texts(door, [ask()])
+        frontend, diary = frontend_of(stack)
+        await texts(frontend, [request()])
         await eventually(lambda: diary.entries[-1] is None)
         *_, completion, end = diary.entries
         assert diary.entries[0] == "admitted"
@@ -117,27 +117,27 @@ async def test_an_observer_hears_of_everything_once(tokenizer: str) -> None:
 async def test_who_leaves_frees_everything(tokenizer: str) -> None:
     """Leaving in the middle ends both sessions and gives the place to who waits; who leaves the queue had nothing."""
     async with markov_stack(tokenizer, max_requests=1, max_queue=1) as stack:
-        door, diary = door_of(stack)
-        async with door.open([ask(max_tokens=400)]) as generation:
+        frontend, diary = frontend_of(stack)
+        async with frontend.open([request(max_tokens=400)]) as generation:
             await anext(generation.events)
-            waiting = asyncio.create_task(texts(door, [ask()]))
-            await eventually(lambda: door.admission.waiting == 1)
+            waiting = asyncio.create_task(texts(frontend, [request()]))
+            await eventually(lambda: frontend.admission.waiting == 1)
             with pytest.raises(Overloaded):
-                await texts(door, [ask()])
+                await texts(frontend, [request()])
             waiting.cancel()
             await asyncio.wait({waiting})
         await eventually(lambda: stack.target.sessions == stack.draft.sessions == 0)
         assert diary.entries == ["admitted", RoundEvent, Overloaded, asyncio.CancelledError, None]
-        assert door.admission.running == door.admission.waiting == 0
+        assert frontend.admission.running == frontend.admission.waiting == 0
 
 
 async def test_a_caller_that_fails_is_told_apart(tokenizer: str) -> None:
     """What ends a request in the middle is named, and its sessions end all the same."""
     async with markov_stack(tokenizer) as stack:
-        door, diary = door_of(stack)
+        frontend, diary = frontend_of(stack)
 
         async def fail() -> None:
-            async with door.open([ask(max_tokens=400)]) as generation:
+            async with frontend.open([request(max_tokens=400)]) as generation:
                 await anext(generation.events)
                 raise ZeroDivisionError
 

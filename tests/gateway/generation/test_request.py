@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.generation.request import GenerationAsk, GenerationPlan, ServingLimits, check_request
+from gateway.generation.request import CheckedRequest, GenerationRequest, ServingLimits, check_request
 from gateway.text.tokenizer import Tokenizer
 from outrider.errors import InvalidRequest, PromptTooLong
 from outrider.parameters import Acceptance, Rule, SamplingParameters
@@ -14,58 +14,58 @@ TOKENIZER = Tokenizer(str(Path(__file__).resolve().parents[3] / "models" / "targ
 LIMITS = ServingLimits(
     1024, 32_768, 4096, frozenset({0}), 8, {"model": frozenset(Rule), "coupled": frozenset({Rule.MATCH})}
 )
-ASK = GenerationAsk(text="Once upon a time")
+REQUEST = GenerationRequest(text="Once upon a time")
 
 
-async def check(ask: GenerationAsk) -> GenerationPlan:
+async def check(request: GenerationRequest) -> CheckedRequest:
     """The request with these limits."""
-    return await check_request(ask, TOKENIZER, LIMITS)
+    return await check_request(request, TOKENIZER, LIMITS)
 
 
 async def test_defaults_are_filled_in() -> None:
     """A bare text gets 128 tokens, a seed, the model's EOS and the gateway's own choice of K."""
-    plan = await check(ASK)
-    assert plan.spec.token_ids == await TOKENIZER.encode("Once upon a time")
-    assert plan.spec.max_len == plan.spec.prompt_len + 128
-    assert plan.spec.eos_token_ids == {0}
+    request = await check(REQUEST)
+    assert request.spec.token_ids == await TOKENIZER.encode("Once upon a time")
+    assert request.spec.max_len == request.spec.prompt_len + 128
+    assert request.spec.eos_token_ids == {0}
     # What a number of JavaScript holds.
-    assert 0 <= plan.spec.seed < 2**53
-    assert plan.draft_count is None
+    assert 0 <= request.spec.seed < 2**53
+    assert request.draft_count is None
 
 
 async def test_seeds_differ() -> None:
     """Two requests without a seed do not share one."""
-    assert (await check(ASK)).spec.seed != (await check(ASK)).spec.seed
+    assert (await check(REQUEST)).spec.seed != (await check(REQUEST)).spec.seed
 
 
 async def test_token_ids_are_taken_as_they_are() -> None:
     """A prompt of token ids is not touched."""
-    assert (await check(GenerationAsk(token_ids=(7, 7, 4095)))).spec.token_ids == (7, 7, 4095)
+    assert (await check(GenerationRequest(token_ids=(7, 7, 4095)))).spec.token_ids == (7, 7, 4095)
 
 
 async def test_the_default_length_shrinks_to_the_room() -> None:
     """Without max_tokens the output is what the context leaves."""
-    plan = await check(GenerationAsk(token_ids=(5,) * 1000))
-    assert plan.spec.max_len == 1024
+    request = await check(GenerationRequest(token_ids=(5,) * 1000))
+    assert request.spec.max_len == 1024
 
 
 async def test_too_long_names_all_three_numbers() -> None:
     """The error says how long prompt and output are, and what the context is."""
     with pytest.raises(PromptTooLong, match=r"prompt of 1000 tokens and max_tokens 25 .* context of 1024 tokens"):
-        await check(GenerationAsk(token_ids=(5,) * 1000, max_tokens=25))
+        await check(GenerationRequest(token_ids=(5,) * 1000, max_tokens=25))
 
 
 async def test_a_prompt_that_is_too_long_is_not_looked_into() -> None:
     """Its ids are not checked one by one, which would take the loop's time."""
     with pytest.raises(PromptTooLong):
-        await check(GenerationAsk(token_ids=(99_999,) * 2000))
+        await check(GenerationRequest(token_ids=(99_999,) * 2000))
 
 
 async def test_a_prompt_alone_too_long_is_told_of_nothing_that_nobody_wrote() -> None:
     """Without max_tokens the sentence speaks of the prompt and the context only."""
     for length in (1024, 2000):
         with pytest.raises(PromptTooLong, match=f"prompt has {length} tokens, .* context of 1024 tokens") as caught:
-            await check(GenerationAsk(token_ids=(5,) * length))
+            await check(GenerationRequest(token_ids=(5,) * length))
         assert "max_tokens" not in caught.value.message
         assert caught.value.metadata == {"prompt_tokens": str(length), "context_len": "1024"}
 
@@ -73,32 +73,32 @@ async def test_a_prompt_alone_too_long_is_told_of_nothing_that_nobody_wrote() ->
 async def test_the_cache_limits_a_request_where_it_is_smaller_than_the_context() -> None:
     """Both numbers and the cache's size are named, and the default length is what the cache leaves."""
     limits = replace(LIMITS, kv_tokens=640)
-    ask = GenerationAsk(token_ids=(5,) * 600)
+    request = GenerationRequest(token_ids=(5,) * 600)
     with pytest.raises(PromptTooLong, match=r"600 tokens and max_tokens 41 .* the key-value cache of 640 tokens"):
-        await check_request(replace(ask, max_tokens=41), TOKENIZER, limits)
-    for fitting in (ask, replace(ask, max_tokens=40)):
+        await check_request(replace(request, max_tokens=41), TOKENIZER, limits)
+    for fitting in (request, replace(request, max_tokens=40)):
         assert (await check_request(fitting, TOKENIZER, limits)).spec.max_len == 640
     with pytest.raises(PromptTooLong, match=r"prompt has 640 tokens, .* key-value cache of 640 tokens"):
-        await check_request(GenerationAsk(token_ids=(5,) * 640), TOKENIZER, limits)
+        await check_request(GenerationRequest(token_ids=(5,) * 640), TOKENIZER, limits)
 
 
 async def test_a_long_text_is_encoded_to_the_same_ids() -> None:
     """Encoding off the loop changes nothing."""
     text = "a king and a queen " * 400
     with pytest.raises(PromptTooLong, match=f"prompt has {len(await TOKENIZER.encode(text))} tokens"):
-        await check(GenerationAsk(text=text))
+        await check(GenerationRequest(text=text))
 
 
 async def test_without_speculation_k_is_zero() -> None:
     """Disabled speculation wins over a draft count."""
-    assert (await check(replace(ASK, speculation_enabled=False, draft_count=5))).draft_count == 0
-    assert (await check(replace(ASK, draft_count=5))).draft_count == 5
+    assert (await check(replace(REQUEST, speculation_enabled=False, draft_count=5))).draft_count == 0
+    assert (await check(replace(REQUEST, draft_count=5))).draft_count == 5
 
 
 async def test_ignore_eos_leaves_no_eos() -> None:
     """Under ignore_eos nothing ends the request as end of sequence."""
-    plan = await check(replace(ASK, sampling=SamplingParameters(ignore_eos=True)))
-    assert plan.spec.eos_token_ids == frozenset()
+    request = await check(replace(REQUEST, sampling=SamplingParameters(ignore_eos=True)))
+    assert request.spec.eos_token_ids == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ async def test_ignore_eos_leaves_no_eos() -> None:
 async def test_bad_values_are_named(change: dict[str, object], field: str) -> None:
     """Every refusal names the field, the value and the limit."""
     with pytest.raises(InvalidRequest) as caught:
-        await check(replace(ASK, **change))  # type: ignore[arg-type]
+        await check(replace(REQUEST, **change))  # type: ignore[arg-type]
     assert caught.value.metadata["field"] == field
     assert caught.value.metadata["limit"]
 
@@ -159,20 +159,20 @@ async def test_bad_values_are_named(change: dict[str, object], field: str) -> No
 async def test_refusals_are_sentences(change: dict[str, object], sentence: str) -> None:
     """Field, value and limit, in words that read well."""
     with pytest.raises(InvalidRequest) as caught:
-        await check(replace(ASK, **change))  # type: ignore[arg-type]
+        await check(replace(REQUEST, **change))  # type: ignore[arg-type]
     assert caught.value.message == sentence
 
 
 async def test_a_drafter_is_not_checked_while_nobody_knows_the_names() -> None:
     """Without a draft service any name passes: the request will do without a draft, or the draft will refuse it."""
-    plan = await check_request(replace(ASK, drafter="oracle"), TOKENIZER, replace(LIMITS, drafters={}))
-    assert plan.drafter == "oracle"
-    assert (await check(ASK)).drafter == ""
+    request = await check_request(replace(REQUEST, drafter="oracle"), TOKENIZER, replace(LIMITS, drafters={}))
+    assert request.drafter == "oracle"
+    assert (await check(REQUEST)).drafter == ""
 
 
 async def test_a_drafter_that_cannot_serve_the_rule_is_refused() -> None:
     """The sentence names those that can."""
-    ratio = replace(ASK, drafter="coupled", acceptance=Acceptance(rule=Rule.RATIO))
+    ratio = replace(REQUEST, drafter="coupled", acceptance=Acceptance(rule=Rule.RATIO))
     with pytest.raises(InvalidRequest, match="drafter is 'coupled', but must be one that serves the rule ratio: model"):
         await check(ratio)
     assert (await check(replace(ratio, drafter="model"))).spec.acceptance.rule is Rule.RATIO
@@ -180,27 +180,27 @@ async def test_a_drafter_that_cannot_serve_the_rule_is_refused() -> None:
 
 async def test_banned_words_become_their_token_sequences() -> None:
     """As they begin a text and as they go on in one; words that share a sequence share it once."""
-    plan = await check(replace(ASK, banned_words=("wolf", "wolf", "the queen")))
+    request = await check(replace(REQUEST, banned_words=("wolf", "wolf", "the queen")))
     alone, behind = await TOKENIZER.encode("wolf", special=False), await TOKENIZER.encode(" wolf", special=False)
     assert alone != behind
-    assert plan.spec.banned[:2] == (alone, behind)
-    assert len(plan.spec.banned) == 4
+    assert request.spec.banned[:2] == (alone, behind)
+    assert len(request.spec.banned) == 4
 
 
 async def test_samples_differ_in_their_seeds_only() -> None:
     """The first keeps the request's seed and reads the prompt's log-probabilities; the others draw with their own."""
-    plan = await check(replace(ASK, sample_count=8, seed=5, logprob_count=2, echo=True))
-    samples = [plan.sample(index) for index in range(plan.sample_count)]
-    assert samples[0].spec == plan.spec
+    request = await check(replace(REQUEST, sample_count=8, seed=5, logprob_count=2, echo=True))
+    samples = [request.sample(index) for index in range(request.sample_count)]
+    assert samples[0].spec == request.spec
     assert len({sample.spec.seed for sample in samples}) == 8
     assert [sample.spec.prompt_logprobs for sample in samples] == [True] + [False] * 7
-    assert {sample.spec.token_ids for sample in samples} == {plan.spec.token_ids}
+    assert {sample.spec.token_ids for sample in samples} == {request.spec.token_ids}
 
 
 async def test_an_echo_that_no_message_holds_is_refused() -> None:
     """Up to the largest prompt that a message holds, and not a token further."""
     limits = replace(LIMITS, context_len=100_000, kv_tokens=100_000)
-    ask = GenerationAsk(token_ids=(5,) * 9_279, logprob_count=20, echo=True)
-    assert (await check_request(ask, TOKENIZER, limits)).spec.prompt_logprobs
+    request = GenerationRequest(token_ids=(5,) * 9_279, logprob_count=20, echo=True)
+    assert (await check_request(request, TOKENIZER, limits)).spec.prompt_logprobs
     with pytest.raises(InvalidRequest, match=r"echo is True, but must be false for a prompt of 9280 .* at most 9279"):
-        await check_request(replace(ask, token_ids=(5,) * 9_280), TOKENIZER, limits)
+        await check_request(replace(request, token_ids=(5,) * 9_280), TOKENIZER, limits)

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from support.markov import round_of
+
 from gateway.generation.transcript import StopScanner, Transcript
 from gateway.rounds.round import FallbackReason, Round, TokenOrigin
 from gateway.text.tokenizer import Tokenizer
@@ -11,16 +13,17 @@ TOKENIZER = Tokenizer(str(Path(__file__).resolve().parents[3] / "models" / "targ
 
 
 def transcript(*stops: str) -> Transcript:
-    """A transcript behind a prompt of four tokens."""
-    return Transcript(4, TOKENIZER.detokenizer(), StopScanner(stops))
+    """A transcript with some stop strings."""
+    return Transcript(TOKENIZER.detokenizer(), StopScanner(stops))
 
 
-async def a_round(text: str, base_len: int = 5, accepted: int = 0, finish: FinishReason | None = None) -> Round:
+async def a_round(text: str, accepted: int = 0, finish: FinishReason | None = None, *, is_first: bool = False) -> Round:
     """A round that says a text, of which the first tokens are accepted ones."""
     token_ids = await TOKENIZER.encode(text)
     origins = [TokenOrigin.ACCEPTED] * accepted + [TokenOrigin.PLAIN] * (len(token_ids) - accepted)
     reason = None if accepted else FallbackReason.DRAFT_ABSENT
-    return Round(token_ids, tuple(origins), base_len, accepted, accepted, accepted, reason, finish, 0, 0, 0, "n")
+    counts = {"draft_count": accepted, "accepted_count": accepted, "evaluated_count": accepted}
+    return round_of(token_ids, origins, **counts, fallback_reason=reason, finish_reason=finish, is_first=is_first)
 
 
 async def test_tokens_behind_a_stop_string_do_not_exist() -> None:
@@ -63,7 +66,7 @@ async def test_a_stop_string_wins_over_the_targets_own_end_behind_it() -> None:
 async def test_half_a_character_at_the_end_is_shown_broken() -> None:
     """At the end of the request half a character cannot wait any longer, and may even be a stop string."""
     token_id = (await TOKENIZER.encode("😀"))[0]
-    half = Round((token_id,), (TokenOrigin.PLAIN,), 5, 0, 0, 0, None, FinishReason.LENGTH, 0, 0, 0, "n")
+    half = round_of((token_id,), (TokenOrigin.PLAIN,), finish_reason=FinishReason.LENGTH)
     story = transcript()
     assert [token.text for token in story.take(half)] == [""]
     assert story.finish() == "\ufffd"
@@ -76,7 +79,7 @@ async def test_half_a_character_at_the_end_is_shown_broken() -> None:
 async def test_figures_leave_out_the_prompts_own_pass() -> None:
     """The first verdict is no round; the others are counted as the protocol says."""
     story = transcript()
-    story.take(await a_round("Once", base_len=4))
+    story.take(await a_round("Once", is_first=True))
     story.take(await a_round(" upon a time", accepted=2))
     story.take(await a_round(" there"))
     figures = story.figures

@@ -167,14 +167,14 @@ async def test_more_requests_than_allowed_are_turned_away_at_once(tokenizer: str
         running = stack.generate(request())
         await running.read()
         waiting = asyncio.create_task(stack.run(request()))
-        await eventually(lambda: stack.gateway.door.admission.waiting == 1)
+        await eventually(lambda: stack.gateway.frontend.admission.waiting == 1)
         with pytest.raises(Overloaded, match="1 of 1 places are taken and 1 requests wait already, of at most 1"):
             await stack.run(request())
         assert not waiting.done()
         running.cancel()
         _, completion = await waiting
         assert completion.timings.queue_us > 0
-        assert stack.gateway.door.admission.running == stack.gateway.door.admission.waiting == 0
+        assert stack.gateway.frontend.admission.running == stack.gateway.frontend.admission.waiting == 0
 
 
 async def test_requests_at_once_do_not_mix(tokenizer: str) -> None:

@@ -8,8 +8,8 @@ import pytest
 from support.basics import spec_of
 
 from gateway.generation.generate import CompletionEvent, RoundEvent
-from gateway.generation.request import GenerationAsk, GenerationPlan
-from gateway.generation.transcript import PromptToken, SpeculationFigures, SpokenToken
+from gateway.generation.request import CheckedRequest, GenerationRequest
+from gateway.generation.transcript import GeneratedToken, PromptToken, SpeculationFigures
 from gateway.rest.completions import CompletionFormatter
 from gateway.rest.generate import (
     CHAT_NAMES,
@@ -29,16 +29,16 @@ HEADER = ResponseHeader("cmpl-1", 1, "markov", "fp")
 PROMPT = (PromptToken(3, "fox", None), PromptToken(5, " sea", TokenLogprob(-1.0)))
 
 
-def asked(**fields: Any) -> GenerationAsk:
+def asked(**fields: Any) -> GenerationRequest:
     """What a body asks for."""
     return generation_request(CompletionRequest.model_validate({"prompt": "fox", **fields}), "markov")
 
 
 def test_nothing_given_asks_for_the_gateways_defaults() -> None:
     """REST has no defaults of its own, so that an empty request says the same on every surface."""
-    assert asked() == GenerationAsk()
-    assert asked(temperature=None, stop=None, speculation=None, n=None) == GenerationAsk()
-    assert asked(speculation=dict.fromkeys(SpeculationFields.model_fields)) == GenerationAsk()
+    assert asked() == GenerationRequest()
+    assert asked(temperature=None, stop=None, speculation=None, n=None) == GenerationRequest()
+    assert asked(speculation=dict.fromkeys(SpeculationFields.model_fields)) == GenerationRequest()
 
 
 def test_every_field_arrives() -> None:
@@ -57,7 +57,7 @@ def test_every_field_arrives() -> None:
         cache_salt="mine",
         n=2,
         speculation=speculation,
-    ) == GenerationAsk(
+    ) == GenerationRequest(
         max_tokens=9,
         sampling=SamplingParameters(**sampling, logit_bias={7: -3.5}),
         seed=-4,
@@ -72,7 +72,7 @@ def test_every_field_arrives() -> None:
         cache_salt="mine",
     )
     assert asked(stop=["sea", "king"]).stops == ("sea", "king")
-    assert asked(speculation={"draft_count": "auto", "enabled": False}) == GenerationAsk(speculation_enabled=False)
+    assert asked(speculation={"draft_count": "auto", "enabled": False}) == GenerationRequest(speculation_enabled=False)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,9 @@ def test_other_errors_stay_as_they_are() -> None:
 def said(text: str, drafted: int = 0, accepted: int = 0, prompt: tuple[PromptToken, ...] = ()) -> RoundEvent:
     """A round with one token."""
     committed = Round((1,), (TokenOrigin.PLAIN,), 2, drafted, accepted, accepted, None, None, 0, 0, 0, "numerics")
-    return RoundEvent((SpokenToken(1, TokenOrigin.PLAIN, text, TokenLogprob(-2.0)),), committed, prompt_tokens=prompt)
+    return RoundEvent(
+        (GeneratedToken(1, TokenOrigin.PLAIN, text, TokenLogprob(-2.0)),), committed, prompt_tokens=prompt
+    )
 
 
 def ended(**changes: Any) -> CompletionEvent:
@@ -149,7 +151,7 @@ def counted(
     *steps: tuple[int, int], samples: int = 1, draft_count: int | None = None, ends: int = 1
 ) -> ResponseFigures:
     """What has been counted of some verdicts."""
-    plan = GenerationPlan(spec_of([3, 5]), (), draft_count, sample_count=samples)
+    plan = CheckedRequest(spec_of([3, 5]), (), draft_count, sample_count=samples)
     figures = ResponseFigures([plan], 4, return_rounds=True)
     for step in steps:
         figures.add(0, said("x", *step))

@@ -180,7 +180,7 @@ async def test_an_error_in_the_middle_is_an_event(http: httpx.AsyncClient) -> No
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_full_queue_says_when_to_come_back(http: httpx.AsyncClient, markov: MarkovStack, stream: bool) -> None:
     """Before any header of a stream, and whoever leaves, running or waiting, makes room and leaves nothing behind."""
-    admission, body = markov.gateway.door.admission, {**BODIES[TEXT], **ENDLESS, "stream": stream}
+    admission, body = markov.gateway.frontend.admission, {**BODIES[TEXT], **ENDLESS, "stream": stream}
     held = admission.place(4)
     await held.__aenter__()
     waiting = asyncio.create_task(http.post(TEXT, json=body))

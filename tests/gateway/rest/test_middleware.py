@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 from support.network import connected, served
 
-from gateway.rest.middleware import BodyLimits, RequestContext, RestSettings
+from gateway.rest.middleware import BodyLimits, RequestIds, RestSettings
 
 SETTINGS = RestSettings(max_body_bytes=100_000, body_wait_s=20)
 JSON = {"content-type": "application/json"}
@@ -26,9 +26,9 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     await JSONResponse({"got": body.decode()})(scope, receive, send)
 
 
-def surface(settings: RestSettings) -> RequestContext:
+def surface(settings: RestSettings) -> RequestIds:
     """The middleware before a server that echoes."""
-    return RequestContext(BodyLimits(echo, settings), CollectorRegistry())
+    return RequestIds(BodyLimits(echo, settings), CollectorRegistry())
 
 
 def client() -> httpx.AsyncClient:

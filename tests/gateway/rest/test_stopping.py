@@ -15,7 +15,7 @@ BODY = {"model": "markov", "prompt": "fox sea", "seed": 7, "max_tokens": 200}
 async def test_who_waits_is_sent_elsewhere_and_who_runs_ends(words: str) -> None:
     """With a status and a time to come again, streaming or not; nobody is cut off without a word."""
     async with markov_stack(words, rest_listen="127.0.0.1:0", max_requests=1, max_queue=8) as stack:
-        admission = stack.gateway.door.admission
+        admission = stack.gateway.frontend.admission
         async with httpx.AsyncClient(base_url=f"http://{stack.gateway.rest_address}", timeout=60) as http:
 
             async def post(**fields: object) -> httpx.Response:

@@ -1,26 +1,15 @@
 """Plans of single rounds: which limit decides, and how plain stretches begin and end."""
 
-from dataclasses import dataclass
-
 import pytest
 
-from gateway.rounds.planner import PLAIN_BUDGET, WAITING_BUDGET, Pace, Plan
+from gateway.rounds.planner import PLAIN_BUDGET, WAITING_BUDGET, DraftOutlook, RoundPlan, RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import NOTHING, FallbackReason, Proposal, TokenLog
 
 
-@dataclass
-class Draft:
-    """A draft as a pace sees it."""
-
-    obstacle: FallbackReason | None = None
-    context_len: int | None = None
-    max_draft_count: int | None = None
-
-
-def pace(draft_count: int | None = 4, max_len: int = 100) -> Pace:
-    """A pace for a target that takes at most eight rows."""
-    return Pace(SpeculationPolicy(), draft_count, max_len, max_draft_count=8)
+def planner_of(draft_count: int | None = 4, max_len: int = 100) -> RoundPlanner:
+    """A planner for a target that takes at most eight rows."""
+    return RoundPlanner(SpeculationPolicy(), draft_count, max_len, max_draft_count=8)
 
 
 def log_of(length: int) -> TokenLog:
@@ -33,58 +22,58 @@ def log_of(length: int) -> TokenLog:
 @pytest.mark.parametrize(
     ("draft_count", "length", "draft", "expected"),
     [
-        (4, 10, Draft(), 4),
-        (8, 10, Draft(max_draft_count=5), 5),
-        (8, 97, Draft(), 2),
-        (8, 99, Draft(), 0),
-        (8, 10, Draft(context_len=13), 3),
-        (None, 10, Draft(), 4),
-        (None, 97, Draft(), 2),
+        (4, 10, DraftOutlook(), 4),
+        (8, 10, DraftOutlook(max_draft_count=5), 5),
+        (8, 97, DraftOutlook(), 2),
+        (8, 99, DraftOutlook(), 0),
+        (8, 10, DraftOutlook(context_len=13), 3),
+        (None, 10, DraftOutlook(), 4),
+        (None, 97, DraftOutlook(), 2),
     ],
 )
-def test_the_smallest_limit_decides(draft_count: int | None, length: int, draft: Draft, expected: int) -> None:
+def test_the_smallest_limit_decides(draft_count: int | None, length: int, draft: DraftOutlook, expected: int) -> None:
     """K is bounded by the draft, by what is left of the request, and by the draft's context."""
-    assert pace(draft_count).plan(log_of(length), 0, draft) == Plan(expected, 0)
+    assert planner_of(draft_count).plan(log_of(length), 0, draft) == RoundPlan(expected, 0)
 
 
 def test_the_prompts_own_pass_has_no_proposal() -> None:
     """The first round is plain, and without a reason, because no draft was wanted in it."""
-    assert pace().plan(log_of(2), 0, Draft()) == Plan(0, 0)
-    assert pace().plan(log_of(2), 0, Draft(FallbackReason.DRAFT_ABSENT)) == Plan(0, WAITING_BUDGET)
-    assert pace(0).plan(log_of(2), 0, Draft()) == Plan(0, PLAIN_BUDGET)
+    assert planner_of().plan(log_of(2), 0, DraftOutlook()) == RoundPlan(0, 0)
+    assert planner_of().plan(log_of(2), 0, DraftOutlook(FallbackReason.DRAFT_ABSENT)) == RoundPlan(0, WAITING_BUDGET)
+    assert planner_of(0).plan(log_of(2), 0, DraftOutlook()) == RoundPlan(0, PLAIN_BUDGET)
 
 
 def test_an_obstacle_makes_a_short_stretch_with_its_reason() -> None:
     """While the draft is away the target goes on alone, for so few tokens that the draft is soon used again."""
-    plan = pace().plan(log_of(9), 0, Draft(FallbackReason.DRAFT_LOST))
-    assert plan == Plan(0, WAITING_BUDGET, FallbackReason.DRAFT_LOST)
+    plan = planner_of().plan(log_of(9), 0, DraftOutlook(FallbackReason.DRAFT_LOST))
+    assert plan == RoundPlan(0, WAITING_BUDGET, FallbackReason.DRAFT_LOST)
 
 
 def test_a_stretch_is_left_before_the_draft_is_asked() -> None:
     """The draft is back: the stretch is not extended, its rest keeps its reason, and then comes a proposal."""
-    planner = pace()
-    planner.plan(log_of(9), 0, Draft(FallbackReason.DRAFT_ABSENT))
-    assert planner.plan(log_of(10), 3, Draft()) == Plan(0, 0, FallbackReason.DRAFT_ABSENT)
-    assert planner.plan(log_of(12), 1, Draft()) == Plan(0, 0, FallbackReason.DRAFT_ABSENT)
-    assert planner.plan(log_of(13), 0, Draft()) == Plan(4, 0)
+    planner = planner_of()
+    planner.plan(log_of(9), 0, DraftOutlook(FallbackReason.DRAFT_ABSENT))
+    assert planner.plan(log_of(10), 3, DraftOutlook()) == RoundPlan(0, 0, FallbackReason.DRAFT_ABSENT)
+    assert planner.plan(log_of(12), 1, DraftOutlook()) == RoundPlan(0, 0, FallbackReason.DRAFT_ABSENT)
+    assert planner.plan(log_of(13), 0, DraftOutlook()) == RoundPlan(4, 0)
 
 
 def test_past_the_drafts_context_the_stretch_is_long() -> None:
     """A context does not grow again, so nothing is gained by looking often."""
-    plan = pace().plan(log_of(50), 0, Draft(context_len=50))
-    assert plan == Plan(0, PLAIN_BUDGET, FallbackReason.DRAFT_CONTEXT)
+    plan = planner_of().plan(log_of(50), 0, DraftOutlook(context_len=50))
+    assert plan == RoundPlan(0, PLAIN_BUDGET, FallbackReason.DRAFT_CONTEXT)
 
 
 def test_a_plan_does_not_hide_the_proposals_own_reason() -> None:
     """What the session says about its fault is kept; otherwise the plan's reason is what there is to say."""
     lost = Proposal(fallback_reason=FallbackReason.DRAFT_LOST)
-    plan = Plan(0, 8, FallbackReason.DRAFT_ABSENT)
+    plan = RoundPlan(0, 8, FallbackReason.DRAFT_ABSENT)
     assert plan.explain(lost) is lost
     assert plan.explain(NOTHING).fallback_reason is FallbackReason.DRAFT_ABSENT
-    assert Plan(0, 8).explain(NOTHING) is NOTHING
+    assert RoundPlan(0, 8).explain(NOTHING) is NOTHING
 
 
 @pytest.mark.parametrize(("draft_count", "expected"), [(0, False), (3, True), (None, True)])
 def test_the_draft_reads_the_prompt_when_it_will_be_asked(draft_count: int | None, expected: bool) -> None:
     """A request that never speculates does not open a draft session."""
-    assert pace(draft_count).expects_draft() is expected
+    assert planner_of(draft_count).expects_draft() is expected

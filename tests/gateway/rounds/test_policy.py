@@ -3,8 +3,9 @@
 import random
 from dataclasses import dataclass, field
 
+from support.markov import round_of
+
 from gateway.rounds.policy import SpeculationPolicy
-from gateway.rounds.round import Round
 
 
 @dataclass
@@ -33,19 +34,15 @@ class Machine:
         self.elapsed_us += round_us
         self.tokens += accepted + 1
         evaluated = min(accepted + 1, draft_count)
-        committed = Round(
-            token_ids=(1,) * (accepted + 1),
-            origins=(),
-            base_len=5,
+        committed = round_of(
+            (1,) * (accepted + 1),
+            (),
             draft_count=draft_count,
             accepted_count=accepted,
             evaluated_count=evaluated,
-            fallback_reason=None,
-            finish_reason=None,
             draft_compute_us=int(draft_us),
             verify_compute_us=int(verify_us),
             round_us=int(round_us),
-            numerics_id="",
         )
         self.policy.observe(committed, unasked=unasked)
 

@@ -1,11 +1,12 @@
-"""Whole requests through pace and policy on a simulated clock: what they learn about a draft, and at what cost."""
+"""Whole requests through planner and policy on a simulated clock: what they learn about a draft, and at what cost."""
 
 import random
 from dataclasses import dataclass, field
 
-from gateway.rounds.planner import Pace
+from gateway.rounds.planner import DraftOutlook, RoundPlanner
 from gateway.rounds.policy import PROBE_ROUNDS, SpeculationPolicy
 from gateway.rounds.round import FallbackReason, Proposal, TokenLog, Verdict
+from outrider.token_tree import TokenTree
 
 PROMPT_LEN = 64
 VERIFY_US, ROW_US, MESSAGE_US, UNASKED_US = 20_000, 500, 600, 50
@@ -18,8 +19,6 @@ class Simulation:
 
     draft_us: int = FAST_US
     obstacle: FallbackReason | None = None
-    context_len: int | None = None
-    max_draft_count: int | None = None
     policy: SpeculationPolicy = field(default_factory=SpeculationPolicy)
     noise: random.Random = field(default_factory=lambda: random.Random(3))
     now_us: int = 0
@@ -36,12 +35,12 @@ class Simulation:
     def request(self, max_len: int) -> None:
         """One request."""
         log = TokenLog((1,) * PROMPT_LEN, lambda: self.now_us * 1000)
-        pace = Pace(self.policy, None, max_len, 32)
-        cached_len = PROMPT_LEN if pace.expects_draft() else 0
+        planner = RoundPlanner(self.policy, None, max_len, 32)
+        cached_len = PROMPT_LEN if planner.expects_draft() else 0
         limit = len(log)
         while len(log) < max_len:
             outstanding = max(0, min(limit, max_len) - len(log))
-            plan = pace.plan(log, outstanding, self)
+            plan = planner.plan(log, outstanding, DraftOutlook(self.obstacle))
             if plan.draft_count:
                 proposal, verdict = self.draft(plan.draft_count, len(log), len(log) - cached_len)
                 cached_len = len(log)
@@ -52,7 +51,7 @@ class Simulation:
                     limit = len(log) + 1 + plan.plain_budget
             self.now_us += verdict.compute_us
             self.rounds += 1
-            pace.observe(log.commit(proposal, verdict), log)
+            planner.observe(log.commit(proposal, verdict))
 
     def draft(self, count: int, base_len: int, catch_up_count: int) -> tuple[Proposal, Verdict]:
         """A speculative round."""
@@ -63,7 +62,7 @@ class Simulation:
         self.now_us += draft_us + MESSAGE_US
         self.drafted_rounds += 1
         rows = tuple(range(1, accepted + 1))
-        proposal = Proposal((1,) * count, (), None, draft_us, catch_up_count)
+        proposal = Proposal(TokenTree.chain((1,) * count), None, draft_us, catch_up_count)
         return proposal, Verdict(base_len, rows, 1, None, min(accepted + 1, count), VERIFY_US + ROW_US * count)
 
 

@@ -4,7 +4,7 @@ from contextlib import aclosing
 
 from support.markov import MarkovDraft, MarkovTarget
 
-from gateway.rounds.planner import Pace
+from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import Proposal, TokenLog, Verdict
 from gateway.speculation import speculate
@@ -27,7 +27,7 @@ async def test_a_client_that_takes_its_time_is_in_no_round() -> None:
     log = target.log = TokenLog((3, 5), lambda: target.now_us * 1000)
     draft = MarkovDraft(log=log)
     times, gaps = [], []
-    async with aclosing(speculate(log, Pace(SpeculationPolicy(), 4, 30, 8), target, draft)) as rounds:
+    async with aclosing(speculate(log, RoundPlanner(SpeculationPolicy(), 4, 30, 8), target, draft)) as rounds:
         async for committed in rounds:
             times.append(committed.round_us)
             gaps.append(committed.gap_us)

@@ -3,13 +3,13 @@
 from gateway.sessions.timeouts import DraftDeadline
 
 
-def test_an_unknown_draft_gets_the_most() -> None:
+def test_an_unknown_draft_gets_the_maximum() -> None:
     """Before its first answer nobody knows what is slow."""
     assert DraftDeadline().seconds(1) == 5.0
 
 
 def test_follows_the_drafts_own_answers() -> None:
-    """Twenty times the usual answer, between the least and the most."""
+    """Twenty times the usual answer, between the minimum and the maximum."""
     deadline = DraftDeadline()
     deadline.observe(0.02, 1)
     assert deadline.seconds(1) == 0.4
@@ -48,7 +48,7 @@ def test_a_miss_is_not_taken_for_an_answer() -> None:
 
 
 def test_an_unknown_draft_that_misses_gets_less() -> None:
-    """A draft that hangs from the start costs the most only once."""
+    """A draft that hangs from the start costs the maximum only once."""
     deadline = DraftDeadline()
     deadline.missed()
     assert deadline.seconds(1) == 1.0

@@ -6,30 +6,31 @@ import pytest
 from support.markov import NUM_TOKENS, MarkovModel
 from support.markov_services import DraftServicer, serving
 
-from gateway.rounds.round import Proposal, TokenLog
+from gateway.rounds.round import TokenLog
 from gateway.sessions.draft import DraftStream
 from gateway.sessions.link import ServiceLink
 from outrider.errors import ProtocolViolation
 from outrider.parameters import Acceptance, Rule, SamplingParameters, SessionSpec
+from outrider.token_tree import TokenTree
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import types_pb2
 
 PROMPT = (3, 5)
 CHAIN, TREE = (0, 1), (0, 0)
-LAWS = tuple(types_pb2.DraftDistribution(token_ids=[1, 2], weights=[40000, 25535]) for _ in CHAIN)
-WITH_LAWS = [rule for rule in Rule if rule.needs_distributions]
-WITHOUT_LAWS = [rule for rule in Rule if not rule.needs_distributions]
+DISTRIBUTIONS = tuple(types_pb2.DraftDistribution(token_ids=[1, 2], weights=[40000, 25535]) for _ in CHAIN)
+WITH_DISTRIBUTIONS = [rule for rule in Rule if rule.needs_distributions]
+WITHOUT_DISTRIBUTIONS = [rule for rule in Rule if not rule.needs_distributions]
 
 
 async def read(rule: Rule, **proposal: object) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Token ids, parents and number of laws of a proposal of two tokens, as the gateway reads them under a rule."""
+    """Token ids, parents and number of distributions of a proposal of two tokens, as they are read under a rule."""
     found = await proposed(rule, **proposal)  # type: ignore[arg-type]
     return found.token_ids, found.parents, len(found.distributions)
 
 
-async def proposed(rule: Rule, *, draft_logprobs: bool = False, **proposal: object) -> Proposal:
-    """The proposal itself, for a request that may have asked for log-probabilities."""
+async def proposed(rule: Rule, *, draft_logprobs: bool = False, **proposal: object) -> TokenTree:
+    """The tree of the proposal, for a request that may have asked for log-probabilities."""
     spec = SessionSpec(PROMPT, 2, SamplingParameters(), 9, 60, frozenset({0}), frozenset(), Acceptance(rule=rule))
     spec = replace(spec, draft_logprobs=draft_logprobs)
     async with serving(DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel())) as address:
@@ -38,48 +39,48 @@ async def proposed(rule: Rule, *, draft_logprobs: bool = False, **proposal: obje
         stream = DraftStream(link, spec, TokenLog(PROMPT), "", None)
         tree = types_pb2.TokenTree(token_ids=[1, 2], **proposal)  # type: ignore[arg-type]
         try:
-            return stream.proposal(draft_pb.ProposeResponse(proposal=tree), 4, 0, 0)
+            return stream.proposal(draft_pb.ProposeResponse(proposal=tree), 4, 0, 0).tree
         finally:
             await stream.drop()
             await link.close()
 
 
-@pytest.mark.parametrize("rule", WITH_LAWS)
-async def test_rules_with_laws_take_chains_with_laws(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", WITH_DISTRIBUTIONS)
+async def test_rules_with_distributions_take_chains_with_distributions(rule: Rule) -> None:
     """Whether the chain's parents are written out or not."""
     for parents in (CHAIN, ()):
-        assert await read(rule, parents=parents, distributions=LAWS) == ((1, 2), CHAIN, 2)
+        assert await read(rule, parents=parents, distributions=DISTRIBUTIONS) == ((1, 2), CHAIN, 2)
 
 
-@pytest.mark.parametrize("rule", WITHOUT_LAWS)
-async def test_rules_without_laws_take_trees(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", WITHOUT_DISTRIBUTIONS)
+async def test_rules_without_distributions_take_trees(rule: Rule) -> None:
     """Of any shape."""
     assert await read(rule, parents=TREE) == ((1, 2), TREE, 0)
 
 
-@pytest.mark.parametrize("rule", WITH_LAWS)
+@pytest.mark.parametrize("rule", WITH_DISTRIBUTIONS)
 async def test_a_tree_under_a_rule_for_chains_is_the_draft_s_fault(rule: Rule) -> None:
     """The target would refuse it, and so end a request that did nothing wrong."""
     with pytest.raises(ProtocolViolation, match=f"a tree that is no chain, which does not fit the rule {rule}"):
-        await read(rule, parents=TREE, distributions=LAWS)
+        await read(rule, parents=TREE, distributions=DISTRIBUTIONS)
 
 
-@pytest.mark.parametrize("rule", WITH_LAWS)
-async def test_missing_laws_are_the_draft_s_fault(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", WITH_DISTRIBUTIONS)
+async def test_missing_distributions_are_the_draft_s_fault(rule: Rule) -> None:
     """Under every rule that tests with them."""
     with pytest.raises(ProtocolViolation, match=f"without distributions, which does not fit the rule {rule}"):
         await read(rule)
 
 
-@pytest.mark.parametrize("rule", WITHOUT_LAWS)
-async def test_unwanted_laws_are_the_draft_s_fault(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", WITHOUT_DISTRIBUTIONS)
+async def test_unwanted_distributions_are_the_draft_s_fault(rule: Rule) -> None:
     """Under every rule that has no use for them."""
     with pytest.raises(ProtocolViolation, match=f"with distributions, which does not fit the rule {rule}"):
-        await read(rule, distributions=LAWS)
+        await read(rule, distributions=DISTRIBUTIONS)
 
 
 @pytest.mark.parametrize(
-    ("law", "fault"),
+    ("distribution", "fault"),
     [
         ({"token_ids": [1, 2], "weights": [1]}, "weights is '1 entries'"),
         ({"token_ids": [1, 2], "weights": [1, 0]}, "weights.1 is 0"),
@@ -90,11 +91,11 @@ async def test_unwanted_laws_are_the_draft_s_fault(rule: Rule) -> None:
         ({}, "a support of the row's token 2"),
     ],
 )
-async def test_a_malformed_law_is_the_draft_s_fault(law: dict[str, list[int]], fault: str) -> None:
+async def test_a_malformed_distribution_is_the_draft_s_fault(distribution: dict[str, list[int]], fault: str) -> None:
     """The message names what is wrong with it."""
-    laws = (LAWS[0], types_pb2.DraftDistribution(**law))  # type: ignore[arg-type]
+    distributions = (DISTRIBUTIONS[0], types_pb2.DraftDistribution(**distribution))  # type: ignore[arg-type]
     with pytest.raises(ProtocolViolation, match=r"malformed proposal: proposal\.distributions\.1") as caught:
-        await read(Rule.RATIO, distributions=laws)
+        await read(Rule.RATIO, distributions=distributions)
     assert fault in str(caught.value)
 
 

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
-from simulation.laws import Broken
+from simulation.invariants import Broken
 from simulation.loop import Deadlock, Livelock
 from simulation.scenarios import rough_ways, scenarios
 from simulation.world import Scenario, simulate
@@ -75,7 +75,7 @@ PLANTS = {
 
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_fault_is_found(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A world that breaks its laws does not go unnoticed for long."""
+    """A world that breaks its invariants does not go unnoticed for long."""
     monkeypatch.setattr(*PLANTS[plant])
 
     @simulation_settings(max_examples=PLANTED_EXAMPLES, phases=(Phase.generate,), report_multiple_bugs=False)

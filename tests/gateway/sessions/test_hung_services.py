@@ -1,4 +1,4 @@
-"""Services whose device hangs while their process answers greetings: what later requests pay for it."""
+"""Services whose device hangs while their process answers handshakes: what later requests pay for it."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -10,14 +10,14 @@ from support.basics import eventually
 from support.markov import MarkovModel
 from support.markov_services import DraftServicer, Mischief, TargetServicer, serving
 
-from gateway.rounds.planner import Pace
+from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import NOTHING, FallbackReason, Proposal, Round, TokenLog
 from gateway.sessions.draft import RemoteDraftSession
 from gateway.sessions.link import CircuitBreaker, ModelInfo, ServiceLink
 from gateway.sessions.replicas import Replicas
 from gateway.sessions.target import RemoteTargetSession
-from gateway.sessions.timeouts import DraftDeadline, Patience, RoundDeadline
+from gateway.sessions.timeouts import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.speculation import speculate
 from outrider.errors import PeerLost
 from outrider.parameters import SamplingParameters, SessionSpec
@@ -29,7 +29,7 @@ SPEC = SessionSpec(PROMPT, len(PROMPT), SamplingParameters(), 9, MAX_LEN, frozen
 
 
 @pytest.fixture(autouse=True)
-def _short_goodbyes(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_closings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Services that hang do not take note of a close."""
     for stream in ("draft", "target"):
         monkeypatch.setattr(f"gateway.sessions.{stream}.CLOSE_TIMEOUT_S", 0.05)
@@ -56,7 +56,9 @@ class Pair:
     draft_link: ServiceLink
     clock: Clock = field(default_factory=Clock)
     deadline: DraftDeadline = field(default_factory=lambda: DraftDeadline(0.05, 0.05))
-    patience: Patience = field(default_factory=lambda: Patience(RoundDeadline(0.05, 0.05), rebuild_budget_s=0.3))
+    timeouts: TargetTimeouts = field(
+        default_factory=lambda: TargetTimeouts(RoundDeadline(0.05, 0.05), rebuild_budget_s=0.3)
+    )
     num_sessions: int = 0
 
     def __post_init__(self) -> None:
@@ -69,14 +71,14 @@ class Pair:
 
     def target_session(self, log: TokenLog) -> RemoteTargetSession:
         """A target session with a name of its own."""
-        return RemoteTargetSession(Replicas([self.target_link]), self.patience, SPEC, log, self.session_id(), "hash")
+        return RemoteTargetSession(Replicas([self.target_link]), self.timeouts, SPEC, log, self.session_id(), "hash")
 
     async def run(self) -> list[Round]:
         """A request with four guesses a round; its tokens are not looked at here."""
         log, session_id = TokenLog(PROMPT), self.session_id()
-        pace = Pace(SpeculationPolicy(), 4, MAX_LEN, max_draft_count=8)
+        planner = RoundPlanner(SpeculationPolicy(), 4, MAX_LEN, max_draft_count=8)
         draft = RemoteDraftSession(Replicas([self.draft_link]), self.deadline, SPEC, log, session_id, warm=True)
-        return [committed async for committed in speculate(log, pace, self.target_session(log), draft)]
+        return [committed async for committed in speculate(log, planner, self.target_session(log), draft)]
 
 
 class Link(ServiceLink):
@@ -123,12 +125,12 @@ async def test_a_hung_draft_is_left_alone_by_all_requests() -> None:
     async with pair_of({}) as pair:
         never_answer(pair.draft)
         first = await pair.run()
-        assert any(committed.fallback_reason is FallbackReason.DRAFT_LATE for committed in first)
+        assert any(committed.proposal.fallback_reason is FallbackReason.DRAFT_LATE for committed in first)
         assert pair.draft_link.breaker.is_open
         asked = pair.draft.answers
         for _ in range(3):
             rounds = await pair.run()
-            reasons = {committed.fallback_reason for committed in rounds[1:-1]}
+            reasons = {committed.proposal.fallback_reason for committed in rounds[1:-1]}
             assert reasons == {FallbackReason.DRAFT_LATE}
         assert pair.draft.answers == asked
 

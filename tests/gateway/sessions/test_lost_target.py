@@ -11,7 +11,7 @@ from gateway.rounds.round import NOTHING, TokenLog
 from gateway.sessions.link import ModelInfo, ServiceLink
 from gateway.sessions.replicas import Replicas
 from gateway.sessions.target import RemoteTargetSession
-from gateway.sessions.timeouts import Patience, RoundDeadline
+from gateway.sessions.timeouts import RoundDeadline, TargetTimeouts
 from outrider.errors import CacheFull, PeerLost
 from outrider.parameters import SamplingParameters, SessionSpec
 from outrider.v1 import model_service_pb2 as model_pb
@@ -33,8 +33,8 @@ class Request:
         assert await link.settled(5)
         spec = SessionSpec(PROMPT, len(PROMPT), SamplingParameters(), 9, 60, frozenset({0}), frozenset())
         self.log = TokenLog(PROMPT)
-        patience = Patience(RoundDeadline(0.5, 0.5), rebuild_budget_s=0.2)
-        session = RemoteTargetSession(Replicas([link]), patience, spec, self.log, os.urandom(16), "hash")
+        timeouts = TargetTimeouts(RoundDeadline(0.5, 0.5), rebuild_budget_s=0.2)
+        session = RemoteTargetSession(Replicas([link]), timeouts, spec, self.log, os.urandom(16), "hash")
         self.session = await self._parts.enter_async_context(session)
         return self
 

@@ -12,14 +12,14 @@ from support.basics import eventually
 from support.markov import MarkovModel, plain_decoding
 from support.markov_services import DraftServicer, MarkovSession, Mischief, Service, TargetServicer, serving
 
-from gateway.rounds.planner import Pace
+from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import NOTHING, TokenLog
 from gateway.sessions.draft import RemoteDraftSession
 from gateway.sessions.link import ModelInfo, ServiceLink
 from gateway.sessions.replicas import Replicas
 from gateway.sessions.target import RemoteTargetSession
-from gateway.sessions.timeouts import DraftDeadline, Patience, RoundDeadline
+from gateway.sessions.timeouts import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.speculation import speculate
 from outrider.errors import Overloaded, PeerLost, VocabularyMismatch
 from outrider.parameters import SamplingParameters, SessionSpec
@@ -30,7 +30,7 @@ from outrider.v1 import model_service_pb2 as model_pb
 
 PROMPT, SEED, MAX_LEN = (3, 5), 9, 40
 SPEC = SessionSpec(PROMPT, len(PROMPT), SamplingParameters(), SEED, MAX_LEN, frozenset({0}), frozenset())
-PATIENCE = Patience(RoundDeadline(0.1, 0.1), rebuild_budget_s=0.5)
+TIMEOUTS = TargetTimeouts(RoundDeadline(0.1, 0.1), rebuild_budget_s=0.5)
 GARBAGE = b"\xff\xff\xff"
 
 
@@ -63,10 +63,10 @@ def target(**fields: Any) -> TargetServicer:
 
 
 def session(
-    links: list[ServiceLink], log: TokenLog | None = None, patience: Patience = PATIENCE
+    links: list[ServiceLink], log: TokenLog | None = None, timeouts: TargetTimeouts = TIMEOUTS
 ) -> RemoteTargetSession:
     """A session of a request of its own, unless a log is given."""
-    return RemoteTargetSession(Replicas(links), patience, SPEC, log or TokenLog(PROMPT), os.urandom(16), "hash")
+    return RemoteTargetSession(Replicas(links), timeouts, SPEC, log or TokenLog(PROMPT), os.urandom(16), "hash")
 
 
 async def test_a_trial_ends_with_its_stream() -> None:
@@ -89,8 +89,8 @@ async def test_a_target_that_works_is_open_to_all() -> None:
         slow = target(mischief={1: Mischief.FROZEN})
         link, _ = await links.to(slow)
         link.breaker.failed(b"earlier", PeerLost("hung"))
-        patience = Patience(RoundDeadline(0.3, 0.3), rebuild_budget_s=5.0, answer_s=0.5)
-        async with session([link], patience=patience) as on_trial, session([link], patience=patience) as other:
+        timeouts = TargetTimeouts(RoundDeadline(0.3, 0.3), rebuild_budget_s=5.0, answer_s=0.5)
+        async with session([link], timeouts=timeouts) as on_trial, session([link], timeouts=timeouts) as other:
             waiting = asyncio.create_task(on_trial.verify(NOTHING, 0))
             await eventually(lambda: slow.answers == 1)
             await other.verify(NOTHING, 0)
@@ -135,14 +135,14 @@ async def test_a_draft_that_sends_no_valid_message_costs_no_request(monkeypatch:
         )
         log = TokenLog(PROMPT)
         draft = RemoteDraftSession(Replicas([draft_link]), DraftDeadline(), SPEC, log, os.urandom(16), warm=True)
-        pace = Pace(SpeculationPolicy(), 4, MAX_LEN, max_draft_count=8)
-        rounds = [committed async for committed in speculate(log, pace, session([link], log), draft)]
+        planner = RoundPlanner(SpeculationPolicy(), 4, MAX_LEN, max_draft_count=8)
+        rounds = [committed async for committed in speculate(log, planner, session([link], log), draft)]
         assert log.tokens() == plain_decoding(serves.model, PROMPT, SEED, MAX_LEN)
         assert {committed.draft_count for committed in rounds} == {0}
 
 
-async def test_a_greeting_that_is_no_valid_message_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The link says why the service does not fit, and greets it again when it was away."""
+async def test_a_handshake_that_is_no_valid_message_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link says why the service does not fit, and tries again when it was away."""
     answers = [GARBAGE]
 
     def add(servicer: TargetServicer, server: grpc.aio.Server) -> None:
@@ -268,7 +268,7 @@ async def test_a_rollback_that_is_refused_costs_no_request() -> None:
             assert (verdict.reopens, verdict.drift_repairs) == (1, 1)
 
 
-async def test_a_session_begins_while_its_target_is_greeted_again() -> None:
+async def test_a_session_begins_while_the_handshake_with_its_target_is_repeated() -> None:
     """A loss that another session reports in the meantime is no reason to fail."""
     async with Links() as links:
         link, _ = await links.to(target())
@@ -288,10 +288,10 @@ async def test_a_misfit_ends_with_its_service() -> None:
 
         link, life = await links.to(target(), check)
         with pytest.raises(VocabularyMismatch):
-            await Replicas([link]).greeted(5)
+            await Replicas([link]).after_handshake(5)
         await life.aclose()
         await eventually(lambda: link.misfit is None)
-        waiting = asyncio.create_task(Replicas([link]).greeted(20))
+        waiting = asyncio.create_task(Replicas([link]).after_handshake(20))
         fits = True
         async with serving(target(instance_id=2), link.address):
             assert (await waiting).instance_id == 2

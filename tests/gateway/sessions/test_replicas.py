@@ -9,14 +9,14 @@ from support.basics import eventually
 from support.markov import MarkovModel, plain_decoding
 from support.markov_services import DraftServicer, Mischief, TargetServicer, serving
 
-from gateway.rounds.planner import Pace
+from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import Round, TokenLog
 from gateway.sessions.draft import RemoteDraftSession
 from gateway.sessions.link import ModelInfo, ServiceLink
 from gateway.sessions.replicas import Replicas
 from gateway.sessions.target import RemoteTargetSession
-from gateway.sessions.timeouts import DraftDeadline, Patience, RoundDeadline
+from gateway.sessions.timeouts import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.speculation import speculate
 from outrider.errors import PeerLost
 from outrider.parameters import SamplingParameters, SessionSpec
@@ -35,16 +35,16 @@ class World:
     target: Replicas
     draft: Replicas
     lives: list[AsyncExitStack]
-    patience: Patience
+    timeouts: TargetTimeouts
 
     async def rounds(self, draft_count: int) -> AsyncIterator[Round]:
         """The rounds of one request."""
         log = TokenLog(PROMPT)
-        pace = Pace(SpeculationPolicy(), draft_count, MAX_LEN, max_draft_count=8)
-        target = RemoteTargetSession(self.target, self.patience, SPEC, log, b"0123456789abcdef", "hash")
+        planner = RoundPlanner(SpeculationPolicy(), draft_count, MAX_LEN, max_draft_count=8)
+        target = RemoteTargetSession(self.target, self.timeouts, SPEC, log, b"0123456789abcdef", "hash")
         deadline = DraftDeadline(0.5, 0.5)
         draft = RemoteDraftSession(self.draft, deadline, SPEC, log, b"0123456789abcdef", warm=draft_count > 0)
-        async with aclosing(speculate(log, pace, target, draft)) as rounds:
+        async with aclosing(speculate(log, planner, target, draft)) as rounds:
             async for committed in rounds:
                 yield committed
 
@@ -73,8 +73,8 @@ async def world() -> AsyncIterator[World]:
             links.append(ServiceLink("target" if service in targets else "draft", address, accept))
             stack.push_async_callback(links[-1].close)
             assert await links[-1].settled(5)
-        patience = Patience(RoundDeadline(0.1, 0.1), rebuild_budget_s=0.5)
-        yield World(targets, drafts, Replicas(links[:2]), Replicas(links[2:]), lives, patience)
+        timeouts = TargetTimeouts(RoundDeadline(0.1, 0.1), rebuild_budget_s=0.5)
+        yield World(targets, drafts, Replicas(links[:2]), Replicas(links[2:]), lives, timeouts)
 
 
 @pytest.mark.parametrize("draft_count", [0, 4])
@@ -87,7 +87,7 @@ async def test_the_spare_target_takes_the_session_over(draft_count: int) -> None
             if len(rounds) == 3:
                 await here.lives[0].aclose()
         here.check(rounds)
-        assert sum(committed.target_reopens for committed in rounds) == 1
+        assert sum(committed.verdict.reopens for committed in rounds) == 1
         assert here.targets[0].answers > 0
         assert here.targets[1].answers > 0
 
@@ -135,7 +135,7 @@ async def test_a_target_with_other_numerics_takes_over_and_is_named() -> None:
             rounds.append(committed)
             if len(rounds) == 1:
                 await here.lives[0].aclose()
-        assert {committed.numerics_id for committed in rounds} == {"markov", "other"}
+        assert {committed.verdict.numerics_id for committed in rounds} == {"markov", "other"}
 
 
 @pytest.mark.parametrize("drifter", ["targets", "drafts"])
@@ -162,7 +162,7 @@ async def test_a_service_that_goes_on_drifting_is_left_alone() -> None:
 
 
 async def test_a_broken_stream_is_no_reason_to_leave_a_target_for_good() -> None:
-    """The link greets it again; the next fault may bring the session back to it."""
+    """The link repeats the handshake; the next fault may bring the session back to it."""
     async with world() as here:
         here.targets[0].mischief = {2: Mischief.BROKEN}
         here.targets[1].mischief = {3: Mischief.BROKEN}

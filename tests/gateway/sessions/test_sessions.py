@@ -10,14 +10,14 @@ from support.basics import eventually
 from support.markov import MarkovModel, plain_decoding
 from support.markov_services import GARBAGE, DraftServicer, Mischief, Service, TargetServicer, serving
 
-from gateway.rounds.planner import Pace
+from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import FallbackReason, Round, TokenLog
 from gateway.sessions.draft import RemoteDraftSession
 from gateway.sessions.link import ModelInfo, ServiceLink, WrongService
 from gateway.sessions.replicas import Replicas
 from gateway.sessions.target import RemoteTargetSession
-from gateway.sessions.timeouts import DraftDeadline, Patience, RoundDeadline
+from gateway.sessions.timeouts import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.speculation import speculate
 from outrider.errors import PeerLost, VocabularyMismatch
 from outrider.parameters import SamplingParameters, SessionSpec
@@ -37,17 +37,17 @@ class Pair:
     target_link: ServiceLink
     draft_link: ServiceLink
     deadline: DraftDeadline
-    patience: Patience = field(default_factory=Patience)
+    timeouts: TargetTimeouts = field(default_factory=TargetTimeouts)
 
     async def rounds(self, draft_count: int | None = 4) -> AsyncIterator[Round]:
         """The rounds of one request."""
         spec = SessionSpec(PROMPT, len(PROMPT), SamplingParameters(), SEED, MAX_LEN, frozenset({0}), frozenset())
         log, session_id = TokenLog(PROMPT), b"0123456789abcdef"
-        pace = Pace(SpeculationPolicy(), draft_count, MAX_LEN, max_draft_count=8)
-        target = RemoteTargetSession(Replicas([self.target_link]), self.patience, spec, log, session_id, "hash")
+        planner = RoundPlanner(SpeculationPolicy(), draft_count, MAX_LEN, max_draft_count=8)
+        target = RemoteTargetSession(Replicas([self.target_link]), self.timeouts, spec, log, session_id, "hash")
         drafts = Replicas([self.draft_link])
-        draft = RemoteDraftSession(drafts, self.deadline, spec, log, session_id, pace.expects_draft())
-        async with aclosing(speculate(log, pace, target, draft)) as rounds:
+        draft = RemoteDraftSession(drafts, self.deadline, spec, log, session_id, planner.expects_draft())
+        async with aclosing(speculate(log, planner, target, draft)) as rounds:
             async for committed in rounds:
                 yield committed
 
@@ -66,7 +66,7 @@ def accept(info: ModelInfo) -> None:
 
 @asynccontextmanager
 async def linked(service: Service, role: str) -> AsyncIterator[ServiceLink]:
-    """A greeted link to a served service."""
+    """A link to a served service, after its handshake."""
     async with serving(service) as address:
         link = ServiceLink(role, address, accept)
         assert await link.settled(5)
@@ -88,7 +88,9 @@ async def pair_of(mischief: dict[int, Mischief] | None = None, context_len: int 
 
 def reasons(rounds: list[Round]) -> list[FallbackReason]:
     """Why rounds were not speculative."""
-    return [committed.fallback_reason for committed in rounds if committed.fallback_reason is not None]
+    return [
+        committed.proposal.fallback_reason for committed in rounds if committed.proposal.fallback_reason is not None
+    ]
 
 
 @pytest.mark.parametrize("draft_count", [0, 1, 4, 8, None])
@@ -167,7 +169,7 @@ async def test_a_draft_that_always_fails_is_asked_less_and_less() -> None:
 
 
 async def test_a_draft_that_is_killed_and_comes_back() -> None:
-    """Without the draft rounds are plain; its next incarnation is greeted and given all tokens."""
+    """Without the draft rounds are plain; its next incarnation is found and given all tokens."""
     target = TargetServicer(model_pb.SERVICE_ROLE_TARGET, MarkovModel())
     first, second = (
         DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(noise=0.3), instance_id=number) for number in (1, 2)
@@ -215,9 +217,9 @@ async def test_a_target_that_always_forgets_is_given_up() -> None:
 async def test_a_lost_target_gets_the_session_again(mischief: Mischief) -> None:
     """A target whose stream breaks, or which leaves a request unanswered, costs no token and no request."""
     async with pair_of() as pair:
-        pair.target.mischief, pair.patience = {4: mischief}, Patience(RoundDeadline(0.05, 0.1), answer_s=0.1)
+        pair.target.mischief, pair.timeouts = {4: mischief}, TargetTimeouts(RoundDeadline(0.05, 0.1), answer_s=0.1)
         rounds = await pair.run()
-        assert [committed.target_reopens for committed in rounds if committed.target_reopens] == [1]
+        assert [committed.verdict.reopens for committed in rounds if committed.verdict.reopens] == [1]
 
 
 async def test_a_client_that_leaves_ends_both_sessions() -> None:

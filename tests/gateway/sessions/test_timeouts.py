@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.sessions.timeouts import Expiry, Outage, RoundDeadline
+from gateway.sessions.timeouts import Deadline, RetryBudget, RoundDeadline
 from outrider.errors import PeerLost
 
 FAULT = PeerLost("The target service at here was lost")
@@ -10,26 +10,26 @@ FAULT = PeerLost("The target service at here was lost")
 
 def test_the_first_fault_begins_the_budget() -> None:
     """A round may have waited long for its answer before; only what comes after the fault counts."""
-    outage = Outage(30.0, now_s=0.0)
-    assert outage.until_s == 30.0
-    assert outage.pause_s(FAULT, now_s=100.0) == 0.0
-    assert outage.until_s == 130.0
+    budget = RetryBudget(30.0, now_s=0.0)
+    assert budget.until_s == 30.0
+    assert budget.pause_s(FAULT, now_s=100.0) == 0.0
+    assert budget.until_s == 130.0
 
 
 def test_pauses_grow_to_a_second_and_never_past_the_budget() -> None:
     """A target that fails at once is not asked in a tight loop."""
-    outage = Outage(3.0, now_s=0.0)
-    pauses = [outage.pause_s(FAULT, now_s=0.0) for _ in range(8)]
+    budget = RetryBudget(3.0, now_s=0.0)
+    pauses = [budget.pause_s(FAULT, now_s=0.0) for _ in range(8)]
     assert pauses == [0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
-    assert outage.pause_s(FAULT, now_s=2.5) == 0.5
+    assert budget.pause_s(FAULT, now_s=2.5) == 0.5
 
 
 def test_the_end_of_the_budget_is_the_end_of_the_request() -> None:
     """The sentence has the last fault and the budget."""
-    outage = Outage(3.0, now_s=0.0)
-    outage.pause_s(FAULT, now_s=0.0)
+    budget = RetryBudget(3.0, now_s=0.0)
+    budget.pause_s(FAULT, now_s=0.0)
     with pytest.raises(PeerLost, match=r"was lost, and no target took the request over within 3 seconds$"):
-        outage.pause_s(FAULT, now_s=3.0)
+        budget.pause_s(FAULT, now_s=3.0)
 
 
 def test_a_round_deadline_follows_the_answers_within_its_bounds() -> None:
@@ -46,11 +46,11 @@ def test_a_round_deadline_follows_the_answers_within_its_bounds() -> None:
 
 async def test_a_requests_own_end_is_told_from_a_fault() -> None:
     """What is left is the timeout of calls; when nothing is left, a call that fails says nothing of a service."""
-    assert not Expiry.after(None).has_come
-    assert Expiry.after(None).left_s() is None
-    left_s = Expiry.after(5.0).left_s()
+    assert not Deadline.after(None).has_come
+    assert Deadline.after(None).left_s() is None
+    left_s = Deadline.after(5.0).left_s()
     assert left_s is not None
     assert 4.0 < left_s <= 5.0
-    assert not Expiry.after(5.0).has_come
-    assert Expiry.after(0.0).has_come
-    assert Expiry.after(-1.0).left_s() == 0.0
+    assert not Deadline.after(5.0).has_come
+    assert Deadline.after(0.0).has_come
+    assert Deadline.after(-1.0).left_s() == 0.0

@@ -12,11 +12,11 @@ import pytest
 from support.command_line import RESULT, ScriptedGateway, scripted_gateway
 
 from outrider.cli.chat.conversation import COMMANDS, Conversation, WrongCommand, help_text, parse_line
-from outrider.client import Origin, Round, Token
+from outrider.client import GeneratedToken, Origin, Round
 
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()", "chat")
 ANSWER = "Once upon a!"
-ONCE = Round((Token(4, Origin.PLAIN, "Once"),), "Once")
+ONCE = Round((GeneratedToken(4, Origin.PLAIN, "Once"),), "Once")
 FIGURES = "3 tokens, 1000 tokens/s, first token 0 ms, cached 1 of 2 prompt tokens, acceptance rate 0.50, seed 5"
 
 

@@ -30,7 +30,7 @@ from outrider.cli.doctor.checks import (
 )
 from outrider.cli.doctor.report import Finding, Report, Status, exit_code, failed, ok, skipped, summary, warning
 from outrider.cli.local_stack import Launch, ServiceFailed, ServiceProcess
-from outrider.client import Origin, Result, Round, SpeculationFigures, Token
+from outrider.client import GeneratedToken, Origin, Result, Round, SpeculationFigures
 from outrider.client.events import Sample
 from outrider.v1 import model_service_pb2 as model_pb
 
@@ -53,7 +53,7 @@ def free_port() -> Iterator[int]:
 def answered(*token_ids: int, rounds: int = 4, drafted: int = 8) -> Sample:
     """An answer with invented figures."""
     figures = SpeculationFigures(rounds, drafted, 3, 0.5, 0.4, 1.7, 0)
-    tokens = tuple(Token(token_id, Origin.PLAIN, "") for token_id in token_ids)
+    tokens = tuple(GeneratedToken(token_id, Origin.PLAIN, "") for token_id in token_ids)
     return Sample((Round(tokens, ""),), Result("", "length", 7, 3, 5, figures, 1, 2, "0123456789abcdef", ("cpu-x",)))
 
 

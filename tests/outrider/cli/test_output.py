@@ -10,7 +10,7 @@ from support.command_line import NUMBERED, REJECTED, RESULT, TEXT, show_two_samp
 
 from outrider.cli.options import RequestOptions
 from outrider.cli.output import STYLES, JsonView, ModelFacts, PlainView, TerminalView, figures, model_table
-from outrider.client import Origin, Round, Token
+from outrider.client import GeneratedToken, Origin, Round
 from outrider.parameters import Acceptance, Rule
 
 
@@ -99,7 +99,7 @@ def test_without_colours_the_origins_still_differ() -> None:
 def test_text_wins_over_shares() -> None:
     """When the tokens' shares do not make up the text, the text is what is shown."""
     output = io.StringIO()
-    shown(terminal(output, colour=True), (Round((Token(1, Origin.BONUS, "x"),), "held back x"),))
+    shown(terminal(output, colour=True), (Round((GeneratedToken(1, Origin.BONUS, "x"),), "held back x"),))
     assert "\x1b[0mheld back x time" in output.getvalue()
 
 
@@ -107,7 +107,7 @@ def test_control_characters_become_pictures() -> None:
     """Escape sequences in the output of a model do not reach the terminal."""
     output = io.StringIO()
     text = "a\x1b[2Jb\rc\x9bd\te"
-    shown(terminal(output, colour=True), (Round((Token(1, Origin.PLAIN, text),), text),))
+    shown(terminal(output, colour=True), (Round((GeneratedToken(1, Origin.PLAIN, text),), text),))
     assert "a␛[2Jb␍c\N{REPLACEMENT CHARACTER}d\te" in output.getvalue().replace("      ", "\t")
 
 

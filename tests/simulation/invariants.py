@@ -1,4 +1,4 @@
-"""The laws that hold in any weather. Pure: judges what clients got, by what plain decoding says and by what went wrong.
+"""What holds in any weather. Pure: judges what clients got, by what plain decoding says and by what went wrong.
 
 A token is what plain decoding says, none is lost or doubled, a request ends once, and gives up only when no target was
 left in peace for as long as it has to look for one.
@@ -21,12 +21,12 @@ DEFAULT = Asked()
 
 
 class Broken(AssertionError):
-    """A law does not hold."""
+    """An invariant does not hold."""
 
 
-def hold(law: object, otherwise: str) -> None:
-    """Raises Broken unless a law holds."""
-    if not law:
+def hold(condition: object, otherwise: str) -> None:
+    """Raises Broken unless a condition holds."""
+    if not condition:
         raise Broken(otherwise)
 
 
@@ -41,7 +41,7 @@ class Client:
     starts_s: float = 0.0
     cancel_at: int | None = None
     """Await point of the gateway's handler, counted from 0, at which the client leaves."""
-    patience_s: float | None = None
+    deadline_s: float | None = None
     """The client's own deadline."""
     dawdle_s: float = 0.0
     """How long the client takes over each message."""
