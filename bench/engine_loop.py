@@ -13,7 +13,7 @@ from bench.samples import StepPoint
 from outrider.engine.batching import Feed
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling.draw import Ask, forward_and_draw, reserve
+from outrider.engine.sampling.draw import DrawInput, forward_and_draw, reserve
 from outrider.engine.session import Session
 from outrider.errors import ModelRefused, OutriderError
 from outrider.parameters import SamplingParameters, SessionSpec
@@ -71,10 +71,10 @@ class EngineLoop:
         session = self._session(point.context_len)
         spec = spec_of(session.token_ids, 0, point.temperature, point.rows + 1)
         tree = TokenTree.chain([self._token_id(index) for index in range(point.rows - 1)])
-        ask = Ask(Feed(session, tree), spec)
+        ask = DrawInput(Feed(session, tree), spec)
         return median(self._step_ms(ask) for _ in range(STEPS_IN_A_ROW))
 
-    def _step_ms(self, ask: Ask) -> float:
+    def _step_ms(self, ask: DrawInput) -> float:
         reserve(self._runner, ask.feed, lambda allocate: allocate())
         started_ns = time.perf_counter_ns()
         _drawn(forward_and_draw(self._runner, [ask])[0])
@@ -89,7 +89,7 @@ class EngineLoop:
             while len(session) < spec.max_len:
                 feed = Feed(session, EMPTY)
                 reserve(self._runner, feed, lambda allocate: allocate())
-                [token_id] = _drawn(forward_and_draw(self._runner, [Ask(feed, spec)])[0])
+                [token_id] = _drawn(forward_and_draw(self._runner, [DrawInput(feed, spec)])[0])
                 commit(session, settle(EMPTY, Walk((), token_id, 0), spec, len(session)))
                 times_s.append(time.perf_counter() - started)
             return session.token_ids[spec.prompt_len :], times_s

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ForwardResult, ModelRunner
-from outrider.engine.sampling.draw import Ask
+from outrider.engine.sampling.draw import DrawInput
 from outrider.engine.sampling.logprobs import row_logprobs
 from outrider.engine.session import Session
 from outrider.engine.worker import own_fault
@@ -86,9 +86,9 @@ class VerifyTask:
     """What is known so far of those that the first verdict carries."""
 
     @property
-    def ask(self) -> Ask:
+    def draw_input(self) -> DrawInput:
         """What its next forward computes, and how tokens are drawn behind it."""
-        return Ask(Feed(self.session, self.tree, wants_prompt(self.session, self.spec)), self.spec)
+        return DrawInput(Feed(self.session, self.tree, wants_prompt(self.session, self.spec)), self.spec)
 
     def fail(self, error: OutriderError) -> None:
         """Ends the task with an error."""
@@ -127,11 +127,11 @@ class Verifier:
 
     def _judge(self, tasks: Sequence[VerifyTask]) -> list[Outcome]:
         """Computes and decides for all tasks; commits nothing, so that it can be done again."""
-        asks = [task.ask for task in tasks]
-        result = self._runner.forward([ask.feed for ask in asks])
+        inputs = [task.draw_input for task in tasks]
+        result = self._runner.forward([draw_input.feed for draw_input in inputs])
         finished = [number for number, rows in enumerate(result.ranges) if rows is not None]
         ranges = [rows for rows in result.ranges if rows is not None]
-        ways = decide(self._runner, [asks[number] for number in finished], result.logits, ranges)
+        ways = decide(self._runner, [inputs[number] for number in finished], result.logits, ranges)
         self._read_prompts(tasks, result)
         outcomes: list[Outcome] = [None] * len(tasks)
         for number, rows, way in zip(finished, ranges, ways, strict=True):

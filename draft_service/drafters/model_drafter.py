@@ -19,7 +19,7 @@ from outrider.engine.batching import Feed
 from outrider.engine.noise import Purpose, round_key
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, quantise
-from outrider.engine.sampling.draw import Allocate, Ask, draw_each, key_column, reserve, rows_of, scores_behind
+from outrider.engine.sampling.draw import Allocate, DrawInput, draw_each, key_column, reserve, rows_of, scores_behind
 from outrider.engine.worker import own_fault
 from outrider.errors import OutriderError
 
@@ -44,8 +44,8 @@ def guess_each(
     return [guesses[number] for number in range(len(tasks))]
 
 
-def _draw_input(task: DraftTask) -> Ask:
-    return Ask(Feed(task.session), task.spec)
+def _draw_input(task: DraftTask) -> DrawInput:
+    return DrawInput(Feed(task.session), task.spec)
 
 
 def _coupled(
@@ -101,14 +101,16 @@ def _log(prob: float) -> float:
     return min(math.log(max(prob, LEAST_PROB)), 0.0)
 
 
-def _scores(runner: ModelRunner, logits: Tensor, asks: Sequence[Ask]) -> Tensor:
+def _scores(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInput]) -> Tensor:
     """Transformed scores, of which a row that has none is -inf throughout, and no task fails for its row."""
     try:
-        return scores_behind(runner, logits, asks)
+        return scores_behind(runner, logits, inputs)
     except ValueError:
-        if len(asks) == 1:
+        if len(inputs) == 1:
             return torch.full_like(logits, -torch.inf)
-        return torch.cat([_scores(runner, logits[row : row + 1], [ask]) for row, ask in enumerate(asks)])
+        return torch.cat(
+            [_scores(runner, logits[row : row + 1], [draw_input]) for row, draw_input in enumerate(inputs)]
+        )
 
 
 class ModelDrafter:

@@ -15,7 +15,7 @@ from outrider.engine.batching import Feed
 from outrider.engine.noise import Purpose
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draft_distribution import quantise
-from outrider.engine.sampling.draw import Ask, row_contexts
+from outrider.engine.sampling.draw import DrawInput, row_contexts
 from outrider.engine.sampling.transforms import transform
 from outrider.parameters import Rule, SessionSpec
 from outrider.token_tree import TokenTree
@@ -55,7 +55,7 @@ def expected(runner: ModelRunner, spec: SessionSpec, drafter: str, guesses: tupl
     for count, guess in enumerate(guesses):
         token_ids = [*spec.token_ids, *guesses[:count]]
         session = runner.open(token_ids, spec.prompt_len)
-        contexts = row_contexts(Ask(Feed(session), spec))
+        contexts = row_contexts(DrawInput(Feed(session), spec))
         session.free()
         scores = transform(logits_behind(runner, token_ids), contexts, runner.vocabulary_size, runner.ops)
         prob = float(scores.double().softmax(dim=-1)[0, guess])

@@ -34,7 +34,7 @@ from torch import Tensor
 from outrider.engine.batching import Feed
 from outrider.engine.noise import Purpose, noise_key, round_key
 from outrider.engine.sampling.draft_distribution import quantise
-from outrider.engine.sampling.draw import Ask
+from outrider.engine.sampling.draw import DrawInput
 from outrider.engine.session import Session
 from outrider.parameters import Acceptance, Rule, SamplingParameters, SessionSpec
 from outrider.token_tree import TokenTree
@@ -234,10 +234,12 @@ def test_the_target_service_decides_the_same(name: str, rounds: Any, top_n: int)
     seeds, last = torch.arange(300), torch.arange(300) % 16
     rows = requests.draft(seeds, last, BASE)
     trees = [proposal(requests, row, rule) for row in rows]
-    asks = [ask(rule, seed, row[0], tree) for seed, (row, tree) in enumerate(zip(rows.tolist(), trees, strict=True))]
+    inputs = [
+        draw_input(rule, seed, row[0], tree) for seed, (row, tree) in enumerate(zip(rows.tolist(), trees, strict=True))
+    ]
     runner: Any = SimpleNamespace(ops=OPS, device=torch.device("cpu"), vocabulary_size=16)
     ranges = [range(4 * number, 4 * number + 4) for number in range(300)]
-    walks = decide(runner, asks, language.target[rows.flatten()], ranges)
+    walks = decide(runner, inputs, language.target[rows.flatten()], ranges)
     expected = [[token for token in line if token >= 0] for line in requests.verify(seeds, rows, BASE).tolist()]
     assert [committed(tree, way) for tree, way in zip(trees, walks, strict=True)] == expected
     assert {len(line) for line in expected} == {1, 2, 3, 4}
@@ -249,7 +251,7 @@ def proposal(requests: Rounds, row: Tensor, rule: Rule) -> TokenTree:
     return TokenTree.chain(row[1:].tolist(), laws)
 
 
-def ask(rule: Rule, seed: int, last: int, tree: TokenTree) -> Ask:
+def draw_input(rule: Rule, seed: int, last: int, tree: TokenTree) -> DrawInput:
     """A session of three tokens, of which the last one is given; nothing is cached, because nothing is computed.
 
     Its prompt is shorter, so that what belongs to a round is not what belongs to the request.
@@ -259,7 +261,7 @@ def ask(rule: Rule, seed: int, last: int, tree: TokenTree) -> Ask:
         token_ids, prompt_len, SHAPED, seed, 100, frozenset(), frozenset(), Acceptance(rule=rule, lenience=LENIENCE)
     )
     nowhere: Any = None
-    return Ask(Feed(Session(nowhere, token_ids, prompt_len), tree), spec)
+    return DrawInput(Feed(Session(nowhere, token_ids, prompt_len), tree), spec)
 
 
 def committed(tree: TokenTree, way: Any) -> list[int]:

@@ -16,7 +16,7 @@ from outrider.engine.noise import GAMMA, MASK, MULTIPLIERS, SHIFTS, Purpose, fir
 from outrider.engine.ops import choose_ops
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draft_distribution import Laws, quantise
-from outrider.engine.sampling.draw import Ask, draw_from, row_contexts
+from outrider.engine.sampling.draw import DrawInput, draw_from, row_contexts
 from outrider.engine.sampling.transforms import RowContext, transform
 from outrider.errors import OutriderError
 from outrider.parameters import Acceptance, Rule, SamplingParameters, SessionSpec, TokenLogprob
@@ -165,7 +165,7 @@ def drafted(runner: ModelRunner, spec: SessionSpec, count: int, noise: float = 0
         logits = logits_behind(runner, token_ids)
         logits = logits + noise * torch.randn(logits.shape, generator=dice)
         session = runner.open(token_ids, spec.prompt_len)
-        [context] = row_contexts(Ask(Feed(session), spec))
+        [context] = row_contexts(DrawInput(Feed(session), spec))
         scores = transform(logits, [context], runner.vocabulary_size, runner.ops)
         if spec.acceptance.rule.needs_distributions:
             law = quantise(scores, top_n, runner.ops)

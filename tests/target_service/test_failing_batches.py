@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ForwardResult, ModelRunner
-from outrider.engine.sampling.draw import Ask
+from outrider.engine.sampling.draw import DrawInput
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import OutriderError
 from outrider.model_service.session_store import SessionTable
@@ -113,10 +113,10 @@ def spoil(monkeypatch: pytest.MonkeyPatch, runner: ModelRunner, place: str, fail
         return forward(feeds)
 
     def spoiled_decide(
-        runner: ModelRunner, asks: Sequence[Ask], logits: Tensor, ranges: Sequence[range]
+        runner: ModelRunner, inputs: Sequence[DrawInput], logits: Tensor, ranges: Sequence[range]
     ) -> list[Walk | OutriderError]:
-        ways = decide(runner, asks, logits, ranges)
-        if fails([ask.feed for ask in asks]):
+        ways = decide(runner, inputs, logits, ranges)
+        if fails([draw_input.feed for draw_input in inputs]):
             raise RuntimeError("secret of the device")
         return ways
 

@@ -10,7 +10,7 @@ from support.stepped_target import PROMPT, VOCABULARY_SIZE
 
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling.draw import Ask
+from outrider.engine.sampling.draw import DrawInput
 from outrider.errors import OutriderError
 from outrider.parameters import Rule, SessionSpec
 from outrider.token_tree import EMPTY, TokenTree
@@ -25,16 +25,16 @@ Wish = tuple[SessionSpec, TokenTree]
 
 
 def decided(runner: ModelRunner, wishes: list[Wish], bad: dict[int, int] | None = None) -> list[Walk | OutriderError]:
-    """The walks of one forward; `bad` names a row of an ask that has no logits."""
-    asks = [Ask(Feed(runner.open(spec.token_ids, spec.prompt_len), tree), spec) for spec, tree in wishes]
-    result = runner.forward([ask.feed for ask in asks])
+    """The walks of one forward; `bad` names a row of an input that has no logits."""
+    inputs = [DrawInput(Feed(runner.open(spec.token_ids, spec.prompt_len), tree), spec) for spec, tree in wishes]
+    result = runner.forward([draw_input.feed for draw_input in inputs])
     ranges = [rows for rows in result.ranges if rows is not None]
-    assert len(ranges) == len(asks)
+    assert len(ranges) == len(inputs)
     for number, row in (bad or {}).items():
         result.logits[ranges[number].start + row] = math.nan
-    walks = decide(runner, asks, result.logits, ranges)
-    for ask in asks:
-        ask.feed.session.free()
+    walks = decide(runner, inputs, result.logits, ranges)
+    for draw_input in inputs:
+        draw_input.feed.session.free()
     return walks
 
 

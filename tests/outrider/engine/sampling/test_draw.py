@@ -14,7 +14,15 @@ from torch import Tensor
 from outrider.engine.batching import Feed
 from outrider.engine.noise import Purpose, noise_key
 from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling.draw import UNDRAWN, Ask, before_collapse, draw_from, row_contexts, rows_of, scores_behind
+from outrider.engine.sampling.draw import (
+    UNDRAWN,
+    DrawInput,
+    before_collapse,
+    draw_from,
+    row_contexts,
+    rows_of,
+    scores_behind,
+)
 from outrider.engine.sampling.transforms import transform
 from outrider.parameters import SamplingParameters
 from outrider.token_tree import TokenTree
@@ -74,20 +82,20 @@ def test_scores_are_those_of_the_transforms(
     """Bit for bit, by the shorter way for a temperature that all share and by the longer one."""
     tree = TokenTree((9, 8), (0, 1))
     specs = [spec_of((5, 6, 7), 60, eos=(), temperature=each, **extra) for each in temperatures]
-    asks = [Ask(Feed(runner.open(spec.token_ids, 2), tree), spec) for spec in specs]
+    inputs = [DrawInput(Feed(runner.open(spec.token_ids, 2), tree), spec) for spec in specs]
     logits = torch.randn(6, runner.vocabulary_size, generator=torch.Generator().manual_seed(1)) * 5
-    contexts = [context for ask in asks for context in row_contexts(ask)]
+    contexts = [context for draw_input in inputs for context in row_contexts(draw_input)]
     expected = transform(logits, contexts, runner.vocabulary_size, runner.ops)
-    assert torch.equal(scores_behind(runner, logits, asks), expected)
+    assert torch.equal(scores_behind(runner, logits, inputs), expected)
 
 
 def test_before_it_collapses_a_row_has_its_edits_and_no_cuts(runner: ModelRunner) -> None:
     """At temperature 0 only; anything else is left as it is."""
     warm = spec_of((5, 6, 7), 60, temperature=0.4, top_k=3)
-    ask = Ask(Feed(runner.open(warm.token_ids, 3)), warm)
-    assert before_collapse(ask) is ask
+    draw_input = DrawInput(Feed(runner.open(warm.token_ids, 3)), warm)
+    assert before_collapse(draw_input) is draw_input
     sampling = SamplingParameters(temperature=0.0, top_k=3, top_p=0.5, min_p=0.5, logit_bias={9: 4.0})
-    cold = Ask(ask.feed, replace(warm, sampling=sampling))
+    cold = DrawInput(draw_input.feed, replace(warm, sampling=sampling))
     assert before_collapse(cold).spec.sampling == SamplingParameters(temperature=1.0, logit_bias={9: 4.0})
     logits = torch.randn(1, runner.vocabulary_size, generator=torch.Generator().manual_seed(1))
     scores = scores_behind(runner, logits, [before_collapse(cold)])
