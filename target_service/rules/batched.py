@@ -18,7 +18,7 @@ from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draw import (
     DrawInput,
     Drawn,
-    before_collapse,
+    before_argmax,
     draw_each,
     draw_from,
     row_contexts,
@@ -56,7 +56,7 @@ def find_substitutes(
         return {}
     contexts = []
     for number, at in places.items():
-        every_row = row_contexts(before_collapse(inputs[number]))
+        every_row = row_contexts(before_argmax(inputs[number]))
         contexts += [every_row[row] for row in at]
     scores = transform(logits[torch.tensor(rows, device=logits.device)], contexts, runner.vocabulary_size, runner.ops)
     target_probs = runner.ops.softmax(scores)
@@ -185,7 +185,7 @@ def _walk(draw_input: DrawInput, accepted_count: int, next_token_id: int) -> Wal
 
 def _rule_input(draw_input: DrawInput) -> DrawInput:
     """The input whose transforms give the probabilities that the rule looks at."""
-    return before_collapse(draw_input) if draw_input.spec.acceptance.rule is Rule.LENIENT else draw_input
+    return before_argmax(draw_input) if draw_input.spec.acceptance.rule is Rule.LENIENT else draw_input
 
 
 def _coins(inputs: Sequence[DrawInput], count: int) -> Floats:

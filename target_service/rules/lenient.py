@@ -13,7 +13,7 @@ from target_service.rules.outcome import Outcome, probs_at
 def lenient_greedy(target_probs: Tensor, draft_token_ids: Tensor, lenience: float) -> Outcome:
     """Keeps a draft token of at least lenience times the largest probability, up to the first that is not kept.
 
-    target_probs [B, K + 1, V] float64 are the rows before they collapse: at temperature 1, and cut nowhere.
+    target_probs [B, K + 1, V] float64 are the rows at temperature 1, cut nowhere.
     draft_token_ids [B, K] int64. The next token is the best one.
     """
     tested = probs_at(target_probs[:, :-1], draft_token_ids[:, :, None])[:, :, 0]

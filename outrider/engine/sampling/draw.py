@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.engine.batching import Feed
 from outrider.engine.noise import Purpose, first_uniforms, noise_key
-from outrider.engine.ops.temperature import collapse, heat
+from outrider.engine.ops.temperature import apply_temperature, argmax_mask
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.transforms import RowContext, divisor, is_plain, transform
 from outrider.engine.session import Session
@@ -77,14 +77,16 @@ def draw_from(probs: Tensor, keys: Tensor) -> Tensor:
 
 def scores_behind(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInput]) -> Tensor:
     """`transform` of all rows of all inputs, which follow each other in logits; raises ValueError as it does."""
-    if logits.shape[1] > runner.vocabulary_size or not _is_heated_alike(inputs):
+    if logits.shape[1] > runner.vocabulary_size or not _have_one_temperature(inputs):
         contexts = [context for draw_input in inputs for context in row_contexts(draw_input)]
         return transform(logits, contexts, runner.vocabulary_size, runner.ops)
     # The same bits for less than half of the work, which is a good part of a small model's step.
     temperature = divisor(inputs[0].spec.sampling)
     if temperature == 1:
         return logits
-    return heat(logits, torch.full((1, 1), temperature, device=logits.device)) if temperature else collapse(logits)
+    if not temperature:
+        return argmax_mask(logits)
+    return apply_temperature(logits, torch.full((1, 1), temperature, device=logits.device))
 
 
 def rows_of(logits: Tensor, ranges: Sequence[range]) -> Tensor:
@@ -103,8 +105,8 @@ def row_contexts(draw_input: DrawInput) -> list[RowContext]:
     return [RowContext(spec.sampling, session.token_ids, path, spec.prompt_len, ends, spec.banned) for path in paths]
 
 
-def before_collapse(draw_input: DrawInput) -> DrawInput:
-    """At temperature 0 the same input at temperature 1, without cuts and with all edits of single tokens; else itself."""
+def before_argmax(draw_input: DrawInput) -> DrawInput:
+    """At temperature 0 the same input at temperature 1 without cuts, with all edits of single tokens; else itself."""
     if draw_input.spec.sampling.temperature:
         return draw_input
     neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -131,7 +133,7 @@ def _is_plain(draw_input: DrawInput) -> bool:
     return is_plain(spec.sampling, len(draw_input.feed.session) - spec.prompt_len, has_ends, bool(spec.banned))
 
 
-def _is_heated_alike(inputs: Sequence[DrawInput]) -> bool:
+def _have_one_temperature(inputs: Sequence[DrawInput]) -> bool:
     """Whether one temperature is all that any row wants."""
     return len({draw_input.spec.sampling.temperature for draw_input in inputs}) == 1 and all(map(_is_plain, inputs))
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.ops import Ops
-from outrider.engine.ops.temperature import collapse, heat
+from outrider.engine.ops.temperature import apply_temperature, argmax_mask
 from outrider.parameters import SamplingParameters
 
 
@@ -206,13 +206,13 @@ def _edit(scores: Tensor, rows: Sequence[RowContext], _ops: Ops) -> Tensor:
     return edit(scores, rows)
 
 
-def _heat(scores: Tensor, rows: Sequence[RowContext], _ops: Ops) -> Tensor:
+def _apply_temperature(scores: Tensor, rows: Sequence[RowContext], _ops: Ops) -> Tensor:
     temperatures = column([max(row.sampling.temperature, SMALLEST) for row in rows], scores)
-    return heat(scores, temperatures.float())
+    return apply_temperature(scores, temperatures.float())
 
 
-def _collapse(scores: Tensor, _rows: Sequence[RowContext], _ops: Ops) -> Tensor:
-    return collapse(scores)
+def _argmax_mask(scores: Tensor, _rows: Sequence[RowContext], _ops: Ops) -> Tensor:
+    return argmax_mask(scores)
 
 
 def _cut_top_k(scores: Tensor, rows: Sequence[RowContext], _ops: Ops) -> Tensor:
@@ -258,7 +258,7 @@ def _keep_first(scores: Tensor, weights: Tensor, sizes: Tensor, largest: Tensor)
     return scores.masked_fill(~kept, -torch.inf)
 
 
-def _is_heated(row: RowContext) -> bool:
+def _has_temperature(row: RowContext) -> bool:
     return row.sampling.temperature not in {0, 1} and not is_edited(row)
 
 
@@ -282,8 +282,8 @@ Change = Callable[[Tensor, Sequence[RowContext], Ops], Tensor]
 # In the documented order: which rows want a step, and the step.
 _STEPS: tuple[tuple[Callable[[RowContext], bool], Change], ...] = (
     (is_edited, _edit),
-    (_is_heated, _heat),
-    (_is_greedy, _collapse),
+    (_has_temperature, _apply_temperature),
+    (_is_greedy, _argmax_mask),
     (_has_top_k, _cut_top_k),
     (_has_top_p, _cut_top_p),
     (_has_min_p, _cut_min_p),

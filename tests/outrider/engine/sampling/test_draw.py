@@ -17,7 +17,7 @@ from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draw import (
     UNDRAWN,
     DrawInput,
-    before_collapse,
+    before_argmax,
     draw_from,
     row_contexts,
     rows_of,
@@ -93,11 +93,11 @@ def test_before_it_collapses_a_row_has_its_edits_and_no_cuts(runner: ModelRunner
     """At temperature 0 only; anything else is left as it is."""
     warm = spec_of((5, 6, 7), 60, temperature=0.4, top_k=3)
     draw_input = DrawInput(Feed(runner.open(warm.token_ids, 3)), warm)
-    assert before_collapse(draw_input) is draw_input
+    assert before_argmax(draw_input) is draw_input
     sampling = SamplingParameters(temperature=0.0, top_k=3, top_p=0.5, min_p=0.5, logit_bias={9: 4.0})
     cold = DrawInput(draw_input.feed, replace(warm, sampling=sampling))
-    assert before_collapse(cold).spec.sampling == SamplingParameters(temperature=1.0, logit_bias={9: 4.0})
+    assert before_argmax(cold).spec.sampling == SamplingParameters(temperature=1.0, logit_bias={9: 4.0})
     logits = torch.randn(1, runner.vocabulary_size, generator=torch.Generator().manual_seed(1))
-    scores = scores_behind(runner, logits, [before_collapse(cold)])
+    scores = scores_behind(runner, logits, [before_argmax(cold)])
     assert scores.isfinite().all()
     assert math.isclose(scores[0, 9] - scores[0, 8], logits[0, 9] + 4 - logits[0, 8], abs_tol=1e-5)
