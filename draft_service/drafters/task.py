@@ -66,7 +66,7 @@ class DraftTask:
         """Adds a guess where one is wanted, and ends the task behind the last.
 
         Nothing can follow a token that ends the request, and so no guess is wasted on it. Under a rule that tests with
-        coins the length of a chain must not depend on what was drawn, and the target stops there by itself.
+        uniforms the length of a chain must not depend on what was drawn, and the target stops there by itself.
         """
         if self.draft_count:
             self.guesses.append(guess)
@@ -89,7 +89,7 @@ class DraftTask:
 # Draws as the rule of a session needs it.
 MODEL = "model"
 # Draws with the target's own noise, so that both choose the same token wherever their laws allow it. What it draws says
-# something about what the target will draw, and rules that test with coins must not have that.
+# something about what the target will draw, and rules that test with uniforms must not have that.
 COUPLED = "coupled"
 # Draws with noise of its own, whatever the rule.
 SAMPLED = "sampled"

@@ -117,7 +117,7 @@ class DraftStream:
 def _misfit(parents: tuple[int, ...], has_distributions: bool, rule: Rule) -> str:
     """What about a proposal the target would refuse under a rule, and end a request that is not at fault; or nothing.
 
-    Looks at no token: what is refused for its tokens biases the rules that test with coins.
+    Looks at no token: what is refused for its tokens biases the rules that test with uniforms.
     """
     if parents and has_distributions != rule.needs_distributions:
         return "with distributions" if has_distributions else "without distributions"

@@ -38,12 +38,12 @@ class Purpose(IntEnum):
 
     TOKEN is the target's own draw, also behind a proposal that is accepted to its end, and the draw of a draft that
     shares it; RESIDUAL is the correction. A position is committed once, so one key serves each of them. DRAFT, the draw
-    of a draft of its own, and COIN, which decides about a draft token, need `round_key`.
+    of a draft of its own, and ACCEPTANCE, which decides about a draft token, need `round_key`.
     """
 
     TOKEN = 0
     DRAFT = 1
-    COIN = 2
+    ACCEPTANCE = 2
     RESIDUAL = 3
 
 
@@ -117,7 +117,7 @@ def numpy_gumbel(keys: Words, num_tokens: int) -> Floats:
 
 
 def first_uniforms(keys: Sequence[int]) -> Floats:
-    """The uniforms [R] of id 0 alone, for keys [R] as noise_key makes them: all that a coin needs."""
+    """The uniforms [R] of id 0 alone, for keys [R] as noise_key makes them: all that the test of a draft token needs."""
     if len(keys) > FEW_KEYS:
         return numpy_uniforms(np.array(keys, dtype=np.int64).view(np.uint64), 1)[:, 0]
     # In Python, because numpy takes longer to begin than this to end.

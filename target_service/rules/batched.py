@@ -91,12 +91,12 @@ def _preferred(draw_input: DrawInput, at: Mapping[int, int], target_probs: Tenso
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Chains of one length K as the rules want them: ids and coins [B, K], laws [B, K, N] padded with weight 0."""
+    """Chains of one length K as the rules want them: ids and uniforms [B, K], laws [B, K, N] padded with weight 0."""
 
     token_ids: Tensor
     law_ids: Tensor
     law_weights: Tensor
-    coins: Tensor
+    uniforms: Tensor
 
     @classmethod
     def of(cls, inputs: Sequence[DrawInput], count: int) -> Self:
@@ -109,7 +109,7 @@ class Drafts:
                 law_ids[number, place, : len(law.token_ids)] = law.token_ids
                 law_weights[number, place, : len(law.weights)] = law.weights
         token_ids = np.array([draw_input.feed.tree.token_ids[:count] for draw_input in inputs], dtype=np.int64)
-        arrays = token_ids, law_ids, law_weights, _coins(inputs, count)
+        arrays = token_ids, law_ids, law_weights, _uniforms(inputs, count)
         return cls(*(torch.from_numpy(array) for array in arrays))
 
 
@@ -163,7 +163,7 @@ def _walks(inputs: Sequence[DrawInput], target_probs: Tensor) -> list[Walk]:
 def _outcome(draw_input: DrawInput, target_probs: Tensor, drafts: Drafts) -> Outcome:
     """What the rule of this input, which is that of all, says about the chains."""
     acceptance = draw_input.spec.acceptance
-    laws = drafts.token_ids, drafts.law_ids, drafts.law_weights, drafts.coins
+    laws = drafts.token_ids, drafts.law_ids, drafts.law_weights, drafts.uniforms
     if acceptance.rule is Rule.BLOCK:
         return block(target_probs, *laws)
     if acceptance.rule is Rule.RATIO:
@@ -188,10 +188,10 @@ def _rule_input(draw_input: DrawInput) -> DrawInput:
     return before_argmax(draw_input) if draw_input.spec.acceptance.rule is Rule.LENIENT else draw_input
 
 
-def _coins(inputs: Sequence[DrawInput], count: int) -> Floats:
+def _uniforms(inputs: Sequence[DrawInput], count: int) -> Floats:
     keys = [
         round_key(
-            draw_input.spec.seed, len(draw_input.feed.session), len(draw_input.feed.session) + place, Purpose.COIN
+            draw_input.spec.seed, len(draw_input.feed.session), len(draw_input.feed.session) + place, Purpose.ACCEPTANCE
         )
         for draw_input in inputs
         for place in range(count)
@@ -234,7 +234,7 @@ def decide(
 
 
 def _kind(draw_input: DrawInput) -> Kind | None:
-    """The kind of a chain that is tested with coins or against a bound, None for whatever follows draws."""
+    """The kind of a chain that is tested with uniforms or against a bound, None for whatever follows draws."""
     spec, draft_count = draw_input.spec, len(draw_input.feed.tree)
     if not draft_count or not spec.acceptance.rule.needs_distributions:
         return None

@@ -15,11 +15,11 @@ TINY = float(np.finfo(np.float64).tiny)
 
 
 def block(
-    target_probs: Tensor, draft_token_ids: Tensor, law_ids: Tensor, law_weights: Tensor, coins: Tensor
+    target_probs: Tensor, draft_token_ids: Tensor, law_ids: Tensor, law_weights: Tensor, uniforms: Tensor
 ) -> Outcome:
     """Keeps the longest prefix of each chain whose own test succeeds.
 
-    Arguments as in target_service.rules.ratio. All K tests are made, whatever comes of the others: the coin and the
+    Arguments as in target_service.rules.ratio. All K tests are made, whatever comes of the others: the uniform and the
     draft's draw of every position are looked at in every round, so neither may serve a later one.
     """
     tested = probs_at(target_probs[:, :-1], draft_token_ids[:, :, None])[:, :, 0]
@@ -28,7 +28,7 @@ def block(
     at_laws = np.where(laws > 0, probs_at(target_probs[:, :-1], law_ids), 0)
     chances = np.concatenate((_chances(weights[:, 1:-1], at_laws[:, 1:], laws[:, 1:]), weights[:, -1:]), axis=1)
     lengths = np.arange(1, weights.shape[1], dtype=np.int64)
-    accepted_count = np.where(coins.cpu().numpy() < chances, lengths, 0).max(axis=1)
+    accepted_count = np.where(uniforms.cpu().numpy() < chances, lengths, 0).max(axis=1)
     # The residual is (weight * target - draft)+, here in units of the target; a weight of 0 is never the last kept.
     return conclude(target_probs, accepted_count, law_ids, laws / np.maximum(weights[:, :-1, None], TINY))
 

@@ -96,7 +96,7 @@ def test_another_round_is_drawn_with_other_noise(runner: ModelRunner) -> None:
 
 @pytest.mark.parametrize(("drafter", "rule"), SERVED)
 def test_only_a_chain_without_laws_stops_at_an_end(runner: ModelRunner, drafter: str, rule: Rule) -> None:
-    """Where coins decide its length must not depend on what was drawn: guesses go on as if there were no end."""
+    """Where uniforms decide its length must not depend on what was drawn: guesses go on as if there were no end."""
     free = proposal_of(runner, ruled(SPEC, rule), 8, drafter)
     stop = free.token_ids[3]
     ending = replace(ruled(SPEC, rule), stop_token_ids=frozenset({stop}))

@@ -22,7 +22,7 @@ from support.rules import (
     RuleFunction,
     Words,
     chance,
-    coin_key,
+    acceptance_key,
     draft_key,
     noise_keys,
     pick,
@@ -109,9 +109,9 @@ class DrawnBeforeTruncation(Rounds):
 class OneEntryInTheResidual(Rounds):
     """The correction is drawn from the target's law less the rejected token's share alone, and not the whole row's."""
 
-    def decide(self, rows: Tensor, coins: Tensor) -> Outcome:
-        outcome = super().decide(rows, coins)
-        rejected = (outcome.accepted_count < coins.shape[1]).nonzero().flatten()
+    def decide(self, rows: Tensor, uniforms: Tensor) -> Outcome:
+        outcome = super().decide(rows, uniforms)
+        rejected = (outcome.accepted_count < uniforms.shape[1]).nonzero().flatten()
         places = outcome.accepted_count[rejected]
         before, token_ids = rows[rejected, places], rows[rejected, places + 1]
         laws = pick(self.laws, before)
@@ -131,17 +131,17 @@ class DroppedByTheirToken(Rounds):
 class RowsShifted(Rounds):
     """Each draft token is tested with the target's row behind it, not with the one before it."""
 
-    def decide(self, rows: Tensor, coins: Tensor) -> Outcome:
+    def decide(self, rows: Tensor, uniforms: Tensor) -> Outcome:
         laws = pick(self.laws, rows[:, :-1])
-        return self.rule(self.target_probs[rows.roll(-1, dims=1)], rows[:, 1:], laws.token_ids, laws.weights, coins)
+        return self.rule(self.target_probs[rows.roll(-1, dims=1)], rows[:, 1:], laws.token_ids, laws.weights, uniforms)
 
 
 def draft_key_without_the_round(seeds: Words, _base_len: int, position: int) -> Words:
     return noise_keys(seeds, position, Purpose.DRAFT)
 
 
-def coin_key_without_the_round(seeds: Words, _base_len: int, position: int) -> Words:
-    return noise_keys(seeds, position, Purpose.COIN)
+def acceptance_key_without_the_round(seeds: Words, _base_len: int, position: int) -> Words:
+    return noise_keys(seeds, position, Purpose.ACCEPTANCE)
 
 
 class DraftDrawsReused(Rounds):
@@ -151,9 +151,9 @@ class DraftDrawsReused(Rounds):
 
 
 class NoiseReused(DraftDrawsReused):
-    """And tested with the same coin."""
+    """And tested with the same uniform."""
 
-    coin_key = staticmethod(coin_key_without_the_round)
+    acceptance_key = staticmethod(acceptance_key_without_the_round)
 
 
 PLANTED = [
@@ -209,7 +209,7 @@ def test_keys_of_many_seeds_are_those_of_the_engine() -> None:
     seeds = [*range(100), 2**63, 2**64 - 1, *np.random.default_rng(0).integers(2**63, size=100).tolist()]
     words = np.array(seeds, dtype=np.uint64)
     for position in (BASE, BASE + 4, 2**31):
-        for own, purpose in ((draft_key, Purpose.DRAFT), (coin_key, Purpose.COIN)):
+        for own, purpose in ((draft_key, Purpose.DRAFT), (acceptance_key, Purpose.ACCEPTANCE)):
             expected = [round_key(seed, BASE + 2, position, purpose) for seed in seeds]
             assert own(words, BASE + 2, position).view(np.int64).tolist() == expected
         for own, purpose in ((residual_key, Purpose.RESIDUAL), (token_key, Purpose.TOKEN)):

@@ -68,20 +68,20 @@ def chains(pair: Pair, count: int) -> Iterator[tuple[tuple[int, ...], float]]:
             yield chain, chance
 
 
-def ask(rule: RuleFunction, pair: Pair, chain: tuple[int, ...], coins: Floats) -> Outcome:
-    """The rule's answers about one chain for many coins [B, K]."""
+def ask(rule: RuleFunction, pair: Pair, chain: tuple[int, ...], uniforms: Floats) -> Outcome:
+    """The rule's answers about one chain for many uniforms [B, K]."""
     rows = torch.tensor((-1, *chain))
-    width = len(coins)
+    width = len(uniforms)
     target_probs = torch.from_numpy(pair.target)[rows].expand(width, -1, -1)
     ids = torch.arange(pair.num_tokens).expand(width, len(chain), -1)
     weights = torch.from_numpy(pair.weights)[rows[:-1]].expand(width, -1, -1)
-    return rule(target_probs, torch.tensor(chain).expand(width, -1), ids, weights, torch.from_numpy(coins))
+    return rule(target_probs, torch.tensor(chain).expand(width, -1), ids, weights, torch.from_numpy(uniforms))
 
 
 def acceptance(rule: RuleFunction, pair: Pair, chain: tuple[int, ...]) -> list[tuple[int, float, Floats]]:
-    """(accepted count, its probability over the coins, law of the next token) for every count that can happen.
+    """(accepted count, its probability over the uniforms, law of the next token) for every count that can happen.
 
-    Each coin is compared with one threshold, which is found to the last bit while the others stay where they are.
+    Each uniform is compared with one threshold, which is found to the last bit while the others stay where they are.
     """
     found: dict[int, tuple[float, Floats]] = {}
     for cell in _cells(rule, pair, chain):
@@ -94,31 +94,31 @@ def acceptance(rule: RuleFunction, pair: Pair, chain: tuple[int, ...]) -> list[t
 
 
 def _cells(rule: RuleFunction, pair: Pair, chain: tuple[int, ...]) -> Iterator[tuple[tuple[float, float], ...]]:
-    """Boxes of coins, (middle, width) for each: below and above the threshold of every place."""
+    """Boxes of uniforms, (middle, width) for each: below and above the threshold of every place."""
     sides = [[(edge / 2, edge), ((1 + edge) / 2, 1 - edge)] for edge in _edges(rule, pair, chain)]
     yield from (cell for cell in product(*sides) if all(width > 0 for _, width in cell))
 
 
 def _edges(rule: RuleFunction, pair: Pair, chain: tuple[int, ...]) -> list[float]:
-    """For each place the chance that its test succeeds, by a search that asks for many coins at once."""
+    """For each place the chance that its test succeeds, by a search that asks for many uniforms at once."""
     edges = []
     for place in range(len(chain)):
         low, high = 0.0, 1.0
         for _ in range(SEARCHES):
-            coins = np.linspace(low, high, WIDTH)
-            place_of_low = int(_successes(rule, pair, chain, place, coins[1:-1]).sum())
-            low, high = coins[place_of_low], coins[place_of_low + 1]
+            uniforms = np.linspace(low, high, WIDTH)
+            place_of_low = int(_successes(rule, pair, chain, place, uniforms[1:-1]).sum())
+            low, high = uniforms[place_of_low], uniforms[place_of_low + 1]
         edges.append(round(float(low), 15))
     return edges
 
 
 def _successes(
-    rule: RuleFunction, pair: Pair, chain: tuple[int, ...], place: int, coins: Floats
+    rule: RuleFunction, pair: Pair, chain: tuple[int, ...], place: int, uniforms: Floats
 ) -> npt.NDArray[np.bool_]:
-    """Whether a test succeeds with each coin: it decides where those before it succeed and those behind it fail."""
-    every = np.full((len(coins), len(chain)), 1 - 2.0**-53)
+    """Whether a test succeeds with each uniform: it decides where those before it succeed and those behind it fail."""
+    every = np.full((len(uniforms), len(chain)), 1 - 2.0**-53)
     every[:, :place] = 2.0**-60
-    every[:, place] = coins
+    every[:, place] = uniforms
     return ask(rule, pair, chain, every).accepted_count.numpy() > place
 
 
@@ -248,9 +248,9 @@ def draft_key(seeds: Words, base_len: int, position: int) -> Words:
     return round_keys(seeds, base_len, position, Purpose.DRAFT)
 
 
-def coin_key(seeds: Words, base_len: int, position: int) -> Words:
-    """Of the coin that decides about a draft token."""
-    return round_keys(seeds, base_len, position, Purpose.COIN)
+def acceptance_key(seeds: Words, base_len: int, position: int) -> Words:
+    """Of the uniform that decides about a draft token."""
+    return round_keys(seeds, base_len, position, Purpose.ACCEPTANCE)
 
 
 def residual_key(seeds: Words, _base_len: int, position: int) -> Words:
@@ -291,7 +291,7 @@ class Rounds:
     """Requests with the seeds 0, 1, 2, ... under one rule, with chains of draft_count tokens in every round."""
 
     draft_key: Key = staticmethod(draft_key)
-    coin_key: Key = staticmethod(coin_key)
+    acceptance_key: Key = staticmethod(acceptance_key)
     residual_key: Key = staticmethod(residual_key)
     token_key: Key = staticmethod(token_key)
 
@@ -351,15 +351,15 @@ class Rounds:
         draft_count = rows.shape[1] - 1
         if not draft_count:
             return self.drawn(rows, seeds, base_len)
-        outcome = self.decide(rows, self.coins(seeds, base_len, draft_count))
+        outcome = self.decide(rows, self.uniforms(seeds, base_len, draft_count))
         accepted = outcome.accepted_count[:, None]
         next_ids = draw_from(outcome.probs, self.next_keys(seeds, accepted, base_len, draft_count))
         committed = rows.roll(-1, dims=1).masked_fill(torch.arange(draft_count + 1) > accepted, -1)
         return committed.scatter(1, accepted, next_ids[:, None])
 
-    def coins(self, seeds: Tensor, base_len: int, draft_count: int) -> Tensor:
+    def uniforms(self, seeds: Tensor, base_len: int, draft_count: int) -> Tensor:
         """One uniform [B, K] for each draft token."""
-        keys = [self.keys(self.coin_key, base_len, base_len + place)[seeds] for place in range(draft_count)]
+        keys = [self.keys(self.acceptance_key, base_len, base_len + place)[seeds] for place in range(draft_count)]
         return torch.from_numpy(np.stack([first_uniforms(each.tolist()) for each in keys], axis=1))
 
     def drawn(self, rows: Tensor, seeds: Tensor, base_len: int) -> Tensor:
@@ -367,10 +367,10 @@ class Rounds:
         keys = [self.keys(self.token_key, base_len, base_len + place)[seeds] for place in range(rows.shape[1])]
         return OPS.draw(self.scores[rows.flatten()], torch.stack(keys, dim=1).flatten()).view_as(rows)
 
-    def decide(self, rows: Tensor, coins: Tensor) -> Outcome:
+    def decide(self, rows: Tensor, uniforms: Tensor) -> Outcome:
         """The rule's answer about chains rows[:, 1:] behind the tokens rows[:, 0]."""
         laws = pick(self.laws, rows[:, :-1])
-        return self.rule(self.target_probs[rows], rows[:, 1:], laws.token_ids, laws.weights, coins)
+        return self.rule(self.target_probs[rows], rows[:, 1:], laws.token_ids, laws.weights, uniforms)
 
     def next_keys(self, seeds: Tensor, accepted: Tensor, base_len: int, draft_count: int) -> Tensor:
         """Of the draw behind the accepted tokens: a correction, or behind all of them the target's own token."""

@@ -95,7 +95,7 @@ def test_torch_and_numpy_agree_on_random_keys(device: torch.device) -> None:
 @pytest.mark.parametrize("count", [0, 1, 32, 33, 500])
 def test_first_uniforms_are_those_of_id_0(count: int) -> None:
     """However many are asked for at once, and with whichever arithmetic."""
-    keys = [noise_key(seed, 3, Purpose.COIN) for seed in range(count)]
+    keys = [noise_key(seed, 3, Purpose.ACCEPTANCE) for seed in range(count)]
     expected = noise.uniforms(torch.tensor(keys, dtype=torch.int64), 1)[:, 0].numpy()
     assert np.array_equal(noise.first_uniforms(keys), expected)
 

@@ -39,7 +39,7 @@ def distance(rule: RuleFunction, num_tokens: int, count: int, length: int, pair:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", RULES)
 def test_the_joint_law_is_the_target_s(name: str, size: tuple[int, int, int]) -> None:
-    """Every chain, every side of every coin, and the tokens that the target adds where a round commits too few."""
+    """Every chain, every side of every uniform, and the tokens that the target adds where a round commits too few."""
     assert distance(RULES[name], *size) < 1e-12
 
 
@@ -87,8 +87,8 @@ Bug = Callable[[RuleFunction], RuleFunction]
 def only_the_drafted_token(rule: RuleFunction) -> RuleFunction:
     """The residual loses the drafted token's share, and not the whole law."""
 
-    def wrong(probs: Tensor, drafts: Tensor, ids: Tensor, weights: Tensor, coins: Tensor) -> Outcome:
-        outcome = rule(probs, drafts, ids, weights, coins)
+    def wrong(probs: Tensor, drafts: Tensor, ids: Tensor, weights: Tensor, uniforms: Tensor) -> Outcome:
+        outcome = rule(probs, drafts, ids, weights, uniforms)
         places = outcome.accepted_count.clamp(max=drafts.shape[1] - 1)[:, None]
         own = (ids == drafts[:, :, None]) * weights
         rows = probs[torch.arange(len(drafts)), outcome.accepted_count]
@@ -128,7 +128,7 @@ def test_a_planted_bug_is_found(name: str, bug: Bug) -> None:
 
 @pytest.mark.parametrize("name", RULES)
 def test_one_hot_laws_are_followed_exactly(name: str) -> None:
-    """At temperature 0 the answer is greedy whatever the coins and whatever law the draft sends."""
+    """At temperature 0 the answer is greedy whatever the uniforms and whatever law the draft sends."""
     target = np.eye(3)[[1, 2, 0, 2]]
     for weights in (np.eye(3, dtype=np.int64)[[1, 0, 0, 2]] * 9, random_pair(3).weights + 1):
         pair = Pair(target, weights)
@@ -149,19 +149,19 @@ def test_a_chain_does_not_depend_on_its_neighbours(name: str) -> None:
     weights = torch.from_numpy(dice.integers(1, 60000, (9, 3, 40)))
     weights[::2, :, 7:] = 0
     drafts = ids[:, :, 2]
-    coins = torch.from_numpy(dice.random((9, 3)) * 0.2)
-    together = RULES[name](target_probs, drafts, ids, weights, coins)
+    uniforms = torch.from_numpy(dice.random((9, 3)) * 0.2)
+    together = RULES[name](target_probs, drafts, ids, weights, uniforms)
     for number in range(9):
         width = 7 if number % 2 == 0 else 40
         laws = ids[number : number + 1, :, :width], weights[number : number + 1, :, :width]
         one = slice(number, number + 1)
-        alone = RULES[name](target_probs[one], drafts[one], *laws, coins[one])
+        alone = RULES[name](target_probs[one], drafts[one], *laws, uniforms[one])
         assert alone.accepted_count.item() == together.accepted_count[number]
         assert torch.equal(alone.probs[0], together.probs[number])
 
 
 def test_a_residual_that_vanishes_by_rounding_is_the_target_s_law() -> None:
-    """A rejection that has no probability, forced by a coin, leaves something to draw."""
+    """A rejection that has no probability, forced by a uniform, leaves something to draw."""
     law: Floats = np.array([0.5, 0.5])
     pair = Pair(np.tile(law, (3, 1)), np.tile([1, 1], (3, 1)))
     outcome = ask(partial(ratio, lenience=1.0), pair, (0,), np.array([[1.0]]))
