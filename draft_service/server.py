@@ -30,7 +30,7 @@ async def start_with(
 ) -> RunningModelService:
     """Serves a model that is loaded already; the settings' model is not looked at.
 
-    A law that a guess was drawn from has at most top_n tokens, 1 to 256.
+    A distribution that a guess was drawn from has at most top_n tokens, 1 to 256.
     """
     table = SessionTable[DraftSession](settings.lease_s)
     drafter = ModelDrafter(model.runner, table.with_room, top_n)

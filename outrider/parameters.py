@@ -149,7 +149,9 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class DraftDistribution:
-    """Exactly the law that a draft token was drawn from: the probability of an id is its weight over their sum."""
+    """Exactly the distribution that a draft token was drawn from: the probability of an id is its weight over their
+    sum.
+    """
 
     token_ids: tuple[int, ...]
     weights: tuple[int, ...]

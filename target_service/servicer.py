@@ -85,8 +85,8 @@ class TargetMessages:
     def _step(self, message: pb.TargetStep, arrived_ns: int) -> Step:
         token_ids, parents = tree_from(message.proposal, self._facts.vocabulary_size, MAX_DRAFT_COUNT)
         budget = check_range("step.plain_budget", message.plain_budget, 0, MAX_PLAIN_BUDGET)
-        laws = distributions_from(message.proposal, self._facts.vocabulary_size)
-        return Step(TokenTree(token_ids, parents, laws), budget, arrived_ns)
+        distributions = distributions_from(message.proposal, self._facts.vocabulary_size)
+        return Step(TokenTree(token_ids, parents, distributions), budget, arrived_ns)
 
 
 class TargetServicer(TargetServiceServicer):

@@ -238,10 +238,10 @@ def _check_proposal(tree: TokenTree, spec: SessionSpec, base_len: int) -> None:
     room = spec.max_len - base_len
     if max(tree.depths) > room:
         raise InvalidRequest("proposal", f"{max(tree.depths)} tokens deep", f"at most {room} deep here, up to max_len")
-    rule, num_laws = spec.acceptance.rule, len(tree.distributions)
-    if num_laws and not rule.needs_distributions:
-        raise InvalidRequest("proposal.distributions", f"{num_laws} entries", f"empty under the rule {rule}")
-    if rule.needs_distributions and len(tree) > num_laws:
+    rule, num_distributions = spec.acceptance.rule, len(tree.distributions)
+    if num_distributions and not rule.needs_distributions:
+        raise InvalidRequest("proposal.distributions", f"{num_distributions} entries", f"empty under the rule {rule}")
+    if rule.needs_distributions and len(tree) > num_distributions:
         raise InvalidRequest("proposal.distributions", "empty", f"one entry for each row under the rule {rule}")
     if rule.needs_distributions and not tree.is_chain:
         raise InvalidRequest("proposal.parents", list(tree.parents), f"those of a chain under the rule {rule}")

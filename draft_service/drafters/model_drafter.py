@@ -32,7 +32,7 @@ def guess_each(
 ) -> list[Guess | OutriderError]:
     """The next guess of each task, behind its one row of logits, logits[rows[i]]; or why there is none.
 
-    Laws have at most top_n tokens.
+    Distributions have at most top_n tokens.
     """
     guesses: dict[int, Guess | OutriderError] = {}
     for noise, guess in ((Purpose.TOKEN, _coupled), (Purpose.DRAFT, _sampled)):
@@ -71,7 +71,7 @@ def _logprobs(
 ) -> dict[int, float]:
     """By the numbers of tasks that want them, the log-probabilities of guesses drawn with the shared noise."""
     made = {n: guess.token_id for n, guess in enumerate(guesses) if tasks[n].wants_logprob and isinstance(guess, Guess)}
-    # At temperature 0 the law is the one token.
+    # At temperature 0 the distribution is the one token.
     hot = [number for number in made if tasks[number].spec.sampling.temperature]
     logprobs = dict.fromkeys(made, 0.0)
     if hot:
@@ -86,14 +86,18 @@ def _sampled(
     runner: ModelRunner, tasks: Sequence[DraftTask], logits: Tensor, rows: Sequence[range], top_n: int
 ) -> list[Guess | OutriderError]:
     scores = _scores(runner, rows_of(logits, rows), [_draw_input(task) for task in tasks])
-    laws = quantise(scores, top_n, runner.ops)
+    distributions = quantise(scores, top_n, runner.ops)
     keys = [round_key(task.spec.seed, task.base_len, len(task.session), Purpose.DRAFT) for task in tasks]
-    token_ids = laws.draw(key_column(runner, keys))
-    sent = laws.distributions() if any(task.needs_law for task in tasks) else [None] * len(tasks)
-    probs = laws.probs(token_ids) if any(task.wants_logprob for task in tasks) else [None] * len(tasks)
+    token_ids = distributions.draw(key_column(runner, keys))
+    sent = distributions.distributions() if any(task.needs_distribution for task in tasks) else [None] * len(tasks)
+    probs = distributions.probs(token_ids) if any(task.wants_logprob for task in tasks) else [None] * len(tasks)
     return [
-        Guess(token_id, law if task.needs_law else None, _log(prob) if prob and task.wants_logprob else None)
-        for task, token_id, law, prob in zip(tasks, token_ids.tolist(), sent, probs, strict=True)
+        Guess(
+            token_id,
+            distribution if task.needs_distribution else None,
+            _log(prob) if prob and task.wants_logprob else None,
+        )
+        for task, token_id, distribution, prob in zip(tasks, token_ids.tolist(), sent, probs, strict=True)
     ]
 
 
@@ -119,7 +123,7 @@ class ModelDrafter:
     def __init__(self, runner: ModelRunner, with_room: Callable[[Allocate], None], top_n: int = DEFAULT_TOP_N) -> None:
         """`with_room` makes room for an allocation when the pool is full; see outrider.engine.sampling.draw.reserve.
 
-        top_n is the most tokens of a law that is sent; see outrider.engine.sampling.draft_distribution.
+        top_n is the most tokens of a distribution that is sent; see outrider.engine.sampling.draft_distribution.
         """
         self._runner = runner
         self._with_room = with_room

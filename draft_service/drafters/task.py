@@ -17,7 +17,9 @@ from outrider.token_tree import TokenTree
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """A token, the law that it was drawn from where the rule needs it, and its log-probability where it is wanted."""
+    """A token, the distribution that it was drawn from where the rule needs it, and its log-probability where it is
+    wanted.
+    """
 
     token_id: int
     distribution: DraftDistribution | None = None
@@ -46,8 +48,8 @@ class DraftTask:
         self.base_len = len(self.session)
 
     @property
-    def needs_law(self) -> bool:
-        """Whether each guess has to come with its law."""
+    def needs_distribution(self) -> bool:
+        """Whether each guess has to come with its distribution."""
         return self.spec.acceptance.rule.needs_distributions
 
     @property
@@ -58,9 +60,9 @@ class DraftTask:
     @property
     def proposal(self) -> TokenTree:
         """The guesses so far."""
-        laws = [guess.distribution for guess in self.guesses if guess.distribution]
+        distributions = [guess.distribution for guess in self.guesses if guess.distribution]
         logprobs = [guess.logprob for guess in self.guesses if guess.logprob is not None]
-        return TokenTree.chain([guess.token_id for guess in self.guesses], laws, logprobs)
+        return TokenTree.chain([guess.token_id for guess in self.guesses], distributions, logprobs)
 
     def take(self, guess: Guess) -> None:
         """Adds a guess where one is wanted, and ends the task behind the last.
@@ -72,7 +74,7 @@ class DraftTask:
             self.guesses.append(guess)
             self.session.extend([guess.token_id])
         ends = self.spec.eos_token_ids | self.spec.stop_token_ids
-        if len(self.guesses) == self.draft_count or (guess.token_id in ends and not self.needs_law):
+        if len(self.guesses) == self.draft_count or (guess.token_id in ends and not self.needs_distribution):
             self.finish()
 
     def fail(self, error: OutriderError) -> None:
@@ -88,8 +90,8 @@ class DraftTask:
 
 # Draws as the rule of a session needs it.
 MODEL = "model"
-# Draws with the target's own noise, so that both choose the same token wherever their laws allow it. What it draws says
-# something about what the target will draw, and rules that test with uniforms must not have that.
+# Draws with the target's own noise, so that both choose the same token wherever their distributions allow it. What it
+# draws says something about what the target will draw, and rules that test with uniforms must not have that.
 COUPLED = "coupled"
 # Draws with noise of its own, whatever the rule.
 SAMPLED = "sampled"

@@ -117,7 +117,7 @@ def numpy_gumbel(keys: Words, num_tokens: int) -> Floats:
 
 
 def first_uniforms(keys: Sequence[int]) -> Floats:
-    """The uniforms [R] of id 0 alone, for keys [R] as noise_key makes them: all that the test of a draft token needs."""
+    """The uniforms [R] of id 0 alone, for keys [R] as noise_key makes them: all that a test needs."""
     if len(keys) > FEW_KEYS:
         return numpy_uniforms(np.array(keys, dtype=np.int64).view(np.uint64), 1)[:, 0]
     # In Python, because numpy takes longer to begin than this to end.

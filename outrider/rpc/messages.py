@@ -240,7 +240,7 @@ class Tree(Protocol):
 
     @property
     def distributions(self) -> tuple[DraftDistribution, ...]:
-        """The law of each row's token, or nothing."""
+        """The distribution of each row's token, or nothing."""
         ...
 
 
@@ -257,27 +257,31 @@ def tree_from(message: pb.TokenTree, vocabulary_size: int, max_rows: int) -> tup
 
 
 def distributions_from(message: pb.TokenTree, vocabulary_size: int) -> tuple[DraftDistribution, ...]:
-    """The laws of a proposal's tokens, one a row or none at all. Raises InvalidRequest."""
-    num_rows, num_laws = len(message.token_ids), len(message.distributions)
-    if num_laws not in {0, num_rows}:
-        raise InvalidRequest("proposal.distributions", f"{num_laws} entries", f"empty or {num_rows} entries")
-    laws = []
-    for row, (token_id, law) in enumerate(zip(message.token_ids, message.distributions, strict=False)):
+    """The distributions of a proposal's tokens, one a row or none at all. Raises InvalidRequest."""
+    num_rows, num_distributions = len(message.token_ids), len(message.distributions)
+    if num_distributions not in {0, num_rows}:
+        raise InvalidRequest("proposal.distributions", f"{num_distributions} entries", f"empty or {num_rows} entries")
+    distributions = []
+    for row, (token_id, distribution) in enumerate(zip(message.token_ids, message.distributions, strict=False)):
         field = f"proposal.distributions.{row}"
-        laws.append(_distribution(field, law, vocabulary_size))
-        if token_id not in laws[-1].token_ids:
-            raise InvalidRequest(f"{field}.token_ids", list(law.token_ids), f"a support of the row's token {token_id}")
-    return tuple(laws)
+        distributions.append(_distribution(field, distribution, vocabulary_size))
+        if token_id not in distributions[-1].token_ids:
+            raise InvalidRequest(
+                f"{field}.token_ids", list(distribution.token_ids), f"a support of the row's token {token_id}"
+            )
+    return tuple(distributions)
 
 
-def _distribution(field: str, law: pb.DraftDistribution, vocabulary_size: int) -> DraftDistribution:
-    check_count(f"{field}.token_ids", len(law.token_ids), MAX_SUPPORT, "ids")
-    if len(law.weights) != len(law.token_ids):
-        raise InvalidRequest(f"{field}.weights", f"{len(law.weights)} entries", f"{len(law.token_ids)} entries")
-    token_ids = check_token_ids(f"{field}.token_ids", law.token_ids, vocabulary_size)
+def _distribution(field: str, distribution: pb.DraftDistribution, vocabulary_size: int) -> DraftDistribution:
+    check_count(f"{field}.token_ids", len(distribution.token_ids), MAX_SUPPORT, "ids")
+    if len(distribution.weights) != len(distribution.token_ids):
+        raise InvalidRequest(
+            f"{field}.weights", f"{len(distribution.weights)} entries", f"{len(distribution.token_ids)} entries"
+        )
+    token_ids = check_token_ids(f"{field}.token_ids", distribution.token_ids, vocabulary_size)
     if len(set(token_ids)) < len(token_ids):
         raise InvalidRequest(f"{field}.token_ids", list(token_ids), "without repetition")
-    weights = tuple(law.weights)
+    weights = tuple(distribution.weights)
     # Looked at one by one only when one is at fault: a round carries hundreds.
     if weights and not 1 <= min(weights) <= max(weights) <= MAX_WEIGHT:
         for index, weight in enumerate(weights):
@@ -302,6 +306,9 @@ def tree_message(tree: Tree, logprobs: Sequence[float] = ()) -> pb.TokenTree:
     `logprobs` are the draft's own, for the gateway. The tree's are not looked at: a target must not see them.
     """
     is_chain = tuple(tree.parents) == tuple(range(len(tree.token_ids)))
-    laws = [pb.DraftDistribution(token_ids=law.token_ids, weights=law.weights) for law in tree.distributions]
+    distributions = [
+        pb.DraftDistribution(token_ids=distribution.token_ids, weights=distribution.weights)
+        for distribution in tree.distributions
+    ]
     parents = () if is_chain else tree.parents
-    return pb.TokenTree(token_ids=tree.token_ids, parents=parents, distributions=laws, logprobs=logprobs)
+    return pb.TokenTree(token_ids=tree.token_ids, parents=parents, distributions=distributions, logprobs=logprobs)

@@ -91,25 +91,27 @@ def _preferred(draw_input: DrawInput, at: Mapping[int, int], target_probs: Tenso
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Chains of one length K as the rules want them: ids and uniforms [B, K], laws [B, K, N] padded with weight 0."""
+    """Chains of one length K as the rules want them: ids and uniforms [B, K], distributions [B, K, N] padded with
+    weight 0.
+    """
 
     token_ids: Tensor
-    law_ids: Tensor
-    law_weights: Tensor
+    support_ids: Tensor
+    support_weights: Tensor
     uniforms: Tensor
 
     @classmethod
     def of(cls, inputs: Sequence[DrawInput], count: int) -> Self:
         """The first `count` draft tokens of each input."""
-        laws = [draw_input.feed.tree.distributions[:count] for draw_input in inputs]
-        width = max((len(law.token_ids) for chain in laws for law in chain), default=0)
-        law_ids, law_weights = np.zeros((2, len(inputs), count, width), dtype=np.int64)
-        for number, chain in enumerate(laws):
-            for place, law in enumerate(chain):
-                law_ids[number, place, : len(law.token_ids)] = law.token_ids
-                law_weights[number, place, : len(law.weights)] = law.weights
+        distributions = [draw_input.feed.tree.distributions[:count] for draw_input in inputs]
+        width = max((len(distribution.token_ids) for chain in distributions for distribution in chain), default=0)
+        support_ids, support_weights = np.zeros((2, len(inputs), count, width), dtype=np.int64)
+        for number, chain in enumerate(distributions):
+            for place, distribution in enumerate(chain):
+                support_ids[number, place, : len(distribution.token_ids)] = distribution.token_ids
+                support_weights[number, place, : len(distribution.weights)] = distribution.weights
         token_ids = np.array([draw_input.feed.tree.token_ids[:count] for draw_input in inputs], dtype=np.int64)
-        arrays = token_ids, law_ids, law_weights, _uniforms(inputs, count)
+        arrays = token_ids, support_ids, support_weights, _uniforms(inputs, count)
         return cls(*(torch.from_numpy(array) for array in arrays))
 
 
@@ -163,14 +165,14 @@ def _walks(inputs: Sequence[DrawInput], target_probs: Tensor) -> list[Walk]:
 def _outcome(draw_input: DrawInput, target_probs: Tensor, drafts: Drafts) -> Outcome:
     """What the rule of this input, which is that of all, says about the chains."""
     acceptance = draw_input.spec.acceptance
-    laws = drafts.token_ids, drafts.law_ids, drafts.law_weights, drafts.uniforms
+    distributions = drafts.token_ids, drafts.support_ids, drafts.support_weights, drafts.uniforms
     if acceptance.rule is Rule.BLOCK:
-        return block(target_probs, *laws)
+        return block(target_probs, *distributions)
     if acceptance.rule is Rule.RATIO:
-        return ratio(target_probs, *laws)
+        return ratio(target_probs, *distributions)
     if draw_input.spec.sampling.temperature == 0:
         return lenient_greedy(target_probs, drafts.token_ids, acceptance.lenience)
-    return ratio(target_probs, *laws, acceptance.lenience)
+    return ratio(target_probs, *distributions, acceptance.lenience)
 
 
 def _walk(draw_input: DrawInput, accepted_count: int, next_token_id: int) -> Walk:

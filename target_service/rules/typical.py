@@ -32,7 +32,7 @@ def typical_children(tree: TokenTree, child_probs: Sequence[float], limits: Sequ
     """Of the root and each row the most probable child above the row's limit, of equal ones the lowest; 0 for none.
 
     child_probs[r - 1] is the target's probability of the token of row r behind its parent; limits[r] is
-    min(epsilon, delta * exp(-entropy)) of the target's law behind row r, limits[0] behind the root.
+    min(epsilon, delta * exp(-entropy)) of the target's distribution behind row r, limits[0] behind the root.
     """
     chosen = [0] * (len(tree) + 1)
     for row, (parent, prob) in enumerate(zip(tree.parents, child_probs, strict=True), start=1):

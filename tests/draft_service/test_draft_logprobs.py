@@ -1,4 +1,4 @@
-"""Log-probabilities of guesses: of the law that was drawn from, only for who asks, and without changing a guess."""
+"""Log-probabilities of guesses: of the distribution drawn from, on request only, changing no guess."""
 
 import math
 from dataclasses import replace
@@ -60,15 +60,17 @@ def expected(runner: ModelRunner, spec: SessionSpec, drafter: str, guesses: tupl
         scores = transform(logits_behind(runner, token_ids), contexts, runner.vocabulary_size, runner.ops)
         prob = float(scores.double().softmax(dim=-1)[0, guess])
         if noise_of(drafter, spec.acceptance.rule) is Purpose.DRAFT:
-            [law] = quantise(scores, TOP_N, runner.ops).distributions()
-            prob = law.weights[law.token_ids.index(guess)] / sum(law.weights)
+            [distribution] = quantise(scores, TOP_N, runner.ops).distributions()
+            prob = distribution.weights[distribution.token_ids.index(guess)] / sum(distribution.weights)
         logprobs.append(math.log(prob))
     return logprobs
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_each_is_that_of_the_law_that_the_guess_was_drawn_from(runner: ModelRunner, sampling: dict[str, Any]) -> None:
-    """Of every drafter under every rule it serves; a guess and its law are bit for bit those of who does not ask."""
+def test_each_is_that_of_the_distribution_that_the_guess_was_drawn_from(
+    runner: ModelRunner, sampling: dict[str, Any]
+) -> None:
+    """Of every drafter under every rule it serves; guess and distribution are those of who does not ask."""
     edited = SPEC.sampling.model_copy(update=sampling)
     wishes = [(replace(ruled(SPEC, rule), seed=41 + n, sampling=edited), name) for n, (name, rule) in enumerate(SERVED)]
     silent = proposals(runner, *wishes)

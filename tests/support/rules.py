@@ -15,7 +15,7 @@ from outrider.engine.batching import Feed
 from outrider.engine.noise import GAMMA, MASK, MULTIPLIERS, SHIFTS, Purpose, first_uniforms, noise_key, round_key
 from outrider.engine.ops import choose_ops
 from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling.draft_distribution import Laws, quantise
+from outrider.engine.sampling.draft_distribution import DraftDistributions, quantise
 from outrider.engine.sampling.draw import DrawInput, draw_from, row_contexts
 from outrider.engine.sampling.transforms import RowContext, transform
 from outrider.errors import OutriderError
@@ -36,7 +36,9 @@ RuleFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Outcome]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pair:
-    """Target laws and the draft's weights, both [V + 1, V]: row v behind token v, the last row behind the prefix."""
+    """Target distributions and the draft's weights, both [V + 1, V]: row v behind token v, the last row behind the
+    prefix.
+    """
 
     target: Floats
     weights: npt.NDArray[np.int64]
@@ -48,11 +50,11 @@ class Pair:
 
     @property
     def draft(self) -> Floats:
-        """The draft's laws [V + 1, V]."""
+        """The draft's distributions [V + 1, V]."""
         return self.weights / self.weights.sum(axis=1, keepdims=True)
 
-    def law(self, length: int) -> Floats:
-        """The target's joint law [V, V, ...] of `length` tokens."""
+    def distribution(self, length: int) -> Floats:
+        """The target's joint distribution [V, V, ...] of `length` tokens."""
         joint = self.target[-1]
         for _ in range(length - 1):
             joint = joint[..., None] * self.target[:-1]
@@ -79,7 +81,7 @@ def ask(rule: RuleFunction, pair: Pair, chain: tuple[int, ...], uniforms: Floats
 
 
 def acceptance(rule: RuleFunction, pair: Pair, chain: tuple[int, ...]) -> list[tuple[int, float, Floats]]:
-    """(accepted count, its probability over the uniforms, law of the next token) for every count that can happen.
+    """(accepted count, its probability over the uniforms, distribution of the next token) for every possible count.
 
     Each uniform is compared with one threshold, which is found to the last bit while the others stay where they are.
     """
@@ -122,12 +124,12 @@ def _successes(
     return ask(rule, pair, chain, every).accepted_count.numpy() > place
 
 
-def committed_law(rule: RuleFunction, pair: Pair, count: int, length: int) -> Floats:
-    """The joint law [V, V, ...] of the first `length` tokens: a round with chains of `count`, then the target alone."""
+def committed_distribution(rule: RuleFunction, pair: Pair, count: int, length: int) -> Floats:
+    """The joint distribution [V, V, ...] of `length` tokens: a round with chains of `count`, then the target alone."""
     joint = np.zeros((pair.num_tokens,) * length)
     for chain, drawn in chains(pair, count):
-        for accepted, chance, next_law in acceptance(rule, pair, chain):
-            _add(joint, pair, chain[:accepted], drawn * chance * next_law)
+        for accepted, chance, next_distribution in acceptance(rule, pair, chain):
+            _add(joint, pair, chain[:accepted], drawn * chance * next_distribution)
     return joint
 
 
@@ -140,12 +142,12 @@ def mean_accepted(rule: RuleFunction, pair: Pair, count: int) -> float:
     )
 
 
-def _add(joint: Floats, pair: Pair, kept: tuple[int, ...], next_law: Floats) -> None:
+def _add(joint: Floats, pair: Pair, kept: tuple[int, ...], next_distribution: Floats) -> None:
     """Adds what one outcome commits, cut or continued to the length of `joint`."""
     if len(kept) >= joint.ndim:
-        joint[kept[: joint.ndim]] += next_law.sum()
+        joint[kept[: joint.ndim]] += next_distribution.sum()
         return
-    tail = next_law
+    tail = next_distribution
     for _ in range(joint.ndim - len(kept) - 1):
         tail = tail[..., None] * pair.target[:-1]
     joint[kept] += tail
@@ -157,10 +159,10 @@ RULES_WITH_LAWS = tuple(rule for rule in Rule if rule.needs_distributions)
 def drafted(runner: ModelRunner, spec: SessionSpec, count: int, noise: float = 0.3, top_n: int = 32) -> TokenTree:
     """A chain behind the spec's tokens, from the runner's own logits with noise on them: most tokens are accepted.
 
-    Drawn from its laws, and with them, where the spec's rule needs them, and else with the target's own noise.
+    Drawn from its distributions, and with them, where the spec's rule needs them, and else with the target's own noise.
     """
     dice = torch.Generator().manual_seed(spec.seed)
-    token_ids, laws = list(spec.token_ids), []
+    token_ids, distributions = list(spec.token_ids), []
     for _ in range(count):
         logits = logits_behind(runner, token_ids)
         logits = logits + noise * torch.randn(logits.shape, generator=dice)
@@ -168,14 +170,14 @@ def drafted(runner: ModelRunner, spec: SessionSpec, count: int, noise: float = 0
         [context] = row_contexts(DrawInput(Feed(session), spec))
         scores = transform(logits, [context], runner.vocabulary_size, runner.ops)
         if spec.acceptance.rule.needs_distributions:
-            law = quantise(scores, top_n, runner.ops)
+            distribution = quantise(scores, top_n, runner.ops)
             key = round_key(spec.seed, len(spec.token_ids), len(token_ids), Purpose.DRAFT)
-            token_ids += law.draw(torch.tensor([key])).tolist()
-            laws += law.distributions()
+            token_ids += distribution.draw(torch.tensor([key])).tolist()
+            distributions += distribution.distributions()
         else:
             key = noise_key(spec.seed, len(token_ids), Purpose.TOKEN)
             token_ids += runner.ops.draw(scores, torch.tensor([key])).tolist()
-    return TokenTree.chain(token_ids[len(spec.token_ids) :], laws)
+    return TokenTree.chain(token_ids[len(spec.token_ids) :], distributions)
 
 
 def logits_behind(runner: ModelRunner, token_ids: list[int]) -> Tensor:
@@ -234,8 +236,8 @@ class Language:
         rows = [RowContext(self.sampling, PROMPT, (), BASE, frozenset())] * len(logits)
         return transform(logits, rows, self.num_tokens, OPS)
 
-    def law(self, length: int) -> Floats:
-        """The joint law [V, V, ...] of the target's first `length` tokens."""
+    def distribution(self, length: int) -> Floats:
+        """The joint distribution [V, V, ...] of the target's first `length` tokens."""
         probs: Floats = self.scores(self.target).double().softmax(dim=-1).numpy()
         joint = probs[-1]
         for _ in range(length - 1):
@@ -302,9 +304,9 @@ class Rounds:
         self.num_tokens = language.num_tokens
         self.scores, self.draft_scores = language.scores(language.target), language.scores(language.draft)
         self.target_probs = OPS.softmax(self.scores)
-        self.laws = quantise(self.draft_scores, top_n, OPS)
-        # What a draft token is drawn from: the law that is sent.
-        self.drawn_from = self.laws
+        self.distributions = quantise(self.draft_scores, top_n, OPS)
+        # What a draft token is drawn from: the distribution that is sent.
+        self.drawn_from = self.distributions
 
     def tokens(self, length: int) -> Tensor:
         """The first tokens [num_seeds, length] of every request, by as many rounds as it needs."""
@@ -369,8 +371,8 @@ class Rounds:
 
     def decide(self, rows: Tensor, uniforms: Tensor) -> Outcome:
         """The rule's answer about chains rows[:, 1:] behind the tokens rows[:, 0]."""
-        laws = pick(self.laws, rows[:, :-1])
-        return self.rule(self.target_probs[rows], rows[:, 1:], laws.token_ids, laws.weights, uniforms)
+        distributions = pick(self.distributions, rows[:, :-1])
+        return self.rule(self.target_probs[rows], rows[:, 1:], distributions.token_ids, distributions.weights, uniforms)
 
     def next_keys(self, seeds: Tensor, accepted: Tensor, base_len: int, draft_count: int) -> Tensor:
         """Of the draw behind the accepted tokens: a correction, or behind all of them the target's own token."""
@@ -411,18 +413,18 @@ def chain(token_ids: tuple[int, ...]) -> TokenTree:
     return TokenTree.chain(token_ids)
 
 
-def pick(laws: Laws, rows: Tensor) -> Laws:
-    """The laws behind these tokens."""
-    return Laws(laws.token_ids[rows], laws.weights[rows])
+def pick(distributions: DraftDistributions, rows: Tensor) -> DraftDistributions:
+    """The distributions behind these tokens."""
+    return DraftDistributions(distributions.token_ids[rows], distributions.weights[rows])
 
 
-def chance(tokens: Tensor, law: Floats, widths: Sequence[int] = ()) -> float:
-    """p-value of the chi-square test of tokens [N, L] against their joint law; rare cells are counted as one.
+def chance(tokens: Tensor, distribution: Floats, widths: Sequence[int] = ()) -> float:
+    """p-value of the chi-square test of tokens [N, L] against their joint distribution; rare cells are counted as one.
 
     `widths` makes cells of so many neighbouring ids each, one number for every token.
     """
-    expected, width = law, widths or (1,) * law.ndim
-    for axis, (size, each) in enumerate(zip(law.shape, width, strict=True)):
+    expected, width = distribution, widths or (1,) * distribution.ndim
+    for axis, (size, each) in enumerate(zip(distribution.shape, width, strict=True)):
         expected = np.add.reduceat(expected, range(0, size, each), axis=axis)
     cells = np.ravel_multi_index(tuple((tokens.numpy() // width).T), expected.shape)
     counts = np.bincount(cells, minlength=expected.size)

@@ -132,8 +132,8 @@ def test_numbers_are_those_of_the_text_under_every_rule(
     while target.held.finish_reason is None:
         base_len = len(target.tokens)
         guesses = expected[base_len : min(base_len + 3, 39)]
-        laws = [DraftDistribution((token, (token + 1) % VOCABULARY_SIZE), (3, 1)) for token in guesses]
-        tree = TokenTree.chain(guesses, laws if rule.needs_distributions else ())
+        distributions = [DraftDistribution((token, (token + 1) % VOCABULARY_SIZE), (3, 1)) for token in guesses]
+        tree = TokenTree.chain(guesses, distributions if rule.needs_distributions else ())
         target.sessions.step(target.fence(1, base_len), Step(tree, 0, 0), target, target.answers.append)
         answers += target.run()
     assert any(answer.verdict and answer.verdict.accepted_rows for answer in answers)

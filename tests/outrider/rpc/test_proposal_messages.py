@@ -1,4 +1,4 @@
-"""Tests of outrider.rpc.messages: trees and the laws of their tokens arrive as they were sent, or are refused."""
+"""Tests of outrider.rpc.messages: trees and distributions arrive as they were sent, or are refused."""
 
 from dataclasses import dataclass
 
@@ -29,8 +29,8 @@ class Tree:
     logprobs: tuple[float, ...] = ()
 
 
-def law_of(token_ids: list[int], weights: list[int]) -> pb.TokenTree:
-    """A proposal of token 1 with a law."""
+def distribution_of(token_ids: list[int], weights: list[int]) -> pb.TokenTree:
+    """A proposal of token 1 with a distribution."""
     return pb.TokenTree(token_ids=[1], distributions=[pb.DraftDistribution(token_ids=token_ids, weights=weights)])
 
 
@@ -43,17 +43,17 @@ def test_trees_arrive_as_they_were_sent(parents: tuple[int, ...]) -> None:
     assert distributions_from(message, 10) == ()
 
 
-def test_laws_arrive_as_they_were_sent() -> None:
+def test_distributions_arrive_as_they_were_sent() -> None:
     """One a row, in row order, ids and weights in the order of the draft."""
     message = pb.TokenTree.FromString(tree_message(Tree((4, 5, 6), (0, 1, 2), LAWS)).SerializeToString())
     assert distributions_from(message, 10) == LAWS
 
 
-def test_the_widest_law_arrives() -> None:
+def test_the_widest_distribution_arrives() -> None:
     """256 ids, the token itself the last of them."""
-    law = DraftDistribution(tuple(range(MAX_SUPPORT)), (MAX_WEIGHT,) * MAX_SUPPORT)
-    message = tree_message(Tree((MAX_SUPPORT - 1,), (0,), (law,)))
-    assert distributions_from(message, MAX_SUPPORT) == (law,)
+    distribution = DraftDistribution(tuple(range(MAX_SUPPORT)), (MAX_WEIGHT,) * MAX_SUPPORT)
+    message = tree_message(Tree((MAX_SUPPORT - 1,), (0,), (distribution,)))
+    assert distributions_from(message, MAX_SUPPORT) == (distribution,)
 
 
 @pytest.mark.parametrize(
@@ -80,20 +80,20 @@ def test_malformed_proposals_are_refused(message: pb.TokenTree, field: str) -> N
     [
         (pb.TokenTree(token_ids=[1, 2], distributions=[pb.DraftDistribution()]), "proposal.distributions"),
         (pb.TokenTree(distributions=[pb.DraftDistribution()]), "proposal.distributions"),
-        (law_of([], []), "proposal.distributions.0.token_ids"),
-        (law_of([2], [1]), "proposal.distributions.0.token_ids"),
-        (law_of([1, 2, 1], [1, 1, 1]), "proposal.distributions.0.token_ids"),
-        (law_of([1, 10], [1, 1]), "proposal.distributions.0.token_ids.1"),
-        (law_of([-1, 1], [1, 1]), "proposal.distributions.0.token_ids.0"),
-        (law_of([1] * (MAX_SUPPORT + 1), [1] * (MAX_SUPPORT + 1)), "proposal.distributions.0.token_ids"),
-        (law_of([1, 2], [1]), "proposal.distributions.0.weights"),
-        (law_of([1], [1, 1]), "proposal.distributions.0.weights"),
-        (law_of([1, 2], [1, 0]), "proposal.distributions.0.weights.1"),
-        (law_of([1, 2], [-3, 1]), "proposal.distributions.0.weights.0"),
-        (law_of([1, 2], [1, MAX_WEIGHT + 1]), "proposal.distributions.0.weights.1"),
+        (distribution_of([], []), "proposal.distributions.0.token_ids"),
+        (distribution_of([2], [1]), "proposal.distributions.0.token_ids"),
+        (distribution_of([1, 2, 1], [1, 1, 1]), "proposal.distributions.0.token_ids"),
+        (distribution_of([1, 10], [1, 1]), "proposal.distributions.0.token_ids.1"),
+        (distribution_of([-1, 1], [1, 1]), "proposal.distributions.0.token_ids.0"),
+        (distribution_of([1] * (MAX_SUPPORT + 1), [1] * (MAX_SUPPORT + 1)), "proposal.distributions.0.token_ids"),
+        (distribution_of([1, 2], [1]), "proposal.distributions.0.weights"),
+        (distribution_of([1], [1, 1]), "proposal.distributions.0.weights"),
+        (distribution_of([1, 2], [1, 0]), "proposal.distributions.0.weights.1"),
+        (distribution_of([1, 2], [-3, 1]), "proposal.distributions.0.weights.0"),
+        (distribution_of([1, 2], [1, MAX_WEIGHT + 1]), "proposal.distributions.0.weights.1"),
     ],
 )
-def test_malformed_laws_are_refused(message: pb.TokenTree, field: str) -> None:
+def test_malformed_distributions_are_refused(message: pb.TokenTree, field: str) -> None:
     """One for some rows only, without the row's token, twice an id, unknown ids, too wide, weights of no use."""
     with pytest.raises(InvalidRequest) as caught:
         distributions_from(message, vocabulary_size=10)
@@ -101,7 +101,7 @@ def test_malformed_laws_are_refused(message: pb.TokenTree, field: str) -> None:
     assert caught.value.metadata["limit"]
 
 
-def test_the_row_of_a_bad_law_is_named() -> None:
+def test_the_row_of_a_bad_distribution_is_named() -> None:
     """The second one."""
     message = tree_message(Tree((4, 5), (0, 1), LAWS[:2]))
     message.distributions[1].weights[0] = 0

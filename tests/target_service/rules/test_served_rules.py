@@ -70,7 +70,7 @@ def test_a_chain_may_go_on_behind_an_end(target: Target, rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("rule", [Rule.MATCH, Rule.TYPICAL])
-def test_laws_are_refused_where_the_rule_has_no_use_for_them(target: Target, rule: Rule) -> None:
+def test_distributions_are_refused_where_the_rule_has_no_use_for_them(target: Target, rule: Rule) -> None:
     """Field, number and rule; the session is as it was."""
     target.open(ruled(SPEC, rule))
     target.run()
@@ -83,7 +83,7 @@ def test_laws_are_refused_where_the_rule_has_no_use_for_them(target: Target, rul
 
 
 @pytest.mark.parametrize("rule", RULES_WITH_LAWS)
-def test_a_rule_that_needs_laws_refuses_a_proposal_without(target: Target, rule: Rule) -> None:
+def test_a_rule_that_needs_distributions_refuses_a_proposal_without(target: Target, rule: Rule) -> None:
     """On a step and on an open, before anything happens; an empty proposal needs none."""
     spec = ruled(SPEC, rule)
     reason = f"proposal.distributions is 'empty', but must be one entry for each row under the rule {rule}"

@@ -32,19 +32,19 @@ def keys_of(count: int) -> Tensor:
     return torch.tensor([noise_key(seed, 9, Purpose.RESIDUAL) for seed in range(count)])
 
 
-def test_draws_follow_laws_that_need_not_add_up_to_1() -> None:
+def test_draws_follow_distributions_that_need_not_add_up_to_1() -> None:
     """Chi-square over 20,000 keys; a token without a probability is never drawn."""
-    law = torch.tensor([0.0, 0.03, 0.0, 0.2, 0.07, 0.0], dtype=torch.float64)
-    drawn = draw_from(law.expand(20_000, -1), keys_of(20_000))
+    distribution = torch.tensor([0.0, 0.03, 0.0, 0.2, 0.07, 0.0], dtype=torch.float64)
+    drawn = draw_from(distribution.expand(20_000, -1), keys_of(20_000))
     counts = np.bincount(drawn.numpy(), minlength=6)
     assert counts[[0, 2, 5]].sum() == 0
-    expected = law.numpy()[[1, 3, 4]] / 0.3 * 20_000
+    expected = distribution.numpy()[[1, 3, 4]] / 0.3 * 20_000
     assert stats.chisquare(counts[[1, 3, 4]], expected).pvalue > 1e-4
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-300, 0.7])
 def test_the_ends_of_the_uniforms_are_tokens(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
-    """The first and the last with a probability, whatever the products round to; an empty law has none."""
+    """The first and the last with a probability, whatever the products round to; an empty distribution has none."""
     ends = np.array([2.0**-53, 1 - 2.0**-53, 0.5])
     monkeypatch.setattr("outrider.engine.sampling.draw.first_uniforms", lambda _: ends)
     probs = torch.tensor([[0.0, 0.1, 0.2, 0.7, 0.0]], dtype=torch.float64).repeat(3, 1) * scale
@@ -53,7 +53,7 @@ def test_the_ends_of_the_uniforms_are_tokens(monkeypatch: pytest.MonkeyPatch, sc
 
 
 def test_a_draw_does_not_depend_on_its_neighbours() -> None:
-    """Alone and in a batch, on a wide law."""
+    """Alone and in a batch, on a wide distribution."""
     probs = torch.rand(9, 5000, generator=torch.Generator().manual_seed(2), dtype=torch.float64) ** 9
     together = draw_from(probs, keys_of(9)).tolist()
     assert [draw_from(probs[row : row + 1].clone(), keys_of(9)[row : row + 1]).item() for row in range(9)] == together
