@@ -13,7 +13,7 @@ from outrider.errors import OutriderError
 from outrider.model_service.servicer import RolledBack, ServiceCounts
 from outrider.model_service.session_store import SessionBook, SessionRecord, SessionTable
 from outrider.parameters import SessionSpec
-from outrider.rpc.fencing import ComputeTimes, Fence, Known, Meter, Standing, judge
+from outrider.rpc.fencing import ComputeTimes, Fence, MessageStatus, Meter, SessionView, classify
 from outrider.token_tree import TokenTree
 
 
@@ -54,9 +54,9 @@ class DraftSession(SessionRecord[Answer, DraftTask]):
         self.committed_len = len(self.session)
 
     @property
-    def known(self) -> Known:
+    def view(self) -> SessionView:
         """What decides about a message."""
-        return Known(self.epoch, self.committed_len, frozenset({self.asked_len}), least_len=self.committed_len)
+        return SessionView(self.epoch, self.committed_len, frozenset({self.asked_len}), least_len=self.committed_len)
 
     @property
     def cached_len(self) -> int:
@@ -95,12 +95,12 @@ class DraftSessions:
 
         `drafter` is one that serves the spec's rule; see draft_service.drafters.task.
         """
-        standing, held = self._book.judge_open(fence)
-        if standing is Standing.CURRENT:
+        status, held = self._book.classify_open(fence)
+        if status is MessageStatus.CURRENT:
             held = self._book.open(fence, spec, owner, reply)
             held.drafter = drafter
             self._draft(held, fence, wanted)
-        elif standing is Standing.REPEAT and held is not None:
+        elif status is MessageStatus.REPEAT and held is not None:
             self._book.take_up(fence, held, owner, reply)
             self._repeat(held, fence, wanted)
 
@@ -108,14 +108,14 @@ class DraftSessions:
         """Commits tokens and asks for guesses, answers a request again, or asks for tokens."""
         held = self.table.get(fence.session_id)
         is_owner = held is not None and held.owner is owner
-        standing = judge(fence, held.known if held else None, len(token_ids), is_owner=is_owner)
-        if held is None or standing is Standing.FUTURE:
+        status = classify(fence, held.view if held else None, len(token_ids), is_owner=is_owner)
+        if held is None or status is MessageStatus.FUTURE:
             known_len = min(held.committed_len, fence.base_len - 1) if held else 0
             reply(Answer(fence, None, known_len, held.cached_len if held else 0, ComputeTimes()))
-        elif standing is Standing.REPEAT:
+        elif status is MessageStatus.REPEAT:
             self._repeat(held, fence, wanted)
-        elif standing is not Standing.STALE:
-            if standing is Standing.REWIND:
+        elif status is not MessageStatus.STALE:
+            if status is MessageStatus.REWIND:
                 self._book.rewind(held, fence.epoch, fence.base_len - len(token_ids))
             elif held.task is not None:
                 # The gateway has moved on; the request that it overtakes is answered with what there is.

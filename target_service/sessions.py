@@ -13,7 +13,7 @@ from outrider.errors import InvalidRequest, OutriderError, ProtocolViolation
 from outrider.model_service.servicer import RolledBack, ServiceCounts
 from outrider.model_service.session_store import SessionBook, SessionRecord, SessionTable
 from outrider.parameters import FinishReason, SessionSpec
-from outrider.rpc.fencing import ComputeTimes, Fence, Known, Meter, Standing, judge
+from outrider.rpc.fencing import ComputeTimes, Fence, MessageStatus, Meter, SessionView, classify
 from outrider.token_tree import EMPTY, TokenTree
 from target_service.acceptance import Verdict
 from target_service.verifier import VerifyTask
@@ -63,10 +63,10 @@ class TargetSession(SessionRecord[Answer, VerifyTask]):
         self.acknowledged_len = len(self.session)
 
     @property
-    def known(self) -> Known:
+    def view(self) -> SessionView:
         """What decides about a message."""
         answerable = frozenset(answer.fence.base_len for answer in self.verdicts)
-        return Known(self.epoch, len(self.session), answerable, least_len=len(self.session))
+        return SessionView(self.epoch, len(self.session), answerable, least_len=len(self.session))
 
     @property
     def committed_len(self) -> int:
@@ -123,13 +123,13 @@ class TargetSessions:
 
     def open(self, fence: Fence, spec: SessionSpec, step: Step, owner: object, reply: Reply) -> None:
         """Opens a session, or opens it again with a newer epoch, and takes its first step."""
-        standing, held = self._book.judge_open(fence)
-        if standing is Standing.CURRENT:
+        status, held = self._book.classify_open(fence)
+        if status is MessageStatus.CURRENT:
             _check_proposal(step.tree, spec, fence.base_len)
             held = self._book.open(fence, spec, owner, reply)
             held.finish_reason = None
             self._take(held, fence, step)
-        elif standing is Standing.REPEAT and held is not None:
+        elif status is MessageStatus.REPEAT and held is not None:
             self._book.take_up(fence, held, owner, reply)
             self._repeat(held, fence, step)
 
@@ -137,16 +137,16 @@ class TargetSessions:
         """Verifies a proposal, answers a step again, or asks for tokens."""
         held = self.table.get(fence.session_id)
         is_owner = held is not None and held.owner is owner
-        standing = judge(fence, held.known if held else None, is_owner=is_owner)
-        if held is None or standing is Standing.FUTURE:
+        status = classify(fence, held.view if held else None, is_owner=is_owner)
+        if held is None or status is MessageStatus.FUTURE:
             known_len = min(len(held.session), fence.base_len - 1) if held else 0
             reply(Answer(fence, None, known_len, held.cached_len if held else 0, ComputeTimes()))
-        elif standing is Standing.REPEAT:
+        elif status is MessageStatus.REPEAT:
             held.acknowledge(fence.base_len)
             self._repeat(held, fence, step)
-        elif standing is not Standing.STALE:
+        elif status is not MessageStatus.STALE:
             _check_proposal(step.tree, held.spec, fence.base_len)
-            if standing is Standing.REWIND:
+            if status is MessageStatus.REWIND:
                 self._book.rewind(held, fence.epoch, fence.base_len)
             held.acknowledge(fence.base_len)
             self._take(held, fence, step)

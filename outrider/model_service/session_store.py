@@ -20,7 +20,7 @@ from outrider.errors import CacheFull, OutriderError
 from outrider.logs import session_prefix
 from outrider.model_service.servicer import RolledBack, ServiceCounts
 from outrider.parameters import SessionSpec
-from outrider.rpc.fencing import Fence, Known, Standing, judge_open, judge_rollback
+from outrider.rpc.fencing import Fence, MessageStatus, SessionView, classify_open, classify_rollback
 
 log = structlog.get_logger()
 
@@ -226,7 +226,7 @@ class SessionRecord(ABC, Generic[AnswerT, TaskT]):
 
     @property
     @abstractmethod
-    def known(self) -> Known:
+    def view(self) -> SessionView:
         """What decides about a message."""
 
     @property
@@ -279,11 +279,11 @@ class SessionBook(Generic[RecordT]):
         self._prefix_cache = prefix_cache
         self._prefix_query_tokens = self._prefix_hit_tokens = 0
 
-    def judge_open(self, fence: Fence) -> tuple[Standing, RecordT | None]:
+    def classify_open(self, fence: Fence) -> tuple[MessageStatus, RecordT | None]:
         """What to do with an open, and the session if there is one."""
         held = self.table.get(fence.session_id)
-        known = held.known if held is not None else None
-        return judge_open(fence, known, self._least_epochs.get(fence.session_id)), held
+        view = held.view if held is not None else None
+        return classify_open(fence, view, self._least_epochs.get(fence.session_id)), held
 
     def open(
         self, fence: Fence, spec: SessionSpec, owner: object, reply: Callable[[AnswerT | OutriderError], None]
@@ -323,7 +323,7 @@ class SessionBook(Generic[RecordT]):
         if held is None:
             self._least_epochs.remember(fence.session_id, fence.epoch)
             return RolledBack(Fence(fence.session_id, fence.epoch, 0), 0, job_stopped=False)
-        was_stopped = judge_rollback(fence, held.known) is Standing.CURRENT and self.rewind(
+        was_stopped = classify_rollback(fence, held.view) is MessageStatus.CURRENT and self.rewind(
             held, fence.epoch, min(fence.base_len, held.committed_len)
         )
         now = Fence(fence.session_id, held.epoch, held.committed_len)
