@@ -56,7 +56,7 @@ class DraftSession(SessionRecord[Answer, DraftTask]):
     @property
     def view(self) -> SessionView:
         """What decides about a message."""
-        return SessionView(self.epoch, self.committed_len, frozenset({self.asked_len}), least_len=self.committed_len)
+        return SessionView(self.epoch, self.committed_len, frozenset({self.asked_len}), min_len=self.committed_len)
 
     @property
     def cached_len(self) -> int:

@@ -102,12 +102,12 @@ class Room:
         self._holdings = holdings
         self._step = 0
         # What was missing to whoever was refused in this step; see _preempt.
-        self._least_refused = sys.maxsize
+        self._min_refused = sys.maxsize
 
     def begin_step(self) -> dict[Session, int]:
         """The place of each session in the order of the first opens. Whoever came first has to ask first."""
         self._step += 1
-        self._least_refused = sys.maxsize
+        self._min_refused = sys.maxsize
         ages = {}
         for age, holding in enumerate(self._holdings):
             ages[holding.session] = age
@@ -150,7 +150,7 @@ class Room:
         pool = self._runner.pool
         num_needed = -(-len(session) // pool.block_size) - len(session.table)
         num_missing = max(num_needed - pool.num_free, 1)
-        if num_missing >= self._least_refused:
+        if num_missing >= self._min_refused:
             # Later sessions have fewer others behind them, and weighing those costs as much as a forward where many
             # wait and share long prefixes.
             return False
@@ -161,7 +161,7 @@ class Room:
         if chosen is None and is_first(asking, holders):
             raise CacheFull(f"{pool} has no room for {len(session)} tokens, and no session holds what is missing")
         if chosen is None:
-            self._least_refused = num_missing
+            self._min_refused = num_missing
             return False
         for index in chosen:
             holdings[index].session.free()

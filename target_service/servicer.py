@@ -77,9 +77,9 @@ class TargetMessages:
         """The log-probabilities of a prompt travel in one message; raises InvalidRequest about one too long for it."""
         if spec.prompt_logprobs:
             room = channels.MAX_MESSAGE_BYTES - OTHER_VERDICT_BYTES
-            most = room // logprob_size(spec.logprob_count or 0, self._facts.vocabulary_size) + 1
-            if spec.prompt_len > most:
-                limit = f"at most {most} under prompt_logprobs with logprob_count {spec.logprob_count}"
+            maximum = room // logprob_size(spec.logprob_count or 0, self._facts.vocabulary_size) + 1
+            if spec.prompt_len > maximum:
+                limit = f"at most {maximum} under prompt_logprobs with logprob_count {spec.logprob_count}"
                 raise InvalidRequest("session.prompt_len", spec.prompt_len, limit)
 
     def _step(self, message: pb.TargetStep, arrived_ns: int) -> Step:

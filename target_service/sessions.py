@@ -66,7 +66,7 @@ class TargetSession(SessionRecord[Answer, VerifyTask]):
     def view(self) -> SessionView:
         """What decides about a message."""
         answerable = frozenset(answer.fence.base_len for answer in self.verdicts)
-        return SessionView(self.epoch, len(self.session), answerable, least_len=len(self.session))
+        return SessionView(self.epoch, len(self.session), answerable, min_len=len(self.session))
 
     @property
     def committed_len(self) -> int:

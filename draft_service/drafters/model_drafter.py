@@ -24,7 +24,7 @@ from outrider.engine.worker import own_fault
 from outrider.errors import OutriderError
 
 # The logarithm of what float64 cannot tell from 0 is not infinite.
-LEAST_PROB = 5e-324
+MIN_PROB = 5e-324
 
 
 def guess_each(
@@ -102,7 +102,7 @@ def _sampled(
 
 
 def _log(prob: float) -> float:
-    return min(math.log(max(prob, LEAST_PROB)), 0.0)
+    return min(math.log(max(prob, MIN_PROB)), 0.0)
 
 
 def _scores(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInput]) -> Tensor:

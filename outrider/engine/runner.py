@@ -44,7 +44,7 @@ MAX_ROWS = 512
 # 64 MiB of float32, beyond those behind which tokens are drawn.
 MAX_PREFIX_LOGITS = 1 << 24
 # What the cache takes by default, and what it may take for the sake of one whole context.
-DEFAULT_KV_BYTES, MOST_KV_BYTES = 512 << 20, 4 << 30
+DEFAULT_KV_BYTES, MAX_KV_BYTES = 512 << 20, 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +247,7 @@ def default_kv_tokens(config: DecoderFacts, device: torch.device, dtype: torch.d
     """Tokens whose keys and values fit into 512 MiB, or one full context, up to 4 GiB for that."""
     item_bytes = 4 if device.type == "cpu" else dtype.itemsize
     token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item_bytes
-    return max(DEFAULT_KV_BYTES // token_bytes, min(config.context_len, MOST_KV_BYTES // token_bytes))
+    return max(DEFAULT_KV_BYTES // token_bytes, min(config.context_len, MAX_KV_BYTES // token_bytes))
 
 
 def _checked_ops(checkpoint: Checkpoint, device: torch.device, num_threads: int) -> Ops:

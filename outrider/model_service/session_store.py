@@ -175,11 +175,11 @@ class SessionTable(Generic[HeldT]):
 MAX_REMEMBERED = 1024
 
 
-class LeastEpochs:
+class MinEpochs:
     """For the sessions that were unknown at their Rollback the least epoch that may open them; the newest ones only."""
 
-    def __init__(self, most: int = MAX_REMEMBERED) -> None:
-        self._most = most
+    def __init__(self, maximum: int = MAX_REMEMBERED) -> None:
+        self._maximum = maximum
         self._epochs: dict[bytes, int] = {}
 
     def __len__(self) -> int:
@@ -193,7 +193,7 @@ class LeastEpochs:
         """A Rollback has begun an epoch of a session that is not known; an older one changes nothing."""
         epoch = max(epoch, self._epochs.pop(session_id, 0))
         self._epochs[session_id] = epoch
-        if len(self._epochs) > self._most:
+        if len(self._epochs) > self._maximum:
             del self._epochs[next(iter(self._epochs))]
 
     def forget(self, session_id: bytes) -> None:
@@ -274,7 +274,7 @@ class SessionBook(Generic[RecordT]):
         self.table = table
         self._runner = runner
         self._make = make
-        self._least_epochs = LeastEpochs()
+        self._min_epochs = MinEpochs()
         self._num_stopped_jobs = 0
         self._prefix_cache = prefix_cache
         self._prefix_query_tokens = self._prefix_hit_tokens = 0
@@ -283,7 +283,7 @@ class SessionBook(Generic[RecordT]):
         """What to do with an open, and the session if there is one."""
         held = self.table.get(fence.session_id)
         view = held.view if held is not None else None
-        return classify_open(fence, view, self._least_epochs.get(fence.session_id)), held
+        return classify_open(fence, view, self._min_epochs.get(fence.session_id)), held
 
     def open(
         self, fence: Fence, spec: SessionSpec, owner: object, reply: Callable[[AnswerT | OutriderError], None]
@@ -294,7 +294,7 @@ class SessionBook(Generic[RecordT]):
             session = self._session(spec, None)
             held = self._make(spec, fence.epoch, session, owner, reply)
             self.table.add(fence.session_id, held)
-            self._least_epochs.forget(fence.session_id)
+            self._min_epochs.forget(fence.session_id)
         else:
             self._num_stopped_jobs += held.stop_job()
             held.session = self._session(spec, held.session)
@@ -321,7 +321,7 @@ class SessionBook(Generic[RecordT]):
         """Truncates a session and begins a new epoch; without an effect unless the epoch is newer."""
         held = self.table.get(fence.session_id)
         if held is None:
-            self._least_epochs.remember(fence.session_id, fence.epoch)
+            self._min_epochs.remember(fence.session_id, fence.epoch)
             return RolledBack(Fence(fence.session_id, fence.epoch, 0), 0, job_stopped=False)
         was_stopped = classify_rollback(fence, held.view) is MessageStatus.CURRENT and self.rewind(
             held, fence.epoch, min(fence.base_len, held.committed_len)

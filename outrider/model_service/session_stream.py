@@ -67,12 +67,12 @@ def _for_ever() -> None:
 class Outbox(Generic[OutT]):
     """Answers on their way to one stream, in order; filled from any thread, emptied on the loop that made it.
 
-    A client that leaves more than `most` of them unread is given up: `overflow` has the error then.
+    A client that leaves more than `maximum` of them unread is given up: `overflow` has the error then.
     """
 
-    def __init__(self, most: int = MAX_UNSENT_ANSWERS) -> None:
+    def __init__(self, maximum: int = MAX_UNSENT_ANSWERS) -> None:
         self._loop = asyncio.get_running_loop()
-        self._most = most
+        self._maximum = maximum
         self._items: deque[OutT | Exception | None] = deque()
         self._is_waking = False
         self._wanted: asyncio.Future[None] | None = None
@@ -80,7 +80,7 @@ class Outbox(Generic[OutT]):
 
     def put(self, answer: OutT | Exception | None) -> None:
         """Adds an answer, the error that ends the stream, or None for its end behind the answers so far."""
-        if len(self._items) <= self._most:
+        if len(self._items) <= self._maximum:
             self._items.append(answer)
         # One wake serves all that is put before the loop gets to it. A loop that has been closed has no streams left.
         if not self._is_waking and not self._loop.is_closed():
@@ -100,9 +100,9 @@ class Outbox(Generic[OutT]):
     def _wake(self) -> None:
         # Before the looking, so that whatever is put from now on wakes again.
         self._is_waking = False
-        if len(self._items) > self._most and not self.overflow.done():
-            message = f"the client has left {self._most} answers of this stream unread"
-            self.overflow.set_result(Overloaded(message, limit=self._most))
+        if len(self._items) > self._maximum and not self.overflow.done():
+            message = f"the client has left {self._maximum} answers of this stream unread"
+            self.overflow.set_result(Overloaded(message, limit=self._maximum))
         if self._wanted is not None and not self._wanted.done():
             self._wanted.set_result(None)
 

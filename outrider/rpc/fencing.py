@@ -27,13 +27,13 @@ class SessionView:
     """What a service knows of a session.
 
     Requests on the lengths in `answerable` have been taken in this epoch, and their answers are kept or under way.
-    `least_len` is the shortest length that a new request of this epoch may build on.
+    `min_len` is the shortest length that a new request of this epoch may build on.
     """
 
     epoch: int
     committed_len: int
     answerable: frozenset[int]
-    least_len: int
+    min_len: int
 
 
 class MessageStatus(Enum):
@@ -78,16 +78,16 @@ def classify(fence: Fence, view: SessionView | None, num_new: int = 0, *, is_own
         return MessageStatus.REWIND
     if fence.base_len in view.answerable:
         return MessageStatus.REPEAT
-    return MessageStatus.CURRENT if fence.base_len >= view.least_len else MessageStatus.STALE
+    return MessageStatus.CURRENT if fence.base_len >= view.min_len else MessageStatus.STALE
 
 
-def classify_open(fence: Fence, view: SessionView | None, least_epoch: int = 0) -> MessageStatus:
+def classify_open(fence: Fence, view: SessionView | None, min_epoch: int = 0) -> MessageStatus:
     """What to do with an open, which brings all tokens: only a newer epoch starts over.
 
-    `least_epoch` is that of a Rollback which came before the session was known.
+    `min_epoch` is that of a Rollback which came before the session was known.
     """
     if view is None:
-        return MessageStatus.CURRENT if fence.epoch >= least_epoch else MessageStatus.STALE
+        return MessageStatus.CURRENT if fence.epoch >= min_epoch else MessageStatus.STALE
     if fence.epoch > view.epoch:
         return MessageStatus.CURRENT
     # On the committed length itself, the open's own job is still under way.

@@ -150,8 +150,8 @@ def spec_from(message: pb.OpenSession, base_len: int, vocabulary_size: int) -> S
     check_range(SESSION + "prompt_len", message.prompt_len, 1, base_len)
     check_range(SESSION + "max_len", message.max_len, base_len + 1, 2**31 - 1)
     # Before anything is made of them: a list may fill a message.
-    for name, most in (("stop_token_ids", MAX_STOP_TOKEN_IDS), ("eos_token_ids", vocabulary_size)):
-        check_count(SESSION + name, len(getattr(message, name)), most, "ids")
+    for name, maximum in (("stop_token_ids", MAX_STOP_TOKEN_IDS), ("eos_token_ids", vocabulary_size)):
+        check_count(SESSION + name, len(getattr(message, name)), maximum, "ids")
     check_count(SESSION + "cache_salt", len(message.cache_salt), MAX_SALT_BYTES, "bytes")
     sampling = _session_sampling(message, vocabulary_size)
     return SessionSpec(

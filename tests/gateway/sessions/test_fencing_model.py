@@ -40,7 +40,7 @@ def test_no_weather_changes_a_token_or_leaves_anything_behind(scenario: Scenario
     simulate(scenario)
 
 
-def opening_any_epoch(fence: Fence, known: SessionView | None, least_epoch: int = 0) -> MessageStatus:
+def opening_any_epoch(fence: Fence, known: SessionView | None, min_epoch: int = 0) -> MessageStatus:
     """A classifier that takes an open of any epoch for one of the present."""
     return classify_open(replace(fence, epoch=known.epoch) if known else fence, known)
 

@@ -74,7 +74,7 @@ async def test_answers_come_in_order_from_any_thread() -> None:
 
 async def test_an_outbox_is_bounded() -> None:
     """What is put into a full one is dropped, and the stream learns that it overflowed."""
-    outbox = Outbox[int](most=3)
+    outbox = Outbox[int](maximum=3)
     for number in range(100):
         outbox.put(number)
     error = await asyncio.wait_for(outbox.overflow, PATIENCE_S)

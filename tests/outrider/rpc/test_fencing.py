@@ -17,7 +17,7 @@ from outrider.rpc.fencing import (
 
 ID = bytes(16)
 # Ten tokens are committed in epoch 3; verdicts on 7 and 9 are kept, everything below has been acknowledged.
-VIEW = SessionView(epoch=3, committed_len=10, answerable=frozenset({7, 9}), least_len=10)
+VIEW = SessionView(epoch=3, committed_len=10, answerable=frozenset({7, 9}), min_len=10)
 
 
 @pytest.mark.parametrize(
