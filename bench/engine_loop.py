@@ -18,7 +18,7 @@ from outrider.engine.session import Session
 from outrider.errors import ModelRefused, OutriderError
 from outrider.parameters import SamplingParameters, SessionSpec
 from outrider.token_tree import EMPTY, TokenTree
-from target_service.acceptance import Walk, settle
+from target_service.acceptance import Walk, commit_walk
 from target_service.verifier import commit
 
 STEPS_IN_A_ROW = 5
@@ -90,7 +90,7 @@ class EngineLoop:
                 feed = Feed(session, EMPTY)
                 reserve(self._runner, feed, lambda allocate: allocate())
                 [token_id] = _drawn(forward_and_draw(self._runner, [DrawInput(feed, spec)])[0])
-                commit(session, settle(EMPTY, Walk((), token_id, 0), spec, len(session)))
+                commit(session, commit_walk(EMPTY, Walk((), token_id, 0), spec, len(session)))
                 times_s.append(time.perf_counter() - started)
             return session.token_ids[spec.prompt_len :], times_s
         finally:

@@ -71,7 +71,7 @@ def child_with(tree: TokenTree, row: int, token_id: int) -> int:
     return next((child for child in tree.children(row) if tree.token_ids[child - 1] == token_id), 0)
 
 
-def settle(tree: TokenTree, way: Walk, spec: SessionSpec, base_len: int) -> Verdict:
+def commit_walk(tree: TokenTree, way: Walk, spec: SessionSpec, base_len: int) -> Verdict:
     """Commits what a walk accepted, up to the first token that ends the request.
 
     A draft token that is accepted and ends the request is the last one: there is no next token, and nothing behind it

@@ -21,7 +21,7 @@ from outrider.errors import OutriderError
 from outrider.parameters import SessionSpec, TokenLogprob
 from outrider.rpc.fencing import ComputeTimes, Meter
 from outrider.token_tree import TokenTree
-from target_service.acceptance import Verdict, Walk, settle
+from target_service.acceptance import Verdict, Walk, commit_walk
 from target_service.block_allocator import Holdings, Room
 from target_service.rules.batched import decide
 
@@ -146,7 +146,7 @@ class Verifier:
                 extend(self._runner, task.session, task.spec, task.prompt_logprobs, logits)
 
     def _verdict(self, task: VerifyTask, way: Walk, logits: Tensor) -> Verdict:
-        verdict = settle(task.tree, way, task.spec, len(task.session))
+        verdict = commit_walk(task.tree, way, task.spec, len(task.session))
         if task.spec.logprob_count is None:
             return verdict
         entries = of_verdict(self._runner, task.spec, verdict, logits)

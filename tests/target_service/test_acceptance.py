@@ -8,7 +8,7 @@ import pytest
 
 from outrider.parameters import FinishReason, SamplingParameters, SessionSpec
 from outrider.token_tree import EMPTY, TokenTree
-from target_service.acceptance import Verdict, Walk, settle, walk
+from target_service.acceptance import Verdict, Walk, commit_walk, walk
 
 EOS, STOP = 90, 91
 SPEC = SessionSpec(
@@ -61,7 +61,7 @@ def test_a_tree_is_followed_along_the_draws(drawn: list[int], expected: Walk) ->
 def test_the_empty_proposal_is_plain_decoding() -> None:
     """One draw, nothing evaluated, one token."""
     assert walk(EMPTY, [7]) == Walk((), 7, 0)
-    assert settle(EMPTY, walk(EMPTY, [7]), SPEC, 3) == Verdict(3, (), (7,), 7, None, 0)
+    assert commit_walk(EMPTY, walk(EMPTY, [7]), SPEC, 3) == Verdict(3, (), (7,), 7, None, 0)
 
 
 def test_of_equal_siblings_the_first_is_followed() -> None:
@@ -78,7 +78,7 @@ def test_every_row_needs_a_draw(count: int) -> None:
 
 def settled(proposal: list[int], drawn: list[int], spec: SessionSpec = SPEC, base_len: int = 3) -> Verdict:
     tree = TokenTree.chain(proposal)
-    return settle(tree, walk(tree, drawn), spec, base_len)
+    return commit_walk(tree, walk(tree, drawn), spec, base_len)
 
 
 @pytest.mark.parametrize(("token_id", "reason"), [(EOS, FinishReason.EOS), (STOP, FinishReason.STOP_TOKEN)])
@@ -139,7 +139,7 @@ def test_the_first_end_counts() -> None:
 def test_siblings_of_the_end_count_as_evaluated() -> None:
     """The draw that accepted the end decided its siblings too; the end's own children stay undecided."""
     tree = TokenTree((5, EOS, 6), (0, 0, 2))
-    verdict = settle(tree, walk(tree, [EOS, 0, 6, 7]), SPEC, 3)
+    verdict = commit_walk(tree, walk(tree, [EOS, 0, 6, 7]), SPEC, 3)
     assert verdict == Verdict(3, (2,), (EOS,), None, FinishReason.EOS, 2)
 
 
@@ -188,7 +188,7 @@ def speculate(seed: int, spec: SessionSpec, walker: Walker) -> tuple[tuple[int, 
         tree = random_tree(source, tokens, seed)
         paths = [tuple(tree.token_ids[row - 1] for row in tree.path(row)) for row in range(len(tree) + 1)]
         way = walker(tree, [drawn_after((*tokens, *path), seed) for path in paths])
-        verdict = settle(tree, way, spec, len(tokens))
+        verdict = commit_walk(tree, way, spec, len(tokens))
         accepted = tuple(tree.token_ids[row - 1] for row in verdict.accepted_rows)
         tail = () if verdict.next_token_id is None else (verdict.next_token_id,)
         assert verdict.token_ids == accepted + tail
