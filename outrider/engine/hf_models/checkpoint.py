@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from outrider.engine.cache.block_table import KVCache
 from outrider.engine.hf_models.config import PACKAGE, context_len, first_line, model_class, read_configuration
-from outrider.engine.hf_models.decoder import AttentionCall, FallbackConfig, FallbackDecoder, layer_of
+from outrider.engine.hf_models.decoder import AttentionCall, HfConfig, HfDecoder, layer_of
 from outrider.engine.models.config import JsonKeys, read_eos_token_ids, read_json
 from outrider.engine.models.weights import Shapes, StoredTensor, check_tensors, model_hash, stored_tensors
 from outrider.engine.ops import Ops
@@ -276,7 +276,7 @@ def _restore_vectors(model: PreTrainedModel, stored: Mapping[str, StoredTensor])
 PROBE_ROWS = 37
 
 
-def rows_are_independent(decoder: FallbackDecoder) -> bool:
+def rows_are_independent(decoder: HfDecoder) -> bool:
     """Whether first and last of 37 one-token sequences have the logits that they have alone."""
     config, device = decoder.config, decoder.embedding.device
     cache = KVCache(config.num_layers, PROBE_ROWS, config.num_kv_heads, config.head_dim, torch.float32, device)
@@ -299,23 +299,23 @@ def _plan(token_ids: Tensor, positions: Tensor, slots: Tensor) -> RowPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class FallbackCheckpoint:
+class HfCheckpoint:
     """Files on this machine; see outrider.engine.models.checkpoints.Checkpoint."""
 
     name: str
     folder: Path
-    config: FallbackConfig
+    config: HfConfig
     kind: type[PreTrainedModel]
     configuration: PretrainedConfig
     tensors: TensorNames
     modelling: str = f"{PACKAGE}-torch-{torch.__version__.split('+')[0]}"
     """Both compute parts of a forward, and another version may do so with other low bits."""
 
-    def build(self, device: torch.device, dtype: torch.dtype, ops: Ops) -> FallbackDecoder:
+    def build(self, device: torch.device, dtype: torch.dtype, ops: Ops) -> HfDecoder:
         """Reads the files; raises ModelRefused before it does where their headers do not fit."""
         stored = self.tensors.check(self.folder, stored_tensors(self.folder))
         model = load(self.kind, self.configuration, self.folder, stored, (device, dtype, ops))
-        decoder = FallbackDecoder(self.config, model, ops)
+        decoder = HfDecoder(self.config, model, ops)
         if device.type == "cpu" and not rows_are_independent(decoder):
             raise ModelRefused(f"{self.folder}: {self.kind.__name__} computes other bits for a row in other company")
         return decoder
@@ -325,7 +325,7 @@ class FallbackCheckpoint:
         return model_hash(self.folder)
 
 
-def find(name: str, folder: Path) -> FallbackCheckpoint:
+def find(name: str, folder: Path) -> HfCheckpoint:
     """The model in a folder, with its shape read and nothing loaded. Raises ModelRefused."""
     if (folder / "adapter_config.json").exists():
         raise ModelRefused(f"{folder} is an adapter of another model; only whole models are served", folder=folder)
@@ -341,4 +341,4 @@ def find(name: str, folder: Path) -> FallbackCheckpoint:
     except Unfit as error:
         raise ModelRefused(f"{folder}: {kind.__name__} {error}", folder=folder) from error
     sizes = shape.vocab_size, shape.num_layers, shape.num_kv_heads, shape.head_dim
-    return FallbackCheckpoint(name, folder, FallbackConfig(*sizes, *limits), kind, configuration, tensors)
+    return HfCheckpoint(name, folder, HfConfig(*sizes, *limits), kind, configuration, tensors)

@@ -222,7 +222,7 @@ ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
 
 
 @dataclass(frozen=True, slots=True)
-class FallbackConfig:
+class HfConfig:
     """Sizes and limits; see outrider.engine.models.decoder.DecoderFacts."""
 
     vocab_size: int
@@ -233,10 +233,10 @@ class FallbackConfig:
     eos_token_ids: frozenset[int]
 
 
-class FallbackDecoder:
+class HfDecoder:
     """transformers' modelling code with our attention, cache and products; belongs to the device thread."""
 
-    def __init__(self, config: FallbackConfig, model: PreTrainedModel, ops: Ops) -> None:
+    def __init__(self, config: HfConfig, model: PreTrainedModel, ops: Ops) -> None:
         """Takes a model whose weights are those that ops read (outrider.engine.hf_models.checkpoint)."""
         self.config = config
         self.ops = ops

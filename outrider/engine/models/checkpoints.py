@@ -19,7 +19,7 @@ from outrider.engine.models.weights import expected_shapes, load_tensors, model_
 from outrider.engine.ops import Ops
 from outrider.model_names import Shape, parse, unsized
 
-FALLBACK = "outrider.engine.hf_models.checkpoint"
+HF_MODELS = "outrider.engine.hf_models.checkpoint"
 
 
 class Checkpoint(Protocol):
@@ -128,5 +128,5 @@ def _foreign(name: str, folder: Path) -> Checkpoint:
     Imported by name, here and nowhere else: transformers takes seconds and hundreds of megabytes, which a service with
     a model of our own families should not pay, and an import at the top would make everybody pay.
     """
-    find: Callable[[str, Path], Checkpoint] = importlib.import_module(FALLBACK).find
+    find: Callable[[str, Path], Checkpoint] = importlib.import_module(HF_MODELS).find
     return find(name, folder)

@@ -38,7 +38,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model, one or as many as its index names, in name order; raises ModelRefused."""
     index = folder / "model.safetensors.index.json"
-    # As in transformers the single file goes first where a folder has both; the fallback must not read another one.
+    # As in transformers the single file goes first where a folder has both; hf_models must not read another one.
     if index.exists() and not (folder / "model.safetensors").is_file():
         keys = JsonKeys(index, read_json(index))
         weight_map = keys.values.get("weight_map")

@@ -26,7 +26,7 @@ from outrider.standard_streams import IO_EXIT_CODE
 DOCS = (Path(__file__).resolve().parents[3] / "docs" / "cli.md").read_text()
 PACKAGES = (outrider, gateway, draft_service, target_service, bench)
 # Programs that read their command line when they are imported, and what is loaded by name alone.
-APART = re.compile(r".*(__main__|\.fallback(\..*)?|\._native\w*)$")
+APART = re.compile(r".*(__main__|\.hf_models(\..*)?|\._native\w*)$")
 
 
 def walk(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
