@@ -8,6 +8,7 @@ and, where wanted, of its prompt come from the logits of the same steps.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -18,11 +19,12 @@ from outrider.engine.sampling.logprobs import row_logprobs
 from outrider.engine.session import Session
 from outrider.engine.worker import own_fault
 from outrider.errors import OutriderError
+from outrider.model_service.session_store import LeaseTable
 from outrider.parameters import SessionSpec, TokenLogprob
 from outrider.rpc.fencing import ComputeTimes, Meter
 from outrider.token_tree import TokenTree
 from target_service.acceptance import Verdict, Walk, commit_walk
-from target_service.block_allocator import Holdings, Room
+from target_service.block_allocator import BlockAllocator
 from target_service.rules.batched import decide
 
 
@@ -99,10 +101,10 @@ class VerifyTask:
 class Verifier:
     """Makes one step of all verification tasks at a time."""
 
-    def __init__(self, runner: ModelRunner, holdings: Holdings) -> None:
-        """`holdings` are all sessions that hold blocks; see target_service.block_allocator."""
+    def __init__(self, runner: ModelRunner, table: LeaseTable[Any]) -> None:
+        """The table has all sessions that hold blocks; see target_service.block_allocator."""
         self._runner = runner
-        self._room = Room(runner, holdings)
+        self._allocator = BlockAllocator(runner, table)
 
     def advance(self, tasks: Sequence[VerifyTask]) -> bool:
         """One ragged forward over all tasks that have room, and the verdicts that it allows; False when none has.
@@ -154,7 +156,7 @@ class Verifier:
 
     def _ready(self, tasks: Sequence[VerifyTask]) -> list[VerifyTask]:
         """The tasks that have their blocks; those that have to wait are asked again before the next forward."""
-        ages = self._room.begin_step()
+        ages = self._allocator.begin_step()
         served = [
             task for task in sorted(tasks, key=lambda task: ages.get(task.session, len(ages))) if self._take(task)
         ]
@@ -172,7 +174,7 @@ class Verifier:
         elif had_nothing:
             task.session.take_prefix()
         try:
-            tree = self._room.take(task.session, task.tree)
+            tree = self._allocator.take(task.session, task.tree)
         except OutriderError as error:
             task.fail(error)
             return False

@@ -22,7 +22,7 @@ from outrider.errors import InvalidRequest, NotReady, OutriderError, PeerLost, P
 from outrider.logs import session_prefix
 from outrider.parameters import Rule, SessionSpec
 from outrider.rpc import messages
-from outrider.rpc.messages import distributions_from, draft_logprobs_from, tree_from
+from outrider.rpc.messages import tree_from
 from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1 import model_service_pb2, types_pb2
 from outrider.v1.draft_service_pb2_grpc import DraftServiceStub
@@ -80,26 +80,25 @@ class DraftStream:
 
     def proposal(self, response: pb.ProposeResponse, draft_count: int, caught_up_count: int, wait_us: int) -> Proposal:
         """The guesses of an answer; raises ProtocolViolation about what no draft may say."""
-        tree, rule = response.proposal, self._spec.acceptance.rule
+        rule = self._spec.acceptance.rule
         try:
-            token_ids, parents = tree_from(tree, self._vocabulary_size, draft_count)
-            distributions = distributions_from(tree, self._vocabulary_size)
-            # Nobody reads what nobody asked for.
-            logprobs = draft_logprobs_from(tree) if self._spec.draft_logprobs else ()
+            # Nobody reads log-probabilities that nobody asked for.
+            wanted = self._spec.draft_logprobs
+            tree = tree_from(response.proposal, self._vocabulary_size, draft_count, with_logprobs=wanted)
         except InvalidRequest as error:
             raise ProtocolViolation(f"{self.peer} sent a malformed proposal: {error.message}") from None
-        found = _misfit(parents, bool(distributions), rule)
+        found = _misfit(tree.parents, bool(tree.distributions), rule)
         if found:
             raise ProtocolViolation(f"{self.peer} sent a proposal {found}, which does not fit the rule {rule}")
         way = Way(response.times.queue_us, wait_us, self._messages.take_bytes())
         return Proposal(
-            token_ids,
-            parents,
+            tree.token_ids,
+            tree.parents,
             compute_us=response.times.compute_us,
             caught_up_count=caught_up_count,
             way=way,
-            distributions=distributions,
-            logprobs=logprobs,
+            distributions=tree.distributions,
+            logprobs=tree.logprobs,
         )
 
     async def drop(self) -> None:

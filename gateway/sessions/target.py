@@ -24,6 +24,7 @@ from outrider.logs import session_prefix
 from outrider.parameters import SessionSpec
 from outrider.rpc import messages
 from outrider.rpc.messages import logprobs_from, tree_message
+from outrider.token_tree import TokenTree
 from outrider.v1 import model_service_pb2, types_pb2
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1.target_service_pb2_grpc import TargetServiceStub
@@ -80,7 +81,9 @@ class TargetStream:
     async def ask_again(self, proposal: Proposal, plain_budget: int) -> None:
         """Opens, or asks for the verdict on the log's length, which a target that has given it gives once more."""
         budget = self._within_window(plain_budget)
-        step = pb.TargetStep(proposal=tree_message(proposal), plain_budget=budget)
+        parents = proposal.parents or range(len(proposal.token_ids))
+        tree = TokenTree(proposal.token_ids, tuple(parents), proposal.distributions)
+        step = pb.TargetStep(proposal=tree_message(tree), plain_budget=budget)
         if self.is_opening:
             session = messages.open_message(self._spec, self._log.tokens())
             await self._send(pb.VerifyRequest(open=pb.TargetOpen(session=session, step=step)), budget)

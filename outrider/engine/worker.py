@@ -30,15 +30,10 @@ Value = TypeVar("Value")
 class Task(Protocol):
     """Work of several steps."""
 
-    @property
-    def done(self) -> bool:
-        """Whether its last step has been made."""
-        ...
-
-    @property
-    def stopped(self) -> bool:
-        """Whether nobody wants it any more; it leaves before the next step, without an answer."""
-        ...
+    done: bool
+    """Whether its last step has been made."""
+    stopped: bool
+    """Whether nobody wants it any more; it leaves before the next step, without an answer."""
 
     def fail(self, error: OutriderError) -> None:
         """Ends the task with an error."""

@@ -5,6 +5,7 @@ of jobs are sorted into buckets as they come, where answers are sent and not whe
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -15,9 +16,11 @@ from prometheus_client.metrics_core import (
 )
 
 from outrider.engine.runner import ForwardCounts
+from outrider.engine.worker import DeviceWorker
 from outrider.metric_aliases import Renamed
 from outrider.metrics_server import Registry
-from outrider.model_service.servicer import Device, ServiceCounts, ServiceFacts
+from outrider.model_service.servicer import ServiceFacts
+from outrider.model_service.session_store import ServiceCounts
 from outrider.rpc.fencing import ComputeTimes
 from outrider.tallies import Tally, tally_of
 
@@ -41,7 +44,7 @@ class ServiceMetrics:
         facts: ServiceFacts,
         counts: Callable[[], ServiceCounts],
         forwards: ForwardCounts,
-        device: Device,
+        device: DeviceWorker[Any],
         *,
         vllm_names: bool = False,
     ) -> None:
@@ -77,17 +80,19 @@ class ServiceMetrics:
 
     def _cache_and_sessions(self, counts: ServiceCounts) -> Iterator[Metric]:
         num_blocks = self._facts.block_count
-        used = (num_blocks - counts.free_blocks) / max(1, num_blocks)
+        used = (num_blocks - counts.free_block_count) / max(1, num_blocks)
         yield self._gauge("kv_cache_usage_perc", "Share of the cache's blocks that sessions hold, 0 to 1.", used)
         yield self._gauge("kv_blocks", "Blocks of the cache.", num_blocks)
-        yield self._gauge("kv_blocks_free", "Blocks that no session holds.", counts.free_blocks)
-        yield self._gauge("kv_blocks_cached", "Of these, blocks that still hold a prefix.", counts.cached_blocks)
-        yield self._gauge("sessions", "Sessions that are held.", counts.sessions)
-        yield self._gauge("leased_sessions", "Of these, sessions whose stream is gone.", counts.leased_sessions)
-        yield self._counter("num_preemptions", "Sessions that lost their cache to another.", counts.preemptions)
-        yield self._counter("evicted_sessions", "Leased sessions that were ended for room.", counts.evicted_sessions)
-        yield self._counter("expired_leases", "Leased sessions that nobody came back for.", counts.expired_leases)
-        yield self._counter("stopped_jobs", "Jobs that were given up before their answer.", counts.stopped_jobs)
+        yield self._gauge("kv_blocks_free", "Blocks that no session holds.", counts.free_block_count)
+        yield self._gauge("kv_blocks_cached", "Of these, blocks that still hold a prefix.", counts.cached_block_count)
+        yield self._gauge("sessions", "Sessions that are held.", counts.session_count)
+        yield self._gauge("leased_sessions", "Of these, sessions whose stream is gone.", counts.leased_session_count)
+        yield self._counter("num_preemptions", "Sessions that lost their cache to another.", counts.preemption_count)
+        yield self._counter(
+            "evicted_sessions", "Leased sessions that were ended for room.", counts.evicted_session_count
+        )
+        yield self._counter("expired_leases", "Leased sessions that nobody came back for.", counts.expired_lease_count)
+        yield self._counter("stopped_jobs", "Jobs that were given up before their answer.", counts.stopped_job_count)
         yield self._counter("prefix_cache_queries", "Tokens looked up in the cache.", counts.prefix_query_tokens)
         yield self._counter("prefix_cache_hits", "Of these, tokens that were there.", counts.prefix_hit_tokens)
 

@@ -5,6 +5,7 @@ and an answer that was overtaken need no handling of their own.
 """
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -27,13 +28,12 @@ class SessionView:
     """What a service knows of a session.
 
     Requests on the lengths in `answerable` have been taken in this epoch, and their answers are kept or under way.
-    `min_len` is the shortest length that a new request of this epoch may build on.
+    A new request of this epoch builds on all that is committed.
     """
 
     epoch: int
     committed_len: int
-    answerable: frozenset[int]
-    min_len: int
+    answerable: Collection[int]
 
 
 class MessageStatus(Enum):
@@ -78,7 +78,7 @@ def classify(fence: Fence, view: SessionView | None, num_new: int = 0, *, is_own
         return MessageStatus.REWIND
     if fence.base_len in view.answerable:
         return MessageStatus.REPEAT
-    return MessageStatus.CURRENT if fence.base_len >= view.min_len else MessageStatus.STALE
+    return MessageStatus.CURRENT if fence.base_len >= view.committed_len else MessageStatus.STALE
 
 
 def classify_open(fence: Fence, view: SessionView | None, min_epoch: int = 0) -> MessageStatus:

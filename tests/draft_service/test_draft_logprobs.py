@@ -38,8 +38,8 @@ def proposals(runner: ModelRunner, *wishes: Wish) -> list[TokenTree]:
     ids = [number.to_bytes(16, "big") for number in range(len(wishes))]
     for draft.session_id, (spec, drafter) in zip(ids, wishes, strict=True):
         fence = draft.fence(1, len(spec.token_ids))
-        draft.sessions.open(fence, spec, Wanted(5, 0), draft, draft.answers.append, drafter)
-    found = {answer.fence.session_id: answer.proposal for answer in draft.run()}
+        draft.sessions.open(fence, spec, Wanted(5, 0), draft.answers, drafter)
+    found = {answer.fence.session_id: answer.content for answer in draft.run()}
     draft.table.clear()
     return [tree for session_id in ids if (tree := found[session_id]) is not None]
 
@@ -97,14 +97,14 @@ def test_a_request_is_answered_again_with_the_same_numbers(draft: Draft, rule: R
     spec = asking(ruled(SPEC, rule))
     draft.open(spec, 0)
     [nothing] = draft.run()
-    assert nothing.proposal == TokenTree()
+    assert nothing.content == TokenTree()
     draft.open(spec, 4, epoch=2)
     [first] = draft.run()
-    assert first.proposal is not None
-    assert len(first.proposal.logprobs) == 4
+    assert first.content is not None
+    assert len(first.content.logprobs) == 4
     draft.open(spec, 4, epoch=2)
     assert draft.run() == [first]
     draft.sessions.rollback(draft.fence(3, len(PROMPT)))
     draft.advance(3, len(PROMPT), [], 4)
     [again] = draft.run()
-    assert again.proposal == first.proposal
+    assert again.content == first.content

@@ -35,13 +35,13 @@ def proposal_of(runner: ModelRunner, spec: SessionSpec, count: int, drafter: str
     open_with(draft, spec, count, drafter)
     [answer] = draft.run()
     draft.table.clear()
-    assert answer.proposal is not None
-    return answer.proposal
+    assert answer.content is not None
+    return answer.content
 
 
 def open_with(draft: Draft, spec: SessionSpec, count: int, drafter: str) -> None:
     fence = draft.fence(1, len(spec.token_ids))
-    draft.sessions.open(fence, spec, Wanted(count, 0), draft, draft.answers.append, drafter)
+    draft.sessions.open(fence, spec, Wanted(count, 0), draft.answers, drafter)
 
 
 @pytest.mark.parametrize("rule", RULES_WITH_LAWS)
@@ -143,7 +143,7 @@ def proposals_together(runner: ModelRunner, wishes: Sequence[Wish]) -> list[Toke
     ids = [os.urandom(16) for _ in wishes]
     for draft.session_id, (spec, count, drafter) in zip(ids, wishes, strict=True):
         open_with(draft, spec, count, drafter)
-    found = {answer.fence.session_id: answer.proposal for answer in draft.run()}
+    found = {answer.fence.session_id: answer.content for answer in draft.run()}
     draft.table.clear()
     return [tree for session_id in ids if (tree := found[session_id]) is not None]
 
@@ -191,10 +191,10 @@ def test_a_request_is_answered_again_with_the_same_distributions(draft: Draft, r
     draft.sessions.rollback(draft.fence(2, 5))
     draft.advance(2, 5, [], 4)
     [again] = draft.run()
-    assert again.proposal == first.proposal
+    assert again.content == first.content
     draft.open(spec, 4, epoch=3)
     [reopened] = draft.run()
-    assert reopened.proposal == first.proposal
+    assert reopened.content == first.content
 
 
 def test_an_overtaken_request_sends_the_distributions_of_its_guesses(draft: Draft) -> None:
@@ -205,8 +205,8 @@ def test_an_overtaken_request_sends_the_distributions_of_its_guesses(draft: Draf
     draft.advance(1, 6, [9], 2)
     first, second = draft.run()
     for answer in (first, second):
-        assert answer.proposal is not None
-        assert (len(answer.proposal), len(answer.proposal.distributions)) == (2, 2)
+        assert answer.content is not None
+        assert (len(answer.content), len(answer.content.distributions)) == (2, 2)
 
 
 @pytest.mark.parametrize("top_n", ["0", "257"])

@@ -19,6 +19,7 @@ from outrider.engine.sampling.draft_distribution import DraftDistributions, quan
 from outrider.engine.sampling.draw import DrawInput, draw_from, row_contexts
 from outrider.engine.sampling.transforms import RowContext, transform
 from outrider.errors import OutriderError
+from outrider.model_service.session_store import Answer
 from outrider.parameters import Acceptance, Rule, SamplingParameters, SessionSpec, TokenLogprob
 from outrider.token_tree import TokenTree
 from support.basics import spec_of
@@ -26,7 +27,6 @@ from support.stepped_target import Target
 from target_service.acceptance import walk
 from target_service.rules.outcome import Outcome
 from target_service.rules.ratio import ratio
-from target_service.sessions import Answer
 
 Floats = npt.NDArray[np.float64]
 # Searches of so many steps each, by which the place of a threshold is known to 52 bits.
@@ -448,7 +448,7 @@ def asking(spec: SessionSpec, count: int = COUNT) -> SessionSpec:
 
 def entries_of(answers: Sequence[Answer], spec: SessionSpec) -> tuple[Entries, Entries]:
     """The prompt's entries, which only the first verdict carries, and one for each committed token."""
-    verdicts = [answer.verdict for answer in answers if answer.verdict]
+    verdicts = [answer.content for answer in answers if answer.content]
     assert all(len(verdict.logprobs) == len(verdict.token_ids) for verdict in verdicts)
     assert len(verdicts[0].prompt_logprobs) == spec.prompt_len - 1
     assert not any(verdict.prompt_logprobs for verdict in verdicts[1:])
@@ -464,8 +464,8 @@ def all_entries(answers: Sequence[Answer], spec: SessionSpec) -> Entries:
 def first_entries(answers: Sequence[Answer | OutriderError]) -> Entries:
     """The prompt's entries of the first answer."""
     assert isinstance(answers[0], Answer)
-    assert answers[0].verdict is not None
-    return list(answers[0].verdict.prompt_logprobs)
+    assert answers[0].content is not None
+    return list(answers[0].content.prompt_logprobs)
 
 
 def of_text(runner: ModelRunner, token_ids: Sequence[int]) -> Entries:
@@ -474,8 +474,8 @@ def of_text(runner: ModelRunner, token_ids: Sequence[int]) -> Entries:
     target.open(asking(spec_of(token_ids, 600)))
     [answer] = target.run()
     target.table.clear()
-    assert answer.verdict is not None
-    return list(answer.verdict.prompt_logprobs)
+    assert answer.content is not None
+    return list(answer.content.prompt_logprobs)
 
 
 def plain_tokens(runner: ModelRunner, spec: SessionSpec) -> list[int]:

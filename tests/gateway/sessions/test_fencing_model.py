@@ -15,7 +15,7 @@ from simulation.scenarios import rough_ways, scenarios
 from simulation.world import Scenario, simulate
 
 from gateway.sessions.target import TargetStream
-from outrider.model_service.session_store import SessionTable
+from outrider.model_service.session_store import LeaseTable
 from outrider.rpc.fencing import Fence, MessageStatus, SessionView, classify, classify_open
 from outrider.v1 import target_service_pb2 as pb
 
@@ -61,7 +61,7 @@ async def receive_in_order(self: TargetStream, timeout_s: float) -> pb.VerifyRes
     return response
 
 
-def leave_nothing(self: SessionTable[object], session_id: bytes, owner: object, lease_s: float) -> bool:
+def leave_nothing(self: LeaseTable[object], session_id: bytes, owner: object, lease_s: float) -> bool:
     """A table that does not notice that a stream has ended."""
     return False
 
@@ -70,7 +70,7 @@ PLANTS = {
     "an open's epoch is ignored": ("outrider.model_service.session_store.classify_open", opening_any_epoch),
     "the target takes repetitions": ("target_service.sessions.classify", taking_repetitions),
     "the gateway matches by order": ("gateway.sessions.target.TargetStream.receive", receive_in_order),
-    "a cancelled stream frees nothing": ("outrider.model_service.session_store.SessionTable.leave", leave_nothing),
+    "a cancelled stream frees nothing": ("outrider.model_service.session_store.LeaseTable.leave", leave_nothing),
     "a close frees no blocks": ("outrider.engine.session.Session.free", lambda self: None),
 }
 

@@ -17,7 +17,7 @@ from outrider.rpc.fencing import (
 
 ID = bytes(16)
 # Ten tokens are committed in epoch 3; verdicts on 7 and 9 are kept, everything below has been acknowledged.
-VIEW = SessionView(epoch=3, committed_len=10, answerable=frozenset({7, 9}), min_len=10)
+VIEW = SessionView(epoch=3, committed_len=10, answerable=frozenset({7, 9}))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_no_message_of_an_older_epoch_has_an_effect(
     epoch: int, base_len: int, num_new: int, known_epoch: int, committed_len: int, answerable: frozenset[int]
 ) -> None:
     """STALE exactly when older, or of this epoch and acknowledged; nothing is taken whose tokens are missing."""
-    known = SessionView(known_epoch, committed_len, answerable, committed_len)
+    known = SessionView(known_epoch, committed_len, answerable)
     status = classify(Fence(ID, epoch, base_len), known, num_new)
     if epoch < known_epoch:
         assert status is MessageStatus.STALE

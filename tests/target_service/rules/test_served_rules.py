@@ -18,7 +18,7 @@ LAW = DraftDistribution((9, 7), (3, 1))
 
 
 def step(target: Target, epoch: int, base_len: int, tree: TokenTree, budget: int = 0) -> None:
-    target.sessions.step(target.fence(epoch, base_len), Step(tree, budget, 0), target, target.answers.append)
+    target.sessions.step(target.fence(epoch, base_len), Step(tree, budget, 0), target.answers)
 
 
 def speak(runner: ModelRunner, spec: SessionSpec, draft_count: int) -> tuple[list[int], list[Answer]]:
@@ -41,7 +41,7 @@ def speak(runner: ModelRunner, spec: SessionSpec, draft_count: int) -> tuple[lis
 def test_a_request_ends_with_as_many_tokens_under_any_rule(runner: ModelRunner, rule: Rule) -> None:
     """Verdicts follow each other, some keep draft tokens, and the cache is that of a fresh session."""
     tokens, answers = speak(runner, ruled(SPEC, rule), 4)
-    committed = [token for answer in answers if answer.verdict for token in answer.verdict.token_ids]
+    committed = [token for answer in answers if answer.content for token in answer.content.token_ids]
     assert tokens == [*PROMPT, *committed]
     assert len(tokens) == SPEC.max_len
     assert len(answers) < SPEC.max_len - len(PROMPT)
@@ -63,10 +63,10 @@ def test_a_chain_may_go_on_behind_an_end(target: Target, rule: Rule) -> None:
     target.run()
     step(target, 1, 6, tree)
     [answer] = target.run()
-    assert answer.verdict is not None
-    assert answer.verdict.finish_reason is FinishReason.STOP_TOKEN
-    assert (answer.verdict.accepted_rows, answer.verdict.next_token_id) == ((1, 2), None)
-    assert answer.verdict.evaluated_count == 2
+    assert answer.content is not None
+    assert answer.content.finish_reason is FinishReason.STOP_TOKEN
+    assert (answer.content.accepted_rows, answer.content.next_token_id) == ((1, 2), None)
+    assert answer.content.evaluated_count == 2
 
 
 @pytest.mark.parametrize("rule", [Rule.MATCH, Rule.TYPICAL])
@@ -124,11 +124,11 @@ def test_a_step_is_answered_again_with_the_same_tokens(target: Target, rule: Rul
     assert target.run() == [first, first]
     step(target, 2, 6, tree)
     [again] = target.run()
-    assert again.verdict == first.verdict
+    assert again.content == first.content
     assert opened.verdict is not None
     target.open(replace(spec, token_ids=tuple(target.tokens[:6])), epoch=3, tree=tree)
     [reopened] = target.run()
-    assert reopened.verdict == first.verdict
+    assert reopened.verdict == first.content
 
 
 @pytest.mark.parametrize("rule", Rule)
@@ -144,7 +144,7 @@ def test_a_verdict_under_way_becomes_the_step_s_own(target: Target, rule: Rule) 
     target.acknowledge(2, 6, budget=1)
     step(target, 2, 6, tree)
     [answer] = target.run()
-    assert answer.verdict == expected.verdict
+    assert answer.content == expected.verdict
 
 
 @pytest.mark.parametrize("rule", Rule)
