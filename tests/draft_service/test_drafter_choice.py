@@ -15,7 +15,7 @@ from outrider.errors import InvalidRequest
 from outrider.model_service_flags import ModelServiceSettings
 from outrider.parameters import Rule
 from outrider.rpc import messages
-from outrider.rpc.messages import RULES_BY_NUMBER, distributions_from
+from outrider.rpc.messages import RULES_BY_NUMBER, tree_from
 from outrider.v1 import draft_service_pb2 as draft_pb
 
 SPEC = spec_of((1, 2, 3), 40, eos=())
@@ -51,7 +51,7 @@ async def test_a_drafter_on_offer_guesses(client: DraftClient, drafter: str, rul
     await open_with(client, drafter, rule)
     proposal = (await client.read()).proposal
     assert len(proposal.token_ids) == 2
-    distributions = distributions_from(proposal, 257)
+    distributions = tree_from(proposal, 257, 32).distributions
     assert len(distributions) == (2 if rule.needs_distributions else 0)
     await client.close(1)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.basics import SteppedDevice, spec_of
+from support.basics import Answers, SteppedDevice, spec_of
 from support.tiny_models import write_tiny_model
 
 from draft_service.drafters.model_drafter import ModelDrafter
@@ -17,7 +17,7 @@ from outrider.rpc.fencing import Fence
 
 SPEC = spec_of((5, 17, 200, 3, 90), 60, eos=())
 SESSION_ID = os.urandom(16)
-OWNER = object()
+OWNER = Answers()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from outrider.model_service.session_store import Answer
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
 from target_service import block_allocator
-from target_service.block_allocator import GRACE_STEPS, Holder, victims
+from target_service.block_allocator import GRACE_STEPS, CacheHolder, victims
 from target_service.sessions import Step
 
 LATE = os.urandom(16)
@@ -97,7 +97,7 @@ def test_who_waits_is_weighed_once_for_all_behind_it(small: Target, monkeypatch:
         small.sessions.open(fence, late, Step(EMPTY, 0, 0), answers)
     weighed = []
 
-    def counting(asking: int, num_missing: int, holders: Sequence[Holder]) -> list[int] | None:
+    def counting(asking: int, num_missing: int, holders: Sequence[CacheHolder]) -> list[int] | None:
         weighed.append((asking, num_missing))
         return victims(asking, num_missing, holders)
 

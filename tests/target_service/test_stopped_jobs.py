@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.basics import SteppedDevice, spec_of
+from support.basics import Answers, SteppedDevice, spec_of
 from support.tiny_models import write_tiny_model
 
 from outrider.engine.runner import ModelRunner
@@ -17,7 +17,7 @@ from target_service.verifier import Verifier, VerifyTask
 
 SPEC = spec_of((5, 17, 200, 3, 90), 60, eos=())
 SESSION_ID = os.urandom(16)
-OWNER = object()
+OWNER = Answers()
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def _step(sessions: TargetSessions, epoch: int) -> None:
 
 
 def _acknowledge(sessions: TargetSessions, epoch: int) -> None:
-    sessions.acknowledge(Fence(SESSION_ID, epoch, 5), 0, OWNER, 0)
+    sessions.acknowledge(Fence(SESSION_ID, epoch, 5), 0, 0, OWNER)
 
 
 def _roll_back(sessions: TargetSessions, epoch: int) -> None:
