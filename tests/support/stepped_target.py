@@ -43,7 +43,7 @@ class Target:
         self.sessions.step(self.fence(epoch, base_len), step, self.answers)
 
     def acknowledge(self, epoch: int, base_len: int, budget: int) -> None:
-        self.sessions.acknowledge(self.fence(epoch, base_len), budget, time.perf_counter_ns(), self)
+        self.sessions.acknowledge(self.fence(epoch, base_len), budget, time.perf_counter_ns(), self.answers)
 
     def run(self) -> list[Answer]:
         """Advances until nothing is to do; returns the answers since the last call, which must not be errors."""

@@ -125,10 +125,10 @@ def test_a_step_is_answered_again_with_the_same_tokens(target: Target, rule: Rul
     step(target, 2, 6, tree)
     [again] = target.run()
     assert again.content == first.content
-    assert opened.verdict is not None
+    assert opened.content is not None
     target.open(replace(spec, token_ids=tuple(target.tokens[:6])), epoch=3, tree=tree)
     [reopened] = target.run()
-    assert reopened.verdict == first.content
+    assert reopened.content == first.content
 
 
 @pytest.mark.parametrize("rule", Rule)
@@ -144,7 +144,7 @@ def test_a_verdict_under_way_becomes_the_step_s_own(target: Target, rule: Rule) 
     target.acknowledge(2, 6, budget=1)
     step(target, 2, 6, tree)
     [answer] = target.run()
-    assert answer.content == expected.verdict
+    assert answer.content == expected.content
 
 
 @pytest.mark.parametrize("rule", Rule)
