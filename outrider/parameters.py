@@ -1,4 +1,4 @@
-"""The parameters of a request, validated once and the same for gateway, draft and target. Knows no protobuf, no torch.
+"""The parameters of a request, validated once and the same for gateway, draft and target.
 
 Ranges are those of proto/outrider/v1/types.proto. Validation errors are translated into `InvalidRequest`, which names
 the field, the value and the limit.

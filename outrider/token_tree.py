@@ -1,4 +1,4 @@
-"""A proposal as a token tree, whose root is the last committed token. Knows no cache and no model."""
+"""A proposal as a token tree, whose root is the last committed token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

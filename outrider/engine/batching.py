@@ -1,4 +1,4 @@
-"""Lays the rows of many sessions side by side for one forward. Knows no model and changes no session.
+"""Lays the rows of many sessions side by side for one forward.
 
 Every row sees the committed prefix, then its ancestors, then itself, as a list of slots in this order. There is one
 list for each leaf of a tree, and a row uses the list of a leaf below it with its own count: a prompt, one decoding step

@@ -1,7 +1,5 @@
 """Counter-based noise: a pure function of (seed, position, purpose, token id), and for some purposes of the round.
 
-Keeps no state, knows no model.
-
 Draft and target that draw the same position of the same request use the same noise, whoever computes it, so that both
 choose the same token wherever their distributions allow it (Daliri, Musco and Suresh, 2024, arXiv 2408.07978).
 

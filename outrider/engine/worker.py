@@ -1,6 +1,6 @@
 """The one thread that touches a device: it runs what others ask for between two forwards, and then the next forward.
 
-Knows nothing about models, sessions or messages. Whatever belongs to the device (sessions, blocks, sampling) is only
+Whatever belongs to the device (sessions, blocks, sampling) is only
 touched by jobs and by `advance`, both of which run here one after the other, so nothing of it needs a lock and nothing
 is freed under a running forward. Tasks that arrive during a forward join the next one (Yu et al., 2022, Orca).
 """
@@ -81,11 +81,6 @@ class DeviceWorker(Generic[TaskT]):
         self._thread.start()
 
     @property
-    def num_active(self) -> int:
-        """Tasks that take part in the next forward."""
-        return len(self._active)
-
-    @property
     def num_waiting(self) -> int:
         """Jobs that wait for the end of the running step or job."""
         return self._jobs.qsize()
@@ -98,7 +93,12 @@ class DeviceWorker(Generic[TaskT]):
 
     def post(self, job: Callable[[], None]) -> None:
         """Queues a job that nobody waits for; it must not raise. Raises NotReady after `close`."""
-        self._put(job)
+        if self._closed:
+            raise NotReady("the service is stopping")
+        if self._unfinished_since_ns is None:
+            # The thread sets this too when it wakes up; a thread that never does must not look idle.
+            self._unfinished_since_ns = self._clock_ns()
+        self._jobs.put(job)
 
     def call(self, fn: Callable[[], T]) -> asyncio.Future[T]:
         """Queues `fn` at once, behind what is queued already; the future has its result or its exception.
@@ -116,12 +116,12 @@ class DeviceWorker(Generic[TaskT]):
             else:
                 _deliver(loop, future, future.set_result, result)
 
-        self._put(job)
+        self.post(job)
         return future
 
     def submit(self, task: TaskT) -> None:
         """Lets a task take part from the next forward on; from any thread. Raises NotReady after `close`."""
-        self._put(lambda: self._active.append(task))
+        self.post(lambda: self._active.append(task))
 
     async def close(self) -> None:
         """Ends the thread behind the jobs that are queued; active tasks fail. Idempotent."""
@@ -129,14 +129,6 @@ class DeviceWorker(Generic[TaskT]):
             self._closed = True
             self._jobs.put(None)
         await asyncio.to_thread(self._thread.join)
-
-    def _put(self, job: Callable[[], None]) -> None:
-        if self._closed:
-            raise NotReady("the service is stopping")
-        if self._unfinished_since_ns is None:
-            # The thread sets this too when it wakes up; a thread that never does must not look idle.
-            self._unfinished_since_ns = self._clock_ns()
-        self._jobs.put(job)
 
     def _run(self, setup: Callable[[], None] | None) -> None:
         if setup is not None:
@@ -168,15 +160,12 @@ class DeviceWorker(Generic[TaskT]):
             self._unfinished_since_ns = self._clock_ns()
             if job is None:
                 return False
-            self._run_job(job)
+            try:
+                job()
+            except Exception:
+                # The thread serves every session: it outlives a job that breaks its promise not to raise.
+                log.exception("a job failed")
             timeout_s = NO_WAIT_S
-
-    def _run_job(self, job: Callable[[], None]) -> None:
-        try:
-            job()
-        except Exception:
-            # The thread serves every session: it outlives a job that breaks its promise not to raise.
-            log.exception("a job failed")
 
     def _step(self, tasks: Sequence[TaskT]) -> bool:
         if len(tasks) == 1:

@@ -1,6 +1,6 @@
 """Errors on their way through gRPC: an OutriderError becomes a google.rpc.Status with ErrorInfo, and one again.
 
-Knows no services and no channels. What is not an OutriderError leaves a process as "internal error" and nothing more.
+What is not an OutriderError leaves a process as "internal error" and nothing more.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""The rule `block`: block verification. Knows no trees, no sessions and no noise.
+"""The rule `block`: block verification.
 
 Sun et al., "Block verification accelerates speculative decoding", 2024, arXiv 2403.10444. It follows the target's
 distribution as `ratio` does, and in expectation never keeps fewer tokens: a token that the target likes less than the

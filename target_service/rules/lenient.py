@@ -1,4 +1,4 @@
-"""The rule `lenient` at temperature 0. Knows no trees, no sessions and no noise; elsewhere `lenient` is `ratio`.
+"""The rule `lenient` at temperature 0; elsewhere `lenient` is `ratio`.
 
 Leviathan, Kalman and Matias, 2023, arXiv 2211.17192, appendix A.5. Not exact: a token may be kept that is not the best.
 """

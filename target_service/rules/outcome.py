@@ -1,4 +1,4 @@
-"""What the rules for chains have in common: their answer, and the probabilities that they compare. Decides nothing.
+"""What the rules for chains have in common: their answer, and the probabilities that they compare.
 
 Sizes: B chains of K draft tokens each, V tokens of the vocabulary, distributions of N entries at most. Probabilities
 are float64. Every sum runs along its row in order, or is one of integers, so that a chain's outcome does not depend on

@@ -1,4 +1,4 @@
-"""The rule `ratio`: speculative sampling. Knows no trees, no sessions and no noise.
+"""The rule `ratio`: speculative sampling.
 
 Leviathan, Kalman and Matias, "Fast inference from transformers via speculative decoding", 2023, arXiv 2211.17192; Chen
 et al., "Accelerating large language model decoding with speculative sampling", 2023, arXiv 2302.01318. With a lenience

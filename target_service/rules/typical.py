@@ -1,4 +1,4 @@
-"""The rule `typical`: keeps draft tokens that the target finds likely enough. Knows no sessions and no noise.
+"""The rule `typical`: keeps draft tokens that the target finds likely enough.
 
 Cai et al., "Medusa: simple LLM inference acceleration framework with multiple decoding heads", 2024, arXiv 2401.10774.
 Not exact. Here the target draws its own token first and follows it where it was proposed; only where it was not, a

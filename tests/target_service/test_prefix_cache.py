@@ -72,7 +72,7 @@ def test_only_the_new_tokens_are_computed(target: Target) -> None:
     said(target, spec_of(LONG, 90, eos=()))
     target.session_id = os.urandom(16)
     target.open(spec_of((*LONG, 5), 90, eos=()))
-    assert (target.held.cached_len, target.held.session.uncached) == (80, [5])
+    assert (target.held.cached_len, target.held.session.token_ids[target.held.session.cached_len :]) == (80, [5])
     [answer] = target.run()
     assert answer.content is not None
     assert answer.content.prefix_len == 80

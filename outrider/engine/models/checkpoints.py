@@ -1,4 +1,4 @@
-"""From a model's name to a decoder in memory: a folder, a hub id, or a sized model. Knows no runner and no session."""
+"""From a model's name to a decoder in memory: a folder, a hub id, or a sized model."""
 
 import importlib
 from collections.abc import Callable, Iterator

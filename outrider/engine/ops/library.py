@@ -1,4 +1,4 @@
-"""Finds the compiled kernels that this processor can run and declares their C functions. Computes nothing itself."""
+"""Finds the compiled kernels that this processor can run and declares their C functions."""
 
 import ctypes
 import platform

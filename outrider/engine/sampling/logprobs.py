@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens under raw logits. Knows no sampling: no temperature, bias, ban or cut changes a number.
+"""Log-probabilities of tokens under raw logits: no temperature, bias, ban or cut changes a number.
 
 Each is log-softmax over the full width of the logits, padding included, in float64. On the CPU a row's numbers are
 bitwise independent of the other rows: `Ops.softmax` promises that, and what is left is selection and one subtraction.
