@@ -81,9 +81,7 @@ def compare(runner: ModelRunner) -> list[Comparison]:
     prefilled = [*together(runner, [(prompts[0], EMPTY)], wants_prefix=True)]
     return [
         compared("a row alone and in a batch", alone, among),
-        compared(
-            "prefill and decoding", prefilled, [step_by_step(runner, prompts[0][:1], TokenTree.chain(prompts[0][1:]))]
-        ),
+        compared("prefill and decoding", prefilled, decoded),
         compared("a proposal and plain decoding", alone[:1], stepped),
     ]
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -128,11 +128,8 @@ class AttentionCall:
     """Keywords that nothing here looks at."""
 
 
-class Attender(Protocol):
-    """Whoever answers the layers of one forward."""
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        """Returns [1, R, H, D]."""
+Attend = Callable[[AttentionCall], Tensor]
+"""Answers the layers of one forward; returns [1, R, H, D]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +166,7 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    outrider: Attender | None = None,
+    outrider: Attend | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **others: object,
@@ -179,7 +176,7 @@ def _attend(
         raise TypeError("it does not hand keywords down to its attention")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(module, query, key, value, attention_mask, scale, sliding_window, others)
-    return outrider.attend(call), None
+    return outrider(call), None
 
 
 def _rows(heads: Tensor, num_rows: int) -> Tensor:
@@ -267,7 +264,7 @@ class HfDecoder:
                 position_ids=pad_index(plan.positions, num_padded)[None],
                 use_cache=False,
                 logits_to_keep=self._padded(wanted),
-                outrider=Pages(plan, cache, self.ops),
+                outrider=Pages(plan, cache, self.ops).attend,
             )
         logits: Tensor = output.logits[0, :num_wanted].float()
         return logits
