@@ -119,14 +119,7 @@ def find_checkpoint(model: str) -> Checkpoint:
     keys = JsonKeys(folder / "config.json", read_json(folder / "config.json"))
     if read_architecture(keys) in FAMILIES:
         return FolderCheckpoint(name, folder, ModelConfig.read(folder))
-    return _foreign(name, folder)
-
-
-def _foreign(name: str, folder: Path) -> Checkpoint:
-    """A model that transformers computes.
-
-    Imported by name, here and nowhere else: transformers takes seconds and hundreds of megabytes, which a service with
-    a model of our own families should not pay, and an import at the top would make everybody pay.
-    """
+    # Imported by name, here and nowhere else: transformers takes seconds and hundreds of megabytes, which a service
+    # with a model of our own families should not pay, and an import at the top would make everybody pay.
     find: Callable[[str, Path], Checkpoint] = importlib.import_module(HF_MODELS).find
     return find(name, folder)
