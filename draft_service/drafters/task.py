@@ -7,7 +7,9 @@ whose noise they draw with, and so which rules they serve.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from outrider.engine.batching import Feed
 from outrider.engine.noise import Purpose
+from outrider.engine.sampling.draw import DrawInput
 from outrider.engine.session import Session
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.parameters import DraftDistribution, Rule, SessionSpec
@@ -33,7 +35,7 @@ class DraftTask:
     session: Session
     spec: SessionSpec
     noise: Purpose
-    """TOKEN, which is shared with the target, or DRAFT; see draft_service.drafters.task."""
+    """TOKEN, which is shared with the target, or DRAFT; see noise_of."""
     draft_count: int
     meter: Meter
     on_done: Callable[["DraftTask"], None]
@@ -46,6 +48,11 @@ class DraftTask:
 
     def __post_init__(self) -> None:
         self.base_len = len(self.session)
+
+    @property
+    def draw_input(self) -> DrawInput:
+        """What its next forward computes, and how a token is drawn behind it."""
+        return DrawInput(Feed(self.session), self.spec)
 
     @property
     def needs_distribution(self) -> bool:

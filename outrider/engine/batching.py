@@ -25,7 +25,7 @@ Ints = NDArray[np.int64] | NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """What a session asks of a forward: its uncached tokens, then its tree."""
+    """What a session feeds into a forward: its uncached tokens, then its tree."""
 
     session: Session
     tree: TokenTree = EMPTY
@@ -62,18 +62,16 @@ def share_rows(feeds: Sequence[Feed], max_rows: int, max_prefix_rows: int) -> li
             # A tree comes on top of the share, or a wide one would wait for ever among many small feeds.
             offer = min(limit + len(feed.tree), granted + left)
             room = feed.num_prefix(granted) + prefix_left
-            grant = max(_usable(feed, offer if prefixes[index] <= room else min(offer, room)), granted)
+            offer = offer if prefixes[index] <= room else min(offer, room)
+            if offer >= needs[index]:
+                usable = needs[index]
+            else:
+                usable = min(offer, feed.num_committed - 1 if len(feed.tree) else feed.num_committed)
+            grant = max(usable, granted)
             left -= grant - granted
             prefix_left -= feed.num_prefix(grant) - feed.num_prefix(granted)
             grants[index] = grant
     return grants
-
-
-def _usable(feed: Feed, offer: int) -> int:
-    need = feed.num_committed + len(feed.tree)
-    if offer >= need:
-        return need
-    return min(offer, feed.num_committed - 1 if len(feed.tree) else feed.num_committed)
 
 
 @dataclass(frozen=True, slots=True)

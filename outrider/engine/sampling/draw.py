@@ -78,10 +78,15 @@ def draw_from(probs: Tensor, keys: Tensor) -> Tensor:
 
 def scores_behind(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInput]) -> Tensor:
     """`transform` of all rows of all inputs, which follow each other in logits; raises ValueError as it does."""
-    if logits.shape[1] > runner.vocabulary_size or not _have_one_temperature(inputs):
+    if (
+        logits.shape[1] > runner.vocabulary_size
+        or len({each.spec.sampling.temperature for each in inputs}) > 1
+        or not all(map(_is_plain, inputs))
+    ):
         contexts = [context for draw_input in inputs for context in row_contexts(draw_input)]
         return transform(logits, contexts, runner.vocabulary_size, runner.ops)
-    # The same bits for less than half of the work, which is a good part of a small model's step.
+    # Nothing but one temperature is wanted: the same bits for less than half of the work, which is a good part of a
+    # small model's step.
     temperature = divisor(inputs[0].spec.sampling)
     if temperature == 1:
         return logits
@@ -132,11 +137,6 @@ def _is_plain(draw_input: DrawInput) -> bool:
     has_ends = bool(spec.eos_token_ids or spec.stop_token_ids)
     # Every row behind the root stands on more output than the root, so it is as plain.
     return is_plain(spec.sampling, len(draw_input.feed.session) - spec.prompt_len, has_ends, bool(spec.banned))
-
-
-def _have_one_temperature(inputs: Sequence[DrawInput]) -> bool:
-    """Whether one temperature is all that any row wants."""
-    return len({draw_input.spec.sampling.temperature for draw_input in inputs}) == 1 and all(map(_is_plain, inputs))
 
 
 def _draw_group(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInput], plain: bool) -> list[Drawn]:
