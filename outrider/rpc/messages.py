@@ -153,7 +153,13 @@ def spec_from(message: pb.OpenSession, base_len: int, vocabulary_size: int) -> S
     for name, maximum in (("stop_token_ids", MAX_STOP_TOKEN_IDS), ("eos_token_ids", vocabulary_size)):
         check_count(SESSION + name, len(getattr(message, name)), maximum, "ids")
     check_count(SESSION + "cache_salt", len(message.cache_salt), MAX_SALT_BYTES, "bytes")
-    sampling = _session_sampling(message, vocabulary_size)
+    sampling = sampling_from(message.sampling, SESSION + "sampling.")
+    for token_id in sampling.logit_bias:
+        check_token_id(SESSION + "sampling.logit_bias key", token_id, vocabulary_size)
+    check_range(SESSION + "sampling.min_tokens", sampling.min_tokens, 0, message.max_len - message.prompt_len)
+    if sampling.ignore_eos and message.eos_token_ids:
+        raise InvalidRequest(SESSION + "eos_token_ids", list(message.eos_token_ids), "empty under sampling.ignore_eos")
+    logprob_count = message.logprob_count if message.HasField("logprob_count") else None
     return SessionSpec(
         token_ids=check_token_ids(SESSION + "token_ids", message.token_ids, vocabulary_size),
         prompt_len=message.prompt_len,
@@ -164,7 +170,7 @@ def spec_from(message: pb.OpenSession, base_len: int, vocabulary_size: int) -> S
         stop_token_ids=frozenset(check_token_ids(SESSION + "stop_token_ids", message.stop_token_ids, vocabulary_size)),
         acceptance=acceptance_from(message.rule, message.acceptance, SESSION + "rule", SESSION + "acceptance."),
         banned=_banned(message, vocabulary_size),
-        logprob_count=_logprob_count(message),
+        logprob_count=_check_logprobs(logprob_count, message.prompt_logprobs),
         prompt_logprobs=message.prompt_logprobs,
         draft_logprobs=message.draft_logprobs,
         cache_salt=message.cache_salt,
@@ -186,24 +192,10 @@ def _banned(message: pb.OpenSession, vocabulary_size: int) -> tuple[tuple[int, .
     )
 
 
-def _logprob_count(message: pb.OpenSession) -> int | None:
-    """How many alternatives; None for no log-probabilities."""
-    if message.HasField("logprob_count"):
-        return check_range(SESSION + "logprob_count", message.logprob_count, 0, MAX_LOGPROB_COUNT)
-    if message.prompt_logprobs:
+def _check_logprobs(count: int | None, prompt_logprobs: bool) -> int | None:
+    if count is None and prompt_logprobs:
         raise InvalidRequest(SESSION + "prompt_logprobs", True, "false without logprob_count")
-    return None
-
-
-def _session_sampling(message: pb.OpenSession, vocabulary_size: int) -> SamplingParameters:
-    """The sampling parameters, which must fit the vocabulary, the request's length and its EOS ids."""
-    sampling = sampling_from(message.sampling, SESSION + "sampling.")
-    for token_id in sampling.logit_bias:
-        check_token_id(SESSION + "sampling.logit_bias key", token_id, vocabulary_size)
-    check_range(SESSION + "sampling.min_tokens", sampling.min_tokens, 0, message.max_len - message.prompt_len)
-    if sampling.ignore_eos and message.eos_token_ids:
-        raise InvalidRequest(SESSION + "eos_token_ids", list(message.eos_token_ids), "empty under sampling.ignore_eos")
-    return sampling
+    return None if count is None else check_range(SESSION + "logprob_count", count, 0, MAX_LOGPROB_COUNT)
 
 
 def times_message(times: ComputeTimes) -> pb.ComputeTimes:

@@ -52,7 +52,7 @@ class Products(TorchFunctionMode):
         self._num_rows, self._num_padded, self._num_wanted = num_rows, num_padded, num_wanted
         self._ours: Mapping[object, Callable[..., object]] = {
             functional.linear: self._linear,
-            functional.embedding: _embedding,
+            functional.embedding: lambda *args, **kwargs: functional.embedding(*args, **kwargs).float(),
         }
 
     def __torch_function__(
@@ -89,10 +89,6 @@ class Products(TorchFunctionMode):
         if not rows.shape[0]:
             return rows.new_empty(0, weight.shape[0])
         return self._ops.linear(rows.contiguous(), weight.detach(), bias)
-
-
-def _embedding(*args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401 - torch's own, whatever they are
-    return functional.embedding(*args, **kwargs).float()
 
 
 @contextmanager
@@ -258,18 +254,16 @@ class HfDecoder:
         num_rows, num_wanted = plan.num_rows, wanted.shape[0]
         num_padded = padded(num_rows, plan.token_ids.device)
         self._company.num_rows = num_rows
+        # More rows of logits where the width of one leaves something over behind whole vectors.
+        is_whole = num_wanted and self.config.vocab_size % STEP == 0
+        kept = wanted if is_whole else pad_index(wanted, padded(num_wanted, wanted.device))
         with Products(self.ops, self._head, num_rows, num_padded, num_wanted), one_thread():
             output = self._model(
                 input_ids=pad_index(plan.token_ids, num_padded)[None],
                 position_ids=pad_index(plan.positions, num_padded)[None],
                 use_cache=False,
-                logits_to_keep=self._padded(wanted),
+                logits_to_keep=kept,
                 outrider=Pages(plan, cache, self.ops).attend,
             )
         logits: Tensor = output.logits[0, :num_wanted].float()
         return logits
-
-    def _padded(self, wanted: Tensor) -> Tensor:
-        """More rows of logits where the width of one leaves something over behind whole vectors."""
-        whole = wanted.shape[0] and self.config.vocab_size % STEP == 0
-        return wanted if whole else pad_index(wanted, padded(wanted.shape[0], wanted.device))
