@@ -11,7 +11,7 @@ from outrider.engine.worker import DeviceWorker
 from outrider.errors import InvalidRequest, check_range, check_token_ids
 from outrider.model_service.outbox import Outbox
 from outrider.model_service.servicer import MAX_DRAFT_COUNT, ServiceFacts
-from outrider.model_service.session_store import Answer
+from outrider.model_service.session_store import SessionAnswer
 from outrider.model_service.session_stream import Job, SessionServicer
 from outrider.rpc import channels, messages
 from outrider.rpc.fencing import ComputeTimes, Fence
@@ -58,7 +58,7 @@ class DraftServicer(SessionServicer[pb.ProposeRequest, pb.ProposeResponse], Draf
         draft_count = check_range("advance.draft_count", message.draft_count, 0, MAX_DRAFT_COUNT)
         return partial(self._sessions.advance, fence, token_ids, Wanted(draft_count, arrived_ns), owner)
 
-    def response(self, answer: Answer[TokenTree]) -> pb.ProposeResponse:
+    def response(self, answer: SessionAnswer[TokenTree]) -> pb.ProposeResponse:
         """The message for an answer."""
         tree = answer.content
         return pb.ProposeResponse(

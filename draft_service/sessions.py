@@ -10,7 +10,7 @@ from functools import partial
 from draft_service.drafters.task import MODEL, DraftTask, noise_of
 from outrider.engine.runner import ModelRunner
 from outrider.model_service.outbox import Outbox
-from outrider.model_service.session_store import Answer, LeaseTable, SessionState, SessionStore
+from outrider.model_service.session_store import LeaseTable, SessionAnswer, SessionState, SessionStore
 from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence, MessageStatus, Meter, classify
 from outrider.token_tree import TokenTree
@@ -32,7 +32,7 @@ class DraftState(SessionState[DraftTask]):
     committed_len: int = field(init=False)
     asked_len: int = 0
     """base_len of the last request of this epoch, 0 before the first."""
-    answer: Answer[TokenTree] | None = None
+    answer: SessionAnswer[TokenTree] | None = None
     """The answer to the last request of this epoch, None while it is under way."""
 
     def __post_init__(self) -> None:
@@ -126,5 +126,5 @@ class DraftSessions(SessionStore[DraftState]):
 
     def _on_done(self, fence: Fence, held: DraftState, task: DraftTask) -> None:
         held.task = None
-        held.answer = Answer(fence, task.proposal, held.committed_len, held.cached_len, task.meter.times())
+        held.answer = SessionAnswer(fence, task.proposal, held.committed_len, held.cached_len, task.meter.times())
         held.owner.put(held.answer)

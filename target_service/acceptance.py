@@ -24,7 +24,7 @@ class Walk:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TargetVerdict:
     """What the target commits on top of the first `base_len` tokens.
 
     `token_ids` are the tokens of the accepted rows, then `next_token_id` unless that is None because the request ended
@@ -71,7 +71,7 @@ def child_with(tree: TokenTree, row: int, token_id: int) -> int:
     return next((child for child in tree.children(row) if tree.token_ids[child - 1] == token_id), 0)
 
 
-def commit_walk(tree: TokenTree, walked: Walk, spec: SessionSpec, base_len: int) -> Verdict:
+def commit_walk(tree: TokenTree, walked: Walk, spec: SessionSpec, base_len: int) -> TargetVerdict:
     """Commits what a walk accepted, up to the first token that ends the request.
 
     A draft token that is accepted and ends the request is the last one: there is no next token, and nothing behind it
@@ -86,9 +86,11 @@ def commit_walk(tree: TokenTree, walked: Walk, spec: SessionSpec, base_len: int)
         if reason is not None and count <= len(walked.accepted_rows):
             rows = walked.accepted_rows[:count]
             evaluated_count = _evaluated_count(tree, (0, *rows[:-1]))
-            return Verdict(base_len, rows, token_ids[:count], None, reason, evaluated_count)
+            return TargetVerdict(base_len, rows, token_ids[:count], None, reason, evaluated_count)
     # The loop ended at the next token, so that `reason` is the one of that token.
-    return Verdict(base_len, walked.accepted_rows, token_ids, walked.next_token_id, reason, walked.evaluated_count)
+    return TargetVerdict(
+        base_len, walked.accepted_rows, token_ids, walked.next_token_id, reason, walked.evaluated_count
+    )
 
 
 def _evaluated_count(tree: TokenTree, visited: Sequence[int]) -> int:

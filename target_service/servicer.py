@@ -9,7 +9,7 @@ from outrider.engine.worker import DeviceWorker
 from outrider.errors import InvalidRequest, PromptTooLong, check_range
 from outrider.model_service.outbox import Outbox
 from outrider.model_service.servicer import MAX_DRAFT_COUNT, ServiceFacts
-from outrider.model_service.session_store import Answer
+from outrider.model_service.session_store import SessionAnswer
 from outrider.model_service.session_stream import Job, SessionServicer
 from outrider.parameters import SessionSpec
 from outrider.rpc import channels, messages
@@ -17,7 +17,7 @@ from outrider.rpc.fencing import ComputeTimes, Fence
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1.target_service_pb2_grpc import TargetServiceServicer, add_TargetServiceServicer_to_server
 from outrider.v1.types_pb2 import Pong, TokensWanted
-from target_service.acceptance import Verdict
+from target_service.acceptance import TargetVerdict
 from target_service.sessions import Step, TargetSessions
 from target_service.verifier import VerifyTask
 
@@ -58,7 +58,7 @@ class TargetServicer(SessionServicer[pb.VerifyRequest, pb.VerifyResponse], Targe
         budget = check_range("acknowledge.plain_budget", request.acknowledge.plain_budget, 0, MAX_PLAIN_BUDGET)
         return partial(self._sessions.acknowledge, fence, budget, arrived_ns, owner)
 
-    def response(self, answer: Answer[Verdict]) -> pb.VerifyResponse:
+    def response(self, answer: SessionAnswer[TargetVerdict]) -> pb.VerifyResponse:
         """The message for an answer."""
         verdict = answer.content
         return pb.VerifyResponse(
@@ -110,7 +110,7 @@ def target_service(
     return channels.service(pb.DESCRIPTOR, "TargetService", partial(add_TargetServiceServicer_to_server, servicer))
 
 
-def _verdict_message(verdict: Verdict) -> pb.Verdict:
+def _verdict_message(verdict: TargetVerdict) -> pb.Verdict:
     return pb.Verdict(
         accepted_rows=verdict.accepted_rows,
         next_token_id=verdict.next_token_id,

@@ -10,11 +10,11 @@ from functools import partial
 from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest, ProtocolViolation
 from outrider.model_service.outbox import Outbox
-from outrider.model_service.session_store import Answer, LeaseTable, SessionState, SessionStore
+from outrider.model_service.session_store import LeaseTable, SessionAnswer, SessionState, SessionStore
 from outrider.parameters import FinishReason, SessionSpec
 from outrider.rpc.fencing import ComputeTimes, Fence, MessageStatus, Meter, classify
 from outrider.token_tree import EMPTY, TokenTree
-from target_service.acceptance import Verdict
+from target_service.acceptance import TargetVerdict
 from target_service.verifier import VerifyTask
 
 UNACKNOWLEDGED_WINDOW = 256
@@ -39,7 +39,7 @@ class TargetState(SessionState[VerifyTask]):
     limit: int = 0
     """Committed length up to which the target goes on unasked."""
     finish_reason: FinishReason | None = None
-    verdicts: list[Answer[Verdict]] = field(default_factory=list)
+    verdicts: list[SessionAnswer[TargetVerdict]] = field(default_factory=list)
     """The unacknowledged ones, in order."""
 
     def __post_init__(self) -> None:
@@ -190,11 +190,11 @@ class TargetSessions(SessionStore[TargetState]):
         )
         self._submit(held.task)
 
-    def _on_verdict(self, session_id: bytes, held: TargetState, verdict: Verdict, times: ComputeTimes) -> None:
+    def _on_verdict(self, session_id: bytes, held: TargetState, verdict: TargetVerdict, times: ComputeTimes) -> None:
         fence = Fence(session_id, held.epoch, verdict.base_len)
         if held.prefix_len:
             verdict, held.prefix_len = replace(verdict, prefix_len=held.prefix_len), 0
-        answer = Answer(fence, verdict, verdict.base_len, held.cached_len, times)
+        answer = SessionAnswer(fence, verdict, verdict.base_len, held.cached_len, times)
         held.verdicts.append(answer)
         held.finish_reason = verdict.finish_reason
         task = held.task

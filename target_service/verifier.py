@@ -23,7 +23,7 @@ from outrider.model_service.session_store import LeaseTable
 from outrider.parameters import SessionSpec, TokenLogprob
 from outrider.rpc.fencing import ComputeTimes, Meter
 from outrider.token_tree import TokenTree
-from target_service.acceptance import Verdict, Walk, commit_walk
+from target_service.acceptance import TargetVerdict, Walk, commit_walk
 from target_service.block_allocator import BlockAllocator
 from target_service.rules.batched import decide
 
@@ -36,7 +36,7 @@ class VerifyTask:
     spec: SessionSpec
     tree: TokenTree
     meter: Meter
-    on_verdict: Callable[[Verdict, ComputeTimes], None]
+    on_verdict: Callable[[TargetVerdict, ComputeTimes], None]
     """Called with each verdict, when the session holds its tokens; prepares the task for the next one, or ends it."""
     on_failure: Callable[[OutriderError], None]
     done: bool = False
@@ -126,7 +126,7 @@ class Verifier:
         task.tree = tree
         return True
 
-    def _decide(self, tasks: Sequence[VerifyTask]) -> list[Verdict | OutriderError | None]:
+    def _decide(self, tasks: Sequence[VerifyTask]) -> list[TargetVerdict | OutriderError | None]:
         """Computes and decides for all tasks, None for one whose tokens are not all computed yet.
 
         Commits nothing, so that it can be done again.
@@ -137,7 +137,7 @@ class Verifier:
         ranges = [rows for rows in result.ranges if rows is not None]
         walks = decide(self._runner, [inputs[number] for number in finished], result.logits, ranges)
         self._read_prompts(tasks, result)
-        outcomes: list[Verdict | OutriderError | None] = [None] * len(tasks)
+        outcomes: list[TargetVerdict | OutriderError | None] = [None] * len(tasks)
         for number, rows, walk in zip(finished, ranges, walks, strict=True):
             logits = result.logits[rows.start : rows.stop]
             outcomes[number] = walk if isinstance(walk, OutriderError) else self._verdict(tasks[number], walk, logits)
@@ -154,7 +154,7 @@ class Verifier:
                 token_ids = task.session.token_ids[first : first + len(rows)]
                 task.prompt_logprobs += self._logprobs(task, result.logits[rows.start : rows.stop], token_ids)
 
-    def _verdict(self, task: VerifyTask, walk: Walk, logits: Tensor) -> Verdict:
+    def _verdict(self, task: VerifyTask, walk: Walk, logits: Tensor) -> TargetVerdict:
         """What a walk commits, with one entry for each token where wanted, from the logits of the root and rows."""
         verdict = commit_walk(task.tree, walk, task.spec, len(task.session))
         if task.spec.logprob_count is None:
@@ -169,7 +169,7 @@ class Verifier:
         return row_logprobs(logits, token_ids, task.spec.logprob_count or 0, runner.vocabulary_size, runner.ops)
 
 
-def commit(session: Session, verdict: Verdict) -> None:
+def commit(session: Session, verdict: TargetVerdict) -> None:
     """Makes the session of the last forward's tree hold what the verdict commits."""
     session.keep(verdict.accepted_rows)
     if verdict.next_token_id is not None:

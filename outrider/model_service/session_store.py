@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer(Generic[ContentT]):
+class SessionAnswer(Generic[ContentT]):
     """What a session says about a message: a proposal or verdict on the fence's length, or that it lacks tokens."""
 
     fence: Fence
@@ -355,7 +355,7 @@ class SessionStore(Generic[StateT]):
     def _want_tokens(self, fence: Fence, held: StateT | None, owner: Outbox) -> None:
         """Answers that tokens are missing."""
         known_len = min(held.committed_len, fence.base_len - 1) if held else 0
-        owner.put(Answer(fence, None, known_len, held.cached_len if held else 0, ComputeTimes()))
+        owner.put(SessionAnswer(fence, None, known_len, held.cached_len if held else 0, ComputeTimes()))
 
     def _fail(self, session_id: bytes, held: StateT, error: OutriderError) -> None:
         """The job of a session has failed. It must not keep what it has: its gateway opens it again."""

@@ -26,7 +26,7 @@ from outrider.errors import InvalidRequest, NotReady, Overloaded
 from outrider.logs import session_prefix
 from outrider.model_service.outbox import Outbox
 from outrider.model_service.servicer import ServiceFacts
-from outrider.model_service.session_store import Answer, LeaseTable, SessionStore
+from outrider.model_service.session_store import LeaseTable, SessionAnswer, SessionStore
 from outrider.rpc.fencing import ComputeTimes, Fence
 from outrider.rpc.messages import fence_from
 from outrider.v1.draft_service_pb2 import ProposeRequest, ProposeResponse
@@ -185,7 +185,7 @@ class SessionServicer(ABC, Generic[RequestT, ResponseT]):
         """
 
     @abstractmethod
-    def response(self, answer: Answer[Any]) -> ResponseT:
+    def response(self, answer: SessionAnswer[Any]) -> ResponseT:
         """The message for an answer."""
 
     @abstractmethod
@@ -212,9 +212,9 @@ class SessionServicer(ABC, Generic[RequestT, ResponseT]):
         self,
         context: grpc.aio.ServicerContext[RequestT, ResponseT],
         sums: "AnswerSums",
-        answer: Answer[Any] | ResponseT,
+        answer: SessionAnswer[Any] | ResponseT,
     ) -> None:
-        if not isinstance(answer, Answer):
+        if not isinstance(answer, SessionAnswer):
             await context.write(answer)
             return
         await context.write(self.response(answer))

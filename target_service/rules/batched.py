@@ -31,7 +31,7 @@ from outrider.token_tree import TokenTree
 from target_service.acceptance import Walk, child_with, walk
 from target_service.rules.block import block
 from target_service.rules.lenient import lenient_greedy
-from target_service.rules.outcome import Outcome
+from target_service.rules.outcome import ChainOutcome
 from target_service.rules.ratio import ratio
 from target_service.rules.typical import exp_entropies, typical_children
 
@@ -188,7 +188,7 @@ def _walk(tree: TokenTree, accepted_count: int, next_token_id: int) -> Walk:
     return Walk(rows, next_token_id, accepted_count + (accepted_count < len(tree)))
 
 
-def _outcome(inputs: Sequence[DrawInput], target_probs: Tensor, count: int) -> Outcome:
+def _outcome(inputs: Sequence[DrawInput], target_probs: Tensor, count: int) -> ChainOutcome:
     """What the rule of all these chains says about the first `count` tokens of each.
 
     Supports are padded with weight 0 to the widest, [B, count, N].

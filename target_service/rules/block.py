@@ -8,7 +8,7 @@ draft may be kept for the sake of one behind it.
 import numpy as np
 from torch import Tensor
 
-from target_service.rules.outcome import Floats, Outcome, conclude, draft_probs, probs_at, support_probs
+from target_service.rules.outcome import ChainOutcome, Floats, conclude, draft_probs, probs_at, support_probs
 
 # Stands in the place of a draft probability of 0, which no token that was drawn has.
 TINY = float(np.finfo(np.float64).tiny)
@@ -16,7 +16,7 @@ TINY = float(np.finfo(np.float64).tiny)
 
 def block(
     target_probs: Tensor, draft_token_ids: Tensor, support_ids: Tensor, support_weights: Tensor, uniforms: Tensor
-) -> Outcome:
+) -> ChainOutcome:
     """Keeps the longest prefix of each chain whose own test succeeds.
 
     Arguments as in target_service.rules.ratio. All K tests are made, whatever comes of the others: the uniform and the

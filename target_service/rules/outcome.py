@@ -16,7 +16,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ChainOutcome:
     """How many draft tokens [B] int64 of each chain are kept, and the distribution [B, V] of the token behind them,
     unnormalised.
 
@@ -51,7 +51,7 @@ def draft_probs(draft_token_ids: Tensor, support_ids: Tensor, support_weights: T
 
 def conclude(
     target_probs: Tensor, accepted_count: NDArray[np.int64], support_ids: Tensor, subtracted: Floats
-) -> Outcome:
+) -> ChainOutcome:
     """The outcome of chains that keep accepted_count [B] of their tokens.
 
     `subtracted` [B, K, N] is what a residual takes away at support_ids [B, K, N], in the target's own units; only the
@@ -63,7 +63,9 @@ def conclude(
     places = counts.clamp(max=num_drafts - 1)
     taken = subtracted[every.numpy(), places.numpy()] * (accepted_count < num_drafts)[:, None]
     rows = target_probs[every.to(device), counts.to(device)]
-    return Outcome(counts, residual(rows, support_ids[every, places].to(device), torch.from_numpy(taken).to(device)))
+    return ChainOutcome(
+        counts, residual(rows, support_ids[every, places].to(device), torch.from_numpy(taken).to(device))
+    )
 
 
 def residual(rows: Tensor, support_ids: Tensor, subtracted: Tensor) -> Tensor:

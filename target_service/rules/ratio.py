@@ -8,7 +8,7 @@ below 1 it is the rule `lenient` of the former's appendix A.5, whose output has 
 import numpy as np
 from torch import Tensor
 
-from target_service.rules.outcome import Outcome, conclude, draft_probs, probs_at, support_probs
+from target_service.rules.outcome import ChainOutcome, conclude, draft_probs, probs_at, support_probs
 
 
 def ratio(
@@ -18,7 +18,7 @@ def ratio(
     support_weights: Tensor,
     uniforms: Tensor,
     lenience: float = 1.0,
-) -> Outcome:
+) -> ChainOutcome:
     """Keeps a draft token with probability min(1, target / (lenience * draft)), up to the first that is not kept.
 
     target_probs [B, K + 1, V] float64: row i is the target's distribution behind i draft tokens. draft_token_ids [B, K]

@@ -14,7 +14,7 @@ from outrider.engine.batching import Feed
 from outrider.engine.runner import ForwardResult, ModelRunner
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import OutriderError
-from outrider.model_service.session_store import Answer, LeaseTable
+from outrider.model_service.session_store import LeaseTable, SessionAnswer
 from outrider.rpc.fencing import Fence
 
 DRAFT_COUNT = 6
@@ -22,8 +22,8 @@ SPECS = [spec_of((5, 17, first, 3, 90), 40, seed=first, eos=(), temperature=0.9)
 
 
 async def answers_of(
-    runner: ModelRunner, spoil: Callable[[int, Answer | OutriderError], None]
-) -> tuple[list[list[Answer | OutriderError]], list[str]]:
+    runner: ModelRunner, spoil: Callable[[int, SessionAnswer | OutriderError], None]
+) -> tuple[list[list[SessionAnswer | OutriderError]], list[str]]:
     """What sessions that begin in one batch get, and what is logged; `spoil` may raise instead of an answer."""
     table = LeaseTable[DraftState](60.0)
     worker = DeviceWorker[DraftTask](ModelDrafter(runner, table.with_room).advance)
@@ -51,7 +51,7 @@ async def answers_of(
     return answers, [line["event"] for line in logs if line["log_level"] == "error"]
 
 
-def _spoil_nothing(_number: int, _answer: Answer | OutriderError) -> None:
+def _spoil_nothing(_number: int, _answer: SessionAnswer | OutriderError) -> None:
     """Every answer is given."""
 
 
@@ -76,7 +76,7 @@ async def test_only_the_culprit_gets_no_guesses(
         if number == culprit:
             assert str(answer) == "the computation of a step failed"
         else:
-            assert isinstance(answer, Answer)
+            assert isinstance(answer, SessionAnswer)
             assert answer.content is not None
             assert answer.content.token_ids == expected[number]
 
@@ -84,14 +84,14 @@ async def test_only_the_culprit_gets_no_guesses(
 async def test_an_answer_that_cannot_be_given_takes_no_other_with_it(runner: ModelRunner) -> None:
     """All three are ready behind the same forward, which is not made again."""
 
-    def spoil(number: int, answer: Answer | OutriderError) -> None:
-        if number == 0 and isinstance(answer, Answer):
+    def spoil(number: int, answer: SessionAnswer | OutriderError) -> None:
+        if number == 0 and isinstance(answer, SessionAnswer):
             raise KeyError("secret of the reply")
 
     expected = [fresh_guesses(runner, spec, DRAFT_COUNT) for spec in SPECS]
     (_, *others), logged = await answers_of(runner, spoil)
     assert logged == ["a step failed"]
     for [answer], guesses in zip(others, expected[1:], strict=True):
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, SessionAnswer)
         assert answer.content is not None
         assert answer.content.token_ids == guesses

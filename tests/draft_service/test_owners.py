@@ -6,7 +6,7 @@ from support.basics import Answers, spec_of
 from support.stepped_draft import PROMPT, SPEC, Draft, fresh_guesses
 
 from draft_service.sessions import Wanted
-from outrider.model_service.session_store import Answer
+from outrider.model_service.session_store import SessionAnswer
 from outrider.rpc.fencing import Fence
 
 
@@ -20,7 +20,7 @@ def test_an_open_whose_job_was_stopped_begins_anew(draft: Draft) -> None:
     draft.sessions.open(draft.fence(1, len(PROMPT)), SPEC, Wanted(4, 0), answers)
     assert draft.run() == []
     [answer] = answers
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, SessionAnswer)
     assert answer.content is not None
     assert answer.content.token_ids == fresh_guesses(draft.runner, SPEC, 4)
     assert draft.table.num_leased == 0
@@ -35,7 +35,7 @@ def test_only_the_owner_drives_a_session(draft: Draft) -> None:
         draft.sessions.advance(draft.fence(epoch, 6), (9,), Wanted(2, 0), answers)
         draft.table.close(draft.fence(epoch, 6), answers)
     assert draft.run() == []
-    assert [(answer.fence.epoch, answer.content) for answer in answers if isinstance(answer, Answer)] == [
+    assert [(answer.fence.epoch, answer.content) for answer in answers if isinstance(answer, SessionAnswer)] == [
         (2, None),
         (3, None),
     ]

@@ -42,7 +42,7 @@ from outrider.token_tree import TokenTree
 from target_service.acceptance import Walk
 from target_service.rules.batched import decide
 from target_service.rules.block import block
-from target_service.rules.outcome import Outcome
+from target_service.rules.outcome import ChainOutcome
 from target_service.rules.ratio import ratio
 
 NUM_SEEDS = 200_000
@@ -110,7 +110,7 @@ class DrawnBeforeTruncation(Rounds):
 class OneEntryInTheResidual(Rounds):
     """The correction is drawn from the target's less the rejected token's share alone, and not the whole row's."""
 
-    def decide(self, rows: Tensor, uniforms: Tensor) -> Outcome:
+    def decide(self, rows: Tensor, uniforms: Tensor) -> ChainOutcome:
         outcome = super().decide(rows, uniforms)
         rejected = (outcome.accepted_count < uniforms.shape[1]).nonzero().flatten()
         places = outcome.accepted_count[rejected]
@@ -119,7 +119,7 @@ class OneEntryInTheResidual(Rounds):
         own = (distributions.token_ids == token_ids[:, None]) * distributions.weights
         probs = self.target_probs[before]
         probs[torch.arange(len(probs)), token_ids] -= own.sum(dim=1) / distributions.weights.sum(dim=1)
-        return Outcome(outcome.accepted_count, outcome.probs.index_copy(0, rejected, probs.clamp(min=0)))
+        return ChainOutcome(outcome.accepted_count, outcome.probs.index_copy(0, rejected, probs.clamp(min=0)))
 
 
 class DroppedByTheirToken(Rounds):
@@ -132,7 +132,7 @@ class DroppedByTheirToken(Rounds):
 class RowsShifted(Rounds):
     """Each draft token is tested with the target's row behind it, not with the one before it."""
 
-    def decide(self, rows: Tensor, uniforms: Tensor) -> Outcome:
+    def decide(self, rows: Tensor, uniforms: Tensor) -> ChainOutcome:
         distributions = pick(self.distributions, rows[:, :-1])
         return self.rule(
             self.target_probs[rows.roll(-1, dims=1)],

@@ -19,19 +19,19 @@ from outrider.engine.sampling.draft_distribution import DraftDistributions, quan
 from outrider.engine.sampling.draw import DrawInput, draw_from, row_contexts
 from outrider.engine.sampling.transforms import RowContext, transform
 from outrider.errors import OutriderError
-from outrider.model_service.session_store import Answer
+from outrider.model_service.session_store import SessionAnswer
 from outrider.parameters import Acceptance, Rule, SamplingParameters, SessionSpec, TokenLogprob
 from outrider.token_tree import TokenTree
 from support.basics import spec_of
 from support.stepped_target import Target
 from target_service.acceptance import walk
-from target_service.rules.outcome import Outcome
+from target_service.rules.outcome import ChainOutcome
 from target_service.rules.ratio import ratio
 
 Floats = npt.NDArray[np.float64]
 # Searches of so many steps each, by which the place of a threshold is known to 52 bits.
 WIDTH, SEARCHES = 130, 8
-RuleFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Outcome]
+RuleFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], ChainOutcome]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +70,7 @@ def chains(pair: Pair, count: int) -> Iterator[tuple[tuple[int, ...], float]]:
             yield chain, chance
 
 
-def ask(rule: RuleFunction, pair: Pair, chain: tuple[int, ...], uniforms: Floats) -> Outcome:
+def ask(rule: RuleFunction, pair: Pair, chain: tuple[int, ...], uniforms: Floats) -> ChainOutcome:
     """The rule's answers about one chain for many uniforms [B, K]."""
     rows = torch.tensor((-1, *chain))
     width = len(uniforms)
@@ -369,7 +369,7 @@ class Rounds:
         keys = [self.keys(self.token_key, base_len, base_len + place)[seeds] for place in range(rows.shape[1])]
         return OPS.draw(self.scores[rows.flatten()], torch.stack(keys, dim=1).flatten()).view_as(rows)
 
-    def decide(self, rows: Tensor, uniforms: Tensor) -> Outcome:
+    def decide(self, rows: Tensor, uniforms: Tensor) -> ChainOutcome:
         """The rule's answer about chains rows[:, 1:] behind the tokens rows[:, 0]."""
         distributions = pick(self.distributions, rows[:, :-1])
         return self.rule(self.target_probs[rows], rows[:, 1:], distributions.token_ids, distributions.weights, uniforms)
@@ -446,7 +446,7 @@ def asking(spec: SessionSpec, count: int = COUNT) -> SessionSpec:
     return replace(spec, logprob_count=count, prompt_logprobs=True)
 
 
-def entries_of(answers: Sequence[Answer], spec: SessionSpec) -> tuple[Entries, Entries]:
+def entries_of(answers: Sequence[SessionAnswer], spec: SessionSpec) -> tuple[Entries, Entries]:
     """The prompt's entries, which only the first verdict carries, and one for each committed token."""
     verdicts = [answer.content for answer in answers if answer.content]
     assert all(len(verdict.logprobs) == len(verdict.token_ids) for verdict in verdicts)
@@ -455,15 +455,15 @@ def entries_of(answers: Sequence[Answer], spec: SessionSpec) -> tuple[Entries, E
     return list(verdicts[0].prompt_logprobs), [entry for verdict in verdicts for entry in verdict.logprobs]
 
 
-def all_entries(answers: Sequence[Answer], spec: SessionSpec) -> Entries:
+def all_entries(answers: Sequence[SessionAnswer], spec: SessionSpec) -> Entries:
     """The prompt's entries, and those of the committed tokens behind them."""
     prompt, output = entries_of(answers, spec)
     return prompt + output
 
 
-def first_entries(answers: Sequence[Answer | OutriderError]) -> Entries:
+def first_entries(answers: Sequence[SessionAnswer | OutriderError]) -> Entries:
     """The prompt's entries of the first answer."""
-    assert isinstance(answers[0], Answer)
+    assert isinstance(answers[0], SessionAnswer)
     assert answers[0].content is not None
     return list(answers[0].content.prompt_logprobs)
 

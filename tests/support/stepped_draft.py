@@ -9,7 +9,7 @@ from draft_service.drafters.model_drafter import ModelDrafter
 from draft_service.drafters.task import DraftTask
 from draft_service.sessions import DraftSessions, DraftState, Wanted
 from outrider.engine.runner import ModelRunner
-from outrider.model_service.session_store import Answer, LeaseTable
+from outrider.model_service.session_store import LeaseTable, SessionAnswer
 from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence
 from support.basics import Answers, SteppedDevice, spec_of
@@ -45,12 +45,12 @@ class Draft:
         """One step of all tasks."""
         return self.device.step(self.drafter.advance)
 
-    def run(self) -> list[Answer]:
+    def run(self) -> list[SessionAnswer]:
         """Advances until nothing is to do; returns the answers since the last call, which must not be errors."""
         self.device.run(self.drafter.advance)
         answers, self.answers[:] = list(self.answers), []
-        assert all(isinstance(answer, Answer) for answer in answers), answers
-        return [answer for answer in answers if isinstance(answer, Answer)]
+        assert all(isinstance(answer, SessionAnswer) for answer in answers), answers
+        return [answer for answer in answers if isinstance(answer, SessionAnswer)]
 
     def guesses(self) -> tuple[int, ...]:
         """The guesses of the one answer that is due."""

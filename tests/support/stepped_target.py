@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from outrider.engine.runner import ModelRunner
-from outrider.model_service.session_store import Answer, LeaseTable
+from outrider.model_service.session_store import LeaseTable, SessionAnswer
 from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
@@ -45,12 +45,12 @@ class Target:
     def acknowledge(self, epoch: int, base_len: int, budget: int) -> None:
         self.sessions.acknowledge(self.fence(epoch, base_len), budget, time.perf_counter_ns(), self.answers)
 
-    def run(self) -> list[Answer]:
+    def run(self) -> list[SessionAnswer]:
         """Advances until nothing is to do; returns the answers since the last call, which must not be errors."""
         self.device.run(self.verifier.advance)
         answers, self.answers[:] = list(self.answers), []
-        assert all(isinstance(answer, Answer) for answer in answers), answers
-        return [answer for answer in answers if isinstance(answer, Answer)]
+        assert all(isinstance(answer, SessionAnswer) for answer in answers), answers
+        return [answer for answer in answers if isinstance(answer, SessionAnswer)]
 
     @property
     def held(self) -> TargetState:

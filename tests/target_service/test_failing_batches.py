@@ -17,7 +17,7 @@ from outrider.engine.runner import ForwardResult, ModelRunner
 from outrider.engine.sampling.draw import DrawInput
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import OutriderError
-from outrider.model_service.session_store import Answer, LeaseTable
+from outrider.model_service.session_store import LeaseTable, SessionAnswer
 from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
@@ -69,11 +69,11 @@ async def serving(runner: ModelRunner) -> AsyncIterator[Served]:
     check_empty(runner.pool)
 
 
-def assert_plain(spec: SessionSpec, expected: Sequence[int], answers: Sequence[Answer | OutriderError]) -> None:
+def assert_plain(spec: SessionSpec, expected: Sequence[int], answers: Sequence[SessionAnswer | OutriderError]) -> None:
     """The verdicts follow each other without a gap or a repetition, and spell what plain decoding does."""
     tokens = list(spec.token_ids)
     for answer in answers:
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, SessionAnswer)
         assert answer.content is not None
         assert answer.fence.base_len == len(tokens)
         tokens += answer.content.token_ids

@@ -10,7 +10,7 @@ from support.stepped_target import PROMPT, Target, plain
 
 from outrider.engine.runner import ModelRunner
 from outrider.errors import PromptTooLong
-from outrider.model_service.session_store import Answer
+from outrider.model_service.session_store import SessionAnswer
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
 from target_service import block_allocator
@@ -62,7 +62,7 @@ def test_an_idle_session_gives_way_and_comes_back(small: Target, runner: ModelRu
     late = spec_of(range(1, 41), 60, eos=())
     small.sessions.open(Fence(LATE, 1, 40), late, Step(EMPTY, 0, 0), answers)
     small.run()
-    assert [isinstance(answer, Answer) for answer in answers] == [True]
+    assert [isinstance(answer, SessionAnswer) for answer in answers] == [True]
     assert (small.held.session.cached_len, len(small.held.session.table)) == (0, 0)
     length = len(small.tokens)
     small.step(1, length)
@@ -118,7 +118,7 @@ def test_a_proposal_without_room_is_decoded_plainly(small: Target, runner: Model
     small.sessions.open(Fence(LATE, 1, 47), late, step, answers)
     small.run()
     [answer] = answers
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, SessionAnswer)
     assert answer.content is not None
     assert (answer.content.token_ids, answer.content.evaluated_count) == ((expected[47],), 0)
     assert small.held.session.cached_len == 5

@@ -7,7 +7,7 @@ from support.basics import Answers, spec_of
 from support.stepped_target import PROMPT, Target, plain
 
 from outrider.errors import OutriderError
-from outrider.model_service.session_store import Answer
+from outrider.model_service.session_store import SessionAnswer
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY
 from target_service.sessions import Step
@@ -15,7 +15,7 @@ from target_service.sessions import Step
 SPEC = spec_of(PROMPT, 40, eos=())
 
 
-def _open_again(target: Target, budget: int = 0) -> list[Answer | OutriderError]:
+def _open_again(target: Target, budget: int = 0) -> list[SessionAnswer | OutriderError]:
     """The same open on another stream."""
     answers = Answers()
     target.sessions.open(target.fence(1, len(PROMPT)), SPEC, Step(EMPTY, budget, 0), answers)
@@ -40,7 +40,7 @@ def test_a_stretch_that_was_stopped_goes_on(target: Target) -> None:
     target.table.leave(target.session_id, target.answers)
     answers = _open_again(target, budget=6)
     target.device.run(target.verifier.advance)
-    assert [answer.fence.base_len for answer in answers if isinstance(answer, Answer)] == list(range(5, 12))
+    assert [answer.fence.base_len for answer in answers if isinstance(answer, SessionAnswer)] == list(range(5, 12))
     expected = plain(target.runner, SPEC)
     assert target.tokens == expected[:12]
 
@@ -56,7 +56,7 @@ def test_only_the_owner_drives_a_session(target: Target) -> None:
         target.sessions.acknowledge(fence, 9, 0, answers)
         target.table.close(fence, answers)
     assert target.run() == []
-    assert [(answer.fence.epoch, answer.content) for answer in answers if isinstance(answer, Answer)] == [
+    assert [(answer.fence.epoch, answer.content) for answer in answers if isinstance(answer, SessionAnswer)] == [
         (2, None),
         (3, None),
     ]

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.runner import ModelRunner
-from outrider.model_service.session_store import Answer
+from outrider.model_service.session_store import SessionAnswer
 from outrider.parameters import Acceptance, DraftDistribution, Rule, SessionSpec
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
@@ -28,7 +28,7 @@ WANTED = {
 }
 
 
-def decode(target: Target, spec: SessionSpec, expected: Sequence[int], num_drafts: int) -> list[Answer]:
+def decode(target: Target, spec: SessionSpec, expected: Sequence[int], num_drafts: int) -> list[SessionAnswer]:
     """Rounds to the end, with proposals of which every third has a wrong token; the answers."""
     target.open(spec)
     answers = target.run()

@@ -10,7 +10,7 @@ from support.rules import Floats, Pair, RuleFunction, acceptance, ask, chains, c
 from torch import Tensor
 
 from target_service.rules.block import block
-from target_service.rules.outcome import Outcome
+from target_service.rules.outcome import ChainOutcome
 from target_service.rules.ratio import ratio
 
 # Vocabulary, draft tokens a round, tokens of the distribution.
@@ -89,7 +89,7 @@ Bug = Callable[[RuleFunction], RuleFunction]
 def only_the_drafted_token(rule: RuleFunction) -> RuleFunction:
     """The residual loses the drafted token's share, and not the whole distribution."""
 
-    def wrong(probs: Tensor, drafts: Tensor, ids: Tensor, weights: Tensor, uniforms: Tensor) -> Outcome:
+    def wrong(probs: Tensor, drafts: Tensor, ids: Tensor, weights: Tensor, uniforms: Tensor) -> ChainOutcome:
         outcome = rule(probs, drafts, ids, weights, uniforms)
         places = outcome.accepted_count.clamp(max=drafts.shape[1] - 1)[:, None]
         own = (ids == drafts[:, :, None]) * weights
@@ -97,7 +97,7 @@ def only_the_drafted_token(rule: RuleFunction) -> RuleFunction:
         share = (own.sum(dim=2).double() / weights.sum(dim=2)).gather(1, places)
         left = rows.scatter_add(1, drafts.gather(1, places), -share).clamp(min=0)
         kept = (outcome.accepted_count == drafts.shape[1])[:, None]
-        return Outcome(outcome.accepted_count, torch.where(kept, rows, left))
+        return ChainOutcome(outcome.accepted_count, torch.where(kept, rows, left))
 
     return wrong
 
@@ -105,9 +105,9 @@ def only_the_drafted_token(rule: RuleFunction) -> RuleFunction:
 def no_residual(rule: RuleFunction) -> RuleFunction:
     """A rejected token is replaced by the target's own draw."""
 
-    def wrong(probs: Tensor, *rest: Tensor) -> Outcome:
+    def wrong(probs: Tensor, *rest: Tensor) -> ChainOutcome:
         outcome = rule(probs, *rest)
-        return Outcome(outcome.accepted_count, probs[torch.arange(len(probs)), outcome.accepted_count])
+        return ChainOutcome(outcome.accepted_count, probs[torch.arange(len(probs)), outcome.accepted_count])
 
     return wrong
 
@@ -115,7 +115,7 @@ def no_residual(rule: RuleFunction) -> RuleFunction:
 def shifted_rows(rule: RuleFunction) -> RuleFunction:
     """Each token is tested with the row behind it."""
 
-    def wrong(probs: Tensor, *rest: Tensor) -> Outcome:
+    def wrong(probs: Tensor, *rest: Tensor) -> ChainOutcome:
         return rule(torch.cat((probs[:, 1:], probs[:, -1:]), dim=1), *rest)
 
     return wrong

@@ -11,7 +11,7 @@ from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest
 from outrider.parameters import DraftDistribution, FinishReason, Rule, SessionSpec
 from outrider.token_tree import EMPTY, TokenTree
-from target_service.sessions import Answer, Step
+from target_service.sessions import SessionAnswer, Step
 
 SPEC = spec_of(PROMPT, 40, seed=4, eos=(), temperature=0.9)
 LAW = DraftDistribution((9, 7), (3, 1))
@@ -21,7 +21,7 @@ def step(target: Target, epoch: int, base_len: int, tree: TokenTree, budget: int
     target.sessions.step(target.fence(epoch, base_len), Step(tree, budget, 0), target.answers)
 
 
-def speak(runner: ModelRunner, spec: SessionSpec, draft_count: int) -> tuple[list[int], list[Answer]]:
+def speak(runner: ModelRunner, spec: SessionSpec, draft_count: int) -> tuple[list[int], list[SessionAnswer]]:
     """A request to its end, with proposals as long as they fit; its tokens and verdicts."""
     target = Target(runner)
     target.open(spec)
