@@ -11,28 +11,19 @@ from outrider.engine.worker import DeviceWorker
 from outrider.errors import InvalidRequest, check_range, check_token_ids
 from outrider.model_service.outbox import Outbox
 from outrider.model_service.servicer import MAX_DRAFT_COUNT, ServiceFacts
-from outrider.model_service.session_store import SessionAnswer
 from outrider.model_service.session_stream import Job, SessionServicer
 from outrider.rpc import channels, messages
 from outrider.rpc.fencing import ComputeTimes, Fence
 from outrider.token_tree import TokenTree
 from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1.draft_service_pb2_grpc import DraftServiceServicer, add_DraftServiceServicer_to_server
-from outrider.v1.types_pb2 import Pong, TokensWanted
+from outrider.v1.types_pb2 import TokenTree as TokenTreeMessage
 
 
-class DraftServicer(SessionServicer[pb.ProposeRequest, pb.ProposeResponse], DraftServiceServicer):
+class DraftServicer(SessionServicer[pb.ProposeRequest, pb.ProposeResponse, DraftSessions], DraftServiceServicer):
     """Serves DraftService over the sessions of one model."""
 
-    def __init__(
-        self,
-        facts: ServiceFacts,
-        sessions: DraftSessions,
-        worker: DeviceWorker[DraftTask],
-        observe: Callable[[ComputeTimes], None],
-    ) -> None:
-        super().__init__(facts, sessions, worker, observe)
-        self._sessions = sessions
+    response_type = pb.ProposeResponse
 
     async def Propose(  # type: ignore[override]  # noqa: N802 - the name is the protocol's
         self,
@@ -58,21 +49,9 @@ class DraftServicer(SessionServicer[pb.ProposeRequest, pb.ProposeResponse], Draf
         draft_count = check_range("advance.draft_count", message.draft_count, 0, MAX_DRAFT_COUNT)
         return partial(self._sessions.advance, fence, token_ids, Wanted(draft_count, arrived_ns), owner)
 
-    def response(self, answer: SessionAnswer[TokenTree]) -> pb.ProposeResponse:
-        """The message for an answer."""
-        tree = answer.content
-        return pb.ProposeResponse(
-            fence=messages.fence_message(answer.fence, self._facts.instance_id),
-            proposal=None if tree is None else messages.tree_message(tree, with_logprobs=True),
-            tokens_wanted=TokensWanted(known_len=answer.known_len) if tree is None else None,
-            cached_len=answer.cached_len,
-            numerics_id=self._facts.numerics_id,
-            times=messages.times_message(answer.times),
-        )
-
-    def pong(self, fence: Fence) -> pb.ProposeResponse:
-        """The answer to a ping."""
-        return pb.ProposeResponse(fence=messages.fence_message(fence, self._facts.instance_id), pong=Pong())
+    def content(self, answer: TokenTree) -> dict[str, TokenTreeMessage]:
+        """A proposal."""
+        return {"proposal": messages.tree_message(answer, with_logprobs=True)}
 
 
 def draft_service(

@@ -59,10 +59,6 @@ class TokenTree:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def depth(self, row: int) -> int:
-        """Distance of a row from the root."""
-        return self.depths[row]
-
     def path(self, row: int) -> tuple[int, ...]:
         """Rows from below the root down to `row` itself; empty for the root."""
         rows: list[int] = []

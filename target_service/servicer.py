@@ -9,14 +9,12 @@ from outrider.engine.worker import DeviceWorker
 from outrider.errors import InvalidRequest, PromptTooLong, check_range
 from outrider.model_service.outbox import Outbox
 from outrider.model_service.servicer import MAX_DRAFT_COUNT, ServiceFacts
-from outrider.model_service.session_store import SessionAnswer
 from outrider.model_service.session_stream import Job, SessionServicer
 from outrider.parameters import SessionSpec
 from outrider.rpc import channels, messages
 from outrider.rpc.fencing import ComputeTimes, Fence
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1.target_service_pb2_grpc import TargetServiceServicer, add_TargetServiceServicer_to_server
-from outrider.v1.types_pb2 import Pong, TokensWanted
 from target_service.acceptance import TargetVerdict
 from target_service.sessions import Step, TargetSessions
 from target_service.verifier import VerifyTask
@@ -26,18 +24,10 @@ MAX_PLAIN_BUDGET = 4096
 OTHER_VERDICT_BYTES = 64 << 10
 
 
-class TargetServicer(SessionServicer[pb.VerifyRequest, pb.VerifyResponse], TargetServiceServicer):
+class TargetServicer(SessionServicer[pb.VerifyRequest, pb.VerifyResponse, TargetSessions], TargetServiceServicer):
     """Serves TargetService over the sessions of one model."""
 
-    def __init__(
-        self,
-        facts: ServiceFacts,
-        sessions: TargetSessions,
-        worker: DeviceWorker[VerifyTask],
-        observe: Callable[[ComputeTimes], None],
-    ) -> None:
-        super().__init__(facts, sessions, worker, observe)
-        self._sessions = sessions
+    response_type = pb.VerifyResponse
 
     async def Verify(  # type: ignore[override]  # noqa: N802 - the name is the protocol's
         self,
@@ -58,21 +48,18 @@ class TargetServicer(SessionServicer[pb.VerifyRequest, pb.VerifyResponse], Targe
         budget = check_range("acknowledge.plain_budget", request.acknowledge.plain_budget, 0, MAX_PLAIN_BUDGET)
         return partial(self._sessions.acknowledge, fence, budget, arrived_ns, owner)
 
-    def response(self, answer: SessionAnswer[TargetVerdict]) -> pb.VerifyResponse:
-        """The message for an answer."""
-        verdict = answer.content
-        return pb.VerifyResponse(
-            fence=messages.fence_message(answer.fence, self._facts.instance_id),
-            verdict=None if verdict is None else _verdict_message(verdict),
-            tokens_wanted=TokensWanted(known_len=answer.known_len) if verdict is None else None,
-            cached_len=answer.cached_len,
-            numerics_id=self._facts.numerics_id,
-            times=messages.times_message(answer.times),
+    def content(self, answer: TargetVerdict) -> dict[str, pb.Verdict]:
+        """A verdict."""
+        verdict = pb.Verdict(
+            accepted_rows=answer.accepted_rows,
+            next_token_id=answer.next_token_id,
+            finish_reason=messages.finish_reason_message(answer.finish_reason),
+            evaluated_count=answer.evaluated_count,
+            logprobs=map(messages.logprob_message, answer.logprobs),
+            prompt_logprobs=map(messages.logprob_message, answer.prompt_logprobs),
+            prefix_len=answer.prefix_len,
         )
-
-    def pong(self, fence: Fence) -> pb.VerifyResponse:
-        """The answer to a ping."""
-        return pb.VerifyResponse(fence=messages.fence_message(fence, self._facts.instance_id), pong=Pong())
+        return {"verdict": verdict}
 
     def _check_lengths(self, spec: SessionSpec) -> None:
         """Raises InvalidRequest about a request that the model or a message cannot hold, PromptTooLong as the cache."""
@@ -108,15 +95,3 @@ def target_service(
     """The service for `outrider.rpc.channels.serve`; `observe` as in SessionServicer."""
     servicer = TargetServicer(facts, sessions, worker, observe)
     return channels.service(pb.DESCRIPTOR, "TargetService", partial(add_TargetServiceServicer_to_server, servicer))
-
-
-def _verdict_message(verdict: TargetVerdict) -> pb.Verdict:
-    return pb.Verdict(
-        accepted_rows=verdict.accepted_rows,
-        next_token_id=verdict.next_token_id,
-        finish_reason=messages.finish_reason_message(verdict.finish_reason),
-        evaluated_count=verdict.evaluated_count,
-        logprobs=map(messages.logprob_message, verdict.logprobs),
-        prompt_logprobs=map(messages.logprob_message, verdict.prompt_logprobs),
-        prefix_len=verdict.prefix_len,
-    )

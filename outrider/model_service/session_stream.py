@@ -12,7 +12,7 @@ under way looks like one that has ended its stream, so nothing may depend on whi
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -28,9 +28,10 @@ from outrider.model_service.outbox import Outbox
 from outrider.model_service.servicer import ServiceFacts
 from outrider.model_service.session_store import LeaseTable, SessionAnswer, SessionStore
 from outrider.rpc.fencing import ComputeTimes, Fence
-from outrider.rpc.messages import fence_from
+from outrider.rpc.messages import fence_from, fence_message, times_message
 from outrider.v1.draft_service_pb2 import ProposeRequest, ProposeResponse
 from outrider.v1.target_service_pb2 import VerifyRequest, VerifyResponse
+from outrider.v1.types_pb2 import Pong, TokensWanted
 
 MAX_UNFINISHED_JOBS = 16
 # A stream has a handler, two tasks and some jobs, so this bounds all of them.
@@ -40,6 +41,7 @@ SLOW_US = 500_000
 
 RequestT = TypeVar("RequestT", ProposeRequest, VerifyRequest)
 ResponseT = TypeVar("ResponseT", ProposeResponse, VerifyResponse)
+StoreT = TypeVar("StoreT", bound=SessionStore[Any])
 Job = Callable[[], None]
 """What the device thread does for a message."""
 
@@ -160,19 +162,21 @@ class SessionStream:
             self._device.call(self._table.sweep)
 
 
-class SessionServicer(ABC, Generic[RequestT, ResponseT]):
+class SessionServicer(ABC, Generic[RequestT, ResponseT, StoreT]):
     """Carries the session streams of one service; a subclass says what its messages mean."""
+
+    response_type: type[ResponseT]
 
     def __init__(
         self,
         facts: ServiceFacts,
-        sessions: SessionStore[Any],
+        sessions: StoreT,
         device: DeviceWorker[Any],
         observe: Callable[[ComputeTimes], None],
     ) -> None:
         """`observe` is told what each answer cost, when it is sent."""
         self._facts = facts
-        self._table = sessions.table
+        self._sessions = sessions
         self._device = device
         self._observe = observe
         self._num_streams = 0
@@ -185,12 +189,8 @@ class SessionServicer(ABC, Generic[RequestT, ResponseT]):
         """
 
     @abstractmethod
-    def response(self, answer: SessionAnswer[Any]) -> ResponseT:
-        """The message for an answer."""
-
-    @abstractmethod
-    def pong(self, fence: Fence) -> ResponseT:
-        """The answer to a ping."""
+    def content(self, answer: Any) -> Mapping[str, Any]:  # noqa: ANN401 - a proposal or a verdict
+        """The field of a response that carries what a session has computed."""
 
     async def carry(
         self, requests: AsyncIterator[RequestT], context: grpc.aio.ServicerContext[RequestT, ResponseT]
@@ -198,7 +198,7 @@ class SessionServicer(ABC, Generic[RequestT, ResponseT]):
         """Carries one session until its stream ends; raises what ends it, and Overloaded when there are too many."""
         if self._num_streams >= MAX_STREAMS:
             raise Overloaded(f"{self._num_streams} sessions have a stream already", limit=MAX_STREAMS)
-        stream = SessionStream(self._device, self._table, context.time_remaining)
+        stream = SessionStream(self._device, self._sessions.table, context.time_remaining)
         self._num_streams += 1
         with tracing.span("session", parent=tracing.parent_of(context.invocation_metadata())):
             sums = AnswerSums()
@@ -217,7 +217,18 @@ class SessionServicer(ABC, Generic[RequestT, ResponseT]):
         if not isinstance(answer, SessionAnswer):
             await context.write(answer)
             return
-        await context.write(self.response(answer))
+        if answer.content is None:
+            content: Mapping[str, Any] = {"tokens_wanted": TokensWanted(known_len=answer.known_len)}
+        else:
+            content = self.content(answer.content)
+        response = self.response_type(
+            fence=fence_message(answer.fence, self._facts.instance_id),
+            cached_len=answer.cached_len,
+            numerics_id=self._facts.numerics_id,
+            times=times_message(answer.times),
+            **content,
+        )
+        await context.write(response)
         self._observe(answer.times)
         sums.add(answer.times)
 
@@ -230,9 +241,10 @@ class SessionServicer(ABC, Generic[RequestT, ResponseT]):
             bind_contextvars(session=session_prefix(fence.session_id))
             tracing.note(session=session_prefix(fence.session_id))
         if action == "ping":
-            stream.outbox.put(self.pong(fence))
+            pong = self.response_type(fence=fence_message(fence, self._facts.instance_id), pong=Pong())
+            stream.outbox.put(pong)
         elif action == "close":
-            await self._device.call(partial(self._table.close, fence, stream.outbox))
+            await self._device.call(partial(self._sessions.table.close, fence, stream.outbox))
         else:
             await stream.hand_over(self.job(request, fence, arrived_ns, stream.outbox))
         return action != "close"
