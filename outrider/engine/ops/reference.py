@@ -46,14 +46,9 @@ class ReferenceOps:
         value_cache: Tensor,
     ) -> Tensor:
         """Stores the rotated key and the value, returns the rotated query [R, H, D]."""
-        plans = _rows_of(plan)
-
-        def compute(*heads: Tensor) -> Tensor:
-            one_query, one_key, one_value = heads
-            caches = key_cache, value_cache
-            return self._eager.rotate_and_store(one_query, one_key, one_value, next(plans), cos, sin, *caches)
-
-        return _by_row(compute, query, key, value)
+        plans, rotate = _rows_of(plan), self._eager.rotate_and_store
+        tables = cos, sin, key_cache, value_cache
+        return _by_row(lambda one, k, v: rotate(one, k, v, next(plans), *tables), query, key, value)
 
     def attention(self, query: Tensor, plan: RowPlan, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         """query [R, H, D] -> [R, H*D]."""
