@@ -9,7 +9,6 @@ Runs on the device thread.
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -97,40 +96,27 @@ def guess_each(
 def _coupled(
     runner: ModelRunner, tasks: Sequence[DraftTask], logits: Tensor, rows: Sequence[range], _top_n: int
 ) -> list[Guess | OutriderError]:
+    """Guesses drawn with the shared noise."""
     drawn = draw_each(runner, logits, [task.draw_input for task in tasks], rows)
-    guesses = [each if isinstance(each, OutriderError) else Guess(each[0]) for each in drawn]
-    if not any(task.wants_logprob for task in tasks):
-        return guesses
-    logprobs = _logprobs(runner, tasks, logits, rows, guesses)
-    return [
-        replace(guess, logprob=logprobs[number]) if isinstance(guess, Guess) and number in logprobs else guess
-        for number, guess in enumerate(guesses)
-    ]
-
-
-def _logprobs(
-    runner: ModelRunner,
-    tasks: Sequence[DraftTask],
-    logits: Tensor,
-    rows: Sequence[range],
-    guesses: Sequence[Guess | OutriderError],
-) -> dict[int, float]:
-    """By the numbers of tasks that want them, the log-probabilities of guesses drawn with the shared noise."""
-    made = {n: guess.token_id for n, guess in enumerate(guesses) if tasks[n].wants_logprob and isinstance(guess, Guess)}
+    asked = {n: each[0] for n, each in enumerate(drawn) if tasks[n].wants_logprob and isinstance(each, list)}
     # At temperature 0 the distribution is the one token.
-    hot = [number for number in made if tasks[number].spec.sampling.temperature]
-    logprobs = dict.fromkeys(made, 0.0)
+    hot = [number for number in asked if tasks[number].spec.sampling.temperature]
+    logprobs = dict.fromkeys(asked, 0.0)
     if hot:
         scores = scores_behind(runner, rows_of(logits, [rows[n] for n in hot]), [tasks[n].draw_input for n in hot])
-        ids = torch.tensor([made[number] for number in hot], device=scores.device)
+        ids = torch.tensor([asked[number] for number in hot], device=scores.device)
         probs = runner.ops.softmax(scores).gather(1, ids[:, None]).flatten().tolist()
         logprobs |= zip(hot, map(_log, probs), strict=True)
-    return logprobs
+    return [
+        each if isinstance(each, OutriderError) else Guess(each[0], logprob=logprobs.get(number))
+        for number, each in enumerate(drawn)
+    ]
 
 
 def _sampled(
     runner: ModelRunner, tasks: Sequence[DraftTask], logits: Tensor, rows: Sequence[range], top_n: int
 ) -> list[Guess | OutriderError]:
+    """Guesses drawn with noise of their own, from distributions that can be sent."""
     scores = _scores(runner, rows_of(logits, rows), [task.draw_input for task in tasks])
     distributions = quantise(scores, top_n, runner.ops)
     keys = [round_key(task.spec.seed, task.base_len, len(task.session), Purpose.DRAFT) for task in tasks]

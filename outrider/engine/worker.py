@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import structlog
@@ -24,7 +25,6 @@ NO_WAIT_S = 0.0
 SHORT_WAIT_S = 0.001
 
 T = TypeVar("T")
-Value = TypeVar("Value")
 
 
 class Task(Protocol):
@@ -109,12 +109,14 @@ class DeviceWorker(Generic[TaskT]):
         future: asyncio.Future[T] = loop.create_future()
 
         def job() -> None:
+            settle: Callable[[], None]
             try:
-                result = fn()
+                settle = partial(future.set_result, fn())
             except Exception as error:  # noqa: BLE001 - it is raised where the future is awaited
-                _deliver(loop, future, future.set_exception, error)
-            else:
-                _deliver(loop, future, future.set_result, result)
+                settle = partial(future.set_exception, error)
+            # A loop that has been closed has nobody left who waits; whoever gave up waiting has cancelled the future.
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(lambda: None if future.done() else settle())
 
         self.post(job)
         return future
@@ -187,17 +189,3 @@ class DeviceWorker(Generic[TaskT]):
         with own_fault(task):
             return self._advance([task])
         return True
-
-
-def _deliver(
-    loop: asyncio.AbstractEventLoop, future: asyncio.Future[T], settle: Callable[[Value], None], value: Value
-) -> None:
-    """Settles a future on its loop; a loop that has been closed has nobody left who waits."""
-
-    def deliver() -> None:
-        # Whoever gave up waiting has cancelled it.
-        if not future.done():
-            settle(value)
-
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(deliver)

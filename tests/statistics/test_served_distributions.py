@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.rules import Floats, chance
-from support.stack import SessionAnswer, reference_model, running_stack
+from support.stack import Answer, reference_model, running_stack
 from support.tiny_models import write_tiny_model
 
 from outrider.v1 import types_pb2
@@ -57,7 +57,7 @@ async def check_requests(pair: tuple[Path, Path], rule: str, num_requests: int) 
     slots = asyncio.Semaphore(AT_A_TIME)
     async with running_stack(*map(str, pair), dtype="float32") as stack:
 
-        async def answer(seed: int) -> SessionAnswer:
+        async def answer(seed: int) -> Answer:
             async with slots:
                 return await stack.generate(token_ids=PROMPT, seed=seed, rule=number, **FIELDS)
 
