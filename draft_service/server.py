@@ -1,25 +1,17 @@
 """The draft service: its settings, and how it is put together."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, ClassVar
 
 from draft_service.drafters.model_drafter import ModelDrafter
 from draft_service.drafters.task import DRAFTERS, DraftTask
 from draft_service.servicer import draft_service
-from draft_service.sessions import DraftSession, DraftSessions
+from draft_service.sessions import DraftSessions, DraftState
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, MAX_TOP_N
 from outrider.engine.worker import DeviceWorker
-from outrider.model_service.server import (
-    LoadedModel,
-    RunningModelService,
-    describe,
-    device_setup,
-    load_model_aside,
-    metrics_of,
-    serve_model,
-)
-from outrider.model_service.servicer import model_service
-from outrider.model_service.session_store import SessionTable
+from outrider.model_service.server import LoadedModel, RunningModelService, describe, load_model_aside, serve_model
+from outrider.model_service.session_store import LeaseTable
 from outrider.model_service.settings import Listen, ModelServiceSettings
 from outrider.process.options import Setting, within
 
@@ -34,7 +26,8 @@ class DraftSettings(ModelServiceSettings):
     top_n: Annotated[
         int,
         Setting(
-            "Tokens of the law that a guess is drawn from and sent with, where a rule needs it.", within(1, MAX_TOP_N)
+            "Tokens of the distribution that a guess is drawn from and sent with, where needed.",
+            within(1, MAX_TOP_N),
         ),
     ] = DEFAULT_TOP_N
 
@@ -46,12 +39,9 @@ async def start(settings: DraftSettings) -> RunningModelService:
 
 async def start_with(model: LoadedModel, settings: DraftSettings) -> RunningModelService:
     """Serves a model that is loaded already; the settings' model is not looked at."""
-    table = SessionTable[DraftSession](settings.lease_seconds)
+    table = LeaseTable[DraftState](settings.lease_seconds)
     drafter = ModelDrafter(model.runner, table.with_room, settings.top_n)
-    worker = DeviceWorker[DraftTask](drafter.advance, device_setup(model), "draft device")
+    worker = DeviceWorker[DraftTask](drafter.advance, model.set_threads, "draft device")
     sessions = DraftSessions(model.runner, table, worker.submit, prefix_cache=settings.prefix_cache)
     facts = describe("draft", model, drafters=DRAFTERS)
-    metrics = metrics_of(model, facts, sessions, worker)
-    own = draft_service(facts, sessions, worker, metrics.observe)
-    services = {**own, **model_service(facts, sessions, worker, metrics.observe_rollback)}
-    return await serve_model(settings, model, facts, worker, table, services, metrics)
+    return await serve_model(settings, model, facts, worker, sessions, partial(draft_service, facts, sessions, worker))

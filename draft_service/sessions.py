@@ -1,34 +1,19 @@
 """The sessions of a draft: which message is taken, and what is known of the committed tokens.
 
-Everything here runs on the device thread, between two steps, so that no session changes under one. Knows no protobuf.
+Everything here runs on the device thread, between two steps, so that no session changes under one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 
 from draft_service.drafters.task import MODEL, DraftTask, noise_of
 from outrider.engine.runner import ModelRunner
-from outrider.errors import OutriderError
-from outrider.model_service.servicer import RolledBack, ServiceCounts
-from outrider.model_service.session_store import SessionBook, SessionRecord, SessionTable
+from outrider.model_service.outbox import Outbox
+from outrider.model_service.session_store import LeaseTable, SessionAnswer, SessionState, SessionStore
 from outrider.parameters import SessionSpec
-from outrider.rpc.fencing import ComputeTimes, Fence, Known, Meter, Standing, judge
+from outrider.rpc.fencing import Fence, MessageStatus, Meter, classify
 from outrider.token_tree import TokenTree
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A proposal behind the fence's length, or without one the number of tokens that the draft knows of it."""
-
-    fence: Fence
-    proposal: TokenTree | None
-    known_len: int
-    cached_len: int
-    times: ComputeTimes
-
-
-Reply = Callable[[Answer | OutriderError], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,28 +25,23 @@ class Wanted:
 
 
 @dataclass(slots=True, eq=False)
-class DraftSession(SessionRecord[Answer, DraftTask]):
+class DraftState(SessionState[DraftTask]):
     """A session as the draft keeps it. Behind the committed tokens its `session` may hold guesses, as a cache."""
 
     drafter: str = MODEL
     committed_len: int = field(init=False)
     asked_len: int = 0
     """base_len of the last request of this epoch, 0 before the first."""
-    answer: Answer | None = None
+    answer: SessionAnswer[TokenTree] | None = None
     """The answer to the last request of this epoch, None while it is under way."""
 
     def __post_init__(self) -> None:
         self.committed_len = len(self.session)
 
     @property
-    def known(self) -> Known:
-        """What decides about a message."""
-        return Known(self.epoch, self.committed_len, frozenset({self.asked_len}), least_len=self.committed_len)
-
-    @property
-    def cached_len(self) -> int:
-        """Committed tokens that are cached; guesses do not count."""
-        return min(self.session.cached_len, self.committed_len)
+    def answerable(self) -> Collection[int]:
+        """The length of the last request alone."""
+        return (self.asked_len,)
 
     def rewind(self, epoch: int, length: int) -> bool:
         """Begins an epoch at a length, at most the committed one; tells whether a job was stopped."""
@@ -71,75 +51,63 @@ class DraftSession(SessionRecord[Answer, DraftTask]):
         return was_stopped
 
 
-class DraftSessions:
+class DraftSessions(SessionStore[DraftState]):
     """All sessions of a draft service."""
 
     def __init__(
         self,
         runner: ModelRunner,
-        table: SessionTable[DraftSession],
+        table: LeaseTable[DraftState],
         submit: Callable[[DraftTask], None],
         *,
         prefix_cache: bool = True,
     ) -> None:
-        """`submit` hands a task to the device worker that advances it; prefix_cache as in SessionBook."""
-        self.table = table
+        """`submit` hands a task to the device worker that advances it; prefix_cache as in SessionStore."""
+        super().__init__(runner, table, DraftState, prefix_cache=prefix_cache)
         self._context_len = runner.context_len
         self._submit = submit
-        self._book = SessionBook(runner, table, DraftSession, prefix_cache=prefix_cache)
 
-    def open(
-        self, fence: Fence, spec: SessionSpec, wanted: Wanted, owner: object, reply: Reply, drafter: str = MODEL
-    ) -> None:
+    def open(self, fence: Fence, spec: SessionSpec, wanted: Wanted, owner: Outbox, drafter: str = MODEL) -> None:
         """Opens a session, or opens it again with a newer epoch, and asks for guesses.
 
         `drafter` is one that serves the spec's rule; see draft_service.drafters.task.
         """
-        standing, held = self._book.judge_open(fence)
-        if standing is Standing.CURRENT:
-            held = self._book.open(fence, spec, owner, reply)
+        status, held = self._classify_open(fence)
+        if status is MessageStatus.CURRENT:
+            held = self._open(fence, spec, owner)
             held.drafter = drafter
             self._draft(held, fence, wanted)
-        elif standing is Standing.REPEAT and held is not None:
-            self._book.take_up(fence, held, owner, reply)
+        elif status is MessageStatus.REPEAT and held is not None:
+            self._take_up(fence, held, owner)
             self._repeat(held, fence, wanted)
 
-    def advance(self, fence: Fence, token_ids: tuple[int, ...], wanted: Wanted, owner: object, reply: Reply) -> None:
+    def advance(self, fence: Fence, token_ids: tuple[int, ...], wanted: Wanted, owner: Outbox) -> None:
         """Commits tokens and asks for guesses, answers a request again, or asks for tokens."""
         held = self.table.get(fence.session_id)
         is_owner = held is not None and held.owner is owner
-        standing = judge(fence, held.known if held else None, len(token_ids), is_owner=is_owner)
-        if held is None or standing is Standing.FUTURE:
-            known_len = min(held.committed_len, fence.base_len - 1) if held else 0
-            reply(Answer(fence, None, known_len, held.cached_len if held else 0, ComputeTimes()))
-        elif standing is Standing.REPEAT:
+        status = classify(fence, held.view if held else None, len(token_ids), is_owner=is_owner)
+        if held is None or status is MessageStatus.FUTURE:
+            self._want_tokens(fence, held, owner)
+        elif status is MessageStatus.REPEAT:
             self._repeat(held, fence, wanted)
-        elif standing is not Standing.STALE:
-            if standing is Standing.REWIND:
-                self._book.rewind(held, fence.epoch, fence.base_len - len(token_ids))
+        elif status is not MessageStatus.STALE:
+            if status is MessageStatus.REWIND:
+                self._rewind(held, fence.epoch, fence.base_len - len(token_ids))
             elif held.task is not None:
                 # The gateway has moved on; the request that it overtakes is answered with what there is.
                 held.task.finish()
             held.session.replace_tail(fence.base_len - len(token_ids), token_ids)
             self._draft(held, fence, wanted)
 
-    def rollback(self, fence: Fence) -> RolledBack:
-        """Truncates a session and begins a new epoch; without an effect unless the epoch is newer."""
-        return self._book.rollback(fence)
-
-    def counts(self) -> ServiceCounts:
-        """Numbers for an observer; see outrider.model_service.servicer.Sessions."""
-        return self._book.counts()
-
-    def _repeat(self, held: DraftSession, fence: Fence, wanted: Wanted) -> None:
+    def _repeat(self, held: DraftState, fence: Fence, wanted: Wanted) -> None:
         """Sends the last answer once more; one that is under way comes anyway, and one that was stopped begins anew."""
         if held.answer is not None:
-            held.reply(held.answer)
+            held.owner.put(held.answer)
         elif held.task is None:
             held.session.truncate(fence.base_len)
             self._draft(held, fence, wanted)
 
-    def _draft(self, held: DraftSession, fence: Fence, wanted: Wanted) -> None:
+    def _draft(self, held: DraftState, fence: Fence, wanted: Wanted) -> None:
         """Starts the job of a request, whose tokens the session holds."""
         held.committed_len = held.asked_len = fence.base_len
         held.answer = None
@@ -152,11 +120,11 @@ class DraftSessions:
             draft_count=max(0, min(wanted.draft_count, room)),
             meter=Meter(wanted.arrived_ns),
             on_done=partial(self._on_done, fence, held),
-            on_failure=partial(self._book.fail, fence.session_id, held),
+            on_failure=partial(self._fail, fence.session_id, held),
         )
         self._submit(held.task)
 
-    def _on_done(self, fence: Fence, held: DraftSession, task: DraftTask) -> None:
+    def _on_done(self, fence: Fence, held: DraftState, task: DraftTask) -> None:
         held.task = None
-        held.answer = Answer(fence, task.proposal, held.committed_len, held.cached_len, task.meter.times())
-        held.reply(held.answer)
+        held.answer = SessionAnswer(fence, task.proposal, held.committed_len, held.cached_len, task.meter.times())
+        held.owner.put(held.answer)

@@ -1,4 +1,4 @@
-"""The parameters of a request, validated once and the same for gateway, draft and target. Knows no protobuf, no torch.
+"""The parameters of a request, validated once and the same for gateway, draft and target.
 
 Ranges are those of proto/outrider/v1/types.proto. Validation errors are translated into `InvalidRequest`, which names
 the field, the value and the limit.
@@ -149,7 +149,9 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class DraftDistribution:
-    """Exactly the law that a draft token was drawn from: the probability of an id is its weight over their sum."""
+    """Exactly the distribution that a draft token was drawn from: the probability of an id is its weight over their
+    sum.
+    """
 
     token_ids: tuple[int, ...]
     weights: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""A proposal as a token tree, whose root is the last committed token. Knows no cache and no model."""
+"""A proposal as a token tree, whose root is the last committed token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,9 +13,9 @@ class TokenTree:
     """Draft tokens in an order in which parents come before children.
 
     Rows count from 1, because row 0 is the root; `token_ids[r - 1]` and `parents[r - 1]` belong to row r, and so does
-    `distributions[r - 1]`, the law that its token was drawn from, where the rule needs it, and `logprobs[r - 1]`, the
-    draft's log-probability of it, where the request asks. Raises InvalidRequest when they differ in length, a token id
-    is negative, or a parent does not come before its child.
+    `distributions[r - 1]`, the distribution that its token was drawn from, where the rule needs it, and `logprobs[r -
+    1]`, the draft's log-probability of it, where the request asks. Raises InvalidRequest when they differ in length, a
+    token id is negative, or a parent does not come before its child.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -58,10 +58,6 @@ class TokenTree:
 
     def __len__(self) -> int:
         return len(self.token_ids)
-
-    def depth(self, row: int) -> int:
-        """Distance of a row from the root."""
-        return self.depths[row]
 
     def path(self, row: int) -> tuple[int, ...]:
         """Rows from below the root down to `row` itself; empty for the root."""

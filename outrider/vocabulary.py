@@ -1,4 +1,4 @@
-"""Which token carries which id, as digests that two services can compare. Cannot encode or decode; never sees text."""
+"""Which token carries which id, as digests that two services can compare."""
 
 import hashlib
 from collections.abc import Iterable

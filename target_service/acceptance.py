@@ -1,6 +1,6 @@
 """Which draft tokens the target keeps under the rule `match`, and what a walk commits under any rule.
 
-Knows nothing about models, noise or sessions. Under `match` the target draws its own token at every row of the
+Under `match` the target draws its own token at every row of the
 proposal, with the noise of that position, and follows the child that carries it. What is committed is therefore what
 plain decoding with the same noise would have drawn, whatever the draft proposed. A draft that uses the same noise
 proposes the target's token as often as the two distributions allow without communication: Daliri, Musco and Suresh,
@@ -16,7 +16,7 @@ from outrider.token_tree import TokenTree
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """A way through a proposal: what is kept of it, the token behind that, and how many draft tokens were tested."""
+    """A walk down a proposal: what is kept of it, the token behind that, and how many draft tokens were tested."""
 
     accepted_rows: tuple[int, ...]
     next_token_id: int
@@ -24,7 +24,7 @@ class Walk:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TargetVerdict:
     """What the target commits on top of the first `base_len` tokens.
 
     `token_ids` are the tokens of the accepted rows, then `next_token_id` unless that is None because the request ended
@@ -71,7 +71,7 @@ def child_with(tree: TokenTree, row: int, token_id: int) -> int:
     return next((child for child in tree.children(row) if tree.token_ids[child - 1] == token_id), 0)
 
 
-def settle(tree: TokenTree, way: Walk, spec: SessionSpec, base_len: int) -> Verdict:
+def commit_walk(tree: TokenTree, walked: Walk, spec: SessionSpec, base_len: int) -> TargetVerdict:
     """Commits what a walk accepted, up to the first token that ends the request.
 
     A draft token that is accepted and ends the request is the last one: there is no next token, and nothing behind it
@@ -80,15 +80,17 @@ def settle(tree: TokenTree, way: Walk, spec: SessionSpec, base_len: int) -> Verd
     """
     if base_len >= spec.max_len:
         raise ValueError(f"a request of {spec.max_len} tokens has ended at {base_len}")
-    token_ids = (*(tree.token_ids[row - 1] for row in way.accepted_rows), way.next_token_id)
+    token_ids = (*(tree.token_ids[row - 1] for row in walked.accepted_rows), walked.next_token_id)
     for count, token_id in enumerate(token_ids, start=1):
         reason = _finish_reason(token_id, base_len + count, spec)
-        if reason is not None and count <= len(way.accepted_rows):
-            rows = way.accepted_rows[:count]
+        if reason is not None and count <= len(walked.accepted_rows):
+            rows = walked.accepted_rows[:count]
             evaluated_count = _evaluated_count(tree, (0, *rows[:-1]))
-            return Verdict(base_len, rows, token_ids[:count], None, reason, evaluated_count)
+            return TargetVerdict(base_len, rows, token_ids[:count], None, reason, evaluated_count)
     # The loop ended at the next token, so that `reason` is the one of that token.
-    return Verdict(base_len, way.accepted_rows, token_ids, way.next_token_id, reason, way.evaluated_count)
+    return TargetVerdict(
+        base_len, walked.accepted_rows, token_ids, walked.next_token_id, reason, walked.evaluated_count
+    )
 
 
 def _evaluated_count(tree: TokenTree, visited: Sequence[int]) -> int:

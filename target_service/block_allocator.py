@@ -12,20 +12,24 @@ row's do not depend on how its prefix was computed. Belongs to the device thread
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling.draw import Allocate, reserve
+from outrider.engine.sampling.draw import reserve
 from outrider.engine.session import Session
 from outrider.errors import CacheFull, PromptTooLong
+from outrider.model_service.session_store import LeaseTable
 from outrider.token_tree import EMPTY, TokenTree
+
+# A session whose draft is guessing has no job for the time of some steps, and would come back to an empty cache.
+GRACE_STEPS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class CacheHolder:
     """A session: the blocks that it holds, and whether a job of its own is under way, or was a moment ago."""
 
     num_blocks: int
@@ -34,12 +38,12 @@ class Holder:
     """Those that others hold as well, which come free when the last of them gives way."""
 
 
-def is_first(asking: int, holders: Sequence[Holder]) -> bool:
+def is_first(asking: int, holders: Sequence[CacheHolder]) -> bool:
     """Whether no active session was opened before the asking one; holders are in the order of their opening."""
     return not any(holder.is_active for holder in holders[:asking])
 
 
-def victims(asking: int, num_missing: int, holders: Sequence[Holder]) -> list[int] | None:
+def victims(asking: int, num_missing: int, holders: Sequence[CacheHolder]) -> list[int] | None:
     """Sessions that give all their blocks to holders[asking], which lacks num_missing; None when it has to wait.
 
     Those opened later give way, the latest first. To the first of the active sessions, those opened earlier that have
@@ -63,56 +67,26 @@ def victims(asking: int, num_missing: int, holders: Sequence[Holder]) -> list[in
     return chosen if num_missing <= 0 else None
 
 
-class Holding(Protocol):
-    """A session of the table."""
-
-    last_active: int
-    """Step of the device in which a job of it was last under way."""
-
-    @property
-    def session(self) -> Session:
-        """What holds the blocks."""
-
-    @property
-    def task(self) -> object | None:
-        """The job under way."""
-
-
-class Holdings(Protocol):
-    """All sessions in the order of their first open; see outrider.model_service.session_store.SessionTable."""
-
-    def __iter__(self) -> Iterator[Holding]: ...
-
-    def with_room(self, allocate: Allocate) -> None:
-        """Calls `allocate`, ending leases as long as it raises CacheFull and there are some."""
-
-    def count_preemption(self) -> None:
-        """Counts a session that loses its cache."""
-
-
-# A session whose draft is guessing has no job for the time of some steps, and would come back to an empty cache.
-GRACE_STEPS = 64
-
-
-class Room:
+class BlockAllocator:
     """Finds blocks for one session at a time."""
 
-    def __init__(self, runner: ModelRunner, holdings: Holdings) -> None:
+    def __init__(self, runner: ModelRunner, table: LeaseTable[Any]) -> None:
+        """The table has all sessions that hold blocks."""
         self._runner = runner
-        self._holdings = holdings
+        self._table = table
         self._step = 0
         # What was missing to whoever was refused in this step; see _preempt.
-        self._least_refused = sys.maxsize
+        self._min_refused = sys.maxsize
 
     def begin_step(self) -> dict[Session, int]:
         """The place of each session in the order of the first opens. Whoever came first has to ask first."""
         self._step += 1
-        self._least_refused = sys.maxsize
+        self._min_refused = sys.maxsize
         ages = {}
-        for age, holding in enumerate(self._holdings):
-            ages[holding.session] = age
-            if holding.task is not None:
-                holding.last_active = self._step
+        for age, held in enumerate(self._table):
+            ages[held.session] = age
+            if held.task is not None:
+                held.last_active = self._step
         return ages
 
     def take(self, session: Session, tree: TokenTree) -> TokenTree | None:
@@ -120,7 +94,11 @@ class Room:
 
         Raises PromptTooLong for a session that would not fit into an empty pool, and InvalidRequest as runner.check.
         """
-        self._check_size(session)
+        pool = self._runner.pool
+        size = pool.num_blocks * pool.block_size
+        if len(session) > size:
+            message = f"{len(session)} tokens are more than the key-value cache of {size} tokens holds"
+            raise PromptTooLong(message, tokens=len(session), kv_tokens=size)
         while True:
             for wanted in (tree, EMPTY):
                 if self._reserve(session, wanted):
@@ -128,16 +106,9 @@ class Room:
             if not self._preempt(session):
                 return None
 
-    def _check_size(self, session: Session) -> None:
-        pool = self._runner.pool
-        size = pool.num_blocks * pool.block_size
-        if len(session) > size:
-            message = f"{len(session)} tokens are more than the key-value cache of {size} tokens holds"
-            raise PromptTooLong(message, tokens=len(session), kv_tokens=size)
-
     def _reserve(self, session: Session, tree: TokenTree) -> bool:
         try:
-            reserve(self._runner, Feed(session, tree), self._holdings.with_room)
+            reserve(self._runner, Feed(session, tree), self._table.with_room)
         except CacheFull:
             return False
         return True
@@ -150,24 +121,22 @@ class Room:
         pool = self._runner.pool
         num_needed = -(-len(session) // pool.block_size) - len(session.table)
         num_missing = max(num_needed - pool.num_free, 1)
-        if num_missing >= self._least_refused:
+        if num_missing >= self._min_refused:
             # Later sessions have fewer others behind them, and weighing those costs as much as a forward where many
             # wait and share long prefixes.
             return False
-        holdings = list(self._holdings)
-        asking = [holding.session for holding in holdings].index(session)
-        holders = [self._holder(holding) for holding in holdings]
+        sessions, holders = [held.session for held in self._table], []
+        asking = sessions.index(session)
+        for held in self._table:
+            is_active, blocks = held.last_active + GRACE_STEPS >= self._step, held.session.table
+            holders.append(CacheHolder(len(blocks), is_active, blocks.shared_blocks))
         chosen = victims(asking, num_missing, holders)
         if chosen is None and is_first(asking, holders):
             raise CacheFull(f"{pool} has no room for {len(session)} tokens, and no session holds what is missing")
         if chosen is None:
-            self._least_refused = num_missing
+            self._min_refused = num_missing
             return False
         for index in chosen:
-            holdings[index].session.free()
-            self._holdings.count_preemption()
+            sessions[index].free()
+            self._table.num_preempted += 1
         return True
-
-    def _holder(self, holding: Holding) -> Holder:
-        table = holding.session.table
-        return Holder(len(table), holding.last_active + GRACE_STEPS >= self._step, table.shared_blocks)

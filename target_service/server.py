@@ -1,22 +1,14 @@
 """The target service: its settings, and how it is put together."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from outrider.engine.worker import DeviceWorker
-from outrider.model_service.server import (
-    LoadedModel,
-    RunningModelService,
-    describe,
-    device_setup,
-    load_model_aside,
-    metrics_of,
-    serve_model,
-)
-from outrider.model_service.servicer import model_service
-from outrider.model_service.session_store import SessionTable
+from outrider.model_service.server import LoadedModel, RunningModelService, describe, load_model_aside, serve_model
+from outrider.model_service.session_store import LeaseTable
 from outrider.model_service.settings import Listen, ModelServiceSettings
 from target_service.servicer import target_service
-from target_service.sessions import UNACKNOWLEDGED_WINDOW, TargetSession, TargetSessions
+from target_service.sessions import UNACKNOWLEDGED_WINDOW, TargetSessions, TargetState
 from target_service.verifier import Verifier, VerifyTask
 
 
@@ -34,12 +26,9 @@ async def start(settings: ModelServiceSettings) -> RunningModelService:
 
 async def start_with(model: LoadedModel, settings: ModelServiceSettings) -> RunningModelService:
     """Serves a model that is loaded already; the settings' model is not looked at."""
-    table = SessionTable[TargetSession](settings.lease_seconds)
+    table = LeaseTable[TargetState](settings.lease_seconds)
     verifier = Verifier(model.runner, table)
-    worker = DeviceWorker[VerifyTask](verifier.advance, device_setup(model), "target device")
+    worker = DeviceWorker[VerifyTask](verifier.advance, model.set_threads, "target device")
     sessions = TargetSessions(model.runner, table, worker.submit, prefix_cache=settings.prefix_cache)
     facts = describe("target", model, unacknowledged_window=UNACKNOWLEDGED_WINDOW)
-    metrics = metrics_of(model, facts, sessions, worker)
-    own = target_service(facts, sessions, worker, metrics.observe)
-    services = {**own, **model_service(facts, sessions, worker, metrics.observe_rollback)}
-    return await serve_model(settings, model, facts, worker, table, services, metrics)
+    return await serve_model(settings, model, facts, worker, sessions, partial(target_service, facts, sessions, worker))

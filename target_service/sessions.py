@@ -1,38 +1,23 @@
 """The sessions of a target: which message is taken, which verdicts are repeated, and how far it goes on unasked.
 
-Everything here runs on the device thread, between two forwards, so that no session changes under one. Knows no
-protobuf.
+Everything here runs on the device thread, between two forwards, so that no session changes under one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from outrider.engine.runner import ModelRunner
-from outrider.errors import InvalidRequest, OutriderError, ProtocolViolation
-from outrider.model_service.servicer import RolledBack, ServiceCounts
-from outrider.model_service.session_store import SessionBook, SessionRecord, SessionTable
+from outrider.errors import InvalidRequest, ProtocolViolation
+from outrider.model_service.outbox import Outbox
+from outrider.model_service.session_store import LeaseTable, SessionAnswer, SessionState, SessionStore
 from outrider.parameters import FinishReason, SessionSpec
-from outrider.rpc.fencing import ComputeTimes, Fence, Known, Meter, Standing, judge
+from outrider.rpc.fencing import ComputeTimes, Fence, MessageStatus, Meter, classify
 from outrider.token_tree import EMPTY, TokenTree
-from target_service.acceptance import Verdict
+from target_service.acceptance import TargetVerdict
 from target_service.verifier import VerifyTask
 
 UNACKNOWLEDGED_WINDOW = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A verdict on the fence's length, or without one the number of tokens that the target knows of it."""
-
-    fence: Fence
-    verdict: Verdict | None
-    known_len: int
-    cached_len: int
-    times: ComputeTimes
-
-
-Reply = Callable[[Answer | OutriderError], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +30,7 @@ class Step:
 
 
 @dataclass(slots=True, eq=False)
-class TargetSession(SessionRecord[Answer, VerifyTask]):
+class TargetState(SessionState[VerifyTask]):
     """A session as the target keeps it. Its committed length is that of its tokens."""
 
     acknowledged_len: int = field(init=False)
@@ -54,19 +39,16 @@ class TargetSession(SessionRecord[Answer, VerifyTask]):
     limit: int = 0
     """Committed length up to which the target goes on unasked."""
     finish_reason: FinishReason | None = None
-    verdicts: list[Answer] = field(default_factory=list)
+    verdicts: list[SessionAnswer[TargetVerdict]] = field(default_factory=list)
     """The unacknowledged ones, in order."""
-    last_active: int = 0
-    """See target_service.block_allocator."""
 
     def __post_init__(self) -> None:
         self.acknowledged_len = len(self.session)
 
     @property
-    def known(self) -> Known:
-        """What decides about a message."""
-        answerable = frozenset(answer.fence.base_len for answer in self.verdicts)
-        return Known(self.epoch, len(self.session), answerable, least_len=len(self.session))
+    def answerable(self) -> Collection[int]:
+        """The lengths of the unacknowledged verdicts."""
+        return [answer.fence.base_len for answer in self.verdicts]
 
     @property
     def committed_len(self) -> int:
@@ -105,53 +87,51 @@ class TargetSession(SessionRecord[Answer, VerifyTask]):
         return was_stopped
 
 
-class TargetSessions:
+class TargetSessions(SessionStore[TargetState]):
     """All sessions of a target service."""
 
     def __init__(
         self,
         runner: ModelRunner,
-        table: SessionTable[TargetSession],
+        table: LeaseTable[TargetState],
         submit: Callable[[VerifyTask], None],
         *,
         prefix_cache: bool = True,
     ) -> None:
-        """`submit` hands a task to the device worker that advances it; prefix_cache as in SessionBook."""
-        self.table = table
+        """`submit` hands a task to the device worker that advances it; prefix_cache as in SessionStore."""
+        super().__init__(runner, table, TargetState, prefix_cache=prefix_cache)
         self._submit = submit
-        self._book = SessionBook(runner, table, TargetSession, prefix_cache=prefix_cache)
 
-    def open(self, fence: Fence, spec: SessionSpec, step: Step, owner: object, reply: Reply) -> None:
+    def open(self, fence: Fence, spec: SessionSpec, step: Step, owner: Outbox) -> None:
         """Opens a session, or opens it again with a newer epoch, and takes its first step."""
-        standing, held = self._book.judge_open(fence)
-        if standing is Standing.CURRENT:
+        status, held = self._classify_open(fence)
+        if status is MessageStatus.CURRENT:
             _check_proposal(step.tree, spec, fence.base_len)
-            held = self._book.open(fence, spec, owner, reply)
+            held = self._open(fence, spec, owner)
             held.finish_reason = None
             self._take(held, fence, step)
-        elif standing is Standing.REPEAT and held is not None:
-            self._book.take_up(fence, held, owner, reply)
+        elif status is MessageStatus.REPEAT and held is not None:
+            self._take_up(fence, held, owner)
             self._repeat(held, fence, step)
 
-    def step(self, fence: Fence, step: Step, owner: object, reply: Reply) -> None:
+    def step(self, fence: Fence, step: Step, owner: Outbox) -> None:
         """Verifies a proposal, answers a step again, or asks for tokens."""
         held = self.table.get(fence.session_id)
         is_owner = held is not None and held.owner is owner
-        standing = judge(fence, held.known if held else None, is_owner=is_owner)
-        if held is None or standing is Standing.FUTURE:
-            known_len = min(len(held.session), fence.base_len - 1) if held else 0
-            reply(Answer(fence, None, known_len, held.cached_len if held else 0, ComputeTimes()))
-        elif standing is Standing.REPEAT:
+        status = classify(fence, held.view if held else None, is_owner=is_owner)
+        if held is None or status is MessageStatus.FUTURE:
+            self._want_tokens(fence, held, owner)
+        elif status is MessageStatus.REPEAT:
             held.acknowledge(fence.base_len)
             self._repeat(held, fence, step)
-        elif standing is not Standing.STALE:
+        elif status is not MessageStatus.STALE:
             _check_proposal(step.tree, held.spec, fence.base_len)
-            if standing is Standing.REWIND:
-                self._book.rewind(held, fence.epoch, fence.base_len)
+            if status is MessageStatus.REWIND:
+                self._rewind(held, fence.epoch, fence.base_len)
             held.acknowledge(fence.base_len)
             self._take(held, fence, step)
 
-    def acknowledge(self, fence: Fence, plain_budget: int, owner: object, arrived_ns: int) -> None:
+    def acknowledge(self, fence: Fence, plain_budget: int, arrived_ns: int, owner: Outbox) -> None:
         """Forgets verdicts, and lets the target go on unasked; never answered."""
         held = self.table.get(fence.session_id)
         if held is None or held.owner is not owner:
@@ -159,22 +139,14 @@ class TargetSessions:
         if fence.epoch < held.epoch or fence.base_len > len(held.session):
             return
         if fence.epoch > held.epoch:
-            self._book.rewind(held, fence.epoch, fence.base_len)
+            self._rewind(held, fence.epoch, fence.base_len)
         if fence.base_len < held.acknowledged_len:
             return
         held.acknowledge(fence.base_len)
         held.allow(fence.base_len, plain_budget)
         self._go_on(fence.session_id, held, arrived_ns)
 
-    def rollback(self, fence: Fence) -> RolledBack:
-        """Truncates a session and begins a new epoch; without an effect unless the epoch is newer."""
-        return self._book.rollback(fence)
-
-    def counts(self) -> ServiceCounts:
-        """Numbers for an observer; see outrider.model_service.servicer.Sessions."""
-        return self._book.counts()
-
-    def _repeat(self, held: TargetSession, fence: Fence, step: Step) -> None:
+    def _repeat(self, held: TargetState, fence: Fence, step: Step) -> None:
         """Sends the verdicts from a length on once more, and goes on as far as the repetition allows.
 
         A verdict that is under way comes anyway; one whose job was stopped with its stream is begun anew.
@@ -182,18 +154,18 @@ class TargetSessions:
         if fence.base_len < len(held.session):
             for answer in held.verdicts:
                 if answer.fence.base_len >= fence.base_len:
-                    held.reply(answer)
+                    held.owner.put(answer)
             held.allow(fence.base_len, step.plain_budget, is_repeat=True)
             self._go_on(fence.session_id, held, step.arrived_ns)
         elif held.task is None:
             _check_proposal(step.tree, held.spec, fence.base_len)
             self._take(held, fence, step)
 
-    def _go_on(self, session_id: bytes, held: TargetSession, arrived_ns: int) -> None:
+    def _go_on(self, session_id: bytes, held: TargetState, arrived_ns: int) -> None:
         if held.task is None and held.may_go_on:
             self._start(session_id, held, Step(EMPTY, 0, arrived_ns))
 
-    def _take(self, held: TargetSession, fence: Fence, step: Step) -> None:
+    def _take(self, held: TargetState, fence: Fence, step: Step) -> None:
         if held.finish_reason is not None:
             raise ProtocolViolation(
                 f"the request has ended at {fence.base_len} tokens and takes no more steps", base_len=fence.base_len
@@ -207,22 +179,22 @@ class TargetSessions:
             # A verdict on just this length is under way, because the budget allowed it: it becomes the step's own.
             held.task.tree, held.task.meter = step.tree, Meter(step.arrived_ns)
 
-    def _start(self, session_id: bytes, held: TargetSession, step: Step) -> None:
+    def _start(self, session_id: bytes, held: TargetState, step: Step) -> None:
         held.task = VerifyTask(
             session=held.session,
             spec=held.spec,
             tree=step.tree,
             meter=Meter(step.arrived_ns),
             on_verdict=partial(self._on_verdict, session_id, held),
-            on_failure=partial(self._book.fail, session_id, held),
+            on_failure=partial(self._fail, session_id, held),
         )
         self._submit(held.task)
 
-    def _on_verdict(self, session_id: bytes, held: TargetSession, verdict: Verdict, times: ComputeTimes) -> None:
+    def _on_verdict(self, session_id: bytes, held: TargetState, verdict: TargetVerdict, times: ComputeTimes) -> None:
         fence = Fence(session_id, held.epoch, verdict.base_len)
         if held.prefix_len:
             verdict, held.prefix_len = replace(verdict, prefix_len=held.prefix_len), 0
-        answer = Answer(fence, verdict, verdict.base_len, held.cached_len, times)
+        answer = SessionAnswer(fence, verdict, verdict.base_len, held.cached_len, times)
         held.verdicts.append(answer)
         held.finish_reason = verdict.finish_reason
         task = held.task
@@ -230,7 +202,7 @@ class TargetSessions:
             # Prepared before the reply, so that whoever has the answer finds the session at rest.
             task.tree, task.meter, task.done = EMPTY, Meter(), not held.may_go_on
             held.task = None if task.done else task
-        held.reply(answer)
+        held.owner.put(answer)
 
 
 def _check_proposal(tree: TokenTree, spec: SessionSpec, base_len: int) -> None:
@@ -238,10 +210,10 @@ def _check_proposal(tree: TokenTree, spec: SessionSpec, base_len: int) -> None:
     room = spec.max_len - base_len
     if max(tree.depths) > room:
         raise InvalidRequest("proposal", f"{max(tree.depths)} tokens deep", f"at most {room} deep here, up to max_len")
-    rule, num_laws = spec.acceptance.rule, len(tree.distributions)
-    if num_laws and not rule.needs_distributions:
-        raise InvalidRequest("proposal.distributions", f"{num_laws} entries", f"empty under the rule {rule}")
-    if rule.needs_distributions and len(tree) > num_laws:
+    rule, num_distributions = spec.acceptance.rule, len(tree.distributions)
+    if num_distributions and not rule.needs_distributions:
+        raise InvalidRequest("proposal.distributions", f"{num_distributions} entries", f"empty under the rule {rule}")
+    if rule.needs_distributions and len(tree) > num_distributions:
         raise InvalidRequest("proposal.distributions", "empty", f"one entry for each row under the rule {rule}")
     if rule.needs_distributions and not tree.is_chain:
         raise InvalidRequest("proposal.parents", list(tree.parents), f"those of a chain under the rule {rule}")

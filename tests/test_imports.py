@@ -23,7 +23,7 @@ FORBIDDEN: Mapping[str, tuple[str, ...]] = {
     "outrider": ("gateway", "draft_service", "target_service", "bench", "transformers"),
 }
 # Transformers costs seconds and hundreds of megabytes: one package imports it, and is itself imported by name alone.
-FALLBACK = "outrider.engine.hf_models"
+HF_MODELS = "outrider.engine.hf_models"
 # What must not reach HEAVY by any chain of imports.
 LIGHT = (
     "gateway",
@@ -102,7 +102,7 @@ def reached(start: str, modules: Mapping[str, Module]) -> dict[str, str]:
 
 def is_fallback_s_own(module: str, name: str) -> bool:
     """Whether the fallback imports what is there for it alone."""
-    return within(module, [FALLBACK]) and within(name, ["transformers"])
+    return within(module, [HF_MODELS]) and within(name, ["transformers"])
 
 
 def fallback_imports(modules: Mapping[str, Module]) -> list[str]:
@@ -110,9 +110,9 @@ def fallback_imports(modules: Mapping[str, Module]) -> list[str]:
     return [
         f"{module.name} imports {name}"
         for module in modules.values()
-        if not within(module.name, [FALLBACK])
+        if not within(module.name, [HF_MODELS])
         for name in sorted(imported(module))
-        if within(name, [FALLBACK])
+        if within(name, [HF_MODELS])
     ]
 
 
@@ -205,7 +205,7 @@ def test_protobuf_stops_at_the_doors(modules: dict[str, Module]) -> None:
         ("outrider.engine.a", "from outrider import rpc", "outrider.engine.a imports outrider.rpc.channels"),
         ("outrider.cli.a", "import middle", "outrider.cli.a reaches torch through middle"),
         ("outrider.engine.b", "import transformers", "outrider.engine.b imports transformers"),
-        ("outrider.engine.c", f"from {FALLBACK} import d", f"outrider.engine.c imports {FALLBACK}"),
+        ("outrider.engine.c", f"from {HF_MODELS} import d", f"outrider.engine.c imports {HF_MODELS}"),
         ("gateway.a", "def f():\n    import json", "gateway.a imports in line 2, inside a function"),
         ("gateway.b", "from . import a", "gateway.b imports relatively in line 1"),
         ("gateway.c", "import typing\nif typing.TYPE_CHECKING: pass", "gateway.c says TYPE_CHECKING"),

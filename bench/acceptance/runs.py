@@ -17,7 +17,7 @@ from draft_service.drafters.task import MODEL, DraftTask, noise_of
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, quantise
-from outrider.engine.sampling.draw import Ask, row_contexts
+from outrider.engine.sampling.draw import DrawInput, row_contexts
 from outrider.engine.sampling.transforms import transform
 from outrider.engine.session import Session
 from outrider.errors import OutriderError
@@ -136,7 +136,7 @@ class Readers:
 
     def _decide(self, specs: Sequence[SessionSpec], trees: Sequence[TokenTree]) -> list[Trial]:
         inputs = zip(self._target, trees, specs, strict=True)
-        asks = [Ask(Feed(session, tree), spec) for session, tree, spec in inputs]
+        asks = [DrawInput(Feed(session, tree), spec) for session, tree, spec in inputs]
         result = self._pair.target.forward([ask.feed for ask in asks])
         trials = []
         walks = decide(self._pair.target, asks, result.logits, [rows or range(0) for rows in result.ranges])
@@ -147,7 +147,7 @@ class Readers:
         return trials
 
     def _scores(self, runner: ModelRunner, sessions: Sequence[Session]) -> Tensor:
-        asks = [Ask(Feed(session), spec) for session, spec in zip(sessions, self._specs, strict=True)]
+        asks = [DrawInput(Feed(session), spec) for session, spec in zip(sessions, self._specs, strict=True)]
         logits = runner.forward([ask.feed for ask in asks]).logits
         return transform(logits, [row_contexts(ask)[0] for ask in asks], runner.vocabulary_size, runner.ops)
 

@@ -32,14 +32,14 @@ from outrider.engine.batching import Feed
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.weights import DTYPES
 from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling.draw import Ask, forward_and_draw, reserve
+from outrider.engine.sampling.draw import DrawInput, forward_and_draw, reserve
 from outrider.engine.session import Session
 from outrider.errors import ModelRefused, OutriderError
 from outrider.model_service.server import load_model
 from outrider.model_service.settings import Dtype, ModelServiceSettings
 from outrider.parameters import SessionSpec
 from outrider.token_tree import EMPTY, TokenTree
-from target_service.acceptance import Walk, settle
+from target_service.acceptance import Walk, commit_walk
 from target_service.verifier import commit
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -246,7 +246,7 @@ class EngineLoop:
         session = self._session(point.context_len)
         spec = spec_of(session.token_ids, 0, point.temperature, point.rows + 1)
         tree = TokenTree.chain([self._token_id(index) for index in range(point.rows - 1)])
-        return median(self._step(Ask(Feed(session, tree), spec))[1] for _ in range(STEPS_IN_A_ROW))
+        return median(self._step(DrawInput(Feed(session, tree), spec))[1] for _ in range(STEPS_IN_A_ROW))
 
     def plain(self, spec: SessionSpec) -> tuple[list[int], list[float]]:
         """Decodes a request to its limit; returns its tokens and, for each, the seconds since the beginning."""
@@ -255,14 +255,14 @@ class EngineLoop:
         started, times_s = time.perf_counter(), []
         try:
             while len(session) < spec.max_len:
-                [token_id], _ = self._step(Ask(Feed(session, EMPTY), spec))
-                commit(session, settle(EMPTY, Walk((), token_id, 0), spec, len(session)))
+                [token_id], _ = self._step(DrawInput(Feed(session, EMPTY), spec))
+                commit(session, commit_walk(EMPTY, Walk((), token_id, 0), spec, len(session)))
                 times_s.append(time.perf_counter() - started)
             return session.token_ids[spec.prompt_len :], times_s
         finally:
             session.free()
 
-    def _step(self, ask: Ask) -> tuple[list[int], float]:
+    def _step(self, ask: DrawInput) -> tuple[list[int], float]:
         """The tokens drawn behind the rows of one forward, and its milliseconds."""
         reserve(self._runner, ask.feed, lambda allocate: allocate())
         started_ns = time.perf_counter_ns()

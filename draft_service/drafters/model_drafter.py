@@ -9,7 +9,6 @@ Runs on the device thread.
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,96 +18,12 @@ from outrider.engine.batching import Feed
 from outrider.engine.noise import Purpose, round_key
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, quantise
-from outrider.engine.sampling.draw import Allocate, Ask, draw_each, key_column, reserve, rows_of, scores_behind
+from outrider.engine.sampling.draw import Allocate, DrawInput, draw_each, key_column, reserve, rows_of, scores_behind
 from outrider.engine.worker import own_fault
 from outrider.errors import OutriderError
 
 # The logarithm of what float64 cannot tell from 0 is not infinite.
-LEAST_PROB = 5e-324
-
-
-def guess_each(
-    runner: ModelRunner, tasks: Sequence[DraftTask], logits: Tensor, rows: Sequence[range], top_n: int
-) -> list[Guess | OutriderError]:
-    """The next guess of each task, behind its one row of logits, logits[rows[i]]; or why there is none.
-
-    Laws have at most top_n tokens.
-    """
-    guesses: dict[int, Guess | OutriderError] = {}
-    for noise, guess in ((Purpose.TOKEN, _coupled), (Purpose.DRAFT, _sampled)):
-        numbers = [number for number, task in enumerate(tasks) if task.noise is noise]
-        if numbers:
-            chosen = [tasks[number] for number in numbers]
-            found = guess(runner, chosen, logits, [rows[number] for number in numbers], top_n)
-            guesses |= zip(numbers, found, strict=True)
-    return [guesses[number] for number in range(len(tasks))]
-
-
-def _draw_input(task: DraftTask) -> Ask:
-    return Ask(Feed(task.session), task.spec)
-
-
-def _coupled(
-    runner: ModelRunner, tasks: Sequence[DraftTask], logits: Tensor, rows: Sequence[range], _top_n: int
-) -> list[Guess | OutriderError]:
-    drawn = draw_each(runner, logits, [_draw_input(task) for task in tasks], rows)
-    guesses = [each if isinstance(each, OutriderError) else Guess(each[0]) for each in drawn]
-    if not any(task.wants_logprob for task in tasks):
-        return guesses
-    logprobs = _logprobs(runner, tasks, logits, rows, guesses)
-    return [
-        replace(guess, logprob=logprobs[number]) if isinstance(guess, Guess) and number in logprobs else guess
-        for number, guess in enumerate(guesses)
-    ]
-
-
-def _logprobs(
-    runner: ModelRunner,
-    tasks: Sequence[DraftTask],
-    logits: Tensor,
-    rows: Sequence[range],
-    guesses: Sequence[Guess | OutriderError],
-) -> dict[int, float]:
-    """By the numbers of tasks that want them, the log-probabilities of guesses drawn with the shared noise."""
-    made = {n: guess.token_id for n, guess in enumerate(guesses) if tasks[n].wants_logprob and isinstance(guess, Guess)}
-    # At temperature 0 the law is the one token.
-    hot = [number for number in made if tasks[number].spec.sampling.temperature]
-    logprobs = dict.fromkeys(made, 0.0)
-    if hot:
-        scores = scores_behind(runner, rows_of(logits, [rows[n] for n in hot]), [_draw_input(tasks[n]) for n in hot])
-        ids = torch.tensor([made[number] for number in hot], device=scores.device)
-        probs = runner.ops.softmax(scores).gather(1, ids[:, None]).flatten().tolist()
-        logprobs |= zip(hot, map(_log, probs), strict=True)
-    return logprobs
-
-
-def _sampled(
-    runner: ModelRunner, tasks: Sequence[DraftTask], logits: Tensor, rows: Sequence[range], top_n: int
-) -> list[Guess | OutriderError]:
-    scores = _scores(runner, rows_of(logits, rows), [_draw_input(task) for task in tasks])
-    laws = quantise(scores, top_n, runner.ops)
-    keys = [round_key(task.spec.seed, task.base_len, len(task.session), Purpose.DRAFT) for task in tasks]
-    token_ids = laws.draw(key_column(runner, keys))
-    sent = laws.distributions() if any(task.needs_law for task in tasks) else [None] * len(tasks)
-    probs = laws.probs(token_ids) if any(task.wants_logprob for task in tasks) else [None] * len(tasks)
-    return [
-        Guess(token_id, law if task.needs_law else None, _log(prob) if prob and task.wants_logprob else None)
-        for task, token_id, law, prob in zip(tasks, token_ids.tolist(), sent, probs, strict=True)
-    ]
-
-
-def _log(prob: float) -> float:
-    return min(math.log(max(prob, LEAST_PROB)), 0.0)
-
-
-def _scores(runner: ModelRunner, logits: Tensor, asks: Sequence[Ask]) -> Tensor:
-    """Transformed scores, of which a row that has none is -inf throughout, and no task fails for its row."""
-    try:
-        return scores_behind(runner, logits, asks)
-    except ValueError:
-        if len(asks) == 1:
-            return torch.full_like(logits, -torch.inf)
-        return torch.cat([_scores(runner, logits[row : row + 1], [ask]) for row, ask in enumerate(asks)])
+MIN_PROB = 5e-324
 
 
 class ModelDrafter:
@@ -117,7 +32,7 @@ class ModelDrafter:
     def __init__(self, runner: ModelRunner, with_room: Callable[[Allocate], None], top_n: int = DEFAULT_TOP_N) -> None:
         """`with_room` makes room for an allocation when the pool is full; see outrider.engine.sampling.draw.reserve.
 
-        top_n is the most tokens of a law that is sent; see outrider.engine.sampling.draft_distribution.
+        top_n is the most tokens of a distribution that is sent; see outrider.engine.sampling.draft_distribution.
         """
         self._runner = runner
         self._with_room = with_room
@@ -159,3 +74,76 @@ class ModelDrafter:
         except OutriderError as error:
             task.fail(error)
         return not task.done
+
+
+def guess_each(
+    runner: ModelRunner, tasks: Sequence[DraftTask], logits: Tensor, rows: Sequence[range], top_n: int
+) -> list[Guess | OutriderError]:
+    """The next guess of each task, behind its one row of logits, logits[rows[i]]; or why there is none.
+
+    Distributions have at most top_n tokens.
+    """
+    guesses: dict[int, Guess | OutriderError] = {}
+    for noise, guess in ((Purpose.TOKEN, _coupled), (Purpose.DRAFT, _sampled)):
+        numbers = [number for number, task in enumerate(tasks) if task.noise is noise]
+        if numbers:
+            chosen = [tasks[number] for number in numbers]
+            found = guess(runner, chosen, logits, [rows[number] for number in numbers], top_n)
+            guesses |= zip(numbers, found, strict=True)
+    return [guesses[number] for number in range(len(tasks))]
+
+
+def _coupled(
+    runner: ModelRunner, tasks: Sequence[DraftTask], logits: Tensor, rows: Sequence[range], _top_n: int
+) -> list[Guess | OutriderError]:
+    """Guesses drawn with the shared noise."""
+    drawn = draw_each(runner, logits, [task.draw_input for task in tasks], rows)
+    asked = {n: each[0] for n, each in enumerate(drawn) if tasks[n].wants_logprob and isinstance(each, list)}
+    # At temperature 0 the distribution is the one token.
+    hot = [number for number in asked if tasks[number].spec.sampling.temperature]
+    logprobs = dict.fromkeys(asked, 0.0)
+    if hot:
+        scores = scores_behind(runner, rows_of(logits, [rows[n] for n in hot]), [tasks[n].draw_input for n in hot])
+        ids = torch.tensor([asked[number] for number in hot], device=scores.device)
+        probs = runner.ops.softmax(scores).gather(1, ids[:, None]).flatten().tolist()
+        logprobs |= zip(hot, map(_log, probs), strict=True)
+    return [
+        each if isinstance(each, OutriderError) else Guess(each[0], logprob=logprobs.get(number))
+        for number, each in enumerate(drawn)
+    ]
+
+
+def _sampled(
+    runner: ModelRunner, tasks: Sequence[DraftTask], logits: Tensor, rows: Sequence[range], top_n: int
+) -> list[Guess | OutriderError]:
+    """Guesses drawn with noise of their own, from distributions that can be sent."""
+    scores = _scores(runner, rows_of(logits, rows), [task.draw_input for task in tasks])
+    distributions = quantise(scores, top_n, runner.ops)
+    keys = [round_key(task.spec.seed, task.base_len, len(task.session), Purpose.DRAFT) for task in tasks]
+    token_ids = distributions.draw(key_column(runner, keys))
+    sent = distributions.distributions() if any(task.needs_distribution for task in tasks) else [None] * len(tasks)
+    probs = distributions.probs(token_ids) if any(task.wants_logprob for task in tasks) else [None] * len(tasks)
+    return [
+        Guess(
+            token_id,
+            distribution if task.needs_distribution else None,
+            _log(prob) if prob and task.wants_logprob else None,
+        )
+        for task, token_id, distribution, prob in zip(tasks, token_ids.tolist(), sent, probs, strict=True)
+    ]
+
+
+def _log(prob: float) -> float:
+    return min(math.log(max(prob, MIN_PROB)), 0.0)
+
+
+def _scores(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInput]) -> Tensor:
+    """Transformed scores, of which a row that has none is -inf throughout, and no task fails for its row."""
+    try:
+        return scores_behind(runner, logits, inputs)
+    except ValueError:
+        if len(inputs) == 1:
+            return torch.full_like(logits, -torch.inf)
+        return torch.cat(
+            [_scores(runner, logits[row : row + 1], [draw_input]) for row, draw_input in enumerate(inputs)]
+        )

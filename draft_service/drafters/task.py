@@ -7,7 +7,9 @@ whose noise they draw with, and so which rules they serve.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from outrider.engine.batching import Feed
 from outrider.engine.noise import Purpose
+from outrider.engine.sampling.draw import DrawInput
 from outrider.engine.session import Session
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.parameters import DraftDistribution, Rule, SessionSpec
@@ -17,7 +19,9 @@ from outrider.token_tree import TokenTree
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """A token, the law that it was drawn from where the rule needs it, and its log-probability where it is wanted."""
+    """A token, the distribution that it was drawn from where the rule needs it, and its log-probability where it is
+    wanted.
+    """
 
     token_id: int
     distribution: DraftDistribution | None = None
@@ -31,7 +35,7 @@ class DraftTask:
     session: Session
     spec: SessionSpec
     noise: Purpose
-    """TOKEN, which is shared with the target, or DRAFT; see draft_service.drafters.task."""
+    """TOKEN, which is shared with the target, or DRAFT; see noise_of."""
     draft_count: int
     meter: Meter
     on_done: Callable[["DraftTask"], None]
@@ -46,8 +50,13 @@ class DraftTask:
         self.base_len = len(self.session)
 
     @property
-    def needs_law(self) -> bool:
-        """Whether each guess has to come with its law."""
+    def draw_input(self) -> DrawInput:
+        """What its next forward computes, and how a token is drawn behind it."""
+        return DrawInput(Feed(self.session), self.spec)
+
+    @property
+    def needs_distribution(self) -> bool:
+        """Whether each guess has to come with its distribution."""
         return self.spec.acceptance.rule.needs_distributions
 
     @property
@@ -58,21 +67,21 @@ class DraftTask:
     @property
     def proposal(self) -> TokenTree:
         """The guesses so far."""
-        laws = [guess.distribution for guess in self.guesses if guess.distribution]
+        distributions = [guess.distribution for guess in self.guesses if guess.distribution]
         logprobs = [guess.logprob for guess in self.guesses if guess.logprob is not None]
-        return TokenTree.chain([guess.token_id for guess in self.guesses], laws, logprobs)
+        return TokenTree.chain([guess.token_id for guess in self.guesses], distributions, logprobs)
 
     def take(self, guess: Guess) -> None:
         """Adds a guess where one is wanted, and ends the task behind the last.
 
         Nothing can follow a token that ends the request, and so no guess is wasted on it. Under a rule that tests with
-        coins the length of a chain must not depend on what was drawn, and the target stops there by itself.
+        uniforms the length of a chain must not depend on what was drawn, and the target stops there by itself.
         """
         if self.draft_count:
             self.guesses.append(guess)
             self.session.extend([guess.token_id])
         ends = self.spec.eos_token_ids | self.spec.stop_token_ids
-        if len(self.guesses) == self.draft_count or (guess.token_id in ends and not self.needs_law):
+        if len(self.guesses) == self.draft_count or (guess.token_id in ends and not self.needs_distribution):
             self.finish()
 
     def fail(self, error: OutriderError) -> None:
@@ -88,8 +97,8 @@ class DraftTask:
 
 # Draws as the rule of a session needs it.
 MODEL = "model"
-# Draws with the target's own noise, so that both choose the same token wherever their laws allow it. What it draws says
-# something about what the target will draw, and rules that test with coins must not have that.
+# Draws with the target's own noise, so that both choose the same token wherever their distributions allow it. What it
+# draws says something about what the target will draw, and rules that test with uniforms must not have that.
 COUPLED = "coupled"
 # Draws with noise of its own, whatever the rule.
 SAMPLED = "sampled"

@@ -24,8 +24,7 @@ from outrider.parameters import SessionSpec
 from outrider.process import tracing
 from outrider.process.logs import session_prefix
 from outrider.rpc import messages
-from outrider.rpc.messages import distributions_from, draft_logprobs_from, tree_from
-from outrider.token_tree import TokenTree
+from outrider.rpc.messages import tree_from
 from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1 import model_service_pb2, types_pb2
 from outrider.v1.draft_service_pb2_grpc import DraftServiceStub
@@ -88,19 +87,17 @@ class DraftStream:
 
     def proposal(self, response: pb.ProposeResponse, draft_count: int, caught_up_count: int, wait_us: int) -> Proposal:
         """The guesses of an answer; raises ProtocolViolation about what no draft may say."""
-        message, rule = response.proposal, self._spec.acceptance.rule
+        rule, fault = self._spec.acceptance.rule, ""
         try:
-            token_ids, parents = tree_from(message, self._vocabulary_size, draft_count)
-            distributions = distributions_from(message, self._vocabulary_size)
-            # Nobody reads what nobody asked for.
-            logprobs = draft_logprobs_from(message) if self._spec.draft_logprobs else ()
+            # Nobody reads log-probabilities that nobody asked for.
+            wanted = self._spec.draft_logprobs
+            tree = tree_from(response.proposal, self._vocabulary_size, draft_count, with_logprobs=wanted)
         except InvalidRequest as error:
             raise ProtocolViolation(f"{self.peer} sent a malformed proposal: {error.message}") from None
-        tree, fault = TokenTree(token_ids, parents, distributions, logprobs), ""
         # What the target would refuse, and so end a request that is not at fault. No token is looked at: what is
         # refused for its tokens biases the rules that test with uniforms.
-        if tree and bool(distributions) != rule.needs_distributions:
-            fault = "with distributions" if distributions else "without distributions"
+        if tree and bool(tree.distributions) != rule.needs_distributions:
+            fault = "with distributions" if tree.distributions else "without distributions"
         elif rule.needs_distributions and not tree.is_chain:
             fault = "as a tree that is no chain"
         if fault:

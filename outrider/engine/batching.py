@@ -1,4 +1,4 @@
-"""Lays the rows of many sessions side by side for one forward. Knows no model and changes no session.
+"""Lays the rows of many sessions side by side for one forward.
 
 Every row sees the committed prefix, then its ancestors, then itself, as a list of slots in this order. There is one
 list for each leaf of a tree, and a row uses the list of a leaf below it with its own count: a prompt, one decoding step
@@ -25,7 +25,7 @@ Ints = NDArray[np.int64] | NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """What a session asks of a forward: its uncached tokens, then its tree."""
+    """What a session feeds into a forward: its uncached tokens, then its tree."""
 
     session: Session
     tree: TokenTree = EMPTY
@@ -62,18 +62,16 @@ def share_rows(feeds: Sequence[Feed], max_rows: int, max_prefix_rows: int) -> li
             # A tree comes on top of the share, or a wide one would wait for ever among many small feeds.
             offer = min(limit + len(feed.tree), granted + left)
             room = feed.num_prefix(granted) + prefix_left
-            grant = max(_usable(feed, offer if prefixes[index] <= room else min(offer, room)), granted)
+            offer = offer if prefixes[index] <= room else min(offer, room)
+            if offer >= needs[index]:
+                usable = needs[index]
+            else:
+                usable = min(offer, feed.num_committed - 1 if len(feed.tree) else feed.num_committed)
+            grant = max(usable, granted)
             left -= grant - granted
             prefix_left -= feed.num_prefix(grant) - feed.num_prefix(granted)
             grants[index] = grant
     return grants
-
-
-def _usable(feed: Feed, offer: int) -> int:
-    need = feed.num_committed + len(feed.tree)
-    if offer >= need:
-        return need
-    return min(offer, feed.num_committed - 1 if len(feed.tree) else feed.num_committed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,94 +86,75 @@ class Batch:
 
 def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.device) -> Batch:
     """The plan of a forward in which feed i has grants[i] rows, in feed order; its slots must have been reserved."""
-    rows = _Rows()
+    token_ids: list[int] = []
+    positions: list[int] = []
+    key_starts: list[int] = []
+    wanted: list[int] = []
+    row_slots: list[Slots] = []
+    key_lists: list[Slots] = []
+    num_keys = 0
+    prefixes: list[range] = []
+    ranges: list[range | None] = []
     for feed, grant in zip(feeds, grants, strict=True):
-        rows.add(feed, grant)
-    return rows.batch(device)
-
-
-class _Rows:
-    """Rows collected on the host, as plain lists, and lists of slots as arrays."""
-
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.positions: list[int] = []
-        self.slots: list[Slots] = []
-        self.key_starts: list[int] = []
-        self.key_lists: list[Slots] = []
-        self.num_keys = 0
-        self.wanted: list[int] = []
-        self.prefixes: list[range] = []
-        self.ranges: list[range | None] = []
-
-    def add(self, feed: Feed, grant: int) -> None:
-        """Adds the rows of a feed, and where their logits will be; without any rows, that there are none."""
-        first, is_complete = len(self.token_ids), self._add_rows(feed, grant) if grant else False
-        self.prefixes.append(self._want(first, feed.num_prefix(grant)))
-        num_last = len(feed.tree) + 1
-        self.ranges.append(self._want(len(self.token_ids) - num_last, num_last) if is_complete else None)
-
-    def _want(self, first: int, count: int) -> range:
-        start = len(self.wanted)
-        self.wanted += range(first, first + count)
-        return range(start, start + count)
-
-    def _add_rows(self, feed: Feed, grant: int) -> bool:
-        """Adds as many rows; tells whether they are all that the feed needs."""
-        session, tree = feed.session, feed.tree
-        start = session.next_position
-        complete = grant == feed.num_committed + len(tree)
-        if not complete:
-            tree = EMPTY
-        stop = start + grant - len(tree)
-        slots = session.table.slots(0, stop + len(tree))
-        self.token_ids += session.token_ids[start:stop]
-        self.token_ids += tree.token_ids
-        self.positions += range(start, stop)
-        self.positions += [stop - 1 + depth for depth in tree.depths[1:]]
-        self.slots.append(slots[start:])
-        self._add_lists(tree, slots, stop, stop - start)
-        return complete
-
-    def _add_lists(self, tree: TokenTree, slots: Slots, stop: int, num_committed: int) -> None:
-        self.key_starts += [self.num_keys] * num_committed
-        if tree.is_chain:
+        session, first = feed.session, len(token_ids)
+        is_complete = grant == feed.num_committed + len(feed.tree)
+        tree = feed.tree if is_complete else EMPTY
+        if grant:
+            start = session.next_position
+            stop = start + grant - len(tree)
+            slots = session.table.slots(0, stop + len(tree))
+            token_ids += session.token_ids[start:stop]
+            token_ids += tree.token_ids
+            positions += range(start, stop)
+            positions += [stop - 1 + depth for depth in tree.depths[1:]]
+            row_slots.append(slots[start:])
             # The slots of a chain lie in a row, and need no gathering.
-            self.key_starts += [self.num_keys] * len(tree)
-            self._add_list(slots)
-            return
-        row_starts = [-1] * len(tree)
-        for leaf in tree.leaves():
-            path = tree.path(leaf)
-            for row in path:
-                if row_starts[row - 1] < 0:
-                    row_starts[row - 1] = self.num_keys
-            self._add_list(np.append(slots[:stop], slots[[stop + row - 1 for row in path]]))
-        self.key_starts += row_starts
+            if tree.is_chain:
+                key_starts += [num_keys] * grant
+                lists = [slots]
+            else:
+                key_starts += [num_keys] * (stop - start)
+                lists, starts = _leaf_lists(tree, slots, stop)
+                key_starts += [num_keys + each for each in starts]
+            key_lists += lists
+            num_keys += sum(map(len, lists))
+        num_prefix, num_last = feed.num_prefix(grant), len(tree) + 1
+        prefixes.append(range(len(wanted), len(wanted) + num_prefix))
+        wanted += range(first, first + num_prefix)
+        ranges.append(range(len(wanted), len(wanted) + num_last) if is_complete else None)
+        if is_complete:
+            wanted += range(len(token_ids) - num_last, len(token_ids))
+    # Those of one type travel together, because each tensor costs as much as many rows.
+    num_rows = len(token_ids)
+    longs = np.array(token_ids + positions + key_starts + wanted, dtype=np.int64)
+    parts = _split(longs, device, num_rows, num_rows, num_rows)
+    counts = longs[num_rows : 2 * num_rows] + 1
+    ints = np.concatenate((counts, *key_lists), dtype=np.int32, casting="same_kind")
+    key_counts, key_slots = _split(ints, device, num_rows)
+    plan = RowPlan(
+        token_ids=parts[0],
+        positions=parts[1],
+        slots=_tensor(row_slots[0] if len(row_slots) == 1 else np.concatenate(row_slots), device),
+        key_slots=key_slots,
+        key_starts=parts[2],
+        key_counts=key_counts,
+        max_key_count=max(positions) + 1,
+    )
+    return Batch(plan, parts[3], prefixes, ranges)
 
-    def _add_list(self, keys: Slots) -> None:
-        self.key_lists.append(keys)
-        self.num_keys += len(keys)
 
-    def batch(self, device: torch.device) -> Batch:
-        """The rows as tensors: those of one type travel together, because each tensor costs as much as many rows."""
-        num_rows = len(self.token_ids)
-        longs = np.array(self.token_ids + self.positions + self.key_starts + self.wanted, dtype=np.int64)
-        token_ids, positions, key_starts, wanted = _split(longs, device, num_rows, num_rows, num_rows)
-        counts = longs[num_rows : 2 * num_rows] + 1
-        ints = np.concatenate((counts, *self.key_lists), dtype=np.int32, casting="same_kind")
-        key_counts, key_slots = _split(ints, device, num_rows)
-        slots = self.slots[0] if len(self.slots) == 1 else np.concatenate(self.slots)
-        plan = RowPlan(
-            token_ids=token_ids,
-            positions=positions,
-            slots=_tensor(slots, device),
-            key_slots=key_slots,
-            key_starts=key_starts,
-            key_counts=key_counts,
-            max_key_count=max(self.positions) + 1,
-        )
-        return Batch(plan, wanted, self.prefixes, self.ranges)
+def _leaf_lists(tree: TokenTree, slots: Slots, stop: int) -> tuple[list[Slots], list[int]]:
+    """A list for each leaf: the committed slots, then its path's; and where in them the list of each row begins."""
+    lists: list[Slots] = []
+    row_starts, num_keys = [-1] * len(tree), 0
+    for leaf in tree.leaves():
+        path = tree.path(leaf)
+        for row in path:
+            if row_starts[row - 1] < 0:
+                row_starts[row - 1] = num_keys
+        lists.append(np.append(slots[:stop], slots[[stop + row - 1 for row in path]]))
+        num_keys += len(lists[-1])
+    return lists, row_starts
 
 
 def _split(array: Ints, device: torch.device, *sizes: int) -> tuple[Tensor, ...]:

@@ -1,7 +1,5 @@
 """Counter-based noise: a pure function of (seed, position, purpose, token id), and for some purposes of the round.
 
-Keeps no state, knows no model.
-
 Draft and target that draw the same position of the same request use the same noise, whoever computes it, so that both
 choose the same token wherever their distributions allow it (Daliri, Musco and Suresh, 2024, arXiv 2408.07978).
 
@@ -38,12 +36,12 @@ class Purpose(IntEnum):
 
     TOKEN is the target's own draw, also behind a proposal that is accepted to its end, and the draw of a draft that
     shares it; RESIDUAL is the correction. A position is committed once, so one key serves each of them. DRAFT, the draw
-    of a draft of its own, and COIN, which decides about a draft token, need `round_key`.
+    of a draft of its own, and ACCEPTANCE, which decides about a draft token, need `round_key`.
     """
 
     TOKEN = 0
     DRAFT = 1
-    COIN = 2
+    ACCEPTANCE = 2
     RESIDUAL = 3
 
 
@@ -117,7 +115,7 @@ def numpy_gumbel(keys: Words, num_tokens: int) -> Floats:
 
 
 def first_uniforms(keys: Sequence[int]) -> Floats:
-    """The uniforms [R] of id 0 alone, for keys [R] as noise_key makes them: all that a coin needs."""
+    """The uniforms [R] of id 0 alone, for keys [R] as noise_key makes them: all that a test needs."""
     if len(keys) > FEW_KEYS:
         return numpy_uniforms(np.array(keys, dtype=np.int64).view(np.uint64), 1)[:, 0]
     # In Python, because numpy takes longer to begin than this to end.

@@ -1,4 +1,4 @@
-"""What one ragged forward computes, row by row, as tensors. Knows no sessions, blocks or models: only rows and slots.
+"""What one ragged forward computes, row by row, as tensors.
 
 A row is one new token. The mask of a forward is not a matrix: every row names the list of cache slots that it sees, in
 position order, so prefill, decode and a tree of proposals are the same plan with other lists.

@@ -25,6 +25,12 @@ from outrider.engine.session import Session
 from outrider.errors import InvalidRequest, ModelRefused, PromptTooLong
 from outrider.token_tree import EMPTY
 
+MAX_ROWS = 512
+# 64 MiB of float32, beyond those behind which tokens are drawn.
+MAX_PREFIX_LOGITS = 1 << 24
+# What the cache takes by default, and what it may take for the sake of one whole context.
+DEFAULT_KV_BYTES, MAX_KV_BYTES = 512 << 20, 4 << 30
+
 
 @dataclass(slots=True)
 class ForwardCounts:
@@ -38,13 +44,6 @@ class ForwardCounts:
         """Counts a forward."""
         self.num_rows += num_rows
         self.batch_sizes[num_sessions] = self.batch_sizes.get(num_sessions, 0) + 1
-
-
-MAX_ROWS = 512
-# 64 MiB of float32, beyond those behind which tokens are drawn.
-MAX_PREFIX_LOGITS = 1 << 24
-# What the cache takes by default, and what it may take for the sake of one whole context.
-DEFAULT_KV_BYTES, MOST_KV_BYTES = 512 << 20, 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +122,11 @@ class ModelRunner:
         if not 1 <= size <= config.vocab_size:
             message = f"{checkpoint.name}: the tokenizer knows {size} ids, but the model embeds {config.vocab_size}"
             raise ModelRefused(message, vocabulary_size=size, vocab_size=config.vocab_size)
-        decoder = checkpoint.build(torch_device, DTYPES[dtype], _checked_ops(checkpoint, torch_device, num_threads))
+        ops = choose_ops(torch_device, num_threads)
+        if isinstance(ops, NativeOps) and config.head_dim > MAX_HEAD_DIM:
+            message = f"{checkpoint.name} has heads of {config.head_dim}, but at most {MAX_HEAD_DIM} fit the kernels"
+            raise ModelRefused(message, head_dim=config.head_dim, limit=MAX_HEAD_DIM)
+        decoder = checkpoint.build(torch_device, DTYPES[dtype], ops)
         names = checkpoint.name, checkpoint.digest()
         identity = ModelIdentity(*names, dtype, num_threads, size, checkpoint.modelling)
         return cls(decoder, identity, kv_tokens or default_kv_tokens(config, torch_device, DTYPES[dtype]))
@@ -213,7 +216,10 @@ class ModelRunner:
         self.forward_counts.add(sum(map(bool, grants)), sum(grants))
         for feed, grant, rows in zip(feeds, grants, batch.ranges, strict=True):
             if grant:
-                self._advance(feed, grant, finished=rows is not None)
+                session, finished = feed.session, rows is not None
+                cached_len = len(session) if finished else session.next_position + grant
+                session.advance(cached_len, feed.tree if finished else EMPTY)
+                session.last_forward = self._num_forwards
         return ForwardResult(logits, batch.ranges, batch.prefixes)
 
     def check(self, feed: Feed) -> None:
@@ -236,26 +242,12 @@ class ModelRunner:
             if not 0 <= extreme < self.config.vocab_size:
                 raise InvalidRequest("token_ids", extreme, f"in [0, {self.config.vocab_size})")
 
-    def _advance(self, feed: Feed, grant: int, finished: bool) -> None:
-        session = feed.session
-        cached_len = len(session) if finished else session.next_position + grant
-        session.advance(cached_len, feed.tree if finished else EMPTY)
-        session.last_forward = self._num_forwards
-
 
 def default_kv_tokens(config: DecoderFacts, device: torch.device, dtype: torch.dtype) -> int:
     """Tokens whose keys and values fit into 512 MiB, or one full context, up to 4 GiB for that."""
     item_bytes = 4 if device.type == "cpu" else dtype.itemsize
     token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item_bytes
-    return max(DEFAULT_KV_BYTES // token_bytes, min(config.context_len, MOST_KV_BYTES // token_bytes))
-
-
-def _checked_ops(checkpoint: Checkpoint, device: torch.device, num_threads: int) -> Ops:
-    ops, head_dim = choose_ops(device, num_threads), checkpoint.config.head_dim
-    if isinstance(ops, NativeOps) and head_dim > MAX_HEAD_DIM:
-        message = f"{checkpoint.name} has heads of {head_dim}, but at most {MAX_HEAD_DIM} fit the kernels"
-        raise ModelRefused(message, head_dim=head_dim, limit=MAX_HEAD_DIM)
-    return ops
+    return max(DEFAULT_KV_BYTES // token_bytes, min(config.context_len, MAX_KV_BYTES // token_bytes))
 
 
 def _checked_device(name: str) -> torch.device:

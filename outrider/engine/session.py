@@ -1,4 +1,4 @@
-"""The tokens of one sequence and how many of them are cached. Computes nothing; the runner moves `cached_len` forward.
+"""The tokens of one sequence and how many of them are cached.
 
 State is lengths: the slots of positions below cached_len hold committed keys and values; those behind the last token
 hold the rows of the last forward's tree, which are provisional until keep, extend, replace_tail or truncate. The token
@@ -38,11 +38,6 @@ class Session:
         return f"<Session {self.cached_len} of {len(self)} tokens cached, tree of {len(self.tree)} rows>"
 
     @property
-    def uncached(self) -> list[int]:
-        """Committed tokens whose keys and values are not cached."""
-        return self.token_ids[self.cached_len :]
-
-    @property
     def next_position(self) -> int:
         """Where the next forward starts: the first uncached token, or the last token again when all are cached.
 
@@ -56,7 +51,7 @@ class Session:
         self.table.reserve(len(self.token_ids) + num_tree_rows, self.next_position)
 
     def advance(self, cached_len: int, tree: TokenTree) -> None:
-        """Called by the runner after a forward: tokens below cached_len are cached, and tree's rows behind them."""
+        """What the runner says after a forward: tokens below cached_len are cached, and tree's rows behind them."""
         self.cached_len = cached_len
         self.tree = tree
 
@@ -112,7 +107,11 @@ class Session:
         if rows and (not 1 <= rows[-1] <= len(self.tree) or self.tree.path(rows[-1]) != rows):
             raise ValueError(f"rows {rows} are not a path from the root of {self.tree}")
         base = len(self.token_ids)
-        self._move_rows(base, rows)
+        # Row r lies r - 1 places behind the base, and belongs at its depth - 1; rows of a chain lie right already.
+        moved = [depth for depth, row in enumerate(rows) if row - 1 != depth]
+        if moved:
+            slots = self.table.slots(base, base + rows[-1])
+            self.table.cache.copy(slots[[rows[depth] - 1 for depth in moved]], slots[moved])
         self.token_ids.extend(self.tree.token_ids[row - 1] for row in rows)
         self.cached_len += len(rows)
         self.tree = EMPTY
@@ -123,14 +122,6 @@ class Session:
         self.cached_len = 0
         self.tree = EMPTY
         self.table.free()
-
-    def _move_rows(self, base: int, rows: tuple[int, ...]) -> None:
-        """Row r lies r - 1 places behind the base, and belongs at its depth - 1; rows of a chain lie right already."""
-        moved = [depth for depth, row in enumerate(rows) if row - 1 != depth]
-        if not moved:
-            return
-        slots = self.table.slots(base, base + rows[-1])
-        self.table.cache.copy(slots[[rows[depth] - 1 for depth in moved]], slots[moved])
 
     def _check_length(self, name: str, length: int) -> None:
         if not 1 <= length <= len(self.token_ids):

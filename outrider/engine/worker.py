@@ -1,6 +1,6 @@
 """The one thread that touches a device: it runs what others ask for between two forwards, and then the next forward.
 
-Knows nothing about models, sessions or messages. Whatever belongs to the device (sessions, blocks, sampling) is only
+Whatever belongs to the device (sessions, blocks, sampling) is only
 touched by jobs and by `advance`, both of which run here one after the other, so nothing of it needs a lock and nothing
 is freed under a running forward. Tasks that arrive during a forward join the next one (Yu et al., 2022, Orca).
 """
@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import structlog
@@ -24,21 +25,15 @@ NO_WAIT_S = 0.0
 SHORT_WAIT_S = 0.001
 
 T = TypeVar("T")
-Value = TypeVar("Value")
 
 
 class Task(Protocol):
     """Work of several steps."""
 
-    @property
-    def done(self) -> bool:
-        """Whether its last step has been made."""
-        ...
-
-    @property
-    def stopped(self) -> bool:
-        """Whether nobody wants it any more; it leaves before the next step, without an answer."""
-        ...
+    done: bool
+    """Whether its last step has been made."""
+    stopped: bool
+    """Whether nobody wants it any more; it leaves before the next step, without an answer."""
 
     def fail(self, error: OutriderError) -> None:
         """Ends the task with an error."""
@@ -86,11 +81,6 @@ class DeviceWorker(Generic[TaskT]):
         self._thread.start()
 
     @property
-    def num_active(self) -> int:
-        """Tasks that take part in the next forward."""
-        return len(self._active)
-
-    @property
     def num_waiting(self) -> int:
         """Jobs that wait for the end of the running step or job."""
         return self._jobs.qsize()
@@ -103,7 +93,12 @@ class DeviceWorker(Generic[TaskT]):
 
     def post(self, job: Callable[[], None]) -> None:
         """Queues a job that nobody waits for; it must not raise. Raises NotReady after `close`."""
-        self._put(job)
+        if self._closed:
+            raise NotReady("the service is stopping")
+        if self._unfinished_since_ns is None:
+            # The thread sets this too when it wakes up; a thread that never does must not look idle.
+            self._unfinished_since_ns = self._clock_ns()
+        self._jobs.put(job)
 
     def call(self, fn: Callable[[], T]) -> asyncio.Future[T]:
         """Queues `fn` at once, behind what is queued already; the future has its result or its exception.
@@ -114,19 +109,21 @@ class DeviceWorker(Generic[TaskT]):
         future: asyncio.Future[T] = loop.create_future()
 
         def job() -> None:
+            settle: Callable[[], None]
             try:
-                result = fn()
+                settle = partial(future.set_result, fn())
             except Exception as error:  # noqa: BLE001 - it is raised where the future is awaited
-                _deliver(loop, future, future.set_exception, error)
-            else:
-                _deliver(loop, future, future.set_result, result)
+                settle = partial(future.set_exception, error)
+            # A loop that has been closed has nobody left who waits; whoever gave up waiting has cancelled the future.
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(lambda: None if future.done() else settle())
 
-        self._put(job)
+        self.post(job)
         return future
 
     def submit(self, task: TaskT) -> None:
         """Lets a task take part from the next forward on; from any thread. Raises NotReady after `close`."""
-        self._put(lambda: self._active.append(task))
+        self.post(lambda: self._active.append(task))
 
     async def close(self) -> None:
         """Ends the thread behind the jobs that are queued; active tasks fail. Idempotent."""
@@ -134,14 +131,6 @@ class DeviceWorker(Generic[TaskT]):
             self._closed = True
             self._jobs.put(None)
         await asyncio.to_thread(self._thread.join)
-
-    def _put(self, job: Callable[[], None]) -> None:
-        if self._closed:
-            raise NotReady("the service is stopping")
-        if self._unfinished_since_ns is None:
-            # The thread sets this too when it wakes up; a thread that never does must not look idle.
-            self._unfinished_since_ns = self._clock_ns()
-        self._jobs.put(job)
 
     def _run(self, setup: Callable[[], None] | None) -> None:
         if setup is not None:
@@ -173,15 +162,12 @@ class DeviceWorker(Generic[TaskT]):
             self._unfinished_since_ns = self._clock_ns()
             if job is None:
                 return False
-            self._run_job(job)
+            try:
+                job()
+            except Exception:
+                # The thread serves every session: it outlives a job that breaks its promise not to raise.
+                log.exception("a job failed")
             timeout_s = NO_WAIT_S
-
-    def _run_job(self, job: Callable[[], None]) -> None:
-        try:
-            job()
-        except Exception:
-            # The thread serves every session: it outlives a job that breaks its promise not to raise.
-            log.exception("a job failed")
 
     def _step(self, tasks: Sequence[TaskT]) -> bool:
         if len(tasks) == 1:
@@ -203,17 +189,3 @@ class DeviceWorker(Generic[TaskT]):
         with own_fault(task):
             return self._advance([task])
         return True
-
-
-def _deliver(
-    loop: asyncio.AbstractEventLoop, future: asyncio.Future[T], settle: Callable[[Value], None], value: Value
-) -> None:
-    """Settles a future on its loop; a loop that has been closed has nobody left who waits."""
-
-    def deliver() -> None:
-        # Whoever gave up waiting has cancelled it.
-        if not future.done():
-            settle(value)
-
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(deliver)

@@ -5,6 +5,7 @@ of jobs are sorted into buckets as they come, where answers are sent and not whe
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -15,7 +16,9 @@ from prometheus_client.metrics_core import (
 )
 
 from outrider.engine.runner import ForwardCounts
-from outrider.model_service.servicer import Device, ServiceCounts, ServiceFacts
+from outrider.engine.worker import DeviceWorker
+from outrider.model_service.servicer import ServiceFacts
+from outrider.model_service.session_store import ServiceCounts
 from outrider.process.metrics import Tally, new_registry, tally_of
 from outrider.rpc.fencing import ComputeTimes
 
@@ -37,7 +40,7 @@ class ServiceMetrics:
         facts: ServiceFacts,
         counts: Callable[[], ServiceCounts],
         forwards: ForwardCounts,
-        device: Device,
+        device: DeviceWorker[Any],
     ) -> None:
         self._facts = facts
         self._counts = counts
@@ -59,60 +62,51 @@ class ServiceMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """All families, as they are now."""
-        yield InfoMetricFamily(PREFIX + "model", "What is served, and on what.", self._model())
-        yield from self._cache_and_sessions(self._counts())
-        yield from self._device_families()
-        yield self._histogram("job_queue_seconds", "From a request's arrival to its first forward.", self._queue_s)
-        yield self._histogram("job_compute_seconds", "Forwards and draws of one answer.", self._compute_s)
-        yield self._histogram("rollback_compute_seconds", "What a call of Rollback did.", self._rollback_s)
-
-    def _cache_and_sessions(self, counts: ServiceCounts) -> Iterator[Metric]:
-        num_blocks = self._facts.block_count
-        used = (num_blocks - counts.free_blocks) / max(1, num_blocks)
-        yield self._gauge("kv_cache_usage_perc", "Share of the cache's blocks that sessions hold, 0 to 1.", used)
-        yield self._gauge("kv_blocks", "Blocks of the cache.", num_blocks)
-        yield self._gauge("kv_blocks_free", "Blocks that no session holds.", counts.free_blocks)
-        yield self._gauge("kv_blocks_cached", "Of these, blocks that still hold a prefix.", counts.cached_blocks)
-        yield self._gauge("sessions", "Sessions that are held.", counts.sessions)
-        yield self._gauge("leased_sessions", "Of these, sessions whose stream is gone.", counts.leased_sessions)
-        yield self._counter("num_preemptions", "Sessions that lost their cache to another.", counts.preemptions)
-        yield self._counter("evicted_sessions", "Leased sessions that were ended for room.", counts.evicted_sessions)
-        yield self._counter("expired_leases", "Leased sessions that nobody came back for.", counts.expired_leases)
-        yield self._counter("stopped_jobs", "Jobs that were given up before their answer.", counts.stopped_jobs)
-        yield self._counter("prefix_cache_queries", "Tokens looked up in the cache.", counts.prefix_query_tokens)
-        yield self._counter("prefix_cache_hits", "Of these, tokens that were there.", counts.prefix_hit_tokens)
-
-    def _device_families(self) -> Iterator[Metric]:
+        facts, counts, num_blocks = self._facts, self._counts(), self._facts.block_count
+        used = (num_blocks - counts.free_block_count) / max(1, num_blocks)
         batches = tally_of(dict(self._forwards.batch_sizes), BATCH_SIZES)
-        yield self._counter("forwards", "Forwards of the model.", batches.count)
-        yield self._counter("forward_rows", "Rows that these computed, one a token.", self._forwards.num_rows)
-        yield self._histogram("forward_sessions", "Sessions in a forward.", batches)
-        yield self._gauge("waiting_jobs", "Jobs that wait for the device.", self._device.num_waiting)
-        stalled_s = self._device.stalled_us / 1e6
-        yield self._gauge("device_stalled_seconds", "For how long the device has had work, none done.", stalled_s)
-
-    def _model(self) -> dict[str, str]:
-        facts = self._facts
-        return {
-            "service": facts.role,
-            "model_name": facts.model_name,
-            "model_hash": facts.model_hash,
-            "numerics_id": facts.numerics_id,
-            "device": facts.device,
-            "dtype": facts.weight_dtype,
-        }
-
-    def _gauge(self, name: str, meaning: str, value: float) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, meaning, labels=["service"])
-        family.add_metric([self._facts.role], value)
-        return family
-
-    def _counter(self, name: str, meaning: str, value: float) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, meaning, labels=["service"])
-        family.add_metric([self._facts.role], value)
-        return family
-
-    def _histogram(self, name: str, meaning: str, tally: Tally) -> Metric:
-        family = HistogramMetricFamily(PREFIX + name, meaning, labels=["service"])
-        family.add_metric([self._facts.role], tally.buckets, tally.total)
-        return family
+        model = {name: getattr(facts, name) for name in ("model_name", "model_hash", "numerics_id", "device")}
+        model |= {"service": facts.role, "dtype": facts.weight_dtype}
+        yield InfoMetricFamily(PREFIX + "model", "What is served, and on what.", model)
+        gauges = (
+            ("kv_cache_usage_perc", "Share of the cache's blocks that sessions hold, 0 to 1.", used),
+            ("kv_blocks", "Blocks of the cache.", num_blocks),
+            ("kv_blocks_free", "Blocks that no session holds.", counts.free_block_count),
+            ("kv_blocks_cached", "Of these, blocks that still hold a prefix.", counts.cached_block_count),
+            ("sessions", "Sessions that are held.", counts.session_count),
+            ("leased_sessions", "Of these, sessions whose stream is gone.", counts.leased_session_count),
+            ("waiting_jobs", "Jobs that wait for the device.", self._device.num_waiting),
+            (
+                "device_stalled_seconds",
+                "For how long the device has had work, none done.",
+                self._device.stalled_us / 1e6,
+            ),
+        )
+        counters = (
+            ("num_preemptions", "Sessions that lost their cache to another.", counts.preemption_count),
+            ("evicted_sessions", "Leased sessions that were ended for room.", counts.evicted_session_count),
+            ("expired_leases", "Leased sessions that nobody came back for.", counts.expired_lease_count),
+            ("stopped_jobs", "Jobs that were given up before their answer.", counts.stopped_job_count),
+            ("prefix_cache_queries", "Tokens looked up in the cache.", counts.prefix_query_tokens),
+            ("prefix_cache_hits", "Of these, tokens that were there.", counts.prefix_hit_tokens),
+            ("forwards", "Forwards of the model.", batches.count),
+            ("forward_rows", "Rows that these computed, one a token.", self._forwards.num_rows),
+        )
+        histograms = (
+            ("forward_sessions", "Sessions in a forward.", batches),
+            ("job_queue_seconds", "From a request's arrival to its first forward.", self._queue_s),
+            ("job_compute_seconds", "Forwards and draws of one answer.", self._compute_s),
+            ("rollback_compute_seconds", "What a call of Rollback did.", self._rollback_s),
+        )
+        for name, meaning, value in gauges:
+            gauge = GaugeMetricFamily(PREFIX + name, meaning, labels=["service"])
+            gauge.add_metric([facts.role], value)
+            yield gauge
+        for name, meaning, value in counters:
+            counter = CounterMetricFamily(PREFIX + name, meaning, labels=["service"])
+            counter.add_metric([facts.role], value)
+            yield counter
+        for name, meaning, tally in histograms:
+            histogram = HistogramMetricFamily(PREFIX + name, meaning, labels=["service"])
+            histogram.add_metric([facts.role], tally.buckets, tally.total)
+            yield histogram

@@ -1,6 +1,6 @@
 """`python -m outrider.model_service.row_probe --model DIR`: whether a model's rows are bitwise independent here.
 
-Loads a model as a service loads it, compares, prints one line of JSON and ends. Knows no service and no request.
+Loads a model as a service loads it, compares, prints one line of JSON and ends.
 """
 
 import json
@@ -16,7 +16,6 @@ from torch import Tensor
 from outrider.engine.batching import Feed
 from outrider.engine.ops.library import load_kernels, processor_levels
 from outrider.engine.runner import ModelRunner
-from outrider.engine.session import Session
 from outrider.model_service.server import load_model
 from outrider.model_service.settings import MAX_THREADS, Dtype, ModelServiceSettings
 from outrider.process import logs
@@ -78,10 +77,11 @@ def compare(runner: ModelRunner) -> list[Comparison]:
     alone = [rows for pair in zip(prompts, chains, strict=True) for rows in together(runner, [pair])]
     among = together(runner, list(zip(prompts, chains, strict=True)))
     stepped = [step_by_step(runner, prompts[0], chains[0])]
+    decoded = [step_by_step(runner, prompts[0][:1], TokenTree.chain(prompts[0][1:]))]
     prefilled = [*together(runner, [(prompts[0], EMPTY)], wants_prefix=True)]
     return [
         compared("a row alone and in a batch", alone, among),
-        compared("prefill and decoding", prefilled, [step_by_step(runner, prompts[0][:1], chain_of(prompts[0][1:]))]),
+        compared("prefill and decoding", prefilled, decoded),
         compared("a proposal and plain decoding", alone[:1], stepped),
     ]
 
@@ -89,11 +89,6 @@ def compare(runner: ModelRunner) -> list[Comparison]:
 def token_ids(runner: ModelRunner, count: int, start: int) -> tuple[int, ...]:
     """Token ids that differ from each other, the same on every machine."""
     return tuple((7919 * (start + 1) + 101 * index) % runner.vocabulary_size for index in range(count))
-
-
-def chain_of(ids: Sequence[int]) -> TokenTree:
-    """Tokens as a proposal."""
-    return TokenTree.chain(ids)
 
 
 def together(
@@ -108,7 +103,8 @@ def together(
         for prefix, own in zip(result.prefixes, result.ranges, strict=True)
         if own is not None
     ]
-    _close(sessions)
+    for session in sessions:
+        session.free()
     return rows
 
 
@@ -119,7 +115,7 @@ def step_by_step(runner: ModelRunner, prompt: Sequence[int], tree: TokenTree) ->
     for token_id in tree.token_ids:
         session.extend([token_id])
         rows.append(runner.forward([Feed(session)]).logits[-1:].clone())
-    _close([session])
+    session.free()
     return torch.cat(rows)
 
 
@@ -127,11 +123,6 @@ def compared(name: str, first: Sequence[Tensor], second: Sequence[Tensor]) -> Co
     """Counts rows with the same bits."""
     pairs = [pair for tensors in zip(first, second, strict=True) for pair in zip(*tensors, strict=True)]
     return Comparison(name, len(pairs), sum(torch.equal(*pair) for pair in pairs))
-
-
-def _close(sessions: Sequence[Session]) -> None:
-    for session in sessions:
-        session.free()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Puts a service with a model together: what draft and target have in common. Knows neither's messages.
+"""Puts a service with a model together: what draft and target have in common.
 
 Loading happens off the loop; from then on only the device thread touches the model.
 """
@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import structlog
@@ -19,14 +18,15 @@ from outrider.engine.runner import ModelRunner
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import NotReady, OutriderError
 from outrider.model_service.metrics import ServiceMetrics
-from outrider.model_service.servicer import ServiceFacts, Sessions
-from outrider.model_service.session_store import SessionTable
+from outrider.model_service.servicer import ServiceFacts, model_service
+from outrider.model_service.session_store import LeaseTable, SessionStore
 from outrider.model_service.settings import ModelServiceSettings
 from outrider.model_service.watchdog import Watchdog
 from outrider.parameters import Rule
 from outrider.process.metrics import RunningMetrics, serve_metrics
 from outrider.process.run import exit_now
 from outrider.rpc import channels
+from outrider.rpc.fencing import ComputeTimes
 from outrider.vocabulary import Vocabulary
 
 log = structlog.get_logger()
@@ -44,6 +44,10 @@ class LoadedModel:
     runner: ModelRunner
     vocabulary: Vocabulary
 
+    def set_threads(self) -> None:
+        """What a device thread does first: torch keeps its number of threads for each thread that calls it."""
+        torch.set_num_threads(self.runner.torch_threads)
+
 
 @dataclass(frozen=True, slots=True)
 class RunningModelService:
@@ -52,7 +56,7 @@ class RunningModelService:
     address: str
     server: channels.RunningServer
     worker: DeviceWorker[Any]
-    table: SessionTable[Any]
+    table: LeaseTable[Any]
     runner: ModelRunner
     facts: ServiceFacts
     watching: asyncio.Task[None]
@@ -142,31 +146,24 @@ def describe(
     )
 
 
-def device_setup(model: LoadedModel) -> Callable[[], None]:
-    """What a device thread does first: torch keeps its number of threads for each thread that calls it."""
-    return partial(torch.set_num_threads, model.runner.torch_threads)
-
-
-def metrics_of(
-    model: LoadedModel,
-    facts: ServiceFacts,
-    sessions: Sessions,
-    worker: DeviceWorker[Any],
-) -> ServiceMetrics:
-    """The figures of a service, for `serve_model`."""
-    return ServiceMetrics(facts, sessions.counts, model.runner.forward_counts, worker)
-
-
 async def serve_model(
     settings: ModelServiceSettings,
     model: LoadedModel,
     facts: ServiceFacts,
     worker: DeviceWorker[Any],
-    table: SessionTable[Any],
-    services: channels.Services,
-    metrics: ServiceMetrics,
+    sessions: SessionStore[Any],
+    own_service: Callable[[Callable[[ComputeTimes], None]], channels.Services],
 ) -> RunningModelService:
-    """Serves on the settings' addresses; raises AddressTaken, and then ends the device thread."""
+    """Serves on the settings' addresses; raises AddressTaken, and then ends the device thread.
+
+    `own_service` makes the service beside ModelService, given what takes note of the cost of answers.
+    """
+    forwards = model.runner.forward_counts
+    metrics = ServiceMetrics(facts, sessions.counts, forwards, worker)
+    services = {
+        **own_service(metrics.observe),
+        **model_service(facts, sessions, worker, metrics.observe_rollback),
+    }
     async with AsyncExitStack() as undo:
         undo.push_async_callback(worker.close)
         exporting = None
@@ -179,4 +176,4 @@ async def serve_model(
         undo.pop_all()
     watchdog = Watchdog(lambda: worker.stalled_us, settings.stall_seconds, server.say_not_serving, exit_now)
     watching = asyncio.create_task(watchdog.watch())
-    return RunningModelService(server.address, server, worker, table, model.runner, facts, watching, exporting)
+    return RunningModelService(server.address, server, worker, sessions.table, model.runner, facts, watching, exporting)

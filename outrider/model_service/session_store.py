@@ -7,48 +7,102 @@ are over is remembered, or the older open behind it would be taken.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import structlog
 
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draw import reopen
 from outrider.engine.session import Session
+from outrider.engine.worker import Task
 from outrider.errors import CacheFull, OutriderError
-from outrider.model_service.servicer import RolledBack, ServiceCounts
+from outrider.model_service.outbox import Outbox
 from outrider.parameters import SessionSpec
 from outrider.process.logs import session_prefix
-from outrider.rpc.fencing import Fence, Known, Standing, judge_open, judge_rollback
+from outrider.rpc.fencing import ComputeTimes, Fence, MessageStatus, SessionView, classify_open, classify_rollback
 
 log = structlog.get_logger()
 
 # More than streams are carried at a time, so that among as many sessions there are always leased ones.
 MAX_SESSIONS = 4096
+# A Rollback overtakes an open by milliseconds, so a newer one never pushes out one that still matters.
+MAX_REMEMBERED = 1024
 TIMER_S = 1e-6  # a loop's timer may come early by its clock's resolution, and there is one for every lease
 
-
-class Held(Protocol):
-    """What a table holds: a session that one stream owns, until another takes it up."""
-
-    epoch: int
-    owner: object
-
-    def stop_job(self) -> bool:
-        """Stops the running job, whose answer is never sent; tells whether there was one."""
-        ...
-
-    def free(self) -> None:
-        """Stops the job and gives back everything; called once."""
-        ...
-
-
-HeldT = TypeVar("HeldT", bound=Held)
+ContentT = TypeVar("ContentT")
+TaskT = TypeVar("TaskT", bound=Task)
 T = TypeVar("T")
 
 
-class SessionTable(Generic[HeldT]):
+@dataclass(frozen=True, slots=True)
+class SessionAnswer(Generic[ContentT]):
+    """What a session says about a message: a proposal or verdict on the fence's length, or that it lacks tokens."""
+
+    fence: Fence
+    content: ContentT | None
+    """None asks for the tokens behind known_len."""
+    known_len: int
+    cached_len: int
+    times: ComputeTimes
+
+
+@dataclass(slots=True, eq=False)
+class SessionState(ABC, Generic[TaskT]):
+    """A session as either service keeps it: its tokens and cache, the stream that owns it, and the job under way."""
+
+    spec: SessionSpec
+    epoch: int
+    session: Session
+    owner: Outbox
+    task: TaskT | None = None
+    prefix_len: int = 0
+    """Tokens that its last opening found in the prefix cache."""
+    last_active: int = 0
+    """Step of the device in which a job of it was last under way; see target_service.block_allocator."""
+
+    @property
+    @abstractmethod
+    def answerable(self) -> Collection[int]:
+        """Lengths on which requests have been taken in this epoch, whose answers are kept or under way."""
+
+    @property
+    @abstractmethod
+    def committed_len(self) -> int:
+        """Number of committed tokens."""
+
+    @property
+    def cached_len(self) -> int:
+        """Number of committed tokens whose keys and values are cached, as answers report it."""
+        return min(self.session.cached_len, self.committed_len)
+
+    @property
+    def view(self) -> SessionView:
+        """What decides about a message."""
+        return SessionView(self.epoch, self.committed_len, self.answerable)
+
+    @abstractmethod
+    def rewind(self, epoch: int, length: int) -> bool:
+        """Begins an epoch at a length, at most the committed one; tells whether a job was stopped."""
+
+    def stop_job(self) -> bool:
+        """Stops the running job, whose answer is never sent; tells whether there was one."""
+        task, self.task = self.task, None
+        if task is not None:
+            task.stopped = True
+        return task is not None
+
+    def free(self) -> None:
+        """Stops the job and gives back the blocks."""
+        self.stop_job()
+        self.session.free()
+
+
+StateT = TypeVar("StateT", bound=SessionState[Any])
+
+
+class LeaseTable(Generic[StateT]):
     """Sessions by id. A leased one is kept `lease_s` seconds for its gateway to come back, unless room is needed.
 
     A lease may be made shorter for a session that nobody can come back for.
@@ -66,17 +120,17 @@ class SessionTable(Generic[HeldT]):
         """Sessions that lost their cache, and nothing else, to another one."""
         self._clock = clock
         self._max_sessions = max_sessions
-        self._held: dict[bytes, HeldT] = {}
+        self._held: dict[bytes, StateT] = {}
         # When each ends, in the order of their beginnings.
         self._leases: dict[bytes, float] = {}
 
     def __repr__(self) -> str:
-        return f"<SessionTable {len(self)} sessions, {self.num_leased} leased>"
+        return f"<LeaseTable {len(self)} sessions, {self.num_leased} leased>"
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def __iter__(self) -> Iterator[HeldT]:
+    def __iter__(self) -> Iterator[StateT]:
         """The sessions in the order of their first open."""
         return iter(list(self._held.values()))
 
@@ -85,11 +139,11 @@ class SessionTable(Generic[HeldT]):
         """Sessions without a stream."""
         return len(self._leases)
 
-    def get(self, session_id: bytes) -> HeldT | None:
+    def get(self, session_id: bytes) -> StateT | None:
         """The session of an id."""
         return self._held.get(session_id)
 
-    def add(self, session_id: bytes, held: HeldT) -> None:
+    def add(self, session_id: bytes, held: StateT) -> None:
         """Holds a session, in the place of leased ones when there are too many; raises ValueError for an id held."""
         if session_id in self._held:
             raise ValueError(f"session {session_id.hex()} is held already")
@@ -157,10 +211,6 @@ class SessionTable(Generic[HeldT]):
         self.num_expired += len(ended)
         return len(ended)
 
-    def count_preemption(self) -> None:
-        """A session of this table has lost its cache to another one."""
-        self.num_preempted += 1
-
     def with_room(self, allocate: Callable[[], T]) -> T:
         """Calls `allocate`, evicting leased sessions as long as it raises CacheFull and there are some."""
         while True:
@@ -171,15 +221,11 @@ class SessionTable(Generic[HeldT]):
                     raise
 
 
-# A Rollback overtakes an open by milliseconds, so a newer one never pushes out one that still matters.
-MAX_REMEMBERED = 1024
-
-
-class LeastEpochs:
+class MinEpochs:
     """For the sessions that were unknown at their Rollback the least epoch that may open them; the newest ones only."""
 
-    def __init__(self, most: int = MAX_REMEMBERED) -> None:
-        self._most = most
+    def __init__(self, maximum: int = MAX_REMEMBERED) -> None:
+        self._maximum = maximum
         self._epochs: dict[bytes, int] = {}
 
     def __len__(self) -> int:
@@ -191,9 +237,8 @@ class LeastEpochs:
 
     def remember(self, session_id: bytes, epoch: int) -> None:
         """A Rollback has begun an epoch of a session that is not known; an older one changes nothing."""
-        epoch = max(epoch, self._epochs.pop(session_id, 0))
-        self._epochs[session_id] = epoch
-        if len(self._epochs) > self._most:
+        self._epochs[session_id] = max(epoch, self._epochs.pop(session_id, 0))
+        if len(self._epochs) > self._maximum:
             del self._epochs[next(iter(self._epochs))]
 
     def forget(self, session_id: bytes) -> None:
@@ -201,158 +246,122 @@ class LeastEpochs:
         self._epochs.pop(session_id, None)
 
 
-class StoppableTask(Protocol):
-    """A job on the device; see outrider.engine.worker.Task."""
+@dataclass(frozen=True, slots=True)
+class RolledBack:
+    """A session after a Rollback: its epoch and committed length now."""
 
-    stopped: bool
-
-
-AnswerT = TypeVar("AnswerT")
-TaskT = TypeVar("TaskT", bound=StoppableTask)
-
-
-@dataclass(slots=True, eq=False)
-class SessionRecord(ABC, Generic[AnswerT, TaskT]):
-    """A session as either service keeps it: its tokens and cache, its stream, and the job under way."""
-
-    spec: SessionSpec
-    epoch: int
-    session: Session
-    owner: object
-    reply: Callable[[AnswerT | OutriderError], None]
-    task: TaskT | None = None
-    prefix_len: int = 0
-    """Tokens that its last opening found in the prefix cache."""
-
-    @property
-    @abstractmethod
-    def known(self) -> Known:
-        """What decides about a message."""
-
-    @property
-    @abstractmethod
-    def committed_len(self) -> int:
-        """Number of committed tokens."""
-
-    @property
-    @abstractmethod
-    def cached_len(self) -> int:
-        """Number of committed tokens whose keys and values are cached, as answers report it."""
-
-    @abstractmethod
-    def rewind(self, epoch: int, length: int) -> bool:
-        """Begins an epoch at a length, at most the committed one; tells whether a job was stopped."""
-
-    def stop_job(self) -> bool:
-        """Stops the running job; see outrider.model_service.session_store.Held."""
-        task, self.task = self.task, None
-        if task is not None:
-            task.stopped = True
-        return task is not None
-
-    def free(self) -> None:
-        """Stops the job and gives back the blocks."""
-        self.stop_job()
-        self.session.free()
+    fence: Fence
+    cached_len: int
+    job_stopped: bool
 
 
-RecordT = TypeVar("RecordT", bound=SessionRecord)  # type: ignore[type-arg]  # whatever the answers and tasks are
+@dataclass(frozen=True, slots=True)
+class ServiceCounts:
+    """State of the sessions and their cache, under the names that GetModelInfoResponse has for it."""
+
+    free_block_count: int
+    session_count: int
+    leased_session_count: int
+    stopped_job_count: int
+    preemption_count: int
+    evicted_session_count: int
+    expired_lease_count: int
+    cached_block_count: int
+    """Of the free blocks those that keep a prefix."""
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
 
 
-class SessionBook(Generic[RecordT]):
-    """The sessions of a service, in a table that knows their leases."""
+class SessionStore(Generic[StateT]):
+    """The sessions of a service. What draft and target do alike with a message is here, the rest in their subclasses.
+
+    A message comes with its fence and with `owner`, the outbox of its stream, which gets the answers: at once what is
+    known, later what has to be computed.
+    """
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        table: SessionTable[RecordT],
-        make: Callable[..., RecordT],
-        *,
-        prefix_cache: bool = True,
+        self, runner: ModelRunner, table: LeaseTable[StateT], kind: type[StateT], *, prefix_cache: bool = True
     ) -> None:
-        """`make` gets the first five fields of a SessionRecord; prefix_cache lets sessions share equal beginnings."""
+        """prefix_cache lets sessions share equal beginnings."""
         self.table = table
         self._runner = runner
-        self._make = make
-        self._least_epochs = LeastEpochs()
+        self._kind = kind
+        self._min_epochs = MinEpochs()
         self._num_stopped_jobs = 0
         self._prefix_cache = prefix_cache
         self._prefix_query_tokens = self._prefix_hit_tokens = 0
-
-    def judge_open(self, fence: Fence) -> tuple[Standing, RecordT | None]:
-        """What to do with an open, and the session if there is one."""
-        held = self.table.get(fence.session_id)
-        known = held.known if held is not None else None
-        return judge_open(fence, known, self._least_epochs.get(fence.session_id)), held
-
-    def open(
-        self, fence: Fence, spec: SessionSpec, owner: object, reply: Callable[[AnswerT | OutriderError], None]
-    ) -> RecordT:
-        """A session of the spec's tokens; a newer epoch starts over, with what is cached of them."""
-        held = self.table.get(fence.session_id)
-        if held is None:
-            session = self._session(spec, None)
-            held = self._make(spec, fence.epoch, session, owner, reply)
-            self.table.add(fence.session_id, held)
-            self._least_epochs.forget(fence.session_id)
-        else:
-            self._num_stopped_jobs += held.stop_job()
-            held.session = self._session(spec, held.session)
-            held.spec = spec
-            held.rewind(fence.epoch, fence.base_len)
-            self.take_up(fence, held, owner, reply)
-        held.prefix_len = self._take_prefix(held.session, spec)
-        return held
-
-    def take_up(
-        self, fence: Fence, held: RecordT, owner: object, reply: Callable[[AnswerT | OutriderError], None]
-    ) -> None:
-        """Another stream owns the session from now on; its lease ends."""
-        self.table.attach(fence.session_id)
-        held.owner, held.reply = owner, reply
-
-    def rewind(self, held: RecordT, epoch: int, length: int) -> bool:
-        """SessionRecord.rewind, counted."""
-        was_stopped = held.rewind(epoch, length)
-        self._num_stopped_jobs += was_stopped
-        return was_stopped
 
     def rollback(self, fence: Fence) -> RolledBack:
         """Truncates a session and begins a new epoch; without an effect unless the epoch is newer."""
         held = self.table.get(fence.session_id)
         if held is None:
-            self._least_epochs.remember(fence.session_id, fence.epoch)
+            self._min_epochs.remember(fence.session_id, fence.epoch)
             return RolledBack(Fence(fence.session_id, fence.epoch, 0), 0, job_stopped=False)
-        was_stopped = judge_rollback(fence, held.known) is Standing.CURRENT and self.rewind(
-            held, fence.epoch, min(fence.base_len, held.committed_len)
-        )
-        now = Fence(fence.session_id, held.epoch, held.committed_len)
-        return RolledBack(now, held.cached_len, was_stopped)
+        is_newer = classify_rollback(fence, held.view) is MessageStatus.CURRENT
+        was_stopped = is_newer and self._rewind(held, fence.epoch, min(fence.base_len, held.committed_len))
+        return RolledBack(Fence(fence.session_id, held.epoch, held.committed_len), held.cached_len, was_stopped)
 
-    def fail(self, session_id: bytes, held: RecordT, error: OutriderError) -> None:
+    def counts(self) -> ServiceCounts:
+        """Numbers for an observer, from any thread; a forward old at most."""
+        return ServiceCounts(
+            free_block_count=self._runner.pool.num_free,
+            cached_block_count=self._runner.pool.num_cached,
+            prefix_query_tokens=self._prefix_query_tokens,
+            prefix_hit_tokens=self._prefix_hit_tokens,
+            session_count=len(self.table),
+            leased_session_count=self.table.num_leased,
+            stopped_job_count=self._num_stopped_jobs,
+            preemption_count=self.table.num_preempted,
+            evicted_session_count=self.table.num_evicted,
+            expired_lease_count=self.table.num_expired,
+        )
+
+    def _classify_open(self, fence: Fence) -> tuple[MessageStatus, StateT | None]:
+        """What to do with an open, and the session if there is one."""
+        held = self.table.get(fence.session_id)
+        view = None if held is None else held.view
+        return classify_open(fence, view, self._min_epochs.get(fence.session_id)), held
+
+    def _open(self, fence: Fence, spec: SessionSpec, owner: Outbox) -> StateT:
+        """A session of the spec's tokens; a newer epoch starts over, with what is cached of them."""
+        held = self.table.get(fence.session_id)
+        salt = spec.cache_salt if self._prefix_cache else None
+        known = None if held is None else held.session
+        if held is not None:
+            self._num_stopped_jobs += held.stop_job()
+        session = reopen(self._runner, known, spec.token_ids, spec.prompt_len, salt)
+        if held is None:
+            held = self._kind(spec, fence.epoch, session, owner)
+            self.table.add(fence.session_id, held)
+            self._min_epochs.forget(fence.session_id)
+        else:
+            held.session, held.spec = session, spec
+            held.rewind(fence.epoch, fence.base_len)
+            self._take_up(fence, held, owner)
+        held.prefix_len = self._take_prefix(session, spec)
+        return held
+
+    def _take_up(self, fence: Fence, held: StateT, owner: Outbox) -> None:
+        """Another stream owns the session from now on; its lease ends."""
+        self.table.attach(fence.session_id)
+        held.owner = owner
+
+    def _rewind(self, held: StateT, epoch: int, length: int) -> bool:
+        """SessionState.rewind, counted."""
+        was_stopped = held.rewind(epoch, length)
+        self._num_stopped_jobs += was_stopped
+        return was_stopped
+
+    def _want_tokens(self, fence: Fence, held: StateT | None, owner: Outbox) -> None:
+        """Answers that tokens are missing."""
+        known_len = min(held.committed_len, fence.base_len - 1) if held else 0
+        owner.put(SessionAnswer(fence, None, known_len, held.cached_len if held else 0, ComputeTimes()))
+
+    def _fail(self, session_id: bytes, held: StateT, error: OutriderError) -> None:
         """The job of a session has failed. It must not keep what it has: its gateway opens it again."""
         held.task = None
         self.table.drop(session_id)
-        held.reply(error)
-
-    def counts(self) -> ServiceCounts:
-        """Numbers for an observer; see outrider.model_service.servicer.Sessions."""
-        return ServiceCounts(
-            free_blocks=self._runner.pool.num_free,
-            cached_blocks=self._runner.pool.num_cached,
-            prefix_query_tokens=self._prefix_query_tokens,
-            prefix_hit_tokens=self._prefix_hit_tokens,
-            sessions=len(self.table),
-            leased_sessions=self.table.num_leased,
-            stopped_jobs=self._num_stopped_jobs,
-            preemptions=self.table.num_preempted,
-            evicted_sessions=self.table.num_evicted,
-            expired_leases=self.table.num_expired,
-        )
-
-    def _session(self, spec: SessionSpec, known: Session | None) -> Session:
-        salt = spec.cache_salt if self._prefix_cache else None
-        return reopen(self._runner, known, spec.token_ids, spec.prompt_len, salt)
+        held.owner.put(error)
 
     def _take_prefix(self, session: Session, spec: SessionSpec) -> int:
         """Takes what others have cached of a session's tokens; returns how many tokens that are."""

@@ -1,120 +1,61 @@
 """The door to a service's sessions: one stream a session, the same for draft and target.
 
-Requests are read while answers are computed, because a newer epoch or a close has to be seen while a job runs. Fences
-are checked, a close frees, a ping is answered at once; everything else becomes a job for the device. A stream ends when
-its client ends it, when a request says so, or with the first error; a client that cancels while nothing is under way
-looks like one that has ended its stream, so nothing may depend on which it was.
+A message takes three hops. The servicer reads it, checks its fence and makes a job of it (SessionServicer.job); the
+job runs on the device thread, where the service's sessions decide what the message is; what has to be computed becomes
+a task of the verifier or drafter. Answers go into the stream's outbox and are written here as they come.
+
+Requests are read while answers are computed, because a newer epoch or a close has to be seen while a job runs. A stream
+ends when its client ends it, when a request says so, or with the first error; a client that cancels while nothing is
+under way looks like one that has ended its stream, so nothing may depend on which it was.
 """
 
 import asyncio
 import time
-from collections import deque
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
+import grpc
 from structlog.contextvars import bind_contextvars
 
-from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded
-from outrider.model_service.session_store import SessionTable
+from outrider.engine.worker import DeviceWorker
+from outrider.errors import InvalidRequest, NotReady, Overloaded
+from outrider.model_service.outbox import Outbox
+from outrider.model_service.servicer import ServiceFacts
+from outrider.model_service.session_store import LeaseTable, SessionAnswer, SessionStore
 from outrider.process import tracing
 from outrider.process.logs import session_prefix
-from outrider.rpc import messages
 from outrider.rpc.fencing import ComputeTimes, Fence
-from outrider.v1 import types_pb2 as pb
+from outrider.rpc.messages import fence_from, fence_message, times_message
+from outrider.v1.draft_service_pb2 import ProposeRequest, ProposeResponse
+from outrider.v1.target_service_pb2 import VerifyRequest, VerifyResponse
+from outrider.v1.types_pb2 import Pong, TokensWanted
 
-# Eight windows of unasked verdicts: a client that asks for all of them again a few times is still heard.
-MAX_UNSENT_ANSWERS = 2048
 MAX_UNFINISHED_JOBS = 16
+# A stream has a handler, two tasks and some jobs, so this bounds all of them.
+MAX_STREAMS = 1024
+# What took longer gets an event of its own; everything else is in the sums.
+SLOW_US = 500_000
 
-OutT = TypeVar("OutT")
-InT = TypeVar("InT")
-T = TypeVar("T")
-
-
-class Device(Protocol):
-    """The device thread."""
-
-    def post(self, job: Callable[[], None]) -> None:
-        """Runs a job between two forwards; nobody is told when."""
-        ...
-
-    def call(self, fn: Callable[[], T]) -> Awaitable[T]:
-        """Runs `fn` between two forwards; it is queued at once, whether anybody awaits it or not."""
-        ...
+RequestT = TypeVar("RequestT", ProposeRequest, VerifyRequest)
+ResponseT = TypeVar("ResponseT", ProposeResponse, VerifyResponse)
+StoreT = TypeVar("StoreT", bound=SessionStore[Any])
+Job = Callable[[], None]
+"""What the device thread does for a message."""
 
 
-class Leases(Protocol):
-    """The part of a SessionTable that the end of a stream concerns."""
-
-    lease_s: float
-
-    def leave(self, session_id: bytes, owner: object, lease_s: float) -> bool:
-        """Begins a lease of lease_s seconds, if the session is there and the owner's."""
-        ...
-
-    def sweep(self) -> int:
-        """Ends leases."""
-        ...
-
-
-def _for_ever() -> None:
-    """No deadline."""
-
-
-class Outbox(Generic[OutT]):
-    """Answers on their way to one stream, in order; filled from any thread, emptied on the loop that made it.
-
-    A client that leaves more than `most` of them unread is given up: `overflow` has the error then.
-    """
-
-    def __init__(self, most: int = MAX_UNSENT_ANSWERS) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._most = most
-        self._items: deque[OutT | Exception | None] = deque()
-        self._is_waking = False
-        self._wanted: asyncio.Future[None] | None = None
-        self.overflow: asyncio.Future[Overloaded] = self._loop.create_future()
-
-    def put(self, answer: OutT | Exception | None) -> None:
-        """Adds an answer, the error that ends the stream, or None for its end behind the answers so far."""
-        if len(self._items) <= self._most:
-            self._items.append(answer)
-        # One wake serves all that is put before the loop gets to it. A loop that has been closed has no streams left.
-        if not self._is_waking and not self._loop.is_closed():
-            self._is_waking = True
-            self._loop.call_soon_threadsafe(self._wake)
-
-    async def get(self) -> OutT | None:
-        """The next answer, None at the end; raises the error that ends the stream."""
-        while not self._items:
-            self._wanted = self._loop.create_future()
-            await self._wanted
-        item = self._items.popleft()
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-    def _wake(self) -> None:
-        # Before the looking, so that whatever is put from now on wakes again.
-        self._is_waking = False
-        if len(self._items) > self._most and not self.overflow.done():
-            message = f"the client has left {self._most} answers of this stream unread"
-            self.overflow.set_result(Overloaded(message, limit=self._most))
-        if self._wanted is not None and not self._wanted.done():
-            self._wanted.set_result(None)
-
-
-class SessionStream(Generic[InT, OutT]):
+class SessionStream:
     """A stream and the one session that it carries; owns the session until another stream opens it again."""
 
-    def __init__(self, device: Device, leases: Leases, time_left_s: Callable[[], float | None] = _for_ever) -> None:
+    def __init__(
+        self, device: DeviceWorker[Any], table: LeaseTable[Any], time_left_s: Callable[[], float | None] = lambda: None
+    ) -> None:
         """`time_left_s` tells what is left of the client's deadline; None for no end."""
-        self.outbox = Outbox[OutT]()
+        self.outbox = Outbox()
         self._device = device
-        self._leases = leases
+        self._table = table
         self._time_left_s = time_left_s
         self._session_id: bytes | None = None
         self._num_jobs = 0
@@ -134,7 +75,7 @@ class SessionStream(Generic[InT, OutT]):
         self._session_id = fence.session_id
         return action
 
-    async def hand_over(self, job: Callable[[], None]) -> None:
+    async def hand_over(self, job: Job) -> None:
         """Queues a job for the device, behind the earlier ones; what it raises ends the stream.
 
         Nobody is woken at its end, because the answer is what its client waits for; but every 16th is waited for, so
@@ -148,11 +89,11 @@ class SessionStream(Generic[InT, OutT]):
 
     async def carry(
         self,
-        requests: AsyncIterator[InT],
-        write: Callable[[OutT], Awaitable[None]],
-        handle: Callable[[InT], Awaitable[bool]],
+        requests: AsyncIterator[Any],
+        write: Callable[[Any], Awaitable[None]],
+        handle: Callable[[Any], Awaitable[bool]],
     ) -> None:
-        """Hands requests to `handle` until it returns False, and writes the outbox, until the stream ends.
+        """Hands requests to `handle` until it returns False, and answers to `write`, until the stream ends.
 
         Raises what `handle` raised and what the outbox was given, and Overloaded about a client that does not read.
         Afterwards the session, unless it was closed, is on a lease and has no job.
@@ -161,7 +102,7 @@ class SessionStream(Generic[InT, OutT]):
         writer = asyncio.create_task(self._write(write))
         overflow = self.outbox.overflow
         try:
-            ends: set[asyncio.Future[None] | asyncio.Future[Overloaded]] = {writer, overflow}
+            ends: set[asyncio.Future[Any]] = {writer, overflow}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if overflow.done():
                 raise overflow.result()
@@ -170,11 +111,9 @@ class SessionStream(Generic[InT, OutT]):
             # Once cancelled, the reader queues no more jobs, so the lease begins behind its last one.
             reader.cancel()
             writer.cancel()
-            lease_s = self._lease_s()
-            leaving = asyncio.ensure_future(self._leave(self._queue_leave(lease_s), lease_s))
-            await asyncio.wait({reader, writer, leaving})
+            await asyncio.wait([reader, writer, *self._leave()])
 
-    def _run(self, job: Callable[[], None]) -> None:
+    def _run(self, job: Job) -> None:
         """On the device thread; behind a failure nothing of the stream has an effect."""
         if self._has_failed:
             return
@@ -184,11 +123,11 @@ class SessionStream(Generic[InT, OutT]):
             self._has_failed = True
             self.outbox.put(error)
 
-    async def _write(self, write: Callable[[OutT], Awaitable[None]]) -> None:
+    async def _write(self, write: Callable[[Any], Awaitable[None]]) -> None:
         while (answer := await self.outbox.get()) is not None:
             await write(answer)
 
-    async def _read(self, requests: AsyncIterator[InT], handle: Callable[[InT], Awaitable[bool]]) -> None:
+    async def _read(self, requests: AsyncIterator[Any], handle: Callable[[Any], Awaitable[bool]]) -> None:
         end: Exception | None = None
         try:
             async for request in requests:
@@ -198,204 +137,141 @@ class SessionStream(Generic[InT, OutT]):
             end = error
         # What the jobs so far answer or raise at once goes before the end. A service that has stopped runs none.
         with suppress(NotReady):
-            await self._device.call(_nothing)
+            await self._device.call(lambda: None)
         self.outbox.put(end)
 
-    def _lease_s(self) -> float:
-        """No lease outlasts the client's deadline, because nobody comes back after that."""
+    def _leave(self) -> list[asyncio.Future[Any]]:
+        """Queues the lease at once, because a handler may be cancelled a second time; returns what tells of its end."""
         left_s = self._time_left_s()
-        return self._leases.lease_s if left_s is None else min(left_s, self._leases.lease_s)
-
-    def _queue_leave(self, lease_s: float) -> Awaitable[bool] | None:
-        """Queues the lease at once, because a handler may be cancelled a second time."""
+        # No lease outlasts the client's deadline, because nobody comes back after that.
+        lease_s = self._table.lease_s if left_s is None else min(left_s, self._table.lease_s)
         # A service that has stopped has freed everything.
         with suppress(NotReady):
-            return self._device.call(partial(self._leases.leave, self._session_id or b"", self, lease_s))
-        return None
+            leaving = self._device.call(partial(self._table.leave, self._session_id or b"", self.outbox, lease_s))
+            leaving.add_done_callback(partial(self._sweep_after, lease_s))
+            return [leaving]
+        return []
 
-    async def _leave(self, leaving: Awaitable[bool] | None, lease_s: float) -> None:
-        if leaving is not None and await leaving:
+    def _sweep_after(self, lease_s: float, leaving: asyncio.Future[bool]) -> None:
+        if not leaving.cancelled() and leaving.result():
             asyncio.get_running_loop().call_later(lease_s, self._sweep)
 
     def _sweep(self) -> None:
         """Ends the lease when its time has come; the device thread decides whether it has."""
         with suppress(NotReady):
-            self._device.call(self._leases.sweep)
+            self._device.call(self._table.sweep)
 
 
-def _nothing() -> None:
-    """A job whose end tells that those before it have ended."""
+class SessionServicer(ABC, Generic[RequestT, ResponseT, StoreT]):
+    """Carries the session streams of one service; a subclass says what its messages mean."""
 
-
-# What took longer gets an event of its own; everything else is in the sums.
-SLOW_US = 500_000
-
-
-@dataclass(slots=True)
-class SessionFigures:
-    """Sums over a stream."""
-
-    num_answers: int = 0
-    num_forwards: int = 0
-    queue_us: int = 0
-    compute_us: int = 0
-
-    def add(self, times: ComputeTimes) -> None:
-        """Counts an answer."""
-        self.num_answers += 1
-        self.num_forwards += times.forward_count
-        self.queue_us += times.queue_us
-        self.compute_us += times.compute_us
-        # The first one read the prompt.
-        if self.num_answers == 1 or times.queue_us + times.compute_us > SLOW_US:
-            name = "first answer" if self.num_answers == 1 else "slow answer"
-            tracing.event(name, queue_us=times.queue_us, compute_us=times.compute_us, forwards=times.forward_count)
-
-    def tell(self) -> None:
-        """Writes the sums into the open span."""
-        tracing.note(
-            answers=self.num_answers, forwards=self.num_forwards, queue_us=self.queue_us, compute_us=self.compute_us
-        )
-
-
-# A stream has a handler, two tasks and some jobs, so this bounds all of them.
-MAX_STREAMS = 1024
-
-
-class Request(Protocol):
-    """A message of a session's stream."""
-
-    @property
-    def fence(self) -> pb.Fence:
-        """Which session it belongs to."""
-        ...
-
-    def WhichOneof(self, oneof_group: Literal["action"], /) -> str | None:  # noqa: N802 - the name is protobuf's
-        """Name of the field that is set."""
-        ...
-
-
-class Answered(Protocol):
-    """An answer to a message."""
-
-    @property
-    def times(self) -> ComputeTimes:
-        """What it cost."""
-        ...
-
-
-AnswerT = TypeVar("AnswerT", bound=Answered)
-RequestT = TypeVar("RequestT", bound=Request)
-ResponseT = TypeVar("ResponseT")
-RequestT_contra = TypeVar("RequestT_contra", bound=Request, contravariant=True)
-ResponseT_co = TypeVar("ResponseT_co", covariant=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival(Generic[AnswerT]):
-    """Of a message: its fence, its stream, where answers go, and when it came, on time.perf_counter_ns."""
-
-    fence: Fence
-    owner: object
-    reply: Callable[[AnswerT | OutriderError], None]
-    arrived_ns: int
-
-
-class Messages(Protocol[RequestT_contra, AnswerT, ResponseT_co]):
-    """What the messages of one service say."""
-
-    def job(self, action: str, request: RequestT_contra, arrival: Arrival[AnswerT]) -> Callable[[], None]:
-        """What the device thread does for a request; raises InvalidRequest and the like about what it says."""
-        ...
-
-    def response(self, answer: AnswerT) -> ResponseT_co:
-        """The message for an answer."""
-        ...
-
-    def pong(self, fence: Fence) -> ResponseT_co:
-        """The answer to a ping."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Pinged:
-    """Stands for the answer to a ping among the answers of a stream."""
-
-    fence: Fence
-
-
-def unobserved(times: ComputeTimes) -> None:
-    """Nobody wants to know."""
-
-
-class SessionServicer(Generic[RequestT, AnswerT, ResponseT]):
-    """Carries the session streams of one service."""
+    response_type: type[ResponseT]
 
     def __init__(
         self,
-        messages: Messages[RequestT, AnswerT, ResponseT],
-        context_len: int,
-        table: SessionTable[Any],
-        device: Device,
-        observe: Callable[[ComputeTimes], None] = unobserved,
+        facts: ServiceFacts,
+        sessions: StoreT,
+        device: DeviceWorker[Any],
+        observe: Callable[[ComputeTimes], None],
     ) -> None:
         """`observe` is told what each answer cost, when it is sent."""
-        self._observe = observe
-        self._messages = messages
-        self._context_len = context_len
-        self._table = table
+        self._facts = facts
+        self._sessions = sessions
         self._device = device
+        self._observe = observe
         self._num_streams = 0
 
-    async def carry(
-        self,
-        requests: AsyncIterator[RequestT],
-        write: Callable[[ResponseT], Awaitable[None]],
-        time_left_s: Callable[[], float | None],
-        parent: Mapping[str, str] | None = None,
-    ) -> None:
-        """Carries one session until its stream ends; raises what ends it, and Overloaded when there are too many.
+    @abstractmethod
+    def job(self, request: RequestT, fence: Fence, arrived_ns: int, owner: Outbox) -> Job:
+        """What the device thread does for a request; raises InvalidRequest and the like about what it says.
 
-        `time_left_s` as in SessionStream; `parent` is what the caller says of its trace.
+        `arrived_ns` is when it came, on time.perf_counter_ns; answers go to `owner`, the outbox of its stream.
         """
+
+    @abstractmethod
+    def content(self, answer: Any) -> Mapping[str, Any]:  # noqa: ANN401 - a proposal or a verdict
+        """The field of a response that carries what a session has computed."""
+
+    async def carry(
+        self, requests: AsyncIterator[RequestT], context: grpc.aio.ServicerContext[RequestT, ResponseT]
+    ) -> None:
+        """Carries one session until its stream ends; raises what ends it, and Overloaded when there are too many."""
         if self._num_streams >= MAX_STREAMS:
             raise Overloaded(f"{self._num_streams} sessions have a stream already", limit=MAX_STREAMS)
-        stream = SessionStream[RequestT, AnswerT | Pinged](self._device, self._table, time_left_s)
+        stream = SessionStream(self._device, self._sessions.table, context.time_remaining)
         self._num_streams += 1
-        with tracing.span("session", parent=parent or {}):
-            figures = SessionFigures()
+        with tracing.span("session", parent=tracing.parent_of(context.invocation_metadata())):
+            sums = AnswerSums()
             try:
-                await stream.carry(requests, partial(self._answer, write, figures), partial(self._handle, stream))
+                await stream.carry(requests, partial(self._write, context, sums), partial(self._handle, stream))
             finally:
                 self._num_streams -= 1
-                figures.tell()
+                sums.note()
 
-    async def _answer(
+    async def _write(
         self,
-        write: Callable[[ResponseT], Awaitable[None]],
-        figures: SessionFigures,
-        answer: AnswerT | Pinged,
+        context: grpc.aio.ServicerContext[RequestT, ResponseT],
+        sums: "AnswerSums",
+        answer: SessionAnswer[Any] | ResponseT,
     ) -> None:
-        if isinstance(answer, Pinged):
-            await write(self._messages.pong(answer.fence))
+        if not isinstance(answer, SessionAnswer):
+            await context.write(answer)
             return
-        await write(self._messages.response(answer))
+        if answer.content is None:
+            content: Mapping[str, Any] = {"tokens_wanted": TokensWanted(known_len=answer.known_len)}
+        else:
+            content = self.content(answer.content)
+        response = self.response_type(
+            fence=fence_message(answer.fence, self._facts.instance_id),
+            cached_len=answer.cached_len,
+            numerics_id=self._facts.numerics_id,
+            times=times_message(answer.times),
+            **content,
+        )
+        await context.write(response)
         self._observe(answer.times)
-        figures.add(answer.times)
+        sums.add(answer.times)
 
-    async def _handle(self, stream: SessionStream[RequestT, AnswerT | Pinged], request: RequestT) -> bool:
+    async def _handle(self, stream: SessionStream, request: RequestT) -> bool:
         """Takes one request; False after a close, which ends the stream."""
         arrived_ns = time.perf_counter_ns()
-        fence = messages.fence_from(request.fence, self._context_len)
+        fence = fence_from(request.fence, self._facts.context_len)
         action = stream.admit(fence, request.WhichOneof("action"))
         if action == "open":
             bind_contextvars(session=session_prefix(fence.session_id))
             tracing.note(session=session_prefix(fence.session_id))
         if action == "ping":
-            stream.outbox.put(Pinged(fence))
+            pong = self.response_type(fence=fence_message(fence, self._facts.instance_id), pong=Pong())
+            stream.outbox.put(pong)
         elif action == "close":
-            await self._device.call(partial(self._table.close, fence, stream))
+            await self._device.call(partial(self._sessions.table.close, fence, stream.outbox))
         else:
-            arrival: Arrival[AnswerT] = Arrival(fence, stream, stream.outbox.put, arrived_ns)
-            await stream.hand_over(self._messages.job(action, request, arrival))
+            await stream.hand_over(self.job(request, fence, arrived_ns, stream.outbox))
         return action != "close"
+
+
+class AnswerSums:
+    """What the answers of a stream cost, for its span."""
+
+    def __init__(self) -> None:
+        self._num_answers = self._num_forwards = self._queue_us = self._compute_us = 0
+
+    def add(self, times: ComputeTimes) -> None:
+        """Counts an answer."""
+        self._num_answers += 1
+        self._num_forwards += times.forward_count
+        self._queue_us += times.queue_us
+        self._compute_us += times.compute_us
+        # The first one read the prompt.
+        if self._num_answers == 1 or times.queue_us + times.compute_us > SLOW_US:
+            name = "first answer" if self._num_answers == 1 else "slow answer"
+            tracing.event(name, queue_us=times.queue_us, compute_us=times.compute_us, forwards=times.forward_count)
+
+    def note(self) -> None:
+        """Writes the sums into the open span."""
+        tracing.note(
+            answers=self._num_answers,
+            forwards=self._num_forwards,
+            queue_us=self._queue_us,
+            compute_us=self._compute_us,
+        )

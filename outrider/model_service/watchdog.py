@@ -1,4 +1,4 @@
-"""Ends a process whose device hangs. Knows no device and no services, and decides by one number: how long it hangs.
+"""Ends a process whose device hangs.
 
 A thread that hangs in C cannot be interrupted, and its process still answers pings and calls. So the process says that
 it is not well, and ends; its supervisor starts another. Progress is what counts, never the length of a queue.

@@ -21,6 +21,17 @@ MAX_PORT = 65_535
 ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})", re.ASCII)
 
 
+# A prompt of a million tokens takes 4 bytes for each of them at most.
+MAX_MESSAGE_BYTES = 4 << 20
+# Under 20 % packet loss a ping timeout of 2 s cuts healthy connections; 5 s does not.
+PING_TIMEOUT_MS = 5_000
+DRAIN_S = 30.0
+
+Options = Sequence[tuple[str, int]]
+Services = Mapping[str, Callable[[grpc.aio.Server], None]]
+"""Full names of services, and what adds each to a server."""
+
+
 def check_address(field: str, address: str, *, least_port: int = 1) -> str:
     """Returns the address; raises InvalidRequest when it is not HOST:PORT. A port to listen on may be 0, any free one.
 
@@ -33,17 +44,6 @@ def check_address(field: str, address: str, *, least_port: int = 1) -> str:
     return address
 
 
-# A prompt of a million tokens takes 4 bytes for each of them at most.
-MAX_MESSAGE_BYTES = 4 << 20
-# Under 20 % packet loss a ping timeout of 2 s cuts healthy connections; 5 s does not.
-PING_TIMEOUT_MS = 5_000
-DRAIN_S = 30.0
-
-Options = Sequence[tuple[str, int]]
-Services = Mapping[str, Callable[[grpc.aio.Server], None]]
-"""Full names of services, and what adds each to a server."""
-
-
 class AddressTaken(OutriderError):
     """The operator must choose another address: this one is taken, or not of this machine."""
 
@@ -52,32 +52,29 @@ class AddressTaken(OutriderError):
     exit_code = 69
 
 
+# Of every channel and every server. Without the ping timeout a frozen peer goes unnoticed for a minute.
+OPTIONS: Options = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+
+
 def channel_options() -> Options:
-    """Options of every channel. Without the ping timeout a frozen peer goes unnoticed for a minute."""
-    return (
-        ("grpc.keepalive_time_ms", 10_000),
-        ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
-        ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.max_reconnect_backoff_ms", 2_000),
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    )
+    """Options of every channel."""
+    return (*OPTIONS, ("grpc.max_reconnect_backoff_ms", 2_000), ("grpc.initial_reconnect_backoff_ms", 100))
 
 
 def server_options() -> Options:
     """Options of every server; a port has one owner, so a second service on it fails instead of sharing its calls."""
     return (
+        *OPTIONS,
         ("grpc.so_reuseport", 0),
-        ("grpc.keepalive_time_ms", 10_000),
-        ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
-        ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
-        ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     )
 
 

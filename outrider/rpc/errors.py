@@ -5,7 +5,6 @@ What is not an OutriderError leaves a process as "internal error" and nothing mo
 
 import json
 import re
-from collections.abc import Iterator
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
@@ -85,10 +84,7 @@ def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
 
 def _classes(kind: type[OutriderError] = OutriderError) -> dict[str, type[OutriderError]]:
     """Error classes by the reason that each states itself, those included that other modules define."""
-    return {found.reason: found for found in _family(kind) if "reason" in vars(found)}
-
-
-def _family(kind: type[OutriderError]) -> Iterator[type[OutriderError]]:
-    yield kind
+    found = {kind.reason: kind} if "reason" in vars(kind) else {}
     for child in kind.__subclasses__():
-        yield from _family(child)
+        found |= _classes(child)
+    return found

@@ -5,6 +5,7 @@ and an answer that was overtaken need no handling of their own.
 """
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -23,20 +24,19 @@ class Fence:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class SessionView:
     """What a service knows of a session.
 
     Requests on the lengths in `answerable` have been taken in this epoch, and their answers are kept or under way.
-    `least_len` is the shortest length that a new request of this epoch may build on.
+    A new request of this epoch builds on all that is committed.
     """
 
     epoch: int
     committed_len: int
-    answerable: frozenset[int]
-    least_len: int
+    answerable: Collection[int]
 
 
-class Standing(Enum):
+class MessageStatus(Enum):
     """What to do with a message."""
 
     STALE = auto()
@@ -62,46 +62,46 @@ def check_fence(fence: Fence, context_len: int) -> Fence:
     return fence
 
 
-def judge(fence: Fence, known: Known | None, num_new: int = 0, *, is_owner: bool = True) -> Standing:
+def classify(fence: Fence, view: SessionView | None, num_new: int = 0, *, is_owner: bool = True) -> MessageStatus:
     """What to do with a message that is not an open and brings the last `num_new` of its base_len tokens with it.
 
     A stream that does not own the session never moves it. When its epoch is not over, a Rollback has overtaken its open
     or another stream has repeated that: it is asked for all tokens, so that it is not left without an answer.
     """
-    if known is None:
-        return Standing.FUTURE
-    if fence.epoch < known.epoch:
-        return Standing.STALE
-    if not is_owner or fence.base_len - num_new > known.committed_len:
-        return Standing.FUTURE
-    if fence.epoch > known.epoch:
-        return Standing.REWIND
-    if fence.base_len in known.answerable:
-        return Standing.REPEAT
-    return Standing.CURRENT if fence.base_len >= known.least_len else Standing.STALE
+    if view is None:
+        return MessageStatus.FUTURE
+    if fence.epoch < view.epoch:
+        return MessageStatus.STALE
+    if not is_owner or fence.base_len - num_new > view.committed_len:
+        return MessageStatus.FUTURE
+    if fence.epoch > view.epoch:
+        return MessageStatus.REWIND
+    if fence.base_len in view.answerable:
+        return MessageStatus.REPEAT
+    return MessageStatus.CURRENT if fence.base_len >= view.committed_len else MessageStatus.STALE
 
 
-def judge_open(fence: Fence, known: Known | None, least_epoch: int = 0) -> Standing:
+def classify_open(fence: Fence, view: SessionView | None, min_epoch: int = 0) -> MessageStatus:
     """What to do with an open, which brings all tokens: only a newer epoch starts over.
 
-    `least_epoch` is that of a Rollback which came before the session was known.
+    `min_epoch` is that of a Rollback which came before the session was known.
     """
-    if known is None:
-        return Standing.CURRENT if fence.epoch >= least_epoch else Standing.STALE
-    if fence.epoch > known.epoch:
-        return Standing.CURRENT
+    if view is None:
+        return MessageStatus.CURRENT if fence.epoch >= min_epoch else MessageStatus.STALE
+    if fence.epoch > view.epoch:
+        return MessageStatus.CURRENT
     # On the committed length itself, the open's own job is still under way.
-    repeated = fence.epoch == known.epoch and fence.base_len in {*known.answerable, known.committed_len}
-    return Standing.REPEAT if repeated else Standing.STALE
+    repeated = fence.epoch == view.epoch and fence.base_len in {*view.answerable, view.committed_len}
+    return MessageStatus.REPEAT if repeated else MessageStatus.STALE
 
 
-def judge_rollback(fence: Fence, known: Known | None) -> Standing:
+def classify_rollback(fence: Fence, view: SessionView | None) -> MessageStatus:
     """What to do with a Rollback: CURRENT truncates, REPEAT and STALE only report, FUTURE does not know the session."""
-    if known is None:
-        return Standing.FUTURE
-    if fence.epoch == known.epoch:
-        return Standing.REPEAT
-    return Standing.STALE if fence.epoch < known.epoch else Standing.CURRENT
+    if view is None:
+        return MessageStatus.FUTURE
+    if fence.epoch == view.epoch:
+        return MessageStatus.REPEAT
+    return MessageStatus.STALE if fence.epoch < view.epoch else MessageStatus.CURRENT
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The wall around every handler: no Python text leaves a process. Knows no services and no messages.
+"""The wall around every handler: no Python text leaves a process.
 
 An OutriderError ends a call with its own status. Any other exception is logged once, with its traceback, and ends the
 call with INTERNAL "internal error". A message that cannot be parsed is the caller's fault, and not a Python exception.

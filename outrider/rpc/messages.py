@@ -5,8 +5,7 @@ proposal fits the session's rule is the session's to say: a message comes before
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable
 
 from outrider.errors import InvalidRequest, check_count, check_range, check_token_id, check_token_ids
 from outrider.parameters import (
@@ -25,6 +24,7 @@ from outrider.parameters import (
     TokenLogprob,
 )
 from outrider.rpc.fencing import ComputeTimes, Fence, check_fence
+from outrider.token_tree import TokenTree
 from outrider.v1 import types_pb2 as pb
 
 RULES = {
@@ -150,10 +150,16 @@ def spec_from(message: pb.OpenSession, base_len: int, vocabulary_size: int) -> S
     check_range(SESSION + "prompt_len", message.prompt_len, 1, base_len)
     check_range(SESSION + "max_len", message.max_len, base_len + 1, 2**31 - 1)
     # Before anything is made of them: a list may fill a message.
-    for name, most in (("stop_token_ids", MAX_STOP_TOKEN_IDS), ("eos_token_ids", vocabulary_size)):
-        check_count(SESSION + name, len(getattr(message, name)), most, "ids")
+    for name, maximum in (("stop_token_ids", MAX_STOP_TOKEN_IDS), ("eos_token_ids", vocabulary_size)):
+        check_count(SESSION + name, len(getattr(message, name)), maximum, "ids")
     check_count(SESSION + "cache_salt", len(message.cache_salt), MAX_SALT_BYTES, "bytes")
-    sampling = _session_sampling(message, vocabulary_size)
+    sampling = sampling_from(message.sampling, SESSION + "sampling.")
+    for token_id in sampling.logit_bias:
+        check_token_id(SESSION + "sampling.logit_bias key", token_id, vocabulary_size)
+    check_range(SESSION + "sampling.min_tokens", sampling.min_tokens, 0, message.max_len - message.prompt_len)
+    if sampling.ignore_eos and message.eos_token_ids:
+        raise InvalidRequest(SESSION + "eos_token_ids", list(message.eos_token_ids), "empty under sampling.ignore_eos")
+    logprob_count = message.logprob_count if message.HasField("logprob_count") else None
     return SessionSpec(
         token_ids=check_token_ids(SESSION + "token_ids", message.token_ids, vocabulary_size),
         prompt_len=message.prompt_len,
@@ -164,7 +170,7 @@ def spec_from(message: pb.OpenSession, base_len: int, vocabulary_size: int) -> S
         stop_token_ids=frozenset(check_token_ids(SESSION + "stop_token_ids", message.stop_token_ids, vocabulary_size)),
         acceptance=acceptance_from(message.rule, message.acceptance, SESSION + "rule", SESSION + "acceptance."),
         banned=_banned(message, vocabulary_size),
-        logprob_count=_logprob_count(message),
+        logprob_count=_check_logprobs(logprob_count, message.prompt_logprobs),
         prompt_logprobs=message.prompt_logprobs,
         draft_logprobs=message.draft_logprobs,
         cache_salt=message.cache_salt,
@@ -186,24 +192,10 @@ def _banned(message: pb.OpenSession, vocabulary_size: int) -> tuple[tuple[int, .
     )
 
 
-def _logprob_count(message: pb.OpenSession) -> int | None:
-    """How many alternatives; None for no log-probabilities."""
-    if message.HasField("logprob_count"):
-        return check_range(SESSION + "logprob_count", message.logprob_count, 0, MAX_LOGPROB_COUNT)
-    if message.prompt_logprobs:
+def _check_logprobs(count: int | None, prompt_logprobs: bool) -> int | None:
+    if count is None and prompt_logprobs:
         raise InvalidRequest(SESSION + "prompt_logprobs", True, "false without logprob_count")
-    return None
-
-
-def _session_sampling(message: pb.OpenSession, vocabulary_size: int) -> SamplingParameters:
-    """The sampling parameters, which must fit the vocabulary, the request's length and its EOS ids."""
-    sampling = sampling_from(message.sampling, SESSION + "sampling.")
-    for token_id in sampling.logit_bias:
-        check_token_id(SESSION + "sampling.logit_bias key", token_id, vocabulary_size)
-    check_range(SESSION + "sampling.min_tokens", sampling.min_tokens, 0, message.max_len - message.prompt_len)
-    if sampling.ignore_eos and message.eos_token_ids:
-        raise InvalidRequest(SESSION + "eos_token_ids", list(message.eos_token_ids), "empty under sampling.ignore_eos")
-    return sampling
+    return None if count is None else check_range(SESSION + "logprob_count", count, 0, MAX_LOGPROB_COUNT)
 
 
 def times_message(times: ComputeTimes) -> pb.ComputeTimes:
@@ -225,27 +217,11 @@ MAX_SUPPORT = 256
 MAX_WEIGHT = 65535
 
 
-class Tree(Protocol):
-    """A proposal, whatever class it has where it was made; parents may be empty for a chain."""
+def tree_from(message: pb.TokenTree, vocabulary_size: int, max_rows: int, *, with_logprobs: bool = False) -> TokenTree:
+    """A proposal, the parents of a chain filled in; its log-probabilities are left out unless they are wanted.
 
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Draft token of each row."""
-        ...
-
-    @property
-    def parents(self) -> tuple[int, ...]:
-        """Parent of each row, 0 for the root."""
-        ...
-
-    @property
-    def distributions(self) -> tuple[DraftDistribution, ...]:
-        """The law of each row's token, or nothing."""
-        ...
-
-
-def tree_from(message: pb.TokenTree, vocabulary_size: int, max_rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Token ids and parents of a proposal, the parents of a chain filled in. Raises InvalidRequest."""
+    Raises InvalidRequest.
+    """
     num_rows = len(message.token_ids)
     check_count("proposal.token_ids", num_rows, max_rows, "rows")
     if len(message.parents) not in {0, num_rows}:
@@ -253,55 +229,49 @@ def tree_from(message: pb.TokenTree, vocabulary_size: int, max_rows: int) -> tup
     for row, parent in enumerate(message.parents):
         check_range(f"proposal.parents.{row}", parent, 0, row)
     token_ids = check_token_ids("proposal.token_ids", message.token_ids, vocabulary_size)
-    return token_ids, tuple(message.parents) or tuple(range(num_rows))
+    if len(message.distributions) not in {0, num_rows}:
+        entries = f"{len(message.distributions)} entries"
+        raise InvalidRequest("proposal.distributions", entries, f"empty or {num_rows} entries")
+    distributions = tuple(
+        _distribution_from(each, f"proposal.distributions.{row}", token_ids[row], vocabulary_size)
+        for row, each in enumerate(message.distributions)
+    )
+    logprobs = tuple(message.logprobs) if with_logprobs else ()
+    if len(logprobs) not in {0, num_rows}:
+        raise InvalidRequest("proposal.logprobs", f"{len(logprobs)} entries", f"empty or {num_rows} entries")
+    for row, logprob in enumerate(logprobs):
+        if not -math.inf < logprob <= 0:
+            raise InvalidRequest(f"proposal.logprobs.{row}", logprob, "finite and at most 0")
+    return TokenTree(token_ids, tuple(message.parents) or tuple(range(num_rows)), distributions, logprobs)
 
 
-def distributions_from(message: pb.TokenTree, vocabulary_size: int) -> tuple[DraftDistribution, ...]:
-    """The laws of a proposal's tokens, one a row or none at all. Raises InvalidRequest."""
-    num_rows, num_laws = len(message.token_ids), len(message.distributions)
-    if num_laws not in {0, num_rows}:
-        raise InvalidRequest("proposal.distributions", f"{num_laws} entries", f"empty or {num_rows} entries")
-    laws = []
-    for row, (token_id, law) in enumerate(zip(message.token_ids, message.distributions, strict=False)):
-        field = f"proposal.distributions.{row}"
-        laws.append(_distribution(field, law, vocabulary_size))
-        if token_id not in laws[-1].token_ids:
-            raise InvalidRequest(f"{field}.token_ids", list(law.token_ids), f"a support of the row's token {token_id}")
-    return tuple(laws)
-
-
-def _distribution(field: str, law: pb.DraftDistribution, vocabulary_size: int) -> DraftDistribution:
-    check_count(f"{field}.token_ids", len(law.token_ids), MAX_SUPPORT, "ids")
-    if len(law.weights) != len(law.token_ids):
-        raise InvalidRequest(f"{field}.weights", f"{len(law.weights)} entries", f"{len(law.token_ids)} entries")
-    token_ids = check_token_ids(f"{field}.token_ids", law.token_ids, vocabulary_size)
+def _distribution_from(
+    message: pb.DraftDistribution, field: str, token_id: int, vocabulary_size: int
+) -> DraftDistribution:
+    """What a row's token was drawn from; the token is in its support."""
+    check_count(f"{field}.token_ids", len(message.token_ids), MAX_SUPPORT, "ids")
+    if len(message.weights) != len(message.token_ids):
+        raise InvalidRequest(f"{field}.weights", f"{len(message.weights)} entries", f"{len(message.token_ids)} entries")
+    token_ids = check_token_ids(f"{field}.token_ids", message.token_ids, vocabulary_size)
     if len(set(token_ids)) < len(token_ids):
         raise InvalidRequest(f"{field}.token_ids", list(token_ids), "without repetition")
-    weights = tuple(law.weights)
+    weights = tuple(message.weights)
     # Looked at one by one only when one is at fault: a round carries hundreds.
     if weights and not 1 <= min(weights) <= max(weights) <= MAX_WEIGHT:
         for index, weight in enumerate(weights):
             check_range(f"{field}.weights.{index}", weight, 1, MAX_WEIGHT)
+    if token_id not in token_ids:
+        raise InvalidRequest(f"{field}.token_ids", list(token_ids), f"a support of the row's token {token_id}")
     return DraftDistribution(token_ids, weights)
 
 
-def draft_logprobs_from(message: pb.TokenTree) -> tuple[float, ...]:
-    """The draft's log-probabilities of a proposal's tokens, one a row or none at all. Raises InvalidRequest."""
-    num_rows, num_logprobs = len(message.token_ids), len(message.logprobs)
-    if num_logprobs not in {0, num_rows}:
-        raise InvalidRequest("proposal.logprobs", f"{num_logprobs} entries", f"empty or {num_rows} entries")
-    for row, logprob in enumerate(message.logprobs):
-        if not -math.inf < logprob <= 0:
-            raise InvalidRequest(f"proposal.logprobs.{row}", logprob, "finite and at most 0")
-    return tuple(message.logprobs)
-
-
-def tree_message(tree: Tree, logprobs: Sequence[float] = ()) -> pb.TokenTree:
-    """A proposal to send; a chain travels without its parents.
-
-    `logprobs` are the draft's own, for the gateway. The tree's are not looked at: a target must not see them.
-    """
-    is_chain = tuple(tree.parents) == tuple(range(len(tree.token_ids)))
-    laws = [pb.DraftDistribution(token_ids=law.token_ids, weights=law.weights) for law in tree.distributions]
-    parents = () if is_chain else tree.parents
-    return pb.TokenTree(token_ids=tree.token_ids, parents=parents, distributions=laws, logprobs=logprobs)
+def tree_message(tree: TokenTree, *, with_logprobs: bool = False) -> pb.TokenTree:
+    """A proposal to send; a chain travels without its parents, and the draft's log-probabilities only if asked."""
+    return pb.TokenTree(
+        token_ids=tree.token_ids,
+        parents=() if tree.is_chain else tree.parents,
+        distributions=[
+            pb.DraftDistribution(token_ids=each.token_ids, weights=each.weights) for each in tree.distributions
+        ],
+        logprobs=tree.logprobs if with_logprobs else (),
+    )

@@ -1,1 +1,1 @@
-"""Acceptance rules as pure functions of probabilities and coins, a module for each with its paper."""
+"""Acceptance rules as pure functions of probabilities and uniforms, a module for each with its paper."""

@@ -1,36 +1,36 @@
-"""The rule `block`: block verification. Knows no trees, no sessions and no noise.
+"""The rule `block`: block verification.
 
-Sun et al., "Block verification accelerates speculative decoding", 2024, arXiv 2403.10444. It follows the target's law
-as `ratio` does, and in expectation never keeps fewer tokens: a token that the target likes less than the draft may be
-kept for the sake of one behind it.
+Sun et al., "Block verification accelerates speculative decoding", 2024, arXiv 2403.10444. It follows the target's
+distribution as `ratio` does, and in expectation never keeps fewer tokens: a token that the target likes less than the
+draft may be kept for the sake of one behind it.
 """
 
 import numpy as np
 from torch import Tensor
 
-from target_service.rules.outcome import Floats, Outcome, conclude, draft_probs, law_probs, probs_at
+from target_service.rules.outcome import ChainOutcome, Floats, conclude, draft_probs, probs_at, support_probs
 
 # Stands in the place of a draft probability of 0, which no token that was drawn has.
 TINY = float(np.finfo(np.float64).tiny)
 
 
 def block(
-    target_probs: Tensor, draft_token_ids: Tensor, law_ids: Tensor, law_weights: Tensor, coins: Tensor
-) -> Outcome:
+    target_probs: Tensor, draft_token_ids: Tensor, support_ids: Tensor, support_weights: Tensor, uniforms: Tensor
+) -> ChainOutcome:
     """Keeps the longest prefix of each chain whose own test succeeds.
 
-    Arguments as in target_service.rules.ratio. All K tests are made, whatever comes of the others: the coin and the
+    Arguments as in target_service.rules.ratio. All K tests are made, whatever comes of the others: the uniform and the
     draft's draw of every position are looked at in every round, so neither may serve a later one.
     """
     tested = probs_at(target_probs[:, :-1], draft_token_ids[:, :, None])[:, :, 0]
-    weights = _prefix_weights(tested, draft_probs(draft_token_ids, law_ids, law_weights))
-    laws = law_probs(law_weights)
-    at_laws = np.where(laws > 0, probs_at(target_probs[:, :-1], law_ids), 0)
-    chances = np.concatenate((_chances(weights[:, 1:-1], at_laws[:, 1:], laws[:, 1:]), weights[:, -1:]), axis=1)
+    weights = _prefix_weights(tested, draft_probs(draft_token_ids, support_ids, support_weights))
+    support = support_probs(support_weights)
+    at_support = np.where(support > 0, probs_at(target_probs[:, :-1], support_ids), 0)
+    chances = np.concatenate((_chances(weights[:, 1:-1], at_support[:, 1:], support[:, 1:]), weights[:, -1:]), axis=1)
     lengths = np.arange(1, weights.shape[1], dtype=np.int64)
-    accepted_count = np.where(coins.cpu().numpy() < chances, lengths, 0).max(axis=1)
+    accepted_count = np.where(uniforms.cpu().numpy() < chances, lengths, 0).max(axis=1)
     # The residual is (weight * target - draft)+, here in units of the target; a weight of 0 is never the last kept.
-    return conclude(target_probs, accepted_count, law_ids, laws / np.maximum(weights[:, :-1, None], TINY))
+    return conclude(target_probs, accepted_count, support_ids, support / np.maximum(weights[:, :-1, None], TINY))
 
 
 def _prefix_weights(target_probs: Floats, draft_probs: Floats) -> Floats:
@@ -42,14 +42,14 @@ def _prefix_weights(target_probs: Floats, draft_probs: Floats) -> Floats:
     return weights
 
 
-def _chances(weights: Floats, target_probs: Floats, laws: Floats) -> Floats:
+def _chances(weights: Floats, target_probs: Floats, support: Floats) -> Floats:
     """h = S / (S + 1 - w) with S = sum over the vocabulary of (w * target - draft)+, of each inner prefix [B, K - 1].
 
-    target_probs and laws [B, K - 1, N] are those of the laws' entries behind the prefix; all other tokens are the
-    target's alone. Where S is 0 and w is 1 both laws agree, and a longer prefix is kept anyway.
+    target_probs and support [B, K - 1, N] are those of the draft's support behind the prefix; all other tokens are the
+    target's alone. Where S is 0 and w is 1 both distributions agree, and a longer prefix is kept anyway.
     """
     outside = np.maximum(1 - _row_sums(target_probs), 0)
-    spare = weights * outside + _row_sums(np.maximum(weights[:, :, None] * target_probs - laws, 0))
+    spare = weights * outside + _row_sums(np.maximum(weights[:, :, None] * target_probs - support, 0))
     whole = spare + (1 - weights)
     return np.where(whole > 0, spare / np.maximum(whole, TINY), 1)
 

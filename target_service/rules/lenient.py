@@ -1,4 +1,4 @@
-"""The rule `lenient` at temperature 0. Knows no trees, no sessions and no noise; elsewhere `lenient` is `ratio`.
+"""The rule `lenient` at temperature 0; elsewhere `lenient` is `ratio`.
 
 Leviathan, Kalman and Matias, 2023, arXiv 2211.17192, appendix A.5. Not exact: a token may be kept that is not the best.
 """
@@ -7,13 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from target_service.rules.outcome import Outcome, probs_at
+from target_service.rules.outcome import ChainOutcome, probs_at
 
 
-def lenient_greedy(target_probs: Tensor, draft_token_ids: Tensor, lenience: float) -> Outcome:
+def lenient_greedy(target_probs: Tensor, draft_token_ids: Tensor, lenience: float) -> ChainOutcome:
     """Keeps a draft token of at least lenience times the largest probability, up to the first that is not kept.
 
-    target_probs [B, K + 1, V] float64 are the rows before they collapse: at temperature 1, and cut nowhere.
+    target_probs [B, K + 1, V] float64 are the rows at temperature 1, cut nowhere.
     draft_token_ids [B, K] int64. The next token is the best one.
     """
     tested = probs_at(target_probs[:, :-1], draft_token_ids[:, :, None])[:, :, 0]
@@ -24,4 +24,4 @@ def lenient_greedy(target_probs: Tensor, draft_token_ids: Tensor, lenience: floa
     rows = target_probs[torch.arange(len(counts), device=device), counts.to(device)]
     best = rows.argmax(dim=1, keepdim=True)
     # Of a row that cannot be drawn all probabilities are 0, and stay so.
-    return Outcome(counts, torch.zeros_like(rows).scatter(1, best, rows.gather(1, best)))
+    return ChainOutcome(counts, torch.zeros_like(rows).scatter(1, best, rows.gather(1, best)))

@@ -1,8 +1,8 @@
-"""What the rules for chains have in common: their answer, and the probabilities that they compare. Decides nothing.
+"""What the rules for chains have in common: their answer, and the probabilities that they compare.
 
-Sizes: B chains of K draft tokens each, V tokens of the vocabulary, laws of N entries at most. Probabilities are
-float64. Every sum runs along its row in order, or is one of integers, so that a chain's outcome does not depend on the
-others.
+Sizes: B chains of K draft tokens each, V tokens of the vocabulary, distributions of N entries at most. Probabilities
+are float64. Every sum runs along its row in order, or is one of integers, so that a chain's outcome does not depend on
+the others.
 """
 
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """How many draft tokens [B] int64 of each chain are kept, and the law [B, V] of the token behind them,
+class ChainOutcome:
+    """How many draft tokens [B] int64 of each chain are kept, and the distribution [B, V] of the token behind them,
     unnormalised.
 
-    A chain that is kept to its end has the target's own law there, any other a residual: the caller draws the one with
-    the noise of the target's own tokens, and the other with that of corrections.
+    A chain that is kept to its end has the target's own distribution there, any other a residual: the caller draws the
+    one with the noise of the target's own tokens, and the other with that of corrections.
     """
 
     accepted_count: Tensor
@@ -34,43 +34,47 @@ def probs_at(target_probs: Tensor, token_ids: Tensor) -> Floats:
     return found
 
 
-def law_probs(law_weights: Tensor) -> Floats:
-    """Probabilities [B, K, N] of the entries of the draft's laws."""
-    weights = law_weights.cpu().numpy()
+def support_probs(support_weights: Tensor) -> Floats:
+    """Probabilities [B, K, N] of the entries of the draft's distributions."""
+    weights = support_weights.cpu().numpy()
     probs: Floats = weights / weights.sum(axis=2, keepdims=True)
     return probs
 
 
-def draft_probs(draft_token_ids: Tensor, law_ids: Tensor, law_weights: Tensor) -> Floats:
-    """Probability [B, K] of each draft token under the law that it was drawn from."""
-    weights, drafted = law_weights.cpu().numpy(), draft_token_ids.cpu().numpy()
-    own = (law_ids.cpu().numpy() == drafted[:, :, None]) * weights
+def draft_probs(draft_token_ids: Tensor, support_ids: Tensor, support_weights: Tensor) -> Floats:
+    """Probability [B, K] of each draft token under the distribution that it was drawn from."""
+    weights, drafted = support_weights.cpu().numpy(), draft_token_ids.cpu().numpy()
+    own = (support_ids.cpu().numpy() == drafted[:, :, None]) * weights
     probs: Floats = own.sum(axis=2) / weights.sum(axis=2)
     return probs
 
 
-def conclude(target_probs: Tensor, accepted_count: NDArray[np.int64], law_ids: Tensor, subtracted: Floats) -> Outcome:
+def conclude(
+    target_probs: Tensor, accepted_count: NDArray[np.int64], support_ids: Tensor, subtracted: Floats
+) -> ChainOutcome:
     """The outcome of chains that keep accepted_count [B] of their tokens.
 
-    `subtracted` [B, K, N] is what a residual takes away at law_ids [B, K, N], in the target's own units; only the
+    `subtracted` [B, K, N] is what a residual takes away at support_ids [B, K, N], in the target's own units; only the
     entries of the first rejected position are read.
     """
-    device, num_drafts = target_probs.device, law_ids.shape[1]
+    device, num_drafts = target_probs.device, support_ids.shape[1]
     every, counts = torch.arange(len(accepted_count)), torch.from_numpy(accepted_count)
     # Behind a chain that is kept nothing is subtracted, at whatever ids.
     places = counts.clamp(max=num_drafts - 1)
     taken = subtracted[every.numpy(), places.numpy()] * (accepted_count < num_drafts)[:, None]
     rows = target_probs[every.to(device), counts.to(device)]
-    return Outcome(counts, residual(rows, law_ids[every, places].to(device), torch.from_numpy(taken).to(device)))
+    return ChainOutcome(
+        counts, residual(rows, support_ids[every, places].to(device), torch.from_numpy(taken).to(device))
+    )
 
 
-def residual(rows: Tensor, law_ids: Tensor, subtracted: Tensor) -> Tensor:
-    """(rows - subtracted)+ [B, V], where `subtracted` [B, N] stands at law_ids [B, N] and is 0 elsewhere.
+def residual(rows: Tensor, support_ids: Tensor, subtracted: Tensor) -> Tensor:
+    """(rows - subtracted)+ [B, V], where `subtracted` [B, N] stands at support_ids [B, N] and is 0 elsewhere.
 
-    Padding is an id again with 0 to subtract. A row that vanishes is given back whole: where the target's law is the
-    draft's, a rejection has probability 0 up to rounding.
+    Padding is an id again with 0 to subtract. A row that vanishes is given back whole: where the target's distribution
+    is the draft's, a rejection has probability 0 up to rounding.
     """
-    taken = torch.minimum(rows.gather(1, law_ids), subtracted)
-    left = rows.scatter_add(1, law_ids, -taken)
+    taken = torch.minimum(rows.gather(1, support_ids), subtracted)
+    left = rows.scatter_add(1, support_ids, -taken)
     vanished = left.amax(dim=1, keepdim=True) <= 0
     return torch.where(vanished, rows, left) if bool(vanished.any()) else left

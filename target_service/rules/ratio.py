@@ -1,4 +1,4 @@
-"""The rule `ratio`: speculative sampling. Knows no trees, no sessions and no noise.
+"""The rule `ratio`: speculative sampling.
 
 Leviathan, Kalman and Matias, "Fast inference from transformers via speculative decoding", 2023, arXiv 2211.17192; Chen
 et al., "Accelerating large language model decoding with speculative sampling", 2023, arXiv 2302.01318. With a lenience
@@ -8,25 +8,26 @@ below 1 it is the rule `lenient` of the former's appendix A.5, whose output has 
 import numpy as np
 from torch import Tensor
 
-from target_service.rules.outcome import Outcome, conclude, draft_probs, law_probs, probs_at
+from target_service.rules.outcome import ChainOutcome, conclude, draft_probs, probs_at, support_probs
 
 
 def ratio(
     target_probs: Tensor,
     draft_token_ids: Tensor,
-    law_ids: Tensor,
-    law_weights: Tensor,
-    coins: Tensor,
+    support_ids: Tensor,
+    support_weights: Tensor,
+    uniforms: Tensor,
     lenience: float = 1.0,
-) -> Outcome:
+) -> ChainOutcome:
     """Keeps a draft token with probability min(1, target / (lenience * draft)), up to the first that is not kept.
 
-    target_probs [B, K + 1, V] float64: row i is the target's law behind i draft tokens. draft_token_ids [B, K] int64
-    were drawn from the laws law_ids and law_weights [B, K, N] int64 (sampling.draft_distribution.Laws; weight 0 is
-    padding), each with noise of its own. coins [B, K] float64 are uniforms in (0, 1), independent of those draws. The
-    next token follows (target - lenience * draft)+ over the whole vocabulary where a token is rejected.
+    target_probs [B, K + 1, V] float64: row i is the target's distribution behind i draft tokens. draft_token_ids [B, K]
+    int64 were drawn from the distributions support_ids and support_weights [B, K, N] int64
+    (sampling.draft_distribution.DraftDistributions; weight 0 is padding), each with noise of its own. uniforms [B, K]
+    float64 are uniforms in (0, 1), independent of those draws. The next token follows (target - lenience * draft)+ over
+    the whole vocabulary where a token is rejected.
     """
     tested = probs_at(target_probs[:, :-1], draft_token_ids[:, :, None])[:, :, 0]
-    kept = coins.cpu().numpy() * lenience * draft_probs(draft_token_ids, law_ids, law_weights) < tested
+    kept = uniforms.cpu().numpy() * lenience * draft_probs(draft_token_ids, support_ids, support_weights) < tested
     accepted_count = np.cumprod(kept, axis=1, dtype=np.int64).sum(axis=1)
-    return conclude(target_probs, accepted_count, law_ids, lenience * law_probs(law_weights))
+    return conclude(target_probs, accepted_count, support_ids, lenience * support_probs(support_weights))

@@ -1,4 +1,4 @@
-"""The rule `typical`: keeps draft tokens that the target finds likely enough. Knows no sessions and no noise.
+"""The rule `typical`: keeps draft tokens that the target finds likely enough.
 
 Cai et al., "Medusa: simple LLM inference acceleration framework with multiple decoding heads", 2024, arXiv 2401.10774.
 Not exact. Here the target draws its own token first and follows it where it was proposed; only where it was not, a
@@ -32,7 +32,7 @@ def typical_children(tree: TokenTree, child_probs: Sequence[float], limits: Sequ
     """Of the root and each row the most probable child above the row's limit, of equal ones the lowest; 0 for none.
 
     child_probs[r - 1] is the target's probability of the token of row r behind its parent; limits[r] is
-    min(epsilon, delta * exp(-entropy)) of the target's law behind row r, limits[0] behind the root.
+    min(epsilon, delta * exp(-entropy)) of the target's distribution behind row r, limits[0] behind the root.
     """
     chosen = [0] * (len(tree) + 1)
     for row, (parent, prob) in enumerate(zip(tree.parents, child_probs, strict=True), start=1):

@@ -1,4 +1,4 @@
-"""Banned sequences through the draft's sessions: no guess and no law holds a token that the target cannot accept."""
+"""Banned sequences through the draft's sessions: none in a guess or a distribution."""
 
 from dataclasses import replace
 
@@ -21,16 +21,16 @@ def test_no_guess_is_banned(draft: Draft, rule: Rule, wanted: dict[str, float]) 
     single = free[2]
     draft.open(replace(spec, banned=((PROMPT[-1], free[0]), (single,))), 6)
     [answer] = draft.run()
-    assert answer.proposal is not None
-    assert len(answer.proposal) == 6
-    assert answer.proposal.token_ids[0] != free[0]
-    assert single not in answer.proposal.token_ids
-    laws = answer.proposal.distributions
-    assert len(laws) == (6 if rule.needs_distributions else 0)
-    assert not any(single in law.token_ids for law in laws)
-    assert not any(free[0] in law.token_ids for law in laws[:1])
-    pair = answer.proposal.token_ids[3:5]
+    assert answer.content is not None
+    assert len(answer.content) == 6
+    assert answer.content.token_ids[0] != free[0]
+    assert single not in answer.content.token_ids
+    distributions = answer.content.distributions
+    assert len(distributions) == (6 if rule.needs_distributions else 0)
+    assert not any(single in distribution.token_ids for distribution in distributions)
+    assert not any(free[0] in distribution.token_ids for distribution in distributions[:1])
+    pair = answer.content.token_ids[3:5]
     draft.open(replace(spec, banned=((PROMPT[-1], free[0]), (single,), pair)), 6, epoch=2)
     again = draft.guesses()
-    assert again[:4] == answer.proposal.token_ids[:4]
+    assert again[:4] == answer.content.token_ids[:4]
     assert again[4] != pair[1]

@@ -1,4 +1,4 @@
-"""Log-probabilities of guesses: of the law that was drawn from, only for who asks, and without changing a guess."""
+"""Log-probabilities of guesses: of the distribution drawn from, on request only, changing no guess."""
 
 import math
 from dataclasses import replace
@@ -15,7 +15,7 @@ from outrider.engine.batching import Feed
 from outrider.engine.noise import Purpose
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draft_distribution import quantise
-from outrider.engine.sampling.draw import Ask, row_contexts
+from outrider.engine.sampling.draw import DrawInput, row_contexts
 from outrider.engine.sampling.transforms import transform
 from outrider.parameters import Rule, SessionSpec
 from outrider.token_tree import TokenTree
@@ -38,8 +38,8 @@ def proposals(runner: ModelRunner, *wishes: Wish) -> list[TokenTree]:
     ids = [number.to_bytes(16, "big") for number in range(len(wishes))]
     for draft.session_id, (spec, drafter) in zip(ids, wishes, strict=True):
         fence = draft.fence(1, len(spec.token_ids))
-        draft.sessions.open(fence, spec, Wanted(5, 0), draft, draft.answers.append, drafter)
-    found = {answer.fence.session_id: answer.proposal for answer in draft.run()}
+        draft.sessions.open(fence, spec, Wanted(5, 0), draft.answers, drafter)
+    found = {answer.fence.session_id: answer.content for answer in draft.run()}
     draft.table.clear()
     return [tree for session_id in ids if (tree := found[session_id]) is not None]
 
@@ -55,20 +55,22 @@ def expected(runner: ModelRunner, spec: SessionSpec, drafter: str, guesses: tupl
     for count, guess in enumerate(guesses):
         token_ids = [*spec.token_ids, *guesses[:count]]
         session = runner.open(token_ids, spec.prompt_len)
-        contexts = row_contexts(Ask(Feed(session), spec))
+        contexts = row_contexts(DrawInput(Feed(session), spec))
         session.free()
         scores = transform(logits_behind(runner, token_ids), contexts, runner.vocabulary_size, runner.ops)
         prob = float(scores.double().softmax(dim=-1)[0, guess])
         if noise_of(drafter, spec.acceptance.rule) is Purpose.DRAFT:
-            [law] = quantise(scores, TOP_N, runner.ops).distributions()
-            prob = law.weights[law.token_ids.index(guess)] / sum(law.weights)
+            [distribution] = quantise(scores, TOP_N, runner.ops).distributions()
+            prob = distribution.weights[distribution.token_ids.index(guess)] / sum(distribution.weights)
         logprobs.append(math.log(prob))
     return logprobs
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_each_is_that_of_the_law_that_the_guess_was_drawn_from(runner: ModelRunner, sampling: dict[str, Any]) -> None:
-    """Of every drafter under every rule it serves; a guess and its law are bit for bit those of who does not ask."""
+def test_each_is_that_of_the_distribution_that_the_guess_was_drawn_from(
+    runner: ModelRunner, sampling: dict[str, Any]
+) -> None:
+    """Of every drafter under every rule it serves; guess and distribution are those of who does not ask."""
     edited = SPEC.sampling.model_copy(update=sampling)
     wishes = [(replace(ruled(SPEC, rule), seed=41 + n, sampling=edited), name) for n, (name, rule) in enumerate(SERVED)]
     silent = proposals(runner, *wishes)
@@ -95,14 +97,14 @@ def test_a_request_is_answered_again_with_the_same_numbers(draft: Draft, rule: R
     spec = asking(ruled(SPEC, rule))
     draft.open(spec, 0)
     [nothing] = draft.run()
-    assert nothing.proposal == TokenTree()
+    assert nothing.content == TokenTree()
     draft.open(spec, 4, epoch=2)
     [first] = draft.run()
-    assert first.proposal is not None
-    assert len(first.proposal.logprobs) == 4
+    assert first.content is not None
+    assert len(first.content.logprobs) == 4
     draft.open(spec, 4, epoch=2)
     assert draft.run() == [first]
     draft.sessions.rollback(draft.fence(3, len(PROMPT)))
     draft.advance(3, len(PROMPT), [], 4)
     [again] = draft.run()
-    assert again.proposal == first.proposal
+    assert again.content == first.content

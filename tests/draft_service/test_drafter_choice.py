@@ -14,7 +14,7 @@ from draft_service.server import DraftSettings, start
 from outrider.errors import InvalidRequest
 from outrider.parameters import Rule
 from outrider.rpc import messages
-from outrider.rpc.messages import RULES_BY_NUMBER, distributions_from
+from outrider.rpc.messages import RULES_BY_NUMBER, tree_from
 from outrider.v1 import draft_service_pb2 as draft_pb
 
 SPEC = spec_of((1, 2, 3), 40, eos=())
@@ -39,7 +39,7 @@ async def open_with(client: DraftClient, drafter: str, rule: Rule = Rule.MATCH) 
 @pytest.mark.parametrize("rule", Rule)
 @pytest.mark.parametrize("drafter", ["", "model", "sampled", "coupled"])
 async def test_a_drafter_on_offer_guesses(client: DraftClient, drafter: str, rule: Rule) -> None:
-    """An empty name leaves the choice to the service; laws come where the rule needs them, and only there."""
+    """An empty name leaves the choice to the service; distributions come where the rule needs them, and only there."""
     if drafter == "coupled" and rule.needs_distributions:
         await open_with(client, drafter, rule)
         limit = f"one that serves the rule {rule}: model, sampled"
@@ -50,8 +50,8 @@ async def test_a_drafter_on_offer_guesses(client: DraftClient, drafter: str, rul
     await open_with(client, drafter, rule)
     proposal = (await client.read()).proposal
     assert len(proposal.token_ids) == 2
-    laws = distributions_from(proposal, 257)
-    assert len(laws) == (2 if rule.needs_distributions else 0)
+    distributions = tree_from(proposal, 257, 32).distributions
+    assert len(distributions) == (2 if rule.needs_distributions else 0)
     await client.close(1)
 
 

@@ -1,21 +1,20 @@
 """A forward that raises, with the device's own thread: the guesses of the others are those of a session alone."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import pytest
 from structlog.testing import capture_logs
-from support.basics import check_empty, eventually, spec_of
+from support.basics import Answers, check_empty, eventually, spec_of
 from support.stepped_draft import fresh_guesses
 
 from draft_service.drafters.model_drafter import ModelDrafter
 from draft_service.drafters.task import DraftTask
-from draft_service.sessions import Answer, DraftSession, DraftSessions, Wanted
+from draft_service.sessions import DraftSessions, DraftState, Wanted
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ForwardResult, ModelRunner
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import OutriderError
-from outrider.model_service.session_store import SessionTable
+from outrider.model_service.session_store import LeaseTable, SessionAnswer
 from outrider.rpc.fencing import Fence
 
 DRAFT_COUNT = 6
@@ -23,22 +22,24 @@ SPECS = [spec_of((5, 17, first, 3, 90), 40, seed=first, eos=(), temperature=0.9)
 
 
 async def answers_of(
-    runner: ModelRunner, spoil: Callable[[int, Answer | OutriderError], None]
-) -> tuple[list[list[Answer | OutriderError]], list[str]]:
+    runner: ModelRunner, spoil: Callable[[int, SessionAnswer | OutriderError], None]
+) -> tuple[list[list[SessionAnswer | OutriderError]], list[str]]:
     """What sessions that begin in one batch get, and what is logged; `spoil` may raise instead of an answer."""
-    table = SessionTable[DraftSession](60.0)
+    table = LeaseTable[DraftState](60.0)
     worker = DeviceWorker[DraftTask](ModelDrafter(runner, table.with_room).advance)
     sessions = DraftSessions(runner, table, worker.submit)
-    answers: list[list[Answer | OutriderError]] = [[] for _ in SPECS]
 
-    def reply(number: int, answer: Answer | OutriderError) -> None:
-        spoil(number, answer)
-        answers[number].append(answer)
+    class Spoiled(Answers):
+        def put(self, answer: object) -> None:
+            spoil(next(number for number, each in enumerate(answers) if each is self), answer)
+            super().put(answer)
+
+    answers = [Spoiled() for _ in SPECS]
 
     def open_all() -> None:
         for number, spec in enumerate(SPECS):
             fence = Fence(bytes([number] * 16), 1, len(spec.token_ids))
-            sessions.open(fence, spec, Wanted(DRAFT_COUNT, 0), None, partial(reply, number))
+            sessions.open(fence, spec, Wanted(DRAFT_COUNT, 0), answers[number])
 
     # Tracebacks on a terminal take longer to print than everything else here.
     with capture_logs() as logs:
@@ -50,7 +51,7 @@ async def answers_of(
     return answers, [line["event"] for line in logs if line["log_level"] == "error"]
 
 
-def _spoil_nothing(_number: int, _answer: Answer | OutriderError) -> None:
+def _spoil_nothing(_number: int, _answer: SessionAnswer | OutriderError) -> None:
     """Every answer is given."""
 
 
@@ -75,22 +76,22 @@ async def test_only_the_culprit_gets_no_guesses(
         if number == culprit:
             assert str(answer) == "the computation of a step failed"
         else:
-            assert isinstance(answer, Answer)
-            assert answer.proposal is not None
-            assert answer.proposal.token_ids == expected[number]
+            assert isinstance(answer, SessionAnswer)
+            assert answer.content is not None
+            assert answer.content.token_ids == expected[number]
 
 
 async def test_an_answer_that_cannot_be_given_takes_no_other_with_it(runner: ModelRunner) -> None:
     """All three are ready behind the same forward, which is not made again."""
 
-    def spoil(number: int, answer: Answer | OutriderError) -> None:
-        if number == 0 and isinstance(answer, Answer):
+    def spoil(number: int, answer: SessionAnswer | OutriderError) -> None:
+        if number == 0 and isinstance(answer, SessionAnswer):
             raise KeyError("secret of the reply")
 
     expected = [fresh_guesses(runner, spec, DRAFT_COUNT) for spec in SPECS]
     (_, *others), logged = await answers_of(runner, spoil)
     assert logged == ["a step failed"]
     for [answer], guesses in zip(others, expected[1:], strict=True):
-        assert isinstance(answer, Answer)
-        assert answer.proposal is not None
-        assert answer.proposal.token_ids == guesses
+        assert isinstance(answer, SessionAnswer)
+        assert answer.content is not None
+        assert answer.content.token_ids == guesses

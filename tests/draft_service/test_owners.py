@@ -2,11 +2,11 @@
 
 import os
 
-from support.basics import spec_of
+from support.basics import Answers, spec_of
 from support.stepped_draft import PROMPT, SPEC, Draft, fresh_guesses
 
-from draft_service.sessions import Answer, Wanted
-from outrider.errors import OutriderError
+from draft_service.sessions import Wanted
+from outrider.model_service.session_store import SessionAnswer
 from outrider.rpc.fencing import Fence
 
 
@@ -15,14 +15,14 @@ def test_an_open_whose_job_was_stopped_begins_anew(draft: Draft) -> None:
     draft.open(SPEC, 4)
     draft.step()
     draft.step()
-    draft.table.leave(draft.session_id, draft)
-    answers: list[Answer | OutriderError] = []
-    draft.sessions.open(draft.fence(1, len(PROMPT)), SPEC, Wanted(4, 0), answers, answers.append)
+    draft.table.leave(draft.session_id, draft.answers)
+    answers = Answers()
+    draft.sessions.open(draft.fence(1, len(PROMPT)), SPEC, Wanted(4, 0), answers)
     assert draft.run() == []
     [answer] = answers
-    assert isinstance(answer, Answer)
-    assert answer.proposal is not None
-    assert answer.proposal.token_ids == fresh_guesses(draft.runner, SPEC, 4)
+    assert isinstance(answer, SessionAnswer)
+    assert answer.content is not None
+    assert answer.content.token_ids == fresh_guesses(draft.runner, SPEC, 4)
     assert draft.table.num_leased == 0
 
 
@@ -30,12 +30,12 @@ def test_only_the_owner_drives_a_session(draft: Draft) -> None:
     """Messages of another stream change nothing; it is asked for tokens unless its epoch is over."""
     draft.open(SPEC, 2, epoch=2)
     draft.run()
-    answers: list[Answer | OutriderError] = []
+    answers = Answers()
     for epoch in (1, 2, 3):
-        draft.sessions.advance(draft.fence(epoch, 6), (9,), Wanted(2, 0), answers, answers.append)
+        draft.sessions.advance(draft.fence(epoch, 6), (9,), Wanted(2, 0), answers)
         draft.table.close(draft.fence(epoch, 6), answers)
     assert draft.run() == []
-    assert [(answer.fence.epoch, answer.proposal) for answer in answers if isinstance(answer, Answer)] == [
+    assert [(answer.fence.epoch, answer.content) for answer in answers if isinstance(answer, SessionAnswer)] == [
         (2, None),
         (3, None),
     ]
@@ -47,7 +47,7 @@ def test_an_evicted_session_is_in_no_forward(draft: Draft) -> None:
     draft.open(SPEC, 2)
     leased = draft.held
     other = spec_of((*PROMPT, 4), 60, eos=())
-    draft.sessions.open(Fence(os.urandom(16), 1, 6), other, Wanted(2, 0), draft, draft.answers.append)
+    draft.sessions.open(Fence(os.urandom(16), 1, 6), other, Wanted(2, 0), draft.answers)
     draft.table.lease(draft.session_id)
     hog = draft.runner.open(range(1, 7), 6)
     hog.table.reserve((draft.runner.pool.num_free - 1) * draft.runner.pool.block_size)

@@ -1,4 +1,4 @@
-"""Guesses under each rule: whose noise they are drawn with, which laws come with them, and how long chains are."""
+"""Guesses under each rule: their noise, the distributions that come with them, the length of chains."""
 
 import math
 import os
@@ -35,28 +35,31 @@ def proposal_of(runner: ModelRunner, spec: SessionSpec, count: int, drafter: str
     open_with(draft, spec, count, drafter)
     [answer] = draft.run()
     draft.table.clear()
-    assert answer.proposal is not None
-    return answer.proposal
+    assert answer.content is not None
+    return answer.content
 
 
 def open_with(draft: Draft, spec: SessionSpec, count: int, drafter: str) -> None:
     fence = draft.fence(1, len(spec.token_ids))
-    draft.sessions.open(fence, spec, Wanted(count, 0), draft, draft.answers.append, drafter)
+    draft.sessions.open(fence, spec, Wanted(count, 0), draft.answers, drafter)
 
 
 @pytest.mark.parametrize("rule", RULES_WITH_LAWS)
-def test_each_guess_comes_with_the_law_that_it_was_drawn_from(runner: ModelRunner, rule: Rule) -> None:
+def test_each_guess_comes_with_the_distribution_that_it_was_drawn_from(runner: ModelRunner, rule: Rule) -> None:
     """As computed here from the model's logits, without the service."""
     spec = ruled(SPEC, rule)
     proposal = proposal_of(runner, spec, 5)
     assert proposal == drafted(runner, spec, 5, noise=0.0)
     assert proposal.is_chain
-    assert all(token in law.token_ids for token, law in zip(proposal.token_ids, proposal.distributions, strict=True))
+    assert all(
+        token in distribution.token_ids
+        for token, distribution in zip(proposal.token_ids, proposal.distributions, strict=True)
+    )
 
 
 @pytest.mark.parametrize("rule", LAWLESS)
-def test_without_a_need_for_laws_guesses_are_the_target_s_own_draws(runner: ModelRunner, rule: Rule) -> None:
-    """Coupled by default, and by name; a sampled draft sends no law either, and guesses otherwise."""
+def test_without_a_need_for_distributions_guesses_are_the_target_s_own_draws(runner: ModelRunner, rule: Rule) -> None:
+    """Coupled by default, and by name; a sampled draft sends no distribution either, and guesses otherwise."""
     coupled = fresh_guesses(runner, SPEC, 8)
     for drafter in ("model", "coupled"):
         assert proposal_of(runner, ruled(SPEC, rule), 8, drafter) == TokenTree.chain(coupled)
@@ -66,7 +69,7 @@ def test_without_a_need_for_laws_guesses_are_the_target_s_own_draws(runner: Mode
 
 
 def test_greedy_guesses_are_the_same_under_every_rule(runner: ModelRunner) -> None:
-    """At temperature 0 a law is one token."""
+    """At temperature 0 a distribution is one token."""
     expected = fresh_guesses(runner, GREEDY, 6)
     for drafter, rules in DRAFTERS.items():
         for rule in rules:
@@ -77,10 +80,10 @@ def test_greedy_guesses_are_the_same_under_every_rule(runner: ModelRunner) -> No
 
 
 @pytest.mark.parametrize("top_n", [1, 3, 32])
-def test_a_law_has_at_most_top_n_tokens(runner: ModelRunner, top_n: int) -> None:
+def test_a_distribution_has_at_most_top_n_tokens(runner: ModelRunner, top_n: int) -> None:
     """And not fewer, where the model has more."""
-    laws = proposal_of(runner, ruled(SPEC, Rule.RATIO), 5, top_n=top_n).distributions
-    assert max(len(law.token_ids) for law in laws) == top_n
+    distributions = proposal_of(runner, ruled(SPEC, Rule.RATIO), 5, top_n=top_n).distributions
+    assert max(len(distribution.token_ids) for distribution in distributions) == top_n
 
 
 def test_another_round_is_drawn_with_other_noise(runner: ModelRunner) -> None:
@@ -95,8 +98,8 @@ def test_another_round_is_drawn_with_other_noise(runner: ModelRunner) -> None:
 
 
 @pytest.mark.parametrize(("drafter", "rule"), SERVED)
-def test_only_a_chain_without_laws_stops_at_an_end(runner: ModelRunner, drafter: str, rule: Rule) -> None:
-    """Where coins decide its length must not depend on what was drawn: guesses go on as if there were no end."""
+def test_only_a_chain_without_distributions_stops_at_an_end(runner: ModelRunner, drafter: str, rule: Rule) -> None:
+    """Where uniforms decide its length must not depend on what was drawn: guesses go on as if there were no end."""
     free = proposal_of(runner, ruled(SPEC, rule), 8, drafter)
     stop = free.token_ids[3]
     ending = replace(ruled(SPEC, rule), stop_token_ids=frozenset({stop}))
@@ -140,7 +143,7 @@ def proposals_together(runner: ModelRunner, wishes: Sequence[Wish]) -> list[Toke
     ids = [os.urandom(16) for _ in wishes]
     for draft.session_id, (spec, count, drafter) in zip(ids, wishes, strict=True):
         open_with(draft, spec, count, drafter)
-    found = {answer.fence.session_id: answer.proposal for answer in draft.run()}
+    found = {answer.fence.session_id: answer.content for answer in draft.run()}
     draft.table.clear()
     return [tree for session_id in ids if (tree := found[session_id]) is not None]
 
@@ -148,7 +151,7 @@ def proposals_together(runner: ModelRunner, wishes: Sequence[Wish]) -> list[Toke
 def test_drafters_share_forwards_and_guess_what_they_guess_alone(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every drafter with every rule, other temperatures and counts: tokens and laws alone, and one forward a step."""
+    """Every drafter, rule, other temperatures and counts: tokens and distributions as alone, in one forward."""
     wishes = [
         (
             replace(
@@ -178,7 +181,7 @@ def test_drafters_share_forwards_and_guess_what_they_guess_alone(
 
 
 @pytest.mark.parametrize("rule", RULES_WITH_LAWS)
-def test_a_request_is_answered_again_with_the_same_laws(draft: Draft, rule: Rule) -> None:
+def test_a_request_is_answered_again_with_the_same_distributions(draft: Draft, rule: Rule) -> None:
     """Repeated, after a rollback, and opened again: the round's noise is the round's own."""
     spec = ruled(SPEC, rule)
     draft.open(spec, 4)
@@ -188,13 +191,13 @@ def test_a_request_is_answered_again_with_the_same_laws(draft: Draft, rule: Rule
     draft.sessions.rollback(draft.fence(2, 5))
     draft.advance(2, 5, [], 4)
     [again] = draft.run()
-    assert again.proposal == first.proposal
+    assert again.content == first.content
     draft.open(spec, 4, epoch=3)
     [reopened] = draft.run()
-    assert reopened.proposal == first.proposal
+    assert reopened.content == first.content
 
 
-def test_an_overtaken_request_sends_the_laws_of_its_guesses(draft: Draft) -> None:
+def test_an_overtaken_request_sends_the_distributions_of_its_guesses(draft: Draft) -> None:
     """As many as there are tokens."""
     draft.open(ruled(SPEC, Rule.RATIO), 6)
     draft.step()
@@ -202,19 +205,19 @@ def test_an_overtaken_request_sends_the_laws_of_its_guesses(draft: Draft) -> Non
     draft.advance(1, 6, [9], 2)
     first, second = draft.run()
     for answer in (first, second):
-        assert answer.proposal is not None
-        assert (len(answer.proposal), len(answer.proposal.distributions)) == (2, 2)
+        assert answer.content is not None
+        assert (len(answer.content), len(answer.content.distributions)) == (2, 2)
 
 
 @pytest.mark.parametrize("top_n", ["0", "257"])
-def test_the_size_of_laws_has_a_range(tmp_path: Path, top_n: str) -> None:
+def test_the_size_of_distributions_has_a_range(tmp_path: Path, top_n: str) -> None:
     """Flag and variable; before a model is looked for."""
     for arguments, variables in ((["--top-n", top_n], {}), ([], {"OUTRIDER_TOP_N": top_n})):
         result = CliRunner().invoke(app, ["--model", str(tmp_path), *arguments], env=variables)
         assert str(result.exception) == f"--top-n is {top_n}, but must be in [1, 256]"
 
 
-def test_laws_do_not_depend_on_threads(folder: Path, runner: ModelRunner) -> None:
+def test_distributions_do_not_depend_on_threads(folder: Path, runner: ModelRunner) -> None:
     """Nor do their draws."""
     threads = torch.get_num_threads()
     expected = proposal_of(runner, ruled(SPEC, Rule.RATIO), 6)

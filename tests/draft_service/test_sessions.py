@@ -4,12 +4,12 @@ import os
 from pathlib import Path
 
 import pytest
-from support.basics import spec_of
+from support.basics import Answers, spec_of
 from support.stepped_draft import CONTEXT_LEN, PROMPT, SPEC, Draft, assert_like_fresh, continued, fresh_guesses
 
-from draft_service.sessions import Answer, Wanted
+from draft_service.sessions import Wanted
 from outrider.engine.runner import ModelRunner
-from outrider.errors import CacheFull, OutriderError
+from outrider.errors import CacheFull
 from outrider.rpc.fencing import Fence
 
 
@@ -18,9 +18,9 @@ def test_guesses_are_a_chain_of_draws(draft: Draft, draft_count: int) -> None:
     """A longer proposal begins like a shorter one, and each guess took one forward."""
     draft.open(SPEC, draft_count)
     [answer] = draft.run()
-    assert answer.proposal is not None
-    assert answer.proposal.token_ids == fresh_guesses(draft.runner, SPEC, 8)[:draft_count]
-    assert answer.proposal.parents == tuple(range(draft_count))
+    assert answer.content is not None
+    assert answer.content.token_ids == fresh_guesses(draft.runner, SPEC, 8)[:draft_count]
+    assert answer.content.parents == tuple(range(draft_count))
     assert (answer.cached_len, answer.times.forward_count) == (5, draft_count)
 
 
@@ -28,7 +28,7 @@ def test_a_draft_count_of_zero_only_reads(draft: Draft) -> None:
     """The prompt is cached and the proposal empty; the next request begins there."""
     draft.open(SPEC, 0)
     [answer] = draft.run()
-    assert (answer.proposal is not None and len(answer.proposal), answer.cached_len) == (0, 5)
+    assert (answer.content is not None and len(answer.content), answer.cached_len) == (0, 5)
     draft.advance(1, 6, [9], 3)
     assert draft.guesses() == fresh_guesses(draft.runner, continued(SPEC, [9]), 3)
 
@@ -91,7 +91,7 @@ def test_missing_tokens_are_asked_for(draft: Draft) -> None:
     draft.run()
     draft.advance(1, 9, [1], 2)
     [answer] = draft.run()
-    assert (answer.proposal, answer.known_len, answer.cached_len) == (None, 5, 5)
+    assert (answer.content, answer.known_len, answer.cached_len) == (None, 5, 5)
     assert draft.held.committed_len == 5
 
 
@@ -103,7 +103,7 @@ def test_a_request_that_is_overtaken_is_answered_with_what_there_is(draft: Draft
     draft.advance(1, 6, [9], 2)
     first, second = draft.run()
     expected = fresh_guesses(draft.runner, SPEC, 2)
-    assert (first.fence.base_len, first.proposal and first.proposal.token_ids) == (5, expected)
+    assert (first.fence.base_len, first.content and first.content.token_ids) == (5, expected)
     assert second.fence.base_len == 6
 
 
@@ -115,7 +115,7 @@ def test_rollback_stops_a_running_job(draft: Draft) -> None:
     rolled = draft.sessions.rollback(draft.fence(2, 5))
     assert (rolled.fence.epoch, rolled.fence.base_len, rolled.cached_len, rolled.job_stopped) == (2, 5, 5, True)
     assert draft.run() == []
-    assert draft.sessions.counts().stopped_jobs == 1
+    assert draft.sessions.counts().stopped_job_count == 1
     assert draft.held.session.token_ids == list(PROMPT)
     assert_like_fresh(draft)
 
@@ -147,7 +147,7 @@ def test_a_newer_epoch_may_ride_in_the_next_message(draft: Draft) -> None:
     draft.step()
     draft.advance(2, 6, [9], 3)
     assert draft.guesses() == fresh_guesses(draft.runner, continued(SPEC, [9]), 3)
-    assert draft.sessions.counts().stopped_jobs == 1
+    assert draft.sessions.counts().stopped_job_count == 1
 
 
 def test_nothing_is_guessed_past_an_end(draft: Draft) -> None:
@@ -187,7 +187,7 @@ def test_sessions_side_by_side_guess_what_they_guess_alone(runner: ModelRunner) 
     while together.step():
         num_steps += 1
     assert num_steps == 8
-    found = {answer.fence.session_id: answer.proposal for answer in together.run() if answer.proposal}
+    found = {answer.fence.session_id: answer.content for answer in together.run() if answer.content}
     assert [found[session_id].token_ids for session_id in ids] == expected
     together.table.clear()
 
@@ -197,13 +197,13 @@ def test_a_full_pool_refuses_one_session(folder: Path) -> None:
     small = ModelRunner.load(str(folder), dtype="float32", kv_tokens=48)
     draft = Draft(small)
     draft.open(spec_of(range(1, 30), 60, eos=()), 2)
-    errors: list[Answer | OutriderError] = []
+    errors = Answers()
     late = spec_of(range(2, 32), 60, eos=())
-    draft.sessions.open(Fence(bytes(16), 1, 30), late, Wanted(2, 0), object(), errors.append)
+    draft.sessions.open(Fence(bytes(16), 1, 30), late, Wanted(2, 0), errors)
     assert len(draft.guesses()) == 2
     assert [type(error) for error in errors] == [CacheFull]
-    draft.table.leave(draft.session_id, draft)
-    draft.sessions.open(Fence(bytes(16), 1, 30), late, Wanted(2, 0), object(), draft.answers.append)
+    draft.table.leave(draft.session_id, draft.answers)
+    draft.sessions.open(Fence(bytes(16), 1, 30), late, Wanted(2, 0), draft.answers)
     assert len(draft.guesses()) == 2
     assert draft.table.get(draft.session_id) is None
     draft.table.clear()

@@ -5,19 +5,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.basics import SteppedDevice, spec_of
+from support.basics import Answers, SteppedDevice, spec_of
 from support.tiny_models import write_tiny_model
 
 from draft_service.drafters.model_drafter import ModelDrafter
 from draft_service.drafters.task import DraftTask
-from draft_service.sessions import DraftSession, DraftSessions, Wanted
+from draft_service.sessions import DraftSessions, DraftState, Wanted
 from outrider.engine.runner import ModelRunner
-from outrider.model_service.session_store import SessionTable
+from outrider.model_service.session_store import LeaseTable
 from outrider.rpc.fencing import Fence
 
 SPEC = spec_of((5, 17, 200, 3, 90), 60, eos=())
 SESSION_ID = os.urandom(16)
-OWNER = object()
+OWNER = Answers()
 
 
 @pytest.fixture
@@ -27,11 +27,11 @@ def runner(tmp_path: Path) -> ModelRunner:
 
 
 def _open(sessions: DraftSessions, epoch: int) -> None:
-    sessions.open(Fence(SESSION_ID, epoch, 5), SPEC, Wanted(4, 0), OWNER, lambda answer: None)
+    sessions.open(Fence(SESSION_ID, epoch, 5), SPEC, Wanted(4, 0), OWNER)
 
 
 def _advance(sessions: DraftSessions, epoch: int) -> None:
-    sessions.advance(Fence(SESSION_ID, epoch, 6), (9,), Wanted(4, 0), OWNER, lambda answer: None)
+    sessions.advance(Fence(SESSION_ID, epoch, 6), (9,), Wanted(4, 0), OWNER)
 
 
 def _roll_back(sessions: DraftSessions, epoch: int) -> None:
@@ -43,13 +43,13 @@ def test_a_newer_epoch_counts_the_job_it_stops(
     runner: ModelRunner, begin: Callable[[DraftSessions, int], None]
 ) -> None:
     """Whichever message begins it; without a running job nothing is counted."""
-    table = SessionTable[DraftSession](60.0)
+    table = LeaseTable[DraftState](60.0)
     device, drafter = SteppedDevice[DraftTask](), ModelDrafter(runner, table.with_room)
     sessions = DraftSessions(runner, table, device.submit)
     _open(sessions, 1)
     assert device.step(drafter.advance)
     begin(sessions, 2)
-    assert sessions.counts().stopped_jobs == 1
+    assert sessions.counts().stopped_job_count == 1
     device.run(drafter.advance)
     begin(sessions, 3)
-    assert sessions.counts().stopped_jobs == 1
+    assert sessions.counts().stopped_job_count == 1

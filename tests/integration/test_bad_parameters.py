@@ -14,7 +14,7 @@ from support.garbage import PYTHON_TEXT
 from support.stack import RunningStack, running_stack
 
 from outrider.errors import InvalidRequest, OutriderError, PromptTooLong
-from outrider.model_service.session_store import SessionTable
+from outrider.model_service.session_store import LeaseTable
 from outrider.rpc.errors import error_from
 from outrider.v1 import generation_service_pb2 as pb
 
@@ -52,14 +52,14 @@ class Attacked:
 def attacked() -> Iterator[Attacked]:
     """A stack of the embedded pair."""
     held: list[bytes] = []
-    add = SessionTable.add
+    add = LeaseTable.add
 
-    def counted(table: SessionTable[object], session_id: bytes, session: object) -> None:
+    def counted(table: LeaseTable[object], session_id: bytes, session: object) -> None:
         held.append(session_id)
         add(table, session_id, session)
 
     with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SessionTable, "add", counted)
+        patch.setattr(LeaseTable, "add", counted)
         running = running_stack()
         stack = runner.run(running.__aenter__())
         yield Attacked(runner, stack, held)

@@ -100,7 +100,7 @@ async def check_restarts(stack: RunningStack, parameters: dict[str, Any], **fiel
     check_ends(plain, parameters)
     running = asyncio.create_task(answers(stack, OPENINGS[:16], draft_count=4, **fields, **parameters))
     for _ in range(2):
-        await eventually(lambda: stack.draft.worker.num_active > 0)
+        await eventually(lambda: stack.draft.worker.stalled_us > 0)
         assert not running.done()
         await stack.stop_draft()
         await stack.start_draft()

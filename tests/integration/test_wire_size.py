@@ -1,4 +1,4 @@
-"""What a round sends stays within 2 KB a hop under rules that need the draft's laws, request and answer together."""
+"""What a round sends stays within 2 KB a hop where a rule needs the draft's distributions, both ways together."""
 
 import asyncio
 from typing import Any
@@ -40,8 +40,8 @@ async def hops(rule: "types_pb2.AcceptanceRule.ValueType", **fields: Any) -> lis
 
 @pytest.mark.parametrize("rule", ["ratio", "block", "lenient"])
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
-async def test_a_round_with_laws_stays_within_two_kilobytes(rule: str, temperature: float) -> None:
-    """At every temperature, the flattest included, and laws do travel."""
+async def test_a_round_with_distributions_stays_within_two_kilobytes(rule: str, temperature: float) -> None:
+    """At every temperature, the flattest included, and distributions do travel."""
     number = getattr(types_pb2, f"ACCEPTANCE_RULE_{rule.upper()}")
     found = await hops(number, temperature=temperature, max_tokens=32, ignore_eos=True)
     assert max(max(draft_bytes, verify_bytes) for _, draft_bytes, verify_bytes in found) <= LIMIT_BYTES
@@ -50,34 +50,34 @@ async def test_a_round_with_laws_stays_within_two_kilobytes(rule: str, temperatu
     assert max(min(both) for both in full) > DRAFT_COUNT * DEFAULT_TOP_N
 
 
-async def test_a_round_without_laws_stays_within_two_hundred_bytes() -> None:
+async def test_a_round_without_distributions_stays_within_two_hundred_bytes() -> None:
     """Under the default rule."""
     found = await hops(types_pb2.ACCEPTANCE_RULE_MATCH, temperature=1.0, max_tokens=32, ignore_eos=True)
     assert max(max(each[1:]) for each in found) <= PLAIN_LIMIT_BYTES
 
 
-def worst_law(top_n: int) -> DraftDistribution:
-    """The law that takes most bytes: as many large weights as fit into their sum, and no small one."""
+def worst_distribution(top_n: int) -> DraftDistribution:
+    """The distribution that takes most bytes: as many large weights as fit into their sum, and no small one."""
     large = (WEIGHT_SUM - top_n * TWO_BYTES) // (THREE_BYTES - TWO_BYTES)
     weights = (THREE_BYTES,) * large + (TWO_BYTES,) * (top_n - large)
     return DraftDistribution(tuple(range(MANY_TOKENS - top_n, MANY_TOKENS)), weights)
 
 
-def largest_hop(law: DraftDistribution) -> int:
-    """Bytes of the larger hop of a round whose laws are all this one."""
-    tree = TokenTree.chain([MANY_TOKENS - 1] * DRAFT_COUNT, [law] * DRAFT_COUNT)
+def largest_hop(distribution: DraftDistribution) -> int:
+    """Bytes of the larger hop of a round whose distributions are all this one."""
+    tree = TokenTree.chain([MANY_TOKENS - 1] * DRAFT_COUNT, [distribution] * DRAFT_COUNT)
     return hop_bytes(tree, MANY_POSITIONS - DRAFT_COUNT)
 
 
-def test_the_default_law_fits_with_a_large_vocabulary() -> None:
-    """Whatever its weights; a law of half as many tokens again would not."""
-    assert largest_hop(worst_law(DEFAULT_TOP_N)) <= LIMIT_BYTES
-    assert largest_hop(worst_law(DEFAULT_TOP_N * 3 // 2)) > LIMIT_BYTES
+def test_the_default_distribution_fits_with_a_large_vocabulary() -> None:
+    """Whatever its weights; a distribution of half as many tokens again would not."""
+    assert largest_hop(worst_distribution(DEFAULT_TOP_N)) <= LIMIT_BYTES
+    assert largest_hop(worst_distribution(DEFAULT_TOP_N * 3 // 2)) > LIMIT_BYTES
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0, 4.0, 16.0])
-def test_no_law_is_larger_than_the_worst(spread: float) -> None:
+def test_no_distribution_is_larger_than_the_worst(spread: float) -> None:
     """From equal scores to a single token that has nearly everything."""
     scores = torch.randn(8, MANY_TOKENS, generator=torch.Generator().manual_seed(3)) * spread
-    sizes = [largest_hop(law) for law in quantise(scores, DEFAULT_TOP_N, EagerOps()).distributions()]
-    assert max(sizes) <= largest_hop(worst_law(DEFAULT_TOP_N))
+    sizes = [largest_hop(distribution) for distribution in quantise(scores, DEFAULT_TOP_N, EagerOps()).distributions()]
+    assert max(sizes) <= largest_hop(worst_distribution(DEFAULT_TOP_N))

@@ -19,7 +19,7 @@ def test_rows_know_depth_path_and_children() -> None:
     assert [TREE.path(row) for row in range(6)] == [(), (1,), (2,), (1, 3), (2, 4), (1, 5)]
     assert [TREE.children(row) for row in range(3)] == [(1, 2), (3, 5), (4,)]
     assert TREE.leaves() == (3, 4, 5)
-    assert TREE.depth(4) == 2
+    assert TREE.depths[4] == 2
 
 
 def test_chain_and_empty_tree_are_trees_of_width_one() -> None:

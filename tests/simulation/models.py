@@ -19,7 +19,7 @@ from outrider.engine.models.transformer import Transformer
 from outrider.engine.models.weights import load_tensors, model_hash
 from outrider.engine.ops import choose_ops
 from outrider.engine.runner import ModelIdentity, ModelRunner
-from outrider.engine.sampling.draw import Ask, forward_and_draw
+from outrider.engine.sampling.draw import DrawInput, forward_and_draw
 from outrider.parameters import SamplingParameters, SessionSpec
 from outrider.vocabulary import Vocabulary
 
@@ -117,7 +117,7 @@ def plain_decoding(asked: Asked) -> tuple[int, ...]:
     said: list[int] = []
     while len(said) < asked.max_tokens and not EOS_TOKEN_IDS & set(said[-1:]):
         session.reserve(0)
-        [drawn] = forward_and_draw(runner, [Ask(Feed(session), spec)])
+        [drawn] = forward_and_draw(runner, [DrawInput(Feed(session), spec)])
         if not isinstance(drawn, list):
             raise AssertionError(f"no token could be drawn: {drawn}")
         session.extend(drawn)

@@ -22,7 +22,7 @@ from draft_service.sessions import DraftSessions
 from outrider.engine.runner import ModelRunner
 from outrider.model_service.server import LoadedModel, describe
 from outrider.model_service.servicer import model_service
-from outrider.model_service.session_store import SessionTable
+from outrider.model_service.session_store import LeaseTable
 from target_service import sessions as target_sessions
 from target_service.servicer import target_service
 from target_service.sessions import TargetSessions
@@ -60,7 +60,7 @@ class Process:
         self._is_up = False
         self._is_healed = False
         self.runner: ModelRunner
-        self.table: SessionTable[Any]
+        self.table: LeaseTable[Any]
         self.device: InlineDevice
         self.server: Server
 
@@ -78,7 +78,7 @@ class Process:
         self._num_starts += 1
         host, device_host = self.hosts
         self.runner = self._weights.runner(self._kv_tokens)
-        self.table = SessionTable[Any](self._lease_s, clock=self._loop.time)
+        self.table = LeaseTable[Any](self._lease_s, clock=self._loop.time)
         self.device = InlineDevice(self._loop, device_host, self._advance(), self._step_s, _complain)
         self.server = Server(self._loop, host)
         for add in self._services().values():

@@ -56,6 +56,14 @@ def spec_of(
     )
 
 
+class Answers(list[Any]):
+    """Stands where the outbox of a stream stands: what came, in order."""
+
+    def put(self, answer: object) -> None:
+        """Takes an answer."""
+        self.append(answer)
+
+
 class SteppedTask(Protocol):
     """A task as a device sees it."""
 

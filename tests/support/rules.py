@@ -15,28 +15,30 @@ from outrider.engine.batching import Feed
 from outrider.engine.noise import GAMMA, MASK, MULTIPLIERS, SHIFTS, Purpose, first_uniforms, noise_key, round_key
 from outrider.engine.ops import choose_ops
 from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling.draft_distribution import Laws, quantise
-from outrider.engine.sampling.draw import Ask, draw_from, row_contexts
+from outrider.engine.sampling.draft_distribution import DraftDistributions, quantise
+from outrider.engine.sampling.draw import DrawInput, draw_from, row_contexts
 from outrider.engine.sampling.transforms import RowContext, transform
 from outrider.errors import OutriderError
+from outrider.model_service.session_store import SessionAnswer
 from outrider.parameters import Acceptance, Rule, SamplingParameters, SessionSpec, TokenLogprob
 from outrider.token_tree import TokenTree
 from support.basics import spec_of
 from support.stepped_target import Target
 from target_service.acceptance import walk
-from target_service.rules.outcome import Outcome
+from target_service.rules.outcome import ChainOutcome
 from target_service.rules.ratio import ratio
-from target_service.sessions import Answer
 
 Floats = npt.NDArray[np.float64]
 # Searches of so many steps each, by which the place of a threshold is known to 52 bits.
 WIDTH, SEARCHES = 130, 8
-RuleFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Outcome]
+RuleFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], ChainOutcome]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pair:
-    """Target laws and the draft's weights, both [V + 1, V]: row v behind token v, the last row behind the prefix."""
+    """Target distributions and the draft's weights, both [V + 1, V]: row v behind token v, the last row behind the
+    prefix.
+    """
 
     target: Floats
     weights: npt.NDArray[np.int64]
@@ -48,11 +50,11 @@ class Pair:
 
     @property
     def draft(self) -> Floats:
-        """The draft's laws [V + 1, V]."""
+        """The draft's distributions [V + 1, V]."""
         return self.weights / self.weights.sum(axis=1, keepdims=True)
 
-    def law(self, length: int) -> Floats:
-        """The target's joint law [V, V, ...] of `length` tokens."""
+    def distribution(self, length: int) -> Floats:
+        """The target's joint distribution [V, V, ...] of `length` tokens."""
         joint = self.target[-1]
         for _ in range(length - 1):
             joint = joint[..., None] * self.target[:-1]
@@ -68,20 +70,20 @@ def chains(pair: Pair, count: int) -> Iterator[tuple[tuple[int, ...], float]]:
             yield chain, chance
 
 
-def ask(rule: RuleFunction, pair: Pair, chain: tuple[int, ...], coins: Floats) -> Outcome:
-    """The rule's answers about one chain for many coins [B, K]."""
+def ask(rule: RuleFunction, pair: Pair, chain: tuple[int, ...], uniforms: Floats) -> ChainOutcome:
+    """The rule's answers about one chain for many uniforms [B, K]."""
     rows = torch.tensor((-1, *chain))
-    width = len(coins)
+    width = len(uniforms)
     target_probs = torch.from_numpy(pair.target)[rows].expand(width, -1, -1)
     ids = torch.arange(pair.num_tokens).expand(width, len(chain), -1)
     weights = torch.from_numpy(pair.weights)[rows[:-1]].expand(width, -1, -1)
-    return rule(target_probs, torch.tensor(chain).expand(width, -1), ids, weights, torch.from_numpy(coins))
+    return rule(target_probs, torch.tensor(chain).expand(width, -1), ids, weights, torch.from_numpy(uniforms))
 
 
 def acceptance(rule: RuleFunction, pair: Pair, chain: tuple[int, ...]) -> list[tuple[int, float, Floats]]:
-    """(accepted count, its probability over the coins, law of the next token) for every count that can happen.
+    """(accepted count, its probability over the uniforms, distribution of the next token) for every possible count.
 
-    Each coin is compared with one threshold, which is found to the last bit while the others stay where they are.
+    Each uniform is compared with one threshold, which is found to the last bit while the others stay where they are.
     """
     found: dict[int, tuple[float, Floats]] = {}
     for cell in _cells(rule, pair, chain):
@@ -94,40 +96,40 @@ def acceptance(rule: RuleFunction, pair: Pair, chain: tuple[int, ...]) -> list[t
 
 
 def _cells(rule: RuleFunction, pair: Pair, chain: tuple[int, ...]) -> Iterator[tuple[tuple[float, float], ...]]:
-    """Boxes of coins, (middle, width) for each: below and above the threshold of every place."""
+    """Boxes of uniforms, (middle, width) for each: below and above the threshold of every place."""
     sides = [[(edge / 2, edge), ((1 + edge) / 2, 1 - edge)] for edge in _edges(rule, pair, chain)]
     yield from (cell for cell in product(*sides) if all(width > 0 for _, width in cell))
 
 
 def _edges(rule: RuleFunction, pair: Pair, chain: tuple[int, ...]) -> list[float]:
-    """For each place the chance that its test succeeds, by a search that asks for many coins at once."""
+    """For each place the chance that its test succeeds, by a search that asks for many uniforms at once."""
     edges = []
     for place in range(len(chain)):
         low, high = 0.0, 1.0
         for _ in range(SEARCHES):
-            coins = np.linspace(low, high, WIDTH)
-            place_of_low = int(_successes(rule, pair, chain, place, coins[1:-1]).sum())
-            low, high = coins[place_of_low], coins[place_of_low + 1]
+            uniforms = np.linspace(low, high, WIDTH)
+            place_of_low = int(_successes(rule, pair, chain, place, uniforms[1:-1]).sum())
+            low, high = uniforms[place_of_low], uniforms[place_of_low + 1]
         edges.append(round(float(low), 15))
     return edges
 
 
 def _successes(
-    rule: RuleFunction, pair: Pair, chain: tuple[int, ...], place: int, coins: Floats
+    rule: RuleFunction, pair: Pair, chain: tuple[int, ...], place: int, uniforms: Floats
 ) -> npt.NDArray[np.bool_]:
-    """Whether a test succeeds with each coin: it decides where those before it succeed and those behind it fail."""
-    every = np.full((len(coins), len(chain)), 1 - 2.0**-53)
+    """Whether a test succeeds with each uniform: it decides where those before it succeed and those behind it fail."""
+    every = np.full((len(uniforms), len(chain)), 1 - 2.0**-53)
     every[:, :place] = 2.0**-60
-    every[:, place] = coins
+    every[:, place] = uniforms
     return ask(rule, pair, chain, every).accepted_count.numpy() > place
 
 
-def committed_law(rule: RuleFunction, pair: Pair, count: int, length: int) -> Floats:
-    """The joint law [V, V, ...] of the first `length` tokens: a round with chains of `count`, then the target alone."""
+def committed_distribution(rule: RuleFunction, pair: Pair, count: int, length: int) -> Floats:
+    """The joint distribution [V, V, ...] of `length` tokens: a round with chains of `count`, then the target alone."""
     joint = np.zeros((pair.num_tokens,) * length)
     for chain, drawn in chains(pair, count):
-        for accepted, chance, next_law in acceptance(rule, pair, chain):
-            _add(joint, pair, chain[:accepted], drawn * chance * next_law)
+        for accepted, chance, next_distribution in acceptance(rule, pair, chain):
+            _add(joint, pair, chain[:accepted], drawn * chance * next_distribution)
     return joint
 
 
@@ -140,12 +142,12 @@ def mean_accepted(rule: RuleFunction, pair: Pair, count: int) -> float:
     )
 
 
-def _add(joint: Floats, pair: Pair, kept: tuple[int, ...], next_law: Floats) -> None:
+def _add(joint: Floats, pair: Pair, kept: tuple[int, ...], next_distribution: Floats) -> None:
     """Adds what one outcome commits, cut or continued to the length of `joint`."""
     if len(kept) >= joint.ndim:
-        joint[kept[: joint.ndim]] += next_law.sum()
+        joint[kept[: joint.ndim]] += next_distribution.sum()
         return
-    tail = next_law
+    tail = next_distribution
     for _ in range(joint.ndim - len(kept) - 1):
         tail = tail[..., None] * pair.target[:-1]
     joint[kept] += tail
@@ -157,25 +159,25 @@ RULES_WITH_LAWS = tuple(rule for rule in Rule if rule.needs_distributions)
 def drafted(runner: ModelRunner, spec: SessionSpec, count: int, noise: float = 0.3, top_n: int = 32) -> TokenTree:
     """A chain behind the spec's tokens, from the runner's own logits with noise on them: most tokens are accepted.
 
-    Drawn from its laws, and with them, where the spec's rule needs them, and else with the target's own noise.
+    Drawn from its distributions, and with them, where the spec's rule needs them, and else with the target's own noise.
     """
     dice = torch.Generator().manual_seed(spec.seed)
-    token_ids, laws = list(spec.token_ids), []
+    token_ids, distributions = list(spec.token_ids), []
     for _ in range(count):
         logits = logits_behind(runner, token_ids)
         logits = logits + noise * torch.randn(logits.shape, generator=dice)
         session = runner.open(token_ids, spec.prompt_len)
-        [context] = row_contexts(Ask(Feed(session), spec))
+        [context] = row_contexts(DrawInput(Feed(session), spec))
         scores = transform(logits, [context], runner.vocabulary_size, runner.ops)
         if spec.acceptance.rule.needs_distributions:
-            law = quantise(scores, top_n, runner.ops)
+            distribution = quantise(scores, top_n, runner.ops)
             key = round_key(spec.seed, len(spec.token_ids), len(token_ids), Purpose.DRAFT)
-            token_ids += law.draw(torch.tensor([key])).tolist()
-            laws += law.distributions()
+            token_ids += distribution.draw(torch.tensor([key])).tolist()
+            distributions += distribution.distributions()
         else:
             key = noise_key(spec.seed, len(token_ids), Purpose.TOKEN)
             token_ids += runner.ops.draw(scores, torch.tensor([key])).tolist()
-    return TokenTree.chain(token_ids[len(spec.token_ids) :], laws)
+    return TokenTree.chain(token_ids[len(spec.token_ids) :], distributions)
 
 
 def logits_behind(runner: ModelRunner, token_ids: list[int]) -> Tensor:
@@ -234,8 +236,8 @@ class Language:
         rows = [RowContext(self.sampling, PROMPT, (), BASE, frozenset())] * len(logits)
         return transform(logits, rows, self.num_tokens, OPS)
 
-    def law(self, length: int) -> Floats:
-        """The joint law [V, V, ...] of the target's first `length` tokens."""
+    def distribution(self, length: int) -> Floats:
+        """The joint distribution [V, V, ...] of the target's first `length` tokens."""
         probs: Floats = self.scores(self.target).double().softmax(dim=-1).numpy()
         joint = probs[-1]
         for _ in range(length - 1):
@@ -248,9 +250,9 @@ def draft_key(seeds: Words, base_len: int, position: int) -> Words:
     return round_keys(seeds, base_len, position, Purpose.DRAFT)
 
 
-def coin_key(seeds: Words, base_len: int, position: int) -> Words:
-    """Of the coin that decides about a draft token."""
-    return round_keys(seeds, base_len, position, Purpose.COIN)
+def acceptance_key(seeds: Words, base_len: int, position: int) -> Words:
+    """Of the uniform that decides about a draft token."""
+    return round_keys(seeds, base_len, position, Purpose.ACCEPTANCE)
 
 
 def residual_key(seeds: Words, _base_len: int, position: int) -> Words:
@@ -291,7 +293,7 @@ class Rounds:
     """Requests with the seeds 0, 1, 2, ... under one rule, with chains of draft_count tokens in every round."""
 
     draft_key: Key = staticmethod(draft_key)
-    coin_key: Key = staticmethod(coin_key)
+    acceptance_key: Key = staticmethod(acceptance_key)
     residual_key: Key = staticmethod(residual_key)
     token_key: Key = staticmethod(token_key)
 
@@ -302,9 +304,9 @@ class Rounds:
         self.num_tokens = language.num_tokens
         self.scores, self.draft_scores = language.scores(language.target), language.scores(language.draft)
         self.target_probs = OPS.softmax(self.scores)
-        self.laws = quantise(self.draft_scores, top_n, OPS)
-        # What a draft token is drawn from: the law that is sent.
-        self.drawn_from = self.laws
+        self.distributions = quantise(self.draft_scores, top_n, OPS)
+        # What a draft token is drawn from: the distribution that is sent.
+        self.drawn_from = self.distributions
 
     def tokens(self, length: int) -> Tensor:
         """The first tokens [num_seeds, length] of every request, by as many rounds as it needs."""
@@ -351,15 +353,15 @@ class Rounds:
         draft_count = rows.shape[1] - 1
         if not draft_count:
             return self.drawn(rows, seeds, base_len)
-        outcome = self.decide(rows, self.coins(seeds, base_len, draft_count))
+        outcome = self.decide(rows, self.uniforms(seeds, base_len, draft_count))
         accepted = outcome.accepted_count[:, None]
         next_ids = draw_from(outcome.probs, self.next_keys(seeds, accepted, base_len, draft_count))
         committed = rows.roll(-1, dims=1).masked_fill(torch.arange(draft_count + 1) > accepted, -1)
         return committed.scatter(1, accepted, next_ids[:, None])
 
-    def coins(self, seeds: Tensor, base_len: int, draft_count: int) -> Tensor:
+    def uniforms(self, seeds: Tensor, base_len: int, draft_count: int) -> Tensor:
         """One uniform [B, K] for each draft token."""
-        keys = [self.keys(self.coin_key, base_len, base_len + place)[seeds] for place in range(draft_count)]
+        keys = [self.keys(self.acceptance_key, base_len, base_len + place)[seeds] for place in range(draft_count)]
         return torch.from_numpy(np.stack([first_uniforms(each.tolist()) for each in keys], axis=1))
 
     def drawn(self, rows: Tensor, seeds: Tensor, base_len: int) -> Tensor:
@@ -367,10 +369,10 @@ class Rounds:
         keys = [self.keys(self.token_key, base_len, base_len + place)[seeds] for place in range(rows.shape[1])]
         return OPS.draw(self.scores[rows.flatten()], torch.stack(keys, dim=1).flatten()).view_as(rows)
 
-    def decide(self, rows: Tensor, coins: Tensor) -> Outcome:
+    def decide(self, rows: Tensor, uniforms: Tensor) -> ChainOutcome:
         """The rule's answer about chains rows[:, 1:] behind the tokens rows[:, 0]."""
-        laws = pick(self.laws, rows[:, :-1])
-        return self.rule(self.target_probs[rows], rows[:, 1:], laws.token_ids, laws.weights, coins)
+        distributions = pick(self.distributions, rows[:, :-1])
+        return self.rule(self.target_probs[rows], rows[:, 1:], distributions.token_ids, distributions.weights, uniforms)
 
     def next_keys(self, seeds: Tensor, accepted: Tensor, base_len: int, draft_count: int) -> Tensor:
         """Of the draw behind the accepted tokens: a correction, or behind all of them the target's own token."""
@@ -411,18 +413,18 @@ def chain(token_ids: tuple[int, ...]) -> TokenTree:
     return TokenTree.chain(token_ids)
 
 
-def pick(laws: Laws, rows: Tensor) -> Laws:
-    """The laws behind these tokens."""
-    return Laws(laws.token_ids[rows], laws.weights[rows])
+def pick(distributions: DraftDistributions, rows: Tensor) -> DraftDistributions:
+    """The distributions behind these tokens."""
+    return DraftDistributions(distributions.token_ids[rows], distributions.weights[rows])
 
 
-def chance(tokens: Tensor, law: Floats, widths: Sequence[int] = ()) -> float:
-    """p-value of the chi-square test of tokens [N, L] against their joint law; rare cells are counted as one.
+def chance(tokens: Tensor, distribution: Floats, widths: Sequence[int] = ()) -> float:
+    """p-value of the chi-square test of tokens [N, L] against their joint distribution; rare cells are counted as one.
 
     `widths` makes cells of so many neighbouring ids each, one number for every token.
     """
-    expected, width = law, widths or (1,) * law.ndim
-    for axis, (size, each) in enumerate(zip(law.shape, width, strict=True)):
+    expected, width = distribution, widths or (1,) * distribution.ndim
+    for axis, (size, each) in enumerate(zip(distribution.shape, width, strict=True)):
         expected = np.add.reduceat(expected, range(0, size, each), axis=axis)
     cells = np.ravel_multi_index(tuple((tokens.numpy() // width).T), expected.shape)
     counts = np.bincount(cells, minlength=expected.size)
@@ -444,26 +446,26 @@ def asking(spec: SessionSpec, count: int = COUNT) -> SessionSpec:
     return replace(spec, logprob_count=count, prompt_logprobs=True)
 
 
-def entries_of(answers: Sequence[Answer], spec: SessionSpec) -> tuple[Entries, Entries]:
+def entries_of(answers: Sequence[SessionAnswer], spec: SessionSpec) -> tuple[Entries, Entries]:
     """The prompt's entries, which only the first verdict carries, and one for each committed token."""
-    verdicts = [answer.verdict for answer in answers if answer.verdict]
+    verdicts = [answer.content for answer in answers if answer.content]
     assert all(len(verdict.logprobs) == len(verdict.token_ids) for verdict in verdicts)
     assert len(verdicts[0].prompt_logprobs) == spec.prompt_len - 1
     assert not any(verdict.prompt_logprobs for verdict in verdicts[1:])
     return list(verdicts[0].prompt_logprobs), [entry for verdict in verdicts for entry in verdict.logprobs]
 
 
-def all_entries(answers: Sequence[Answer], spec: SessionSpec) -> Entries:
+def all_entries(answers: Sequence[SessionAnswer], spec: SessionSpec) -> Entries:
     """The prompt's entries, and those of the committed tokens behind them."""
     prompt, output = entries_of(answers, spec)
     return prompt + output
 
 
-def first_entries(answers: Sequence[Answer | OutriderError]) -> Entries:
+def first_entries(answers: Sequence[SessionAnswer | OutriderError]) -> Entries:
     """The prompt's entries of the first answer."""
-    assert isinstance(answers[0], Answer)
-    assert answers[0].verdict is not None
-    return list(answers[0].verdict.prompt_logprobs)
+    assert isinstance(answers[0], SessionAnswer)
+    assert answers[0].content is not None
+    return list(answers[0].content.prompt_logprobs)
 
 
 def of_text(runner: ModelRunner, token_ids: Sequence[int]) -> Entries:
@@ -472,8 +474,8 @@ def of_text(runner: ModelRunner, token_ids: Sequence[int]) -> Entries:
     target.open(asking(spec_of(token_ids, 600)))
     [answer] = target.run()
     target.table.clear()
-    assert answer.verdict is not None
-    return list(answer.verdict.prompt_logprobs)
+    assert answer.content is not None
+    return list(answer.content.prompt_logprobs)
 
 
 def plain_tokens(runner: ModelRunner, spec: SessionSpec) -> list[int]:

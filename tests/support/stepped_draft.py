@@ -7,13 +7,12 @@ import torch
 
 from draft_service.drafters.model_drafter import ModelDrafter
 from draft_service.drafters.task import DraftTask
-from draft_service.sessions import Answer, DraftSession, DraftSessions, Wanted
+from draft_service.sessions import DraftSessions, DraftState, Wanted
 from outrider.engine.runner import ModelRunner
-from outrider.errors import OutriderError
-from outrider.model_service.session_store import SessionTable
+from outrider.model_service.session_store import LeaseTable, SessionAnswer
 from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence
-from support.basics import SteppedDevice, spec_of
+from support.basics import Answers, SteppedDevice, spec_of
 
 PROMPT = (5, 17, 200, 3, 90)
 CONTEXT_LEN = 64
@@ -25,10 +24,10 @@ class Draft:
     def __init__(self, runner: ModelRunner, *, prefix_cache: bool = True) -> None:
         self.runner = runner
         self.device = SteppedDevice[DraftTask]()
-        self.table = SessionTable[DraftSession](60.0)
+        self.table = LeaseTable[DraftState](60.0)
         self.sessions = DraftSessions(runner, self.table, self.device.submit, prefix_cache=prefix_cache)
         self.drafter = ModelDrafter(runner, self.table.with_room)
-        self.answers: list[Answer | OutriderError] = []
+        self.answers = Answers()
         self.session_id = os.urandom(16)
 
     def fence(self, epoch: int, base_len: int) -> Fence:
@@ -36,31 +35,31 @@ class Draft:
 
     def open(self, spec: SessionSpec, draft_count: int, epoch: int = 1) -> None:
         fence = self.fence(epoch, len(spec.token_ids))
-        self.sessions.open(fence, spec, Wanted(draft_count, 0), self, self.answers.append)
+        self.sessions.open(fence, spec, Wanted(draft_count, 0), self.answers)
 
     def advance(self, epoch: int, base_len: int, token_ids: Sequence[int], draft_count: int) -> None:
         wanted = Wanted(draft_count, 0)
-        self.sessions.advance(self.fence(epoch, base_len), tuple(token_ids), wanted, self, self.answers.append)
+        self.sessions.advance(self.fence(epoch, base_len), tuple(token_ids), wanted, self.answers)
 
     def step(self) -> bool:
         """One step of all tasks."""
         return self.device.step(self.drafter.advance)
 
-    def run(self) -> list[Answer]:
+    def run(self) -> list[SessionAnswer]:
         """Advances until nothing is to do; returns the answers since the last call, which must not be errors."""
         self.device.run(self.drafter.advance)
         answers, self.answers[:] = list(self.answers), []
-        assert all(isinstance(answer, Answer) for answer in answers), answers
-        return [answer for answer in answers if isinstance(answer, Answer)]
+        assert all(isinstance(answer, SessionAnswer) for answer in answers), answers
+        return [answer for answer in answers if isinstance(answer, SessionAnswer)]
 
     def guesses(self) -> tuple[int, ...]:
         """The guesses of the one answer that is due."""
         [answer] = self.run()
-        assert answer.proposal is not None
-        return answer.proposal.token_ids
+        assert answer.content is not None
+        return answer.content.token_ids
 
     @property
-    def held(self) -> DraftSession:
+    def held(self) -> DraftState:
         """The session."""
         held = self.table.get(self.session_id)
         assert held is not None

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from outrider.engine.runner import ModelRunner
-from outrider.errors import OutriderError
-from outrider.model_service.session_store import SessionTable
+from outrider.model_service.session_store import LeaseTable, SessionAnswer
 from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
-from support.basics import SteppedDevice, spec_of
-from target_service.sessions import Answer, Step, TargetSession, TargetSessions
+from support.basics import Answers, SteppedDevice, spec_of
+from target_service.sessions import Step, TargetSessions, TargetState
 from target_service.verifier import Verifier, VerifyTask
 
 PROMPT = (5, 17, 200, 3, 90)
@@ -26,10 +25,10 @@ class Target:
     def __init__(self, runner: ModelRunner, *, prefix_cache: bool = True) -> None:
         self.runner = runner
         self.device = SteppedDevice[VerifyTask]()
-        self.table = SessionTable[TargetSession](60.0)
+        self.table = LeaseTable[TargetState](60.0)
         self.sessions = TargetSessions(runner, self.table, self.device.submit, prefix_cache=prefix_cache)
         self.verifier = Verifier(runner, self.table)
-        self.answers: list[Answer | OutriderError] = []
+        self.answers = Answers()
         self.session_id = os.urandom(16)
 
     def fence(self, epoch: int, base_len: int) -> Fence:
@@ -37,24 +36,24 @@ class Target:
 
     def open(self, spec: SessionSpec, epoch: int = 1, tree: TokenTree = EMPTY, budget: int = 0) -> None:
         step = Step(tree, budget, time.perf_counter_ns())
-        self.sessions.open(self.fence(epoch, len(spec.token_ids)), spec, step, self, self.answers.append)
+        self.sessions.open(self.fence(epoch, len(spec.token_ids)), spec, step, self.answers)
 
     def step(self, epoch: int, base_len: int, guesses: Sequence[int] = (), budget: int = 0) -> None:
         step = Step(TokenTree.chain(guesses), budget, time.perf_counter_ns())
-        self.sessions.step(self.fence(epoch, base_len), step, self, self.answers.append)
+        self.sessions.step(self.fence(epoch, base_len), step, self.answers)
 
     def acknowledge(self, epoch: int, base_len: int, budget: int) -> None:
-        self.sessions.acknowledge(self.fence(epoch, base_len), budget, self, time.perf_counter_ns())
+        self.sessions.acknowledge(self.fence(epoch, base_len), budget, time.perf_counter_ns(), self.answers)
 
-    def run(self) -> list[Answer]:
+    def run(self) -> list[SessionAnswer]:
         """Advances until nothing is to do; returns the answers since the last call, which must not be errors."""
         self.device.run(self.verifier.advance)
         answers, self.answers[:] = list(self.answers), []
-        assert all(isinstance(answer, Answer) for answer in answers), answers
-        return [answer for answer in answers if isinstance(answer, Answer)]
+        assert all(isinstance(answer, SessionAnswer) for answer in answers), answers
+        return [answer for answer in answers if isinstance(answer, SessionAnswer)]
 
     @property
-    def held(self) -> TargetSession:
+    def held(self) -> TargetState:
         """The session."""
         held = self.table.get(self.session_id)
         assert held is not None
@@ -76,7 +75,7 @@ def plain(runner: ModelRunner, spec: SessionSpec) -> list[int]:
         answers += alone.run()
     tokens = list(alone.tokens)
     alone.table.clear()
-    assert [token for answer in answers if answer.verdict for token in answer.verdict.token_ids] == tokens[
+    assert [token for answer in answers if answer.content for token in answer.content.token_ids] == tokens[
         len(PROMPT) :
     ]
     return tokens

@@ -29,7 +29,7 @@ FAMILIES = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": 128}),
 }
 # Those that transformers' own code computes.
-FALLBACK_FAMILIES = {
+HF_FAMILIES = {
     "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel, {"n_inner": 88}),
     "gpt_neox": (transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM, {"intermediate_size": 88}),
     "gemma3": (
@@ -58,7 +58,7 @@ def write_tiny_model(
     The tokenizer is the embedded pair's for 4,096 ids, else one id for each of 256 bytes and `<|endoftext|>` = 0. Other
     keys of config.json can be given as overrides.
     """
-    config_class, model_class, special = (FAMILIES | FALLBACK_FAMILIES)[family]
+    config_class, model_class, special = (FAMILIES | HF_FAMILIES)[family]
     keys = {"vocab_size": vocab_size, "max_position_embeddings": context_len, "bos_token_id": 0, "eos_token_id": 0}
     config = config_class(**{**SIZES, **special, **keys, **overrides})
     with torch.random.fork_rng(devices=[]):

@@ -11,7 +11,7 @@ from support.garbage import PYTHON_TEXT
 from surface.bad_bodies import GOOD, HARMLESS, ONLY, UNSUPPORTED, faults, with_fault
 from surface.rest_stack import CHAT, COMPLETIONS, RestStack, rest_stack
 
-from outrider.model_service.session_store import SessionTable
+from outrider.model_service.session_store import LeaseTable
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 # Those of every day; all others are for the full tests.
@@ -29,14 +29,14 @@ SAME = {name: {"max_tokens", "prompt", "messages"} for name in ("max_tokens", "m
 async def attacked() -> AsyncIterator[tuple[RestStack, list[bytes]]]:
     """A stack, and the sessions that its services have ever held."""
     held: list[bytes] = []
-    add = SessionTable.add
+    add = LeaseTable.add
 
-    def counted(table: SessionTable[object], session_id: bytes, session: object) -> None:
+    def counted(table: LeaseTable[object], session_id: bytes, session: object) -> None:
         held.append(session_id)
         add(table, session_id, session)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SessionTable, "add", counted)
+        patch.setattr(LeaseTable, "add", counted)
         async with rest_stack() as rest:
             yield rest, held
 

@@ -8,7 +8,7 @@ import pytest
 
 from outrider.parameters import FinishReason, SamplingParameters, SessionSpec
 from outrider.token_tree import EMPTY, TokenTree
-from target_service.acceptance import Verdict, Walk, settle, walk
+from target_service.acceptance import TargetVerdict, Walk, commit_walk, walk
 
 EOS, STOP = 90, 91
 SPEC = SessionSpec(
@@ -61,7 +61,7 @@ def test_a_tree_is_followed_along_the_draws(drawn: list[int], expected: Walk) ->
 def test_the_empty_proposal_is_plain_decoding() -> None:
     """One draw, nothing evaluated, one token."""
     assert walk(EMPTY, [7]) == Walk((), 7, 0)
-    assert settle(EMPTY, walk(EMPTY, [7]), SPEC, 3) == Verdict(3, (), (7,), 7, None, 0)
+    assert commit_walk(EMPTY, walk(EMPTY, [7]), SPEC, 3) == TargetVerdict(3, (), (7,), 7, None, 0)
 
 
 def test_of_equal_siblings_the_first_is_followed() -> None:
@@ -76,33 +76,33 @@ def test_every_row_needs_a_draw(count: int) -> None:
         walk(TokenTree.chain([5, 6, 7]), [0] * count)
 
 
-def settled(proposal: list[int], drawn: list[int], spec: SessionSpec = SPEC, base_len: int = 3) -> Verdict:
+def settled(proposal: list[int], drawn: list[int], spec: SessionSpec = SPEC, base_len: int = 3) -> TargetVerdict:
     tree = TokenTree.chain(proposal)
-    return settle(tree, walk(tree, drawn), spec, base_len)
+    return commit_walk(tree, walk(tree, drawn), spec, base_len)
 
 
 @pytest.mark.parametrize(("token_id", "reason"), [(EOS, FinishReason.EOS), (STOP, FinishReason.STOP_TOKEN)])
 def test_an_accepted_end_token_is_the_last_one(token_id: int, reason: FinishReason) -> None:
     """The verdict is cut behind it: no next token, and the rows behind are not evaluated, though they matched."""
     verdict = settled([5, token_id, 6, 7], [5, token_id, 6, 7, 8])
-    assert verdict == Verdict(3, (1, 2), (5, token_id), None, reason, 2)
+    assert verdict == TargetVerdict(3, (1, 2), (5, token_id), None, reason, 2)
 
 
 @pytest.mark.parametrize(("token_id", "reason"), [(EOS, FinishReason.EOS), (STOP, FinishReason.STOP_TOKEN)])
 def test_an_end_token_as_the_next_token_is_committed(token_id: int, reason: FinishReason) -> None:
     """The target's own end token is present as the next token, with the reason; the draft token it refused counts."""
-    assert settled([5, 6], [5, token_id, 0]) == Verdict(3, (1,), (5, token_id), token_id, reason, 2)
+    assert settled([5, 6], [5, token_id, 0]) == TargetVerdict(3, (1,), (5, token_id), token_id, reason, 2)
 
 
 def test_a_rejected_end_token_ends_nothing() -> None:
     """An EOS that only the draft wanted is one more rejected token."""
-    assert settled([5, EOS], [5, 6, 0]) == Verdict(3, (1,), (5, 6), 6, None, 2)
+    assert settled([5, EOS], [5, 6, 0]) == TargetVerdict(3, (1,), (5, 6), 6, None, 2)
 
 
 def test_only_the_end_tokens_of_the_spec_end() -> None:
     """Under ignore_eos the gateway sends no EOS ids, and the token is an ordinary one."""
     spec = replace(SPEC, eos_token_ids=frozenset(), stop_token_ids=frozenset())
-    assert settled([EOS, STOP], [EOS, STOP, EOS], spec) == Verdict(3, (1, 2), (EOS, STOP, EOS), EOS, None, 2)
+    assert settled([EOS, STOP], [EOS, STOP, EOS], spec) == TargetVerdict(3, (1, 2), (EOS, STOP, EOS), EOS, None, 2)
 
 
 def test_a_token_that_is_eos_and_stop_is_eos() -> None:
@@ -113,13 +113,13 @@ def test_a_token_that_is_eos_and_stop_is_eos() -> None:
 @pytest.mark.parametrize(
     ("max_len", "expected"),
     [
-        (4, Verdict(3, (1,), (5,), None, FinishReason.LENGTH, 1)),
-        (5, Verdict(3, (1, 2), (5, 6), None, FinishReason.LENGTH, 2)),
-        (6, Verdict(3, (1, 2), (5, 6, 7), 7, FinishReason.LENGTH, 2)),
-        (7, Verdict(3, (1, 2), (5, 6, 7), 7, None, 2)),
+        (4, TargetVerdict(3, (1,), (5,), None, FinishReason.LENGTH, 1)),
+        (5, TargetVerdict(3, (1, 2), (5, 6), None, FinishReason.LENGTH, 2)),
+        (6, TargetVerdict(3, (1, 2), (5, 6, 7), 7, FinishReason.LENGTH, 2)),
+        (7, TargetVerdict(3, (1, 2), (5, 6, 7), 7, None, 2)),
     ],
 )
-def test_the_length_limit_cuts(max_len: int, expected: Verdict) -> None:
+def test_the_length_limit_cuts(max_len: int, expected: TargetVerdict) -> None:
     """max_len counts prompt and output; it is reached by an accepted row or by the next token, and never passed."""
     assert settled([5, 6], [5, 6, 7], replace(SPEC, max_len=max_len)) == expected
 
@@ -139,8 +139,8 @@ def test_the_first_end_counts() -> None:
 def test_siblings_of_the_end_count_as_evaluated() -> None:
     """The draw that accepted the end decided its siblings too; the end's own children stay undecided."""
     tree = TokenTree((5, EOS, 6), (0, 0, 2))
-    verdict = settle(tree, walk(tree, [EOS, 0, 6, 7]), SPEC, 3)
-    assert verdict == Verdict(3, (2,), (EOS,), None, FinishReason.EOS, 2)
+    verdict = commit_walk(tree, walk(tree, [EOS, 0, 6, 7]), SPEC, 3)
+    assert verdict == TargetVerdict(3, (2,), (EOS,), None, FinishReason.EOS, 2)
 
 
 def test_a_request_that_has_ended_takes_no_step() -> None:
@@ -188,7 +188,7 @@ def speculate(seed: int, spec: SessionSpec, walker: Walker) -> tuple[tuple[int, 
         tree = random_tree(source, tokens, seed)
         paths = [tuple(tree.token_ids[row - 1] for row in tree.path(row)) for row in range(len(tree) + 1)]
         way = walker(tree, [drawn_after((*tokens, *path), seed) for path in paths])
-        verdict = settle(tree, way, spec, len(tokens))
+        verdict = commit_walk(tree, way, spec, len(tokens))
         accepted = tuple(tree.token_ids[row - 1] for row in verdict.accepted_rows)
         tail = () if verdict.next_token_id is None else (verdict.next_token_id,)
         assert verdict.token_ids == accepted + tail

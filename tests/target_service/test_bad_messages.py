@@ -59,13 +59,13 @@ BAD_MESSAGES = {
     "rows": opening(proposal=pb.TokenTree(token_ids=[1] * 33)),
     "depth": changed(lambda session: setattr(session, "max_len", 8)),
     "distributions": opening(proposal=pb.TokenTree(token_ids=[1], distributions=[pb.DraftDistribution()])),
-    "laws under match": opening(
+    "distributions under match": opening(
         proposal=pb.TokenTree(token_ids=[1], distributions=[pb.DraftDistribution(token_ids=[1], weights=[1])])
     ),
-    "no laws under ratio": opening(proposal=pb.TokenTree(token_ids=[1])),
+    "no distributions under ratio": opening(proposal=pb.TokenTree(token_ids=[1])),
     "plain budget": opening(plain_budget=4097),
 }
-BAD_MESSAGES["no laws under ratio"].open.session.rule = pb.ACCEPTANCE_RULE_RATIO
+BAD_MESSAGES["no distributions under ratio"].open.session.rule = pb.ACCEPTANCE_RULE_RATIO
 BAD_MESSAGES["depth"].open.step.proposal.token_ids.extend([1, 2, 3])
 
 

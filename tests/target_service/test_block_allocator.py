@@ -2,11 +2,11 @@
 
 import pytest
 
-from target_service.block_allocator import Holder, is_first, victims
+from target_service.block_allocator import CacheHolder, is_first, victims
 
-RUNNING, IDLE, WAITING = Holder(3, True), Holder(2, False), Holder(0, True)
+RUNNING, IDLE, WAITING = CacheHolder(3, True), CacheHolder(2, False), CacheHolder(0, True)
 # Two blocks of three that others have as well.
-SHARING = Holder(3, True, (7, 8))
+SHARING = CacheHolder(3, True, (7, 8))
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ SHARING = Holder(3, True, (7, 8))
     ],
 )
 def test_later_sessions_give_way(
-    asking: int, num_missing: int, holders: list[Holder], expected: list[int] | None
+    asking: int, num_missing: int, holders: list[CacheHolder], expected: list[int] | None
 ) -> None:
     """The latest first, idle earlier ones only to the first of the running ones, and nobody for nothing."""
     assert victims(asking, num_missing, holders) == expected

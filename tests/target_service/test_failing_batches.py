@@ -8,23 +8,23 @@ from functools import partial
 import pytest
 from structlog.testing import capture_logs
 from structlog.typing import EventDict
-from support.basics import check_empty, eventually, spec_of
+from support.basics import Answers, check_empty, eventually, spec_of
 from support.stepped_target import plain
 from torch import Tensor
 
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ForwardResult, ModelRunner
-from outrider.engine.sampling.draw import Ask
+from outrider.engine.sampling.draw import DrawInput
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import OutriderError
-from outrider.model_service.session_store import SessionTable
+from outrider.model_service.session_store import LeaseTable, SessionAnswer
 from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
 from target_service import verifier
 from target_service.acceptance import Walk
 from target_service.rules import batched
-from target_service.sessions import Answer, Step, TargetSession, TargetSessions
+from target_service.sessions import Step, TargetSessions, TargetState
 from target_service.verifier import Verifier, VerifyTask
 
 MAX_LEN = 24
@@ -39,11 +39,10 @@ class Served:
     """Four sessions on one device that begin in one batch; their answers in the order in which they came."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self.table = SessionTable[TargetSession](60.0)
+        self.table = LeaseTable[TargetState](60.0)
         self.worker = DeviceWorker[VerifyTask](Verifier(runner, self.table).advance)
         self.sessions = TargetSessions(runner, self.table, self.worker.submit)
-        self.answers: list[list[Answer | OutriderError]] = [[] for _ in SPECS]
-        self.replies: list[Callable[[Answer | OutriderError], None]] = [each.append for each in self.answers]
+        self.answers = [Answers() for _ in SPECS]
         self.logs: list[EventDict] = []
 
     async def run(self, trees: Sequence[TokenTree]) -> None:
@@ -55,7 +54,7 @@ class Served:
         for number, (spec, tree) in enumerate(zip(SPECS, trees, strict=True)):
             fence = Fence(bytes([number] * 16), 1, len(spec.token_ids))
             step = Step(tree, MAX_LEN, time.perf_counter_ns())
-            self.sessions.open(fence, spec, step, self, self.replies[number])
+            self.sessions.open(fence, spec, step, self.answers[number])
 
 
 @asynccontextmanager
@@ -70,14 +69,14 @@ async def serving(runner: ModelRunner) -> AsyncIterator[Served]:
     check_empty(runner.pool)
 
 
-def assert_plain(spec: SessionSpec, expected: Sequence[int], answers: Sequence[Answer | OutriderError]) -> None:
+def assert_plain(spec: SessionSpec, expected: Sequence[int], answers: Sequence[SessionAnswer | OutriderError]) -> None:
     """The verdicts follow each other without a gap or a repetition, and spell what plain decoding does."""
     tokens = list(spec.token_ids)
     for answer in answers:
-        assert isinstance(answer, Answer)
-        assert answer.verdict is not None
+        assert isinstance(answer, SessionAnswer)
+        assert answer.content is not None
         assert answer.fence.base_len == len(tokens)
-        tokens += answer.verdict.token_ids
+        tokens += answer.content.token_ids
     assert tokens == list(expected)
 
 
@@ -113,10 +112,10 @@ def spoil(monkeypatch: pytest.MonkeyPatch, runner: ModelRunner, place: str, fail
         return forward(feeds)
 
     def spoiled_decide(
-        runner: ModelRunner, asks: Sequence[Ask], logits: Tensor, ranges: Sequence[range]
+        runner: ModelRunner, inputs: Sequence[DrawInput], logits: Tensor, ranges: Sequence[range]
     ) -> list[Walk | OutriderError]:
-        ways = decide(runner, asks, logits, ranges)
-        if fails([ask.feed for ask in asks]):
+        ways = decide(runner, inputs, logits, ranges)
+        if fails([draw_input.feed for draw_input in inputs]):
             raise RuntimeError("secret of the device")
         return ways
 
@@ -158,15 +157,16 @@ async def test_a_verdict_that_cannot_be_given_ends_its_own_session(runner: Model
     """It does not go on with the verdict behind; the others' verdicts of that forward are given, and only once."""
     expected = [plain(runner, spec) for spec in SPECS]
     async with serving(runner) as served:
-        kept, raised = served.answers[1], list[KeyError]()
+        raised = list[KeyError]()
 
-        def reply(answer: Answer | OutriderError) -> None:
-            if len(kept) == 2 and not raised:
-                raised.append(KeyError("secret of the reply"))
-                raise raised[0]
-            kept.append(answer)
+        class Spoiled(Answers):
+            def put(self, answer: object) -> None:
+                if len(self) == 2 and not raised:
+                    raised.append(KeyError("secret of the reply"))
+                    raise raised[0]
+                super().put(answer)
 
-        served.replies[1] = reply
+        served.answers[1] = kept = Spoiled()
         await served.run([EMPTY] * 4)
         assert str(kept[-1]) == "the computation of a step failed"
         assert (len(kept), len(served.table)) == (3, 3)

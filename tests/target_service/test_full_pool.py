@@ -5,16 +5,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from support.basics import spec_of
+from support.basics import Answers, spec_of
 from support.stepped_target import PROMPT, Target, plain
 
 from outrider.engine.runner import ModelRunner
-from outrider.errors import OutriderError, PromptTooLong
+from outrider.errors import PromptTooLong
+from outrider.model_service.session_store import SessionAnswer
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
 from target_service import block_allocator
-from target_service.block_allocator import GRACE_STEPS, Holder, victims
-from target_service.sessions import Answer, Step
+from target_service.block_allocator import GRACE_STEPS, CacheHolder, victims
+from target_service.sessions import Step
 
 LATE = os.urandom(16)
 
@@ -35,14 +36,14 @@ def test_sessions_take_turns(small: Target, runner: ModelRunner) -> None:
     small.session_id = ids[0]
     small.open(specs[0])
     small.run()
-    small.table.leave(ids[0], small)
+    small.table.leave(ids[0], small.answers)
     for small.session_id, spec in zip(ids[1:], specs[1:], strict=True):
         small.open(spec, budget=60)
     small.run()
     assert small.table.get(ids[0]) is None
     counts = small.sessions.counts()
-    assert (counts.evicted_sessions, counts.expired_leases) == (1, 0)
-    assert counts.preemptions > 0
+    assert (counts.evicted_session_count, counts.expired_lease_count) == (1, 0)
+    assert counts.preemption_count > 0
     for small.session_id, spec in zip(ids[1:], specs[1:], strict=True):
         alone = Target(runner)
         alone.open(spec, budget=60)
@@ -57,11 +58,11 @@ def test_an_idle_session_gives_way_and_comes_back(small: Target, runner: ModelRu
     spec = spec_of(PROMPT, 60, eos=())
     small.open(spec, budget=40)
     small.run()
-    answers: list[Answer | OutriderError] = []
+    answers = Answers()
     late = spec_of(range(1, 41), 60, eos=())
-    small.sessions.open(Fence(LATE, 1, 40), late, Step(EMPTY, 0, 0), answers, answers.append)
+    small.sessions.open(Fence(LATE, 1, 40), late, Step(EMPTY, 0, 0), answers)
     small.run()
-    assert [isinstance(answer, Answer) for answer in answers] == [True]
+    assert [isinstance(answer, SessionAnswer) for answer in answers] == [True]
     assert (small.held.session.cached_len, len(small.held.session.table)) == (0, 0)
     length = len(small.tokens)
     small.step(1, length)
@@ -73,15 +74,15 @@ def test_a_session_whose_draft_is_guessing_keeps_its_cache(small: Target) -> Non
     """It has no job for some steps; a later session waits that long, and not for ever."""
     small.open(spec_of(PROMPT, 60, eos=()), budget=40)
     small.run()
-    answers: list[Answer | OutriderError] = []
+    answers = Answers()
     late = spec_of(range(1, 41), 60, eos=())
-    small.sessions.open(Fence(LATE, 1, 40), late, Step(EMPTY, 0, 0), answers, answers.append)
+    small.sessions.open(Fence(LATE, 1, 40), late, Step(EMPTY, 0, 0), answers)
     for _ in range(GRACE_STEPS):
         small.device.step(small.verifier.advance)
     assert (answers, small.held.session.cached_len) == ([], 45)
     small.step(1, 46)
     assert len(small.run()) == 1
-    assert small.sessions.counts().preemptions == 1
+    assert small.sessions.counts().preemption_count == 1
     assert len(answers) == 1
 
 
@@ -89,14 +90,14 @@ def test_who_waits_is_weighed_once_for_all_behind_it(small: Target, monkeypatch:
     """Behind a session that was refused, others that lack no less are not weighed in the same step, but in the next."""
     small.open(spec_of(range(1, 41), 60, eos=()), budget=10)
     small.run()
-    answers: list[Answer | OutriderError] = []
+    answers = Answers()
     for number, length in enumerate((60, 50, 30, 20)):
         late = spec_of(range(100 + number, 100 + number + length), 64, eos=())
         fence = Fence(os.urandom(16), 1, length)
-        small.sessions.open(fence, late, Step(EMPTY, 0, 0), answers, answers.append)
+        small.sessions.open(fence, late, Step(EMPTY, 0, 0), answers)
     weighed = []
 
-    def counting(asking: int, num_missing: int, holders: Sequence[Holder]) -> list[int] | None:
+    def counting(asking: int, num_missing: int, holders: Sequence[CacheHolder]) -> list[int] | None:
         weighed.append((asking, num_missing))
         return victims(asking, num_missing, holders)
 
@@ -111,15 +112,15 @@ def test_a_proposal_without_room_is_decoded_plainly(small: Target, runner: Model
     expected = plain(runner, spec_of(PROMPT, 64, eos=()))
     small.open(spec_of(PROMPT, 64, eos=()))
     small.run()
-    answers: list[Answer | OutriderError] = []
+    answers = Answers()
     step = Step(TokenTree.chain(expected[47:51]), 0, 0)
     late = spec_of(expected[:47], 64, eos=(), prompt_len=len(PROMPT))
-    small.sessions.open(Fence(LATE, 1, 47), late, step, answers, answers.append)
+    small.sessions.open(Fence(LATE, 1, 47), late, step, answers)
     small.run()
     [answer] = answers
-    assert isinstance(answer, Answer)
-    assert answer.verdict is not None
-    assert (answer.verdict.token_ids, answer.verdict.evaluated_count) == ((expected[47],), 0)
+    assert isinstance(answer, SessionAnswer)
+    assert answer.content is not None
+    assert (answer.content.token_ids, answer.content.evaluated_count) == ((expected[47],), 0)
     assert small.held.session.cached_len == 5
 
 
@@ -127,8 +128,8 @@ def test_what_never_fits_is_refused_at_once(small: Target) -> None:
     """And costs nobody else's cache."""
     small.open(spec_of(PROMPT, 60, eos=()))
     small.run()
-    errors: list[Answer | OutriderError] = []
-    small.sessions.open(Fence(LATE, 1, 70), spec_of(range(1, 71), 80), Step(EMPTY, 0, 0), errors, errors.append)
+    errors = Answers()
+    small.sessions.open(Fence(LATE, 1, 70), spec_of(range(1, 71), 80), Step(EMPTY, 0, 0), errors)
     small.run()
     assert [type(error) for error in errors] == [PromptTooLong]
     assert "70 tokens are more than the key-value cache of 64 tokens" in str(errors[0])

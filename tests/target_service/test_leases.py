@@ -29,7 +29,7 @@ async def test_a_broken_stream_leaves_a_lease(
     else:
         await client.call.done_writing()
     await eventually(lambda: service.table.num_leased == 1)
-    await eventually(lambda: service.worker.num_active == 0)
+    await eventually(lambda: service.worker.stalled_us == 0)
     again = TargetClient(channel, client.session_id)
     await again.open(spec_of(tokens, 400, eos=(), prompt_len=len(PROMPT)), epoch=2)
     response = await again.read()

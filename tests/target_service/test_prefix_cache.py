@@ -34,18 +34,18 @@ def said(target: Target, spec: SessionSpec, guesses: int = 0) -> tuple[list[int]
     target.session_id = os.urandom(16)
     target.open(spec)
     [first] = target.run()
-    assert first.verdict is not None
+    assert first.content is not None
     while target.held.finish_reason is None:
         room = spec.max_len - len(target.tokens)
         proposal = [target.tokens[-1], 255, 7][: min(guesses, room)]
         target.step(1, len(target.tokens), proposal)
         [answer] = target.run()
-        assert answer.verdict is not None
-        assert answer.verdict.prefix_len == 0
+        assert answer.content is not None
+        assert answer.content.prefix_len == 0
     assert_like_fresh(target)
     tokens = list(target.tokens)
-    target.table.close(target.fence(1, 1), target)
-    return tokens, first.verdict.prefix_len
+    target.table.close(target.fence(1, 1), target.answers)
+    return tokens, first.content.prefix_len
 
 
 @pytest.mark.parametrize("guesses", [0, 3])
@@ -63,8 +63,8 @@ def test_a_conversation_sent_again_costs_its_new_turn(target: Target, guesses: i
     assert found == [0, 64, 96]
     counts = target.sessions.counts()
     assert (counts.prefix_query_tokens, counts.prefix_hit_tokens) == (40 + 80 + 120, 160)
-    assert counts.cached_blocks == 9
-    assert counts.free_blocks == 32
+    assert counts.cached_block_count == 9
+    assert counts.free_block_count == 32
 
 
 def test_only_the_new_tokens_are_computed(target: Target) -> None:
@@ -72,10 +72,10 @@ def test_only_the_new_tokens_are_computed(target: Target) -> None:
     said(target, spec_of(LONG, 90, eos=()))
     target.session_id = os.urandom(16)
     target.open(spec_of((*LONG, 5), 90, eos=()))
-    assert (target.held.cached_len, target.held.session.uncached) == (80, [5])
+    assert (target.held.cached_len, target.held.session.token_ids[target.held.session.cached_len :]) == (80, [5])
     [answer] = target.run()
-    assert answer.verdict is not None
-    assert answer.verdict.prefix_len == 80
+    assert answer.content is not None
+    assert answer.content.prefix_len == 80
 
 
 def test_other_salts_find_nothing(target: Target) -> None:
@@ -93,8 +93,8 @@ def test_a_changed_salt_at_a_reopening_gives_up_what_was_cached(target: Target) 
     target.open(replace(spec, cache_salt=b"tenant"), epoch=2)
     assert target.held.session.cached_len == 0
     [answer] = target.run()
-    assert answer.verdict is not None
-    assert answer.verdict.prefix_len == 0
+    assert answer.content is not None
+    assert answer.content.prefix_len == 0
 
 
 def test_whoever_wants_the_prompts_log_probabilities_computes_its_rows(target: Target) -> None:
@@ -106,7 +106,7 @@ def test_whoever_wants_the_prompts_log_probabilities_computes_its_rows(target: T
         target.session_id = os.urandom(16)
         target.open(wishes)
         [answer] = target.run()
-        answers.append(answer.verdict)
+        answers.append(answer.content)
         said(target, spec)
     assert answers[0] == answers[1]
     assert answers[0] is not None
@@ -166,7 +166,7 @@ def test_who_gave_way_finds_what_is_left_of_it(folder: Path, monkeypatch: pytest
     target.step(1, 50, budget=36)
     target.run()
     target.session_id = second
-    assert (target.held.session.cached_len, target.sessions.counts().preemptions) == (0, 1)
+    assert (target.held.session.cached_len, target.sessions.counts().preemption_count) == (0, 1)
     target.table.drop(first)
     fed = []
     forward = target.runner.forward
@@ -197,7 +197,7 @@ def test_who_waits_holds_nothing_that_it_found(folder: Path) -> None:
     target.step(1, 50, budget=100)
     for _ in range(90):
         target.device.step(target.verifier.advance)
-    preemptions = target.sessions.counts().preemptions
+    preemptions = target.sessions.counts().preemption_count
     assert preemptions == 1
     waiting = target.table.get(second)
     assert waiting is not None

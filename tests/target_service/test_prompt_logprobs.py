@@ -6,16 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.basics import check_empty, spec_of
+from support.basics import Answers, check_empty, spec_of
 from support.rules import Entries, all_entries, asking, first_entries, of_text, plain_tokens
 from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target, plain
 
 from outrider.engine import runner as runner_module
 from outrider.engine.runner import ModelRunner
-from outrider.errors import OutriderError
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
-from target_service.sessions import Answer, Step
+from target_service.sessions import Step
 
 LONG_PROMPT = tuple((7 * number + 3) % VOCABULARY_SIZE for number in range(75))
 
@@ -58,8 +57,8 @@ def test_logits_of_a_prompt_are_bounded(
 
     monkeypatch.setattr(target.runner, "forward", measured)
     other = replace(asking(spec_of(LONG_PROMPT[::-1], 90, eos=())), logprob_count=0)
-    answers: list[Answer | OutriderError] = []
-    target.sessions.open(Fence(bytes(16), 1, 75), other, Step(EMPTY, 0, 0), target, answers.append)
+    answers = Answers()
+    target.sessions.open(Fence(bytes(16), 1, 75), other, Step(EMPTY, 0, 0), answers)
     target.open(asking(spec_of(LONG_PROMPT, 90, eos=())))
     assert first_entries(target.run()) == expected_prompt
     assert len(first_entries(answers)) == 74
@@ -80,10 +79,10 @@ def test_a_cache_that_is_lost_costs_no_number(chunked: Target, expected_prompt: 
 
 def test_two_that_take_turns_have_their_numbers(chunked: Target, runner: ModelRunner) -> None:
     """The pool holds one of them; the later one waits or begins again."""
-    answers: list[Answer | OutriderError] = []
+    answers = Answers()
     second = asking(spec_of(LONG_PROMPT[:60], 80, eos=()))
     chunked.open(asking(spec_of(LONG_PROMPT, 90, eos=())), budget=15)
-    chunked.sessions.open(Fence(bytes(16), 1, 60), second, Step(EMPTY, 20, 0), chunked, answers.append)
+    chunked.sessions.open(Fence(bytes(16), 1, 60), second, Step(EMPTY, 20, 0), answers)
     first = chunked.run()
     tokens = chunked.tokens
     assert all_entries(first, asking(spec_of(LONG_PROMPT))) == of_text(runner, tokens)
@@ -123,17 +122,17 @@ def test_a_session_that_begins_behind_its_prompt_has_none_of_it(runner: ModelRun
     expected = plain(runner, spec_of(PROMPT, 40, eos=()))
     target.open(asking(spec_of(expected[:20], 40, eos=(), prompt_len=len(PROMPT))))
     [answer] = target.run()
-    assert answer.verdict is not None
-    assert answer.verdict.prompt_logprobs == ()
-    assert list(answer.verdict.logprobs) == of_text(runner, expected[:21])[19:]
+    assert answer.content is not None
+    assert answer.content.prompt_logprobs == ()
+    assert list(answer.content.logprobs) == of_text(runner, expected[:21])[19:]
 
 
 def test_a_prompt_of_one_token_has_none(target: Target) -> None:
     """Nothing comes before it."""
     target.open(asking(spec_of((9,), 5, eos=())))
     [answer] = target.run()
-    assert answer.verdict is not None
-    assert (answer.verdict.prompt_logprobs, len(answer.verdict.logprobs)) == ((), 1)
+    assert answer.content is not None
+    assert (answer.content.prompt_logprobs, len(answer.content.logprobs)) == ((), 1)
 
 
 def test_a_repeated_verdict_repeats_its_numbers(target: Target, expected_prompt: Entries) -> None:
@@ -160,7 +159,7 @@ def test_a_prompt_without_a_distribution_fails_alone(
     monkeypatch.setattr(target.runner.model, "forward", spoiled)
     culprit = asking(spec_of((bad_id, *PROMPT), 90))
     target.open(asking(spec_of(LONG_PROMPT, 90, eos=())))
-    target.sessions.open(Fence(bytes(16), 1, 6), culprit, Step(EMPTY, 0, 0), object(), target.answers.append)
+    target.sessions.open(Fence(bytes(16), 1, 6), culprit, Step(EMPTY, 0, 0), target.answers)
     good, bad = target.device.tasks
     with pytest.raises(ValueError, match="finite"):
         target.verifier.advance([good, bad])

@@ -1,13 +1,13 @@
 """Tests of target_service.sessions and verifier without a thread: what a step commits, repeats and takes back."""
 
 import pytest
-from support.basics import spec_of
+from support.basics import Answers, spec_of
 from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target, assert_like_fresh, plain
 
-from outrider.errors import InvalidRequest, OutriderError, ProtocolViolation
+from outrider.errors import InvalidRequest, ProtocolViolation
 from outrider.parameters import FinishReason
 from outrider.token_tree import EMPTY, TokenTree
-from target_service.sessions import Answer, Step
+from target_service.sessions import Step
 
 
 def test_a_step_commits_what_plain_decoding_says(target: Target) -> None:
@@ -19,16 +19,16 @@ def test_a_step_commits_what_plain_decoding_says(target: Target) -> None:
     right = expected[6:9]
     target.step(1, 6, [*right, (expected[9] + 1) % VOCABULARY_SIZE, 1])
     [answer] = target.run()
-    assert answer.verdict is not None
-    assert (answer.fence.base_len, answer.verdict.accepted_rows) == (6, (1, 2, 3))
-    assert (answer.verdict.next_token_id, answer.verdict.evaluated_count) == (expected[9], 4)
+    assert answer.content is not None
+    assert (answer.fence.base_len, answer.content.accepted_rows) == (6, (1, 2, 3))
+    assert (answer.content.next_token_id, answer.content.evaluated_count) == (expected[9], 4)
     assert target.tokens == expected[:10]
     assert answer.cached_len == target.held.session.cached_len == 9
     assert_like_fresh(target)
     target.step(1, 10, expected[10:14])
     [answer] = target.run()
-    assert answer.verdict is not None
-    assert (answer.verdict.accepted_rows, answer.verdict.next_token_id) == ((1, 2, 3, 4), expected[14])
+    assert answer.content is not None
+    assert (answer.content.accepted_rows, answer.content.next_token_id) == ((1, 2, 3, 4), expected[14])
     assert_like_fresh(target)
 
 
@@ -40,10 +40,10 @@ def test_a_tree_is_followed_along_the_right_branch(target: Target) -> None:
     target.run()
     wrong = [(token + 1) % VOCABULARY_SIZE for token in expected]
     tree = TokenTree((wrong[6], expected[6], wrong[7], expected[7], expected[8]), (0, 0, 2, 2, 4))
-    target.sessions.step(target.fence(1, 6), Step(tree, 0, 0), target, target.answers.append)
+    target.sessions.step(target.fence(1, 6), Step(tree, 0, 0), target.answers)
     [answer] = target.run()
-    assert answer.verdict is not None
-    assert answer.verdict.accepted_rows == (2, 4, 5)
+    assert answer.content is not None
+    assert answer.content.accepted_rows == (2, 4, 5)
     assert target.tokens == expected[:10]
     assert_like_fresh(target)
 
@@ -72,9 +72,9 @@ def test_a_repeated_open_is_answered_where_it_was_repeated(target: Target) -> No
     """Repeated before its verdict or behind it, it is answered to the newer stream, which owns the session then."""
     spec = spec_of(PROMPT, 40, eos=())
     target.open(spec)
-    newer: list[Answer | OutriderError] = []
+    newer = Answers()
     for _ in range(2):
-        target.sessions.open(target.fence(1, 5), spec, Step(EMPTY, 0, 0), newer, newer.append)
+        target.sessions.open(target.fence(1, 5), spec, Step(EMPTY, 0, 0), newer)
         assert target.run() == []
     assert len(newer) == 2
     assert newer[0] == newer[1]
@@ -85,12 +85,12 @@ def test_missing_tokens_are_asked_for(target: Target) -> None:
     """An unknown session knows nothing, a known one says how much."""
     target.step(1, 9)
     [answer] = target.run()
-    assert (answer.verdict, answer.known_len, answer.cached_len) == (None, 0, 0)
+    assert (answer.content, answer.known_len, answer.cached_len) == (None, 0, 0)
     target.open(spec_of(PROMPT, 40, eos=()))
     target.run()
     target.step(1, 30)
     [answer] = target.run()
-    assert (answer.verdict, answer.known_len, answer.cached_len) == (None, 6, 5)
+    assert (answer.content, answer.known_len, answer.cached_len) == (None, 6, 5)
 
 
 def test_older_epochs_are_dropped(target: Target) -> None:
@@ -101,7 +101,7 @@ def test_older_epochs_are_dropped(target: Target) -> None:
     target.step(2, 6)
     target.open(spec_of(PROMPT[:2], 40), epoch=2)
     target.acknowledge(2, 6, 8)
-    target.table.close(target.fence(2, 6), target)
+    target.table.close(target.fence(2, 6), target.answers)
     assert target.run() == []
     assert target.tokens == tokens
 
@@ -146,7 +146,7 @@ def test_rollback_stops_a_running_job(target: Target) -> None:
     assert target.sessions.rollback(target.fence(2, 6)).job_stopped
     target.answers.clear()
     assert target.run() == []
-    assert target.sessions.counts().stopped_jobs == 1
+    assert target.sessions.counts().stopped_job_count == 1
     assert len(target.tokens) == 6
 
 
@@ -157,8 +157,8 @@ def test_the_end_is_found_inside_a_proposal(target: Target) -> None:
     length = expected.index(stop, 5) + 1
     target.open(spec_of(PROMPT, 40, eos=(), stops=(stop,)), tree=TokenTree.chain(expected[5:10]), budget=30)
     [answer] = target.run()
-    assert answer.verdict is not None
-    assert (answer.verdict.finish_reason, answer.verdict.next_token_id) == (FinishReason.STOP_TOKEN, None)
+    assert answer.content is not None
+    assert (answer.content.finish_reason, answer.content.next_token_id) == (FinishReason.STOP_TOKEN, None)
     assert target.tokens == expected[:length]
     assert answer.cached_len == length - 1
     target.step(1, 5)
@@ -179,8 +179,8 @@ def test_no_row_lies_past_the_end_of_the_request(target: Target) -> None:
         target.step(1, 6, [1, 2, 3])
     target.step(1, 6, plain(target.runner, spec)[6:8])
     [answer] = target.run()
-    assert answer.verdict is not None
-    assert answer.verdict.finish_reason is FinishReason.LENGTH
+    assert answer.content is not None
+    assert answer.content.finish_reason is FinishReason.LENGTH
     assert len(target.tokens) == 8
 
 
@@ -190,7 +190,7 @@ def test_opening_again_reuses_what_is_cached(target: Target) -> None:
     expected = plain(target.runner, spec)
     target.open(spec, budget=9)
     target.run()
-    target.table.leave(target.session_id, target)
+    target.table.leave(target.session_id, target.answers)
     again = spec_of(expected[:12], 40, eos=(), prompt_len=len(PROMPT))
     target.open(again, epoch=2)
     assert target.held.session.cached_len == 12

@@ -2,14 +2,14 @@
 
 import os
 
-from support.basics import spec_of
+from support.basics import Answers, spec_of
 from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target
 
 from outrider.engine.runner import ModelRunner
 from outrider.errors import OutriderError
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY
-from target_service.sessions import Answer, Step
+from target_service.sessions import Step
 
 
 def test_sessions_side_by_side_say_what_they_say_alone(runner: ModelRunner) -> None:
@@ -36,9 +36,9 @@ def test_sessions_side_by_side_say_what_they_say_alone(runner: ModelRunner) -> N
 def test_a_session_that_cannot_draw_fails_alone(target: Target) -> None:
     """All tokens forbidden is a fault of one request, and not of its batch."""
     forbidden = spec_of(PROMPT, 40, eos=range(VOCABULARY_SIZE), temperature=1.0, min_tokens=5)
-    errors: list[Answer | OutriderError] = []
+    errors = Answers()
     target.open(spec_of(PROMPT, 40, eos=()))
-    target.sessions.open(Fence(bytes(16), 1, 5), forbidden, Step(EMPTY, 0, 0), object(), errors.append)
+    target.sessions.open(Fence(bytes(16), 1, 5), forbidden, Step(EMPTY, 0, 0), errors)
     assert len(target.run()) == 1
     assert [type(error) for error in errors] == [OutriderError]
     assert "no token can be drawn" in str(errors[0])

@@ -5,19 +5,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.basics import SteppedDevice, spec_of
+from support.basics import Answers, SteppedDevice, spec_of
 from support.tiny_models import write_tiny_model
 
 from outrider.engine.runner import ModelRunner
-from outrider.model_service.session_store import SessionTable
+from outrider.model_service.session_store import LeaseTable
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY
-from target_service.sessions import Step, TargetSession, TargetSessions
+from target_service.sessions import Step, TargetSessions, TargetState
 from target_service.verifier import Verifier, VerifyTask
 
 SPEC = spec_of((5, 17, 200, 3, 90), 60, eos=())
 SESSION_ID = os.urandom(16)
-OWNER = object()
+OWNER = Answers()
 
 
 @pytest.fixture
@@ -27,15 +27,15 @@ def runner(tmp_path: Path) -> ModelRunner:
 
 
 def _open(sessions: TargetSessions, epoch: int) -> None:
-    sessions.open(Fence(SESSION_ID, epoch, 5), SPEC, Step(EMPTY, 0, 0), OWNER, lambda answer: None)
+    sessions.open(Fence(SESSION_ID, epoch, 5), SPEC, Step(EMPTY, 0, 0), OWNER)
 
 
 def _step(sessions: TargetSessions, epoch: int) -> None:
-    sessions.step(Fence(SESSION_ID, epoch, 5), Step(EMPTY, 0, 0), OWNER, lambda answer: None)
+    sessions.step(Fence(SESSION_ID, epoch, 5), Step(EMPTY, 0, 0), OWNER)
 
 
 def _acknowledge(sessions: TargetSessions, epoch: int) -> None:
-    sessions.acknowledge(Fence(SESSION_ID, epoch, 5), 0, OWNER, 0)
+    sessions.acknowledge(Fence(SESSION_ID, epoch, 5), 0, 0, OWNER)
 
 
 def _roll_back(sessions: TargetSessions, epoch: int) -> None:
@@ -47,12 +47,12 @@ def test_a_newer_epoch_counts_the_job_it_stops(
     runner: ModelRunner, begin: Callable[[TargetSessions, int], None]
 ) -> None:
     """Whichever message begins it; without a running job nothing is counted."""
-    table = SessionTable[TargetSession](60.0)
+    table = LeaseTable[TargetState](60.0)
     device, verifier = SteppedDevice[VerifyTask](), Verifier(runner, table)
     sessions = TargetSessions(runner, table, device.submit)
     _open(sessions, 1)
     begin(sessions, 2)
-    assert sessions.counts().stopped_jobs == 1
+    assert sessions.counts().stopped_job_count == 1
     device.run(verifier.advance)
     begin(sessions, 3)
-    assert sessions.counts().stopped_jobs == 1
+    assert sessions.counts().stopped_job_count == 1

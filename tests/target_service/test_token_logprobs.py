@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.basics import check_empty, spec_of
+from support.basics import Answers, check_empty, spec_of
 from support.rules import COUNT, Entries, all_entries, asking, of_text, plain_tokens
 from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target, plain
 from support.tiny_models import TARGET
@@ -14,11 +14,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.runner import ModelRunner
+from outrider.model_service.session_store import SessionAnswer
 from outrider.parameters import Acceptance, DraftDistribution, Rule, SessionSpec
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
 from target_service import verifier
-from target_service.sessions import Answer, Step
+from target_service.sessions import Step
 
 LONG_PROMPT = tuple((7 * number + 3) % VOCABULARY_SIZE for number in range(75))
 WANTED = {
@@ -27,7 +28,7 @@ WANTED = {
 }
 
 
-def decode(target: Target, spec: SessionSpec, expected: Sequence[int], num_drafts: int) -> list[Answer]:
+def decode(target: Target, spec: SessionSpec, expected: Sequence[int], num_drafts: int) -> list[SessionAnswer]:
     """Rounds to the end, with proposals of which every third has a wrong token; the answers."""
     target.open(spec)
     answers = target.run()
@@ -94,7 +95,7 @@ def test_numbers_do_not_depend_on_proposals_and_neighbours(runner: ModelRunner, 
     for number, neighbour in enumerate(neighbours):
         wanted = asking(neighbour, number) if number % 3 else neighbour
         step = Step(EMPTY, 60, 0)
-        target.sessions.open(Fence(bytes([number] * 16), 1, 6), wanted, step, target, lambda _answer: None)
+        target.sessions.open(Fence(bytes([number] * 16), 1, 6), wanted, step, Answers())
     target.open(spec, budget=60)
     found.append(all_entries(target.run(), spec))
     assert target.tokens == with_drafts.tokens == without.tokens == expected
@@ -111,11 +112,11 @@ def test_rows_of_a_tree_have_the_numbers_of_their_paths(runner: ModelRunner, tar
     target.run()
     wrong = [(token + 1) % VOCABULARY_SIZE for token in expected]
     tree = TokenTree((wrong[6], expected[6], wrong[7], expected[7]), (0, 0, 2, 2))
-    target.sessions.step(target.fence(1, 6), Step(tree, 0, 0), target, target.answers.append)
+    target.sessions.step(target.fence(1, 6), Step(tree, 0, 0), target.answers)
     [answer] = target.run()
-    assert answer.verdict is not None
-    assert answer.verdict.accepted_rows == (2, 4)
-    assert list(answer.verdict.logprobs) == of_text(runner, expected)[5:8]
+    assert answer.content is not None
+    assert answer.content.accepted_rows == (2, 4)
+    assert list(answer.content.logprobs) == of_text(runner, expected)[5:8]
 
 
 @pytest.mark.parametrize("rule", Rule)
@@ -132,11 +133,11 @@ def test_numbers_are_those_of_the_text_under_every_rule(
     while target.held.finish_reason is None:
         base_len = len(target.tokens)
         guesses = expected[base_len : min(base_len + 3, 39)]
-        laws = [DraftDistribution((token, (token + 1) % VOCABULARY_SIZE), (3, 1)) for token in guesses]
-        tree = TokenTree.chain(guesses, laws if rule.needs_distributions else ())
-        target.sessions.step(target.fence(1, base_len), Step(tree, 0, 0), target, target.answers.append)
+        distributions = [DraftDistribution((token, (token + 1) % VOCABULARY_SIZE), (3, 1)) for token in guesses]
+        tree = TokenTree.chain(guesses, distributions if rule.needs_distributions else ())
+        target.sessions.step(target.fence(1, base_len), Step(tree, 0, 0), target.answers)
         answers += target.run()
-    assert any(answer.verdict and answer.verdict.accepted_rows for answer in answers)
+    assert any(answer.content and answer.content.accepted_rows for answer in answers)
     assert all_entries(answers, spec) == of_text(runner, target.tokens)
 
 
@@ -147,9 +148,9 @@ def test_an_end_inside_a_proposal_ends_the_numbers(runner: ModelRunner, target: 
     length = expected.index(stop, 5) + 1
     target.open(asking(spec_of(PROMPT, 40, eos=(), stops=(stop,))), tree=TokenTree.chain(expected[5:10]))
     [answer] = target.run()
-    assert answer.verdict is not None
-    assert len(answer.verdict.logprobs) == len(answer.verdict.token_ids) == length - 5
-    assert list(answer.verdict.logprobs) == of_text(runner, expected)[4 : length - 1]
+    assert answer.content is not None
+    assert len(answer.content.logprobs) == len(answer.content.token_ids) == length - 5
+    assert list(answer.content.logprobs) == of_text(runner, expected)[4 : length - 1]
 
 
 def test_who_asks_for_none_pays_nothing(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

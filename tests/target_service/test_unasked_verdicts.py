@@ -116,5 +116,5 @@ def test_a_step_takes_over_a_target_that_is_going_on_alone(target: Target) -> No
     target.answers.clear()
     target.step(1, 7, expected[7:10])
     [answer] = target.run()
-    assert answer.verdict is not None
-    assert answer.verdict.accepted_rows == (1, 2, 3)
+    assert answer.content is not None
+    assert answer.content.accepted_rows == (1, 2, 3)

@@ -1,4 +1,4 @@
-"""The blocks of a cache: who holds how many of them, and which are free. Knows no tensors and no tokens.
+"""The blocks of a cache: who holds how many of them, and which are free.
 
 A block is free, held by one or more tables, or published and held by nobody: then it keeps what was computed, for
 whoever asks for the same tokens, until a block is needed and no other is free.

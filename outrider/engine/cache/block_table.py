@@ -1,6 +1,6 @@
 """Paged keys and values: tables that map positions to slots of blocks, and the tensors behind the slots.
 
-Knows no models, and of tokens only that equal ones have equal keys. A block that two tables share or that is published
+A block that two tables share or that is published
 is never written: whoever has to write into one first gets a copy of its own, so truncating into such a block costs
 nothing until the next write (Kwon et al., 2023).
 """

@@ -1,6 +1,6 @@
 """Which blocks hold the keys and values of which tokens, so that an equal beginning is not computed twice.
 
-Knows no tensors, no sessions, and not who holds a block. A published block has a name: a digest of its own tokens and
+A published block has a name: a digest of its own tokens and
 of all before them, that begins with a salt, so that sessions of different salts share nothing. The digest only finds a
 block; what is served is compared token by token with what was asked for, and so a collision serves nobody's keys.
 """

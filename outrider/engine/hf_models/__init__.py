@@ -1,4 +1,5 @@
-"""Models whose code is transformers' and whose attention, cache and products are ours. Alone imports transformers.
+"""Models whose code is transformers' and whose attention, cache and products are ours.
 
-Nothing outside imports this package; outrider.engine.models.checkpoints loads it by name when a model needs it.
+outrider.engine.models.checkpoints loads it by name when a model needs it, so that no other service pays for
+transformers.
 """

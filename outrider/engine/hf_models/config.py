@@ -1,15 +1,24 @@
-"""Reads what transformers says about a model, and refuses by name what cannot be served."""
+"""What a model is, and whether it can be served: what its files say, and what one forward without numbers shows.
+
+What cannot be served is refused by name, before any of its weights is read.
+"""
 
 import re
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from outrider.engine.hf_models import decoder
+from outrider.engine.hf_models.decoder import NAME, AttentionCall, HfConfig, layer_of
 from outrider.engine.models.config import MAX_LAYERS, JsonKeys, read_architecture, read_json
 from outrider.errors import ModelRefused
 
@@ -21,12 +30,22 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 # Keys that say how many there are of what a class makes one by one, before anything else could refuse the number.
 COUNTS = re.compile(r"(layer|expert|label)s?$")
 
+SURVEY_ROWS = 3
+# Keywords without a bearing on the result of an inference, and those that are none when they are None or false.
+HARMLESS = ("dropout", "use_cache", "position_ids", "output_router_logits", "output_attentions")
+PRODUCTS = (torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum, torch.tensordot,
+            Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.addmm, Tensor.baddbmm, Tensor.__matmul__, Tensor.__rmatmul__,
+            functional.scaled_dot_product_attention)  # fmt: skip
+ACROSS_ROWS = (torch.conv1d, torch.conv2d, functional.conv1d, functional.conv2d, torch.cumsum, Tensor.cumsum)
+
 
 def read_configuration(folder: Path) -> PretrainedConfig:
     """The configuration, set up for our attention. Raises ModelRefused."""
     keys = JsonKeys(folder / "config.json", read_json(folder / "config.json"))
     _refuse_kinds(keys)
-    _refuse_counts(keys)
+    for key, value in keys.values.items():
+        if COUNTS.search(key) and isinstance(value, int) and value > MAX_LAYERS:
+            raise keys.refuse(key, f"is {value}, but at most {MAX_LAYERS} are served")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # what a class says about its keys has no common type
@@ -35,12 +54,14 @@ def read_configuration(folder: Path) -> PretrainedConfig:
     if unknown:
         fault = f"names {min(unknown)}, but only layers that can be rolled back to any earlier token are served"
         raise keys.refuse("layer_types", fault)
-    config._attn_implementation = decoder.NAME
-    config._experts_implementation = decoder.NAME
+    config._attn_implementation = NAME
+    config._experts_implementation = NAME
     # A file may ask for tuples, and the decoder reads a field.
     config.return_dict = True
     for rope in _ropes(config):
-        _hold_still(rope)
+        # Up to max_position_embeddings a "dynamic" embedding is the default one, and it asks the device every forward.
+        if rope.get("rope_type") == "dynamic":
+            rope["rope_type"] = "default"
     return config
 
 
@@ -98,12 +119,6 @@ def _refuse_kinds(keys: JsonKeys) -> None:
         raise keys.refuse("architectures", fault)
 
 
-def _refuse_counts(keys: JsonKeys) -> None:
-    for key, value in keys.values.items():
-        if COUNTS.search(key) and isinstance(value, int) and value > MAX_LAYERS:
-            raise keys.refuse(key, f"is {value}, but at most {MAX_LAYERS} are served")
-
-
 def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
     """The rotary embeddings of a configuration: one, or one for each type of layer, or none."""
     parameters = getattr(config, "rope_parameters", None) or {}
@@ -111,7 +126,83 @@ def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
     return nested or [parameters]
 
 
-def _hold_still(rope: dict[str, Any]) -> None:
-    # Up to max_position_embeddings a "dynamic" embedding is the default one, and it asks the device at every forward.
-    if rope.get("rope_type") == "dynamic":
-        rope["rope_type"] = "default"
+class Unfit(Exception):
+    """A model does something that cannot be served; says what, without a subject."""
+
+
+def survey(model: PreTrainedModel, context_len: int, eos_token_ids: frozenset[int]) -> HfConfig:
+    """Sizes of a model on the meta device, found by watching one forward; raises Unfit."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or embedding is None or head.weight.shape[0] != embedding.weight.shape[0]:
+        raise Unfit("does not embed the tokens that it predicts")
+    if any(getattr(module, "is_transposed", False) for module in model.modules()):
+        raise Unfit("keeps its experts transposed, and multiplies them in sums that depend on the number of rows")
+    stored: list[tuple[int, int, int]] = []
+
+    def look(call: AttentionCall) -> Tensor:
+        """Stands where the cache stands in a real forward; returns no numbers."""
+        _check_call(call)
+        stored.append((layer_of(call), call.key.shape[1], call.key.shape[3]))
+        return torch.empty_like(call.query.transpose(1, 2))
+
+    rows = torch.zeros(1, SURVEY_ROWS, dtype=torch.int64, device="meta")
+    wanted = torch.zeros(2, dtype=torch.int64, device="meta")
+    try:
+        with torch.no_grad(), _Watch():
+            model(input_ids=rows, position_ids=rows, use_cache=False, logits_to_keep=wanted, outrider=look)
+    except Unfit:
+        raise
+    except Exception as error:  # any code may run here
+        raise Unfit(f"cannot be run with our attention: {first_line(error)}") from error
+    if sorted(layer for layer, *_ in stored) != list(range(len(stored))) or not stored:
+        raise Unfit("does not call our attention once in every layer")
+    sizes = sorted({(heads, size) for _, heads, size in stored})
+    if len(sizes) > 1:
+        raise Unfit("stores keys of different shapes in its layers: " + " and ".join(map(str, sizes)))
+    return HfConfig(head.weight.shape[0], len(stored), *sizes[0], context_len, eos_token_ids)
+
+
+def _check_call(call: AttentionCall) -> None:
+    if call.key.shape != call.value.shape or call.query.shape[3] != call.key.shape[3]:
+        sizes = call.query.shape[3], call.key.shape[3], call.value.shape[3]
+        raise Unfit(f"has heads of {sizes[0]}, {sizes[1]} and {sizes[2]} for queries, keys and values, not of one size")
+    if call.key.shape[2] != SURVEY_ROWS or call.query.shape[0] != 1:
+        raise Unfit("stores other rows than those of its tokens")
+    if call.mask is not None:
+        raise Unfit("makes an attention mask of its own")
+    if not getattr(call.module, "is_causal", True) or call.others.get("is_causal") is False:
+        raise Unfit("looks at tokens behind a token, and is no decoder")
+    types: Sequence[str] | None = getattr(getattr(call.module, "config", None), "layer_types", None)
+    if types and (types[layer_of(call)] == "sliding_attention") and call.window is None:
+        raise Unfit(f"does not say how wide the window of layer {layer_of(call)} is")
+    if call.window is not None and call.window < 1:
+        raise Unfit(f"has a window of {call.window} in layer {layer_of(call)}, but it must be at least 1")
+    if not isinstance(call.scale, int | float) or not 0 < call.scale < inf:
+        raise Unfit(f"multiplies its attention scores by {call.scale!r}, which is no positive number")
+    given = {name for name, value in call.others.items() if value is not None and value is not False}
+    strange = sorted(given - {*HARMLESS, "is_causal"})
+    if strange:
+        names = {"softcap": "a cap on attention scores", "s_aux": "attention sinks"}
+        raise Unfit(f"needs {names.get(strange[0], strange[0])} in its attention, which ours has not")
+
+
+class _Watch(TorchFunctionMode):
+    """Refuses what would make a row depend on its neighbours or their number."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Torch's own result, unless it is one that no other operation here computes."""
+        name = getattr(func, "__name__", str(func))
+        first = next((arg for arg in args if isinstance(arg, Tensor)), None)
+        # With one term in each sum, as in rotary frequencies times positions, nothing is summed.
+        is_outer = first is not None and first.dim() > 1 and first.shape[-1] == 1
+        if func in PRODUCTS and not is_outer:
+            raise Unfit(f"multiplies matrices with torch's {name}, whose sums depend on the number of rows")
+        if func in ACROSS_ROWS:
+            raise Unfit(f"mixes rows with torch's {name}")
+        return func(*args, **(kwargs or {}))

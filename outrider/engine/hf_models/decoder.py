@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,7 @@ class Products(TorchFunctionMode):
         self._num_rows, self._num_padded, self._num_wanted = num_rows, num_padded, num_wanted
         self._ours: Mapping[object, Callable[..., object]] = {
             functional.linear: self._linear,
-            functional.embedding: _embedding,
+            functional.embedding: lambda *args, **kwargs: functional.embedding(*args, **kwargs).float(),
         }
 
     def __torch_function__(
@@ -91,10 +91,6 @@ class Products(TorchFunctionMode):
         return self._ops.linear(rows.contiguous(), weight.detach(), bias)
 
 
-def _embedding(*args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401 - torch's own, whatever they are
-    return functional.embedding(*args, **kwargs).float()
-
-
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Torch computes with the calling thread alone, so that it cuts no tensor into parts of its own choice."""
@@ -128,11 +124,8 @@ class AttentionCall:
     """Keywords that nothing here looks at."""
 
 
-class Attender(Protocol):
-    """Whoever answers the layers of one forward."""
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        """Returns [1, R, H, D]."""
+Attend = Callable[[AttentionCall], Tensor]
+"""Answers the layers of one forward; returns [1, R, H, D]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +162,7 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    outrider: Attender | None = None,
+    outrider: Attend | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **others: object,
@@ -179,7 +172,7 @@ def _attend(
         raise TypeError("it does not hand keywords down to its attention")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(module, query, key, value, attention_mask, scale, sliding_window, others)
-    return outrider.attend(call), None
+    return outrider(call), None
 
 
 def _rows(heads: Tensor, num_rows: int) -> Tensor:
@@ -222,7 +215,7 @@ ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
 
 
 @dataclass(frozen=True, slots=True)
-class FallbackConfig:
+class HfConfig:
     """Sizes and limits; see outrider.engine.models.decoder.DecoderFacts."""
 
     vocab_size: int
@@ -233,10 +226,10 @@ class FallbackConfig:
     eos_token_ids: frozenset[int]
 
 
-class FallbackDecoder:
+class HfDecoder:
     """transformers' modelling code with our attention, cache and products; belongs to the device thread."""
 
-    def __init__(self, config: FallbackConfig, model: PreTrainedModel, ops: Ops) -> None:
+    def __init__(self, config: HfConfig, model: PreTrainedModel, ops: Ops) -> None:
         """Takes a model whose weights are those that ops read (outrider.engine.hf_models.checkpoint)."""
         self.config = config
         self.ops = ops
@@ -261,18 +254,16 @@ class FallbackDecoder:
         num_rows, num_wanted = plan.num_rows, wanted.shape[0]
         num_padded = padded(num_rows, plan.token_ids.device)
         self._company.num_rows = num_rows
+        # More rows of logits where the width of one leaves something over behind whole vectors.
+        is_whole = num_wanted and self.config.vocab_size % STEP == 0
+        kept = wanted if is_whole else pad_index(wanted, padded(num_wanted, wanted.device))
         with Products(self.ops, self._head, num_rows, num_padded, num_wanted), one_thread():
             output = self._model(
                 input_ids=pad_index(plan.token_ids, num_padded)[None],
                 position_ids=pad_index(plan.positions, num_padded)[None],
                 use_cache=False,
-                logits_to_keep=self._padded(wanted),
-                outrider=Pages(plan, cache, self.ops),
+                logits_to_keep=kept,
+                outrider=Pages(plan, cache, self.ops).attend,
             )
         logits: Tensor = output.logits[0, :num_wanted].float()
         return logits
-
-    def _padded(self, wanted: Tensor) -> Tensor:
-        """More rows of logits where the width of one leaves something over behind whole vectors."""
-        whole = wanted.shape[0] and self.config.vocab_size % STEP == 0
-        return wanted if whole else pad_index(wanted, padded(wanted.shape[0], wanted.device))

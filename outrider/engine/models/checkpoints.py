@@ -1,4 +1,4 @@
-"""From a model's name to a decoder in memory: a folder, a hub id, or a sized model. Knows no runner and no session."""
+"""From a model's name to a decoder in memory: a folder, a hub id, or a sized model."""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from outrider.engine.models.weights import expected_shapes, load_tensors, model_
 from outrider.engine.ops import Ops
 from outrider.model_names import Shape, parse, unsized
 
-FALLBACK = "outrider.engine.hf_models.checkpoint"
+HF_MODELS = "outrider.engine.hf_models.checkpoint"
 
 
 class Checkpoint(Protocol):
@@ -119,14 +119,7 @@ def find_checkpoint(model: str) -> Checkpoint:
     keys = JsonKeys(folder / "config.json", read_json(folder / "config.json"))
     if read_architecture(keys) in FAMILIES:
         return FolderCheckpoint(name, folder, ModelConfig.read(folder))
-    return _foreign(name, folder)
-
-
-def _foreign(name: str, folder: Path) -> Checkpoint:
-    """A model that transformers computes.
-
-    Imported by name, here and nowhere else: transformers takes seconds and hundreds of megabytes, which a service with
-    a model of our own families should not pay, and an import at the top would make everybody pay.
-    """
-    find: Callable[[str, Path], Checkpoint] = importlib.import_module(FALLBACK).find
+    # Imported by name, here and nowhere else: transformers takes seconds and hundreds of megabytes, which a service
+    # with a model of our own families should not pay, and an import at the top would make everybody pay.
+    find: Callable[[str, Path], Checkpoint] = importlib.import_module(HF_MODELS).find
     return find(name, folder)

@@ -23,6 +23,16 @@ from outrider.errors import ModelRefused
 MAX_JSON_BYTES = 64 << 20
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = 3.4028234663852886e38
+# Positions are float32 where angles are computed, which counts no further than this without gaps.
+MAX_CONTEXT_LEN = 1 << 24
+# Far above any model's: what is refused is a number that alone would fill the memory with the names of its layers.
+MAX_LAYERS = 1 << 12
+# Values of "layer_types", and keys under which newer files nest a rotary embedding for each kind of layer.
+FULL, SLIDING = "full_attention", "sliding_attention"
+DEFAULT_WINDOW, DEFAULT_MAX_WINDOW_LAYERS = 4096, 28
+DEFAULT_THETA = 10000.0
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+ORIGINAL_LEN = "original_max_position_embeddings"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -95,8 +105,6 @@ def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-DEFAULT_WINDOW, DEFAULT_MAX_WINDOW_LAYERS = 4096, 28
-FULL, SLIDING = "full_attention", "sliding_attention"
 Windows = tuple[int | None, ...]
 """For each layer its window, or None where it sees everything."""
 WindowRule = Callable[[JsonKeys, int], Windows]
@@ -104,12 +112,17 @@ WindowRule = Callable[[JsonKeys, int], Windows]
 
 def read_windows(keys: JsonKeys, num_layers: int, context_len: int, rule: WindowRule) -> Windows:
     """The windows of a model's layers; one that hides nothing within the context is none. Raises ModelRefused."""
-    _check_layer_types(keys, num_layers)
+    named = keys.values.get("layer_types")
+    if named is not None and (not isinstance(named, list) or len(named) != num_layers):
+        raise keys.refuse("layer_types", f"must be a list with an entry for each of {num_layers} layers")
+    unknown = next((kind for kind in named or () if kind not in (FULL, SLIDING)), None)
+    if unknown is not None:
+        raise keys.refuse("layer_types", f"names {unknown!r}, which is not served")
     windows = rule(keys, num_layers)
     types = [FULL if window is None else SLIDING for window in windows]
-    if keys.values.get("layer_types") not in (None, types):
+    if named not in (None, types):
         # transformers would pass over this key, and other engines would follow it: nobody knows who is right.
-        layer = next(index for index, kind in enumerate(types) if kind != keys.values["layer_types"][index])
+        layer = next(index for index, kind in enumerate(types) if kind != named[index])
         raise keys.refuse("layer_types", f"does not say {types[layer]} of layer {layer}, as the other keys do")
     return tuple(None if window is None or window >= context_len else window for window in windows)
 
@@ -143,24 +156,6 @@ def _window(keys: JsonKeys) -> int | None:
     return keys.integer("sliding_window", DEFAULT_WINDOW)
 
 
-def _check_layer_types(keys: JsonKeys, num_layers: int) -> None:
-    types = keys.values.get("layer_types")
-    if types is None:
-        return
-    if not isinstance(types, list) or len(types) != num_layers:
-        raise keys.refuse("layer_types", f"must be a list with an entry for each of {num_layers} layers")
-    unknown = next((kind for kind in types if kind not in (FULL, SLIDING)), None)
-    if unknown is not None:
-        raise keys.refuse("layer_types", f"names {unknown!r}, which is not served")
-
-
-DEFAULT_THETA = 10000.0
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
-# Keys of "layer_types", under which newer files nest an embedding for each kind of layer.
-NESTS = ("full_attention", "sliding_attention")
-ORIGINAL_LEN = "original_max_position_embeddings"
-
-
 def read_rope(keys: JsonKeys, max_positions: int, head_dim: int) -> Rope:
     """The embedding of a model with "max_position_embeddings" max_positions. Raises ModelRefused."""
     inside = _parameters(keys)
@@ -172,17 +167,17 @@ def read_rope(keys: JsonKeys, max_positions: int, head_dim: int) -> Rope:
     if kind == "default":
         return Rope(theta=theta)
     if kind == "linear":
-        return LinearRope(theta=theta, factor=_factor(inside))
+        return LinearRope(theta=theta, factor=inside.at_least("factor", 1.0))
     if kind == "dynamic":
         # transformers counts from "max_position_embeddings" here, whatever else the file says.
         if head_dim < 4:
             raise keys.refuse("head_dim", f"is {head_dim}, but a dynamic rotary embedding needs at least 4")
-        return DynamicRope(theta=theta, factor=_factor(inside), original_len=max_positions)
+        return DynamicRope(theta=theta, factor=inside.at_least("factor", 1.0), original_len=max_positions)
     if kind == "llama3":
         return _llama3(theta, inside, _original_len(keys, inside))
     if kind == "yarn":
         return _yarn(theta, inside, _original_len(keys, inside))
-    raise inside.refuse("rope_type", f"is {kind!r}, but must be one of {', '.join(KINDS)}")
+    raise inside.refuse("rope_type", f"is {kind!r}, but must be one of {', '.join(ROPE_KINDS)}")
 
 
 def _parameters(keys: JsonKeys) -> JsonKeys:
@@ -190,14 +185,10 @@ def _parameters(keys: JsonKeys) -> JsonKeys:
     values = keys.values.get(name) or {}
     if not isinstance(values, dict):
         raise keys.refuse(name, f"is {values!r}, but must be an object")
-    nested = next((kind for kind in NESTS if kind in values), None)
+    nested = next((kind for kind in (FULL, SLIDING) if kind in values), None)
     if nested is not None:
         raise keys.refuse(name, f"has an entry for {nested}, but only one rotary embedding for all layers is served")
     return JsonKeys(keys.path, values, f"{name}.")
-
-
-def _factor(inside: JsonKeys) -> float:
-    return inside.at_least("factor", 1.0)
 
 
 def _original_len(keys: JsonKeys, inside: JsonKeys) -> int:
@@ -211,7 +202,7 @@ def _llama3(theta: float, inside: JsonKeys, original_len: int) -> Llama3Rope:
         raise inside.refuse("high_freq_factor", f"is {high:g}, but must be above the low_freq_factor {low:g}")
     return Llama3Rope(
         theta=theta,
-        factor=_factor(inside),
+        factor=inside.at_least("factor", 1.0),
         low_freq_factor=low,
         high_freq_factor=high,
         original_len=original_len,
@@ -219,7 +210,7 @@ def _llama3(theta: float, inside: JsonKeys, original_len: int) -> Llama3Rope:
 
 
 def _yarn(theta: float, inside: JsonKeys, original_len: int) -> YarnRope:
-    factor = _factor(inside)
+    factor = inside.at_least("factor", 1.0)
     fast, slow = inside.positive("beta_fast", 32.0), inside.positive("beta_slow", 1.0)
     if fast < slow:
         raise inside.refuse("beta_fast", f"is {fast:g}, but must be at least the beta_slow {slow:g}")
@@ -235,12 +226,6 @@ def _yarn(theta: float, inside: JsonKeys, original_len: int) -> YarnRope:
         beta_slow=slow,
         truncate=inside.flag("truncate", True),
     )
-
-
-# Positions are float32 where angles are computed, which counts no further than this without gaps.
-MAX_CONTEXT_LEN = 1 << 24
-# Far above any model's: what is refused is a number that alone would fill the memory with the names of its layers.
-MAX_LAYERS = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,14 +285,23 @@ class ModelConfig:
     def read(cls, folder: Path) -> Self:
         """Reads config.json and generation_config.json; raises ModelRefused with one sentence."""
         keys = JsonKeys(folder / "config.json", read_json(folder / "config.json"))
-        architecture = _architecture(keys)
+        architecture = read_architecture(keys)
+        if architecture not in FAMILIES:
+            raise keys.refuse("architectures", f"is {architecture}, but must be one of {', '.join(FAMILIES)}")
         family = FAMILIES[architecture]
-        _refuse_unsupported(keys)
+        activation = keys.values.get("hidden_act", "silu")
+        if activation != "silu":
+            raise keys.refuse("hidden_act", f'is {activation!r}, but must be "silu"')
         num_heads = keys.integer("num_attention_heads")
         num_layers = keys.integer("num_hidden_layers", maximum=MAX_LAYERS)
         hidden_size = keys.integer("hidden_size")
         head_dim = keys.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
-        rope, context_len = _positions(keys, family, head_dim)
+        max_positions = keys.integer("max_position_embeddings", family.default_context_len)
+        rope = read_rope(keys, max_positions, head_dim)
+        context_len = rope.context_len(max_positions)
+        if context_len > MAX_CONTEXT_LEN:
+            fault = f"and its scaling make {context_len} positions, but at most {MAX_CONTEXT_LEN} are served"
+            raise keys.refuse("max_position_embeddings", fault)
         attention_bias = keys.flag("attention_bias") if family.qkv_bias is None else False
         config = cls(
             architecture=architecture,
@@ -329,14 +323,11 @@ class ModelConfig:
             qk_norm=family.qk_norm,
             eos_token_ids=read_eos_token_ids(folder, keys),
         )
-        return config._checked(keys)
-
-    def _checked(self, keys: JsonKeys) -> Self:
-        if self.num_heads % self.num_kv_heads:
-            raise keys.refuse("num_key_value_heads", f"is {self.num_kv_heads}, which does not divide {self.num_heads}")
-        if self.head_dim % 2:
-            raise keys.refuse("head_dim", f"is {self.head_dim}, but rotary embeddings need an even number")
-        return self
+        if num_heads % config.num_kv_heads:
+            raise keys.refuse("num_key_value_heads", f"is {config.num_kv_heads}, which does not divide {num_heads}")
+        if head_dim % 2:
+            raise keys.refuse("head_dim", f"is {head_dim}, but rotary embeddings need an even number")
+        return config
 
 
 def read_architecture(keys: JsonKeys) -> str:
@@ -354,30 +345,6 @@ def read_architecture(keys: JsonKeys) -> str:
     return names[0]
 
 
-def _architecture(keys: JsonKeys) -> str:
-    name = read_architecture(keys)
-    if name not in FAMILIES:
-        raise keys.refuse("architectures", f"is {name}, but must be one of {', '.join(FAMILIES)}")
-    return name
-
-
-def _refuse_unsupported(keys: JsonKeys) -> None:
-    activation = keys.values.get("hidden_act", "silu")
-    if activation != "silu":
-        raise keys.refuse("hidden_act", f'is {activation!r}, but must be "silu"')
-
-
-def _positions(keys: JsonKeys, family: Family, head_dim: int) -> tuple[Rope, int]:
-    """The rotary embedding, and the longest sequence that it serves."""
-    max_positions = keys.integer("max_position_embeddings", family.default_context_len)
-    rope = read_rope(keys, max_positions, head_dim)
-    context_len = rope.context_len(max_positions)
-    if context_len > MAX_CONTEXT_LEN:
-        fault = f"and its scaling make {context_len} positions, but at most {MAX_CONTEXT_LEN} are served"
-        raise keys.refuse("max_position_embeddings", fault)
-    return rope, context_len
-
-
 def read_eos_token_ids(folder: Path, config: JsonKeys) -> frozenset[int]:
     """Tokens that end a sequence; generation_config.json wins where it names any. Raises ModelRefused."""
     path = folder / "generation_config.json"
@@ -387,12 +354,8 @@ def read_eos_token_ids(folder: Path, config: JsonKeys) -> frozenset[int]:
         ids = value if isinstance(value, list) else [value]
         if value is None:
             continue
-        if not all(map(_is_token_id, ids)):
+        # What does not fit into a message would fail at every request instead of here.
+        if not all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each <= INT32_MAX for each in ids):
             raise keys.refuse("eos_token_id", f"is {value!r}, but must be a token id or a list of them")
         return frozenset(ids)
     return frozenset()
-
-
-def _is_token_id(value: object) -> bool:
-    # What does not fit into a message would fail at every request instead of here.
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= INT32_MAX

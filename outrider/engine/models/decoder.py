@@ -1,4 +1,4 @@
-"""What the runner asks of a model, be it our own transformer or transformers' code. Computes nothing."""
+"""What the runner asks of a model, be it our own transformer or transformers' code."""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -1,6 +1,6 @@
 """Rotary embeddings (Su et al., 2021): how far each pair of a head's coordinates turns at each position.
 
-Knows no files and no models. A row turns by its own position, *not* by the length of anything, so its bits do not
+A row turns by its own position, *not* by the length of anything, so its bits do not
 depend on what is computed beside it. Frequencies are float32, by the operations of transformers in their order.
 """
 

@@ -137,19 +137,16 @@ def widen(
         if name == "lm_head.weight" and source is None:
             source = tensors["model.embed_tokens.weight"]
         if len(shape) == 1:
-            yield name, _wide_norm(source, shape[0], device)
+            norm = torch.ones(shape, device=device)
+            if source is not None:
+                norm[: len(source)] = source.to(device) * sqrt(len(source) / shape[0])
+            yield name, norm
             continue
         matrix = torch.empty(shape, dtype=dtype, device=device)
-        generator = torch.Generator(device).manual_seed(_tensor_seed(seed, name))
+        digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
         _fill(matrix, source, places[name.split(".")[-2]], generator)
         yield name, matrix
-
-
-def _wide_norm(source: Tensor | None, width: int, device: torch.device) -> Tensor:
-    norm = torch.ones(width, device=device)
-    if source is not None:
-        norm[: len(source)] = source.to(device) * sqrt(len(source) / width)
-    return norm
 
 
 def _fill(matrix: Tensor, source: Tensor | None, spot: Spot, generator: torch.Generator) -> None:
@@ -172,11 +169,6 @@ def _draw(matrix: Tensor, generator: torch.Generator) -> None:
     tile = torch.empty(TILE)
     for part in torch.split(matrix.view(-1), TILE):
         part.copy_(tile[: len(part)].normal_(0, STANDARD_DEVIATION, generator=generator))
-
-
-def _tensor_seed(seed: int, name: str) -> int:
-    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def sized_hash(small_hash: str, shape: Shape, seed: int) -> str:

@@ -1,4 +1,4 @@
-"""The transformer: one readable decoder for Llama, Qwen 2, Qwen 3 and Mistral. Knows no sessions, sampling or files.
+"""The transformer: one readable decoder for Llama, Qwen 2, Qwen 3 and Mistral.
 
 A forward computes the rows of a plan, which may belong to many sequences, prompts and trees alike. Activations are
 float32 rows; all arithmetic that sums is in `ops`, and what is left here is elementwise, so a row's bits depend on

@@ -32,13 +32,82 @@ from outrider.errors import ModelRefused
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 FILE_DTYPES = ("BF16", "F16", "F32")
 HASH_SAMPLES, HASH_SAMPLE_BYTES = 64, 4096
+# What a hub is asked for; Mistral's own format repeats the weights under other names.
+PATTERNS, IGNORED = ["*.json", "*.safetensors", "*.jinja"], ["consolidated*", "*/*"]
+
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+def resolve(name_or_path: str) -> Path:
+    """The local folder of a model: the folder itself, or the snapshot of a hub id, downloaded when it is not cached.
+
+    A hub id is `org/name` or `org/name@revision`. Raises ModelRefused when there is none of these, or when it has no
+    safetensors weights.
+    """
+    folder = Path(name_or_path).expanduser()
+    # Path's own questions raise where a name is too long for the file system.
+    if not os.path.isdir(folder):
+        if folder.is_absolute() or name_or_path.startswith((".", "~")) or os.path.exists(folder):
+            raise ModelRefused(f"{name_or_path} is not a folder", model=name_or_path)
+        folder = _cached(name_or_path) or _downloaded(name_or_path)
+    weight_files(folder)
+    return folder
+
+
+def _cached(name: str) -> Path | None:
+    try:
+        folder = _snapshot(name, local_files_only=True)
+        # A download that broke off leaves a folder too.
+        weight_files(folder)
+    except (LocalEntryNotFoundError, ModelRefused):
+        return None
+    except HFValidationError:
+        raise ModelRefused(f"{name} is neither a folder nor the id of a model on the hub", model=name) from None
+    return folder
+
+
+def _downloaded(name: str) -> Path:
+    try:
+        return _snapshot(name, local_files_only=False)
+    except GatedRepoError as error:
+        advice = "accept its conditions on its page and set HF_TOKEN to a token of that account"
+        raise ModelRefused(f"{name} is a gated model of the hub: {advice}", model=name) from error
+    except RepositoryNotFoundError as error:
+        advice = "check the id, or set HF_TOKEN if the model is private"
+        raise ModelRefused(f"{name} is neither a folder here nor a model of the hub: {advice}", model=name) from error
+    except RevisionNotFoundError as error:
+        raise ModelRefused(f"{name} names a revision that the hub does not have", model=name) from error
+    except LocalEntryNotFoundError as error:
+        is_offline = isinstance(error.__cause__, OfflineModeIsEnabled)
+        reason = "HF_HUB_OFFLINE forbids to download it" if is_offline else "the hub cannot be reached"
+        model_id, _, revision = name.partition("@")
+        command = f"hf download {model_id}" + (f" --revision {revision}" if revision else "")
+        where = "on a machine with network and copy its cache here, or set HF_HOME to where the cache is"
+        message = f"{name} is neither a folder here nor downloaded, and {reason}: run `{command}` {where}"
+        raise ModelRefused(message, model=name) from error
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(". ")
+        message = f"{name} is not a folder here, and downloading it as a hub id failed: {reason}"
+        raise ModelRefused(message, model=name) from error
+
+
+def _snapshot(name: str, local_files_only: bool) -> Path:
+    model_id, _, revision = name.partition("@")
+    return Path(
+        snapshot_download(
+            model_id,
+            revision=revision or None,
+            allow_patterns=PATTERNS,
+            ignore_patterns=IGNORED,
+            local_files_only=local_files_only,
+        )
+    )
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model, one or as many as its index names, in name order; raises ModelRefused."""
     index = folder / "model.safetensors.index.json"
-    # As in transformers the single file goes first where a folder has both; the fallback must not read another one.
+    # As in transformers the single file goes first where a folder has both; hf_models must not read another one.
     if index.exists() and not (folder / "model.safetensors").is_file():
         keys = JsonKeys(index, read_json(index))
         weight_map = keys.values.get("weight_map")
@@ -187,82 +256,3 @@ def model_hash(folder: Path) -> str:
                 stream.seek(last * sample // (HASH_SAMPLES - 1))
                 digest.update(stream.read(HASH_SAMPLE_BYTES))
     return digest.hexdigest()[:32]
-
-
-PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
-# Mistral's own format repeats the weights under other names.
-IGNORED = ["consolidated*", "*/*"]
-
-
-def resolve(name_or_path: str) -> Path:
-    """The local folder of a model: the folder itself, or the snapshot of a hub id, downloaded when it is not cached.
-
-    A hub id is `org/name` or `org/name@revision`. Raises ModelRefused when there is none of these, or when it has no
-    safetensors weights.
-    """
-    folder = Path(name_or_path).expanduser()
-    # Path's own questions raise where a name is too long for the file system.
-    if not os.path.isdir(folder):
-        if folder.is_absolute() or name_or_path.startswith((".", "~")) or os.path.exists(folder):
-            raise ModelRefused(f"{name_or_path} is not a folder", model=name_or_path)
-        folder = _cached(name_or_path) or _downloaded(name_or_path)
-    weight_files(folder)
-    return folder
-
-
-def _cached(name: str) -> Path | None:
-    try:
-        folder = _snapshot(name, local_files_only=True)
-        # A download that broke off leaves a folder too.
-        weight_files(folder)
-    except (LocalEntryNotFoundError, ModelRefused):
-        return None
-    except HFValidationError:
-        raise ModelRefused(f"{name} is neither a folder nor the id of a model on the hub", model=name) from None
-    return folder
-
-
-def _downloaded(name: str) -> Path:
-    try:
-        return _snapshot(name, local_files_only=False)
-    except GatedRepoError as error:
-        advice = "accept its conditions on its page and set HF_TOKEN to a token of that account"
-        raise ModelRefused(f"{name} is a gated model of the hub: {advice}", model=name) from error
-    except RepositoryNotFoundError as error:
-        advice = "check the id, or set HF_TOKEN if the model is private"
-        raise ModelRefused(f"{name} is neither a folder here nor a model of the hub: {advice}", model=name) from error
-    except RevisionNotFoundError as error:
-        raise ModelRefused(f"{name} names a revision that the hub does not have", model=name) from error
-    except LocalEntryNotFoundError as error:
-        raise _unreachable(name, isinstance(error.__cause__, OfflineModeIsEnabled)) from error
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(". ")
-        message = f"{name} is not a folder here, and downloading it as a hub id failed: {reason}"
-        raise ModelRefused(message, model=name) from error
-
-
-def _unreachable(name: str, is_offline: bool) -> ModelRefused:
-    reason = "HF_HUB_OFFLINE forbids to download it" if is_offline else "the hub cannot be reached"
-    model_id, revision = _parts(name)
-    command = f"hf download {model_id}" + (f" --revision {revision}" if revision else "")
-    advice = f"run `{command}` on a machine with network and copy its cache here, or set HF_HOME to where the cache is"
-    message = f"{name} is neither a folder here nor downloaded, and {reason}: {advice}"
-    return ModelRefused(message, model=name)
-
-
-def _snapshot(name: str, local_files_only: bool) -> Path:
-    model_id, revision = _parts(name)
-    return Path(
-        snapshot_download(
-            model_id,
-            revision=revision,
-            allow_patterns=PATTERNS,
-            ignore_patterns=IGNORED,
-            local_files_only=local_files_only,
-        )
-    )
-
-
-def _parts(name: str) -> tuple[str, str | None]:
-    model_id, _, revision = name.partition("@")
-    return model_id, revision or None

@@ -1,4 +1,4 @@
-"""The few operations that a model calls, and the choice of who computes them. Knows no model, session or sampling.
+"""The few operations that a model calls, and the choice of who computes them.
 
 On the CPU every row of every result is bitwise independent of the number of rows, of its neighbours, of chunking and of
 the number of threads. No such promise holds for `eager` on CUDA.

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from outrider.engine.noise import gumbel
-from outrider.engine.ops.temperature import collapse, heat
+from outrider.engine.ops.temperature import apply_temperature, argmax_mask
 from outrider.engine.plan import RowPlan
 
 # Elements of one temporary: 64 MiB of float32, so that long lists and wide vocabularies are worked through in pieces.
@@ -85,8 +85,8 @@ class EagerOps:
         """logits [R, V], temperatures [R], keys [R] -> ids [R]."""
         scores, column = logits[:, :num_tokens], temperatures[:, None]
         # Every row is computed all three ways, because asking which it needs would wait for the device.
-        heated = torch.where(column == 1, scores, heat(scores, column.float()))
-        return self.draw(torch.where(column == 0, collapse(scores), heated), keys)
+        tempered = torch.where(column == 1, scores, apply_temperature(scores, column.float()))
+        return self.draw(torch.where(column == 0, argmax_mask(scores), tempered), keys)
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Finds the compiled kernels that this processor can run and declares their C functions. Computes nothing itself."""
+"""Finds the compiled kernels that this processor can run and declares their C functions."""
 
 import ctypes
 import platform
@@ -91,7 +91,10 @@ def processor_levels() -> tuple[str, ...]:
     """Names of the kernel builds that this processor can run, fastest first; empty where that is not known."""
     if platform.machine().lower() not in {"x86_64", "amd64"}:
         return ("native",)
-    flags = _processor_flags()
+    if not CPU_INFO.exists():
+        return ()
+    lines = CPU_INFO.read_text().splitlines()
+    flags = set(next((line for line in lines if line.startswith("flags")), "").split())
     levels = {"native-v4": V4_FLAGS, "native-v3": V3_FLAGS}
     return tuple(name for name, needed in levels.items() if needed <= flags)
 
@@ -99,28 +102,13 @@ def processor_levels() -> tuple[str, ...]:
 def load_kernels(*names: str) -> Kernels | None:
     """The fastest kernels that are built and run here, or the first of `names`; None where there are none."""
     for name in names or processor_levels():
-        path = _built(name)
+        stem = "_" + name.replace("-", "_")
+        paths = (Path(__file__).with_name(stem + suffix) for suffix in EXTENSION_SUFFIXES)
+        path = next((path for path in paths if path.exists()), None)
         if path is not None and name in processor_levels():
-            return Kernels(name, _declared(ctypes.CDLL(str(path))))
+            functions = ctypes.CDLL(str(path))
+            for function_name, arguments in _ARGUMENTS.items():
+                function = getattr(functions, function_name)
+                function.argtypes, function.restype = arguments, _RESULTS.get(function_name)
+            return Kernels(name, functions)
     return None
-
-
-def _processor_flags() -> frozenset[str]:
-    if not CPU_INFO.exists():
-        return frozenset()
-    lines = CPU_INFO.read_text().splitlines()
-    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
-
-
-def _built(name: str) -> Path | None:
-    stem = Path(__file__).with_name("_" + name.replace("-", "_"))
-    candidates = (stem.with_name(stem.name + suffix) for suffix in EXTENSION_SUFFIXES)
-    return next((path for path in candidates if path.exists()), None)
-
-
-def _declared(functions: ctypes.CDLL) -> ctypes.CDLL:
-    for name, arguments in _ARGUMENTS.items():
-        function = getattr(functions, name)
-        function.argtypes = arguments
-        function.restype = _RESULTS.get(name)
-    return functions

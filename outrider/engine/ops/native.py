@@ -1,4 +1,4 @@
-"""The operations in compiled C for the CPU. Computes nothing in Python: checks, allocates, calls.
+"""The operations in compiled C for the CPU: checks, allocations, calls.
 
 C trusts its arguments, so shapes, types and layouts are checked here. Slots, positions and list bounds inside a plan
 are not: they come from the block tables, which check themselves.

@@ -3,7 +3,7 @@
 Each row is copied before it is computed, because libraries may also choose their order of additions by the address.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -28,17 +28,11 @@ class ReferenceOps:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [R, K], weight [N, K] -> [R, N] float32."""
         widened = weight.float()
-        output = x.new_empty(x.shape[0], weight.shape[0])
-        for row in range(x.shape[0]):
-            output[row] = self._eager.linear(_copy(x, row), widened, bias)[0]
-        return output
+        return _by_row(lambda row: self._eager.linear(row, widened, bias), x)
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """x [R, D], weight [D] -> [R, D]."""
-        output = torch.empty_like(x)
-        for row in range(x.shape[0]):
-            output[row] = self._eager.rms_norm(_copy(x, row), weight, epsilon)[0]
-        return output
+        return _by_row(lambda row: self._eager.rms_norm(row, weight, epsilon), x)
 
     def rotate_and_store(
         self,
@@ -52,63 +46,53 @@ class ReferenceOps:
         value_cache: Tensor,
     ) -> Tensor:
         """Stores the rotated key and the value, returns the rotated query [R, H, D]."""
-        output = query.new_empty(query.shape)
-        for row in range(query.shape[0]):
-            heads = _copy(query, row), _copy(key, row), _copy(value, row)
-            one = _one_row(plan, row)
-            output[row] = self._eager.rotate_and_store(*heads, one, cos, sin, key_cache, value_cache)[0]
-        return output
+        plans, rotate = _rows_of(plan), self._eager.rotate_and_store
+        tables = cos, sin, key_cache, value_cache
+        return _by_row(lambda one, k, v: rotate(one, k, v, next(plans), *tables), query, key, value)
 
     def attention(self, query: Tensor, plan: RowPlan, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         """query [R, H, D] -> [R, H*D]."""
-        output = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
-        for row in range(query.shape[0]):
-            one = _one_row(plan, row)
-            output[row] = self._eager.attention(_copy(query, row), one, key_cache, value_cache, scale)[0]
-        return output
+        plans = _rows_of(plan)
+        return _by_row(lambda row: self._eager.attention(row, next(plans), key_cache, value_cache, scale), query)
 
     def silu_multiply(self, gate_up: Tensor) -> Tensor:
         """gate_up [R, 2M] -> [R, M]."""
-        output = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        for row in range(gate_up.shape[0]):
-            output[row] = self._eager.silu_multiply(_copy(gate_up, row))[0]
-        return output
+        return _by_row(self._eager.silu_multiply, gate_up)
 
     def softmax(self, scores: Tensor) -> Tensor:
         """scores [R, V] -> float64 [R, V]."""
-        output = scores.new_empty(scores.shape, dtype=torch.float64)
-        for row in range(scores.shape[0]):
-            output[row] = self._eager.softmax(_copy(scores, row))[0]
-        return output
+        return _by_row(self._eager.softmax, scores)
 
     def draw(self, scores: Tensor, keys: Tensor) -> Tensor:
         """scores [R, V], keys [R] -> ids [R]."""
-        output = torch.empty_like(keys)
-        for row in range(scores.shape[0]):
-            output[row] = self._eager.draw(_copy(scores, row), keys[row : row + 1])[0]
-        return output
+        return _by_row(self._eager.draw, scores, keys)
 
     def choose(self, logits: Tensor, temperatures: Tensor, keys: Tensor, num_tokens: int) -> Tensor:
         """logits [R, V], temperatures [R], keys [R] -> ids [R]."""
-        output = torch.empty_like(keys)
-        for row in range(logits.shape[0]):
-            one = slice(row, row + 1)
-            output[row] = self._eager.choose(_copy(logits, row), temperatures[one], keys[one], num_tokens)[0]
-        return output
+        return _by_row(lambda row, one, key: self._eager.choose(row, one, key, num_tokens), logits, temperatures, keys)
 
 
-def _copy(rows: Tensor, row: int) -> Tensor:
-    return rows[row : row + 1].clone(memory_format=torch.contiguous_format)
-
-
-def _one_row(plan: RowPlan, row: int) -> RowPlan:
-    one = slice(row, row + 1)
-    return replace(
-        plan,
-        token_ids=plan.token_ids[one],
-        positions=plan.positions[one],
-        slots=plan.slots[one],
-        key_starts=plan.key_starts[one],
-        key_counts=plan.key_counts[one],
-        max_key_count=int(plan.key_counts[row]),
+def _by_row(compute: Callable[..., Tensor], *columns: Tensor) -> Tensor:
+    """The rows of `compute` of one row each of the columns, copied."""
+    copies = (
+        [column[row : row + 1].clone(memory_format=torch.contiguous_format) for column in columns]
+        for row in range(columns[0].shape[0])
     )
+    rows = [compute(*each) for each in copies]
+    return torch.cat(rows) if rows else compute(*columns)
+
+
+def _rows_of(plan: RowPlan) -> Iterator[RowPlan]:
+    """Plans of one row each; the plan itself where it has none."""
+    for row in range(plan.num_rows):
+        one = slice(row, row + 1)
+        yield replace(
+            plan,
+            token_ids=plan.token_ids[one],
+            positions=plan.positions[one],
+            slots=plan.slots[one],
+            key_starts=plan.key_starts[one],
+            key_counts=plan.key_counts[one],
+            max_key_count=int(plan.key_counts[row]),
+        )
+    yield plan

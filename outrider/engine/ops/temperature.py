@@ -1,15 +1,15 @@
-"""Temperature as arithmetic on scores. Knows no requests; kernels/choose.c does the same, element for element."""
+"""Temperature as arithmetic on scores; kernels/choose.c does the same, element for element."""
 
 import torch
 from torch import Tensor
 
 
-def heat(scores: Tensor, temperatures: Tensor) -> Tensor:
+def apply_temperature(scores: Tensor, temperatures: Tensor) -> Tensor:
     """Divides scores [R, V] by temperatures [R, 1] float32; the best one becomes exactly 0, at any temperature."""
     return (scores - scores.amax(dim=-1, keepdim=True)) / temperatures
 
 
-def collapse(scores: Tensor) -> Tensor:
+def argmax_mask(scores: Tensor) -> Tensor:
     """Temperature 0: score 0 for the lowest id among the best tokens, -inf for all others."""
     best = scores.argmax(dim=-1, keepdim=True)
     peak = scores.gather(-1, best)

@@ -1,9 +1,10 @@
-"""The law that a draft both draws from and sends: the most probable tokens with integer weights. Keeps no state.
+"""What a draft both draws from and sends: distributions of the most probable tokens with integer weights.
 
-Any law of a draft gives the target's distribution as long as the verifier tests with the one that was drawn from. So
-the draft truncates and rounds first, and draws from the result: what travels is not an approximation of anything.
+Any distribution of a draft gives the target's distribution as long as the verifier tests with the one that was drawn
+from. So the draft truncates and rounds first, and draws from the result: what travels is not an approximation of
+anything.
 
-On the CPU a row's law and its draw are bitwise independent of the other rows.
+On the CPU a row's distribution and its draw are bitwise independent of the other rows.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from outrider.parameters import DraftDistribution
 
 MAX_TOP_N = 256
 DEFAULT_TOP_N = 64
-# What the weights of a row add up to, up to rounding. All but three weights of a law then fit into two bytes.
+# What the weights of a row add up to, up to rounding. All but three weights of a distribution then fit into two bytes.
 WEIGHT_SUM = 65535
 
 Floats = NDArray[np.float32]
@@ -27,8 +28,8 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Laws:
-    """One law a row: token_ids [R, N] and weights [R, N], both int64 on the CPU.
+class DraftDistributions:
+    """One distribution a row: token_ids [R, N] and weights [R, N], both int64 on the CPU.
 
     The probability of an id is its weight over the sum of its row's. Weight 0 is padding, behind all other entries of
     its row, whatever id stands there.
@@ -53,18 +54,18 @@ class Laws:
         return probs
 
     def distributions(self) -> list[DraftDistribution]:
-        """The laws as they travel, without padding."""
+        """The distributions as they travel, without padding."""
         sizes = np.count_nonzero(self.weights.numpy(), axis=1).tolist()
         rows = zip(self.token_ids.tolist(), self.weights.tolist(), sizes, strict=True)
         return [DraftDistribution(tuple(ids[:size]), tuple(weights[:size])) for ids, weights, size in rows]
 
 
-def quantise(scores: Tensor, top_n: int, ops: Ops) -> Laws:
-    """The laws of scores [R, V] float32 (log-probabilities up to a constant, -inf outside the support).
+def quantise(scores: Tensor, top_n: int, ops: Ops) -> DraftDistributions:
+    """The distributions of scores [R, V] float32 (log-probabilities up to a constant, -inf outside the support).
 
     The first top_n tokens in the order of (-score, id), at most as many as there are; of them those whose share rounds
-    to a weight of at least 1. A row without a finite score, or with NaN or +inf, is the one-hot law of id 0: a chain's
-    length must not depend on the tokens that were drawn.
+    to a weight of at least 1. A row without a finite score, or with NaN or +inf, is the one-hot distribution of id 0: a
+    chain's length must not depend on the tokens that were drawn.
 
     Raises ValueError unless top_n is in [1, 256].
     """
@@ -78,7 +79,7 @@ def quantise(scores: Tensor, top_n: int, ops: Ops) -> Laws:
         largest[unsound], ids[unsound] = -np.inf, 0
         largest[unsound, 0] = 0
     probs = ops.softmax(torch.from_numpy(largest).to(scores.device)).cpu().numpy()
-    return Laws(torch.from_numpy(ids), torch.from_numpy(np.rint(probs * WEIGHT_SUM).astype(np.int64)))
+    return DraftDistributions(torch.from_numpy(ids), torch.from_numpy(np.rint(probs * WEIGHT_SUM).astype(np.int64)))
 
 
 def _top(scores: Tensor, count: int) -> tuple[Floats, Ints]:
@@ -87,7 +88,7 @@ def _top(scores: Tensor, count: int) -> tuple[Floats, Ints]:
     selected = scores.topk(min(count + 1, scores.shape[1]))
     largest, ids = selected.values.cpu().numpy(), selected.indices.cpu().numpy()
     tied = ((largest[:, 1:] == largest[:, :-1]) & (largest[:, 1:] > -np.inf)).any(axis=1)
-    # Beyond the support all are equal, and none of them matters; nor does anything in a row that has no law.
+    # Beyond the support all are equal, and none of them matters; nor does anything in a row that has no distribution.
     rows = (tied & np.isfinite(largest[:, 0])).nonzero()[0]
     if len(rows):
         # No rarity: where logits are computed in bfloat16, nearly every row has equal ones among its best.

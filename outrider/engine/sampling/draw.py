@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.engine.batching import Feed
 from outrider.engine.noise import Purpose, first_uniforms, noise_key
-from outrider.engine.ops.temperature import collapse, heat
+from outrider.engine.ops.temperature import apply_temperature, argmax_mask
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.transforms import RowContext, divisor, is_plain, transform
 from outrider.engine.session import Session
@@ -23,7 +23,7 @@ from outrider.parameters import SessionSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class DrawInput:
     """What one session wants of a forward: its feed, and the parameters to draw with."""
 
     feed: Feed
@@ -37,31 +37,35 @@ UNDRAWN = -1
 Drawn = list[int] | OutriderError
 
 
-def draw_each(runner: ModelRunner, logits: Tensor, asks: Sequence[Ask], ranges: Sequence[range]) -> list[Drawn]:
-    """Draws with the shared noise behind all rows of all sessions; the rows of asks[i] are logits[ranges[i]].
+def draw_each(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInput], ranges: Sequence[range]) -> list[Drawn]:
+    """Draws with the shared noise behind all rows of all sessions; the rows of inputs[i] are logits[ranges[i]].
 
     Everything is drawn at once; when that fails, each row alone, to find those at fault.
     """
     groups: dict[bool, list[int]] = {}
-    for number, ask in enumerate(asks):
-        groups.setdefault(_is_plain(ask), []).append(number)
+    for number, draw_input in enumerate(inputs):
+        groups.setdefault(_is_plain(draw_input), []).append(number)
     drawn: dict[int, Drawn] = {}
     try:
         if len(groups) == 1:
-            return _draw_group(runner, rows_of(logits, ranges), asks, *groups)
+            return _draw_group(runner, rows_of(logits, ranges), inputs, *groups)
         for plain, numbers in groups.items():
             part = rows_of(logits, [ranges[number] for number in numbers])
-            drawn |= zip(numbers, _draw_group(runner, part, [asks[number] for number in numbers], plain), strict=True)
+            drawn |= zip(numbers, _draw_group(runner, part, [inputs[number] for number in numbers], plain), strict=True)
     except ValueError:
-        return [_draw_alone(runner, rows_of(logits, [rows]), ask) for ask, rows in zip(asks, ranges, strict=True)]
-    return [drawn[number] for number in range(len(asks))]
+        return [
+            _draw_alone(runner, rows_of(logits, [rows]), draw_input)
+            for draw_input, rows in zip(inputs, ranges, strict=True)
+        ]
+    return [drawn[number] for number in range(len(inputs))]
 
 
 def draw_from(probs: Tensor, keys: Tensor) -> Tensor:
-    """Ids [B] int64 on the CPU, drawn from laws [B, V] float64, which need not add up to 1, with a uniform of each key.
+    """Ids [B] int64 on the CPU, drawn from distributions [B, V] float64, which need not add up to 1, with a uniform of
+    each key.
 
-    By the inverse of the cumulative law: a float64 probability keeps its value, which it would not as a float32 score.
-    UNDRAWN where all of a row is 0.
+    By the inverse of the cumulative distribution: a float64 probability keeps its value, which it would not as a
+    float32 score. UNDRAWN where all of a row is 0.
     """
     cumulative = probs.cumsum(dim=1)
     total = cumulative[:, -1].cpu().numpy()
@@ -72,16 +76,23 @@ def draw_from(probs: Tensor, keys: Tensor) -> Tensor:
     return ids[:, 0].cpu().masked_fill(torch.from_numpy(total <= 0), UNDRAWN)
 
 
-def scores_behind(runner: ModelRunner, logits: Tensor, asks: Sequence[Ask]) -> Tensor:
-    """`transform` of all rows of all asks, which follow each other in logits; raises ValueError as it does."""
-    if logits.shape[1] > runner.vocabulary_size or not _is_heated_alike(asks):
-        contexts = [context for ask in asks for context in row_contexts(ask)]
+def scores_behind(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInput]) -> Tensor:
+    """`transform` of all rows of all inputs, which follow each other in logits; raises ValueError as it does."""
+    if (
+        logits.shape[1] > runner.vocabulary_size
+        or len({each.spec.sampling.temperature for each in inputs}) > 1
+        or not all(map(_is_plain, inputs))
+    ):
+        contexts = [context for draw_input in inputs for context in row_contexts(draw_input)]
         return transform(logits, contexts, runner.vocabulary_size, runner.ops)
-    # The same bits for less than half of the work, which is a good part of a small model's step.
-    temperature = divisor(asks[0].spec.sampling)
+    # Nothing but one temperature is wanted: the same bits for less than half of the work, which is a good part of a
+    # small model's step.
+    temperature = divisor(inputs[0].spec.sampling)
     if temperature == 1:
         return logits
-    return heat(logits, torch.full((1, 1), temperature, device=logits.device)) if temperature else collapse(logits)
+    if not temperature:
+        return argmax_mask(logits)
+    return apply_temperature(logits, torch.full((1, 1), temperature, device=logits.device))
 
 
 def rows_of(logits: Tensor, ranges: Sequence[range]) -> Tensor:
@@ -92,20 +103,22 @@ def rows_of(logits: Tensor, ranges: Sequence[range]) -> Tensor:
     return torch.cat([logits[rows.start : rows.stop] for rows in ranges])
 
 
-def row_contexts(ask: Ask) -> list[RowContext]:
-    """What the rows of an ask stand on, the root's first."""
-    session, tree, spec = ask.feed.session, ask.feed.tree, ask.spec
+def row_contexts(draw_input: DrawInput) -> list[RowContext]:
+    """What the rows of an input stand on, the root's first."""
+    session, tree, spec = draw_input.feed.session, draw_input.feed.tree, draw_input.spec
     ends = spec.eos_token_ids | spec.stop_token_ids
     paths = (tuple(tree.token_ids[step - 1] for step in tree.path(row)) for row in range(len(tree) + 1))
     return [RowContext(spec.sampling, session.token_ids, path, spec.prompt_len, ends, spec.banned) for path in paths]
 
 
-def before_collapse(ask: Ask) -> Ask:
-    """At temperature 0 the same ask at temperature 1 and without cuts, all edits of single tokens kept; else itself."""
-    if ask.spec.sampling.temperature:
-        return ask
+def before_argmax(draw_input: DrawInput) -> DrawInput:
+    """At temperature 0 the same input at temperature 1 without cuts, with all edits of single tokens; else itself."""
+    if draw_input.spec.sampling.temperature:
+        return draw_input
     neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    return replace(ask, spec=replace(ask.spec, sampling=ask.spec.sampling.model_copy(update=neutral)))
+    return replace(
+        draw_input, spec=replace(draw_input.spec, sampling=draw_input.spec.sampling.model_copy(update=neutral))
+    )
 
 
 def key_column(runner: ModelRunner, keys: Sequence[int]) -> Tensor:
@@ -119,35 +132,30 @@ def undrawable(prefix_len: int, cause: ValueError) -> OutriderError:
     return OutriderError(f"no token can be drawn behind {prefix_len} tokens: {cause}")
 
 
-def _is_plain(ask: Ask) -> bool:
-    spec = ask.spec
+def _is_plain(draw_input: DrawInput) -> bool:
+    spec = draw_input.spec
     has_ends = bool(spec.eos_token_ids or spec.stop_token_ids)
     # Every row behind the root stands on more output than the root, so it is as plain.
-    return is_plain(spec.sampling, len(ask.feed.session) - spec.prompt_len, has_ends, bool(spec.banned))
+    return is_plain(spec.sampling, len(draw_input.feed.session) - spec.prompt_len, has_ends, bool(spec.banned))
 
 
-def _is_heated_alike(asks: Sequence[Ask]) -> bool:
-    """Whether one temperature is all that any row wants."""
-    return len({ask.spec.sampling.temperature for ask in asks}) == 1 and all(map(_is_plain, asks))
-
-
-def _draw_group(runner: ModelRunner, logits: Tensor, asks: Sequence[Ask], plain: bool) -> list[Drawn]:
-    """Drawn tokens of each ask, whose rows follow each other in logits; raises ValueError."""
-    keys = [key for ask in asks for key in _keys(ask)]
+def _draw_group(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInput], plain: bool) -> list[Drawn]:
+    """Drawn tokens of each input, whose rows follow each other in logits; raises ValueError."""
+    keys = [key for draw_input in inputs for key in _keys(draw_input)]
     if plain:
-        temperatures = [divisor(ask.spec.sampling) for ask in asks for _ in ask.feed.tree.depths]
+        temperatures = [divisor(draw_input.spec.sampling) for draw_input in inputs for _ in draw_input.feed.tree.depths]
         column = torch.from_numpy(np.array(temperatures, dtype=np.float64)).to(runner.device)
         ids = runner.ops.choose(logits, column, key_column(runner, keys), runner.vocabulary_size)
         drawn: list[int] = ids.tolist()
     else:
-        drawn = _draw(runner, logits, [context for ask in asks for context in row_contexts(ask)], keys)
+        drawn = _draw(runner, logits, [context for draw_input in inputs for context in row_contexts(draw_input)], keys)
     rest = iter(drawn)
-    return [list(islice(rest, len(ask.feed.tree) + 1)) for ask in asks]
+    return [list(islice(rest, len(draw_input.feed.tree) + 1)) for draw_input in inputs]
 
 
-def _draw_alone(runner: ModelRunner, logits: Tensor, ask: Ask) -> Drawn:
+def _draw_alone(runner: ModelRunner, logits: Tensor, draw_input: DrawInput) -> Drawn:
     drawn: list[int] = []
-    for row, (context, key) in enumerate(zip(row_contexts(ask), _keys(ask), strict=True)):
+    for row, (context, key) in enumerate(zip(row_contexts(draw_input), _keys(draw_input), strict=True)):
         try:
             drawn += _draw(runner, logits[row : row + 1], [context], [key])
         except ValueError as error:
@@ -163,10 +171,10 @@ def _draw(runner: ModelRunner, logits: Tensor, contexts: Sequence[RowContext], k
     return drawn
 
 
-def _keys(ask: Ask) -> list[int]:
+def _keys(draw_input: DrawInput) -> list[int]:
     """Draft and target draw a position with one key, whichever row of whichever proposal it is."""
-    length = len(ask.feed.session)
-    return [noise_key(ask.spec.seed, length + depth, Purpose.TOKEN) for depth in ask.feed.tree.depths]
+    length = len(draw_input.feed.session)
+    return [noise_key(draw_input.spec.seed, length + depth, Purpose.TOKEN) for depth in draw_input.feed.tree.depths]
 
 
 Allocate = Callable[[], None]
@@ -181,14 +189,14 @@ def reserve(runner: ModelRunner, feed: Feed, with_room: Callable[[Allocate], Non
     with_room(lambda: feed.session.reserve(len(feed.tree)))
 
 
-def forward_and_draw(runner: ModelRunner, asks: Sequence[Ask]) -> list[Drawn | None]:
+def forward_and_draw(runner: ModelRunner, inputs: Sequence[DrawInput]) -> list[Drawn | None]:
     """Runs one forward over feeds that have been reserved, and draws a token behind each row with the shared noise.
 
-    None stands for an ask whose prompt is not finished. The services draw in their own ways.
+    None stands for an input whose prompt is not finished. The services draw in their own ways.
     """
-    result = runner.forward([ask.feed for ask in asks])
-    ready = [(ask, rows) for ask, rows in zip(asks, result.ranges, strict=True) if rows is not None]
-    drawn = iter(draw_each(runner, result.logits, [ask for ask, _ in ready], [rows for _, rows in ready]))
+    result = runner.forward([draw_input.feed for draw_input in inputs])
+    ready = [(draw_input, rows) for draw_input, rows in zip(inputs, result.ranges, strict=True) if rows is not None]
+    drawn = iter(draw_each(runner, result.logits, [draw_input for draw_input, _ in ready], [rows for _, rows in ready]))
     return [None if rows is None else next(drawn) for rows in result.ranges]
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens under raw logits. Knows no sampling: no temperature, bias, ban or cut changes a number.
+"""Log-probabilities of tokens under raw logits: no temperature, bias, ban or cut changes a number.
 
 Each is log-softmax over the full width of the logits, padding included, in float64. On the CPU a row's numbers are
 bitwise independent of the other rows: `Ops.softmax` promises that, and what is left is selection and one subtraction.
@@ -16,7 +16,7 @@ from outrider.parameters import TokenLogprob
 # Logits of one piece: float64 copies of a long prompt's rows would take twice the memory of its logits.
 PIECE_ELEMENTS = 1 << 21
 # Stands for a logit of -inf, so that every number can be written down.
-LEAST = torch.finfo(torch.float32).min
+MIN_LOGPROB = torch.finfo(torch.float32).min
 
 
 def row_logprobs(
@@ -46,7 +46,7 @@ def _piece(logits: Tensor, token_ids: Sequence[int], count: int, vocabulary_size
     chosen = torch.tensor(token_ids, device=logits.device)[:, None]
     ids = torch.cat((chosen, _top_ids(logits[:, :vocabulary_size], count)), dim=-1) if count else chosen
     gaps = logits.gather(-1, ids).double() - logits.gather(-1, best).double()
-    numbers = (gaps + best_logprobs[:, None]).clamp(min=LEAST).tolist()
+    numbers = (gaps + best_logprobs[:, None]).clamp(min=MIN_LOGPROB).tolist()
     return [
         TokenLogprob(logprob, tuple(top_ids), tuple(top_logprobs))
         for (logprob, *top_logprobs), (_, *top_ids) in zip(numbers, ids.tolist(), strict=True)

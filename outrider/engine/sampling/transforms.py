@@ -16,8 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.ops import Ops
-from outrider.engine.ops.temperature import collapse, heat
+from outrider.engine.ops.temperature import apply_temperature, argmax_mask
 from outrider.parameters import SamplingParameters
+
+# Above the first a score would become infinite in float32, below the second a temperature would become 0.
+LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+# Most nuclei are smaller than this, and a partial selection costs a tenth of a sort.
+NUCLEUS_WIDTH = 256
 
 
 def forbidden(
@@ -39,10 +44,6 @@ def forbidden(
         # One comparison tells of nearly all sequences that they do not match here.
         if len(sequence) == 1 or (sequence[-2] == last and tail[1 - len(sequence) :] == sequence[:-1])
     )
-
-
-# Above this a score would become infinite in float32.
-LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +154,6 @@ def has_penalties(wanted: SamplingParameters) -> bool:
     return wanted.repetition_penalty != 1 or wanted.presence_penalty != 0 or wanted.frequency_penalty != 0
 
 
-# Below this a temperature would become 0 in float32.
-SMALLEST = torch.finfo(torch.float32).tiny
-# Most nuclei are smaller than this, and a partial selection costs a tenth of a sort.
-NUCLEUS_WIDTH = 256
-
-
 def transform(logits: Tensor, rows: Sequence[RowContext], vocabulary_size: int, ops: Ops) -> Tensor:
     """Scores [R, V] float32 of logits [R, V] float32: log-probabilities up to a constant, -inf outside the support.
 
@@ -202,17 +197,9 @@ def divisor(sampling: SamplingParameters) -> float:
     return max(sampling.temperature, SMALLEST) if sampling.temperature else 0.0
 
 
-def _edit(scores: Tensor, rows: Sequence[RowContext], _ops: Ops) -> Tensor:
-    return edit(scores, rows)
-
-
-def _heat(scores: Tensor, rows: Sequence[RowContext], _ops: Ops) -> Tensor:
+def _apply_temperature(scores: Tensor, rows: Sequence[RowContext], _ops: Ops) -> Tensor:
     temperatures = column([max(row.sampling.temperature, SMALLEST) for row in rows], scores)
-    return heat(scores, temperatures.float())
-
-
-def _collapse(scores: Tensor, _rows: Sequence[RowContext], _ops: Ops) -> Tensor:
-    return collapse(scores)
+    return apply_temperature(scores, temperatures.float())
 
 
 def _cut_top_k(scores: Tensor, rows: Sequence[RowContext], _ops: Ops) -> Tensor:
@@ -258,33 +245,13 @@ def _keep_first(scores: Tensor, weights: Tensor, sizes: Tensor, largest: Tensor)
     return scores.masked_fill(~kept, -torch.inf)
 
 
-def _is_heated(row: RowContext) -> bool:
-    return row.sampling.temperature not in {0, 1} and not is_edited(row)
-
-
-def _is_greedy(row: RowContext) -> bool:
-    return row.sampling.temperature == 0
-
-
-def _has_top_k(row: RowContext) -> bool:
-    return row.sampling.temperature > 0 and row.sampling.top_k > 0
-
-
-def _has_top_p(row: RowContext) -> bool:
-    return row.sampling.temperature > 0 and row.sampling.top_p < 1
-
-
-def _has_min_p(row: RowContext) -> bool:
-    return row.sampling.temperature > 0 and row.sampling.min_p > 0
-
-
-Change = Callable[[Tensor, Sequence[RowContext], Ops], Tensor]
+Step = tuple[Callable[[RowContext], bool], Callable[[Tensor, Sequence[RowContext], Ops], Tensor]]
 # In the documented order: which rows want a step, and the step.
-_STEPS: tuple[tuple[Callable[[RowContext], bool], Change], ...] = (
-    (is_edited, _edit),
-    (_is_heated, _heat),
-    (_is_greedy, _collapse),
-    (_has_top_k, _cut_top_k),
-    (_has_top_p, _cut_top_p),
-    (_has_min_p, _cut_min_p),
+_STEPS: tuple[Step, ...] = (
+    (is_edited, lambda scores, rows, _ops: edit(scores, rows)),
+    (lambda row: row.sampling.temperature not in {0, 1} and not is_edited(row), _apply_temperature),
+    (lambda row: row.sampling.temperature == 0, lambda scores, _rows, _ops: argmax_mask(scores)),
+    (lambda row: row.sampling.temperature > 0 and row.sampling.top_k > 0, _cut_top_k),
+    (lambda row: row.sampling.temperature > 0 and row.sampling.top_p < 1, _cut_top_p),
+    (lambda row: row.sampling.temperature > 0 and row.sampling.min_p > 0, _cut_min_p),
 )

@@ -15,8 +15,8 @@ from simulation.scenarios import rough_ways, scenarios
 from simulation.world import Scenario, simulate
 
 from gateway.sessions.target import TargetStream
-from outrider.model_service.session_store import SessionTable
-from outrider.rpc.fencing import Fence, Known, Standing, judge, judge_open
+from outrider.model_service.session_store import LeaseTable
+from outrider.rpc.fencing import Fence, MessageStatus, SessionView, classify, classify_open
 from outrider.v1 import target_service_pb2 as pb
 
 USUAL_EXAMPLES = 500
@@ -40,15 +40,17 @@ def test_no_weather_changes_a_token_or_leaves_anything_behind(scenario: Scenario
     simulate(scenario)
 
 
-def opening_any_epoch(fence: Fence, known: Known | None, least_epoch: int = 0) -> Standing:
-    """A judge that takes an open of any epoch for one of the present."""
-    return judge_open(replace(fence, epoch=known.epoch) if known else fence, known)
+def opening_any_epoch(fence: Fence, known: SessionView | None, min_epoch: int = 0) -> MessageStatus:
+    """A classifier that takes an open of any epoch for one of the present."""
+    return classify_open(replace(fence, epoch=known.epoch) if known else fence, known)
 
 
-def taking_repetitions(fence: Fence, known: Known | None, num_new: int = 0, *, is_owner: bool = True) -> Standing:
-    """A judge that takes a repeated message for a new one."""
-    standing = judge(fence, known, num_new, is_owner=is_owner)
-    return Standing.CURRENT if standing is Standing.REPEAT else standing
+def taking_repetitions(
+    fence: Fence, known: SessionView | None, num_new: int = 0, *, is_owner: bool = True
+) -> MessageStatus:
+    """A classifier that takes a repeated message for a new one."""
+    status = classify(fence, known, num_new, is_owner=is_owner)
+    return MessageStatus.CURRENT if status is MessageStatus.REPEAT else status
 
 
 async def receive_in_order(self: TargetStream, timeout_s: float) -> pb.VerifyResponse:
@@ -59,16 +61,16 @@ async def receive_in_order(self: TargetStream, timeout_s: float) -> pb.VerifyRes
     return response
 
 
-def leave_nothing(self: SessionTable[object], session_id: bytes, owner: object, lease_s: float) -> bool:
+def leave_nothing(self: LeaseTable[object], session_id: bytes, owner: object, lease_s: float) -> bool:
     """A table that does not notice that a stream has ended."""
     return False
 
 
 PLANTS = {
-    "an open's epoch is ignored": ("outrider.model_service.session_store.judge_open", opening_any_epoch),
-    "the target takes repetitions": ("target_service.sessions.judge", taking_repetitions),
+    "an open's epoch is ignored": ("outrider.model_service.session_store.classify_open", opening_any_epoch),
+    "the target takes repetitions": ("target_service.sessions.classify", taking_repetitions),
     "the gateway matches by order": ("gateway.sessions.target.TargetStream.receive", receive_in_order),
-    "a cancelled stream frees nothing": ("outrider.model_service.session_store.SessionTable.leave", leave_nothing),
+    "a cancelled stream frees nothing": ("outrider.model_service.session_store.LeaseTable.leave", leave_nothing),
     "a close frees no blocks": ("outrider.engine.session.Session.free", lambda self: None),
 }
 

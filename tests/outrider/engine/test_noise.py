@@ -95,7 +95,7 @@ def test_torch_and_numpy_agree_on_random_keys(device: torch.device) -> None:
 @pytest.mark.parametrize("count", [0, 1, 32, 33, 500])
 def test_first_uniforms_are_those_of_id_0(count: int) -> None:
     """However many are asked for at once, and with whichever arithmetic."""
-    keys = [noise_key(seed, 3, Purpose.COIN) for seed in range(count)]
+    keys = [noise_key(seed, 3, Purpose.ACCEPTANCE) for seed in range(count)]
     expected = noise.uniforms(torch.tensor(keys, dtype=torch.int64), 1)[:, 0].numpy()
     assert np.array_equal(noise.first_uniforms(keys), expected)
 
@@ -115,7 +115,7 @@ def test_gumbel_is_finite_at_both_ends_of_the_uniforms() -> None:
     assert np.isfinite(-np.log(-np.log(ends))).all()
 
 
-def test_gumbel_follows_its_law() -> None:
+def test_gumbel_follows_its_distribution() -> None:
     """Kolmogorov and Smirnov's test against the standard Gumbel distribution, with a fixed seed."""
     keys = unsigned([noise_key(11, position, Purpose.TOKEN) for position in range(200)])
     assert stats.kstest(noise.numpy_gumbel(keys, 500).ravel(), stats.gumbel_r.cdf).pvalue > 1e-3
@@ -161,8 +161,8 @@ def neighbour_faults(first: Words, second: Words) -> list[str]:
 def chance(counts: npt.NDArray[np.int64]) -> float:
     """The smaller tail of the chi-square statistic: a hash may also be too even."""
     statistic = ((counts - counts.mean()) ** 2 / counts.mean()).sum()
-    law = stats.chi2(len(counts) - 1)
-    return float(min(law.sf(statistic), law.cdf(statistic)))
+    distribution = stats.chi2(len(counts) - 1)
+    return float(min(distribution.sf(statistic), distribution.cdf(statistic)))
 
 
 def test_neighbouring_draws_are_independent() -> None:

@@ -80,7 +80,7 @@ async def test_a_stopped_task_makes_no_further_step() -> None:
         stopped = worker.call(lambda: setattr(task, "stopped", True))
         gate.set()
         await stopped
-        await eventually(lambda: worker.num_active == 0)
+        await eventually(lambda: worker.stalled_us == 0)
         assert (task.made, task.done) == (3, False)
 
 

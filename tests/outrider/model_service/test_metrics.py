@@ -5,7 +5,8 @@ from support.observability import families, findings
 
 from outrider.engine.runner import ForwardCounts
 from outrider.model_service.metrics import ServiceMetrics
-from outrider.model_service.servicer import ServiceCounts, ServiceFacts
+from outrider.model_service.servicer import ServiceFacts
+from outrider.model_service.session_store import ServiceCounts
 from outrider.rpc.fencing import ComputeTimes
 
 FACTS = ServiceFacts(
@@ -27,14 +28,14 @@ FACTS = ServiceFacts(
     block_count=8,
 )
 COUNTS = ServiceCounts(
-    free_blocks=6,
-    sessions=2,
-    leased_sessions=1,
-    stopped_jobs=3,
-    preemptions=4,
-    evicted_sessions=5,
-    expired_leases=6,
-    cached_blocks=2,
+    free_block_count=6,
+    session_count=2,
+    leased_session_count=1,
+    stopped_job_count=3,
+    preemption_count=4,
+    evicted_session_count=5,
+    expired_lease_count=6,
+    cached_block_count=2,
     prefix_query_tokens=70,
     prefix_hit_tokens=60,
 )

@@ -1,11 +1,11 @@
 """Tests of outrider.model_service.session_store: what is remembered of sessions that were not known."""
 
-from outrider.model_service.session_store import LeastEpochs
+from outrider.model_service.session_store import MinEpochs
 
 
 def test_the_newest_epoch_counts() -> None:
     """An older Rollback changes nothing, and a session that is known needs no memory."""
-    epochs = LeastEpochs()
+    epochs = MinEpochs()
     assert epochs.get(b"a") == 0
     epochs.remember(b"a", 3)
     epochs.remember(b"a", 2)
@@ -16,7 +16,7 @@ def test_the_newest_epoch_counts() -> None:
 
 def test_memory_is_bounded() -> None:
     """The newest Rollbacks are remembered; one that is repeated counts as new."""
-    epochs = LeastEpochs(most=2)
+    epochs = MinEpochs(maximum=2)
     for session_id in (b"a", b"b", b"a", b"c"):
         epochs.remember(session_id, 2)
     assert len(epochs) == 2

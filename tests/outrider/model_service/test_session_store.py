@@ -6,7 +6,7 @@ import pytest
 import structlog
 
 from outrider.errors import CacheFull
-from outrider.model_service.session_store import SessionTable
+from outrider.model_service.session_store import LeaseTable
 from outrider.rpc.fencing import Fence
 
 
@@ -40,7 +40,7 @@ class Lodger:
         self.beds.remove(self.name)
 
 
-def taken(table: SessionTable[Lodger], beds: list[str], name: str, owner: object = None) -> Lodger:
+def taken(table: LeaseTable[Lodger], beds: list[str], name: str, owner: object = None) -> Lodger:
     """Puts a lodger into a bed and into the table."""
     lodger = Lodger(beds, name=name, owner=owner)
     beds.append(name)
@@ -59,11 +59,11 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def table(clock: Clock) -> SessionTable[Lodger]:
-    return SessionTable(10.0, clock)
+def table(clock: Clock) -> LeaseTable[Lodger]:
+    return LeaseTable(10.0, clock)
 
 
-def test_a_lease_ends_when_its_time_has_come(table: SessionTable[Lodger], beds: list[str], clock: Clock) -> None:
+def test_a_lease_ends_when_its_time_has_come(table: LeaseTable[Lodger], beds: list[str], clock: Clock) -> None:
     """Not before, and only for leased sessions."""
     for name in ("a", "b", "c"):
         taken(table, beds, name)
@@ -78,7 +78,7 @@ def test_a_lease_ends_when_its_time_has_come(table: SessionTable[Lodger], beds: 
     assert (len(table), table.num_leased) == (2, 1)
 
 
-def test_a_shorter_lease_ends_earlier(table: SessionTable[Lodger], beds: list[str], clock: Clock) -> None:
+def test_a_shorter_lease_ends_earlier(table: LeaseTable[Lodger], beds: list[str], clock: Clock) -> None:
     """Though it began later; a lease of no time ends at once."""
     for name in ("a", "b", "c"):
         taken(table, beds, name, owner="stream")
@@ -91,7 +91,7 @@ def test_a_shorter_lease_ends_earlier(table: SessionTable[Lodger], beds: list[st
     assert beds == ["a"]
 
 
-def test_a_session_taken_up_again_is_not_swept(table: SessionTable[Lodger], beds: list[str], clock: Clock) -> None:
+def test_a_session_taken_up_again_is_not_swept(table: LeaseTable[Lodger], beds: list[str], clock: Clock) -> None:
     """Attaching ends the lease."""
     taken(table, beds, "a")
     table.lease(b"a")
@@ -101,7 +101,7 @@ def test_a_session_taken_up_again_is_not_swept(table: SessionTable[Lodger], beds
     assert beds == ["a"]
 
 
-def test_leaving_counts_for_the_owner_alone(table: SessionTable[Lodger], beds: list[str]) -> None:
+def test_leaving_counts_for_the_owner_alone(table: LeaseTable[Lodger], beds: list[str]) -> None:
     """A stream that was overtaken by another one neither leases nor stops its session."""
     lodger = taken(table, beds, "a", owner="new stream")
     assert not table.leave(b"a", "old stream")
@@ -111,7 +111,7 @@ def test_leaving_counts_for_the_owner_alone(table: SessionTable[Lodger], beds: l
     assert (table.num_leased, lodger.stopped) == (1, 1)
 
 
-def test_a_close_of_an_older_epoch_has_no_say(table: SessionTable[Lodger], beds: list[str]) -> None:
+def test_a_close_of_an_older_epoch_has_no_say(table: LeaseTable[Lodger], beds: list[str]) -> None:
     """The session belongs to whoever opened it last."""
     taken(table, beds, "a", owner="stream").epoch = 3
     table.close(Fence(b"a", 2, 1), "stream")
@@ -122,7 +122,7 @@ def test_a_close_of_an_older_epoch_has_no_say(table: SessionTable[Lodger], beds:
     assert beds == []
 
 
-def test_room_is_made_by_the_longest_leases(table: SessionTable[Lodger], beds: list[str]) -> None:
+def test_room_is_made_by_the_longest_leases(table: LeaseTable[Lodger], beds: list[str]) -> None:
     """Leased sessions go one by one, oldest lease first; sessions with a stream never do."""
     for name in ("a", "b", "c"):
         taken(table, beds, name)
@@ -138,7 +138,7 @@ def test_room_is_made_by_the_longest_leases(table: SessionTable[Lodger], beds: l
     assert beds == ["b"]
 
 
-def test_only_as_many_as_needed_are_evicted(table: SessionTable[Lodger], beds: list[str]) -> None:
+def test_only_as_many_as_needed_are_evicted(table: LeaseTable[Lodger], beds: list[str]) -> None:
     """The others keep their cache."""
     for name in ("a", "b"):
         taken(table, beds, name)
@@ -152,7 +152,7 @@ def test_only_as_many_as_needed_are_evicted(table: SessionTable[Lodger], beds: l
     assert beds == ["b"]
 
 
-def test_a_full_pool_without_leases_is_full(table: SessionTable[Lodger], beds: list[str]) -> None:
+def test_a_full_pool_without_leases_is_full(table: LeaseTable[Lodger], beds: list[str]) -> None:
     """The error reaches the one who asked, and nobody is evicted."""
     taken(table, beds, "a")
 
@@ -164,7 +164,7 @@ def test_a_full_pool_without_leases_is_full(table: SessionTable[Lodger], beds: l
     assert beds == ["a"]
 
 
-def test_clearing_frees_everybody(table: SessionTable[Lodger], beds: list[str]) -> None:
+def test_clearing_frees_everybody(table: LeaseTable[Lodger], beds: list[str]) -> None:
     """Leased or not."""
     taken(table, beds, "a")
     taken(table, beds, "b")
@@ -173,14 +173,14 @@ def test_clearing_frees_everybody(table: SessionTable[Lodger], beds: list[str]) 
     assert (beds, len(table), table.num_leased) == ([], 0, 0)
 
 
-def test_an_id_is_held_once(table: SessionTable[Lodger], beds: list[str]) -> None:
+def test_an_id_is_held_once(table: LeaseTable[Lodger], beds: list[str]) -> None:
     """A second session of an id is a bug of the caller."""
     taken(table, beds, "a")
     with pytest.raises(ValueError, match="held already"):
         table.add(b"a", Lodger(beds))
 
 
-def test_how_leases_end_is_counted(table: SessionTable[Lodger], beds: list[str], clock: Clock) -> None:
+def test_how_leases_end_is_counted(table: LeaseTable[Lodger], beds: list[str], clock: Clock) -> None:
     """Early for want of room, late because nobody came; one that is taken up or closed counts as neither."""
     for name in ("evicted", "expired", "taken up", "closed"):
         taken(table, beds, name, owner="stream")
@@ -191,14 +191,14 @@ def test_how_leases_end_is_counted(table: SessionTable[Lodger], beds: list[str],
     table.close(Fence(b"closed", 1, 1), "stream")
     clock.now += 100
     table.sweep()
-    table.count_preemption()
+    table.num_preempted += 1
     assert (table.num_evicted, table.num_expired, table.num_preempted) == (1, 1, 1)
     assert beds == ["taken up"]
 
 
 def test_leases_give_way_when_there_are_too_many_sessions(beds: list[str], clock: Clock) -> None:
     """The longest lease first, whatever room its session takes; without a lease, nobody."""
-    table = SessionTable[Lodger](10.0, clock, max_sessions=3)
+    table = LeaseTable[Lodger](10.0, clock, max_sessions=3)
     for name in ("a", "b", "c"):
         taken(table, beds, name)
     table.lease(b"b")
@@ -211,7 +211,7 @@ def test_leases_give_way_when_there_are_too_many_sessions(beds: list[str], clock
     assert table.num_evicted == 2
 
 
-def test_leases_and_their_ends_are_logged(table: SessionTable[Lodger], beds: list[str], clock: Clock) -> None:
+def test_leases_and_their_ends_are_logged(table: LeaseTable[Lodger], beds: list[str], clock: Clock) -> None:
     """Each with enough of the session's id to find it in other logs, and never all of it."""
     name = "0123456789abcdef"
     with structlog.testing.capture_logs() as lines:

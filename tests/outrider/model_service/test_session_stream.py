@@ -9,7 +9,8 @@ import pytest
 from support.basics import PATIENCE_S
 
 from outrider.errors import InvalidRequest, NotReady, Overloaded
-from outrider.model_service.session_stream import MAX_UNFINISHED_JOBS, Outbox, SessionStream
+from outrider.model_service.outbox import Outbox
+from outrider.model_service.session_stream import MAX_UNFINISHED_JOBS, SessionStream
 
 
 class SlowDevice:
@@ -60,7 +61,7 @@ class NoLeases:
 
 async def test_answers_come_in_order_from_any_thread() -> None:
     """Those of another thread wake the loop, and none is lost between two looks."""
-    outbox = Outbox[int]()
+    outbox = Outbox()
     thread = threading.Thread(target=lambda: [outbox.put(number) for number in [*range(2000), None]])
     thread.start()
     got = []
@@ -74,7 +75,7 @@ async def test_answers_come_in_order_from_any_thread() -> None:
 
 async def test_an_outbox_is_bounded() -> None:
     """What is put into a full one is dropped, and the stream learns that it overflowed."""
-    outbox = Outbox[int](most=3)
+    outbox = Outbox(maximum=3)
     for number in range(100):
         outbox.put(number)
     error = await asyncio.wait_for(outbox.overflow, PATIENCE_S)
@@ -88,7 +89,7 @@ class Harness:
 
     def __init__(self) -> None:
         self.device = SlowDevice()
-        self.stream = SessionStream[Callable[[], None], int](self.device, NoLeases())
+        self.stream = SessionStream(self.device, NoLeases())
         self.requests: asyncio.Queue[Callable[[], None] | None] = asyncio.Queue()
         self.written: list[int] = []
         self.readable = asyncio.Event()

@@ -5,64 +5,76 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import InvalidRequest
-from outrider.rpc.fencing import Fence, Known, Standing, check_fence, judge, judge_open, judge_rollback
+from outrider.rpc.fencing import (
+    Fence,
+    MessageStatus,
+    SessionView,
+    check_fence,
+    classify,
+    classify_open,
+    classify_rollback,
+)
 
 ID = bytes(16)
 # Ten tokens are committed in epoch 3; verdicts on 7 and 9 are kept, everything below has been acknowledged.
-KNOWN = Known(epoch=3, committed_len=10, answerable=frozenset({7, 9}), least_len=10)
+VIEW = SessionView(epoch=3, committed_len=10, answerable=frozenset({7, 9}))
 
 
 @pytest.mark.parametrize(
-    ("epoch", "base_len", "num_new", "standing"),
+    ("epoch", "base_len", "num_new", "status"),
     [
-        (2, 10, 0, Standing.STALE),
-        (2, 11, 0, Standing.STALE),
-        (3, 10, 0, Standing.CURRENT),
-        (3, 7, 0, Standing.REPEAT),
-        (3, 9, 0, Standing.REPEAT),
-        (3, 8, 0, Standing.STALE),
-        (3, 5, 0, Standing.STALE),
-        (3, 11, 0, Standing.FUTURE),
-        (3, 11, 1, Standing.CURRENT),
-        (3, 13, 2, Standing.FUTURE),
-        (3, 13, 4, Standing.CURRENT),
-        (4, 10, 0, Standing.REWIND),
-        (4, 7, 0, Standing.REWIND),
-        (4, 11, 0, Standing.FUTURE),
-        (4, 11, 1, Standing.REWIND),
+        (2, 10, 0, MessageStatus.STALE),
+        (2, 11, 0, MessageStatus.STALE),
+        (3, 10, 0, MessageStatus.CURRENT),
+        (3, 7, 0, MessageStatus.REPEAT),
+        (3, 9, 0, MessageStatus.REPEAT),
+        (3, 8, 0, MessageStatus.STALE),
+        (3, 5, 0, MessageStatus.STALE),
+        (3, 11, 0, MessageStatus.FUTURE),
+        (3, 11, 1, MessageStatus.CURRENT),
+        (3, 13, 2, MessageStatus.FUTURE),
+        (3, 13, 4, MessageStatus.CURRENT),
+        (4, 10, 0, MessageStatus.REWIND),
+        (4, 7, 0, MessageStatus.REWIND),
+        (4, 11, 0, MessageStatus.FUTURE),
+        (4, 11, 1, MessageStatus.REWIND),
     ],
 )
-def test_messages_are_judged_by_epoch_and_length(epoch: int, base_len: int, num_new: int, standing: Standing) -> None:
+def test_messages_are_classified_by_epoch_and_length(
+    epoch: int, base_len: int, num_new: int, status: MessageStatus
+) -> None:
     """Older epochs are dropped, kept answers repeated, missing tokens asked for, newer epochs rewind."""
-    assert judge(Fence(ID, epoch, base_len), KNOWN, num_new) is standing
+    assert classify(Fence(ID, epoch, base_len), VIEW, num_new) is status
 
 
 def test_an_unknown_session_asks_for_tokens() -> None:
     """Without an open there is nothing to build on."""
-    assert judge(Fence(ID, 1, 5), None) is Standing.FUTURE
-    assert judge_rollback(Fence(ID, 1, 5), None) is Standing.FUTURE
+    assert classify(Fence(ID, 1, 5), None) is MessageStatus.FUTURE
+    assert classify_rollback(Fence(ID, 1, 5), None) is MessageStatus.FUTURE
 
 
 @pytest.mark.parametrize(
-    ("epoch", "base_len", "standing"),
+    ("epoch", "base_len", "status"),
     [
-        (2, 10, Standing.STALE),
-        (3, 9, Standing.REPEAT),
-        (3, 10, Standing.REPEAT),
-        (3, 8, Standing.STALE),
-        (4, 2, Standing.CURRENT),
+        (2, 10, MessageStatus.STALE),
+        (3, 9, MessageStatus.REPEAT),
+        (3, 10, MessageStatus.REPEAT),
+        (3, 8, MessageStatus.STALE),
+        (4, 2, MessageStatus.CURRENT),
     ],
 )
-def test_only_a_newer_epoch_opens_again(epoch: int, base_len: int, standing: Standing) -> None:
+def test_only_a_newer_epoch_opens_again(epoch: int, base_len: int, status: MessageStatus) -> None:
     """The same open twice is a repetition."""
-    assert judge_open(Fence(ID, epoch, base_len), KNOWN) is standing
-    assert judge_open(Fence(ID, epoch, base_len), None) is Standing.CURRENT
+    assert classify_open(Fence(ID, epoch, base_len), VIEW) is status
+    assert classify_open(Fence(ID, epoch, base_len), None) is MessageStatus.CURRENT
 
 
-@pytest.mark.parametrize(("epoch", "standing"), [(2, Standing.STALE), (3, Standing.REPEAT), (4, Standing.CURRENT)])
-def test_rollback_acts_once_an_epoch(epoch: int, standing: Standing) -> None:
+@pytest.mark.parametrize(
+    ("epoch", "status"), [(2, MessageStatus.STALE), (3, MessageStatus.REPEAT), (4, MessageStatus.CURRENT)]
+)
+def test_rollback_acts_once_an_epoch(epoch: int, status: MessageStatus) -> None:
     """The same epoch again changes nothing, an older one neither."""
-    assert judge_rollback(Fence(ID, epoch, 4), KNOWN) is standing
+    assert classify_rollback(Fence(ID, epoch, 4), VIEW) is status
 
 
 @given(
@@ -77,15 +89,15 @@ def test_no_message_of_an_older_epoch_has_an_effect(
     epoch: int, base_len: int, num_new: int, known_epoch: int, committed_len: int, answerable: frozenset[int]
 ) -> None:
     """STALE exactly when older, or of this epoch and acknowledged; nothing is taken whose tokens are missing."""
-    known = Known(known_epoch, committed_len, answerable, committed_len)
-    standing = judge(Fence(ID, epoch, base_len), known, num_new)
+    known = SessionView(known_epoch, committed_len, answerable)
+    status = classify(Fence(ID, epoch, base_len), known, num_new)
     if epoch < known_epoch:
-        assert standing is Standing.STALE
+        assert status is MessageStatus.STALE
     elif base_len - num_new > committed_len:
-        assert standing is Standing.FUTURE
+        assert status is MessageStatus.FUTURE
     else:
-        assert (standing is Standing.REWIND) == (epoch > known_epoch)
-        assert standing is not Standing.FUTURE
+        assert (status is MessageStatus.REWIND) == (epoch > known_epoch)
+        assert status is not MessageStatus.FUTURE
 
 
 @pytest.mark.parametrize(

@@ -1,59 +1,44 @@
-"""Tests of outrider.rpc.messages: trees and the laws of their tokens arrive as they were sent, or are refused."""
-
-from dataclasses import dataclass
+"""Tests of outrider.rpc.messages: trees and distributions arrive as they were sent, or are refused."""
 
 import pytest
 
 from outrider.errors import InvalidRequest
 from outrider.parameters import DraftDistribution
-from outrider.rpc.messages import (
-    MAX_SUPPORT,
-    MAX_WEIGHT,
-    distributions_from,
-    draft_logprobs_from,
-    tree_from,
-    tree_message,
-)
+from outrider.rpc.messages import MAX_SUPPORT, MAX_WEIGHT, tree_from, tree_message
+from outrider.token_tree import TokenTree
 from outrider.v1 import types_pb2 as pb
 
-LAWS = (DraftDistribution((4, 9), (1, MAX_WEIGHT)), DraftDistribution((5,), (7,)), DraftDistribution((0, 6), (3, 2)))
+DISTRIBUTIONS = (
+    DraftDistribution((4, 9), (1, MAX_WEIGHT)),
+    DraftDistribution((5,), (7,)),
+    DraftDistribution((0, 6), (3, 2)),
+)
 
 
-@dataclass(frozen=True)
-class Tree:
-    """A proposal."""
-
-    token_ids: tuple[int, ...]
-    parents: tuple[int, ...]
-    distributions: tuple[DraftDistribution, ...] = ()
-    logprobs: tuple[float, ...] = ()
-
-
-def law_of(token_ids: list[int], weights: list[int]) -> pb.TokenTree:
-    """A proposal of token 1 with a law."""
+def distribution_of(token_ids: list[int], weights: list[int]) -> pb.TokenTree:
+    """A proposal of token 1 with a distribution."""
     return pb.TokenTree(token_ids=[1], distributions=[pb.DraftDistribution(token_ids=token_ids, weights=weights)])
 
 
-@pytest.mark.parametrize("parents", [(0, 1, 2), (0, 0, 1), ()])
+@pytest.mark.parametrize("parents", [(0, 1, 2), (0, 0, 1)])
 def test_trees_arrive_as_they_were_sent(parents: tuple[int, ...]) -> None:
     """A chain travels without parents and arrives with them."""
-    message = tree_message(Tree((4, 5, 6), parents))
+    message = tree_message(TokenTree((4, 5, 6), parents))
     assert bool(message.parents) == (parents == (0, 0, 1))
-    assert tree_from(message, 10, 8) == ((4, 5, 6), parents or (0, 1, 2))
-    assert distributions_from(message, 10) == ()
+    assert tree_from(message, 10, 8) == TokenTree((4, 5, 6), parents)
 
 
-def test_laws_arrive_as_they_were_sent() -> None:
+def test_distributions_arrive_as_they_were_sent() -> None:
     """One a row, in row order, ids and weights in the order of the draft."""
-    message = pb.TokenTree.FromString(tree_message(Tree((4, 5, 6), (0, 1, 2), LAWS)).SerializeToString())
-    assert distributions_from(message, 10) == LAWS
+    message = pb.TokenTree.FromString(tree_message(TokenTree((4, 5, 6), (0, 1, 2), DISTRIBUTIONS)).SerializeToString())
+    assert tree_from(message, 10, 8).distributions == DISTRIBUTIONS
 
 
-def test_the_widest_law_arrives() -> None:
+def test_the_widest_distribution_arrives() -> None:
     """256 ids, the token itself the last of them."""
-    law = DraftDistribution(tuple(range(MAX_SUPPORT)), (MAX_WEIGHT,) * MAX_SUPPORT)
-    message = tree_message(Tree((MAX_SUPPORT - 1,), (0,), (law,)))
-    assert distributions_from(message, MAX_SUPPORT) == (law,)
+    distribution = DraftDistribution(tuple(range(MAX_SUPPORT)), (MAX_WEIGHT,) * MAX_SUPPORT)
+    message = tree_message(TokenTree((MAX_SUPPORT - 1,), (0,), (distribution,)))
+    assert tree_from(message, MAX_SUPPORT, 8).distributions == (distribution,)
 
 
 @pytest.mark.parametrize(
@@ -80,43 +65,44 @@ def test_malformed_proposals_are_refused(message: pb.TokenTree, field: str) -> N
     [
         (pb.TokenTree(token_ids=[1, 2], distributions=[pb.DraftDistribution()]), "proposal.distributions"),
         (pb.TokenTree(distributions=[pb.DraftDistribution()]), "proposal.distributions"),
-        (law_of([], []), "proposal.distributions.0.token_ids"),
-        (law_of([2], [1]), "proposal.distributions.0.token_ids"),
-        (law_of([1, 2, 1], [1, 1, 1]), "proposal.distributions.0.token_ids"),
-        (law_of([1, 10], [1, 1]), "proposal.distributions.0.token_ids.1"),
-        (law_of([-1, 1], [1, 1]), "proposal.distributions.0.token_ids.0"),
-        (law_of([1] * (MAX_SUPPORT + 1), [1] * (MAX_SUPPORT + 1)), "proposal.distributions.0.token_ids"),
-        (law_of([1, 2], [1]), "proposal.distributions.0.weights"),
-        (law_of([1], [1, 1]), "proposal.distributions.0.weights"),
-        (law_of([1, 2], [1, 0]), "proposal.distributions.0.weights.1"),
-        (law_of([1, 2], [-3, 1]), "proposal.distributions.0.weights.0"),
-        (law_of([1, 2], [1, MAX_WEIGHT + 1]), "proposal.distributions.0.weights.1"),
+        (distribution_of([], []), "proposal.distributions.0.token_ids"),
+        (distribution_of([2], [1]), "proposal.distributions.0.token_ids"),
+        (distribution_of([1, 2, 1], [1, 1, 1]), "proposal.distributions.0.token_ids"),
+        (distribution_of([1, 10], [1, 1]), "proposal.distributions.0.token_ids.1"),
+        (distribution_of([-1, 1], [1, 1]), "proposal.distributions.0.token_ids.0"),
+        (distribution_of([1] * (MAX_SUPPORT + 1), [1] * (MAX_SUPPORT + 1)), "proposal.distributions.0.token_ids"),
+        (distribution_of([1, 2], [1]), "proposal.distributions.0.weights"),
+        (distribution_of([1], [1, 1]), "proposal.distributions.0.weights"),
+        (distribution_of([1, 2], [1, 0]), "proposal.distributions.0.weights.1"),
+        (distribution_of([1, 2], [-3, 1]), "proposal.distributions.0.weights.0"),
+        (distribution_of([1, 2], [1, MAX_WEIGHT + 1]), "proposal.distributions.0.weights.1"),
     ],
 )
-def test_malformed_laws_are_refused(message: pb.TokenTree, field: str) -> None:
+def test_malformed_distributions_are_refused(message: pb.TokenTree, field: str) -> None:
     """One for some rows only, without the row's token, twice an id, unknown ids, too wide, weights of no use."""
     with pytest.raises(InvalidRequest) as caught:
-        distributions_from(message, vocabulary_size=10)
+        tree_from(message, vocabulary_size=10, max_rows=8)
     assert caught.value.metadata["field"] == field
     assert caught.value.metadata["limit"]
 
 
-def test_the_row_of_a_bad_law_is_named() -> None:
+def test_the_row_of_a_bad_distribution_is_named() -> None:
     """The second one."""
-    message = tree_message(Tree((4, 5), (0, 1), LAWS[:2]))
+    message = tree_message(TokenTree((4, 5), (0, 1), DISTRIBUTIONS[:2]))
     message.distributions[1].weights[0] = 0
     with pytest.raises(
         InvalidRequest, match=r"^proposal\.distributions\.1\.weights\.0 is 0, but must be in \[1, 65535\]$"
     ):
-        distributions_from(message, 10)
+        tree_from(message, 10, 8)
 
 
-def test_log_probabilities_travel_beside_a_tree_and_never_with_it() -> None:
-    """A target is sent the tree, which may have them; the gateway is sent what is given beside it."""
-    tree = Tree((4, 5), (0, 1), (), (-0.5, 0.0))
-    assert draft_logprobs_from(tree_message(tree)) == ()
-    message = pb.TokenTree.FromString(tree_message(tree, tree.logprobs).SerializeToString())
-    assert draft_logprobs_from(message) == (-0.5, 0.0)
+def test_log_probabilities_travel_only_where_they_are_wanted() -> None:
+    """A target is sent the tree without them, and takes none; the gateway is sent all of it."""
+    tree = TokenTree((4, 5), (0, 1), (), (-0.5, 0.0))
+    assert tree_from(tree_message(tree), 10, 8, with_logprobs=True).logprobs == ()
+    message = pb.TokenTree.FromString(tree_message(tree, with_logprobs=True).SerializeToString())
+    assert tree_from(message, 10, 8, with_logprobs=True) == tree
+    assert tree_from(message, 10, 8).logprobs == ()
     message.ClearField("logprobs")
     assert message == tree_message(tree)
 
@@ -125,6 +111,6 @@ def test_log_probabilities_travel_beside_a_tree_and_never_with_it() -> None:
 def test_what_is_no_log_probability_is_refused(logprob: float) -> None:
     """The error names the row; so does one about their number."""
     with pytest.raises(InvalidRequest, match=r"^proposal\.logprobs\.1 is .*, but must be finite and at most 0"):
-        draft_logprobs_from(pb.TokenTree(token_ids=[1, 2], logprobs=[-1, logprob]))
+        tree_from(pb.TokenTree(token_ids=[1, 2], logprobs=[-1, logprob]), 10, 8, with_logprobs=True)
     with pytest.raises(InvalidRequest, match=r"^proposal\.logprobs is '1 entries'"):
-        draft_logprobs_from(pb.TokenTree(token_ids=[1, 2], logprobs=[-1]))
+        tree_from(pb.TokenTree(token_ids=[1, 2], logprobs=[-1]), 10, 8, with_logprobs=True)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from support.basics import spec_of
+from support.basics import Answers, spec_of
 from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target, assert_like_fresh
 
 from outrider.engine.runner import ModelRunner
@@ -12,7 +12,7 @@ from outrider.errors import OutriderError
 from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
-from target_service.sessions import Answer, Step
+from target_service.sessions import Step
 
 WANTED = [{"temperature": 0.0}, {"temperature": 0.7, "top_k": 30}, {"temperature": 1.0, "frequency_penalty": 0.5}]
 
@@ -71,10 +71,10 @@ def test_every_branch_of_a_tree_knows_its_own_bans(runner: ModelRunner, target: 
     target.run()
     other = (free[6] + 1) % VOCABULARY_SIZE
     tree = TokenTree((other, free[6], free[7], free[7], expected[7], expected[8]), (0, 0, 1, 2, 2, 5))
-    target.sessions.step(target.fence(1, 6), Step(tree, 0, 0), target, target.answers.append)
+    target.sessions.step(target.fence(1, 6), Step(tree, 0, 0), target.answers)
     [answer] = target.run()
-    assert answer.verdict is not None
-    assert answer.verdict.accepted_rows == (2, 5, 6)
+    assert answer.content is not None
+    assert answer.content.accepted_rows == (2, 5, 6)
     assert target.tokens == expected[:10]
 
 
@@ -82,9 +82,9 @@ def test_a_session_that_may_say_nothing_fails_alone(target: Target) -> None:
     """All tokens of the vocabulary banned, while its neighbour goes on."""
     banned = tuple((token_id,) for token_id in range(VOCABULARY_SIZE))
     spec = replace(spec_of(PROMPT, 40, eos=(), temperature=1.0), banned=banned)
-    errors: list[Answer | OutriderError] = []
+    errors = Answers()
     target.open(spec_of(PROMPT, 40, eos=()))
-    target.sessions.open(Fence(bytes(16), 1, 5), spec, Step(EMPTY, 0, 0), object(), errors.append)
+    target.sessions.open(Fence(bytes(16), 1, 5), spec, Step(EMPTY, 0, 0), errors)
     assert len(target.run()) == 1
     assert [type(error) for error in errors] == [OutriderError]
     assert "no token can be drawn behind 5 tokens" in str(errors[0])

@@ -10,7 +10,7 @@ from support.stepped_target import PROMPT, VOCABULARY_SIZE
 
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling.draw import Ask
+from outrider.engine.sampling.draw import DrawInput
 from outrider.errors import OutriderError
 from outrider.parameters import Rule, SessionSpec
 from outrider.token_tree import EMPTY, TokenTree
@@ -25,16 +25,16 @@ Wish = tuple[SessionSpec, TokenTree]
 
 
 def decided(runner: ModelRunner, wishes: list[Wish], bad: dict[int, int] | None = None) -> list[Walk | OutriderError]:
-    """The walks of one forward; `bad` names a row of an ask that has no logits."""
-    asks = [Ask(Feed(runner.open(spec.token_ids, spec.prompt_len), tree), spec) for spec, tree in wishes]
-    result = runner.forward([ask.feed for ask in asks])
+    """The walks of one forward; `bad` names a row of an input that has no logits."""
+    inputs = [DrawInput(Feed(runner.open(spec.token_ids, spec.prompt_len), tree), spec) for spec, tree in wishes]
+    result = runner.forward([draw_input.feed for draw_input in inputs])
     ranges = [rows for rows in result.ranges if rows is not None]
-    assert len(ranges) == len(asks)
+    assert len(ranges) == len(inputs)
     for number, row in (bad or {}).items():
         result.logits[ranges[number].start + row] = math.nan
-    walks = decide(runner, asks, result.logits, ranges)
-    for ask in asks:
-        ask.feed.session.free()
+    walks = decide(runner, inputs, result.logits, ranges)
+    for draw_input in inputs:
+        draw_input.feed.session.free()
     return walks
 
 
@@ -85,7 +85,7 @@ def test_an_empty_proposal_is_plain_decoding(runner: ModelRunner, rule: Rule, sp
 
 @pytest.mark.parametrize("rule", [Rule.RATIO, Rule.BLOCK])
 def test_temperature_0_is_greedy(runner: ModelRunner, rule: Rule) -> None:
-    """Whatever law is sent: one that is right, one that is often wrong, and one with many tokens."""
+    """Whatever distribution is sent: one that is right, one that is often wrong, and one with many tokens."""
     for seed in range(10):
         spec = replace(GREEDY, token_ids=(*PROMPT, seed), seed=seed)
         for noise in (0.0, 3.0):
@@ -167,8 +167,8 @@ def test_lenience_at_temperature_0_looks_at_the_edited_row(runner: ModelRunner) 
     spec = ruled(replace(GREEDY, token_ids=PROMPT), Rule.LENIENT, lenience=0.5)
     probs = runner.ops.softmax(logits_behind(runner, list(PROMPT)))[0]
     best, rival = probs.argsort(descending=True)[[0, 40]].tolist()
-    law = drafted(runner, spec, 1).distributions[0]
-    tree = TokenTree.chain([rival], [replace(law, token_ids=(rival,))])
+    distribution = drafted(runner, spec, 1).distributions[0]
+    tree = TokenTree.chain([rival], [replace(distribution, token_ids=(rival,))])
     assert decided(runner, [(spec, tree)]) == [Walk((), best, 1)]
     lift = math.log(float(probs[best] / probs[rival]) * 0.6)
     lifted = replace(spec, sampling=spec.sampling.model_copy(update={"logit_bias": {rival: lift}, "top_k": 1}))

@@ -11,17 +11,17 @@ from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest
 from outrider.parameters import DraftDistribution, FinishReason, Rule, SessionSpec
 from outrider.token_tree import EMPTY, TokenTree
-from target_service.sessions import Answer, Step
+from target_service.sessions import SessionAnswer, Step
 
 SPEC = spec_of(PROMPT, 40, seed=4, eos=(), temperature=0.9)
 LAW = DraftDistribution((9, 7), (3, 1))
 
 
 def step(target: Target, epoch: int, base_len: int, tree: TokenTree, budget: int = 0) -> None:
-    target.sessions.step(target.fence(epoch, base_len), Step(tree, budget, 0), target, target.answers.append)
+    target.sessions.step(target.fence(epoch, base_len), Step(tree, budget, 0), target.answers)
 
 
-def speak(runner: ModelRunner, spec: SessionSpec, draft_count: int) -> tuple[list[int], list[Answer]]:
+def speak(runner: ModelRunner, spec: SessionSpec, draft_count: int) -> tuple[list[int], list[SessionAnswer]]:
     """A request to its end, with proposals as long as they fit; its tokens and verdicts."""
     target = Target(runner)
     target.open(spec)
@@ -41,7 +41,7 @@ def speak(runner: ModelRunner, spec: SessionSpec, draft_count: int) -> tuple[lis
 def test_a_request_ends_with_as_many_tokens_under_any_rule(runner: ModelRunner, rule: Rule) -> None:
     """Verdicts follow each other, some keep draft tokens, and the cache is that of a fresh session."""
     tokens, answers = speak(runner, ruled(SPEC, rule), 4)
-    committed = [token for answer in answers if answer.verdict for token in answer.verdict.token_ids]
+    committed = [token for answer in answers if answer.content for token in answer.content.token_ids]
     assert tokens == [*PROMPT, *committed]
     assert len(tokens) == SPEC.max_len
     assert len(answers) < SPEC.max_len - len(PROMPT)
@@ -63,14 +63,14 @@ def test_a_chain_may_go_on_behind_an_end(target: Target, rule: Rule) -> None:
     target.run()
     step(target, 1, 6, tree)
     [answer] = target.run()
-    assert answer.verdict is not None
-    assert answer.verdict.finish_reason is FinishReason.STOP_TOKEN
-    assert (answer.verdict.accepted_rows, answer.verdict.next_token_id) == ((1, 2), None)
-    assert answer.verdict.evaluated_count == 2
+    assert answer.content is not None
+    assert answer.content.finish_reason is FinishReason.STOP_TOKEN
+    assert (answer.content.accepted_rows, answer.content.next_token_id) == ((1, 2), None)
+    assert answer.content.evaluated_count == 2
 
 
 @pytest.mark.parametrize("rule", [Rule.MATCH, Rule.TYPICAL])
-def test_laws_are_refused_where_the_rule_has_no_use_for_them(target: Target, rule: Rule) -> None:
+def test_distributions_are_refused_where_the_rule_has_no_use_for_them(target: Target, rule: Rule) -> None:
     """Field, number and rule; the session is as it was."""
     target.open(ruled(SPEC, rule))
     target.run()
@@ -83,7 +83,7 @@ def test_laws_are_refused_where_the_rule_has_no_use_for_them(target: Target, rul
 
 
 @pytest.mark.parametrize("rule", RULES_WITH_LAWS)
-def test_a_rule_that_needs_laws_refuses_a_proposal_without(target: Target, rule: Rule) -> None:
+def test_a_rule_that_needs_distributions_refuses_a_proposal_without(target: Target, rule: Rule) -> None:
     """On a step and on an open, before anything happens; an empty proposal needs none."""
     spec = ruled(SPEC, rule)
     reason = f"proposal.distributions is 'empty', but must be one entry for each row under the rule {rule}"
@@ -124,11 +124,11 @@ def test_a_step_is_answered_again_with_the_same_tokens(target: Target, rule: Rul
     assert target.run() == [first, first]
     step(target, 2, 6, tree)
     [again] = target.run()
-    assert again.verdict == first.verdict
-    assert opened.verdict is not None
+    assert again.content == first.content
+    assert opened.content is not None
     target.open(replace(spec, token_ids=tuple(target.tokens[:6])), epoch=3, tree=tree)
     [reopened] = target.run()
-    assert reopened.verdict == first.verdict
+    assert reopened.content == first.content
 
 
 @pytest.mark.parametrize("rule", Rule)
@@ -144,7 +144,7 @@ def test_a_verdict_under_way_becomes_the_step_s_own(target: Target, rule: Rule) 
     target.acknowledge(2, 6, budget=1)
     step(target, 2, 6, tree)
     [answer] = target.run()
-    assert answer.verdict == expected.verdict
+    assert answer.content == expected.content
 
 
 @pytest.mark.parametrize("rule", Rule)

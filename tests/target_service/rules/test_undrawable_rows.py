@@ -37,10 +37,10 @@ def test_a_row_that_the_walk_never_reaches_harms_nobody(target: Target, monkeypa
     target.run()
     _spoil(target, monkeypatch, {bad})
     tree = TokenTree((bad, expected[6], bad), (0, 0, 2))
-    target.sessions.step(target.fence(1, 6), Step(tree, 0, 0), target, target.answers.append)
+    target.sessions.step(target.fence(1, 6), Step(tree, 0, 0), target.answers)
     [answer] = target.run()
-    assert answer.verdict is not None
-    assert (answer.verdict.accepted_rows, answer.verdict.next_token_id) == ((2,), expected[7])
+    assert answer.content is not None
+    assert (answer.content.accepted_rows, answer.content.next_token_id) == ((2,), expected[7])
 
 
 def test_a_row_that_the_walk_reaches_fails_as_in_plain_decoding(
@@ -56,7 +56,7 @@ def test_a_row_that_the_walk_reaches_fails_as_in_plain_decoding(
     target.device.run(target.verifier.advance)
     assert isinstance(target.answers[-1], OutriderError)
     assert f"behind {bad_at + 1} tokens" in str(target.answers.pop())
-    committed = [answer.verdict.token_ids for answer in target.run() if answer.verdict]
+    committed = [answer.content.token_ids for answer in target.run() if answer.content]
     assert [token for token_ids in committed for token in token_ids] == expected[6 : bad_at + 1]
 
 

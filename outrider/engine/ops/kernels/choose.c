@@ -15,7 +15,7 @@ typedef struct {
     const double *temperatures;
     float *scores;
     int64_t num_logits, num_tokens;
-} heat_job;
+} temperature_job;
 
 static int has_fault(const float *logits, int64_t count) {
     ints fault = {0};
@@ -28,7 +28,7 @@ static int has_fault(const float *logits, int64_t count) {
 }
 
 /* Score 0 for the lowest id among the best, -inf for all others. */
-static void collapse(const float *logits, float highest, float *scores, int64_t count) {
+static void argmax_mask(const float *logits, float highest, float *scores, int64_t count) {
     int64_t best = 0;
     while (best + BLOCK < count && greatest_float(logits + best, BLOCK) < highest) best += BLOCK;
     while (best < count - 1 && !(logits[best] == highest)) best++;
@@ -36,8 +36,8 @@ static void collapse(const float *logits, float highest, float *scores, int64_t 
     scores[best] = has_fault(logits, count) ? NAN : highest - highest;
 }
 
-static void heat_row(const void *argument, uint32_t row) {
-    const heat_job *job = argument;
+static void temperature_row(const void *argument, uint32_t row) {
+    const temperature_job *job = argument;
     const int64_t count = job->num_tokens;
     const float *logits = job->logits + row * job->num_logits;
     float *scores = job->scores + row * count;
@@ -47,7 +47,7 @@ static void heat_row(const void *argument, uint32_t row) {
         return;
     }
     const float highest = greatest_float(logits, count), divisor = (float)temperature;
-    if (temperature == 0.0) collapse(logits, highest, scores, count);
+    if (temperature == 0.0) argmax_mask(logits, highest, scores, count);
     else
         for (int64_t token = 0; token < count; token++) scores[token] = (logits[token] - highest) / divisor;
 }
@@ -57,7 +57,7 @@ static void heat_row(const void *argument, uint32_t row) {
 int64_t outrider_choose(pool *threads, const float *logits, const double *temperatures, const int64_t *keys,
                         float *scores, double *best, int64_t *ids, int64_t num_rows, int64_t num_logits,
                         int64_t num_tokens, int64_t stretches) {
-    const heat_job job = {logits, temperatures, scores, num_logits, num_tokens};
-    pool_run_costing(threads, heat_row, &job, (uint32_t)num_rows, 2.0 * (double)(num_rows * num_tokens));
+    const temperature_job job = {logits, temperatures, scores, num_logits, num_tokens};
+    pool_run_costing(threads, temperature_row, &job, (uint32_t)num_rows, 2.0 * (double)(num_rows * num_tokens));
     return outrider_draw(threads, scores, keys, best, ids, num_rows, num_tokens, stretches);
 }

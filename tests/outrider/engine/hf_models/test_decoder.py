@@ -43,7 +43,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A tiny random model of each case."""
-    root = tmp_path_factory.mktemp("fallback")
+    root = tmp_path_factory.mktemp("hf_models")
     return {
         name: write_tiny_model(root / name, family, seed=11, **overrides) for name, (family, overrides) in CASES.items()
     }

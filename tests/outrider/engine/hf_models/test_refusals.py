@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from support.tiny_models import write_tiny_model
 from torch import Tensor, nn
 
-from outrider.engine.hf_models import checkpoint
 from outrider.engine.hf_models.checkpoint import without_numbers
+from outrider.engine.hf_models.config import Unfit, survey
 from outrider.engine.models.checkpoints import find_checkpoint
 from outrider.engine.runner import ModelRunner
 from outrider.errors import ModelRefused
@@ -198,8 +198,8 @@ def surveyed(monkeypatch: pytest.MonkeyPatch, forward: Callable[[nn.Module, Tens
     config = transformers.Olmo2Config(**SMALL)
     config._attn_implementation = "outrider"
     monkeypatch.setattr(transformers.models.olmo2.modeling_olmo2.Olmo2MLP, "forward", forward)
-    with pytest.raises(checkpoint.Unfit) as caught:
-        checkpoint.survey(without_numbers(transformers.Olmo2ForCausalLM, config))
+    with pytest.raises(Unfit) as caught:
+        survey(without_numbers(transformers.Olmo2ForCausalLM, config), 64, frozenset())
     return str(caught.value)
 
 

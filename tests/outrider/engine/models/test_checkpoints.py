@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.tiny_models import FALLBACK_FAMILIES, FAMILIES, TARGET, write_tiny_model
+from support.tiny_models import FAMILIES, HF_FAMILIES, TARGET, write_tiny_model
 
-from outrider.engine.hf_models.checkpoint import FallbackCheckpoint
+from outrider.engine.hf_models.checkpoint import HfCheckpoint
 from outrider.engine.models.checkpoints import FolderCheckpoint, SizedCheckpoint, find_checkpoint
 from outrider.engine.models.fused import FusedTransformer
 from outrider.engine.models.transformer import Transformer
@@ -17,11 +17,11 @@ from outrider.errors import ModelRefused
 ROOT = Path(__file__).resolve().parents[4]
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES | FALLBACK_FAMILIES))
+@pytest.mark.parametrize("family", sorted(FAMILIES | HF_FAMILIES))
 def test_our_own_transformer_goes_first(tmp_path: Path, family: str) -> None:
     """The families that it knows are its own, and the others transformers'."""
     found = find_checkpoint(str(write_tiny_model(tmp_path / "tiny", family)))
-    assert isinstance(found, FolderCheckpoint if family in FAMILIES else FallbackCheckpoint)
+    assert isinstance(found, FolderCheckpoint if family in FAMILIES else HfCheckpoint)
     assert (found.name, found.modelling == "") == ("tiny", family in FAMILIES)
     runner = ModelRunner.load(found, kv_tokens=64)
     assert isinstance(runner.model, Transformer | FusedTransformer) == (family in FAMILIES)

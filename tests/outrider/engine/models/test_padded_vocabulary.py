@@ -9,7 +9,7 @@ from support.tiny_models import write_tiny_model
 
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling.draw import Ask, forward_and_draw
+from outrider.engine.sampling.draw import DrawInput, forward_and_draw
 from outrider.parameters import SamplingParameters, SessionSpec
 
 NUM_KNOWN, NUM_ROWS = 257, 300
@@ -34,16 +34,16 @@ def said(model: Path, vocabulary_size: int) -> list[tuple[int, ...]]:
     """Twenty tokens at each of three temperatures."""
     runner = ModelRunner.load(str(model), dtype="float32", kv_tokens=1024, vocabulary_size=vocabulary_size)
     prompt = (1, 2, 3)
-    asks = []
+    inputs = []
     for temperature in (0.0, 0.7, 2.0):
         sampling = SamplingParameters(temperature=temperature, ignore_eos=True)
         spec = SessionSpec(prompt, len(prompt), sampling, 3, 4096, frozenset(), frozenset())
-        asks.append(Ask(Feed(runner.open(prompt, len(prompt))), spec))
+        inputs.append(DrawInput(Feed(runner.open(prompt, len(prompt))), spec))
     for _ in range(20):
-        for ask, outcome in zip(asks, forward_and_draw(runner, asks), strict=True):
+        for draw_input, outcome in zip(inputs, forward_and_draw(runner, inputs), strict=True):
             assert isinstance(outcome, list)
-            ask.feed.session.extend(outcome)
-    return [tuple(ask.feed.session.token_ids) for ask in asks]
+            draw_input.feed.session.extend(outcome)
+    return [tuple(draw_input.feed.session.token_ids) for draw_input in inputs]
 
 
 def test_padding_changes_nothing(tmp_path: Path) -> None:

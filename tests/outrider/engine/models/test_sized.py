@@ -19,7 +19,7 @@ from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.rope import LinearRope
 from outrider.engine.models.sized import STANDARD_DEVIATION, spots, widened
 from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling.draw import Ask, forward_and_draw
+from outrider.engine.sampling.draw import DrawInput, forward_and_draw
 from outrider.errors import ModelRefused
 from outrider.model_names import PRESETS, Shape
 from outrider.parameters import SamplingParameters, SessionSpec
@@ -45,20 +45,20 @@ def loaded(model: str) -> ModelRunner:
 def said(runner: ModelRunner, num_tokens: int = 64) -> list[tuple[int, ...]]:
     """What a model says to every prompt, greedily and at temperature 0.8, all at a time."""
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
-    asks = []
+    inputs = []
     for seed, prompt in enumerate(PROMPTS):
         token_ids = tuple(tokenizer.encode(prompt).ids)
         for temperature in (0.0, 0.8):
             sampling = SamplingParameters(temperature=temperature, ignore_eos=True)
             spec = SessionSpec(token_ids, len(token_ids), sampling, seed, 4096, runner.eos_token_ids, frozenset())
-            asks.append(Ask(Feed(runner.open(token_ids, len(token_ids))), spec))
+            inputs.append(DrawInput(Feed(runner.open(token_ids, len(token_ids))), spec))
     for _ in range(num_tokens):
-        for ask, outcome in zip(asks, forward_and_draw(runner, asks), strict=True):
+        for draw_input, outcome in zip(inputs, forward_and_draw(runner, inputs), strict=True):
             assert isinstance(outcome, list)
-            ask.feed.session.extend(outcome)
-    texts = [tuple(ask.feed.session.token_ids[ask.spec.prompt_len :]) for ask in asks]
-    for ask in asks:
-        ask.feed.session.free()
+            draw_input.feed.session.extend(outcome)
+    texts = [tuple(draw_input.feed.session.token_ids[draw_input.spec.prompt_len :]) for draw_input in inputs]
+    for draw_input in inputs:
+        draw_input.feed.session.free()
     return texts
 
 

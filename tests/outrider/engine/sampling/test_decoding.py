@@ -5,7 +5,7 @@ from support.tiny_models import TARGET
 
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling.draw import Ask, forward_and_draw
+from outrider.engine.sampling.draw import DrawInput, forward_and_draw
 from outrider.engine.sampling.transforms import is_plain
 from outrider.parameters import SamplingParameters, SessionSpec
 from outrider.token_tree import EMPTY, TokenTree
@@ -15,11 +15,11 @@ PLAIN = [SamplingParameters(temperature=temperature) for temperature in (0.0, 1.
 CUT = [SamplingParameters(top_k=7, temperature=1.3), SamplingParameters(frequency_penalty=0.5, temperature=0.8)]
 
 
-def ask_of(runner: ModelRunner, number: int, sampling: SamplingParameters, tree: TokenTree) -> Ask:
+def draw_input_of(runner: ModelRunner, number: int, sampling: SamplingParameters, tree: TokenTree) -> DrawInput:
     """A session of its own, prompt and seed from the number."""
     token_ids = tuple(range(5 + number, 40 + 3 * number))
     spec = SessionSpec(token_ids, 4, sampling, 77 + number, 500, frozenset({0}), frozenset())
-    return Ask(Feed(runner.open(token_ids, 4), tree), spec)
+    return DrawInput(Feed(runner.open(token_ids, 4), tree), spec)
 
 
 def test_sessions_draw_as_if_alone() -> None:
@@ -30,10 +30,10 @@ def test_sessions_draw_as_if_alone() -> None:
         for number, sampling in enumerate((PLAIN[0], CUT[0], PLAIN[1], CUT[1], PLAIN[2]))
         for tree in (EMPTY, TREE)
     ]
-    alone = [forward_and_draw(runner, [ask_of(runner, *wish)])[0] for wish in wishes]
+    alone = [forward_and_draw(runner, [draw_input_of(runner, *wish)])[0] for wish in wishes]
     assert [len(drawn) for drawn in alone if isinstance(drawn, list)] == [1, 5] * 5
     for chosen in (wishes, wishes[::-1], [wish for wish in wishes if wish[1] in PLAIN]):
-        together = forward_and_draw(runner, [ask_of(runner, *wish) for wish in chosen])
+        together = forward_and_draw(runner, [draw_input_of(runner, *wish) for wish in chosen])
         assert together == [alone[wishes.index(wish)] for wish in chosen]
 
 

@@ -1,4 +1,4 @@
-"""Under `match` with shared noise, what is committed follows the target's law, and drafts are accepted as predicted.
+"""Under `match` with shared noise, tokens follow the target's distribution, and drafts are accepted as predicted.
 
 Everything random comes from seeds 0, 1, 2, ..., so a test that passes once always passes.
 """
@@ -87,18 +87,18 @@ def sibling_tree(token_ids: tuple[int, ...]) -> TokenTree:
     return TokenTree(token_ids, (0,) * len(token_ids))
 
 
-def expected_law(wanted: SamplingParameters) -> Floats:
-    """The joint law [V, V] of two tokens of the target: softmax of the transformed scores, in float64."""
+def expected_distribution(wanted: SamplingParameters) -> Floats:
+    """The joint distribution [V, V] of two tokens of the target: softmax of the transformed scores, in float64."""
     first = scores_after([-1], wanted, EagerOps()).double().softmax(dim=-1)
     second = scores_after(range(NUM_TOKENS), wanted, EagerOps()).double().softmax(dim=-1)
-    law: Floats = (first.T * second).numpy()
-    return law
+    distribution: Floats = (first.T * second).numpy()
+    return distribution
 
 
-def chance(pairs: npt.NDArray[np.int64], law: Floats) -> float:
+def chance(pairs: npt.NDArray[np.int64], distribution: Floats) -> float:
     """p-value of the chi-square test; cells expected fewer than five times are counted as one."""
-    counts = np.bincount(pairs[:, 0] * NUM_TOKENS + pairs[:, 1], minlength=law.size).astype(np.float64)
-    expected = law.ravel() * len(pairs)
+    counts = np.bincount(pairs[:, 0] * NUM_TOKENS + pairs[:, 1], minlength=distribution.size).astype(np.float64)
+    expected = distribution.ravel() * len(pairs)
     if counts[expected == 0].any():
         return 0.0
     rare = expected < 5
@@ -109,39 +109,42 @@ def chance(pairs: npt.NDArray[np.int64], law: Floats) -> float:
 
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("name", WANTED)
-def test_two_tokens_follow_the_joint_law_of_the_target(name: str, width: int) -> None:
+def test_two_tokens_follow_the_joint_distribution_of_the_target(name: str, width: int) -> None:
     """Chi-square over 256 cells, with a chain and with siblings, whatever the draft proposes."""
-    assert chance(committed_pairs(width, WANTED[name], EagerOps()), expected_law(WANTED[name])) > 1e-4
+    assert chance(committed_pairs(width, WANTED[name], EagerOps()), expected_distribution(WANTED[name])) > 1e-4
 
 
-def test_the_kernels_of_this_machine_follow_the_law_too() -> None:
+def test_the_kernels_of_this_machine_follow_the_distribution_too() -> None:
     """The operations that a CPU service would choose here; fewer seeds, because the reference is slow."""
     wanted, ops = WANTED["shaped"], choose_ops(torch.device("cpu"), num_threads=2)
-    assert chance(committed_pairs(1, wanted, ops, num_seeds=5000), expected_law(wanted)) > 1e-4
+    assert chance(committed_pairs(1, wanted, ops, num_seeds=5000), expected_distribution(wanted)) > 1e-4
 
 
 def test_a_draft_token_kept_against_the_target_is_found() -> None:
-    """Accepting every tenth refused draft token bends the law enough for the test to fail."""
+    """Accepting every tenth refused draft token bends the distribution enough for the test to fail."""
     refused = iter(range(10**6))
 
     def lenient(tree: TokenTree, drawn: Sequence[int]) -> Walk:
         way = walk(tree, drawn)
         return way if way.accepted_rows or next(refused) % 10 else Walk((1,), drawn[1], 1)
 
-    assert chance(committed_pairs(1, WANTED["plain"], EagerOps(), walker=lenient), expected_law(WANTED["plain"])) < 1e-6
+    assert (
+        chance(committed_pairs(1, WANTED["plain"], EagerOps(), walker=lenient), expected_distribution(WANTED["plain"]))
+        < 1e-6
+    )
 
 
 def test_noise_without_the_position_is_found() -> None:
-    """The same noise at both positions leaves each token's own law right, and the joint law wrong."""
+    """The same noise at both positions leaves each token's own distribution right, and the joint distribution wrong."""
 
     def frozen(seed: int, _position: int, purpose: Purpose) -> int:
         return noise_key(seed, 0, purpose)
 
-    law = expected_law(WANTED["plain"])
+    distribution = expected_distribution(WANTED["plain"])
     pairs = committed_pairs(1, WANTED["plain"], EagerOps(), key=frozen)
     first = np.bincount(pairs[:, 0], minlength=NUM_TOKENS)
-    assert stats.chisquare(first, law.sum(axis=1) * len(pairs)).pvalue > 1e-4
-    assert chance(pairs, law) < 1e-6
+    assert stats.chisquare(first, distribution.sum(axis=1) * len(pairs)).pvalue > 1e-4
+    assert chance(pairs, distribution) < 1e-6
 
 
 def coupled_rate(target_probs: Floats, draft_probs: Floats) -> float:
@@ -170,7 +173,7 @@ def test_shared_noise_is_accepted_as_often_as_theory_says(likeness: float, name:
     assert (1 - distance) / (1 + distance) <= rate <= 1 - distance + 1e-12
 
 
-def test_equal_laws_are_always_accepted() -> None:
+def test_equal_distributions_are_always_accepted() -> None:
     """A draft with the target's own scores is accepted at every seed: the coupling wastes nothing."""
     ops, keys = EagerOps(), keys_at(BASE)
     scores = scores_after([-1], WANTED["plain"], ops).expand(NUM_SEEDS, -1).contiguous()

@@ -1,4 +1,5 @@
-"""Under `ratio`, `block` and `match` the tokens of several rounds follow the target's joint law, whatever drafts guess.
+"""Under `ratio`, `block` and `match` several rounds' tokens follow the target's joint distribution, whatever drafts
+guess.
 
 The seeds are 0 to 199,999, so a test that passes once always passes. Rounds follow each other, because some bugs show
 in no round alone. Each bug that engines have had is planted, and must be found.
@@ -21,8 +22,8 @@ from support.rules import (
     Rounds,
     RuleFunction,
     Words,
+    acceptance_key,
     chance,
-    coin_key,
     draft_key,
     noise_keys,
     pick,
@@ -34,14 +35,14 @@ from torch import Tensor
 from outrider.engine.batching import Feed
 from outrider.engine.noise import Purpose, noise_key, round_key
 from outrider.engine.sampling.draft_distribution import quantise
-from outrider.engine.sampling.draw import Ask
+from outrider.engine.sampling.draw import DrawInput
 from outrider.engine.session import Session
 from outrider.parameters import Acceptance, Rule, SamplingParameters, SessionSpec
 from outrider.token_tree import TokenTree
 from target_service.acceptance import Walk
 from target_service.rules.batched import decide
 from target_service.rules.block import block
-from target_service.rules.outcome import Outcome
+from target_service.rules.outcome import ChainOutcome
 from target_service.rules.ratio import ratio
 
 NUM_SEEDS = 200_000
@@ -70,26 +71,26 @@ def _one_thread() -> Iterator[None]:
 
 @RULES
 @pytest.mark.parametrize("name", NARROW)
-def test_three_tokens_follow_the_joint_law(name: str, rule: RuleFunction) -> None:
+def test_three_tokens_follow_the_joint_distribution(name: str, rule: RuleFunction) -> None:
     """Sixteen tokens, chains of three: chi-square over up to 4,096 cells."""
     language = NARROW[name]
     tokens = Rounds(language, rule, num_seeds=NUM_SEEDS).tokens(3)
-    assert chance(tokens, language.law(3)) > 1e-4
+    assert chance(tokens, language.distribution(3)) > 1e-4
 
 
 @RULES
 @pytest.mark.parametrize("top_n", [8, 32])
-def test_a_truncated_draft_law_leaves_the_joint_law(top_n: int, rule: RuleFunction) -> None:
+def test_a_truncated_draft_distribution_leaves_the_joint_distribution(top_n: int, rule: RuleFunction) -> None:
     """256 tokens, of which the draft draws the best few: chi-square over up to 4,096 cells of two tokens."""
     tokens = Rounds(WIDE, rule, num_seeds=NUM_SEEDS, top_n=top_n).tokens(2)
-    assert chance(tokens, WIDE.law(2), WIDE_CELLS) > 1e-4
+    assert chance(tokens, WIDE.distribution(2), WIDE_CELLS) > 1e-4
 
 
 @pytest.mark.parametrize(("language", "cells"), [(NARROW["like"], (1, 1)), (WIDE, WIDE_CELLS)], ids=["16", "256"])
-def test_match_follows_the_joint_law(language: Language, cells: tuple[int, ...]) -> None:
+def test_match_follows_the_joint_distribution(language: Language, cells: tuple[int, ...]) -> None:
     """The same seeds under the default rule; its tokens are the target's own draws."""
     tokens = MatchRounds(language, num_seeds=NUM_SEEDS, draft_count=2).tokens(2)
-    assert chance(tokens, language.law(2), cells) > 1e-4
+    assert chance(tokens, language.distribution(2), cells) > 1e-4
 
 
 class DraftNoiseInTheResidual(Rounds):
@@ -99,7 +100,7 @@ class DraftNoiseInTheResidual(Rounds):
 
 
 class DrawnBeforeTruncation(Rounds):
-    """The draft draws from its whole law, and sends the truncated one."""
+    """The draft draws from its whole distribution, and sends the truncated one."""
 
     def __init__(self, language: Language, rule: RuleFunction, **settings: int) -> None:
         super().__init__(language, rule, top_n=6, **settings)
@@ -107,18 +108,18 @@ class DrawnBeforeTruncation(Rounds):
 
 
 class OneEntryInTheResidual(Rounds):
-    """The correction is drawn from the target's law less the rejected token's share alone, and not the whole row's."""
+    """The correction is drawn from the target's less the rejected token's share alone, and not the whole row's."""
 
-    def decide(self, rows: Tensor, coins: Tensor) -> Outcome:
-        outcome = super().decide(rows, coins)
-        rejected = (outcome.accepted_count < coins.shape[1]).nonzero().flatten()
+    def decide(self, rows: Tensor, uniforms: Tensor) -> ChainOutcome:
+        outcome = super().decide(rows, uniforms)
+        rejected = (outcome.accepted_count < uniforms.shape[1]).nonzero().flatten()
         places = outcome.accepted_count[rejected]
         before, token_ids = rows[rejected, places], rows[rejected, places + 1]
-        laws = pick(self.laws, before)
-        own = (laws.token_ids == token_ids[:, None]) * laws.weights
+        distributions = pick(self.distributions, before)
+        own = (distributions.token_ids == token_ids[:, None]) * distributions.weights
         probs = self.target_probs[before]
-        probs[torch.arange(len(probs)), token_ids] -= own.sum(dim=1) / laws.weights.sum(dim=1)
-        return Outcome(outcome.accepted_count, outcome.probs.index_copy(0, rejected, probs.clamp(min=0)))
+        probs[torch.arange(len(probs)), token_ids] -= own.sum(dim=1) / distributions.weights.sum(dim=1)
+        return ChainOutcome(outcome.accepted_count, outcome.probs.index_copy(0, rejected, probs.clamp(min=0)))
 
 
 class DroppedByTheirToken(Rounds):
@@ -131,17 +132,23 @@ class DroppedByTheirToken(Rounds):
 class RowsShifted(Rounds):
     """Each draft token is tested with the target's row behind it, not with the one before it."""
 
-    def decide(self, rows: Tensor, coins: Tensor) -> Outcome:
-        laws = pick(self.laws, rows[:, :-1])
-        return self.rule(self.target_probs[rows.roll(-1, dims=1)], rows[:, 1:], laws.token_ids, laws.weights, coins)
+    def decide(self, rows: Tensor, uniforms: Tensor) -> ChainOutcome:
+        distributions = pick(self.distributions, rows[:, :-1])
+        return self.rule(
+            self.target_probs[rows.roll(-1, dims=1)],
+            rows[:, 1:],
+            distributions.token_ids,
+            distributions.weights,
+            uniforms,
+        )
 
 
 def draft_key_without_the_round(seeds: Words, _base_len: int, position: int) -> Words:
     return noise_keys(seeds, position, Purpose.DRAFT)
 
 
-def coin_key_without_the_round(seeds: Words, _base_len: int, position: int) -> Words:
-    return noise_keys(seeds, position, Purpose.COIN)
+def acceptance_key_without_the_round(seeds: Words, _base_len: int, position: int) -> Words:
+    return noise_keys(seeds, position, Purpose.ACCEPTANCE)
 
 
 class DraftDrawsReused(Rounds):
@@ -151,9 +158,9 @@ class DraftDrawsReused(Rounds):
 
 
 class NoiseReused(DraftDrawsReused):
-    """And tested with the same coin."""
+    """And tested with the same uniform."""
 
-    coin_key = staticmethod(coin_key_without_the_round)
+    acceptance_key = staticmethod(acceptance_key_without_the_round)
 
 
 PLANTED = [
@@ -171,14 +178,14 @@ PLANTED = [
 def test_a_planted_bug_is_found(planted: type[Rounds], name: str, rule: RuleFunction) -> None:
     """With a quarter of the seeds, whatever the draft's likeness."""
     tokens = planted(NARROW[name], rule, num_seeds=NUM_SEEDS // 4).tokens(3)
-    assert chance(tokens, NARROW[name].law(3)) < 1e-6
+    assert chance(tokens, NARROW[name].distribution(3)) < 1e-6
 
 
 @RULES
 def test_a_planted_bug_is_found_in_a_wide_vocabulary(rule: RuleFunction) -> None:
     """256 tokens of which 6 are sent, and the draft draws from all: the bug of a released engine."""
     tokens = DrawnBeforeTruncation(WIDE, rule, num_seeds=NUM_SEEDS // 4).tokens(2)
-    assert chance(tokens, WIDE.law(2), WIDE_CELLS) < 1e-6
+    assert chance(tokens, WIDE.distribution(2), WIDE_CELLS) < 1e-6
 
 
 @pytest.mark.parametrize("planted", [DraftDrawsReused, NoiseReused])
@@ -187,21 +194,21 @@ def test_noise_that_serves_two_rounds_is_found_under_block(planted: type[Rounds]
     # Each round's first token is right; only what follows it is not. Under `ratio` nobody looked.
     language = NARROW["like"]
     tokens = planted(language, block, num_seeds=NUM_SEEDS).tokens(3)
-    assert chance(tokens[:, :1], language.law(1)) > 1e-4
-    assert chance(tokens, language.law(3)) < 1e-6
-    assert chance(planted(language, ratio, num_seeds=NUM_SEEDS).tokens(3), language.law(3)) > 1e-4
+    assert chance(tokens[:, :1], language.distribution(1)) > 1e-4
+    assert chance(tokens, language.distribution(3)) < 1e-6
+    assert chance(planted(language, ratio, num_seeds=NUM_SEEDS).tokens(3), language.distribution(3)) > 1e-4
 
 
 def test_lenient_keeps_its_promise() -> None:
     """No token comes more than 1 / lenience times as often as the target says, and some come nearly so."""
     language = NARROW["like"]
     tokens = Rounds(language, partial(ratio, lenience=LENIENCE), num_seeds=NUM_SEEDS).tokens(1)
-    law = language.law(1)
-    shares = np.bincount(tokens[:, 0].numpy(), minlength=len(law)) / NUM_SEEDS
-    most = law / LENIENCE
+    distribution = language.distribution(1)
+    shares = np.bincount(tokens[:, 0].numpy(), minlength=len(distribution)) / NUM_SEEDS
+    most = distribution / LENIENCE
     assert (shares < most + 4 * np.sqrt(most / NUM_SEEDS)).all()
-    assert (shares / law).max() > 0.9 / LENIENCE
-    assert chance(tokens, law) < 1e-6
+    assert (shares / distribution).max() > 0.9 / LENIENCE
+    assert chance(tokens, distribution) < 1e-6
 
 
 def test_keys_of_many_seeds_are_those_of_the_engine() -> None:
@@ -209,7 +216,7 @@ def test_keys_of_many_seeds_are_those_of_the_engine() -> None:
     seeds = [*range(100), 2**63, 2**64 - 1, *np.random.default_rng(0).integers(2**63, size=100).tolist()]
     words = np.array(seeds, dtype=np.uint64)
     for position in (BASE, BASE + 4, 2**31):
-        for own, purpose in ((draft_key, Purpose.DRAFT), (coin_key, Purpose.COIN)):
+        for own, purpose in ((draft_key, Purpose.DRAFT), (acceptance_key, Purpose.ACCEPTANCE)):
             expected = [round_key(seed, BASE + 2, position, purpose) for seed in seeds]
             assert own(words, BASE + 2, position).view(np.int64).tolist() == expected
         for own, purpose in ((residual_key, Purpose.RESIDUAL), (token_key, Purpose.TOKEN)):
@@ -234,22 +241,24 @@ def test_the_target_service_decides_the_same(name: str, rounds: Any, top_n: int)
     seeds, last = torch.arange(300), torch.arange(300) % 16
     rows = requests.draft(seeds, last, BASE)
     trees = [proposal(requests, row, rule) for row in rows]
-    asks = [ask(rule, seed, row[0], tree) for seed, (row, tree) in enumerate(zip(rows.tolist(), trees, strict=True))]
+    inputs = [
+        draw_input(rule, seed, row[0], tree) for seed, (row, tree) in enumerate(zip(rows.tolist(), trees, strict=True))
+    ]
     runner: Any = SimpleNamespace(ops=OPS, device=torch.device("cpu"), vocabulary_size=16)
     ranges = [range(4 * number, 4 * number + 4) for number in range(300)]
-    walks = decide(runner, asks, language.target[rows.flatten()], ranges)
+    walks = decide(runner, inputs, language.target[rows.flatten()], ranges)
     expected = [[token for token in line if token >= 0] for line in requests.verify(seeds, rows, BASE).tolist()]
     assert [committed(tree, way) for tree, way in zip(trees, walks, strict=True)] == expected
     assert {len(line) for line in expected} == {1, 2, 3, 4}
 
 
 def proposal(requests: Rounds, row: Tensor, rule: Rule) -> TokenTree:
-    """The chain of a row of tokens, with its laws where the rule needs them."""
-    laws = pick(requests.laws, row[:-1]).distributions() if rule.needs_distributions else ()
-    return TokenTree.chain(row[1:].tolist(), laws)
+    """The chain of a row of tokens, with its distributions where the rule needs them."""
+    distributions = pick(requests.distributions, row[:-1]).distributions() if rule.needs_distributions else ()
+    return TokenTree.chain(row[1:].tolist(), distributions)
 
 
-def ask(rule: Rule, seed: int, last: int, tree: TokenTree) -> Ask:
+def draw_input(rule: Rule, seed: int, last: int, tree: TokenTree) -> DrawInput:
     """A session of three tokens, of which the last one is given; nothing is cached, because nothing is computed.
 
     Its prompt is shorter, so that what belongs to a round is not what belongs to the request.
@@ -259,7 +268,7 @@ def ask(rule: Rule, seed: int, last: int, tree: TokenTree) -> Ask:
         token_ids, prompt_len, SHAPED, seed, 100, frozenset(), frozenset(), Acceptance(rule=rule, lenience=LENIENCE)
     )
     nowhere: Any = None
-    return Ask(Feed(Session(nowhere, token_ids, prompt_len), tree), spec)
+    return DrawInput(Feed(Session(nowhere, token_ids, prompt_len), tree), spec)
 
 
 def committed(tree: TokenTree, way: Any) -> list[int]:

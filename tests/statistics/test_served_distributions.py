@@ -1,6 +1,7 @@
-"""Three thousand requests through real services and a gateway follow the law that transformers computes.
+"""Three thousand requests through real services and a gateway follow the distribution that transformers computes.
 
-Weights are random and the vocabulary is small, so that the joint law of two tokens can be tested. Seeds are fixed.
+Weights are random and the vocabulary is small, so that the joint distribution of two tokens can be tested. Seeds are
+fixed.
 """
 
 import asyncio
@@ -33,13 +34,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, draft
 
 
-def law_of_two(model: Path) -> Floats:
-    """The joint law [V, V] of the second and the third token behind the prompt."""
+def distribution_of_two(model: Path) -> Floats:
+    """The joint distribution [V, V] of the second and the third token behind the prompt."""
     first = probs_behind(model, [PROMPT])[0]
     second = probs_behind(model, [[*PROMPT, one] for one in range(NUM_TOKENS)])
     third = probs_behind(model, [[*PROMPT, one, two] for one in range(NUM_TOKENS) for two in range(NUM_TOKENS)])
-    law: Floats = np.einsum("a,ab,abc->bc", first, second, third.reshape(NUM_TOKENS, NUM_TOKENS, NUM_TOKENS))
-    return law
+    distribution: Floats = np.einsum("a,ab,abc->bc", first, second, third.reshape(NUM_TOKENS, NUM_TOKENS, NUM_TOKENS))
+    return distribution
 
 
 def probs_behind(model: Path, prefixes: list[list[int]]) -> Floats:
@@ -51,7 +52,7 @@ def probs_behind(model: Path, prefixes: list[list[int]]) -> Floats:
 
 
 async def check_requests(pair: tuple[Path, Path], rule: str, num_requests: int) -> None:
-    """Asks with the seeds 0, 1, 2, ..., some at a time, and compares; the draft's own law must not pass for it."""
+    """Asks with the seeds 0, 1, 2, ..., some at a time, and compares; the draft's own must not pass for it."""
     number = getattr(types_pb2, f"ACCEPTANCE_RULE_{rule.upper()}")
     slots = asyncio.Semaphore(AT_A_TIME)
     async with running_stack(*map(str, pair), dtype="float32") as stack:
@@ -62,9 +63,9 @@ async def check_requests(pair: tuple[Path, Path], rule: str, num_requests: int) 
 
         answers = await asyncio.gather(*(answer(seed) for seed in range(num_requests)))
     tokens = torch.tensor([each.token_ids[1:3] for each in answers])
-    target_law, draft_law = map(law_of_two, pair)
-    assert chance(tokens, target_law, CELLS) > 1e-4
-    assert chance(tokens, draft_law, CELLS) < 1e-6
+    target_distribution, draft_distribution = map(distribution_of_two, pair)
+    assert chance(tokens, target_distribution, CELLS) > 1e-4
+    assert chance(tokens, draft_distribution, CELLS) < 1e-6
     drafted, accepted = (
         sum(getattr(each.completion.speculation, name) for each in answers)
         for name in ("draft_tokens", "accepted_tokens")
@@ -73,13 +74,13 @@ async def check_requests(pair: tuple[Path, Path], rule: str, num_requests: int) 
 
 
 @pytest.mark.parametrize("rule", ["match", "ratio", "block"])
-async def test_served_tokens_follow_the_law_of_the_target(pair: tuple[Path, Path], rule: str) -> None:
+async def test_served_tokens_follow_the_distribution_of_the_target(pair: tuple[Path, Path], rule: str) -> None:
     """A thousand requests under each exact rule: chi-square of two tokens, p > 1e-4."""
     await check_requests(pair, rule, 1000)
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("rule", ["match", "ratio", "block"])
-async def test_many_served_tokens_follow_the_law_of_the_target(pair: tuple[Path, Path], rule: str) -> None:
+async def test_many_served_tokens_follow_the_distribution_of_the_target(pair: tuple[Path, Path], rule: str) -> None:
     """Three thousand requests under each exact rule."""
     await check_requests(pair, rule, 3000)
