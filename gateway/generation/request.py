@@ -1,11 +1,11 @@
 """A request as its client wrote it, and checked once, before anything is spent on it; a broken limit is named."""
 
+import hashlib
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from gateway.generation.samples import sample_seed
 from gateway.text.tokenizer import Tokenizer
 from outrider.errors import Field, InvalidRequest, PromptTooLong, check_count
 from outrider.parameters import (
@@ -221,3 +221,14 @@ def _check_token_ids(name: str, token_ids: Iterable[int], limits: ServingLimits)
 def _check_token_id(name: str, token_id: int, limits: ServingLimits) -> None:
     if not 0 <= token_id < limits.vocabulary_size:
         raise InvalidRequest(name, token_id, f"a token id between 0 and {limits.vocabulary_size - 1}")
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of a sample; the first has the request's own, the others one of 53 bits, which JavaScript can repeat.
+
+    Far apart for neighbouring seeds and indices, so that no sample of one request is a sample of another.
+    """
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "little") >> 11

@@ -1,24 +1,12 @@
 """Several samples of one request: a seed for each, and their events in one stream."""
 
 import asyncio
-import hashlib
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
 
 EventT = TypeVar("EventT")
-
-
-def sample_seed(seed: int, index: int) -> int:
-    """The seed of a sample; the first has the request's own, the others one of 53 bits, which JavaScript can repeat.
-
-    Far apart for neighbouring seeds and indices, so that no sample of one request is a sample of another.
-    """
-    if index == 0:
-        return seed
-    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8)
-    return int.from_bytes(digest.digest(), "little") >> 11
 
 
 @dataclass(frozen=True, slots=True)
