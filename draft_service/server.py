@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, ClassVar
 
-from draft_service.drafters.model_drafter import ModelDrafter
-from draft_service.drafters.task import DRAFTERS, DraftTask
+from draft_service.drafters.model_drafter import DRAFTERS, DraftTask, ModelDrafter
 from draft_service.servicer import draft_service
 from draft_service.sessions import DraftSessions, DraftState
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, MAX_TOP_N

@@ -5,12 +5,12 @@ from functools import partial
 
 import grpc
 
-from draft_service.drafters.task import DraftTask, choose_drafter
+from draft_service.drafters.model_drafter import DraftTask, choose_drafter
 from draft_service.sessions import DraftSessions, Wanted
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import InvalidRequest, check_range, check_token_ids
-from outrider.model_service.outbox import Outbox
 from outrider.model_service.servicer import MAX_DRAFT_COUNT, ServiceFacts
+from outrider.model_service.session_store import Outbox
 from outrider.model_service.session_stream import Job, SessionServicer
 from outrider.rpc import channels, messages
 from outrider.rpc.fencing import ComputeTimes, Fence

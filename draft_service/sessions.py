@@ -7,10 +7,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 
-from draft_service.drafters.task import MODEL, DraftTask, noise_of
+from draft_service.drafters.model_drafter import MODEL, DraftTask, noise_of
 from outrider.engine.runner import ModelRunner
-from outrider.model_service.outbox import Outbox
-from outrider.model_service.session_store import LeaseTable, SessionAnswer, SessionState, SessionStore
+from outrider.model_service.session_store import LeaseTable, Outbox, SessionAnswer, SessionState, SessionStore
 from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence, MessageStatus, Meter, classify
 from outrider.token_tree import TokenTree
@@ -70,7 +69,7 @@ class DraftSessions(SessionStore[DraftState]):
     def open(self, fence: Fence, spec: SessionSpec, wanted: Wanted, owner: Outbox, drafter: str = MODEL) -> None:
         """Opens a session, or opens it again with a newer epoch, and asks for guesses.
 
-        `drafter` is one that serves the spec's rule; see draft_service.drafters.task.
+        `drafter` is one that serves the spec's rule; see draft_service.drafters.model_drafter.
         """
         status, held = self._classify_open(fence)
         if status is MessageStatus.CURRENT:

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from gateway.generation.admission import Admission
-from gateway.generation.backend import Backend
-from gateway.generation.generate import CompletionEvent, Event, RoundEvent
+from gateway.generation.frontend import Admission
+from gateway.generation.generate import Backend, CompletionEvent, Event, RoundEvent
 from gateway.generation.request import CheckedRequest
 from gateway.rounds.round import FallbackReason, Round, TokenOrigin
 from gateway.sessions.link import ROLLBACK_S

@@ -12,19 +12,16 @@ from dataclasses import dataclass
 import structlog
 from prometheus_client import CollectorRegistry
 
-from gateway.generation.admission import Admission
 from gateway.generation.audit import ShadowAudit
-from gateway.generation.backend import Backend
-from gateway.generation.frontend import Frontend
-from gateway.generation.generate import decode
+from gateway.generation.frontend import Admission, Frontend
+from gateway.generation.generate import Backend, decode
 from gateway.grpc.servicer import generation_service
 from gateway.metrics import GatewayMetrics
 from gateway.rest.app import build_app
 from gateway.rest.middleware import RestSettings
 from gateway.rest.server import RunningRest, serve_rest
-from gateway.rounds.policy import SpeculationPolicy
-from gateway.sessions.link import ModelInfo, ServiceLink
-from gateway.sessions.replicas import Replicas, report_readiness
+from gateway.rounds.planner import SpeculationPolicy
+from gateway.sessions.link import ModelInfo, Replicas, ServiceLink, report_readiness
 from gateway.sessions.timeouts import NEVER, DraftDeadline, TargetTimeouts
 from gateway.settings import GatewaySettings
 from gateway.text.chat_template import ChatTemplate

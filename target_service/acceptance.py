@@ -1,17 +1,43 @@
-"""Which draft tokens the target keeps under the rule `match`, and what a walk commits under any rule.
+"""Which draft tokens the target keeps: each session's rule, many sessions at once, and what a walk commits.
 
-Under `match` the target draws its own token at every row of the
-proposal, with the noise of that position, and follows the child that carries it. What is committed is therefore what
-plain decoding with the same noise would have drawn, whatever the draft proposed. A draft that uses the same noise
-proposes the target's token as often as the two distributions allow without communication: Daliri, Musco and Suresh,
-"Coupling without communication and drafter-invariant speculative decoding", 2024, arXiv 2408.07978.
+Under `match` the target draws its own token at every row of the proposal, with the noise of that position, and follows
+the child that carries it. What is committed is therefore what plain decoding with the same noise would have drawn,
+whatever the draft proposed. A draft that uses the same noise proposes the target's token as often as the two
+distributions allow without communication: Daliri, Musco and Suresh, "Coupling without communication and
+drafter-invariant speculative decoding", 2024, arXiv 2408.07978. The other rules are pure functions in `rules/`; here
+they get their probabilities, distributions and uniforms. An empty proposal is plain decoding under every rule. A
+session that cannot be served fails alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from outrider.parameters import FinishReason, SessionSpec, TokenLogprob
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.engine.noise import Purpose, first_uniforms, noise_key, round_key
+from outrider.engine.runner import ModelRunner
+from outrider.engine.sampling.draw import (
+    DrawInput,
+    Drawn,
+    before_argmax,
+    draw_each,
+    draw_from,
+    row_contexts,
+    rows_of,
+    scores_behind,
+    undrawable,
+)
+from outrider.engine.sampling.transforms import transform
+from outrider.errors import OutriderError
+from outrider.parameters import Acceptance, FinishReason, Rule, SessionSpec, TokenLogprob
 from outrider.token_tree import TokenTree
+from target_service.rules.block import block
+from target_service.rules.lenient import lenient_greedy
+from target_service.rules.outcome import ChainOutcome
+from target_service.rules.ratio import ratio
+from target_service.rules.typical import exp_entropies, typical_children
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +130,184 @@ def _finish_reason(token_id: int, length: int, spec: SessionSpec) -> FinishReaso
     if token_id in spec.stop_token_ids:
         return FinishReason.STOP_TOKEN
     return FinishReason.LENGTH if length >= spec.max_len else None
+
+
+# What chains must have in common to be decided at once: the rule, whether the temperature is 0, and their length.
+ChainKind = tuple[Acceptance, bool, int]
+
+
+def decide(
+    runner: ModelRunner, inputs: Sequence[DrawInput], logits: Tensor, ranges: Sequence[range]
+) -> list[Walk | OutriderError]:
+    """The walk of each session through its proposal, or why there is none.
+
+    The rows of inputs[i] are logits[ranges[i]], the root's first. Keeps nothing: the same input and logits give the
+    same walk, on the CPU whatever stands beside them.
+    """
+    kinds = [_chain_kind(each) for each in inputs]
+    if not any(kinds):
+        return _follow_draws(runner, inputs, logits, ranges)
+    decided: dict[int, Walk | OutriderError] = {}
+    for kind in dict.fromkeys(kinds):
+        numbers = [number for number, other in enumerate(kinds) if other == kind]
+        decide_group = _decide_chains if kind else _follow_draws
+        chosen, rows = [inputs[number] for number in numbers], [ranges[number] for number in numbers]
+        decided |= zip(numbers, decide_group(runner, chosen, logits, rows), strict=True)
+    return [decided[number] for number in range(len(inputs))]
+
+
+def _chain_kind(draw_input: DrawInput) -> ChainKind | None:
+    """The kind of a chain that is tested with uniforms or against a bound, None for whatever follows draws."""
+    spec, draft_count = draw_input.spec, len(draw_input.feed.tree)
+    if not draft_count or not spec.acceptance.rule.needs_distributions:
+        return None
+    return spec.acceptance, spec.sampling.temperature == 0, draft_count
+
+
+def _follow_draws(
+    runner: ModelRunner, inputs: Sequence[DrawInput], logits: Tensor, ranges: Sequence[range]
+) -> list[Walk | OutriderError]:
+    """The rules `match` and `typical`, and every rule without a proposal: a draw behind each row, and a walk."""
+    drawn = draw_each(runner, logits, inputs, ranges)
+    substitutes = _find_substitutes(runner, inputs, logits, ranges, drawn)
+    return [
+        found if isinstance(found, OutriderError) else walk(each.feed.tree, found, substitutes.get(number, ()))
+        for number, (each, found) in enumerate(zip(inputs, drawn, strict=True))
+    ]
+
+
+def _find_substitutes(
+    runner: ModelRunner, inputs: Sequence[DrawInput], logits: Tensor, ranges: Sequence[range], drawn: Sequence[Drawn]
+) -> Mapping[int, Sequence[int]]:
+    """For each number of an input under `typical` the child that its root and each row prefer, 0 for none.
+
+    `drawn` are the target's own draws. Where one was proposed, no other child is asked for.
+    """
+    places: dict[int, dict[int, int]] = {}
+    rows: list[int] = []
+    for number, (each, found) in enumerate(zip(inputs, drawn, strict=True)):
+        tree = each.feed.tree
+        if each.spec.acceptance.rule is Rule.TYPICAL and len(tree) and isinstance(found, list):
+            # A walk enters no row without a draw.
+            parents = dict.fromkeys(tree.parents)
+            open_rows = [row for row in parents if found[row] >= 0 and not child_with(tree, row, found[row])]
+            places[number] = {row: len(rows) + place for place, row in enumerate(open_rows)}
+            rows += [ranges[number].start + row for row in open_rows]
+    if not rows:
+        return {}
+    contexts = []
+    for number, at in places.items():
+        every_row = row_contexts(before_argmax(inputs[number]))
+        contexts += [every_row[row] for row in at]
+    scores = transform(logits[torch.tensor(rows, device=logits.device)], contexts, runner.vocabulary_size, runner.ops)
+    target_probs = runner.ops.softmax(scores)
+    peaks = exp_entropies(scores, target_probs)
+    return {
+        number: _preferred(inputs[number].feed.tree, inputs[number].spec.acceptance, at, target_probs, peaks)
+        for number, at in places.items()
+    }
+
+
+def _preferred(
+    tree: TokenTree, wanted: Acceptance, at: Mapping[int, int], target_probs: Tensor, peaks: Sequence[float]
+) -> list[int]:
+    """The children that one session's rows prefer; row r's probabilities are target_probs[at[r]]."""
+    children = [row for row in range(1, len(tree) + 1) if tree.parents[row - 1] in at]
+    parents = [at[tree.parents[row - 1]] for row in children]
+    token_ids = [tree.token_ids[row - 1] for row in children]
+    places = torch.tensor([parents, token_ids], dtype=torch.int64, device=target_probs.device)
+    child_probs = [0.0] * len(tree)
+    for row, prob in zip(children, target_probs[places[0], places[1]].tolist(), strict=True):
+        child_probs[row - 1] = prob
+    limits = [1.0] * (len(tree) + 1)
+    for row, place in at.items():
+        limits[row] = min(wanted.typical_epsilon, wanted.typical_delta * peaks[place])
+    return typical_children(tree, child_probs, limits)
+
+
+def _decide_chains(
+    runner: ModelRunner, inputs: Sequence[DrawInput], logits: Tensor, ranges: Sequence[range]
+) -> list[Walk | OutriderError]:
+    """The walks of chains of one kind. All at once; when that fails, each alone, to find those at fault."""
+    # The input whose transforms give the probabilities that the rule looks at.
+    is_lenient = inputs[0].spec.acceptance.rule is Rule.LENIENT
+    looked_at = [before_argmax(each) if is_lenient else each for each in inputs]
+    try:
+        target_probs = runner.ops.softmax(scores_behind(runner, rows_of(logits, ranges), looked_at))
+    except ValueError:
+        return [
+            _decide_alone(runner, each, other, rows_of(logits, [rows]))
+            for each, other, rows in zip(inputs, looked_at, ranges, strict=True)
+        ]
+    return [*_walks(inputs, target_probs.view(len(inputs), -1, target_probs.shape[1]))]
+
+
+def _decide_alone(
+    runner: ModelRunner, draw_input: DrawInput, looked_at: DrawInput, logits: Tensor
+) -> Walk | OutriderError:
+    """One session's walk along the rows that can be drawn, up to the first that cannot.
+
+    The chain is cut there behind its last token, never before it: dropped for what stands behind it, a token would be
+    judged by more than its own probability.
+    """
+    rows: list[Tensor] = []
+    for row, context in enumerate(row_contexts(looked_at)):
+        try:
+            scores = transform(logits[row : row + 1], [context], runner.vocabulary_size, runner.ops)
+            rows.append(runner.ops.softmax(scores))
+        except ValueError as error:
+            if not row:
+                return undrawable(len(context.committed), error)
+            rows.append(torch.zeros_like(rows[0]))
+            break
+    return _walks([draw_input], torch.stack(rows, dim=1))[0]
+
+
+def _walks(inputs: Sequence[DrawInput], target_probs: Tensor) -> list[Walk]:
+    """Walks along the first K tokens of each chain, for target_probs [B, K + 1, V]; of the last row all may be 0."""
+    count = target_probs.shape[1] - 1
+    outcome = _outcome(inputs, target_probs, count)
+    accepted_counts = outcome.accepted_count.tolist()
+    keys = []
+    for each, accepted_count in zip(inputs, accepted_counts, strict=True):
+        purpose = Purpose.TOKEN if accepted_count == count else Purpose.RESIDUAL
+        keys.append(noise_key(each.spec.seed, len(each.feed.session) + accepted_count, purpose))
+    next_ids = draw_from(outcome.probs, torch.from_numpy(np.array(keys, dtype=np.int64))).tolist()
+    return [_walk(each.feed.tree, *found) for each, *found in zip(inputs, accepted_counts, next_ids, strict=True)]
+
+
+def _walk(tree: TokenTree, accepted_count: int, next_token_id: int) -> Walk:
+    if next_token_id < 0:
+        # Nothing can be drawn behind the last accepted token, so that its row is not entered; the next step says why.
+        accepted_count -= 1
+        next_token_id = tree.token_ids[accepted_count]
+    rows = tuple(range(1, accepted_count + 1))
+    return Walk(rows, next_token_id, accepted_count + (accepted_count < len(tree)))
+
+
+def _outcome(inputs: Sequence[DrawInput], target_probs: Tensor, count: int) -> ChainOutcome:
+    """What the rule of all these chains says about the first `count` tokens of each.
+
+    Supports are padded with weight 0 to the widest, [B, count, N].
+    """
+    trees, acceptance = [each.feed.tree for each in inputs], inputs[0].spec.acceptance
+    token_ids = torch.from_numpy(np.array([tree.token_ids[:count] for tree in trees], dtype=np.int64))
+    if acceptance.rule is Rule.LENIENT and inputs[0].spec.sampling.temperature == 0:
+        return lenient_greedy(target_probs, token_ids, acceptance.lenience)
+    chains = [tree.distributions[:count] for tree in trees]
+    width = max((len(each.token_ids) for chain in chains for each in chain), default=0)
+    ids, weights = np.zeros((2, len(inputs), count, width), dtype=np.int64)
+    for number, chain in enumerate(chains):
+        for place, each in enumerate(chain):
+            ids[number, place, : len(each.token_ids)] = each.token_ids
+            weights[number, place, : len(each.weights)] = each.weights
+    keys = [
+        round_key(each.spec.seed, len(each.feed.session), len(each.feed.session) + place, Purpose.ACCEPTANCE)
+        for each in inputs
+        for place in range(count)
+    ]
+    uniforms = torch.from_numpy(first_uniforms(keys).reshape(len(inputs), count))
+    drafted = token_ids, torch.from_numpy(ids), torch.from_numpy(weights), uniforms
+    if acceptance.rule is Rule.BLOCK:
+        return block(target_probs, *drafted)
+    return ratio(target_probs, *drafted, acceptance.lenience if acceptance.rule is Rule.LENIENT else 1.0)

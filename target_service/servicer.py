@@ -7,8 +7,8 @@ import grpc
 
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import InvalidRequest, PromptTooLong, check_range
-from outrider.model_service.outbox import Outbox
 from outrider.model_service.servicer import MAX_DRAFT_COUNT, ServiceFacts
+from outrider.model_service.session_store import Outbox
 from outrider.model_service.session_stream import Job, SessionServicer
 from outrider.parameters import SessionSpec
 from outrider.rpc import channels, messages

@@ -9,8 +9,7 @@ from functools import partial
 
 from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest, ProtocolViolation
-from outrider.model_service.outbox import Outbox
-from outrider.model_service.session_store import LeaseTable, SessionAnswer, SessionState, SessionStore
+from outrider.model_service.session_store import LeaseTable, Outbox, SessionAnswer, SessionState, SessionStore
 from outrider.parameters import FinishReason, SessionSpec
 from outrider.rpc.fencing import ComputeTimes, Fence, MessageStatus, Meter, classify
 from outrider.token_tree import EMPTY, TokenTree

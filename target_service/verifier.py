@@ -23,9 +23,8 @@ from outrider.model_service.session_store import LeaseTable
 from outrider.parameters import SessionSpec, TokenLogprob
 from outrider.rpc.fencing import ComputeTimes, Meter
 from outrider.token_tree import TokenTree
-from target_service.acceptance import TargetVerdict, Walk, commit_walk
+from target_service.acceptance import TargetVerdict, Walk, commit_walk, decide
 from target_service.block_allocator import BlockAllocator
-from target_service.rules.batched import decide
 
 
 @dataclass(slots=True, eq=False)

@@ -200,7 +200,7 @@ def test_protobuf_stops_at_the_doors(modules: dict[str, Module]) -> None:
 @pytest.mark.parametrize(
     ("name", "source", "sentence"),
     [
-        ("gateway.rounds.policy", "import torch.nn", "gateway.rounds.policy imports torch.nn"),
+        ("gateway.rounds.planner", "import torch.nn", "gateway.rounds.planner imports torch.nn"),
         ("draft_service.drafters.a", "from target_service import b", "draft_service.drafters.a imports target_service"),
         ("outrider.engine.a", "from outrider import rpc", "outrider.engine.a imports outrider.rpc.channels"),
         ("outrider.cli.a", "import middle", "outrider.cli.a reaches torch through middle"),

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from bench.common import spec_of
-from draft_service.drafters.model_drafter import ModelDrafter
-from draft_service.drafters.task import MODEL, DraftTask, noise_of
+from draft_service.drafters.model_drafter import MODEL, DraftTask, ModelDrafter, noise_of
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, quantise
@@ -27,8 +26,7 @@ from outrider.rpc.fencing import ComputeTimes, Fence, Meter
 from outrider.token_tree import EMPTY, TokenTree
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import target_service_pb2 as target_pb
-from target_service.acceptance import Walk
-from target_service.rules.batched import decide
+from target_service.acceptance import Walk, decide
 
 RULES = (
     Acceptance(rule=Rule.MATCH),

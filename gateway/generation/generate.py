@@ -1,14 +1,15 @@
-"""One request from what the client wrote to its last event, in text and rounds."""
+"""One request from its checks to its last event: text, rounds, and the samples of it in one stream."""
 
+import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from gateway.generation.backend import Backend
-from gateway.generation.request import CheckedRequest, GenerationRequest, check_request
-from gateway.generation.samples import merged
+from gateway.generation.audit import ShadowAudit
+from gateway.generation.request import CheckedRequest, GenerationRequest, ServingLimits, check_request
 from gateway.generation.transcript import (
     GeneratedToken,
     PromptToken,
@@ -17,16 +18,96 @@ from gateway.generation.transcript import (
     StopScanner,
     Transcript,
 )
-from gateway.rounds.planner import RoundPlanner
+from gateway.rounds.planner import RoundPlanner, SpeculationPolicy
 from gateway.rounds.round import Round, TokenLog
 from gateway.sessions.draft import AbsentDraftSession, RemoteDraftSession
-from gateway.sessions.link import ModelInfo
+from gateway.sessions.link import ModelInfo, Replicas
 from gateway.sessions.target import RemoteTargetSession
-from gateway.sessions.timeouts import Deadline
+from gateway.sessions.timeouts import Deadline, DraftDeadline, TargetTimeouts
 from gateway.speculation import speculate
 from gateway.text.tokenizer import Tokenizer
 from outrider.errors import ProtocolViolation
 from outrider.parameters import Acceptance, FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """The services behind the gateway; draft is None when none is configured."""
+
+    tokenizer: Tokenizer
+    target: Replicas
+    draft: Replicas | None
+    policy: SpeculationPolicy
+    draft_deadline: DraftDeadline
+    target_timeouts: TargetTimeouts
+    audit: ShadowAudit
+
+    def limits(self, target: ModelInfo) -> ServingLimits:
+        """What a request may ask for of this target."""
+        return ServingLimits(
+            context_len=target.context_len,
+            kv_tokens=target.kv_tokens,
+            vocabulary_size=target.vocabulary_size,
+            eos_token_ids=target.eos_token_ids,
+            max_draft_count=target.max_draft_count,
+            drafters=self.draft.info.drafters if self.draft and self.draft.info else {},
+        )
+
+
+EventT = TypeVar("EventT")
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Says that a stream has no more events, and why if it failed."""
+
+    error: Exception | None = None
+
+
+async def merged(streams: Sequence[AsyncGenerator[EventT, None]]) -> AsyncGenerator[EventT, None]:
+    """Yields the events of all streams as they come, each stream's in its order, until all have ended.
+
+    No stream runs more than an event or two ahead of the reader. What one raises ends all of them, and is raised; all
+    are closed before this generator is.
+    """
+    events: asyncio.Queue[EventT | Ended] = asyncio.Queue(maxsize=1)
+    turn = asyncio.Lock()
+    tasks = [asyncio.create_task(_pump(stream, events, turn)) for stream in streams]
+    num_running = len(tasks)
+    try:
+        while num_running:
+            event = await events.get()
+            if not isinstance(event, Ended):
+                yield event
+            elif event.error is not None:
+                raise event.error
+            else:
+                num_running -= 1
+    finally:
+        for task in tasks:
+            task.cancel()
+        # A task that is cancelled still closes its stream, which tells the services.
+        await asyncio.wait(tasks)
+
+
+async def _pump(
+    stream: AsyncGenerator[EventT, None], events: asyncio.Queue[EventT | Ended], turn: asyncio.Lock
+) -> None:
+    ended = Ended()
+    try:
+        async with aclosing(stream):
+            async for event in stream:
+                # A full queue lets whoever comes just in time go before those who wait; a lock does not.
+                async with turn:
+                    await events.put(event)
+    except Exception as error:  # noqa: BLE001 - it is raised where the events are read
+        ended = Ended(error)
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        # Nobody reads any more, and a full queue would be waited for without end.
+        return
+    async with turn:
+        await events.put(ended)
 
 
 @dataclass(frozen=True, slots=True)

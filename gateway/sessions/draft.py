@@ -15,8 +15,7 @@ import structlog
 
 from gateway.rounds.planner import DraftOutlook
 from gateway.rounds.round import NOTHING, FallbackReason, HopCost, Proposal, TokenLog
-from gateway.sessions.link import ServiceLink
-from gateway.sessions.replicas import Replicas
+from gateway.sessions.link import Replicas, ServiceLink
 from gateway.sessions.stream import MessageStream
 from gateway.sessions.timeouts import NEVER, Deadline, DraftDeadline
 from outrider.errors import InvalidRequest, NotReady, OutriderError, PeerLost, ProtocolViolation

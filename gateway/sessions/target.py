@@ -13,8 +13,7 @@ from typing import Self
 import structlog
 
 from gateway.rounds.round import HopCost, Proposal, TokenLog, Verdict
-from gateway.sessions.link import ServiceLink
-from gateway.sessions.replicas import Need, Replicas
+from gateway.sessions.link import Need, Replicas, ServiceLink
 from gateway.sessions.stream import MessageStream
 from gateway.sessions.timeouts import NEVER, Deadline, RequestExpired, RetryBudget, TargetTimeouts
 from outrider.errors import NotReady, OutriderError, PeerLost, ProtocolViolation

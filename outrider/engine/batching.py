@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.cache.block_table import Slots
+from outrider.engine.cache import Slots
 from outrider.engine.plan import RowPlan
 from outrider.engine.session import Session
 from outrider.token_tree import EMPTY, TokenTree

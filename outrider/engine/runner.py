@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.batching import Feed, build_batch, share_rows
-from outrider.engine.cache.block_pool import BLOCK_SIZE, BlockPool
-from outrider.engine.cache.block_table import BlockTable, KVCache
+from outrider.engine.cache import BLOCK_SIZE, BlockPool, BlockTable, KVCache
 from outrider.engine.models.checkpoints import Checkpoint, find_checkpoint
 from outrider.engine.models.decoder import Decoder, DecoderFacts
 from outrider.engine.models.fused import fused

@@ -7,7 +7,7 @@ list is the truth, the cache can always be rebuilt from it.
 
 from collections.abc import Sequence
 
-from outrider.engine.cache.block_table import BlockTable
+from outrider.engine.cache import BlockTable
 from outrider.errors import InvalidRequest
 from outrider.token_tree import EMPTY, TokenTree
 

@@ -22,9 +22,8 @@ from structlog.contextvars import bind_contextvars
 
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import InvalidRequest, NotReady, Overloaded
-from outrider.model_service.outbox import Outbox
 from outrider.model_service.servicer import ServiceFacts
-from outrider.model_service.session_store import LeaseTable, SessionAnswer, SessionStore
+from outrider.model_service.session_store import LeaseTable, Outbox, SessionAnswer, SessionStore
 from outrider.process import tracing
 from outrider.process.logs import session_prefix
 from outrider.rpc.fencing import ComputeTimes, Fence

@@ -8,8 +8,7 @@ import pytest
 from support.rules import logits_behind, ruled
 from support.stepped_draft import PROMPT, SPEC, Draft
 
-from draft_service.drafters.model_drafter import ModelDrafter
-from draft_service.drafters.task import DRAFTERS, MODEL, SAMPLED, noise_of
+from draft_service.drafters.model_drafter import DRAFTERS, MODEL, SAMPLED, ModelDrafter, noise_of
 from draft_service.sessions import Wanted
 from outrider.engine.batching import Feed
 from outrider.engine.noise import Purpose

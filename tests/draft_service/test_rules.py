@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 from draft_service.__main__ import app
 from draft_service.drafters import model_drafter
-from draft_service.drafters.model_drafter import ModelDrafter
-from draft_service.drafters.task import DRAFTERS, MODEL, SAMPLED
+from draft_service.drafters.model_drafter import DRAFTERS, MODEL, SAMPLED, ModelDrafter
 from draft_service.sessions import Wanted
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ForwardResult, ModelRunner

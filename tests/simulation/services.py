@@ -15,8 +15,7 @@ from simulation.models import Weights
 from simulation.transport import Network, Server
 from simulation.weather import Fault, Kind
 
-from draft_service.drafters.model_drafter import ModelDrafter
-from draft_service.drafters.task import DRAFTERS
+from draft_service.drafters.model_drafter import DRAFTERS, ModelDrafter
 from draft_service.servicer import draft_service
 from draft_service.sessions import DraftSessions
 from outrider.engine.runner import ModelRunner

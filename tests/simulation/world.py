@@ -25,15 +25,13 @@ from structlog.processors import format_exc_info
 from structlog.testing import capture_logs
 from support.basics import check_empty
 
-from gateway.generation.admission import Admission
 from gateway.generation.audit import ShadowAudit
-from gateway.generation.backend import Backend
-from gateway.generation.frontend import Frontend
+from gateway.generation.frontend import Admission, Frontend
+from gateway.generation.generate import Backend
 from gateway.grpc.servicer import generation_service
 from gateway.metrics import GatewayMetrics
-from gateway.rounds.policy import Choice, SpeculationPolicy
-from gateway.sessions.link import BREAKERS, CircuitBreaker, ServiceLink
-from gateway.sessions.replicas import Replicas
+from gateway.rounds.planner import Choice, SpeculationPolicy
+from gateway.sessions.link import BREAKERS, CircuitBreaker, Replicas, ServiceLink
 from gateway.sessions.timeouts import DraftDeadline, TargetTimeouts
 from gateway.text.chat_template import ChatTemplate
 from outrider.parameters import Rule

@@ -39,8 +39,7 @@ from outrider.engine.sampling.draw import DrawInput
 from outrider.engine.session import Session
 from outrider.parameters import Acceptance, Rule, SamplingParameters, SessionSpec
 from outrider.token_tree import TokenTree
-from target_service.acceptance import Walk
-from target_service.rules.batched import decide
+from target_service.acceptance import Walk, decide
 from target_service.rules.block import block
 from target_service.rules.outcome import ChainOutcome
 from target_service.rules.ratio import ratio

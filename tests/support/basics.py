@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from outrider.engine.cache.block_pool import BlockPool
+from outrider.engine.cache import BlockPool
 from outrider.errors import OutriderError
 from outrider.model_service.server import RunningModelService
 from outrider.parameters import SamplingParameters, SessionSpec

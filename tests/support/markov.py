@@ -11,16 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from gateway.rounds.planner import DraftOutlook
-from gateway.rounds.round import (
-    NOTHING,
-    FallbackReason,
-    HopCost,
-    Proposal,
-    Round,
-    TokenLog,
-    TokenOrigin,
-    Verdict,
-)
+from gateway.rounds.round import NOTHING, FallbackReason, HopCost, Proposal, Round, TokenLog, TokenOrigin, Verdict
 from outrider.parameters import FinishReason
 from outrider.token_tree import TokenTree
 

@@ -11,7 +11,7 @@ from support.basics import eventually
 from support.stack import RunningStack, running_stack
 from surface.event_streams import EventStream, read_events
 
-from gateway.generation.admission import Admission
+from gateway.generation.frontend import Admission
 
 PATIENCE_S = 60.0
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

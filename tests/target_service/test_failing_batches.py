@@ -21,9 +21,8 @@ from outrider.model_service.session_store import LeaseTable, SessionAnswer
 from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
-from target_service import verifier
+from target_service import acceptance, verifier
 from target_service.acceptance import Walk
-from target_service.rules import batched
 from target_service.sessions import Step, TargetSessions, TargetState
 from target_service.verifier import Verifier, VerifyTask
 
@@ -97,7 +96,7 @@ def _has_culprit(feeds: Sequence[Feed]) -> bool:
 
 def spoil(monkeypatch: pytest.MonkeyPatch, runner: ModelRunner, place: str, fails: Callable[..., bool]) -> None:
     """Lets a step raise when its keys and values are written but not counted, or when its forward is complete."""
-    forward, model_forward, decide = runner.forward, runner.model.forward, batched.decide
+    forward, model_forward, decide = runner.forward, runner.model.forward, acceptance.decide
     is_failing = False
 
     def spoiled_model(*arguments: object) -> object:

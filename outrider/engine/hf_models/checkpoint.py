@@ -14,7 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
-from outrider.engine.cache.block_table import KVCache
+from outrider.engine.cache import KVCache
 from outrider.engine.hf_models.config import (
     PACKAGE,
     Unfit,

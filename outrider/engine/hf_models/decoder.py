@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from outrider.engine.cache.block_table import KVCache
+from outrider.engine.cache import KVCache
 from outrider.engine.ops import Ops
 from outrider.engine.plan import RowPlan
 

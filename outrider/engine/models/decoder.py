@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from outrider.engine.cache.block_table import KVCache
+from outrider.engine.cache import KVCache
 from outrider.engine.ops import Ops
 from outrider.engine.plan import RowPlan
 

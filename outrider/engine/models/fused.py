@@ -9,7 +9,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from outrider.engine.cache.block_table import KVCache
+from outrider.engine.cache import KVCache
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.transformer import Layer, Linear, Transformer
 from outrider.engine.ops.library import DecoderFields, LayerFields, MatrixFields, PlanFields

@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from outrider.engine.cache.block_table import KVCache
+from outrider.engine.cache import KVCache
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.rope import rotary_tables
 from outrider.engine.ops import Ops

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from support.basics import eventually
 
-from gateway.generation.admission import Admission
+from gateway.generation.frontend import Admission
 from outrider.errors import InvalidRequest, NotReady, Overloaded
 
 

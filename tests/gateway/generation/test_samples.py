@@ -7,8 +7,8 @@ from contextlib import aclosing
 import pytest
 from support.basics import PATIENCE_S
 
+from gateway.generation.generate import merged
 from gateway.generation.request import sample_seed
-from gateway.generation.samples import merged
 
 
 def test_seeds_are_far_apart_and_the_first_is_the_requests_own() -> None:

@@ -1,6 +1,6 @@
 """Estimates and outliers."""
 
-from gateway.rounds.policy import Average, Line
+from gateway.rounds.planner import Average, Line
 
 
 def test_an_average_begins_with_a_median() -> None:

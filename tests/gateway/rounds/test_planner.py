@@ -2,8 +2,14 @@
 
 import pytest
 
-from gateway.rounds.planner import PLAIN_BUDGET, WAITING_BUDGET, DraftOutlook, RoundPlan, RoundPlanner
-from gateway.rounds.policy import SpeculationPolicy
+from gateway.rounds.planner import (
+    PLAIN_BUDGET,
+    WAITING_BUDGET,
+    DraftOutlook,
+    RoundPlan,
+    RoundPlanner,
+    SpeculationPolicy,
+)
 from gateway.rounds.round import NOTHING, FallbackReason, Proposal, TokenLog
 
 

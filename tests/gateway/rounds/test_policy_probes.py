@@ -3,8 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
-from gateway.rounds.planner import DraftOutlook, RoundPlanner
-from gateway.rounds.policy import PROBE_ROUNDS, SpeculationPolicy
+from gateway.rounds.planner import PROBE_ROUNDS, DraftOutlook, RoundPlanner, SpeculationPolicy
 from gateway.rounds.round import FallbackReason, Proposal, TokenLog, Verdict
 from outrider.token_tree import TokenTree
 

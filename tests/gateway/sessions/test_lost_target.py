@@ -8,8 +8,7 @@ from support.markov import MarkovModel
 from support.markov_services import Mischief, TargetServicer, serving
 
 from gateway.rounds.round import NOTHING, TokenLog
-from gateway.sessions.link import ModelInfo, ServiceLink
-from gateway.sessions.replicas import Replicas
+from gateway.sessions.link import ModelInfo, Replicas, ServiceLink
 from gateway.sessions.target import RemoteTargetSession
 from gateway.sessions.timeouts import RoundDeadline, TargetTimeouts
 from outrider.errors import CacheFull, PeerLost

@@ -12,12 +12,10 @@ from support.basics import eventually
 from support.markov import MarkovModel, plain_decoding
 from support.markov_services import DraftServicer, MarkovSession, Mischief, Service, TargetServicer, serving
 
-from gateway.rounds.planner import RoundPlanner
-from gateway.rounds.policy import SpeculationPolicy
+from gateway.rounds.planner import RoundPlanner, SpeculationPolicy
 from gateway.rounds.round import NOTHING, TokenLog
 from gateway.sessions.draft import RemoteDraftSession
-from gateway.sessions.link import ModelInfo, ServiceLink
-from gateway.sessions.replicas import Replicas
+from gateway.sessions.link import ModelInfo, Replicas, ServiceLink
 from gateway.sessions.target import RemoteTargetSession
 from gateway.sessions.timeouts import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.speculation import speculate

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from outrider.engine.batching import Feed, build_batch, share_rows
-from outrider.engine.cache.block_pool import BlockPool
-from outrider.engine.cache.block_table import BlockTable, KVCache
+from outrider.engine.cache import BlockPool, BlockTable, KVCache
 from outrider.engine.session import Session
 from outrider.token_tree import EMPTY, TokenTree
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from outrider.engine.cache.block_pool import BlockPool
-from outrider.engine.cache.block_table import BlockTable, KVCache
+from outrider.engine.cache import BlockPool, BlockTable, KVCache
 from outrider.engine.session import Session
 from outrider.errors import CacheFull, InvalidRequest
 from outrider.token_tree import EMPTY, TokenTree

@@ -9,7 +9,7 @@ import pytest
 from support.basics import PATIENCE_S
 
 from outrider.errors import InvalidRequest, NotReady, Overloaded
-from outrider.model_service.outbox import Outbox
+from outrider.model_service.session_store import Outbox
 from outrider.model_service.session_stream import MAX_UNFINISHED_JOBS, SessionStream
 
 

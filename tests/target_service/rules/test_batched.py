@@ -14,8 +14,7 @@ from outrider.engine.sampling.draw import DrawInput
 from outrider.errors import OutriderError
 from outrider.parameters import Rule, SessionSpec
 from outrider.token_tree import EMPTY, TokenTree
-from target_service.acceptance import Walk
-from target_service.rules.batched import decide
+from target_service.acceptance import Walk, decide
 
 SAMPLED = spec_of(PROMPT, 60, seed=5, eos=(), temperature=0.9)
 GREEDY = spec_of(PROMPT, 60, seed=5, eos=())

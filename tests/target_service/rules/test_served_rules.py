@@ -9,9 +9,10 @@ from support.stepped_target import PROMPT, Target, assert_like_fresh
 
 from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest
+from outrider.model_service.session_store import SessionAnswer
 from outrider.parameters import DraftDistribution, FinishReason, Rule, SessionSpec
 from outrider.token_tree import EMPTY, TokenTree
-from target_service.sessions import SessionAnswer, Step
+from target_service.sessions import Step
 
 SPEC = spec_of(PROMPT, 40, seed=4, eos=(), temperature=0.9)
 LAW = DraftDistribution((9, 7), (3, 1))

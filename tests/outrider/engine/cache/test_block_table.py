@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.cache.block_pool import BlockPool
-from outrider.engine.cache.block_table import BlockTable, KVCache
+from outrider.engine.cache import BlockPool, BlockTable, KVCache
 from outrider.errors import CacheFull
 
 SIZE = 4

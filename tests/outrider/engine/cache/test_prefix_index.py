@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from outrider.engine.cache import prefix_index
-from outrider.engine.cache.block_pool import BlockPool
-from outrider.engine.cache.block_table import BlockTable, KVCache
+from outrider.engine import cache
+from outrider.engine.cache import BlockPool, BlockTable, KVCache
 from outrider.engine.session import Session
 from outrider.errors import CacheFull
 from outrider.token_tree import EMPTY, TokenTree
@@ -86,7 +85,7 @@ def test_salts_share_nothing(engine: Engine) -> None:
 
 def test_a_collision_serves_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a digest that is always the same only the very tokens are found, and nothing is published over them."""
-    monkeypatch.setattr(prefix_index, "digest", lambda before, token_ids: b"same")
+    monkeypatch.setattr(cache, "digest", lambda before, token_ids: b"same")
     first = engine.served(*range(9))
     second = engine.served(*range(10, 19))
     assert [engine.hits(*range(9)), engine.hits(*range(10, 19)), engine.hits(*range(9), salt=b"x")] == [4, 0, 0]

@@ -8,10 +8,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from outrider.engine.cache import prefix_index
-from outrider.engine.cache.block_pool import BlockPool
-from outrider.engine.cache.block_table import BlockTable, KVCache
-from outrider.engine.cache.prefix_index import PrefixIndex
+from outrider.engine import cache
+from outrider.engine.cache import BlockPool, BlockTable, KVCache, PrefixIndex
 from outrider.engine.session import Session
 from outrider.errors import CacheFull
 from outrider.token_tree import TokenTree
@@ -180,8 +178,8 @@ FAULTS: dict[str, list[tuple[object, str, Callable[..., object]]]] = {
     "published blocks are written": [(PrefixIndex, "__contains__", lambda self, block: False)],
     "evicted blocks are still found": [(PrefixIndex, "evict", evicting_without_withdrawing)],
     "the newest goes first": [(PrefixIndex, "put_by", putting_by_first)],
-    "a digest is believed": [(PrefixIndex, "find", serving_by_digest), (prefix_index, "digest", short_digest)],
-    "blocks have no chain": [(PrefixIndex, "find", serving_by_digest), (prefix_index, "digest", digest_of_a_block)],
+    "a digest is believed": [(PrefixIndex, "find", serving_by_digest), (cache, "digest", short_digest)],
+    "blocks have no chain": [(PrefixIndex, "find", serving_by_digest), (cache, "digest", digest_of_a_block)],
     "what is not computed is published": [(Session, "publish", publishing_uncached)],
 }
 
@@ -199,5 +197,5 @@ def test_a_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_collisions_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a digest of one bit fewer blocks are shared, and none wrongly."""
-    monkeypatch.setattr(prefix_index, "digest", short_digest)
+    monkeypatch.setattr(cache, "digest", short_digest)
     run_state_machine_as_test(Sharing, settings=MACHINE_SETTINGS)

@@ -1,0 +1,404 @@
+"""Paged keys and values: tables that map positions to slots of blocks, the blocks themselves, and shared prefixes.
+
+A block is free, held by one or more tables, or published and held by nobody: then it keeps what was computed, for
+whoever asks for the same tokens, until a block is needed and no other is free. A block that two tables share or that is
+published is never written: whoever has to write into one first gets a copy of its own, so truncating into such a block
+costs nothing until the next write (Kwon et al., 2023).
+
+A published block has a name: a digest of its own tokens and of all before them, that begins with a salt, so that
+sessions of different salts share nothing. The digest only finds a block; what is served is compared token by token with
+what was asked for, and so a collision serves nobody's keys.
+"""
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.errors import CacheFull
+
+DIGEST_BYTES = 32
+ROOT = -1
+"""Stands for the block before the first one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What a published block holds: its own tokens, behind those of the published block `parent`."""
+
+    digest: bytes
+    salt: bytes
+    parent: int
+    token_ids: tuple[int, ...]
+
+
+class PrefixIndex:
+    """Published blocks by their digests, and those of them that nobody holds, which stay until a block is needed.
+
+    Whoever holds a block holds its parent too, and lets go of it later. So of the blocks that nobody holds the oldest
+    never has a published child, and what is evicted leaves nothing behind that cannot be reached any more.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[bytes, int] = {}
+        self._prefixes: dict[int, Prefix] = {}
+        # The one that was held longest ago comes first.
+        self._unheld: OrderedDict[int, None] = OrderedDict()
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._prefixes
+
+    @property
+    def num_unheld(self) -> int:
+        """Published blocks that nobody holds."""
+        return len(self._unheld)
+
+    def find(self, salt: bytes, parent: int, token_ids: Sequence[int]) -> int | None:
+        """The block of these tokens behind a published parent, or ROOT; None when there is none."""
+        wanted = self._prefix(salt, parent, token_ids)
+        block = self._blocks.get(wanted.digest)
+        return block if block is not None and self._prefixes[block] == wanted else None
+
+    def publish(self, block: int, salt: bytes, parent: int, token_ids: Sequence[int]) -> int | None:
+        """Gives a held block its name; returns the block that has it, which may be an earlier one of the same tokens.
+
+        None when another prefix has the same digest, or when the block has another name already.
+        """
+        prefix = self._prefix(salt, parent, token_ids)
+        found = self._blocks.get(prefix.digest)
+        if found is not None:
+            return found if self._prefixes[found] == prefix else None
+        if block in self._prefixes:
+            return None
+        self._blocks[prefix.digest], self._prefixes[block] = block, prefix
+        return block
+
+    def withdraw(self, block: int) -> None:
+        """Takes the name from a block that has no published children."""
+        del self._blocks[self._prefixes.pop(block).digest]
+        self._unheld.pop(block, None)
+
+    def put_by(self, block: int) -> None:
+        """Nobody holds this published block any more."""
+        self._unheld[block] = None
+
+    def take_up(self, block: int) -> bool:
+        """Somebody holds a block again; tells whether it was one that was kept here."""
+        if block not in self._unheld:
+            return False
+        del self._unheld[block]
+        return True
+
+    def evict(self) -> int:
+        """Withdraws the block that was held longest ago, and returns it; raises KeyError when all are held."""
+        block = next(iter(self._unheld))
+        self.withdraw(block)
+        return block
+
+    def check(self, held: set[int]) -> None:
+        """Raises RuntimeError unless names, blocks and those that nobody holds agree."""
+        named = {self._blocks.get(prefix.digest) for prefix in self._prefixes.values()}
+        if named != set(self._prefixes) or len(self._blocks) != len(self._prefixes):
+            raise RuntimeError(f"{len(self._blocks)} names stand for {len(self._prefixes)} published blocks")
+        if set(self._unheld) != set(self._prefixes) - held:
+            raise RuntimeError(f"{len(self._unheld)} published blocks count as unheld, but others are")
+        ages = {block: age for age, block in enumerate(self._unheld)}
+        for block, prefix in self._prefixes.items():
+            if prefix.parent != ROOT and prefix.parent not in self._prefixes:
+                raise RuntimeError(f"block {block} stands behind block {prefix.parent}, which has no name")
+            if ages.get(prefix.parent, len(ages)) < ages.get(block, len(ages)):
+                raise RuntimeError(f"block {block} would outlive block {prefix.parent}, behind which it stands")
+
+    def _prefix(self, salt: bytes, parent: int, token_ids: Sequence[int]) -> Prefix:
+        before = first_digest(salt) if parent == ROOT else self._prefixes[parent].digest
+        return Prefix(digest(before, token_ids), salt, parent, tuple(token_ids))
+
+
+def first_digest(salt: bytes) -> bytes:
+    """What the chain of a salt begins with."""
+    return hashlib.blake2b(salt, digest_size=DIGEST_BYTES, person=b"salt").digest()
+
+
+def digest(before: bytes, token_ids: Sequence[int]) -> bytes:
+    """The link of a chain: token ids behind the digest of all before them."""
+    return hashlib.blake2b(before + array("q", token_ids).tobytes(), digest_size=DIGEST_BYTES, person=b"block").digest()
+
+
+BLOCK_SIZE = 16
+
+
+class BlockPool:
+    """Counts who holds each block. Slot s is place s % block_size of block s // block_size."""
+
+    def __init__(self, num_blocks: int, block_size: int = BLOCK_SIZE) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        # Taken from the end: the block freed last is the one most likely still in a processor's cache.
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._holders = [0] * num_blocks
+        self.prefixes = PrefixIndex()
+        """The published blocks. Those that nobody holds are as good as free, and are taken last."""
+
+    def __repr__(self) -> str:
+        return f"<BlockPool {self.num_used} of {self.num_blocks} blocks of {self.block_size} slots used>"
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds, and that whoever needs them gets."""
+        return len(self._free) + self.prefixes.num_unheld
+
+    @property
+    def num_cached(self) -> int:
+        """Of the free blocks those that still hold what was published in them."""
+        return self.prefixes.num_unheld
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that somebody holds."""
+        return self.num_blocks - self.num_free
+
+    def require(self, num_blocks: int) -> None:
+        """Raises CacheFull when fewer than num_blocks are free; takes none."""
+        if num_blocks > self.num_free:
+            message = (
+                f"the key-value cache has {self.num_free} of {self.num_blocks} blocks free, but {num_blocks} are needed"
+            )
+            raise CacheFull(message, free=self.num_free, total=self.num_blocks, needed=num_blocks)
+
+    def allocate(self) -> int:
+        """A block with one holder, not published; raises CacheFull."""
+        self.require(1)
+        block = self._free.pop() if self._free else self.prefixes.evict()
+        self._holders[block] = 1
+        return block
+
+    def retain(self, block: int) -> None:
+        """Adds a holder to a block that has one or is published; raises ValueError for any other."""
+        if not self._holders[block] and not self.prefixes.take_up(block):
+            raise ValueError(f"block {block} is free and cannot be retained")
+        self._holders[block] += 1
+
+    def release(self, block: int) -> None:
+        """Takes a holder away, and frees the block with the last one; raises ValueError for a free block."""
+        if not self._holders[block]:
+            raise ValueError(f"block {block} is free already")
+        self._holders[block] -= 1
+        if self._holders[block]:
+            return
+        if block in self.prefixes:
+            self.prefixes.put_by(block)
+        else:
+            self._free.append(block)
+
+    def is_shared(self, block: int) -> bool:
+        """Whether more than one holder reads the block, so that nobody may write to it."""
+        return self._holders[block] > 1
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError unless every block is free, cached or held, none is two of them, and names agree."""
+        free = set(self._free)
+        held = {block for block, holders in enumerate(self._holders) if holders > 0}
+        total = len(self._free) + self.num_cached + len(held)
+        if len(free) != len(self._free) or free & held or total != self.num_blocks:
+            raise RuntimeError(f"block accounts do not add up: {len(self._free)} free, {len(held)} held: {self}")
+        if any(block in self.prefixes for block in free):
+            raise RuntimeError(f"a free block is published: {self}")
+        self.prefixes.check(held)
+
+
+Slots = NDArray[np.int64]
+
+
+class KVCache:
+    """Rotated keys and values of every slot: per layer two tensors [num_slots, G, D]."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_slots: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        # Not zeroed: no row reads a slot before it was written, and memory that is never used is then never touched.
+        shape = (num_slots, num_kv_heads, head_dim)
+        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+
+    def copy(self, source_slots: Slots, destination_slots: Slots) -> None:
+        """Copies slots to slots in every layer; the two lists may overlap, since all is read before it is written."""
+        device = self.keys[0].device
+        source = torch.from_numpy(source_slots).to(device)
+        destination = torch.from_numpy(destination_slots).to(device)
+        for tensor in (*self.keys, *self.values):
+            tensor.index_copy_(0, destination, tensor.index_select(0, source))
+
+    def gather(self, slots: Slots) -> tuple[Tensor, Tensor]:
+        """Copies of keys and values [num_layers, len(slots), G, D]."""
+        index = torch.from_numpy(slots).to(self.keys[0].device)
+        keys = torch.stack([tensor.index_select(0, index) for tensor in self.keys])
+        return keys, torch.stack([tensor.index_select(0, index) for tensor in self.values])
+
+
+class BlockTable:
+    """The blocks of one session, in position order."""
+
+    def __init__(self, pool: BlockPool, cache: KVCache) -> None:
+        self.pool = pool
+        self.cache = cache
+        self._blocks: list[int] = []
+        # Of the leading blocks, those that are published, each behind the one before.
+        self._num_published = 0
+        # Kept as an array that only grows at its end, so that a forward never walks a long prefix in Python.
+        self._slots: Slots = np.empty(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def capacity(self) -> int:
+        """Positions that have a slot."""
+        return len(self._blocks) * self.pool.block_size
+
+    @property
+    def shared_blocks(self) -> tuple[int, ...]:
+        """Blocks that other tables hold as well. They lead, because whoever shares a block shares those before it."""
+        return tuple(takewhile(self.pool.is_shared, self._blocks))
+
+    def reserve(self, length: int, written_from: int = 0) -> None:
+        """Gives every position below length a slot, those from written_from on in blocks that nobody else can read.
+
+        Raises CacheFull, and then nothing has changed.
+        """
+        size = self.pool.block_size
+        written = range(written_from // size, min(-(-length // size), len(self._blocks)))
+        shared = [index for index in written if self.pool.is_shared(self._blocks[index])]
+        num_new = max(-(-length // size) - len(self._blocks), 0)
+        self.pool.require(len(shared) + num_new)
+        for index in shared:
+            self._unshare(index)
+        for _ in range(num_new):
+            self._append(self.pool.allocate())
+        # From the end, because whatever stands behind a block loses its name before the block does.
+        for index in reversed(written):
+            if self._blocks[index] in self.pool.prefixes:
+                self._unpublish(index)
+
+    def truncate(self, length: int) -> None:
+        """Gives back the blocks that hold no position below length."""
+        keep = -(-length // self.pool.block_size)
+        while len(self._blocks) > keep:
+            self.pool.release(self._blocks.pop())
+        self._num_published = min(self._num_published, keep)
+
+    def slots(self, start: int, end: int) -> Slots:
+        """Slots of positions, a view that holds until the table changes; raises ValueError for those without a slot."""
+        if end > self.capacity:
+            raise ValueError(f"position {end - 1} has no slot; {self.capacity} are reserved")
+        return self._slots[start:end]
+
+    def fork(self, length: int) -> "BlockTable":
+        """A table that shares the blocks of the first `length` positions; whoever writes first makes its own copy."""
+        if length > self.capacity:
+            raise ValueError(f"cannot share {length} positions of {self.capacity}")
+        twin = BlockTable(self.pool, self.cache)
+        for block in self._blocks[: -(-length // self.pool.block_size)]:
+            self.pool.retain(block)
+            twin._append(block)
+        twin._num_published = min(self._num_published, len(twin))
+        return twin
+
+    def free(self) -> None:
+        """Gives back all blocks; idempotent."""
+        self.truncate(0)
+
+    def publish(self, salt: bytes, token_ids: Sequence[int], length: int) -> None:
+        """Lets tables of the same salt find the full blocks below length, which hold keys and values of token_ids.
+
+        Where another table has published the same tokens before, its block takes the place of this table's own.
+        """
+        size = self.pool.block_size
+        for index in range(self._num_published, length // size):
+            own, tokens = self._blocks[index], token_ids[index * size : (index + 1) * size]
+            if own not in self.pool.prefixes and self.pool.is_shared(own):
+                # A fork reads it too, and might go on without the block that it would stand behind.
+                return
+            block = self.pool.prefixes.publish(own, salt, self._parent(index), tokens)
+            if block is None:
+                return
+            if block != own:
+                self.pool.retain(block)
+                self._replace(index, block)
+            self._num_published = index + 1
+
+    def take(self, salt: bytes, token_ids: Sequence[int], start: int) -> int:
+        """Takes the published blocks that hold token_ids behind position start, all but the last token at most.
+
+        Returns how many of token_ids the table holds then, start when nothing was found. Never raises CacheFull.
+        """
+        size, prefixes = self.pool.block_size, self.pool.prefixes
+        full = start // size
+        found: list[int] = []
+        if self._num_published >= full:
+            parent = self._parent(full)
+            for first in range(full * size, len(token_ids) - size, size):
+                block = prefixes.find(salt, parent, token_ids[first : first + size])
+                if block is None:
+                    break
+                found.append(block)
+                parent = block
+        if not found:
+            return start
+        self.truncate(full * size)
+        for block in found:
+            self.pool.retain(block)
+            self._append(block)
+        self._num_published = len(self._blocks)
+        return len(self._blocks) * size
+
+    def _parent(self, index: int) -> int:
+        return self._blocks[index - 1] if index else ROOT
+
+    def _append(self, block: int) -> None:
+        index, size = len(self._blocks), self.pool.block_size
+        if (index + 1) * size > len(self._slots):
+            grown = np.empty(max(2 * len(self._slots), 8 * size), dtype=np.int64)
+            grown[: len(self._slots)] = self._slots
+            self._slots = grown
+        self._blocks.append(block)
+        self._slots[index * size : (index + 1) * size] = _block_slots(block, size)
+
+    def _unshare(self, index: int) -> None:
+        shared, size = self._blocks[index], self.pool.block_size
+        own = self.pool.allocate()
+        self.cache.copy(_block_slots(shared, size), _block_slots(own, size))
+        self._replace(index, own)
+        self._num_published = min(self._num_published, index)
+
+    def _unpublish(self, index: int) -> None:
+        """Makes a published block that only this table holds writable."""
+        if self.pool.num_free:
+            self._unshare(index)
+        else:
+            # A session that fills the pool on its own must not need one block more than it has tokens for.
+            self.pool.prefixes.withdraw(self._blocks[index])
+            self._num_published = min(self._num_published, index)
+
+    def _replace(self, index: int, block: int) -> None:
+        """Puts a block that has been retained in the place of another, which is released."""
+        size = self.pool.block_size
+        self.pool.release(self._blocks[index])
+        self._blocks[index] = block
+        self._slots[index * size : (index + 1) * size] = _block_slots(block, size)
+
+
+def _block_slots(block: int, size: int) -> Slots:
+    return np.arange(block * size, (block + 1) * size, dtype=np.int64)

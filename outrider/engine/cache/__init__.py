@@ -1,1 +1,0 @@
-"""Paged keys and values, and the prefixes that they are found by."""
