@@ -19,9 +19,7 @@ from outrider.token_tree import TokenTree
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """A token, the distribution that it was drawn from where the rule needs it, and its log-probability where it is
-    wanted.
-    """
+    """A token, what it was drawn from where the rule needs it, and its log-probability where it is wanted."""
 
     token_id: int
     distribution: DraftDistribution | None = None
