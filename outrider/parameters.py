@@ -149,9 +149,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class DraftDistribution:
-    """Exactly the distribution that a draft token was drawn from: the probability of an id is its weight over their
-    sum.
-    """
+    """Exactly what a draft token was drawn from: the probability of an id is its weight over the sum of all."""
 
     token_ids: tuple[int, ...]
     weights: tuple[int, ...]

@@ -12,10 +12,10 @@ from outrider.parameters import DraftDistribution
 class TokenTree:
     """Draft tokens in an order in which parents come before children.
 
-    Rows count from 1, because row 0 is the root; `token_ids[r - 1]` and `parents[r - 1]` belong to row r, and so does
-    `distributions[r - 1]`, the distribution that its token was drawn from, where the rule needs it, and `logprobs[r -
-    1]`, the draft's log-probability of it, where the request asks. Raises InvalidRequest when they differ in length, a
-    token id is negative, or a parent does not come before its child.
+    Rows count from 1, because row 0 is the root; `token_ids[r - 1]` and `parents[r - 1]` belong to row r. So do
+    `distributions[r - 1]`, what its token was drawn from, where the rule needs it, and `logprobs[r - 1]`, the draft's
+    log-probability of it, where the request asks. Raises InvalidRequest when they differ in length, a token id is
+    negative, or a parent does not come before its child.
     """
 
     token_ids: tuple[int, ...] = ()

@@ -61,8 +61,7 @@ def draw_each(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInput], 
 
 
 def draw_from(probs: Tensor, keys: Tensor) -> Tensor:
-    """Ids [B] int64 on the CPU, drawn from distributions [B, V] float64, which need not add up to 1, with a uniform of
-    each key.
+    """Ids [B] int64 on the CPU, drawn from probs [B, V] float64 of any sum, with a uniform of each key.
 
     By the inverse of the cumulative distribution: a float64 probability keeps its value, which it would not as a
     float32 score. UNDRAWN where all of a row is 0.
