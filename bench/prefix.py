@@ -21,7 +21,7 @@ from outrider.cli import options
 from outrider.cli.local_stack import choose_models
 from outrider.model_service.server import load_model_aside
 from outrider.model_service.settings import Dtype, ModelServiceSettings, available_cpus
-from outrider.process import logs
+from outrider.process import telemetry
 from outrider.process.options import between, run_app, service_app
 from outrider.rpc.channels import open_channel
 from target_service.server import start_with
@@ -44,7 +44,7 @@ def prefix(
     turns: Turns = 5,
 ) -> None:
     """Shows the time to the first token of prompts that were asked before, with the prefix cache and without."""
-    logs.configure("warning")
+    telemetry.configure_logs("warning")
     model = choose_models(target, None, no_draft=True)[0]
     settings = ModelServiceSettings(
         model, dtype=dtype or Dtype.BFLOAT16, threads=threads or available_cpus(), kv_tokens=4 * tokens

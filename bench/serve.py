@@ -31,7 +31,7 @@ from outrider.cli import options
 from outrider.cli.options import INT32_MAX, INT64_MAX, INT64_MIN, SHARED_OPTIONS, parse_draft_count
 from outrider.cli.running import Interrupts, note, run
 from outrider.client import AsyncClient, Round, Speculation
-from outrider.process import logs
+from outrider.process import telemetry
 from outrider.process.options import between, grouped, options_of, refuse_together
 from outrider.rpc.channels import check_address
 
@@ -96,7 +96,7 @@ class Block:
 @grouped
 def serve(*, wanted: ServeOptions, models: options.Models, cpus: ComputeThreads) -> None:
     """Compares a gateway with itself, with and without speculation by turns: tokens/s, first tokens and answers."""
-    logs.configure("warning")
+    telemetry.configure_logs("warning")
     check(wanted, models, cpus)
     stack = None if wanted.address is not None else stack_of(models, cpus)
 

@@ -22,7 +22,7 @@ from gateway.rest.middleware import RestSettings
 from gateway.rest.server import RunningRest, serve_rest
 from gateway.rounds.planner import SpeculationPolicy
 from gateway.sessions.link import ModelInfo, Replicas, ServiceLink, report_readiness
-from gateway.sessions.timeouts import NEVER, DraftDeadline, TargetTimeouts
+from gateway.sessions.stream import NEVER, DraftDeadline, TargetTimeouts
 from gateway.settings import GatewaySettings
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer

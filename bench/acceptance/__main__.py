@@ -36,7 +36,7 @@ from outrider.cli.running import note
 from outrider.engine.runner import ModelRunner
 from outrider.model_service.server import load_model
 from outrider.model_service.settings import Dtype, ModelServiceSettings, available_cpus
-from outrider.process import logs
+from outrider.process import telemetry
 from outrider.process.options import between, run_app, service_app
 
 MAX_TEXTS = len(OPENINGS)
@@ -73,7 +73,7 @@ def acceptance(  # noqa: PLR0913, one parameter for each option is how typer dec
     json: Json = None,
 ) -> None:
     """Shows acceptance and tokens a round of every rule, and what the size of a draft's distribution costs."""
-    logs.configure("warning")
+    telemetry.configure_logs("warning")
     target_model, draft_model = choose_pair(target, draft)
     plan = AcceptancePlan(parse_temperatures(temperatures), draft_count, text_len, stride)
     prompts = asyncio.run(encoded(target_model, OPENINGS[:texts]))

@@ -33,7 +33,7 @@ from bench.rounds.summary import RoundsSummary, criteria
 from outrider.cli import options
 from outrider.cli.running import Interrupts, run
 from outrider.client import AsyncClient
-from outrider.process import logs
+from outrider.process import telemetry
 from outrider.process.options import between, grouped
 from outrider.rpc.channels import open_channel
 
@@ -58,7 +58,7 @@ def rounds(
     cpus: ComputeThreads,
 ) -> None:
     """Shows what a round costs: floors, the bare engine, empty pings, plain and speculative requests, in one run."""
-    logs.configure("warning")
+    telemetry.configure_logs("warning")
     plan = RoundsPlan(stack_of(models, cpus), tokens, turns, parse_temperatures(temperatures))
     plan = plan.quick() if quick else plan
 

@@ -25,7 +25,7 @@ from gateway.generation.transcript import SpeculationFigures
 from gateway.text.chat_template import ChatTemplate
 from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded
 from outrider.parameters import MAX_SAMPLES
-from outrider.process.logs import request_scope
+from outrider.process.telemetry import request_scope
 
 # What a client is told to wait: between a moment and a minute, by how fast places came free lately.
 RETRY_AFTER_S = (1.0, 60.0)

@@ -22,8 +22,8 @@ from gateway.rounds.planner import RoundPlanner, SpeculationPolicy
 from gateway.rounds.round import Round, TokenLog
 from gateway.sessions.draft import AbsentDraftSession, RemoteDraftSession
 from gateway.sessions.link import ModelInfo, Replicas
+from gateway.sessions.stream import Deadline, DraftDeadline, TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
-from gateway.sessions.timeouts import Deadline, DraftDeadline, TargetTimeouts
 from gateway.speculation import speculate
 from gateway.text.tokenizer import Tokenizer
 from outrider.errors import ProtocolViolation

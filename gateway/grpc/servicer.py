@@ -17,7 +17,7 @@ from gateway.generation.frontend import Frontend
 from gateway.generation.request import GenerationRequest
 from gateway.grpc.messages import chat_request_from, event_message, request_from
 from outrider.errors import OutriderError
-from outrider.process import tracing
+from outrider.process import telemetry
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
 
@@ -89,14 +89,14 @@ class GenerationServicer(GenerationServiceServicer):
         It writes instead of yielding, so that a client that leaves interrupts this very frame, and everything below it
         is closed before the call is over. A generator would be left to the garbage collector.
         """
-        with tracing.span("Generate", parent=_carrier(context)):
+        with telemetry.span("Generate", parent=_carrier(context)):
             await self._answer(request_from(request), context)
 
     async def Chat(  # type: ignore[override]  # noqa: N802 - the name is the protocol's
         self, request: pb.ChatRequest, context: ChatContext
     ) -> None:
         """The same for a conversation."""
-        with tracing.span("Chat", parent=_carrier(context)):
+        with telemetry.span("Chat", parent=_carrier(context)):
             await self._answer(await chat_request_from(request, self._frontend.chat_template), context)
 
     async def _answer(self, request: GenerationRequest, context: Context | ChatContext) -> None:

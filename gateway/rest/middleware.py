@@ -33,8 +33,7 @@ from gateway.rest.errors import (
 from gateway.rest.validation import Json, read_json
 from gateway.settings import OWN_PAGE, SiteRefused, Sites
 from outrider.errors import OutriderError, Overloaded
-from outrider.process.logs import bound
-from outrider.process.tracing import span
+from outrider.process.telemetry import bound, span
 
 TRACE_HEADERS = ("traceparent", "tracestate")
 PLAIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")

@@ -16,12 +16,11 @@ import structlog
 from gateway.rounds.planner import DraftOutlook
 from gateway.rounds.round import NOTHING, FallbackReason, HopCost, Proposal, TokenLog
 from gateway.sessions.link import Replicas, ServiceLink
-from gateway.sessions.stream import MessageStream
-from gateway.sessions.timeouts import NEVER, Deadline, DraftDeadline
+from gateway.sessions.stream import NEVER, Deadline, DraftDeadline, MessageStream
 from outrider.errors import InvalidRequest, NotReady, OutriderError, PeerLost, ProtocolViolation
 from outrider.parameters import SessionSpec
-from outrider.process import tracing
-from outrider.process.logs import session_prefix
+from outrider.process import telemetry
+from outrider.process.telemetry import session_prefix
 from outrider.rpc import messages
 from outrider.rpc.messages import tree_from
 from outrider.v1 import draft_service_pb2 as pb
@@ -54,7 +53,7 @@ class DraftStream:
         self._drafter = drafter
         self._vocabulary_size = peer.present().vocabulary_size
         self._messages: MessageStream[pb.ProposeRequest, pb.ProposeResponse] = MessageStream(
-            DraftServiceStub(peer.channel).Propose(timeout=timeout_s, metadata=tracing.carrier()), str(peer)
+            DraftServiceStub(peer.channel).Propose(timeout=timeout_s, metadata=telemetry.carrier()), str(peer)
         )
 
     async def ask(self, fence: types_pb2.Fence, draft_count: int, timeout_s: float) -> None:
@@ -296,7 +295,7 @@ class RemoteDraftSession:
     def _tell(self, event: str, **values: str | float) -> None:
         """A line in the log, and an event in the request's span."""
         log.warning(event, service=str(self._last), session=session_prefix(self._session_id), **values)
-        tracing.event(event, service=self._last.address)
+        telemetry.event(event, service=self._last.address)
 
     def _fence(self, base_len: int | None = None) -> types_pb2.Fence:
         base_len = len(self._log) if base_len is None else base_len

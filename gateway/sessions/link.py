@@ -27,7 +27,7 @@ from grpc_health.v1 import health, health_pb2
 
 from outrider.errors import OutriderError, PeerLost
 from outrider.parameters import Rule
-from outrider.process import tracing
+from outrider.process import telemetry
 from outrider.process.metrics import Tally
 from outrider.rpc.channels import open_channel
 from outrider.rpc.errors import error_from
@@ -195,8 +195,8 @@ class ServiceLink:
         clock_s = asyncio.get_running_loop().time
         started_s = clock_s()
         try:
-            with tracing.span("Rollback", service=self.role, base_len=request.fence.base_len):
-                return await self._models.Rollback(request, timeout=timeout_s, metadata=tracing.carrier())
+            with telemetry.span("Rollback", service=self.role, base_len=request.fence.base_len):
+                return await self._models.Rollback(request, timeout=timeout_s, metadata=telemetry.carrier())
         except grpc.aio.AioRpcError as error:
             raise error_from(error) from error
         finally:

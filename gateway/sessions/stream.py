@@ -1,15 +1,17 @@
-"""One bidirectional call of one session: its messages, their deadlines and its end.
+"""One bidirectional call of one session, and how long to wait for it and for its service.
 
 Three habits of grpc.aio shape it. Cancelling a read or a write cancels the whole call, so both happen in tasks that
 outlive a deadline and a caller that leaves; one task reads for the whole life of the call, which is cheaper than one a
 message. Dropping a call object does not cancel it, so `close` always does. A call that has ended answers a write with
-InvalidStateError; a read tells the true reason.
+InvalidStateError; a read tells the true reason. A deadline is a multiple of the usual time, so that no machine needs a
+setting.
 """
 
 import asyncio
 from collections import deque
 from contextlib import suppress
-from typing import Any, Generic, TypeVar, cast
+from dataclasses import dataclass, field
+from typing import Any, Generic, Self, TypeVar, cast
 
 import grpc
 import structlog
@@ -17,6 +19,131 @@ from google.protobuf.message import Message
 
 from outrider.errors import OutriderError, PeerLost
 from outrider.rpc.errors import error_from, said_by_peer
+
+SMALL_CATCH_UP = 32  # committed tokens that a draft reads in passing
+CATCH_UP_TOKEN_S = 0.005  # allowance for each further one
+MISSED_MAX_S = 1.0  # misses raise the deadline to this at most; only answers raise it further
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+CLOCK_MARGIN_S = 0.01  # the transport counts a call's time by a clock of its own
+
+
+@dataclass(slots=True)
+class DraftDeadline:
+    """Deadline of a draft's answer: factor times the moving average of its answers, between min_s and max_s."""
+
+    min_s: float = 0.25
+    max_s: float = 5.0
+    factor: float = 20.0
+    _mean_s: float | None = None
+
+    def seconds(self, catch_up_count: int) -> float:
+        """Time to wait for an answer for which the draft has to read catch_up_count tokens first."""
+        usual_s = self.max_s if self._mean_s is None else self.factor * self._mean_s
+        allowance_s = CATCH_UP_TOKEN_S * max(0, catch_up_count - SMALL_CATCH_UP)
+        return min(max(usual_s, self.min_s), self.max_s) + allowance_s
+
+    def observe(self, answer_s: float, catch_up_count: int) -> None:
+        """Learns from an answer."""
+        if catch_up_count <= SMALL_CATCH_UP:
+            self._mean_s = answer_s if self._mean_s is None else 0.9 * self._mean_s + 0.1 * answer_s
+
+    def missed(self) -> None:
+        """Learns from a deadline that passed, which says only that the draft is slower; it may even hang.
+
+        So the deadline itself is no answer's time: fed back, it would raise the next one without end.
+        """
+        max_s = MISSED_MAX_S / self.factor
+        self._mean_s = max_s if self._mean_s is None else max(self._mean_s, min(2 * self._mean_s, max_s))
+
+
+@dataclass(slots=True)
+class RoundDeadline:
+    """When to ask whether the target still works: factor times the moving average of its answers, within bounds.
+
+    Passing it costs one question and no request, so it may be short. `max_s` bounds what a slow start would teach.
+    """
+
+    min_s: float = 2.0
+    max_s: float = 30.0
+    factor: float = 20.0
+    _mean_s: float = 0.0
+
+    def seconds(self) -> float:
+        """Time to wait for a verdict before the target is looked at."""
+        return min(max(self.factor * self._mean_s, self.min_s), self.max_s)
+
+    def observe(self, answer_s: float) -> None:
+        """Learns from an answer."""
+        self._mean_s += 0.1 * (min(answer_s, self.max_s) - self._mean_s)
+
+
+class RequestExpired(OutriderError):
+    """The client gave the request less time than it took."""
+
+    status = "DEADLINE_EXCEEDED"
+    reason = "REQUEST_EXPIRED"
+    exit_code = 75
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """When the client gives up, on the running loop's clock; None for no end."""
+
+    at_s: float | None = None
+
+    @classmethod
+    def after(cls, time_left_s: float | None) -> Self:
+        """The end after so many seconds; None for no end."""
+        return cls(None if time_left_s is None else asyncio.get_running_loop().time() + time_left_s)
+
+    def left_s(self) -> float | None:
+        """Seconds that are left, which become the timeout of every call for this request; None for no limit."""
+        return None if self.at_s is None else max(0.0, self.at_s - asyncio.get_running_loop().time())
+
+    @property
+    def has_come(self) -> bool:
+        """Whether calls fail because of this, and not because of their services."""
+        left_s = self.left_s()
+        return left_s is not None and left_s <= CLOCK_MARGIN_S
+
+
+NEVER = Deadline()
+
+
+@dataclass(frozen=True, slots=True)
+class TargetTimeouts:
+    """With a target: until it is looked at; seconds for which its device may finish nothing, it may be away, and it may
+    work without an answer before the session is opened again.
+    """
+
+    deadline: RoundDeadline = field(default_factory=RoundDeadline)
+    stall_s: float = 30.0
+    rebuild_budget_s: float = 30.0
+    answer_s: float = 60.0
+
+
+class RetryBudget:
+    """The time within one round in which a request has no target. Begins with the first fault."""
+
+    def __init__(self, budget_s: float, now_s: float) -> None:
+        self.until_s = now_s + budget_s
+        self._budget_s = budget_s
+        self._num_faults = 0
+
+    def pause_s(self, fault: OutriderError, now_s: float) -> float:
+        """Seconds to wait before the next attempt; raises PeerLost when the budget is used up.
+
+        The first fault begins its time, because the round before it may have taken long.
+        """
+        self._num_faults += 1
+        if self._num_faults == 1:
+            self.until_s = now_s + self._budget_s
+            return 0.0
+        if now_s >= self.until_s:
+            message = f"{fault.message}, and no target took the request over within {self._budget_s:g} seconds"
+            raise PeerLost(message) from fault
+        return float(min(FIRST_PAUSE_S * 2 ** (self._num_faults - 2), LONGEST_PAUSE_S, self.until_s - now_s))
+
 
 # What gRPC itself says of a call whose connection or process is gone, by the version and by what lies between.
 LOST_STATUSES = frozenset({"UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "UNKNOWN"})

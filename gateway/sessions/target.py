@@ -14,12 +14,11 @@ import structlog
 
 from gateway.rounds.round import HopCost, Proposal, TokenLog, Verdict
 from gateway.sessions.link import Need, Replicas, ServiceLink
-from gateway.sessions.stream import MessageStream
-from gateway.sessions.timeouts import NEVER, Deadline, RequestExpired, RetryBudget, TargetTimeouts
+from gateway.sessions.stream import NEVER, Deadline, MessageStream, RequestExpired, RetryBudget, TargetTimeouts
 from outrider.errors import NotReady, OutriderError, PeerLost, ProtocolViolation
 from outrider.parameters import SessionSpec
-from outrider.process import tracing
-from outrider.process.logs import session_prefix
+from outrider.process import telemetry
+from outrider.process.telemetry import session_prefix
 from outrider.rpc import messages
 from outrider.rpc.messages import logprobs_from, tree_message
 from outrider.v1 import model_service_pb2, types_pb2
@@ -66,7 +65,7 @@ class TargetStream:
         self._limit = 0  # committed length up to which the target may go on its own
         self._early: dict[int, pb.VerifyResponse] = {}
         self._messages: MessageStream[pb.VerifyRequest, pb.VerifyResponse] = MessageStream(
-            TargetServiceStub(peer.channel).Verify(timeout=timeout_s, metadata=tracing.carrier()), str(peer)
+            TargetServiceStub(peer.channel).Verify(timeout=timeout_s, metadata=telemetry.carrier()), str(peer)
         )
 
     @property
@@ -341,7 +340,7 @@ class RemoteTargetSession:
     def _tell(self, event: str, **values: str | int) -> None:
         """A line in the log, and an event in the request's span."""
         log.warning(event, session=session_prefix(self._session_id), **values)
-        tracing.event(event)
+        telemetry.event(event)
 
     async def _forget(self) -> None:
         stream, self._stream = self._stream, None

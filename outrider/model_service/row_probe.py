@@ -18,7 +18,7 @@ from outrider.engine.ops.library import load_kernels, processor_levels
 from outrider.engine.runner import ModelRunner
 from outrider.model_service.server import load_model
 from outrider.model_service.settings import MAX_THREADS, Dtype, ModelServiceSettings
-from outrider.process import logs
+from outrider.process import telemetry
 from outrider.process.options import between, run_app, service_app
 from outrider.token_tree import EMPTY, TokenTree
 
@@ -46,7 +46,7 @@ def probe(
     threads: Annotated[int, typer.Option(help="Compute threads.", callback=between(1, MAX_THREADS))] = 1,
 ) -> None:
     """Compares rows of a model; without a model it tells only what computes here."""
-    logs.configure("error")
+    telemetry.configure_logs("error")
     facts = engine_facts()
     if model:
         settings = ModelServiceSettings(model, device=device, dtype=dtype, threads=threads, kv_tokens=KV_TOKENS)

@@ -15,8 +15,8 @@ from outrider.engine.worker import DeviceWorker
 from outrider.errors import Overloaded
 from outrider.model_service.session_store import RolledBack, SessionStore
 from outrider.parameters import Rule
-from outrider.process import tracing
-from outrider.process.logs import session_prefix
+from outrider.process import telemetry
+from outrider.process.telemetry import session_prefix
 from outrider.rpc import channels, messages
 from outrider.rpc.fencing import Fence
 from outrider.rpc.messages import RULES
@@ -98,8 +98,8 @@ class ModelServicer(ModelServiceServicer):
     ) -> pb.RollbackResponse:
         """Takes a session back to a length; raises Overloaded when much waits for the device."""
         fence = messages.fence_from(request.fence, self._facts.context_len)
-        parent = tracing.parent_of(context.invocation_metadata())
-        with tracing.span("Rollback", parent=parent, session=session_prefix(fence.session_id)):
+        parent = telemetry.parent_of(context.invocation_metadata())
+        with telemetry.span("Rollback", parent=parent, session=session_prefix(fence.session_id)):
             num_waiting = self._device.num_waiting
             if num_waiting >= MAX_WAITING_JOBS:
                 # Unlike a message, a call has no stream to bound it.

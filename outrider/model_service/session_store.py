@@ -21,7 +21,7 @@ from outrider.engine.session import Session
 from outrider.engine.worker import Task
 from outrider.errors import CacheFull, OutriderError, Overloaded
 from outrider.parameters import SessionSpec
-from outrider.process.logs import session_prefix
+from outrider.process.telemetry import session_prefix
 from outrider.rpc.fencing import ComputeTimes, Fence, MessageStatus, SessionView, classify_open, classify_rollback
 
 # Eight windows of unasked verdicts: a client that asks for all of them again a few times is still heard.

@@ -24,8 +24,8 @@ from outrider.engine.worker import DeviceWorker
 from outrider.errors import InvalidRequest, NotReady, Overloaded
 from outrider.model_service.servicer import ServiceFacts
 from outrider.model_service.session_store import LeaseTable, Outbox, SessionAnswer, SessionStore
-from outrider.process import tracing
-from outrider.process.logs import session_prefix
+from outrider.process import telemetry
+from outrider.process.telemetry import session_prefix
 from outrider.rpc.fencing import ComputeTimes, Fence
 from outrider.rpc.messages import fence_from, fence_message, times_message
 from outrider.v1.draft_service_pb2 import ProposeRequest, ProposeResponse
@@ -199,7 +199,7 @@ class SessionServicer(ABC, Generic[RequestT, ResponseT, StoreT]):
             raise Overloaded(f"{self._num_streams} sessions have a stream already", limit=MAX_STREAMS)
         stream = SessionStream(self._device, self._sessions.table, context.time_remaining)
         self._num_streams += 1
-        with tracing.span("session", parent=tracing.parent_of(context.invocation_metadata())):
+        with telemetry.span("session", parent=telemetry.parent_of(context.invocation_metadata())):
             sums = AnswerSums()
             try:
                 await stream.carry(requests, partial(self._write, context, sums), partial(self._handle, stream))
@@ -238,7 +238,7 @@ class SessionServicer(ABC, Generic[RequestT, ResponseT, StoreT]):
         action = stream.admit(fence, request.WhichOneof("action"))
         if action == "open":
             bind_contextvars(session=session_prefix(fence.session_id))
-            tracing.note(session=session_prefix(fence.session_id))
+            telemetry.note(session=session_prefix(fence.session_id))
         if action == "ping":
             pong = self.response_type(fence=fence_message(fence, self._facts.instance_id), pong=Pong())
             stream.outbox.put(pong)
@@ -264,11 +264,11 @@ class AnswerSums:
         # The first one read the prompt.
         if self._num_answers == 1 or times.queue_us + times.compute_us > SLOW_US:
             name = "first answer" if self._num_answers == 1 else "slow answer"
-            tracing.event(name, queue_us=times.queue_us, compute_us=times.compute_us, forwards=times.forward_count)
+            telemetry.event(name, queue_us=times.queue_us, compute_us=times.compute_us, forwards=times.forward_count)
 
     def note(self) -> None:
         """Writes the sums into the open span."""
-        tracing.note(
+        telemetry.note(
             answers=self._num_answers,
             forwards=self._num_forwards,
             queue_us=self._queue_us,

@@ -20,7 +20,7 @@ from typing import Annotated, NoReturn, Protocol, TypeVar
 import structlog
 
 from outrider.errors import OutriderError
-from outrider.process import logs, tracing
+from outrider.process import telemetry
 from outrider.process.options import Setting, check_settings, within
 from outrider.rpc.channels import DRAIN_S
 
@@ -82,9 +82,9 @@ def run_service(name: str, start: Callable[[Settings], Awaitable[Service]], sett
     An OutriderError that keeps it from starting is the last line on stderr, one sentence for the operator, and names
     the exit code.
     """
-    logs.configure(settings.log_level)
+    telemetry.configure_logs(settings.log_level)
     try:
-        finish_tracing = tracing.configure(name)
+        finish_tracing = telemetry.configure_tracing(name)
         try:
             asyncio.run(_run(name, start, settings))
         finally:

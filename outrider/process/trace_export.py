@@ -1,6 +1,6 @@
 """Sends spans to a collector, by OTLP over gRPC, as the standard variables OTEL_* say.
 
-Needs the extra `otlp`, so `tracing.configure` imports it by its name. A collector that is away costs spans and no
+Needs the extra `otlp`, so `configure_tracing` imports it by its name. A collector that is away costs spans and no
 request: they wait in a bounded queue, from which a thread of its own sends them.
 """
 

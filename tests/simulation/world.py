@@ -32,7 +32,7 @@ from gateway.grpc.servicer import generation_service
 from gateway.metrics import GatewayMetrics
 from gateway.rounds.planner import Choice, SpeculationPolicy
 from gateway.sessions.link import BREAKERS, CircuitBreaker, Replicas, ServiceLink
-from gateway.sessions.timeouts import DraftDeadline, TargetTimeouts
+from gateway.sessions.stream import DraftDeadline, TargetTimeouts
 from gateway.text.chat_template import ChatTemplate
 from outrider.parameters import Rule
 from outrider.rpc.errors import error_from

@@ -7,13 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.engine.batching import Feed
+from outrider.engine.batching import Feed, RowPlan
 from outrider.engine.ops import Ops
 from outrider.engine.ops.eager import EagerOps
 from outrider.engine.ops.library import load_kernels, processor_levels
 from outrider.engine.ops.native import NativeOps
 from outrider.engine.ops.reference import ReferenceOps
-from outrider.engine.plan import RowPlan
 from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
 from outrider.token_tree import EMPTY, TokenTree

@@ -14,6 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
+from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
 from outrider.engine.hf_models.config import (
     PACKAGE,
@@ -28,7 +29,6 @@ from outrider.engine.hf_models.decoder import HfConfig, HfDecoder
 from outrider.engine.models.config import JsonKeys, read_eos_token_ids, read_json
 from outrider.engine.models.weights import Shapes, StoredTensor, check_tensors, model_hash, stored_tensors
 from outrider.engine.ops import Ops
-from outrider.engine.plan import RowPlan
 from outrider.errors import ModelRefused
 
 # Neither a multiple of a vector nor of a tile.

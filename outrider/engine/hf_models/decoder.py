@@ -12,9 +12,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
 from outrider.engine.ops import Ops
-from outrider.engine.plan import RowPlan
 
 # Two AVX-512 vectors of float32: the step of torch's loops; those of AVX2 and NEON divide it.
 STEP = 32

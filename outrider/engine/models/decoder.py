@@ -5,9 +5,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
 from outrider.engine.ops import Ops
-from outrider.engine.plan import RowPlan
 
 
 class DecoderFacts(Protocol):

@@ -9,12 +9,12 @@ import ctypes
 import torch
 from torch import Tensor
 
+from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.transformer import Layer, Linear, Transformer
 from outrider.engine.ops.library import DecoderFields, LayerFields, MatrixFields, PlanFields
 from outrider.engine.ops.native import MAX_HEAD_DIM, NativeOps, expect
-from outrider.engine.plan import RowPlan
 
 
 class FusedTransformer:

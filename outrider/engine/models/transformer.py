@@ -11,11 +11,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.rope import rotary_tables
 from outrider.engine.ops import Ops
-from outrider.engine.plan import RowPlan
 
 
 @dataclass(frozen=True, slots=True)

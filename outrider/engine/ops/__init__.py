@@ -10,11 +10,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from outrider.engine.batching import RowPlan
 from outrider.engine.ops.eager import EagerOps
 from outrider.engine.ops.library import load_kernels
 from outrider.engine.ops.native import NativeOps
 from outrider.engine.ops.reference import ReferenceOps
-from outrider.engine.plan import RowPlan
 
 __all__ = ["Ops", "choose_ops"]
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from outrider.engine.batching import RowPlan
 from outrider.engine.noise import gumbel
 from outrider.engine.ops.temperature import apply_temperature, argmax_mask
-from outrider.engine.plan import RowPlan
 
 # Elements of one temporary: 64 MiB of float32, so that long lists and wide vocabularies are worked through in pieces.
 TEMPORARY_ELEMENTS = 1 << 24

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from outrider.engine.batching import RowPlan
 from outrider.engine.ops.arena import Arena
 from outrider.engine.ops.library import Kernels
-from outrider.engine.plan import RowPlan
 
 MAX_THREADS = 256
 MAX_HEAD_DIM = 512

@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from outrider.engine.batching import RowPlan
 from outrider.engine.ops.eager import EagerOps
-from outrider.engine.plan import RowPlan
 
 
 class ReferenceOps:

@@ -9,8 +9,8 @@ from support.markov_services import Mischief, TargetServicer, serving
 
 from gateway.rounds.round import NOTHING, TokenLog
 from gateway.sessions.link import ModelInfo, Replicas, ServiceLink
+from gateway.sessions.stream import RoundDeadline, TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
-from gateway.sessions.timeouts import RoundDeadline, TargetTimeouts
 from outrider.errors import CacheFull, PeerLost
 from outrider.parameters import SamplingParameters, SessionSpec
 from outrider.v1 import model_service_pb2 as model_pb

@@ -14,8 +14,8 @@ from gateway.rounds.planner import RoundPlanner, SpeculationPolicy
 from gateway.rounds.round import FallbackReason, Round, TokenLog
 from gateway.sessions.draft import RemoteDraftSession
 from gateway.sessions.link import ModelInfo, Replicas, ServiceLink, WrongService
+from gateway.sessions.stream import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
-from gateway.sessions.timeouts import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.speculation import speculate
 from outrider.errors import PeerLost, VocabularyMismatch
 from outrider.parameters import SamplingParameters, SessionSpec

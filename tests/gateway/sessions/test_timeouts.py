@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.sessions.timeouts import Deadline, RetryBudget, RoundDeadline
+from gateway.sessions.stream import Deadline, RetryBudget, RoundDeadline
 from outrider.errors import PeerLost
 
 FAULT = PeerLost("The target service at here was lost")

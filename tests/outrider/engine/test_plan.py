@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.engine_cases import attention_case
 
-from outrider.engine.plan import RowPlan
+from outrider.engine.batching import RowPlan
 
 PLAN = attention_case(40, 2, 1, 8).plan
 

@@ -11,20 +11,20 @@ import structlog
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
-from outrider.process import logs
+from outrider.process import telemetry
 
 ROOT = Path(__file__).resolve().parents[3]
 # The secret is not in the source, which a traceback may show.
 SCRIPT = """
 import logging
 import structlog
-from outrider.process import logs
+from outrider.process.telemetry import configure_logs
 
 def handle(request):
     prompt = "".join(("sword", "fish"))
     raise KeyError(f"of {len(prompt)} characters")
 
-logs.configure("info")
+configure_logs("info")
 try:
     handle({"text": "".join(("open ", "sesame"))})
 except KeyError:
@@ -70,8 +70,8 @@ async def test_terminal_shows_the_traceback_without_locals() -> None:
 def test_what_is_bound_is_on_every_line_and_comes_back() -> None:
     """An inner value hides an outer one, a request has one id whoever binds it, and afterwards nothing is left."""
     with capture_logs([merge_contextvars]) as lines:
-        with logs.bound(session="outer"), logs.request_scope() as request_id:
-            with logs.bound(session="inner", request_id="own"), logs.request_scope() as own:
+        with telemetry.bound(session="outer"), telemetry.request_scope() as request_id:
+            with telemetry.bound(session="inner", request_id="own"), telemetry.request_scope() as own:
                 structlog.get_logger().info("one")
             structlog.get_logger().info("two")
         structlog.get_logger().info("three")
@@ -82,4 +82,4 @@ def test_what_is_bound_is_on_every_line_and_comes_back() -> None:
 
 def test_a_session_is_shown_by_its_beginning() -> None:
     """As every process shows it."""
-    assert logs.session_prefix(bytes(range(16))) == "00010203"
+    assert telemetry.session_prefix(bytes(range(16))) == "00010203"

@@ -8,7 +8,7 @@ import pytest
 from structlog.contextvars import get_contextvars
 
 from outrider.errors import InvalidRequest
-from outrider.process import tracing
+from outrider.process import telemetry
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = {"traceparent": f"00-{TRACE_ID}-00f067aa0ba902b7-01"}
@@ -16,21 +16,21 @@ PARENT = {"traceparent": f"00-{TRACE_ID}-00f067aa0ba902b7-01"}
 
 def test_a_client_s_trace_goes_through() -> None:
     """Its trace_id is on the log's lines and in what the services are sent, and afterwards on none."""
-    with tracing.span("one", PARENT):
+    with telemetry.span("one", PARENT):
         assert get_contextvars()["trace_id"] == TRACE_ID
-        assert dict(tracing.carrier())["traceparent"].split("-")[1] == TRACE_ID
-        with tracing.span("two", session="ab"):
-            tracing.event("slow", compute_us=7)
-            assert dict(tracing.carrier())["traceparent"].split("-")[1] == TRACE_ID
+        assert dict(telemetry.carrier())["traceparent"].split("-")[1] == TRACE_ID
+        with telemetry.span("two", session="ab"):
+            telemetry.event("slow", compute_us=7)
+            assert dict(telemetry.carrier())["traceparent"].split("-")[1] == TRACE_ID
     assert "trace_id" not in get_contextvars()
-    assert tracing.carrier() == ()
+    assert telemetry.carrier() == ()
 
 
 @pytest.mark.parametrize("traceparent", ["", "nonsense", "00-" + "0" * 32 + "-00f067aa0ba902b7-01", "ff-" + TRACE_ID])
 def test_a_malformed_parent_is_none(traceparent: str) -> None:
     """It costs its sender the trace and no one the request."""
-    with tracing.span("one", {"traceparent": traceparent}):
-        assert tracing.carrier() == ()
+    with telemetry.span("one", {"traceparent": traceparent}):
+        assert telemetry.carrier() == ()
         assert "trace_id" not in get_contextvars()
 
 
@@ -38,8 +38,8 @@ def test_a_long_state_of_a_trace_stays_behind() -> None:
     """With it the metadata of a call would be more than gRPC takes, and the client's request would fail for it."""
     for count, goes_on in ((3, True), (20, False)):
         state = ",".join(f"k{number:02}={'v' * 250}" for number in range(count))
-        with tracing.span("one", {**PARENT, "tracestate": state}):
-            told = dict(tracing.carrier())
+        with telemetry.span("one", {**PARENT, "tracestate": state}):
+            told = dict(telemetry.carrier())
         assert told["traceparent"].split("-")[1] == TRACE_ID
         assert told.get("tracestate") == (state if goes_on else None)
 
@@ -47,14 +47,14 @@ def test_a_long_state_of_a_trace_stays_behind() -> None:
 async def test_errors_and_cancellations_pass() -> None:
     """A span changes nothing about what is raised inside."""
     for error in (InvalidRequest("a", 1, "2"), RuntimeError("b"), asyncio.CancelledError()):
-        with pytest.raises(type(error)), tracing.span("one", PARENT):
+        with pytest.raises(type(error)), telemetry.span("one", PARENT):
             raise error
     assert "trace_id" not in get_contextvars()
 
 
 async def test_a_span_may_be_left_by_another_task() -> None:
     """Then its own task keeps the context, and neither of them hears of it."""
-    opened = tracing.span("one", PARENT)
+    opened = telemetry.span("one", PARENT)
     opened.__enter__()
 
     async def leave() -> None:
@@ -65,8 +65,8 @@ async def test_a_span_may_be_left_by_another_task() -> None:
 
 def test_only_text_of_metadata_is_a_parent() -> None:
     """Values of binary headers are bytes."""
-    assert tracing.parent_of((("traceparent", "a"), ("x-bin", b"b"))) == {"traceparent": "a"}
-    assert tracing.parent_of(None) == {}
+    assert telemetry.parent_of((("traceparent", "a"), ("x-bin", b"b"))) == {"traceparent": "a"}
+    assert telemetry.parent_of(None) == {}
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_only_text_of_metadata_is_a_parent() -> None:
 )
 def test_nothing_is_exported_unasked(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an endpoint, or switched off, the exporter is not even imported."""
-    monkeypatch.delitem(sys.modules, tracing.EXPORTER, raising=False)
-    tracing.configure("test", environment)()
-    assert tracing.EXPORTER not in sys.modules
+    monkeypatch.delitem(sys.modules, telemetry.EXPORTER, raising=False)
+    telemetry.configure_tracing("test", environment)()
+    assert telemetry.EXPORTER not in sys.modules
 
 
 def test_a_missing_extra_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,9 +92,9 @@ def test_a_missing_extra_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     monkeypatch.setattr(importlib, "import_module", lambda _: missing("opentelemetry.sdk"))
-    with pytest.raises(tracing.ExporterMissing, match=r"localhost:4317.*pip install 'outrider\[otlp\]'\.") as raised:
-        tracing.configure("test", environment)
+    with pytest.raises(telemetry.ExporterMissing, match=r"localhost:4317.*pip install 'outrider\[otlp\]'\.") as raised:
+        telemetry.configure_tracing("test", environment)
     assert raised.value.exit_code == 78
     monkeypatch.setattr(importlib, "import_module", lambda _: missing("nothing_of_theirs"))
     with pytest.raises(ModuleNotFoundError):
-        tracing.configure("test", environment)
+        telemetry.configure_tracing("test", environment)

@@ -6,8 +6,8 @@ from support.basics import spec_of
 from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target, plain
 from torch import Tensor
 
+from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
-from outrider.engine.plan import RowPlan
 from outrider.errors import OutriderError
 from outrider.token_tree import TokenTree
 from target_service.acceptance import Walk, walk

@@ -8,8 +8,8 @@ import torch
 from support.model_cases import ORIGINAL_LEN, SCALINGS, THETA, TOLERANCE, WINDOWS, respell, worst_difference
 from support.tiny_models import write_tiny_model
 
+from outrider.engine.batching import RowPlan
 from outrider.engine.models import rope
-from outrider.engine.plan import RowPlan
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral"]
 SPELLINGS = ["new", "old"]

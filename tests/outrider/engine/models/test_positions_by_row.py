@@ -11,9 +11,8 @@ from support.tiny_models import write_tiny_model
 from torch import Tensor
 
 from outrider.engine import runner as runner_module
-from outrider.engine.batching import Feed
+from outrider.engine.batching import Feed, RowPlan
 from outrider.engine.ops.reference import ReferenceOps
-from outrider.engine.plan import RowPlan
 from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
 from outrider.token_tree import EMPTY, TokenTree

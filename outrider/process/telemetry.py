@@ -1,24 +1,97 @@
-"""Traces as W3C has them: the spans of a process, and what travels to the next one.
+"""Logs and traces of a process: what it says to operators, and what travels to the next process.
 
-Without a collector nothing is recorded, and yet a client's trace goes through: what it sent is what the services get,
-and its trace_id is on the lines of the log. No span has text or token ids: of an error only its reason is told, because
-its sentence may repeat what the client wrote.
+Logs are structured and go to stderr, so that stdout belongs to the program: text in a terminal, anywhere else one JSON
+object a line. A line never has the text of a prompt or an answer, nor token ids; it has names to find its request by:
+request_id, session and trace_id. A traceback never shows the values of local variables.
+
+Traces are those of W3C. Without a collector nothing is recorded, and yet a client's trace goes through: what it sent is
+what the services get, and its trace_id is on the lines of the log. Of an error a span has only the reason, because the
+sentence may repeat what the client wrote.
 """
 
 import asyncio
 import importlib
+import logging
 import os
+import secrets
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
+import structlog
 from opentelemetry import context as contexts
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
+from structlog.contextvars import bind_contextvars, get_contextvars, unbind_contextvars
+from structlog.tracebacks import ExceptionDictTransformer
+from structlog.typing import Processor
 
 from outrider.errors import OutriderError
-from outrider.process.logs import bound
+
+SHOWN_ID_LEN = 4
+
+
+def configure_logs(level: str) -> None:
+    """Sets up structlog and the standard library's logging, which grpc uses; `level` as in LogLevel."""
+    number = getattr(logging, level.upper())
+    gathering: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    rendering = _rendering(sys.stderr.isatty())
+    foreign = logging.StreamHandler(sys.stderr)
+    # Lines of libraries look like ours, and their tracebacks have no more in them.
+    foreign.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[*gathering, structlog.stdlib.add_logger_name],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendering],
+        )
+    )
+    logging.basicConfig(level=max(number, logging.WARNING), handlers=[foreign])
+    structlog.configure(
+        processors=[*gathering, *rendering],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+
+
+@contextmanager
+def bound(**values: object) -> Iterator[None]:
+    """Puts values on every line of this task, and of the tasks that it starts, until the context is left."""
+    before = {name: value for name, value in get_contextvars().items() if name in values}
+    bind_contextvars(**values)
+    try:
+        yield
+    finally:
+        # Not structlog's own way: its tokens refuse to be given back by another task, which closes a stream at times.
+        unbind_contextvars(*values)
+        bind_contextvars(**before)
+
+
+@contextmanager
+def request_scope() -> Iterator[str]:
+    """Puts a request_id on every line, a new one unless a surface has bound its own; gives the id."""
+    request_id = str(get_contextvars().get("request_id") or secrets.token_hex(8))
+    with bound(request_id=request_id):
+        yield request_id
+
+
+def session_prefix(session_id: bytes) -> str:
+    """Enough of a session's id to find it again in the logs of the other processes."""
+    return session_id[:SHOWN_ID_LEN].hex()
+
+
+def _rendering(is_terminal: bool) -> list[Processor]:
+    if is_terminal:
+        # The default formatter is rich's, which prints local variables.
+        return [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+    tracebacks = ExceptionDictTransformer(show_locals=False)
+    return [structlog.processors.ExceptionRenderer(tracebacks), structlog.processors.JSONRenderer()]
+
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 EXPORTER = "outrider.process.trace_export"
@@ -37,7 +110,7 @@ class ExporterMissing(OutriderError):
     exit_code = 78
 
 
-def configure(service_name: str, environment: Mapping[str, str] = os.environ) -> Callable[[], None]:
+def configure_tracing(service_name: str, environment: Mapping[str, str] = os.environ) -> Callable[[], None]:
     """Exports this process's spans if the standard variables OTEL_* name a collector; raises ExporterMissing.
 
     What is returned is to be called once, at the end of the process.
