@@ -134,7 +134,7 @@ def _backend(settings: GatewaySettings, tokenizer: Tokenizer, registry: Collecto
         target=target,
         draft=Replicas(drafts) if drafts else None,
         policy=SpeculationPolicy(),
-        draft_deadline=DraftDeadline(settings.draft_deadline_least_s, settings.draft_deadline_most_s),
+        draft_deadline=DraftDeadline(settings.draft_deadline_min_s, settings.draft_deadline_max_s),
         target_timeouts=TargetTimeouts(
             stall_s=settings.target_stall_seconds, rebuild_budget_s=settings.rebuild_budget_seconds
         ),

@@ -93,21 +93,21 @@ class GatewaySettings(ProcessSettings):
     draft: Annotated[
         str, Setting("Where the draft answers. Empty: plain decoding.", addresses(needed=False, several=True))
     ] = ""
-    listen: Annotated[str, Setting("Where to serve gRPC; port 0 takes a free one.", addresses(least_port=0))] = (
+    listen: Annotated[str, Setting("Where to serve gRPC; port 0 takes a free one.", addresses(min_port=0))] = (
         "127.0.0.1:50050"
     )
     rest_listen: Annotated[
         str,
         Setting(
             "Where to serve REST and the page; port 0 takes a free one. Empty: nowhere.",
-            addresses(least_port=0, needed=False),
+            addresses(min_port=0, needed=False),
         ),
     ] = "127.0.0.1:8080"
     metrics_listen: Annotated[
         str,
         Setting(
             "Where to serve metrics alone, beside REST's /metrics; port 0 takes a free one. Empty: nowhere.",
-            addresses(least_port=0, needed=False),
+            addresses(min_port=0, needed=False),
         ),
     ] = ""
     reflection: Annotated[bool, Setting("Describe the gRPC services to whoever asks.")] = False
@@ -139,8 +139,8 @@ class GatewaySettings(ProcessSettings):
         float, Setting("Silence on a REST stream after which a comment is sent.", above(0))
     ] = 15.0
     # No options: how long a proposal is worth waiting for is learnt between these.
-    draft_deadline_least_s: float = 0.25
-    draft_deadline_most_s: float = 5.0
+    draft_deadline_min_s: float = 0.25
+    draft_deadline_max_s: float = 5.0
     sites: Sites = field(init=False)
     """Made of cors_origins and allowed_hosts."""
 

@@ -1,10 +1,10 @@
-"""The import rule, read from the source: imports point one way, and what must stay light never reaches torch.
+"""The import rules, one table, read from the source: imports point one way, and light processes never reach torch.
 
-Nothing is imported here, so a violation is found even in a module that no test loads.
+`docs/architecture.md` shows the same table. Nothing is imported here, so a violation is found even in a module that no
+test loads.
 """
 
 import ast
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -13,40 +13,82 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("outrider", "draft_service", "target_service", "gateway", "bench", "models")
+FOLDERS = ("outrider", "draft_service", "target_service", "gateway", "bench", "models")
 HEAVY = ("torch", "numpy", "transformers", "safetensors", "outrider.engine")
-# What each side must not import itself. `bench` stands outside the house and may look at all of it.
-FORBIDDEN: Mapping[str, tuple[str, ...]] = {
-    "gateway": (*HEAVY, "draft_service", "target_service", "outrider.cli", "bench"),
-    "draft_service": ("gateway", "target_service", "outrider.cli", "bench", "transformers"),
-    "target_service": ("gateway", "draft_service", "outrider.cli", "bench", "transformers"),
-    "outrider": ("gateway", "draft_service", "target_service", "bench", "transformers"),
-}
+PROTOBUF = ("outrider.v1", "google.protobuf")
 # Transformers costs seconds and hundreds of megabytes: one package imports it, and is itself imported by name alone.
 HF_MODELS = "outrider.engine.hf_models"
-# What must not reach HEAVY by any chain of imports.
-LIGHT = (
-    "gateway",
-    "outrider.cli",
-    "outrider.client",
-    "outrider.process.health_probe",
-    "outrider.cli.local_stack",
-    "outrider.cli.local_stack",
-)
-# The engine uses these of the house, and itself. The last two hold names, numbers and places of the sized models, which
-# the gateway and the command line need as well, and which therefore cannot lie in the engine.
-ENGINE_MAY_USE = (
-    "outrider.engine",
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a package may import of the house beside itself. Of several rules the one with the longest name holds."""
+
+    package: str
+    may_import: tuple[str, ...] = ()
+    torch: bool = False
+    """Whether it may reach torch, numpy, safetensors or the engine by any chain of imports."""
+    protobuf: bool = False
+    """Whether it may know the messages. Everywhere else there are plain dataclasses."""
+
+
+SHARED = (
     "outrider.errors",
     "outrider.parameters",
-    "outrider.model_names",
+    "outrider.token_tree",
+    "outrider.vocabulary",
     "outrider.model_names",
 )
-# protobuf stops at the doors.
-PROTOBUF_MODULES = re.compile(
-    r"(draft_service|target_service|gateway)\.servicer|gateway\.(links|streams|client_writer|(chat|generation)_messages|\w+_(session|stream))"
-    r"|outrider\.(model_servicer|session_servicer|wire(_\w+)?|rpc|cli\.model_facts|client\.(requests|replies))|outrider\.v1(\..+)?|bench\..+"
+PLUMBING = ("outrider.rpc", "outrider.process")
+SERVICE = (*SHARED, *PLUMBING, "outrider.engine", "outrider.model_service")
+RULES = (
+    Rule("outrider.errors"),
+    Rule("outrider.parameters", ("outrider.errors",)),
+    Rule("outrider.model_names", ("outrider.errors",)),
+    Rule("outrider.vocabulary", ("outrider.errors",)),
+    Rule("outrider.token_tree", ("outrider.errors", "outrider.parameters")),
+    Rule("outrider.v1", protobuf=True),
+    Rule("outrider.rpc", SHARED, protobuf=True),
+    Rule("outrider.process", (*SHARED, "outrider.rpc")),
+    Rule("outrider.engine", SHARED, torch=True),
+    Rule("outrider.model_service", (*SHARED, *PLUMBING, "outrider.engine"), torch=True, protobuf=True),
+    Rule("outrider.model_service.settings", (*SHARED, *PLUMBING)),
+    Rule("outrider.client", (*SHARED, "outrider.rpc"), protobuf=True),
+    Rule("outrider.cli", (*SHARED, *PLUMBING, "outrider.client", "outrider.model_service.settings"), protobuf=True),
+    Rule("draft_service", SERVICE, torch=True),
+    Rule("draft_service.servicer", ("draft_service", *SERVICE), torch=True, protobuf=True),
+    Rule("target_service", SERVICE, torch=True),
+    Rule("target_service.servicer", ("target_service", *SERVICE), torch=True, protobuf=True),
+    Rule("gateway.rounds", SHARED),
+    Rule("gateway.text", SHARED),
+    Rule("gateway.sessions", (*SHARED, *PLUMBING, "gateway.rounds"), protobuf=True),
+    Rule("gateway.speculation", (*SHARED, "gateway.rounds", "gateway.sessions")),
+    Rule(
+        "gateway.generation",
+        (*SHARED, *PLUMBING, "gateway.rounds", "gateway.sessions", "gateway.text", "gateway.speculation"),
+    ),
+    Rule(
+        "gateway.grpc",
+        (*SHARED, *PLUMBING, "gateway.rounds", "gateway.text", "gateway.generation"),
+        protobuf=True,
+    ),
+    Rule(
+        "gateway.rest",
+        (
+            *SHARED,
+            *PLUMBING,
+            "gateway.rounds",
+            "gateway.sessions",
+            "gateway.text",
+            "gateway.generation",
+            "gateway.settings",
+        ),
+    ),
+    Rule("gateway.settings", (*SHARED, *PLUMBING)),
+    Rule("gateway", (*SHARED, *PLUMBING)),
 )
+# They stand outside the house and may look at all of it.
+FREE = ("bench", "models")
 
 
 @dataclass(frozen=True)
@@ -60,8 +102,8 @@ class Module:
 def read_modules(root: Path) -> dict[str, Module]:
     """All modules of the packages, without the generated stubs' contents being special."""
     modules = {}
-    for package in PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
+    for folder in FOLDERS:
+        for path in sorted((root / folder).rglob("*.py")):
             parts = path.relative_to(root).with_suffix("").parts
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
             modules[name] = Module(name, ast.parse(path.read_text(encoding="utf-8"), str(path)))
@@ -86,6 +128,46 @@ def within(name: str, packages: Iterable[str]) -> bool:
     return any(name == package or name.startswith(package + ".") for package in packages)
 
 
+def rule_of(name: str) -> Rule | None:
+    """The rule that holds for a module; None for what is free."""
+    return max(
+        (rule for rule in RULES if within(name, [rule.package])), key=lambda rule: len(rule.package), default=None
+    )
+
+
+def wrong_ways(modules: Mapping[str, Module]) -> list[str]:
+    """Imports of the house that a module's rule does not name."""
+    found = []
+    for module in modules.values():
+        rule = rule_of(module.name)
+        if rule is None:
+            found += [] if within(module.name, FREE) or module.name == "outrider" else [f"{module.name} has no rule"]
+            continue
+        allowed = (rule.package, *rule.may_import, *(["outrider.v1"] if rule.protobuf else []))
+        found += [
+            f"{module.name} imports {name}"
+            for name in sorted(imported(module))
+            if within(name, FOLDERS) and not within(name, allowed) and not is_package_of(name, allowed)
+        ]
+    return found
+
+
+def is_package_of(name: str, allowed: Iterable[str]) -> bool:
+    """Whether a name is only the package in which something allowed lies, as in `from outrider import errors`."""
+    return any(other.startswith(name + ".") for other in allowed)
+
+
+def hf_imports(modules: Mapping[str, Module]) -> list[str]:
+    """Modules that import transformers, or the one package that does."""
+    return [
+        f"{module.name} imports {name}"
+        for module in modules.values()
+        if not within(module.name, [HF_MODELS, *FREE])
+        for name in sorted(imported(module))
+        if within(name, ["transformers", HF_MODELS])
+    ]
+
+
 def reached(start: str, modules: Mapping[str, Module]) -> dict[str, str]:
     """Everything that importing a module imports, each with the module that does it; parents of a module included."""
     found: dict[str, str] = {}
@@ -100,39 +182,12 @@ def reached(start: str, modules: Mapping[str, Module]) -> dict[str, str]:
     return found
 
 
-def is_fallback_s_own(module: str, name: str) -> bool:
-    """Whether the fallback imports what is there for it alone."""
-    return within(module, [HF_MODELS]) and within(name, ["transformers"])
-
-
-def fallback_imports(modules: Mapping[str, Module]) -> list[str]:
-    """Modules that import the fallback, and with it transformers."""
-    return [
-        f"{module.name} imports {name}"
-        for module in modules.values()
-        if not within(module.name, [HF_MODELS])
-        for name in sorted(imported(module))
-        if within(name, [HF_MODELS])
-    ]
-
-
-def forbidden_imports(modules: Mapping[str, Module]) -> list[str]:
-    """Imports that point the wrong way."""
-    return [
-        f"{module.name} imports {name}"
-        for module in modules.values()
-        for name in sorted(imported(module))
-        if (within(name, FORBIDDEN.get(module.name.split(".")[0], ())) and not is_fallback_s_own(module.name, name))
-        or (within(module.name, ["outrider.engine"]) and within(name, PACKAGES) and not within(name, ENGINE_MAY_USE))
-    ]
-
-
 def heavy_chains(modules: Mapping[str, Module]) -> list[str]:
     """Light modules that reach a heavy one, with the link that does it."""
+    light = [module for module in modules.values() if (rule := rule_of(module.name)) is not None and not rule.torch]
     return [
         f"{module.name} reaches {name} through {by}"
-        for module in modules.values()
-        if within(module.name, LIGHT)
+        for module in light
         for name, by in reached(module.name, modules).items()
         if within(name, HEAVY)
     ]
@@ -158,13 +213,13 @@ def protobuf_leaks(modules: Mapping[str, Module]) -> list[str]:
     return [
         f"{module.name} imports {name}"
         for module in modules.values()
-        if not PROTOBUF_MODULES.fullmatch(module.name)
+        if (rule := rule_of(module.name)) is not None and not rule.protobuf
         for name in sorted(imported(module))
-        if within(name, ["outrider.v1", "google.protobuf"])
+        if within(name, PROTOBUF)
     ]
 
 
-RULES = (forbidden_imports, fallback_imports, heavy_chains, knots, protobuf_leaks)
+CHECKS = (wrong_ways, hf_imports, heavy_chains, knots, protobuf_leaks)
 
 
 @pytest.fixture(scope="module")
@@ -173,17 +228,17 @@ def modules() -> dict[str, Module]:
 
 
 def test_imports_point_one_way(modules: dict[str, Module]) -> None:
-    """No package imports what lies above or beside it."""
-    assert forbidden_imports(modules) == []
+    """No package imports what its rule does not name."""
+    assert wrong_ways(modules) == []
 
 
-def test_the_fallback_is_loaded_by_name_alone(modules: dict[str, Module]) -> None:
+def test_transformers_is_loaded_by_name_alone(modules: dict[str, Module]) -> None:
     """No import statement makes a process pay for transformers."""
-    assert fallback_imports(modules) == []
+    assert hf_imports(modules) == []
 
 
 def test_light_processes_never_reach_torch(modules: dict[str, Module]) -> None:
-    """Gateway, command line, supervisor and probe reach neither torch nor the engine by any chain."""
+    """Gateway, client and command line reach neither torch nor the engine by any chain."""
     assert heavy_chains(modules) == []
 
 
@@ -197,19 +252,49 @@ def test_protobuf_stops_at_the_doors(modules: dict[str, Module]) -> None:
     assert protobuf_leaks(modules) == []
 
 
+def test_every_rule_is_about_something(modules: dict[str, Module]) -> None:
+    """A rule whose package is gone is no rule."""
+    assert [rule.package for rule in RULES if rule.package not in modules] == []
+
+
+def row(rule: Rule) -> str:
+    """A rule as a line of the table in docs/architecture.md."""
+    groups = {"shared": SHARED, "plumbing": PLUMBING, "the frame": ("outrider.engine", "outrider.model_service")}
+    named = [word for word, group in groups.items() if set(group) <= set(rule.may_import)]
+    grouped = {name for word in named for name in groups[word]}
+    may_import = ", ".join([*named, *(f"`{name}`" for name in rule.may_import if name not in grouped)]) or "nothing"
+    return f"| `{rule.package}` | {may_import} | {'yes' if rule.torch else ''} | {'yes' if rule.protobuf else ''} |"
+
+
+def test_the_document_shows_the_same_table() -> None:
+    """docs/architecture.md has every rule, in the same order, and no other."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    head = "| package | may import | reaches torch | knows messages |"
+    table = text[text.index(head) :].split("\n\n")[0].splitlines()
+    assert table[2:] == [row(rule) for rule in RULES]
+
+
 @pytest.mark.parametrize(
     ("name", "source", "sentence"),
     [
-        ("gateway.rounds.planner", "import torch.nn", "gateway.rounds.planner imports torch.nn"),
+        (
+            "gateway.rounds.policy",
+            "import torch.nn",
+            "gateway.rounds.policy reaches torch.nn through gateway.rounds.policy",
+        ),
+        ("gateway.rounds.a", "from gateway import sessions", "gateway.rounds.a imports gateway.sessions"),
+        ("gateway.server", "import draft_service", "gateway.server imports draft_service"),
         ("draft_service.drafters.a", "from target_service import b", "draft_service.drafters.a imports target_service"),
-        ("outrider.engine.a", "from outrider import rpc", "outrider.engine.a imports outrider.rpc.channels"),
+        ("outrider.engine.a", "from outrider import rpc", "outrider.engine.a imports outrider.rpc"),
+        ("outrider.rpc.a", "from outrider.cli import b", "outrider.rpc.a imports outrider.cli"),
+        ("outrider.b", "import json", "outrider.b has no rule"),
         ("outrider.cli.a", "import middle", "outrider.cli.a reaches torch through middle"),
         ("outrider.engine.b", "import transformers", "outrider.engine.b imports transformers"),
         ("outrider.engine.c", f"from {HF_MODELS} import d", f"outrider.engine.c imports {HF_MODELS}"),
         ("gateway.a", "def f():\n    import json", "gateway.a imports in line 2, inside a function"),
         ("gateway.b", "from . import a", "gateway.b imports relatively in line 1"),
         ("gateway.c", "import typing\nif typing.TYPE_CHECKING: pass", "gateway.c says TYPE_CHECKING"),
-        ("gateway.d", "from outrider.v1 import types_pb2", "gateway.d imports outrider.v1"),
+        ("gateway.generation.d", "from outrider.v1 import types_pb2", "gateway.generation.d imports outrider.v1"),
     ],
 )
 def test_planted_violations_are_found(name: str, source: str, sentence: str) -> None:
@@ -218,4 +303,4 @@ def test_planted_violations_are_found(name: str, source: str, sentence: str) -> 
         "middle": Module("middle", ast.parse("import torch")),
         name: Module(name, ast.parse(source)),
     }
-    assert sentence in [found for rule in RULES for found in rule(planted)]
+    assert sentence in [found for check in CHECKS for found in check(planted)]

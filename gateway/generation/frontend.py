@@ -32,6 +32,14 @@ RETRY_AFTER_S = (1.0, 60.0)
 SMOOTHING = 0.2
 
 
+class ClientStalled(OutriderError):
+    """The client must read what it asked for."""
+
+    status = "DEADLINE_EXCEEDED"
+    reason = "CLIENT_STALLED"
+    exit_code = 75
+
+
 @dataclass(slots=True, eq=False)
 class _Waiter:
     """Someone in the queue."""

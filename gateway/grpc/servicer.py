@@ -13,24 +13,15 @@ from typing import Any, Self
 import grpc
 from google.protobuf.message import Message
 
-from gateway.generation.frontend import Frontend
+from gateway.generation.frontend import ClientStalled, Frontend
 from gateway.generation.request import GenerationRequest
 from gateway.grpc.messages import chat_request_from, event_message, request_from
-from outrider.errors import OutriderError
 from outrider.process import telemetry
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
 
 Context = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 ChatContext = grpc.aio.ServicerContext[pb.ChatRequest, pb.GenerateResponse]
-
-
-class ClientStalled(OutriderError):
-    """The client must read what it asked for."""
-
-    status = "DEADLINE_EXCEEDED"
-    reason = "CLIENT_STALLED"
-    exit_code = 75
 
 
 class ClientWriter:

@@ -95,7 +95,7 @@ class RunningRest:
 
 async def serve_rest(listen: str, app: ASGIApp) -> RunningRest:
     """Serves an application on HOST:PORT, where port 0 takes a free one. Raises AddressTaken and InvalidRequest."""
-    host, _, port = check_address("listen", listen, least_port=0).rpartition(":")
+    host, _, port = check_address("listen", listen, min_port=0).rpartition(":")
     taken = AddressTaken(f"Cannot listen on {listen}: it is taken, or not an address of this machine.", listen=listen)
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)

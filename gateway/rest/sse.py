@@ -12,7 +12,7 @@ import structlog
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.grpc.servicer import ClientStalled
+from gateway.generation.frontend import ClientStalled
 from gateway.rest.errors import ClientGone
 
 KEEP_ALIVE = b": keep-alive\n\n"

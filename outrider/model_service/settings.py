@@ -45,7 +45,7 @@ class Dtype(StrEnum):
     FLOAT32 = "float32"
 
 
-Listen = Annotated[str, Setting("Where to serve gRPC; port 0 takes a free one.", addresses(least_port=0))]
+Listen = Annotated[str, Setting("Where to serve gRPC; port 0 takes a free one.", addresses(min_port=0))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class ModelServiceSettings(ProcessSettings):
         str,
         Setting(
             "Where to serve metrics for Prometheus; port 0 takes a free one. Empty: nowhere.",
-            addresses(least_port=0, needed=False),
+            addresses(min_port=0, needed=False),
         ),
     ] = ""
 

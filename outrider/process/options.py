@@ -77,14 +77,14 @@ def above(least: float) -> Limit:
     return Limit(words, check)
 
 
-def addresses(*, least_port: int = 1, needed: bool = True, several: bool = False) -> Limit:
+def addresses(*, min_port: int = 1, needed: bool = True, several: bool = False) -> Limit:
     """HOST:PORT, or several with commas; empty where none is needed."""
     words = "HOST:PORT" + ", or several with commas" * several + (", or empty" if not needed else "")
 
     def check(flag: str, text: str) -> None:
         entries = listed(text) if several else tuple(filter(None, [text]))
         for entry in entries or ([""] if needed else []):
-            check_address(flag.removeprefix("--").replace("-", "_"), entry, least_port=least_port)
+            check_address(flag.removeprefix("--").replace("-", "_"), entry, min_port=min_port)
 
     return Limit(words, check)
 

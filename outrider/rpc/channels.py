@@ -32,15 +32,15 @@ Services = Mapping[str, Callable[[grpc.aio.Server], None]]
 """Full names of services, and what adds each to a server."""
 
 
-def check_address(field: str, address: str, *, least_port: int = 1) -> str:
+def check_address(field: str, address: str, *, min_port: int = 1) -> str:
     """Returns the address; raises InvalidRequest when it is not HOST:PORT. A port to listen on may be 0, any free one.
 
     gRPC would take a port that is too large modulo 65,536, a bare host with the port of HTTPS, and an empty address
     with lines of its own on stderr.
     """
     found = ADDRESS.fullmatch(address)
-    if found is None or not least_port <= int(found["port"]) <= MAX_PORT:
-        raise InvalidRequest(field, address, f"HOST:PORT with a port in [{least_port}, {MAX_PORT}]")
+    if found is None or not min_port <= int(found["port"]) <= MAX_PORT:
+        raise InvalidRequest(field, address, f"HOST:PORT with a port in [{min_port}, {MAX_PORT}]")
     return address
 
 
@@ -127,7 +127,7 @@ async def serve(listen: str, services: Services, *, reflects: bool = False) -> R
 
 def _bind(server: grpc.aio.Server, listen: str) -> str:
     """Binds and returns the address with its true port."""
-    host = check_address("listen", listen, least_port=0).rpartition(":")[0]
+    host = check_address("listen", listen, min_port=0).rpartition(":")[0]
     try:
         port = server.add_insecure_port(listen)
     except RuntimeError:

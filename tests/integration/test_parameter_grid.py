@@ -34,7 +34,7 @@ from support.grid import (
 from support.stack import RunningStack, running_stack
 
 # A draft that is late on a busy machine would change what these rules say, as it may.
-PATIENT = {"draft_deadline_least_s": 60.0, "draft_deadline_most_s": 60.0}
+PATIENT = {"draft_deadline_min_s": 60.0, "draft_deadline_max_s": 60.0}
 AT_A_TIME = 8
 # Each needs another parameter to have an effect.
 LIKELY_EOS = {"logit_bias": {EOS: 9.0}}

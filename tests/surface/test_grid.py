@@ -13,7 +13,7 @@ from surface.rest_stack import CHAT, COMPLETIONS, RestStack, rest_stack
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.surface]
 AT_A_TIME = 8
 SLICE = 6
-PATIENT = {"draft_deadline_least_s": 60.0, "draft_deadline_most_s": 60.0}
+PATIENT = {"draft_deadline_min_s": 60.0, "draft_deadline_max_s": 60.0}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -164,7 +164,7 @@ async def rest(
 
 async def test_a_draft_past_its_deadline_is_stopped() -> None:
     """With a deadline far below what thirty-two guesses take, a Rollback stops the draft's job; tokens are the same."""
-    hurry = {"draft_deadline_least_s": 0.002, "draft_deadline_most_s": 0.002}
+    hurry = {"draft_deadline_min_s": 0.002, "draft_deadline_max_s": 0.002}
     async with running_stack(gateway=hurry) as stack:
         fields = {"text": PROMPT, "seed": 3, "max_tokens": 60, "ignore_eos": True}
         expected = await stack.generate(**fields, enabled=False)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gateway.grpc.servicer import ClientStalled
+from gateway.generation.frontend import ClientStalled
 from gateway.rest.errors import (
     BodyTimeout,
     BodyTooLarge,

@@ -37,4 +37,4 @@ def test_anything_else_is_refused(address: str) -> None:
 
 def test_port_0_is_for_listening() -> None:
     """It means any free one there, and nothing to who calls."""
-    assert check_address("listen", "127.0.0.1:0", least_port=0) == "127.0.0.1:0"
+    assert check_address("listen", "127.0.0.1:0", min_port=0) == "127.0.0.1:0"
