@@ -2,14 +2,13 @@
 
     python -m bench.house [--root DIR] [--static] [--shapes FILE] [--json FILE]
 
-Prints a Markdown table, and below it what was counted. The files on a token's path are measured: a stack serves the
-embedded pair, and its processes note whose functions run while one request is streamed; --static leaves that out.
-The tree under --root needs its kernels built. Nothing of it is imported here, so that it may be of any version.
+Prints a Markdown table, and below it what was counted. For the files on a token's path a stack serves the embedded
+pair, and its processes note which functions run while one request is streamed; --static leaves that out. The tree under
+--root needs its kernels built; it may be of any version.
 """
 
 import argparse
 import ast
-import http.client
 import json
 import os
 import statistics
@@ -19,6 +18,7 @@ import tempfile
 import threading
 import time
 import tomllib
+import urllib.request
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,38 +29,18 @@ from typing import Any
 
 NOT_SOURCE = ("tests/", "outrider/v1/")
 LARGE_FOLDER = 20
-# Classes, and functions that make JSON, on the way through the stack; those with | between them stand at one place.
-SHAPES: dict[str, list[str]] = {
-    "shapes of a request": [
-        "gateway.rest.completion_request.CompletionRequest | gateway.rest.chat_request.ChatRequest"
-        " | gateway.rest.api_body.GenerateBody | outrider.v1.generation_service_pb2.GenerateRequest",
-        "gateway.rest.answering.Order",
-        "gateway.requests.GenerationAsk",
-        "gateway.requests.GenerationPlan",
-        "outrider.parameters.SessionSpec",
-        "outrider.v1.types_pb2.OpenSession",
-        "outrider.engine.drawing.Ask",
-        "outrider.engine.penalties.RowContext",
-    ],
-    "shapes of a verdict": [
-        "target_service.acceptance.Walk",
-        "target_service.acceptance.Verdict",
-        "target_service.sessions.Answer",
-        "outrider.v1.target_service_pb2.Verdict",
-        "gateway.rounds.Verdict",
-        "gateway.rounds.Round",
-        "gateway.generation.RoundEvent",
-        "outrider.v1.generation_service_pb2.Round | gateway.rest.api_events.round_view",
-        "outrider.client.events.Round",
-    ],
-    "token trees": ["outrider.engine.tree.TokenTree", "gateway.rounds.Proposal", "outrider.wire_proposal.Tree"],
+# The classes on the way of a request and of a verdict, under the names that a checkout gives them.
+SHAPES = Path("bench/shapes.json")
+REQUEST = {
+    "prompt": "Once upon a time there was a",
+    "max_tokens": 24,
+    "ignore_eos": True,
+    "seed": 3,
+    "stream": True,
+    "speculation": {"draft_count": 4},
 }
-REQUEST = {"prompt": "Once upon a time there was a", "max_tokens": 24, "ignore_eos": True, "seed": 3, "stream": True}
-SPECULATION = {"speculation": {"draft_count": 4}}
 # What a request leaves to be done comes within the first time; what an idle stack does by the clock, in the second.
-AFTERWARDS_S, IDLE_S, PATIENCE_S, POLL_S = 0.5, 5.0, 60.0, 0.01
-# A sitecustomize, for all processes but the children of one.
-HOOK = "import os, runpy\nif os.getppid() != {}:\n    runpy.run_path({!r})['Recorder']({!r}).install()\n"
+AFTERWARDS_S, IDLE_S, PATIENCE_S, POLL_S = 0.5, 5.0, 60.0, 0.1
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -195,7 +175,10 @@ def class_names(sources: Sequence[Source]) -> list[Figure]:
 
 
 def shapes(root: Path, table: Mapping[str, Sequence[str]]) -> list[Figure]:
-    """The declared shapes, counted. Raises LookupError about a name that the source does not define."""
+    """The declared classes of each kind, counted; those with | between them stand at one place.
+
+    Raises LookupError about a name that the source does not define.
+    """
     for name in (name for names in table.values() for place in names for name in place.split(" | ")):
         module, _, last = name.rpartition(".")
         base = root / module.replace(".", "/")
@@ -207,51 +190,64 @@ def shapes(root: Path, table: Mapping[str, Sequence[str]]) -> list[Figure]:
     return [Figure(what, len(names), names) for what, names in table.items()]
 
 
-class Recorder:
-    """Notes the code that runs while a file `open` is in a folder. Leaves it there whenever that file comes or goes."""
+def record(folder: str) -> None:
+    """Notes when each function of this process ran last, and writes it to PID.ran in the folder again and again."""
+    last_s: dict[tuple[CodeType, str], float] = {}
 
-    def __init__(self, folder: str) -> None:
-        self._folder = Path(folder)
-        self._is_open = False
-        self._seen: dict[CodeType, tuple[str, str]] = {}
+    def note(frame: FrameType, event: str, arg: object) -> None:
+        # At calls and returns, of C too, so that a loop that began long ago is noted as well.
+        last_s[frame.f_code, frame.f_globals.get("__name__", "")] = time.monotonic()
 
-    def install(self) -> None:
-        """Watches this thread, and all that are started after it."""
-        threading.Thread(target=self._obey, daemon=True).start()
-        threading.setprofile(self)
-        sys.setprofile(self)
-
-    def __call__(self, frame: FrameType, event: str, arg: object) -> None:
-        """Takes a call or a return, in C too, so that a loop that runs since long ago is noted as well."""
-        code = frame.f_code
-        if self._is_open and code not in self._seen:
-            # What is generated, such as __init__ of a dataclass, belongs to the module that it is in.
-            module = sys.modules.get(frame.f_globals.get("__name__", "")) if code.co_filename == "<string>" else None
-            self._seen[code] = (getattr(module, "__file__", code.co_filename), code.co_qualname)
-
-    def _obey(self) -> None:
-        part = self._folder / f"{os.getpid()}.part"
+    def keep_writing() -> None:
+        part = Path(folder, f"{os.getpid()}.part")
         while True:
+            written_s, ran = time.monotonic(), []
+            for (code, module), at_s in last_s.copy().items():
+                # What is generated, such as __init__ of a dataclass, belongs to the module that it is in.
+                owner = sys.modules.get(module) if code.co_filename == "<string>" else None
+                ran.append((getattr(owner, "__file__", code.co_filename), code.co_qualname, at_s))
+            part.write_text(json.dumps([written_s, ran]))
+            part.rename(part.with_suffix(".ran"))
             time.sleep(POLL_S)
-            if (self._folder / "open").exists() != self._is_open:
-                seen, self._seen = self._seen, {}
-                self._is_open = not self._is_open
-                part.write_text(json.dumps(list(seen.values())))
-                part.rename(part.with_suffix(".seen"))
+
+    threading.Thread(target=keep_writing, daemon=True).start()
+    threading.setprofile(note)
+    sys.setprofile(note)
 
 
-def write_hook(folder: Path, parent: int) -> None:
-    """Lets Python processes that have the folder on their path be recorded, unless that parent started them."""
-    (folder / "sitecustomize.py").write_text(HOOK.format(parent, str(Path(__file__).resolve()), str(folder)))
+def write_hook(folder: Path) -> None:
+    """Lets Python processes that have the folder on their path be recorded."""
+    hook = f"import runpy\nrunpy.run_path({str(Path(__file__).resolve())!r})['record']({str(folder)!r})\n"
+    (folder / "sitecustomize.py").write_text(hook)
+
+
+def window(folder: Path, pids: Mapping[str, int], body: Callable[[], None]) -> dict[str, set[tuple[str, str]]]:
+    """Files and functions that ran in each recorded process while the body did, and just after it."""
+    began_s = time.monotonic()
+    body()
+    time.sleep(AFTERWARDS_S)
+    ended_s, found = time.monotonic(), {}
+    for role, pid in pids.items():
+        written_s, ran = 0.0, []
+        while written_s < ended_s:
+            if time.monotonic() > ended_s + PATIENCE_S:
+                raise TimeoutError(f"{role} has not told what ran, after {PATIENCE_S:g} s")
+            time.sleep(POLL_S)
+            file = folder / f"{pid}.ran"
+            written_s, ran = json.loads(file.read_text()) if file.exists() else (0.0, [])
+        found[role] = {(path, name) for path, name, at_s in ran if at_s >= began_s}
+    return found
 
 
 def token_path(root: Path, sources: Sequence[Source]) -> list[Figure]:
     """The files of the services with a function that ran for one streamed request, and does not run by the clock."""
     roles: dict[str, set[str]] = defaultdict(set)
-    with tempfile.TemporaryDirectory() as name, _serving(root, Path(name)) as served:
-        # The first is to warm up; it also ends in full before the stack counts as idle.
-        bodies = (lambda: _stream(served["rest"]), lambda: time.sleep(IDLE_S), lambda: _stream(served["rest"]))
-        _, idle, ran = (window(Path(name), served["pids"], body) for body in bodies)
+    with tempfile.TemporaryDirectory() as name:
+        write_hook(Path(name))
+        with serving(root, [], name) as served:
+            stream_answer(served["rest"])  # to warm up
+            ran = window(Path(name), served["pids"], lambda: stream_answer(served["rest"]))
+            idle = window(Path(name), served["pids"], lambda: time.sleep(IDLE_S))
     for role, places in ran.items():
         for path, _ in places - idle[role]:
             roles[os.path.relpath(os.path.realpath(path), root)].add(role)
@@ -263,66 +259,53 @@ def token_path(root: Path, sources: Sequence[Source]) -> list[Figure]:
     ]
 
 
-@contextmanager
-def _serving(root: Path, folder: Path) -> Iterator[dict[str, Any]]:
-    """Runs `outrider up` with recorders in the services; yields what it says when everything serves."""
+def outrider(root: Path) -> list[str]:
+    """The command line of a checkout, whatever module its entry point lies in."""
     scripts = tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, function = scripts["outrider"].partition(":")
-    # The launcher is this process's child, and the services are the launcher's.
-    write_hook(folder, os.getpid())
+    return [sys.executable, "-P", "-c", f"from {module} import {function}; {function}()"]
+
+
+def environment(*path: object) -> dict[str, str]:
+    """The environment with folders before everything that is installed."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
+
+
+@contextmanager
+def serving(root: Path, options: Sequence[str], *path: str) -> Iterator[dict[str, Any]]:
+    """Runs a checkout's `outrider up` on free ports; yields what it says when everything serves."""
     ports = [word for what in ("", "rest-", "target-", "draft-") for word in (f"--{what}port", "0")]
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", f"from {module} import {function}; {function}()", "up", "--json", *ports],
-        env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{root}"},
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        text=True,
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        subprocess.Popen(
+            [*outrider(root), "up", "--json", *ports, *options],
+            env=environment(*path, root),
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process,
+    ):
+        try:
+            events = (json.loads(line) for line in process.stdout or ())
+            event = next((event for event in events if event["event"] == "serving"), None)
+            if event is None:
+                raise RuntimeError(f"the stack of {root} did not start; standard error says why")
+            yield event
+        finally:
+            process.terminate()
+            process.wait(PATIENCE_S)
+
+
+def stream_answer(rest: str) -> None:
+    """Streams one answer to its end. Raises RuntimeError when it does not come, or came without drafts."""
+    request = urllib.request.Request(
+        f"http://{rest}/v1/completions", json.dumps(REQUEST).encode(), {"content-type": "application/json"}
     )
-    try:
-        events = (json.loads(line) for line in process.stdout or ())
-        serving = next((event for event in events if event["event"] == "serving"), None)
-        if serving is None:
-            raise RuntimeError("the stack did not start; standard error says why")
-        yield serving
-    finally:
-        process.terminate()
-        process.wait(PATIENCE_S)
-
-
-def window(folder: Path, pids: Mapping[str, int], body: Callable[[], None]) -> dict[str, set[tuple[str, str]]]:
-    """Files and functions that ran in each service meanwhile."""
-    (folder / "open").touch()
-    _seen(folder, pids)
-    body()
-    time.sleep(AFTERWARDS_S)
-    (folder / "open").unlink()
-    return _seen(folder, pids)
-
-
-def _seen(folder: Path, pids: Mapping[str, int]) -> dict[str, set[tuple[str, str]]]:
-    """What the recorders left, when all of them have."""
-    files = {role: folder / f"{pid}.seen" for role, pid in pids.items()}
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not all(file.exists() for file in files.values()):
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"not every service has told what ran, after {PATIENCE_S:g} s")
-        time.sleep(POLL_S)
-    found = {role: {(path, name) for path, name in json.loads(file.read_text())} for role, file in files.items()}
-    for file in files.values():
-        file.unlink()
-    return found
-
-
-def _stream(rest: str) -> None:
-    """Streams one answer to its end. Raises RuntimeError when it does not come, or came without guesses."""
-    connection = http.client.HTTPConnection(rest, timeout=PATIENCE_S)
-    headers = {"content-type": "application/json"}
-    connection.request("POST", "/v1/completions", json.dumps(REQUEST | SPECULATION), headers)
-    answer = connection.getresponse().read().decode()
-    connection.close()
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as reply:
+        answer = reply.read().decode()
     chunks = [line.removeprefix("data: ") for line in answer.splitlines() if line.startswith("data: {")]
-    last = json.loads(chunks[-1])
-    if not answer.rstrip().endswith("[DONE]") or not last["metrics"]["speculative_decoding"]["num_draft_tokens"]:
+    drafted = json.loads(chunks[-1])["metrics"]["speculative_decoding"]["num_draft_tokens"]
+    if not answer.rstrip().endswith("[DONE]") or not drafted:
         raise RuntimeError(f"the answer has no end or no drafts: {answer[-500:]}")
 
 
@@ -332,22 +315,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.house", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--root", type=Path, default=here, help="the checkout to measure")
     parser.add_argument("--static", action="store_true", help="start nothing")
-    parser.add_argument("--shapes", type=Path, help="JSON like SHAPES: those of another checkout")
+    parser.add_argument("--shapes", type=Path, help="names of its classes; by default its bench/shapes.json")
     parser.add_argument("--json", type=Path, help="where the same goes as JSON")
     options = parser.parse_args()
     root = options.root.resolve()
     sources = read_sources(root)
     figures = [*sizes(root, sources), *uses(sources), *class_names(sources)]
-    if options.shapes or root == here:
-        figures += shapes(root, json.loads(options.shapes.read_text()) if options.shapes else SHAPES)
+    table = options.shapes or root / SHAPES
+    if table.exists() or options.shapes:
+        figures += shapes(root, json.loads(table.read_text()))
     if not options.static:
         figures += token_path(root, sources)
     print("| figure | value |\n| --- | --- |", *(f"| {each.name} | {each.value:g} |" for each in figures), sep="\n")
     for each in figures:
         if each.listed:
             print(f"\n{each.name}:\n", *(f"- {line}" for line in each.listed), sep="\n")
-    if not (options.shapes or root == here):
-        print("\nThe shapes of a request and of a verdict are those of another checkout; name its own with --shapes.")
     if options.json:
         options.json.write_text(json.dumps([asdict(each) for each in figures], indent=1) + "\n")
 

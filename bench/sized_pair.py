@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from safetensors.torch import save_file
 
+from bench.common import markdown
 from outrider.engine.models.checkpoints import SizedCheckpoint
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.weights import DTYPES, expected_shapes
@@ -97,16 +96,18 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def list_presets() -> None:
-    """Prints the presets and what they amount to."""
-    table = Table("name", "hidden, MLP, layers, heads, KV heads, head dimension", "parameters", "bfloat16, MB")
+def list_presets() -> str:
+    """A table of the presets and what they amount to."""
+    rows = []
     for role, presets in PRESETS.items():
         for preset, shape in presets.items():
             sizes = (shape.hidden_size, shape.intermediate_size, shape.num_layers, shape.num_heads)
             every = ", ".join(map(str, (*sizes, shape.num_kv_heads, shape.head_dim)))
             count = shape.parameter_count
-            table.add_row(f"{PREFIX}{role}-{preset}", every, f"{count:,}", f"{2 * count / 1e6:,.0f}")
-    Console(width=120).print(table)
+            rows.append((f"{PREFIX}{role}-{preset}", every, f"{count:,}", f"{2 * count / 1e6:,.0f}"))
+    return markdown(
+        ("name", "hidden, MLP, layers, heads, KV heads, head dimension", "parameters", "bfloat16, MB"), rows
+    )
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -128,7 +129,7 @@ def main() -> None:
     """Writes one model, or lists all. Raises ModelRefused and InvalidRequest."""
     options = parse_arguments()
     if options.list:
-        list_presets()
+        print(list_presets())
         return
     suffix = f"@{options.seed}" if options.seed else ""
     sized = parse(f"{PREFIX}{options.preset}{suffix}", "draft" if options.draft else "target")

@@ -17,22 +17,19 @@ from transformers.utils import logging
 
 from outrider.engine.models.weights import model_hash
 from outrider.errors import InvalidRequest, ModelRefused
-from outrider.process.options import between, refuse_together, run_app, service_app
+from outrider.process.options import between, grouped, options_of, refuse_together, run_app, service_app
 from outrider.vocabulary import Vocabulary
 from training.data import digest, encode, read_documents, train_tokenizer
-from training.model import PRESETS, ROLES
-from training.run import STEPS, Run, RunSettings, held_out_of, outcome_table
+from training.model import ROLES
+from training.run import COUNT, Run, RunSettings, held_out_of, outcome_table
 from training.storage import Storage
-
-COUNT = between(1, 1_000_000_000)
-BATCH = between(1, 65536)
-DEFAULTS = {stage: f"{count:,}" for stage, (_, count) in STEPS.items()}
 
 app = service_app()
 
 
 @app.command(help=__doc__)
-def train(  # noqa: PLR0913, one parameter for each option is how typer declares a command
+@grouped
+def train(
     *,
     corpus: Annotated[Path, typer.Option(help="UTF-8 text, plain or as .xz or .gz.")],
     out: Annotated[Path, typer.Option(help="Folder of the pair, and of what a stopped run needs to go on.")] = Path(
@@ -41,56 +38,30 @@ def train(  # noqa: PLR0913, one parameter for each option is how typer declares
     from_pair: Annotated[
         Path | None, typer.Option(help="Folder of a pair; only its context is extended, nothing else.")
     ] = None,
-    preset: Annotated[
-        str, typer.Option(help=f"Sizes of a new pair, and of all blocks: {', '.join(PRESETS)}.")
-    ] = "story",
     separator: Annotated[
         str, typer.Option(show_default=False, help="What stands between documents; by default a blank line.")
     ] = "\n\n",
-    target_steps: Annotated[
-        int | None,
-        typer.Option(callback=COUNT, help=f"Of a new target on short blocks; by default {DEFAULTS['target']}."),
-    ] = None,
-    long_target_steps: Annotated[
-        int | None,
-        typer.Option(callback=COUNT, help=f"Of the target on long blocks; by default {DEFAULTS['target-long']}."),
-    ] = None,
-    draft_steps: Annotated[
-        int | None,
-        typer.Option(callback=COUNT, help=f"Of a new draft on short blocks; by default {DEFAULTS['draft']}."),
-    ] = None,
-    long_draft_steps: Annotated[
-        int | None,
-        typer.Option(callback=COUNT, help=f"Of the draft on long blocks; by default {DEFAULTS['draft-long']}."),
-    ] = None,
-    batch: Annotated[int, typer.Option(callback=BATCH, help="Short blocks a step.")] = 16,
-    long_batch: Annotated[int, typer.Option(callback=BATCH, help="Long blocks a step, beside the short ones.")] = 1,
-    seed: Annotated[
-        int, typer.Option(callback=between(0, 1 << 62), help="Of first weights, order and held-out blocks of the text.")
-    ] = 1,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     threads: Annotated[
         int | None, typer.Option(callback=between(1, 1024), help="On the CPU; by default one a core.")
     ] = None,
     checkpoint_every: Annotated[int, typer.Option(callback=COUNT, help="Steps between checkpoints.")] = 50,
+    given: RunSettings,
 ) -> None:
     """Checks the options, makes the pair, and prints what every stage reached."""
-    refuse_together("--from-pair", from_pair, {"--target-steps": target_steps, "--draft-steps": draft_steps})
-    if preset not in PRESETS:
-        raise InvalidRequest("--preset", preset, f"one of {', '.join(PRESETS)}")
+    refuse_together("--from-pair", from_pair, options_of(given, "target_steps", "draft_steps"))
+    settings = given.resolved()
     torch_device = checked_device(device)
     if threads is not None:
         torch.set_num_threads(threads)
-    given = (target_steps, long_target_steps, draft_steps, long_draft_steps)
-    steps = {stage: count or default for (stage, (_, default)), count in zip(STEPS.items(), given, strict=True)}
     documents = read_documents(corpus, separator)
-    settings = RunSettings(digest(documents), preset, pair_digest(from_pair), seed, batch, long_batch, steps)
+    identity = {"--corpus": digest(documents), "--from-pair": pair_digest(from_pair), **options_of(settings)}
     storage = Storage(out, checkpoint_every)
-    goes_on = storage.holds(settings.values())
-    tokenizer = find_tokenizer(from_pair, storage, documents, settings.preset.vocab_size)
+    goes_on = storage.holds(identity)
+    tokenizer = find_tokenizer(from_pair, storage, documents, settings.sizes.vocab_size)
     held_out = held_out_of(encode(tokenizer, documents), settings)
     # Only now, so that a text that is refused leaves no folder behind.
-    storage.claim(settings.values(), tokenizer.to_str())
+    storage.claim(identity, tokenizer.to_str())
     console = Console(highlight=False)
     console.print(f"{'Going on with' if goes_on else 'Making'} a pair in {out}:")
     sizes = f"{len(documents):,} documents, {len(held_out.token_ids):,} tokens of {tokenizer.get_vocab_size():,} kinds"

@@ -2,8 +2,8 @@
 
     python -m bench.acceptance [--target MODEL --draft MODEL] [--markdown FILE] [--json FILE]
 
-Prints tables; `--markdown FILE` writes them as a report, `--json FILE` keeps every count with the machine, the versions
-and the command. Runs both models in this process: acceptance depends on no clock and no connection.
+Prints a report in Markdown; `--markdown FILE` writes it too, `--json FILE` keeps every count with the machine, the
+versions and the command. Runs both models in this process: acceptance depends on no clock and no connection.
 """
 
 import asyncio
@@ -15,11 +15,9 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 
-from bench.acceptance.report import render, show, tables
+from bench.acceptance.report import AcceptanceSummary, render
 from bench.acceptance.runs import AT_A_TIME, AcceptancePlan, ModelPair, measure
-from bench.acceptance.summary import AcceptanceSummary
 from bench.common import (
     OPENINGS,
     Temperatures,
@@ -41,18 +39,16 @@ from outrider.process.options import between, run_app, service_app
 
 MAX_TEXTS = len(OPENINGS)
 
-TextLen = Annotated[int, typer.Option("--tokens", help="Tokens of a text.", metavar="N", callback=between(8, 512))]
-Stride = Annotated[int, typer.Option(help="Tokens from one round to the next.", metavar="N", callback=between(1, 512))]
-Texts = Annotated[int, typer.Option(help="Texts to write.", metavar="N", callback=between(2, MAX_TEXTS))]
-DraftCount = Annotated[int, typer.Option(help="Draft tokens a round.", metavar="K", callback=between(1, 7))]
-Markdown = Annotated[
-    Path | None,
-    typer.Option(help="File for the report.", metavar="FILE", show_default=False, callback=writable("--markdown")),
-]
-Json = Annotated[
-    Path | None,
-    typer.Option(help="File for all samples.", metavar="FILE", show_default=False, callback=writable("--json")),
-]
+
+def count(words: str, least: int, most: int, *names: str, metavar: str = "N") -> object:
+    """An option with a number in [least, most]."""
+    return typer.Option(*names, help=words, metavar=metavar, callback=between(least, most))
+
+
+def file(option: str, words: str) -> object:
+    """An option with a file that can be written."""
+    return typer.Option(help=words, metavar="FILE", show_default=False, callback=writable(option))
+
 
 app = service_app()
 
@@ -65,12 +61,12 @@ def acceptance(  # noqa: PLR0913, one parameter for each option is how typer dec
     dtype: options.DtypeOption = None,
     threads: options.Threads = None,
     temperatures: Temperatures = "0,0.7,1",
-    draft_count: DraftCount = 5,
-    text_len: TextLen = 96,
-    stride: Stride = 2,
-    texts: Texts = MAX_TEXTS,
-    markdown: Markdown = None,
-    json: Json = None,
+    draft_count: Annotated[int, count("Draft tokens a round.", 1, 7, metavar="K")] = 5,
+    text_len: Annotated[int, count("Tokens of a text.", 8, 512, "--tokens")] = 96,
+    stride: Annotated[int, count("Tokens from one round to the next.", 1, 512)] = 2,
+    texts: Annotated[int, count("Texts to write.", 2, MAX_TEXTS)] = MAX_TEXTS,
+    markdown: Annotated[Path | None, file("--markdown", "File for the report.")] = None,
+    json: Annotated[Path | None, file("--json", "File for all samples.")] = None,
 ) -> None:
     """Shows acceptance and tokens a round of every rule, and what the size of a draft's distribution costs."""
     telemetry.configure_logs("warning")
@@ -98,31 +94,25 @@ async def encoded(model: str, prompts: Sequence[str]) -> list[list[int]]:
 
 
 def conclude(pair: ModelPair, summary: AcceptanceSummary, markdown: Path | None, json: Path | None) -> None:
-    """Writes the files that are wanted, and prints the tables."""
-    figures = tables(summary)
+    """Writes the files that are wanted, and prints the report."""
+    plan, target, draft = summary.plan, pair.target.identity, pair.draft.identity
     if json is not None:
-        plan = summary.plan
         document = provenance() | {
-            "models": {"target": asdict(pair.target.identity), "draft": asdict(pair.draft.identity)},
+            "models": {"target": asdict(target), "draft": asdict(draft)},
             "plan": asdict(plan) | {"rules": [each.model_dump() for each in plan.rules]},
             "counts": asdict(summary.counts),
         }
         json.write_text(json_format.dumps(document, indent=1), encoding="utf-8")
-    if markdown is not None:
-        markdown.write_text(f"{heading(pair, summary)}\n\n{render(figures)}\n", encoding="utf-8")
-    show(figures, Console())
-
-
-def heading(pair: ModelPair, summary: AcceptanceSummary) -> str:
-    """What was measured, and where."""
-    plan, target, draft = summary.plan, pair.target.identity, pair.draft.identity
     texts = len({each.prompt for each in summary.counts.tallies})
-    return (
+    report = (
         f"## {target.model_name} with {draft.model_name}\n\n"
         f"{target.dtype}; target {target.model_hash[:12]}, draft {draft.model_hash[:12]}; {texts} texts of "
         f"{plan.text_len} tokens, {len(plan.places)} rounds in each under every setting; {machine()}; "
-        f"commit {revision() or 'unknown'}."
+        f"commit {revision() or 'unknown'}.\n\n{render(summary)}\n"
     )
+    if markdown is not None:
+        markdown.write_text(report, encoding="utf-8")
+    print(report, end="")
 
 
 if __name__ == "__main__":

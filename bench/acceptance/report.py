@@ -1,13 +1,14 @@
-"""The tables of a measurement of acceptance, for a terminal and as Markdown."""
+"""Rates, lengths and their standard errors from what was counted, and the report of them as Markdown.
 
-from collections.abc import Sequence
+Rounds of one text are not independent, texts are: every standard error is one over texts.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.table import Table
-
-from bench.acceptance.runs import WHOLE, name_of
-from bench.acceptance.summary import AcceptanceSummary
+from bench.acceptance.runs import WHOLE, AcceptanceCounts, AcceptancePlan, RuleCounts, name_of
 from bench.common import markdown
 
 # Points lost by a simulated pair of acceptance 0.68 at temperature 1, by top-N; as peaked as those of large models.
@@ -15,96 +16,139 @@ SIMULATED = {8: 0.60, 16: 0.48, 32: 0.39, 64: 0.30, 128: 0.24, 256: 0.18}
 SYMBOLS = """\
 Every rule guesses and decides behind the same prefixes of texts that the target wrote at that temperature; nothing is
 committed, so the rules' places are equal. Acceptance rate: accepted of all draft tokens that were evaluated. Tokens a
-round: accepted and the target's own one. ±: one standard error, over texts. Loss: what a law of N tokens and 16-bit
-weights costs of the chance that `ratio` keeps the next draft token, sum of min(target, draft), in points of a hundred.
-Bytes: of the larger hop of a round, request and answer together."""
+round: accepted and the target's own one. ±: one standard error, over texts. Loss: what a distribution of N tokens with
+16-bit weights costs of the chance that `ratio` keeps the next draft token, sum of min(target, draft), in points of a
+hundred. Bytes: of the larger hop of a round, request and answer together."""
 
 
 @dataclass(frozen=True, slots=True)
-class ReportTable:
-    """One table."""
+class Estimate:
+    """A mean with its standard error."""
 
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    value: float
+    error: float
 
-
-def tables(summary: AcceptanceSummary) -> list[ReportTable]:
-    """All tables of a run."""
-    hot = [temperature for temperature in summary.plan.temperatures if temperature]
-    found = [_rules(summary)]
-    if hot:
-        found += [_gains(summary, hot), _losses(summary, hot), _hops(summary, hot)]
-    return found
+    def show(self, form: str, scale: float = 1.0) -> str:
+        """Both multiplied by a scale, for instance "2.31 ± 0.04"."""
+        return f"{self.value * scale:{form}} ± {self.error * scale:{form}}"
 
 
-def show(found: Sequence[ReportTable], console: Console) -> None:
-    """Prints the tables."""
-    for each in found:
-        table = Table(*each.header, title=each.title, title_justify="left")
-        for row in each.rows:
-            table.add_row(*row)
-        console.print(table)
+def mean(values: Iterable[float]) -> Estimate:
+    """Mean of independent values; the error of a single one is not known, and infinite."""
+    numbers = list(values)
+    error = statistics.stdev(numbers) / math.sqrt(len(numbers)) if len(numbers) > 1 else math.inf
+    return Estimate(statistics.fmean(numbers), error)
 
 
-def render(found: Sequence[ReportTable]) -> str:
-    """The tables as Markdown, and what their figures mean."""
-    sections = [f"### {each.title}\n\n{markdown(each.header, each.rows)}" for each in found]
-    return "\n\n".join([*sections, f"### What the figures are\n\n{SYMBOLS}"])
+def share(parts: Sequence[int], wholes: Sequence[int]) -> Estimate:
+    """sum(parts) / sum(wholes) of independent pairs; the error to first order, as a ratio of two means has it."""
+    rate = sum(parts) / sum(wholes)
+    rests = mean(part - rate * whole for part, whole in zip(parts, wholes, strict=True))
+    return Estimate(rate, rests.error * len(parts) / sum(wholes))
 
 
-def _rules(summary: AcceptanceSummary) -> ReportTable:
+def tokens_per_round(tally: RuleCounts) -> float:
+    """Mean accepted length with the token that the target adds."""
+    return 1 + tally.accepted / tally.rounds
+
+
+class AcceptanceSummary:
+    """The figures of a run."""
+
+    def __init__(self, plan: AcceptancePlan, counts: AcceptanceCounts) -> None:
+        self.plan, self.counts = plan, counts
+
+    def tallies(self, temperature: float, rule: str, top_n: int) -> list[RuleCounts]:
+        """Those of one setting, in the order of the prompts."""
+        wanted = (temperature, rule, top_n)
+        return [each for each in self.counts.tallies if (each.temperature, each.rule, each.top_n) == wanted]
+
+    def length(self, temperature: float, rule: str, top_n: int) -> Estimate:
+        """Tokens a round."""
+        return mean(map(tokens_per_round, self.tallies(temperature, rule, top_n)))
+
+    def rate(self, temperature: float, rule: str, top_n: int) -> Estimate:
+        """Accepted of all draft tokens that were evaluated."""
+        tallies = self.tallies(temperature, rule, top_n)
+        return share([each.accepted for each in tallies], [each.evaluated for each in tallies])
+
+    def gain(self, temperature: float, rule: str, other: str) -> Estimate:
+        """Tokens a round of a rule over those of another one, of the same places."""
+        pairs = (self.tallies(temperature, name, self.plan.top_n) for name in (rule, other))
+        return mean(tokens_per_round(one) - tokens_per_round(two) for one, two in zip(*pairs, strict=True))
+
+    def overlaps(self, temperature: float, top_n: int) -> list[float]:
+        """How often `ratio` keeps the next draft token, exactly, over the places of every text."""
+        found = self.counts.overlaps
+        return [each.mean for each in found if (each.temperature, each.top_n) == (temperature, top_n)]
+
+    def loss(self, temperature: float, top_n: int) -> Estimate:
+        """What truncating and rounding the draft's distribution to top_n tokens costs of that, of the same places."""
+        pairs = zip(self.overlaps(temperature, WHOLE), self.overlaps(temperature, top_n), strict=True)
+        return mean(whole - cut for whole, cut in pairs)
+
+    def hop_bytes(self, temperature: float, top_n: int) -> tuple[float, int]:
+        """Bytes of the larger hop of a round under `ratio`: on average, and at most."""
+        tallies = self.tallies(temperature, "ratio", top_n)
+        rounds = sum(each.rounds for each in tallies)
+        return sum(each.hop_bytes for each in tallies) / rounds, max(each.most_hop_bytes for each in tallies)
+
+
+def render(summary: AcceptanceSummary) -> str:
+    """All tables of a run, and what their figures mean."""
     plan = summary.plan
-    header = ["rule"]
-    for temperature in plan.temperatures:
-        header += [f"acceptance rate, temperature {temperature:g}", "tokens a round"]
-    rows = []
-    for name in map(name_of, plan.rules):
-        row = [name]
-        for temperature in plan.temperatures:
-            row.append(summary.rate(temperature, name, plan.top_n).show(".3f"))
-            row.append(summary.length(temperature, name, plan.top_n).show(".3f"))
-        rows.append(row)
-    return ReportTable(f"Rules, K = {plan.draft_count}, laws of {plan.top_n} tokens", header, rows)
-
-
-def _gains(summary: AcceptanceSummary, temperatures: Sequence[float]) -> ReportTable:
-    names = [name_of(each) for each in summary.plan.rules]
-    pairs = [("block", "ratio"), ("ratio", "match"), ("block", "match")]
-    rows = [
-        (f"{one} over {two}", *(summary.gain(each, one, two).show(".3f") for each in temperatures))
-        for one, two in pairs
-        if {one, two} <= set(names)
+    hot = [temperature for temperature in plan.temperatures if temperature]
+    columns = [f"temperature {each:g}" for each in hot]
+    names = [name_of(each) for each in plan.rules]
+    rates = [
+        [
+            name,
+            *(
+                figure(each, name, plan.top_n).show(".3f")
+                for each in plan.temperatures
+                for figure in (summary.rate, summary.length)
+            ),
+        ]
+        for name in names
     ]
-    return ReportTable("Tokens a round, paired differences", _header("", temperatures), rows)
-
-
-def _losses(summary: AcceptanceSummary, temperatures: Sequence[float]) -> ReportTable:
-    rows = [
-        (
-            str(top_n),
-            *(summary.loss(each, top_n).show(".2f", 100) for each in temperatures),
-            f"{SIMULATED[top_n]:.2f}" if top_n in SIMULATED else "-",
+    over = [(f"acceptance rate, temperature {each:g}", "tokens a round") for each in plan.temperatures]
+    sections = {
+        f"Rules, K = {plan.draft_count}, distributions of {plan.top_n} tokens": markdown(
+            ["rule", *(title for pair in over for title in pair)], rates
         )
-        for top_n in summary.plan.top_ns
-    ]
-    rows.append(("whole law: kept", *(summary.overlap(each, WHOLE).show(".2f", 100) for each in temperatures), "68"))
-    header = (*_header("top-N", temperatures), "simulated, temperature 1")
-    return ReportTable("Loss of acceptance by top-N, points", header, rows)
-
-
-def _hops(summary: AcceptanceSummary, temperatures: Sequence[float]) -> ReportTable:
-    header, rows = ["top-N"], []
-    for temperature in temperatures:
-        header += [f"tokens a round, temperature {temperature:g}", "bytes a hop", "at most"]
-    for top_n in summary.plan.top_ns:
-        row = [str(top_n)]
-        for temperature in temperatures:
-            average, most = summary.hop_bytes(temperature, top_n)
-            row += [summary.length(temperature, "ratio", top_n).show(".3f"), f"{average:.0f}", str(most)]
-        rows.append(row)
-    return ReportTable(f"The rule ratio by top-N, K = {summary.plan.draft_count}", header, rows)
-
-
-def _header(first: str, temperatures: Sequence[float]) -> list[str]:
-    return [first, *(f"temperature {each:g}" for each in temperatures)]
+    }
+    if hot:
+        gains = [
+            (f"{one} over {two}", *(summary.gain(each, one, two).show(".3f") for each in hot))
+            for one, two in (("block", "ratio"), ("ratio", "match"), ("block", "match"))
+            if {one, two} <= set(names)
+        ]
+        losses = [
+            [
+                str(top_n),
+                *(summary.loss(each, top_n).show(".2f", 100) for each in hot),
+                f"{SIMULATED[top_n]:.2f}" if top_n in SIMULATED else "-",
+            ]
+            for top_n in plan.top_ns
+        ]
+        kept = [mean(summary.overlaps(each, WHOLE)).show(".2f", 100) for each in hot]
+        losses.append(["whole distribution: kept", *kept, "68"])
+        hops = []
+        for top_n in plan.top_ns:
+            hops.append([str(top_n)])
+            for each in hot:
+                average, most = summary.hop_bytes(each, top_n)
+                hops[-1] += [summary.length(each, "ratio", top_n).show(".3f"), f"{average:.0f}", str(most)]
+        sections |= {
+            "Tokens a round, paired differences": markdown(["", *columns], gains),
+            "Loss of acceptance by top-N, points": markdown(["top-N", *columns, "simulated, temperature 1"], losses),
+            f"The rule ratio by top-N, K = {plan.draft_count}": markdown(
+                [
+                    "top-N",
+                    *(title for each in columns for title in (f"tokens a round, {each}", "bytes a hop", "at most")),
+                ],
+                hops,
+            ),
+        }
+    sections["What the figures are"] = SYMBOLS
+    return "\n\n".join(f"### {title}\n\n{text}" for title, text in sections.items())

@@ -28,7 +28,7 @@ from bench.common import (
 from bench.rounds.campaign import Campaign
 from bench.rounds.instruments import Instruments
 from bench.rounds.report import render
-from bench.rounds.samples import DRAFT, TARGET, RoundsPlan
+from bench.rounds.samples import RoundsPlan
 from bench.rounds.summary import RoundsSummary, criteria
 from outrider.cli import options
 from outrider.cli.running import Interrupts, run
@@ -71,7 +71,7 @@ def rounds(
             open_channel(addresses.draft or "") as draft,
         ):
             measurements = await Campaign(plan, instruments, gateway, target, draft).run()
-        summary = RoundsSummary(measurements, instruments.shapes[TARGET], instruments.shapes[DRAFT])
+        summary = RoundsSummary(measurements, instruments.sizes)
         conclude(plan, summary, save, as_json=json)
 
     run(measuring)
@@ -82,7 +82,7 @@ def conclude(plan: RoundsPlan, summary: RoundsSummary, save: Path | None, *, as_
     # A run in which tokens differ ends before it has a document.
     document = provenance() | {
         "plan": asdict(plan),
-        "models": {role: asdict(shape) for role, shape in summary.shapes.items()},
+        "models": {role: asdict(size) for role, size in summary.sizes.items()},
         "tokens_equal": True,
         "machine_was_busy": summary.busy,
         "verdicts": [{**asdict(each), "met": each.met} for each in criteria(summary)],

@@ -4,7 +4,6 @@ A cycle belongs to one prompt: some samples of every instrument, some pings, the
 in another order each time. Tokens are compared at once, because a figure about other tokens would be about nothing.
 """
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,27 +16,22 @@ from bench.rounds.samples import (
     AUTO,
     BARE,
     DRAFT,
-    ONE_BY_ONE,
+    PING,
     PLAIN,
     TARGET,
     Measurements,
-    PingSample,
     RequestSample,
     RoundSample,
     RoundsPlan,
+    TimedAnswer,
+    TimeSample,
     fixed,
 )
-from bench.streams import BareDraftStream, BareTargetStream, PingStream
+from bench.streams import BareDraftStream, BareTargetStream
 from gateway.text.tokenizer import Tokenizer
 from outrider.cli.running import note
 from outrider.client import AsyncClient, Round, Speculation
 from outrider.parameters import SessionSpec
-
-# About as long as a service computes in a round of a small pair: a processor that has nothing to do sleeps in it.
-PAUSE_S = 0.002
-
-TimedTokens = tuple[Sequence[int], float, float, Sequence[RoundSample]]
-"""Tokens, seconds in all, seconds to the first token, and rounds."""
 
 
 class Campaign:
@@ -72,39 +66,29 @@ class Campaign:
 
     async def _cycle(self, measurements: Measurements, turn: int, number: int, prompt: Sequence[int]) -> None:
         self._instruments.sample(measurements)
-        measurements.pings += await self._ping(spec_of(prompt, number, 0.0, self._plan.tokens))
+        measurements.times += await self._ping(spec_of(prompt, number, 0.0, self._plan.tokens))
         for temperature in self._plan.temperatures:
             spec = spec_of(prompt, number, temperature, self._plan.tokens)
             for setting in rotated(self._plan.settings, turn + number):
-                token_ids, seconds, first_token_s, rounds = await self._answer(setting, spec)
-                sample = RequestSample(
-                    setting, turn, number, temperature, tuple(token_ids), seconds, first_token_s, tuple(rounds)
-                )
+                if setting == BARE:
+                    answer = self._instruments.loops[TARGET].plain(spec)
+                else:
+                    answer = await request(self._gateway, spec, self._settings[setting])
+                sample = RequestSample(setting, turn, number, temperature, *answer)
                 self._compare(sample)
                 measurements.requests.append(sample)
 
-    async def _answer(self, setting: str, spec: SessionSpec) -> TimedTokens:
-        if setting == BARE:
-            token_ids, times_s = self._instruments.loops[TARGET].plain(spec)
-        elif setting == ONE_BY_ONE:
-            token_ids, times_s = await one_by_one(self._target, spec)
-        else:
-            return await request(self._gateway, spec, self._settings[setting])
-        return token_ids, times_s[-1], times_s[0], ()
-
-    async def _ping(self, spec: SessionSpec) -> list[PingSample]:
-        """Pings on a session of each service, by turns: close together, and after pauses like those of rounds."""
+    async def _ping(self, spec: SessionSpec) -> list[TimeSample]:
+        """Pings on a session of each service, by turns."""
         target, draft = BareTargetStream(self._target, spec), BareDraftStream(self._draft, spec)
         await target.open()
         await draft.open()
-        streams: dict[str, PingStream] = {TARGET: target, DRAFT: draft}
-        samples = []
-        for rested in (False, True):
-            for _ in range(self._plan.pings):
-                for role, stream in streams.items():
-                    if rested:
-                        await asyncio.sleep(PAUSE_S)
-                    samples.append(PingSample(role, await stream.ping_ms(), rested))
+        streams = {TARGET: target, DRAFT: draft}
+        samples = [
+            TimeSample(PING, role, await stream.ping_ms())
+            for _ in range(self._plan.pings)
+            for role, stream in streams.items()
+        ]
         for stream in streams.values():
             await stream.end()
         return samples
@@ -120,7 +104,7 @@ class Campaign:
             )
 
 
-async def request(client: AsyncClient, spec: SessionSpec, speculation: Speculation) -> TimedTokens:
+async def request(client: AsyncClient, spec: SessionSpec, speculation: Speculation) -> TimedAnswer:
     """Runs one request for exactly this session through the gateway. Raises the OutriderError that it answered."""
     started, first_token_s, seconds = time.perf_counter(), 0.0, 0.0
     token_ids: list[int] = []
@@ -140,19 +124,7 @@ async def request(client: AsyncClient, spec: SessionSpec, speculation: Speculati
                 first_token_s = first_token_s or seconds
                 token_ids += [token.token_id for token in event.tokens]
                 rounds.append(RoundSample(num_tokens=len(event.tokens), **asdict(event.facts)))
-    return token_ids, seconds, first_token_s, rounds
-
-
-async def one_by_one(channel: grpc.aio.Channel, spec: SessionSpec) -> tuple[list[int], list[float]]:
-    """Decodes plainly with a message for each token; returns tokens and, for each, the seconds since the beginning."""
-    started = time.perf_counter()
-    stream = BareTargetStream(channel, spec)
-    token_ids, times_s = [await stream.open()], [time.perf_counter() - started]
-    while len(token_ids) < spec.max_len - spec.prompt_len:
-        token_ids.append(await stream.step())
-        times_s.append(time.perf_counter() - started)
-    await stream.end()
-    return token_ids, times_s
+    return tuple(token_ids), seconds, first_token_s, tuple(rounds)
 
 
 def rotated(names: list[str], turn: int) -> list[str]:

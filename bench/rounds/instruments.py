@@ -7,6 +7,7 @@ import ctypes
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -18,22 +19,23 @@ from bench.common import spec_of
 from bench.rounds.samples import (
     CONTEXT_LEN,
     DRAFT,
+    ENGINE,
     MEMORY,
+    OPERATORS,
+    SEARCH,
+    SUM,
     TARGET,
     Measurements,
-    ModelShape,
-    OperatorSample,
-    ReadSample,
+    ModelSize,
     RoundsPlan,
-    StepPoint,
-    StepSample,
+    TimedAnswer,
+    TimeSample,
 )
 from outrider.engine.batching import Feed
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.weights import DTYPES
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draw import DrawInput, forward_and_draw, reserve
-from outrider.engine.session import Session
 from outrider.errors import ModelRefused, OutriderError
 from outrider.model_service.server import load_model
 from outrider.model_service.settings import Dtype, ModelServiceSettings
@@ -57,42 +59,37 @@ class Instruments:
     def __init__(self, plan: RoundsPlan) -> None:
         """Loads the pair as the services load it; takes seconds, and raises ModelRefused and InvalidRequest."""
         stack, memory_bytes = plan.stack, plan.memory_bytes or past_caches()
-        self._repeats = plan.repeats
+        self._plan = plan
         self.loops: dict[str, EngineLoop] = {}
-        self.shapes: dict[str, ModelShape] = {}
+        self.sizes: dict[str, ModelSize] = {}
         self._operators: dict[str, OperatorStep] = {}
         self._readings: list[Reading] = []
-        self._points: list[StepPoint] = []
         for role, model, dtype, threads in (
             (TARGET, stack.target, stack.dtype, stack.threads),
             (DRAFT, stack.draft or "", stack.draft_dtype or stack.dtype, stack.draft_threads),
         ):
             settings = ModelServiceSettings(model, dtype=Dtype(dtype), threads=threads, kv_tokens=plan.kv_tokens)
             loop = self.loops[role] = EngineLoop(load_model(settings).runner)
-            shape = self.shapes[role] = loop.shape(DTYPES[dtype].itemsize)
+            size = self.sizes[role] = loop.size(DTYPES[dtype].itemsize)
             self._operators[role] = OperatorStep(loop.config, DTYPES[dtype], threads)
             # Past the caches more bytes do not come faster, so a large model needs no second copy of its size.
-            self._readings.append(Reading(role, min(shape.step_bytes, memory_bytes), threads))
-            # All contexts at the first temperature, and the one that figures are taken at also at the others.
-            longest = loop.longest_context(max(plan.row_counts))
-            places = [(min(context, longest), plan.temperatures[0]) for context in plan.context_lens]
-            places += [(CONTEXT_LEN, temperature) for temperature in plan.temperatures[1:]]
-            self._points += [StepPoint(role, rows, *each) for each in dict.fromkeys(places) for rows in plan.row_counts]
+            self._readings.append(Reading(role, min(size.step_bytes, memory_bytes), threads))
         self._readings.append(Reading(MEMORY, memory_bytes, stack.threads))
 
     def sample(self, measurements: Measurements) -> None:
         """Takes plan.repeats samples of everything, one after the other."""
-        for _ in range(self._repeats):
+        plan, times = self._plan, measurements.times
+        for _ in range(plan.repeats):
             for reading in self._readings:
-                measurements.reads += reading.measure()
-            for role, step in self._operators.items():
-                measurements.operators += [OperatorSample(role, rows, step.ms(rows)) for rows in OPERATOR_ROWS]
-        for point in self._points:
-            loop = self.loops[point.role]
+                times += reading.measure()
+            for (role, step), rows in product(self._operators.items(), OPERATOR_ROWS):
+                times.append(TimeSample(OPERATORS, role, step.ms(rows), rows))
+        for (role, loop), temperature, rows in product(self.loops.items(), plan.temperatures, plan.row_counts):
             # The caches hold something else after the point before: one step brings the weights back, as in a row of
             # rounds of one request.
-            loop.step_ms(point)
-            measurements.steps += [StepSample(point, loop.step_ms(point)) for _ in range(self._repeats)]
+            loop.step_ms(rows, temperature)
+            for _ in range(plan.repeats):
+                times.append(TimeSample(ENGINE, role, loop.step_ms(rows, temperature), rows, temperature))
 
 
 def past_caches() -> int:
@@ -109,20 +106,20 @@ class Reading:
     its weights.
     """
 
-    def __init__(self, name: str, num_bytes: int, num_threads: int) -> None:
-        self.name = name
-        self._num_threads = num_threads
+    def __init__(self, role: str, num_bytes: int, num_threads: int) -> None:
+        self._role, self._num_threads = role, num_threads
         self._buffer = torch.ones(max(num_bytes // 4, num_threads), dtype=torch.float32)
         self._threads = ThreadPoolExecutor(num_threads)
         self._search = ctypes.CDLL(None).memchr
         self._search.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
         self._search.restype = ctypes.c_void_p
 
-    def measure(self) -> list[ReadSample]:
+    def measure(self) -> list[TimeSample]:
         """Reads the buffer once in each way, just after the same was done untimed: caches and threads are warm."""
         torch.set_num_threads(self._num_threads)
-        readers: dict[str, Callable[[], object]] = {"torch.sum": self._buffer.sum, "memchr": self._search_all}
-        return [ReadSample(self.name, name, self._buffer.nbytes, second_ms(read)) for name, read in readers.items()]
+        readers: dict[str, Callable[[], object]] = {SUM: self._buffer.sum, SEARCH: self._search_all}
+        size = self._buffer.nbytes
+        return [TimeSample(name, self._role, second_ms(read), num_bytes=size) for name, read in readers.items()]
 
     def _search_all(self) -> None:
         # The C library's search releases the interpreter's lock, and is as wide as the processor's vectors.
@@ -206,8 +203,7 @@ class OperatorStep:
 class EngineLoop:
     """The engine as a service runs it, without a message: single steps, and the plain loop.
 
-    Times what a service counts as compute: a forward and the draw behind each row. Sessions of the wanted lengths stay
-    cached between the samples.
+    Times what a service counts as compute: a forward and the draw behind each row.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -215,72 +211,58 @@ class EngineLoop:
         if not isinstance(runner.config, ModelConfig):
             name, modelling = runner.identity.model_name, runner.identity.modelling
             raise ModelRefused(f"{name} is computed by {modelling}, whose floors are not known", model=name)
-        self.config = runner.config
-        self._runner = runner
-        self._sessions: dict[int, Session] = {}
+        self.config, self._runner = runner.config, runner
+        self._token_ids = [(7 * index + 11) % runner.vocabulary_size for index in range(CONTEXT_LEN)]
+        # Stays cached between the samples.
+        self._session = runner.open(self._token_ids, CONTEXT_LEN)
+        while self._session.cached_len < CONTEXT_LEN:
+            runner.forward([Feed(self._session)])
 
-    def shape(self, item_bytes: int) -> ModelShape:
-        """Bytes that one step touches: all layers and the product with the vocabulary, norms and cache in float32.
+    def size(self, item_bytes: int) -> ModelSize:
+        """Bytes that one step touches: all layers and the product with the vocabulary, and norms in float32.
 
-        Of the embedding a step reads one row for a token, which does not count; keys and values come on top.
+        Of the embedding a step reads one row for a token, which does not count.
         """
         config = self.config
         heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         layer = config.hidden_size * (heads + config.num_heads * config.head_dim + 3 * config.intermediate_size)
         matrices = config.num_layers * layer + config.vocab_size * config.hidden_size
         norms = (2 * config.num_layers + 1) * config.hidden_size
-        key_value_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * CONTEXT_LEN * 4
-        return ModelShape(self._runner.identity.model_name, matrices * item_bytes + norms * 4, key_value_bytes)
+        return ModelSize(self._runner.identity.model_name, matrices * item_bytes + norms * 4)
 
-    def longest_context(self, max_rows: int) -> int:
-        """Most committed tokens that leave room for the drafts of a step of max_rows rows."""
-        return self._runner.context_len - max_rows + 1
-
-    def step_ms(self, point: StepPoint) -> float:
+    def step_ms(self, rows: int, temperature: float) -> float:
         """Milliseconds of one forward over the last committed token and a chain behind it, with the draws.
 
         The median of a few in a row, because that is a loop: a single one would be measured with the caches of whatever
         ran before it.
         """
         torch.set_num_threads(self._runner.torch_threads)
-        session = self._session(point.context_len)
-        spec = spec_of(session.token_ids, 0, point.temperature, point.rows + 1)
-        tree = TokenTree.chain([self._token_id(index) for index in range(point.rows - 1)])
-        return median(self._step(DrawInput(Feed(session, tree), spec))[1] for _ in range(STEPS_IN_A_ROW))
+        spec = spec_of(self._token_ids, 0, temperature, rows + 1)
+        draw_input = DrawInput(Feed(self._session, TokenTree.chain(self._token_ids[: rows - 1])), spec)
+        return median(self._step(draw_input)[1] for _ in range(STEPS_IN_A_ROW))
 
-    def plain(self, spec: SessionSpec) -> tuple[list[int], list[float]]:
-        """Decodes a request to its limit; returns its tokens and, for each, the seconds since the beginning."""
+    def plain(self, spec: SessionSpec) -> TimedAnswer:
+        """Decodes a request to its limit."""
         torch.set_num_threads(self._runner.torch_threads)
         session = self._runner.open(spec.token_ids, spec.prompt_len)
-        started, times_s = time.perf_counter(), []
+        started_s, first_token_s = time.perf_counter(), 0.0
         try:
             while len(session) < spec.max_len:
                 [token_id], _ = self._step(DrawInput(Feed(session, EMPTY), spec))
                 commit(session, commit_walk(EMPTY, Walk((), token_id, 0), spec, len(session)))
-                times_s.append(time.perf_counter() - started)
-            return session.token_ids[spec.prompt_len :], times_s
+                first_token_s = first_token_s or time.perf_counter() - started_s
+            return tuple(session.token_ids[spec.prompt_len :]), time.perf_counter() - started_s, first_token_s, ()
         finally:
             session.free()
 
-    def _step(self, ask: DrawInput) -> tuple[list[int], float]:
+    def _step(self, draw_input: DrawInput) -> tuple[list[int], float]:
         """The tokens drawn behind the rows of one forward, and its milliseconds."""
-        reserve(self._runner, ask.feed, lambda allocate: allocate())
+        reserve(self._runner, draw_input.feed, lambda allocate: allocate())
         started_ns = time.perf_counter_ns()
-        [drawn] = forward_and_draw(self._runner, [ask])
+        [drawn] = forward_and_draw(self._runner, [draw_input])
         passed_ms = (time.perf_counter_ns() - started_ns) / 1e6
         if isinstance(drawn, OutriderError):
             raise drawn
         if drawn is None:
             raise ValueError("a step is to be small enough for one forward")
         return drawn, passed_ms
-
-    def _session(self, context_len: int) -> Session:
-        if context_len not in self._sessions:
-            token_ids = [self._token_id(index) for index in range(context_len)]
-            session = self._sessions[context_len] = self._runner.open(token_ids, context_len)
-            while session.cached_len < context_len:
-                self._runner.forward([Feed(session)])
-        return self._sessions[context_len]
-
-    def _token_id(self, index: int) -> int:
-        return (7 * index + 11) % self._runner.vocabulary_size

@@ -11,7 +11,10 @@ TARGET, DRAFT = "target", "draft"
 ROLES = (TARGET, DRAFT)
 MEMORY = "memory"  # the buffer that no cache holds
 CONTEXT_LEN = 128  # at which steps are compared with floors, and c and v are taken
-BARE, ONE_BY_ONE, PLAIN, AUTO = "bare loop", "one by one", "plain", "auto"
+BARE, PLAIN, AUTO = "bare loop", "plain", "auto"
+# What single times are of: two ways to read a buffer, decoder steps in PyTorch's operators and in the engine, and an
+# empty message there and back on a session's stream.
+SUM, SEARCH, OPERATORS, ENGINE, PING = "torch.sum", "memchr", "operators", "engine", "ping"
 PROMPTS = tuple(OPENINGS[number] for number in (0, 6, 7, 11))
 QUICK_TOKENS = 16
 
@@ -32,7 +35,6 @@ class RoundsPlan:
     prompts: tuple[str, ...] = PROMPTS
     draft_counts: tuple[int, ...] = (1, 2, 4, 6)
     row_counts: tuple[int, ...] = (1, 2, 3, 5, 7, 9)
-    context_lens: tuple[int, ...] = (32, 128, 512, 1024)
     repeats: int = 2
     """Samples of each instrument in a cycle."""
     pings: int = 20
@@ -45,7 +47,7 @@ class RoundsPlan:
     @property
     def settings(self) -> list[str]:
         """Names of the settings of a cycle."""
-        return [BARE, ONE_BY_ONE, PLAIN, *(fixed(count) for count in self.draft_counts), AUTO]
+        return [BARE, PLAIN, *(fixed(count) for count in self.draft_counts), AUTO]
 
     def quick(self) -> Self:
         """A run of seconds that shows that everything works, and whose figures mean little."""
@@ -56,66 +58,28 @@ class RoundsPlan:
             prompts=self.prompts[:1],
             draft_counts=(2, 4),
             row_counts=(1, 3, 5),
-            context_lens=(32, 128),
             memory_bytes=64 << 20,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
-    """What the floor of one model depends on."""
+class ModelSize:
+    """A model, and the bytes of weights that a step touches."""
 
     name: str
     step_bytes: int
-    """Bytes of weights that a step touches."""
-    key_value_bytes: int
-    """Bytes of keys and values that a step reads at CONTEXT_LEN."""
 
 
 @dataclass(frozen=True, slots=True)
-class ReadSample:
-    """One pass over a buffer: of the size of a model's weights, or larger than all caches."""
+class TimeSample:
+    """One time of one instrument. A role is a model's, or MEMORY; steps have rows, reads have bytes."""
 
-    buffer: str
-    reader: str
-    num_bytes: int
-    ms: float
-
-
-@dataclass(frozen=True, slots=True)
-class OperatorSample:
-    """One decoder step in PyTorch's operators."""
-
-    role: str
-    rows: int
-    ms: float
-
-
-@dataclass(frozen=True, slots=True)
-class StepPoint:
-    """What an engine step is measured at; context_len counts the committed tokens, the last of which is a row."""
-
-    role: str
-    rows: int
-    context_len: int
-    temperature: float
-
-
-@dataclass(frozen=True, slots=True)
-class StepSample:
-    """One forward with the draw behind each row, as the services time it."""
-
-    point: StepPoint
-    ms: float
-
-
-@dataclass(frozen=True, slots=True)
-class PingSample:
-    """One empty message there and back on a session's stream; rested when it came after a pause."""
-
+    instrument: str
     role: str
     ms: float
-    rested: bool = False
+    rows: int = 0
+    temperature: float = 0.0
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,9 +94,13 @@ class RoundSample(RoundFacts):
         return max(self.draft_bytes, self.verify_bytes)
 
 
+TimedAnswer = tuple[tuple[int, ...], float, float, tuple[RoundSample, ...]]
+"""Tokens, seconds in all, seconds to the first token, and rounds."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestSample:
-    """One request, as its client saw it. The bare loop and the bare stream have no rounds."""
+    """One request, as its client saw it; the bare loop has no rounds."""
 
     setting: str
     turn: int
@@ -153,8 +121,5 @@ class RequestSample:
 class Measurements:
     """Everything of one run."""
 
-    reads: list[ReadSample] = field(default_factory=list)
-    operators: list[OperatorSample] = field(default_factory=list)
-    steps: list[StepSample] = field(default_factory=list)
-    pings: list[PingSample] = field(default_factory=list)
+    times: list[TimeSample] = field(default_factory=list)
     requests: list[RequestSample] = field(default_factory=list)

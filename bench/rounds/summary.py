@@ -1,32 +1,34 @@
-"""From samples to figures: medians, ratios of requests that stood side by side, and whether each target is met.
+"""From samples to figures: medians, ratios of requests that stood side by side, and what a round should cost.
 
 A ratio is the median over pairs of the same turn, prompt and temperature, because a noisy host touches the two of a
-pair alike. Where two readings of a target are possible the stricter one is taken: a floor is that of the fastest read,
-a speedup is held against S in full although plain decoding through the gateway pays no round trip, and the bytes of a
-hop are those of both directions.
+pair alike. A floor is that of the fastest read, and the bytes of a hop are those of both directions.
+
+The formula is in units of one target step, the bare engine's forward over one row: c is a draft step, v what a further
+row of a verification adds, R_t and R_d are empty round trips on the streams of target and draft. A round with K draft
+tokens costs 1 + vK + cK + R_t + R_d; with tau tokens a round the speedup over plain decoding that pays a round trip for
+every token is S = tau (1 + R_t) / (1 + vK + cK + R_t + R_d) (Leviathan et al. 2023, with the round trips added).
 """
 
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from bench.common import Spread, spread
-from bench.rounds.formulas import Costs, Prediction, is_divided, parts, predict
 from bench.rounds.samples import (
     AUTO,
     BARE,
-    CONTEXT_LEN,
     DRAFT,
+    ENGINE,
     MEMORY,
-    ONE_BY_ONE,
+    PING,
     PLAIN,
     ROLES,
     TARGET,
     Measurements,
-    ModelShape,
+    ModelSize,
     RequestSample,
     RoundSample,
-    StepPoint,
     fixed,
 )
 
@@ -43,20 +45,84 @@ HOP_BYTES = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Bandwidth:
-    """Bytes a second of the fastest read with the reader that reached it, and the best reader's median."""
+class Costs:
+    """The symbols of the formula. Steps are milliseconds of the target by rows."""
 
-    reader: str
-    fastest: float
-    median: float
+    verify_ms: Mapping[int, float]
+    c: float
+    target_ping: float
+    draft_ping: float
+
+    def v(self, draft_count: int) -> float:
+        """What each of K further rows adds to a target step, in target steps.
+
+        Rows that were not measured lie on the straight line between their neighbours, or through the last two.
+        """
+        rows, known = draft_count + 1, sorted(self.verify_ms)
+        found_ms = self.verify_ms.get(rows)
+        if found_ms is None:
+            right = min(max(bisect_left(known, rows), 1), len(known) - 1)
+            low, high = known[right - 1], known[right]
+            slope = (self.verify_ms[high] - self.verify_ms[low]) / (high - low)
+            found_ms = self.verify_ms[low] + slope * (rows - low)
+        return (found_ms / self.verify_ms[1] - 1) / draft_count
+
+    def round_cost(self, draft_count: int) -> float:
+        """A round in target steps; a plain round comes unasked, and costs one."""
+        if not draft_count:
+            return 1.0
+        return 1 + (self.v(draft_count) + self.c) * draft_count + self.target_ping + self.draft_ping
+
+    def speedup(self, rounds: Sequence[RoundSample]) -> float:
+        """S of rounds as they were, so that the last and shorter ones of a request count as what they are.
+
+        With the same K in all rounds it is the formula. Raises ValueError when there are no rounds.
+        """
+        if not rounds:
+            raise ValueError("there is no speed without rounds")
+        steps = sum(self.round_cost(each.draft_count) for each in rounds)
+        return sum(each.num_tokens for each in rounds) * (1 + self.target_ping) / steps
+
+
+def tokens_per_round(rounds: Sequence[RoundSample]) -> float:
+    """tau, all rounds counted."""
+    return sum(each.num_tokens for each in rounds) / len(rounds)
+
+
+def acceptance_rate(rounds: Sequence[RoundSample]) -> float | None:
+    """Accepted over evaluated draft tokens; None when none was evaluated."""
+    evaluated = sum(each.evaluated_count for each in rounds)
+    return sum(each.accepted_count for each in rounds) / evaluated if evaluated else None
+
+
+def parts(each: RoundSample) -> dict[str, float]:
+    """Where a round's time went, in milliseconds. A way is what is left of a wait: wire, protobuf, event loops.
+
+    The overhead is the whole round without both computes: the sum of queues, ways and gateway.
+    """
+    parts_us = {
+        "draft queue": each.draft_queue_us,
+        "draft compute": each.draft_compute_us,
+        "draft way": each.draft_wait_us - each.draft_queue_us - each.draft_compute_us,
+        "verify queue": each.verify_queue_us,
+        "verify compute": each.verify_compute_us,
+        "verify way": each.verify_wait_us - each.verify_queue_us - each.verify_compute_us,
+        "gateway": each.round_us - each.draft_wait_us - each.verify_wait_us,
+        "overhead": each.round_us - each.draft_compute_us - each.verify_compute_us,
+    }
+    return {name: part_us / 1e3 for name, part_us in parts_us.items()}
+
+
+def speculative(rounds: Iterable[RoundSample]) -> list[RoundSample]:
+    """Those with a proposal."""
+    return [each for each in rounds if each.draft_count]
 
 
 class RoundsSummary:
     """Figures of one run. Methods raise KeyError or ValueError about what was not measured."""
 
-    def __init__(self, measurements: Measurements, target: ModelShape, draft: ModelShape) -> None:
-        self.measurements = measurements
-        self.shapes = {TARGET: target, DRAFT: draft}
+    def __init__(self, measurements: Measurements, sizes: Mapping[str, ModelSize]) -> None:
+        self.measurements, self.sizes = measurements, sizes
 
     @property
     def temperatures(self) -> list[float]:
@@ -67,65 +133,59 @@ class RoundsSummary:
     def settings(self) -> list[str]:
         """Settings of the requests: without a gateway, plain, by K, and the gateway's own choice."""
         found = {each.setting for each in self.measurements.requests}
-        by_count = sorted(found - {BARE, ONE_BY_ONE, PLAIN, AUTO})
-        return [name for name in (BARE, ONE_BY_ONE, PLAIN, *by_count, AUTO) if name in found]
+        by_count = sorted(found - {BARE, PLAIN, AUTO})
+        return [name for name in (BARE, PLAIN, *by_count, AUTO) if name in found]
 
-    def bandwidth(self, buffer: str) -> Bandwidth:
-        """How fast a buffer was read. The fastest read counts, because a busy machine would raise the floor."""
+    def bandwidth(self, buffer: str) -> tuple[float, float]:
+        """Bytes a second with which a buffer was read at best, and the median of the better reader.
+
+        The fastest read counts, because a busy machine would raise the floor.
+        """
         speeds: dict[str, list[float]] = {}
-        for each in self.measurements.reads:
-            if each.buffer == buffer:
-                speeds.setdefault(each.reader, []).append(each.num_bytes / each.ms * 1e3)
-        reader = max(speeds, key=lambda name: max(speeds[name]))
-        return Bandwidth(reader, max(speeds[reader]), max(median(values) for values in speeds.values()))
+        for each in self.measurements.times:
+            if each.num_bytes and each.role == buffer:
+                speeds.setdefault(each.instrument, []).append(each.num_bytes / each.ms * 1e3)
+        return max(map(max, speeds.values())), max(map(median, speeds.values()))
 
     @property
     def busy(self) -> bool:
         """Whether others used the machine so much that times mean little: a usual read is far from the fastest."""
-        memory = self.bandwidth(MEMORY)
-        return memory.median < QUIET_SHARE * memory.fastest
+        fastest, usual = self.bandwidth(MEMORY)
+        return usual < QUIET_SHARE * fastest
 
     def floor_ms(self, role: str) -> float:
         """A model's weights over the bandwidth at which as many bytes, or more than any cache holds, were read.
 
         The faster of the two counts: what could be read past all caches could be read with them.
         """
-        fastest = max(self.bandwidth(buffer).fastest for buffer in (role, MEMORY))
-        return self.shapes[role].step_bytes / fastest * 1e3
+        fastest = max(self.bandwidth(buffer)[0] for buffer in (role, MEMORY))
+        return self.sizes[role].step_bytes / fastest * 1e3
 
-    def operators_ms(self, role: str, rows: int) -> Spread:
-        """The step in PyTorch's operators."""
-        return spread(each.ms for each in self.measurements.operators if (each.role, each.rows) == (role, rows))
-
-    def steps(self) -> dict[StepPoint, Spread]:
-        """All points of the bare engine loop."""
-        found: dict[StepPoint, list[float]] = {}
-        for each in self.measurements.steps:
-            found.setdefault(each.point, []).append(each.ms)
-        return {point: spread(values) for point, values in found.items()}
+    def time_ms(self, instrument: str, role: str, rows: int = 0, temperature: float = 0.0) -> Spread:
+        """What an instrument measured."""
+        wanted = instrument, role, rows, temperature
+        times = self.measurements.times
+        return spread(each.ms for each in times if (each.instrument, each.role, each.rows, each.temperature) == wanted)
 
     def step_ms(self, role: str, rows: int, temperature: float | None = None) -> Spread:
-        """A bare step at CONTEXT_LEN, by default at the first temperature."""
-        own = self.temperatures[0] if temperature is None else temperature
-        return self.steps()[StepPoint(role, rows, CONTEXT_LEN, own)]
+        """A bare step, by default at the first temperature."""
+        return self.time_ms(ENGINE, role, rows, self.temperatures[0] if temperature is None else temperature)
 
-    def ping_ms(self, role: str, *, rested: bool = False) -> Spread:
-        """Empty round trips on a role's stream, one behind the other or each after a pause."""
-        return spread(each.ms for each in self.measurements.pings if (each.role, each.rested) == (role, rested))
+    @property
+    def row_counts(self) -> list[int]:
+        """Rows of the bare steps."""
+        return sorted({each.rows for each in self.measurements.times if each.instrument == ENGINE})
 
-    def two_pings_ms(self, *, rested: bool = False) -> float:
+    @property
+    def two_pings_ms(self) -> float:
         """Medians of both streams together, and what a round may cost besides."""
-        return sum(self.ping_ms(role, rested=rested).median for role in ROLES) + OVERHEAD_MS
+        return sum(self.time_ms(PING, role).median for role in ROLES) + OVERHEAD_MS
 
     def costs(self, temperature: float) -> Costs:
-        """What the formulas need, at one temperature."""
-        verify = {
-            point.rows: found.median
-            for point, found in self.steps().items()
-            if (point.role, point.context_len, point.temperature) == (TARGET, CONTEXT_LEN, temperature)
-        }
-        draft_ms = self.step_ms(DRAFT, 1, temperature).median
-        return Costs(verify, draft_ms, self.ping_ms(TARGET).median, self.ping_ms(DRAFT).median)
+        """What the formula needs, at one temperature."""
+        verify_ms = {rows: self.step_ms(TARGET, rows, temperature).median for rows in self.row_counts}
+        others_ms = self.step_ms(DRAFT, 1, temperature), self.time_ms(PING, TARGET), self.time_ms(PING, DRAFT)
+        return Costs(verify_ms, *(each.median / verify_ms[1] for each in others_ms))
 
     def requests(self, setting: str, temperature: float) -> list[RequestSample]:
         """The requests of a setting."""
@@ -161,14 +221,9 @@ class RoundsSummary:
         requests = self.requests(setting, temperature)
         return [each for request in requests for each in speculative(request.rounds[1:])[1:]]
 
-    def opening(self, setting: str, temperature: float) -> list[RoundSample]:
-        """The first rounds with a proposal."""
-        requests = self.requests(setting, temperature)
-        return [each for request in requests for each in speculative(request.rounds)[:1]]
-
-    def prediction(self, setting: str, temperature: float) -> Prediction:
-        """What the rounds should have brought by c, v and R."""
-        return predict(self.rounds(setting, temperature), self.costs(temperature))
+    def formula(self, setting: str, temperature: float) -> float:
+        """S of a setting's rounds."""
+        return self.costs(temperature).speedup(self.rounds(setting, temperature))
 
     def best(self, temperature: float) -> str:
         """The fastest fixed setting among those that the target is set for, by its ratio to plain."""
@@ -182,11 +237,6 @@ class RoundsSummary:
             for each in self.requests(setting, temperature)
             if each.rounds
         )
-
-
-def speculative(rounds: Iterable[RoundSample]) -> list[RoundSample]:
-    """Those with a proposal."""
-    return [each for each in rounds if each.draft_count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +264,7 @@ def criteria(summary: RoundsSummary) -> Iterator[Criterion]:
 
     Where a target pass costs as much as a round trip, nobody asks that speculation pays.
     """
-    is_small = summary.shapes[TARGET].step_bytes < SMALL_TARGET_BYTES
+    is_small = summary.sizes[TARGET].step_bytes < SMALL_TARGET_BYTES
     one, five = summary.step_ms(TARGET, 1).median, summary.step_ms(TARGET, 5).median
     if is_small:
         yield Criterion("target step, one row, ms", one, SMALL_STEP_MS, True)
@@ -223,7 +273,7 @@ def criteria(summary: RoundsSummary) -> Iterator[Criterion]:
         over_floor = one / summary.floor_ms(TARGET)
         yield Criterion("target step, one row, over bytes / bandwidth", over_floor, STEP_OVER_FLOOR, True)
         yield Criterion("target step, five rows over one row", five / one, FIVE_ROWS_OVER_ONE, True)
-    if summary.shapes[DRAFT].step_bytes < SMALL_DRAFT_BYTES:
+    if summary.sizes[DRAFT].step_bytes < SMALL_DRAFT_BYTES:
         yield Criterion("draft step, ms", summary.step_ms(DRAFT, 1).median, SMALL_DRAFT_STEP_MS, True)
     for temperature in summary.temperatures:
         at = f"temperature {temperature:g}"
@@ -235,15 +285,17 @@ def criteria(summary: RoundsSummary) -> Iterator[Criterion]:
         if not is_small:
             best = summary.best(temperature)
             speedup = summary.over(best, PLAIN, temperature).median
-            share = speedup / summary.prediction(best, temperature).over_synchronous
+            share = speedup / summary.formula(best, temperature)
             yield Criterion(f"measured speedup over S, {best}, {at}", share, SHARE_OF_FORMULA)
             if temperature == 0:
                 yield Criterion(f"speculative over plain, {best}, {at}", speedup, SPEEDUP_AT_ZERO)
-    steady = [summary.steady(setting, each) for each in summary.temperatures for setting in summary.settings]
-    divided = [each for rounds in steady for each in rounds if is_divided(each)]
-    if divided:
-        overhead_ms = median(parts(each)["overhead"] for each in divided)
-        for rested in (False, True):
-            what = f"gateway overhead a round, ms, two pings{' after a pause' if rested else ''} + {OVERHEAD_MS}"
-            yield Criterion(what, overhead_ms, summary.two_pings_ms(rested=rested), True)
-        yield Criterion("most bytes a hop, both ways", max(each.hop_bytes for each in divided), HOP_BYTES, True)
+    steady = [
+        each
+        for temperature in summary.temperatures
+        for setting in summary.settings
+        for each in summary.steady(setting, temperature)
+    ]
+    if steady:
+        overhead_ms, limit_ms = median(parts(each)["overhead"] for each in steady), summary.two_pings_ms
+        yield Criterion(f"gateway overhead a round, ms, two pings + {OVERHEAD_MS}", overhead_ms, limit_ms, True)
+        yield Criterion("most bytes a hop, both ways", max(each.hop_bytes for each in steady), HOP_BYTES, True)

@@ -7,11 +7,13 @@ start from only the long ones are left.
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Annotated, Self
 
 import torch
+import typer
 from rich.console import Console
 from rich.table import Column, Table
 from tokenizers import Tokenizer
@@ -19,70 +21,74 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from outrider.errors import InvalidRequest
+from outrider.process.options import between
 from training.data import HeldOut, TrainingBlocks, held_out_blocks, targets_of
 from training.learn import HeldOutLosses, Lesson, Loss, Portion, Stage, distillation, learn, measure, next_token
 from training.model import PRESETS, ROLES, Preset, new_model, pair_model, write_model
 from training.storage import Storage, write_whole
 
-# Of each stage: its option, and its steps by default.
-STEPS = {
-    "target": ("--target-steps", 2400),
-    "target-long": ("--long-target-steps", 240),
-    "draft": ("--draft-steps", 1500),
-    "draft-long": ("--long-draft-steps", 240),
-}
+COUNT = between(1, 1_000_000_000)
+BATCH = between(1, 65536)
+# Steps by default of each stage.
+STEPS = {"target": 2400, "target-long": 240, "draft": 1500, "draft-long": 240}
 SHORT_RATE = 3e-3
 # A trained target forgets at more; a draft's few weights follow their teacher at any rate.
 LONG_RATES = {"target": 6e-4, "draft": 2e-3}
 
 
-@dataclass(frozen=True, slots=True)
+def _steps(stage: str, words: str) -> object:
+    return typer.Option(callback=COUNT, help=f"{words}; by default {STEPS[stage]:,}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """Everything that the weights depend on, beside the kind of device; another value is another run.
+    """What the weights depend on, beside text, pair and device; each is an option, and another value another run."""
 
-    corpus and from_pair are digests of the documents and of the pair to start from; steps are by stage.
-    """
-
-    corpus: str
-    preset_name: str
-    from_pair: str | None
-    seed: int
-    batch: int
-    long_batch: int
-    steps: dict[str, int]
+    preset: Annotated[str, typer.Option(help=f"Sizes of a new pair, and of all blocks: {', '.join(PRESETS)}.")] = (
+        "story"
+    )
+    seed: Annotated[
+        int, typer.Option(callback=between(0, 1 << 62), help="Of first weights, order and held-out blocks of the text.")
+    ] = 1
+    batch: Annotated[int, typer.Option(callback=BATCH, help="Short blocks a step.")] = 16
+    long_batch: Annotated[int, typer.Option(callback=BATCH, help="Long blocks a step, beside the short ones.")] = 1
+    target_steps: Annotated[int | None, _steps("target", "Of a new target on short blocks")] = None
+    long_target_steps: Annotated[int | None, _steps("target-long", "Of the target on long blocks")] = None
+    draft_steps: Annotated[int | None, _steps("draft", "Of a new draft on short blocks")] = None
+    long_draft_steps: Annotated[int | None, _steps("draft-long", "Of the draft on long blocks")] = None
 
     @property
-    def preset(self) -> Preset:
-        """The sizes."""
-        return PRESETS[self.preset_name]
+    def sizes(self) -> Preset:
+        """The preset's."""
+        return PRESETS[self.preset]
 
-    def stages(self, role: str) -> list[Stage]:
-        """What a model of this role goes through; short blocks are behind it when it comes from another pair."""
-        short, long = role, f"{role}-long"
-        blocks = Portion(self.batch, self.preset.block_len)
-        long_blocks = Portion(self.long_batch, self.preset.context_len)
+    def resolved(self) -> Self:
+        """The same with defaults for steps that were not given. Raises InvalidRequest about an unknown preset."""
+        if self.preset not in PRESETS:
+            raise InvalidRequest("--preset", self.preset, f"one of {', '.join(PRESETS)}")
+        return replace(
+            self,
+            target_steps=self.target_steps or STEPS["target"],
+            long_target_steps=self.long_target_steps or STEPS["target-long"],
+            draft_steps=self.draft_steps or STEPS["draft"],
+            long_draft_steps=self.long_draft_steps or STEPS["draft-long"],
+        )
+
+    def stages(self, role: str, *, extends: bool) -> list[Stage]:
+        """What a model of this role goes through; short blocks are behind it when it extends another pair."""
+        blocks = Portion(self.batch, self.sizes.block_len)
+        long_blocks = Portion(self.long_batch, self.sizes.context_len)
+        short, long = getattr(self, f"{role}_steps"), getattr(self, f"long_{role}_steps")
         stages = [
-            Stage(short, self.steps[short], SHORT_RATE, (blocks,)),
-            Stage(long, self.steps[long], LONG_RATES[role], (long_blocks, blocks)),
+            Stage(role, short, SHORT_RATE, (blocks,)),
+            Stage(f"{role}-long", long, LONG_RATES[role], (long_blocks, blocks)),
         ]
-        return stages if self.from_pair is None else stages[1:]
-
-    def values(self) -> dict[str, object]:
-        """The settings under the names of their options."""
-        return {
-            "--corpus": self.corpus,
-            "--preset": self.preset_name,
-            "--from-pair": self.from_pair,
-            "--seed": self.seed,
-            "--batch": self.batch,
-            "--long-batch": self.long_batch,
-            **{STEPS[stage][0]: count for stage, count in self.steps.items()},
-        }
+        return stages[1:] if extends else stages
 
 
 def held_out_of(token_ids: Tensor, settings: RunSettings) -> HeldOut:
     """What is never learnt of a text. Raises InvalidRequest when it is too short for the preset's blocks."""
-    preset = settings.preset
+    preset = settings.sizes
     least = 3 * preset.context_len
     if len(token_ids) < least:
         limit = f"a text of at least {least:,} tokens, for blocks of {preset.context_len:,}"
@@ -119,16 +125,21 @@ class Run:
         teacher: LlamaForCausalLM | None = None
         for role in ROLES:
             if self.from_pair is None:
-                model = before = new_model(self.settings.preset, role, self.settings.seed)
+                model = before = new_model(self.settings.sizes, role, self.settings.seed)
             else:
-                model = pair_model(self.from_pair, role, extended_to=self.settings.preset)
+                model = pair_model(self.from_pair, role, extended_to=self.settings.sizes)
                 before = frozen(pair_model(self.from_pair, role))
             for each in (model, before):
                 # Through the base class, because the library's own methods are untyped.
                 nn.Module.to(each, self.device)
             if self.from_pair is not None:
-                outcomes.append(self._measured_before(f"{role} before", before))
-            for stage in self.settings.stages(role):
+                name = f"{role} before"
+                found = self.storage.result(name)
+                if found is None:
+                    found = {"losses": asdict(measure(before, self.held_out))}
+                    self.storage.save_result(name, found)
+                outcomes.append(StageOutcome(name, 0, 0, HeldOutLosses(**found["losses"])))
+            for stage in self.settings.stages(role, extends=self.from_pair is not None):
                 # A target that learns long blocks copies itself on short ones: there it must not get worse, and the
                 # text, which it has seen several times, would only be learnt by heart.
                 losses = [next_token, distillation(before)] if teacher is None else [distillation(teacher)] * 2
@@ -139,14 +150,6 @@ class Run:
                 write_whole(folder, partial(write_model, copy.deepcopy(model), self.tokenizer))
             teacher = frozen(model)
         return outcomes
-
-    def _measured_before(self, name: str, model: LlamaForCausalLM) -> StageOutcome:
-        """What the model of the other pair reaches as it is."""
-        found = self.storage.result(name)
-        if found is None:
-            found = {"losses": asdict(measure(model, self.held_out))}
-            self.storage.save_result(name, found)
-        return StageOutcome(name, 0, 0, HeldOutLosses(**found["losses"]))
 
     def _go_through(self, stage: Stage, model: LlamaForCausalLM, losses: Sequence[Loss]) -> StageOutcome:
         """Lets the model learn the stage, or gives it the weights that it had at the stage's end.

@@ -70,7 +70,7 @@ class Storage:
             before = None
         if not isinstance(before, dict):
             raise InvalidRequest("--out", str(self.out), "a folder of a run, unlike its training.json")
-        # Through JSON, which knows no tuples.
+        # Through JSON, which makes lists of tuples.
         now = json.loads(json.dumps(settings))
         name = next((name for name in {**before, **now} if before.get(name) != now.get(name)), None)
         if name is not None:

@@ -10,27 +10,25 @@ from safetensors.torch import load_file
 
 from bench.rounds.samples import (
     BARE,
-    CONTEXT_LEN,
     DRAFT,
+    ENGINE,
     MEMORY,
-    ONE_BY_ONE,
+    OPERATORS,
+    PING,
     PLAIN,
+    SEARCH,
+    SUM,
     TARGET,
     Measurements,
-    ModelShape,
-    OperatorSample,
-    PingSample,
-    ReadSample,
+    ModelSize,
     RequestSample,
     RoundSample,
-    StepPoint,
-    StepSample,
+    TimeSample,
     fixed,
 )
 from bench.rounds.summary import RoundsSummary
 
-TARGET_SHAPE = ModelShape("big", step_bytes=200_000_000, key_value_bytes=2_000_000)
-DRAFT_SHAPE = ModelShape("small", step_bytes=2_000_000, key_value_bytes=20_000)
+SIZES = {TARGET: ModelSize("big", step_bytes=200_000_000), DRAFT: ModelSize("small", step_bytes=2_000_000)}
 STEP_MS = {(TARGET, 1): 10.0, (TARGET, 3): 11.0, (TARGET, 5): 12.0, (DRAFT, 1): 0.5, (DRAFT, 3): 0.6, (DRAFT, 5): 0.7}
 
 
@@ -63,23 +61,22 @@ def summary() -> RoundsSummary:
     found = Measurements()
     prompt, speculative = round_of(0, 1), round_of(4, 4)
     for turn, noise in ((1, 1.0), (2, 2.0)):
-        found.reads += [
-            ReadSample(TARGET, "torch.sum", 200_000_000, 5.0),
-            ReadSample(TARGET, "memchr", 200_000_000, 8.0),
+        found.times += [
+            TimeSample(SUM, TARGET, 5.0, num_bytes=200_000_000),
+            TimeSample(SEARCH, TARGET, 8.0, num_bytes=200_000_000),
+            TimeSample(SUM, DRAFT, 0.1, num_bytes=2_000_000),
+            TimeSample(SEARCH, MEMORY, 25.0, num_bytes=10**9),
         ]
-        found.reads += [ReadSample(DRAFT, "torch.sum", 2_000_000, 0.1), ReadSample(MEMORY, "memchr", 10**9, 25.0)]
-        found.operators += [OperatorSample(role, rows, 30.0) for role in (TARGET, DRAFT) for rows in (1, 5)]
-        found.steps += [StepSample(StepPoint(*place, CONTEXT_LEN, 0.0), ms) for place, ms in STEP_MS.items()]
-        found.pings += [PingSample(role, 0.2) for role in (TARGET, DRAFT)]
-        found.pings += [PingSample(role, 0.3, rested=True) for role in (TARGET, DRAFT)]
+        found.times += [TimeSample(OPERATORS, role, 30.0, rows) for role in (TARGET, DRAFT) for rows in (1, 5)]
+        found.times += [TimeSample(ENGINE, role, ms, rows) for (role, rows), ms in STEP_MS.items()]
+        found.times += [TimeSample(PING, role, 0.2) for role in (TARGET, DRAFT)]
         # A noisy turn slows all settings down alike, so no ratio may show it.
         found.requests += [
             request_of(BARE, turn, 0.108 * noise),
-            request_of(ONE_BY_ONE, turn, 0.126 * noise),
             request_of(PLAIN, turn, 0.120 * noise, (prompt,) * 13),
             request_of(fixed(4), turn, 0.060 * noise, (prompt, *(speculative,) * 3)),
         ]
-    return RoundsSummary(found, TARGET_SHAPE, DRAFT_SHAPE)
+    return RoundsSummary(found, SIZES)
 
 
 TRAIN = Path(__file__).resolve().parents[2] / "models" / "train.py"

@@ -10,9 +10,8 @@ from support.tiny_models import TARGET, TRAINED
 from tokenizers import Tokenizer
 
 from bench.acceptance.__main__ import conclude
-from bench.acceptance.report import render, tables
+from bench.acceptance.report import AcceptanceSummary, Estimate, mean, render, share
 from bench.acceptance.runs import WHOLE, AcceptanceCounts, AcceptancePlan, ModelPair, Readers, RuleCounts, measure
-from bench.acceptance.summary import AcceptanceSummary, Estimate, mean, share
 from bench.common import OPENINGS
 from outrider.engine.runner import ModelRunner
 from outrider.parameters import Acceptance, Rule
@@ -58,16 +57,16 @@ def test_a_wrong_order_would_be_found(summary: AcceptanceSummary, temperature: f
 
 
 @pytest.mark.parametrize("temperature", PLAN.temperatures)
-def test_a_longer_law_loses_less_and_takes_more_bytes(summary: AcceptanceSummary, temperature: float) -> None:
-    """Both losses are small, positive, and part of what the whole law keeps."""
+def test_a_longer_distribution_loses_less_and_takes_more_bytes(summary: AcceptanceSummary, temperature: float) -> None:
+    """Both losses are small, positive, and part of what the whole distribution keeps."""
     short, long = (summary.loss(temperature, top_n).value for top_n in PLAN.top_ns)
-    assert 0 < long < short < 0.3 * summary.overlap(temperature, WHOLE).value
+    assert 0 < long < short < 0.3 * mean(summary.overlaps(temperature, WHOLE)).value
     assert summary.hop_bytes(temperature, 8)[0] < summary.hop_bytes(temperature, 64)[0] <= 2048
 
 
 def test_the_exact_chance_is_the_rate_of_ratio(summary: AcceptanceSummary) -> None:
     """Sum of min(target, draft) at the first draft token, and how often the rule keeps it, agree."""
-    kept = summary.overlap(1.0, 64)
+    kept = mean(summary.overlaps(1.0, 64))
     counted = summary.rate(1.0, "ratio", 64)
     assert abs(kept.value - counted.value) < 4 * math.hypot(kept.error, counted.error)
 
@@ -120,7 +119,7 @@ def test_the_report_has_every_rule_and_the_file_every_count(
     report, file = tmp_path / "report.md", tmp_path / "counts.json"
     conclude(pair, summary, report, file)
     text = report.read_text()
-    assert render(tables(summary)) in text
+    assert render(summary) in text
     for rule in ("match", "ratio", "block", "lenient 0.5", "typical 0.09 0.3"):
         assert f"\n| {rule} | " in text
     assert "Loss of acceptance" in capsys.readouterr().out

@@ -3,19 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from support.runs import summary
 
-from bench.rounds.formulas import (
-    Costs,
-    acceptance_by_position,
-    acceptance_rate,
-    is_divided,
-    parts,
-    predict,
-    tokens_per_round,
-)
 from bench.rounds.samples import RoundSample
+from bench.rounds.summary import Costs, acceptance_rate, parts, tokens_per_round
 
-COSTS = Costs(verify_ms={1: 10.0, 3: 11.0, 5: 12.0}, draft_ms=0.5, target_ping_ms=1.0, draft_ping_ms=2.0)
+COSTS = Costs(verify_ms={1: 10.0, 3: 11.0, 5: 12.0}, c=0.05, target_ping=0.1, draft_ping=0.2)
 ROUND = RoundSample(
     num_tokens=3,
     draft_count=4,
@@ -36,7 +29,8 @@ PLAIN = replace(ROUND, num_tokens=1, draft_count=0, accepted_count=0, evaluated_
 
 def test_symbols_are_in_target_steps() -> None:
     """A step of 10 ms is the unit of the draft's 0.5 ms, of both pings and of what four further rows add."""
-    assert (COSTS.c, COSTS.target_way, COSTS.draft_way) == (0.05, 0.1, 0.2)
+    found = summary().costs(0.0)
+    assert (found.c, found.target_ping, found.draft_ping) == (0.05, 0.02, 0.02)
     assert COSTS.v(4) == pytest.approx(0.05)
 
 
@@ -47,27 +41,22 @@ def test_a_round_costs_what_the_formula_says(draft_count: int, cost: float) -> N
 
 
 def test_s_is_the_formula_when_all_rounds_have_the_same_draft_count() -> None:
-    """tau 3 (1 + 0.1) / 1.7 against synchronous plain decoding, 3 / 1.7 against one without a way."""
-    found = predict([ROUND, ROUND], COSTS)
-    assert found.over_synchronous == pytest.approx(3 * 1.1 / 1.7)
-    assert found.over_plain == pytest.approx(3 / 1.7)
-    assert found.tokens_per_s == pytest.approx(3 / (1.7 * 0.010))
+    """tau 3 (1 + 0.1) / 1.7."""
+    assert COSTS.speedup([ROUND, ROUND]) == pytest.approx(3 * 1.1 / 1.7)
 
 
 def test_a_plain_round_counts_with_its_own_cost() -> None:
     """A request's last round has no proposal, and is neither forgotten nor counted as a speculative one."""
-    assert predict([ROUND, PLAIN], COSTS).over_plain == pytest.approx(4 / 2.7)
+    assert COSTS.speedup([ROUND, PLAIN]) == pytest.approx(4 * 1.1 / 2.7)
     assert tokens_per_round([ROUND, PLAIN]) == 2.0
     with pytest.raises(ValueError, match="rounds"):
-        predict([], COSTS)
+        COSTS.speedup([])
 
 
 def test_acceptance_counts_only_what_was_evaluated() -> None:
-    """Of three rounds the first position was evaluated in all, the third in one, the fourth in none."""
+    """Of three rounds with twelve draft tokens six were evaluated."""
     rounds = [ROUND, replace(ROUND, accepted_count=0, evaluated_count=1), replace(ROUND, evaluated_count=2)]
-    assert acceptance_by_position(rounds) == [2 / 3, 1.0, 0.0]
     assert acceptance_rate(rounds) == pytest.approx(4 / 6)
-    assert acceptance_by_position([PLAIN]) == []
     assert acceptance_rate([PLAIN]) is None
 
 
@@ -78,9 +67,3 @@ def test_parts_add_up_to_the_round() -> None:
     overhead = sum(found[name] for name in ("draft queue", "draft way", "verify queue", "verify way", "gateway"))
     assert found["overhead"] == pytest.approx(overhead)
     assert found["overhead"] + found["draft compute"] + found["verify compute"] == pytest.approx(20.0)
-
-
-def test_a_round_whose_parts_nobody_told_is_not_divided() -> None:
-    """Zeros of an older gateway are no measurement."""
-    assert is_divided(ROUND)
-    assert not is_divided(replace(ROUND, verify_wait_us=0))
