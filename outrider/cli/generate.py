@@ -25,10 +25,7 @@ def read_prompt(prompt: str) -> str:
 
 
 def check_request(prompt: str, options: RequestOptions) -> None:
-    """Raises InvalidRequest about what cannot be read and PromptTooLong about what no gateway would receive.
-
-    So nothing is started for such a request.
-    """
+    """Raises InvalidRequest and PromptTooLong about what no gateway would receive, before one is started."""
     if options.echo and options.logprob_count is None:
         raise InvalidRequest("--echo", True, "given with --logprobs")
     generate_request(prompt, settings_of(options))
@@ -42,8 +39,7 @@ def check_chat(system: str, settings: GenerationOptions) -> None:
 class InOrder:
     """Takes the mixed events of several samples and gives them sample by sample, in order of their index.
 
-    The first sample's pass at once. Those of a later one are kept until the samples before it have ended, and from then
-    on pass at once too.
+    Those of a sample are kept until the samples before it have ended, and from then on pass at once.
     """
 
     def __init__(self) -> None:
@@ -85,7 +81,7 @@ def generation(prompt: str, options: RequestOptions, view: View, address: str | 
     """The work of the command: against `address`, or else within a stack of its own."""
 
     async def work(interrupts: Interrupts) -> None:
-        if address is not None or stack is None:
+        if stack is None:
             await show_generation(address or "", prompt, options, view)
             return
         async with Supervisor(note, service_log) as supervisor:
