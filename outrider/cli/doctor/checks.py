@@ -200,9 +200,10 @@ def _cuda_finding(devices: Sequence[Mapping[str, Any]], device: str) -> Finding:
 
 
 def _row_finding(facts: Mapping[str, Any], device: str) -> Finding:
-    comparisons, numerics = facts.get("comparisons"), facts["numerics_id"]
+    comparisons = facts.get("comparisons")
     if comparisons is None:
         return skipped(ROWS, "No model was loaded.")
+    numerics = facts["numerics_id"]
     unequal = [each for each in comparisons if each["equal_rows"] != each["rows"]]
     if not unequal:
         counts = ", ".join(f"{each['name']} ({each['rows']} rows)" for each in comparisons)
