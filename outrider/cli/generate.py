@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 
 from outrider.cli.local_stack import Stack, Supervisor, start_stack
-from outrider.cli.options import RequestOptions, settings_of
+from outrider.cli.options import RequestOptions, decoded, settings_of
 from outrider.cli.output import View
 from outrider.cli.running import Interrupts, Work, note, service_log
 from outrider.client import AsyncClient, GenerationOptions, Result, Round
@@ -17,11 +17,7 @@ from outrider.errors import InvalidRequest, OutriderError
 
 def read_prompt(prompt: str) -> str:
     """The prompt, or standard input for "-". Raises InvalidRequest when it is not text."""
-    given = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
-    try:
-        return given.decode()
-    except UnicodeError:
-        raise InvalidRequest("prompt", given, "valid UTF-8") from None
+    return decoded("prompt", sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt))
 
 
 def check_request(prompt: str, options: RequestOptions) -> None:

@@ -42,12 +42,16 @@ _shown = partial(typer.Option, rich_help_panel="What is shown")
 _port = partial(_machine, metavar="PORT", callback=between(0, 65535))
 
 
-def _text(param: typer.CallbackParam, value: str | None) -> str | None:
-    """A callback that raises InvalidRequest about bytes that are no UTF-8."""
+def decoded(name: str, given: bytes) -> str:
+    """What was typed, as text; raises InvalidRequest about bytes that are not UTF-8."""
     try:
-        (value or "").encode()
+        return given.decode()
     except UnicodeError:
-        raise InvalidRequest(param.opts[0], (value or "").encode(errors="surrogateescape"), "valid UTF-8") from None
+        raise InvalidRequest(name, given, "valid UTF-8") from None
+
+
+def _text(param: typer.CallbackParam, value: str | None) -> str | None:
+    decoded(param.opts[0], (value or "").encode(errors="surrogateescape"))
     return value
 
 

@@ -56,6 +56,12 @@ def is_rich(stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
+def write(output: TextIO, text: str) -> None:
+    """Writes what somebody may be waiting for."""
+    output.write(text)
+    output.flush()
+
+
 def console_for(file: TextIO) -> Console:
     """A console as wide as the terminal, or PLAIN_WIDTH elsewhere."""
     console = Console(file=file, highlight=False)
@@ -167,15 +173,11 @@ class PlainView(_TextView):
 
     def show(self, event: Round) -> None:
         heading = self._heading(event)
-        self._write((f"[{heading}]\n" if heading else "") + event.text)
+        write(self._output, (f"[{heading}]\n" if heading else "") + event.text)
 
     def finish(self, result: Result) -> None:
-        self._write(result.rest + "\n")
+        write(self._output, result.rest + "\n")
         self._print_below(self._notes, result)
-
-    def _write(self, text: str) -> None:
-        self._output.write(text)
-        self._output.flush()
 
 
 class JsonView(View):
@@ -201,8 +203,7 @@ class JsonView(View):
 
     def end(self) -> None:
         prompt = {"prompt": [_token(each) for each in self._prompt]} if self._prompt else {}
-        self._output.write(json.dumps({**prompt, "samples": self._samples}, ensure_ascii=False) + "\n")
-        self._output.flush()
+        write(self._output, json.dumps({**prompt, "samples": self._samples}, ensure_ascii=False) + "\n")
 
 
 def choose_view(*, as_json: bool) -> View:

@@ -33,7 +33,7 @@ from outrider.cli.local_stack import (
     start_stack,
 )
 from outrider.cli.options import RequestOptions
-from outrider.cli.output import ModelFacts, choose_view, is_rich, model_facts, model_line, model_table
+from outrider.cli.output import ModelFacts, choose_view, is_rich, model_facts, model_line, model_table, write
 from outrider.cli.running import Interrupts, Work, note, service_log
 from outrider.errors import NotReady, OutriderError
 
@@ -182,9 +182,8 @@ class LinesDisplay(Display):
         """Writes what a newcomer opens first, the models, and where the gateway answers."""
         page = page_of(addresses.rest)
         models = [model_line(fact, addresses.metrics.get(fact.role)) for fact in facts]
-        for line in [*([f"The page: {page}"] if page else []), *models, *gateway_lines(addresses)]:
-            self._output.write(f"{line}\n")
-        self._output.flush()
+        lines = [*([f"The page: {page}"] if page else []), *models, *gateway_lines(addresses)]
+        write(self._output, "".join(f"{line}\n" for line in lines))
 
     async def run(self) -> None:
         note("Serving until Ctrl-C.")
@@ -210,7 +209,7 @@ class JsonDisplay(Display):
             event |= {name: place for name, place in places.items() if place}
         elif change.state is State.DIED:
             event |= {"ending": change.ending, "again_in_s": change.delay_s}
-        self._write(event)
+        write(self._output, json.dumps(event) + "\n")
 
     def report(self, sentence: str) -> None:
         """Says nothing, because the events do."""
@@ -223,11 +222,8 @@ class JsonDisplay(Display):
             "models": {fact.role: fact.model for fact in facts},
             "pids": {view.name: view.pid for view in self._services.values()},
         }
-        self._write({"event": "serving", "page": page_of(addresses.rest), **places, **by_service})
-
-    def _write(self, event: dict[str, Any]) -> None:
-        self._output.write(json.dumps(event) + "\n")
-        self._output.flush()
+        event = {"event": "serving", "page": page_of(addresses.rest), **places, **by_service}
+        write(self._output, json.dumps(event) + "\n")
 
 
 class TableDisplay(Display):

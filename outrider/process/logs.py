@@ -27,13 +27,7 @@ def configure(level: str) -> None:
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    rendering: list[Processor] = [
-        structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
-        structlog.processors.JSONRenderer(),
-    ]
-    if sys.stderr.isatty():
-        # The default formatter is rich's, which prints local variables.
-        rendering = [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+    rendering = _rendering(sys.stderr.isatty())
     foreign = logging.StreamHandler(sys.stderr)
     # Lines of libraries look like ours, and their tracebacks have no more in them.
     foreign.setFormatter(
@@ -59,7 +53,7 @@ def bound(**values: object) -> Iterator[None]:
     try:
         yield
     finally:
-        # structlog's own tokens refuse to be given back by another task, which is what closes a stream at times.
+        # Not structlog's own way: its tokens refuse to be given back by another task, which closes a stream at times.
         unbind_contextvars(*values)
         bind_contextvars(**before)
 
@@ -75,3 +69,11 @@ def request_scope() -> Iterator[str]:
 def session_prefix(session_id: bytes) -> str:
     """Enough of a session's id to find it again in the logs of the other processes."""
     return session_id[:SHOWN_ID_LEN].hex()
+
+
+def _rendering(is_terminal: bool) -> list[Processor]:
+    if is_terminal:
+        # The default formatter is rich's, which prints local variables.
+        return [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+    tracebacks = ExceptionDictTransformer(show_locals=False)
+    return [structlog.processors.ExceptionRenderer(tracebacks), structlog.processors.JSONRenderer()]

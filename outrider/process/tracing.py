@@ -1,8 +1,8 @@
 """Traces as W3C has them: the spans of a process, and what travels to the next one.
 
 Without a collector nothing is recorded, and yet a client's trace goes through: what it sent is what the services get,
-and its trace_id is on the lines of the log. No span has text or token ids: of an error it has only the reason, because
-the sentence may repeat what the client wrote.
+and its trace_id is on the lines of the log. No span has text or token ids: of an error only its reason is told, because
+its sentence may repeat what the client wrote.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from outrider.process.logs import bound
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 EXPORTER = "outrider.process.trace_export"
-# Of 8 KiB that gRPC takes beside a message; calls with more fail at random. By W3C 512 should be passed on.
+# Of 8 KiB that gRPC takes beside a message; calls with more fail at random. W3C asks for 512 to be passed on.
 MAX_STATE_LEN = 4096
 
 PROPAGATOR = TraceContextTextMapPropagator()
@@ -45,7 +45,7 @@ def configure(service_name: str, environment: Mapping[str, str] = os.environ) ->
     endpoint = next(filter(None, map(environment.get, ENDPOINTS)), None)
     is_off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
     if endpoint is None or is_off or environment.get("OTEL_TRACES_EXPORTER") == "none":
-        return lambda: None
+        return _nothing_left
     try:
         exporter = importlib.import_module(EXPORTER)
     except ModuleNotFoundError as error:
@@ -67,9 +67,8 @@ def span(name: str, parent: Mapping[str, str] | None = None, **attributes: Attri
     context = PROPAGATOR.extract(parent or {}, contexts.get_current())
     opened = TRACER.start_span(name, context, kind, attributes)
     token = contexts.attach(trace.set_span_in_context(opened, context))
-    found = opened.get_span_context()
     try:
-        with bound(**({"trace_id": trace.format_trace_id(found.trace_id)} if found.is_valid else {})):
+        with _trace_id_bound(opened):
             yield
     except asyncio.CancelledError:
         opened.set_attribute("cancelled", True)
@@ -85,13 +84,13 @@ def span(name: str, parent: Mapping[str, str] | None = None, **attributes: Attri
 
 
 def carrier() -> tuple[tuple[str, str], ...]:
-    """The span that is open here as metadata of a call to the next process; empty without one.
+    """What tells the next process of the span that is open here, as metadata of a call; empty without one.
 
     A client's own `tracestate` of more than MAX_STATE_LEN characters stays behind.
     """
-    injected: dict[str, str] = {}
-    PROPAGATOR.inject(injected)
-    return tuple((name, value) for name, value in injected.items() if len(value) <= MAX_STATE_LEN)
+    told: dict[str, str] = {}
+    PROPAGATOR.inject(told)
+    return tuple((name, value) for name, value in told.items() if len(value) <= MAX_STATE_LEN)
 
 
 def parent_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]:
@@ -107,3 +106,17 @@ def event(name: str, **attributes: AttributeValue) -> None:
 def note(**attributes: AttributeValue) -> None:
     """Sets attributes of the open span."""
     trace.get_current_span().set_attributes(attributes)
+
+
+@contextmanager
+def _trace_id_bound(opened: trace.Span) -> Iterator[None]:
+    context = opened.get_span_context()
+    if not context.is_valid:
+        yield
+        return
+    with bound(trace_id=trace.format_trace_id(context.trace_id)):
+        yield
+
+
+def _nothing_left() -> None:
+    """Nothing was recorded."""

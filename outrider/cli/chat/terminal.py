@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider.cli.chat.conversation import Turn
-from outrider.cli.output import CONTROL_PICTURES, legend, sample_object, styled
+from outrider.cli.options import decoded
+from outrider.cli.output import CONTROL_PICTURES, legend, sample_object, styled, write
 from outrider.cli.running import note
 from outrider.client import Event, Round
-from outrider.errors import InvalidRequest
 
 PROMPT, CONTINUATION = "> ", "… "
 GREETING = "The whole conversation is sent with every message. Ctrl-C stops an answer, /help lists the commands."
@@ -25,10 +25,7 @@ Reader = Callable[[], str | None]
 def read_pipe() -> str | None:
     """The next line of standard input, None behind the last. Raises InvalidRequest when it is not text."""
     given = sys.stdin.buffer.readline()
-    try:
-        return given.decode() if given else None
-    except UnicodeError:
-        raise InvalidRequest("line", given, "valid UTF-8") from None
+    return decoded("line", given) if given else None
 
 
 def prepare_terminal(commands: Iterable[str]) -> None:
@@ -52,7 +49,8 @@ def read_terminal() -> str | None:
             lines[-1] = lines[-1][:-1]
             lines.append(input(CONTINUATION))
     except EOFError:
-        print()  # noqa: T201, the prompt stands on the line still
+        # The prompt stands on the line still.
+        write(sys.stdout, "\n")
         return None
     return "\n".join(lines)
 
@@ -67,16 +65,16 @@ class Screen:
     def show(self, event: Event) -> None:
         """Shows what came."""
         if not self._as_json:
-            self._write(event.text)
+            write(sys.stdout, event.text)
 
     def end(self, turn: Turn) -> None:
         """Comes behind the last event of a turn."""
         if not self._as_json:
-            self._write("\n")
+            write(sys.stdout, "\n")
             self.say(turn.figures())
         elif turn.result is not None:
             answer = sample_object(turn.rounds, turn.result, with_rounds=self._with_rounds)
-            self._write(json.dumps({"user": turn.user, **answer}, ensure_ascii=False) + "\n")
+            write(sys.stdout, json.dumps({"user": turn.user, **answer}, ensure_ascii=False) + "\n")
 
     def interrupt(self) -> None:
         """Comes instead of the end, before whatever is said about that."""
@@ -84,11 +82,6 @@ class Screen:
     def say(self, text: str) -> None:
         """Shows what is no answer."""
         note(text)
-
-    @staticmethod
-    def _write(text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
 
 
 class StyledScreen(Screen):

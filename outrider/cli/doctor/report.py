@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import TextIO
 
+from outrider.cli.output import write
+
 # Of sysexits.h: nobody answers, a fault of ours, and what only the operator can change.
 UNAVAILABLE, SOFTWARE, CONFIG = 69, 70, 78
 SELF_TEST = "self test"
@@ -82,15 +84,13 @@ class Report:
         if not self._as_json:
             for each in findings:
                 fix = f"{' ' * 9}fix: {each.fix}\n" if each.fix else ""
-                self._output.write(f"{each.status:<8} {each.check}: {each.sentence}\n{fix}")
-            self._output.flush()
+                write(self._output, f"{each.status:<8} {each.check}: {each.sentence}\n{fix}")
 
     def end(self, version: str) -> None:
         """Prints the summary, or the object with this version of Outrider."""
         report = {"version": version, "exit_code": exit_code(self.findings), "findings": [*map(asdict, self.findings)]}
         ending = json.dumps(report, ensure_ascii=False) if self._as_json else summary(self.findings)
-        self._output.write(f"{ending}\n")
-        self._output.flush()
+        write(self._output, f"{ending}\n")
 
 
 def gibibytes(count: int) -> str:
