@@ -23,14 +23,9 @@ from outrider.rpc.channels import check_address
 # What is about the draft only.
 DRAFT_OPTIONS = ("draft", "draft_dtype", "top_n")
 # What has no effect on plain decoding.
-SPECULATION_OPTIONS = (
-    *("draft_count", "rule", "lenience", "typical_epsilon", "typical_delta", "drafter", "show_rejected"),
-)
+SPECULATION_OPTIONS = ("draft_count", "rule", *sorted(options.ACCEPTANCE), "drafter", "show_rejected")
 
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(bench.app, name="bench")
 
 
@@ -38,12 +33,10 @@ def tell_version(*, as_json: bool) -> None:
     """Prints our version alone, or as JSON with those of Python and of what computes and carries."""
     installed = installed_versions()
     ours = installed.pop("outrider") or "unknown"
-    told = json.dumps({"version": ours, **installed}) if as_json else f"outrider {ours}"
-    sys.stdout.write(f"{told}\n")
+    sys.stdout.write((json.dumps({"version": ours, **installed}) if as_json else f"outrider {ours}") + "\n")
 
 
 def _version_and_end(wanted: bool) -> None:
-    """A callback that prints the version and ends."""
     if wanted:
         tell_version(as_json=False)
         raise typer.Exit
@@ -144,7 +137,12 @@ def doctor(
     if address is None:
         if rest_address is not None:
             raise InvalidRequest("--rest-address", rest_address, "given with --address")
-        raise typer.Exit(examine_machine(_examined(models, machine, no_draft=no_draft), quick=quick, as_json=as_json))
+        try:
+            examined: Stack | ModelRefused = _stack(models, machine, speculation=not no_draft)
+        except ModelRefused as error:
+            # One of the findings.
+            examined = error
+        raise typer.Exit(examine_machine(examined, quick=quick, as_json=as_json))
     here = {"--quick": quick or None, "--no-draft": no_draft or None}
     refuse_together("--address", address, here | options_of(models))
     check_address("--address", address)
@@ -157,14 +155,6 @@ def doctor(
 def version(*, as_json: options.JsonReport = False) -> None:
     """Prints the version of Outrider; as JSON also those of what computes and carries."""
     tell_version(as_json=as_json)
-
-
-def _examined(models: options.Models, machine: options.MachineOptions, *, no_draft: bool) -> Stack | ModelRefused:
-    """What doctor looks at; models that are refused are one of its findings."""
-    try:
-        return _stack(models, machine, speculation=not no_draft)
-    except ModelRefused as error:
-        return error
 
 
 def _stack(models: options.Models, machine: options.MachineOptions, *, speculation: bool) -> Stack:

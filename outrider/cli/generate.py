@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 
 from outrider.cli.local_stack import Stack, Supervisor, start_stack
-from outrider.cli.options import RequestOptions, settings_of
+from outrider.cli.options import RequestOptions, decoded, settings_of
 from outrider.cli.output import View
 from outrider.cli.running import Interrupts, Work, note, service_log
 from outrider.client import AsyncClient, GenerationOptions, Result, Round
@@ -17,18 +17,11 @@ from outrider.errors import InvalidRequest, OutriderError
 
 def read_prompt(prompt: str) -> str:
     """The prompt, or standard input for "-". Raises InvalidRequest when it is not text."""
-    given = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
-    try:
-        return given.decode()
-    except UnicodeError:
-        raise InvalidRequest("prompt", given, "valid UTF-8") from None
+    return decoded("prompt", sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt))
 
 
 def check_request(prompt: str, options: RequestOptions) -> None:
-    """Raises InvalidRequest about what cannot be read and PromptTooLong about what no gateway would receive.
-
-    So nothing is started for such a request.
-    """
+    """Raises InvalidRequest and PromptTooLong about what no gateway would receive, before one is started."""
     if options.echo and options.logprob_count is None:
         raise InvalidRequest("--echo", True, "given with --logprobs")
     generate_request(prompt, settings_of(options))
@@ -42,8 +35,7 @@ def check_chat(system: str, settings: GenerationOptions) -> None:
 class InOrder:
     """Takes the mixed events of several samples and gives them sample by sample, in order of their index.
 
-    The first sample's pass at once. Those of a later one are kept until the samples before it have ended, and from then
-    on pass at once too.
+    Those of a sample are kept until the samples before it have ended, and from then on pass at once.
     """
 
     def __init__(self) -> None:
@@ -85,7 +77,7 @@ def generation(prompt: str, options: RequestOptions, view: View, address: str | 
     """The work of the command: against `address`, or else within a stack of its own."""
 
     async def work(interrupts: Interrupts) -> None:
-        if address is not None or stack is None:
+        if stack is None:
             await show_generation(address or "", prompt, options, view)
             return
         async with Supervisor(note, service_log) as supervisor:

@@ -9,7 +9,7 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -29,7 +29,6 @@ STOP_GRACE_S = 35.0
 POLL_S = 0.02
 # Else the pauses between attempts grow, while a model loads, to what would delay every start.
 QUICK_RECONNECT = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100))
-READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 20
 # gRPC's core writes lines of its own to stderr, for instance about a taken port; a child's last line is its sentence.
 CHILD_DEFAULTS = {"GRPC_VERBOSITY": "NONE"}
@@ -51,7 +50,7 @@ class ServiceFailed(OutriderError):
 
 
 def free_port(host: str) -> int:
-    """A port that is free, and for a minute is given to nobody who asks for any port.
+    """A port that is free, and for a minute is given to nobody who wants any port.
 
     Its last connection has just been closed from this side, and until the system forgets that connection the port goes
     only to those who name it. So a child has the time to load its model.
@@ -62,8 +61,19 @@ def free_port(host: str) -> int:
         return port
 
 
+def port_error(port: int) -> OSError | None:
+    """Why no process can listen on a port of this machine; None where one can."""
+    with socket.socket() as probe:
+        # Without this, connections that ended a moment ago would look like a listener.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            return error
+    return None
+
+
 def _chosen(address: str) -> str:
-    """The address with a free port in place of 0."""
     host, _, port = address.rpartition(":")
     return f"{host}:{free_port(host)}" if port == "0" else address
 
@@ -83,7 +93,6 @@ class Launch:
 
     @property
     def argv(self) -> tuple[str, ...]:
-        """The whole command line."""
         further = (word for what, where in self.further.items() for word in (f"--{what}-listen", where))
         return (*self.command, *further, "--listen", self.listen, "--stop-with-stdin")
 
@@ -97,41 +106,26 @@ class Launch:
         further = {what: _chosen(where) for what, where in self.further.items()}
         return replace(self, listen=_chosen(self.listen), further=further)
 
-
-async def _until_serving(launch: Launch) -> None:
-    """Returns when the health service says SERVING, and all other addresses take connections."""
-    async with grpc.aio.insecure_channel(launch.listen, options=QUICK_RECONNECT) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        while True:
-            # A connection that breaks says nothing: a child that died is told by its exit code.
-            with suppress(grpc.aio.AioRpcError):
-                answer = await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
-                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+    async def until_serving(self) -> None:
+        """Returns when the health service says SERVING, and all other addresses take connections."""
+        async with grpc.aio.insecure_channel(self.listen, options=QUICK_RECONNECT) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            while True:
+                # A broken connection is no failure: of a child that died, its exit code shows it.
+                with suppress(grpc.aio.AioRpcError):
+                    answer = await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        break
+                await asyncio.sleep(POLL_S)
+        # The gateway answers gRPC a moment before REST.
+        for address in filter(None, self.further.values()):
+            host, _, port = address.rpartition(":")
+            while True:
+                with suppress(OSError):
+                    _, writer = await asyncio.open_connection(host, int(port))
+                    writer.close()
                     break
-            await asyncio.sleep(POLL_S)
-    # The gateway answers gRPC a moment before REST.
-    for address in filter(None, launch.further.values()):
-        host, _, port = address.rpartition(":")
-        while True:
-            with suppress(OSError):
-                _, writer = await asyncio.open_connection(host, int(port))
-                writer.close()
-                break
-            await asyncio.sleep(POLL_S)
-
-
-async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """Lines, and pieces of those that are too long to be held; StreamReader.readline would refuse these."""
-    rest = b""
-    while chunk := await stream.read(READ_BYTES):
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            yield line.decode(errors="replace").rstrip("\r")
-        if len(rest) >= MAX_LINE_BYTES:
-            yield rest.decode(errors="replace")
-            rest = b""
-    if rest:
-        yield rest.decode(errors="replace")
+                await asyncio.sleep(POLL_S)
 
 
 def _ending(code: int) -> str:
@@ -147,7 +141,7 @@ class ServiceProcess:
         self._process = process
         self._log = log
         self._serves = False
-        # Until the child serves, its last line is held back: when it ends, that is the sentence that tells why.
+        # Until the child serves, its last line is held back: when it ends, that is the sentence that says why.
         self._held_line = ""
         self._logging = asyncio.create_task(self._log_stderr())
 
@@ -158,33 +152,47 @@ class ServiceProcess:
         Raises ServiceFailed with the child's own last sentence when it ends first, or when the time is up.
         """
         launch = launch.on_chosen_ports()
-        pipe, environment = asyncio.subprocess.PIPE, {**CHILD_DEFAULTS, **os.environ, **launch.environment}
-        # A session of its own, so that Ctrl-C in the terminal reaches the parent alone and services stop in order.
         process = await asyncio.create_subprocess_exec(
             *launch.argv,
-            stdin=pipe,
+            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
-            stderr=pipe,
+            stderr=asyncio.subprocess.PIPE,
+            limit=MAX_LINE_BYTES,
+            # A session of its own, so that Ctrl-C in the terminal reaches the parent alone and services stop in order.
             start_new_session=True,
-            env=environment,
+            env={**CHILD_DEFAULTS, **os.environ, **launch.environment},
         )
-        service = cls(launch, process, log)
+        service, the_service = cls(launch, process, log), f"The {launch.name} service"
+        ended, serving = asyncio.create_task(service.wait()), asyncio.create_task(launch.until_serving())
         try:
-            await service._await_serving()
+            await asyncio.wait({ended, serving}, timeout=launch.ready_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                code, last = ended.result(), service._held_line or "It said nothing."
+                # An end by a signal, or in order, is a fault of the child's.
+                raise ServiceFailed(
+                    f"{the_service} {_ending(code)} before it was ready: {last}", code if code > 0 else 70
+                )
+            service._release_held_line()
+            if not serving.done():
+                raise ServiceFailed(f"{the_service} was not ready within {launch.ready_timeout_s:g} s.", 69)
+            await serving
+            service._serves = True
         except BaseException:
             service.kill()
             await service.wait()
             raise
+        finally:
+            ended.cancel()
+            serving.cancel()
+            await asyncio.wait({ended, serving})
         return service
 
     @property
     def address(self) -> str:
-        """Where it answers gRPC."""
         return self.launch.listen
 
     @property
     def pid(self) -> int:
-        """Process id of the child."""
         return self._process.pid
 
     async def wait(self) -> int:
@@ -195,7 +203,7 @@ class ServiceProcess:
         return code
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> int:
-        """Asks the child to drain, kills it when it takes longer than `grace_s`, and returns its exit code."""
+        """Lets the child drain, kills it when it takes longer than `grace_s`, and returns its exit code."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -209,33 +217,18 @@ class ServiceProcess:
         if self._process.returncode is None:
             self._process.kill()
 
-    async def _await_serving(self) -> None:
-        name, timeout_s = self.launch.name, self.launch.ready_timeout_s
-        ended = asyncio.create_task(self.wait())
-        serving = asyncio.create_task(_until_serving(self.launch))
-        try:
-            await asyncio.wait({ended, serving}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if ended.done():
-                code = ended.result()
-                said = self._held_line or "It said nothing."
-                # An end by a signal, or in order, is a fault of the child's.
-                raise ServiceFailed(
-                    f"The {name} service {_ending(code)} before it was ready: {said}", code if code > 0 else 70
-                )
-            self._release_held_line()
-            if not serving.done():
-                raise ServiceFailed(f"The {name} service was not ready within {timeout_s:g} s.", 69)
-            await serving
-            self._serves = True
-        finally:
-            ended.cancel()
-            serving.cancel()
-            await asyncio.wait({ended, serving})
-
     async def _log_stderr(self) -> None:
-        if self._process.stderr is None:
-            return
-        async for line in _lines(self._process.stderr):
+        stream = self._process.stderr
+        while stream is not None:
+            try:
+                data = await stream.readuntil()
+            except asyncio.LimitOverrunError as overrun:
+                data = await stream.readexactly(overrun.consumed)
+            except asyncio.IncompleteReadError as end:
+                data = end.partial
+            if not data:
+                break
+            line = data.decode(errors="replace").rstrip("\r\n")
             if self._serves:
                 self._log(line)
             elif line.strip():
@@ -340,7 +333,7 @@ class Supervisor:
             raise failures.exceptions[0] from None
 
     async def stop(self) -> None:
-        """Stops all services, the last started first: who asks goes before who answers. Cancel `watch` before."""
+        """Stops all services, the last started first: a client goes before its servers. Cancel `watch` before."""
         while self._processes:
             name, process = next(reversed(self._processes.items()))
             await process.stop()
@@ -354,7 +347,6 @@ class Supervisor:
             process.kill()
 
     def pid(self, name: str) -> int:
-        """Process id of the current incarnation of a service."""
         return self._processes[name].pid
 
     def addresses(self, name: str) -> Mapping[str, str]:
@@ -374,10 +366,10 @@ class Supervisor:
             started_s = loop.time()
             code = await self._processes[name].wait()
             delay_s = self._policy.delay_s(delay_s, loop.time() - started_s)
-            told = f"The {name} service {_ending(code)}; it is started again in {delay_s:g} s."
+            sentence = f"The {name} service {_ending(code)}; it is started again in {delay_s:g} s."
             while True:
                 self._observe(Change(name, State.DIED, ending=_ending(code), delay_s=delay_s))
-                self._report(told)
+                self._report(sentence)
                 await asyncio.sleep(delay_s)
                 try:
                     # On the addresses that its peers know.
@@ -388,13 +380,13 @@ class Supervisor:
                         raise
                     code = error.code
                     delay_s = self._policy.delay_s(delay_s, 0.0)
-                    told = f"{error.message} The next attempt is in {delay_s:g} s."
+                    sentence = f"{error.message} The next attempt is in {delay_s:g} s."
             self._report(f"The {name} service is back on {process.address}.")
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Everything that the three processes are told; a port of 0 takes a free one, no draft means plain decoding.
+    """What the three processes are started with; a port of 0 takes a free one, no draft means plain decoding.
 
     draft_dtype None means that of the target, top_n None the draft service's own default, and rest_port None no REST.
     """
@@ -415,11 +407,6 @@ class Stack:
     prefix_cache: bool = True
     offline: bool = False
     """Downloads nothing: a hub id that is not on this machine is refused."""
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """Variables that all processes get."""
-        return OFFLINE if self.offline else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,42 +439,39 @@ def choose_models(target: str | None, draft: str | None, *, no_draft: bool) -> t
 def model_launch(role: str, stack: Stack) -> Launch:
     """The draft or the target service."""
     is_target = role == "target"
-    flags = {
+    flags: dict[str, str | None] = {
         "--model": stack.target if is_target else stack.draft or "",
         "--device": stack.device if is_target else stack.draft_device,
         "--dtype": stack.dtype if is_target else stack.draft_dtype or stack.dtype,
         "--threads": str(stack.threads if is_target else stack.draft_threads),
-        "--log-level": "warning",
     }
     if stack.top_n is not None and not is_target:
         flags["--top-n"] = str(stack.top_n)
-    port = stack.target_port if is_target else stack.draft_port
-    switches = () if stack.prefix_cache else ("--no-prefix-cache",)
-    command = (*_command(f"{role}_service", flags), *switches)
+    if not stack.prefix_cache:
+        flags["--no-prefix-cache"] = None
     # Named, because a variable of the environment would name one port for all three.
     further = {"metrics": f"{HOST}:0"}
-    return Launch(role, command, f"{HOST}:{port}", further=further, environment=stack.environment)
+    port = stack.target_port if is_target else stack.draft_port
+    return _launch(role, f"{role}_service", flags, port, further, stack)
 
 
 def gateway_launch(stack: Stack, target_address: str, draft_address: str | None) -> Launch:
     """The gateway in front of services that serve already."""
-    flags = {
-        "--target": target_address,
-        "--draft": draft_address or "",
-        "--tokenizer": stack.target,
-        "--log-level": "warning",
-    }
+    # Reflection, because whoever starts a stack by hand wants to look at it with grpcurl.
+    draft_address = draft_address or ""
+    flags = {"--target": target_address, "--draft": draft_address, "--tokenizer": stack.target, "--reflection": None}
     # REST has the metrics as well.
     further = {"rest": "" if stack.rest_port is None else f"{HOST}:{stack.rest_port}", "metrics": ""}
-    # Whoever starts a stack by hand wants to look at it with grpcurl.
-    command = (*_command("gateway", flags), "--reflection")
-    listen = f"{HOST}:{stack.gateway_port}"
-    return Launch("gateway", command, listen, further=further, environment=stack.environment)
+    return _launch("gateway", "gateway", flags, stack.gateway_port, further, stack)
 
 
-def _command(module: str, flags: dict[str, str]) -> tuple[str, ...]:
+def _launch(
+    name: str, module: str, flags: Mapping[str, str | None], port: int, further: Mapping[str, str], stack: Stack
+) -> Launch:
     # -P keeps a folder of the user's that is called like one of our packages from being imported instead.
-    return (sys.executable, "-P", "-m", module, *(word for flag in flags.items() for word in flag))
+    words = [word for flag in flags.items() for word in flag if word is not None]
+    command = (sys.executable, "-P", "-m", module, *words, "--log-level", "warning")
+    return Launch(name, command, f"{HOST}:{port}", further=further, environment=OFFLINE if stack.offline else {})
 
 
 def metrics_address(addresses: Mapping[str, str]) -> str | None:

@@ -3,7 +3,6 @@
 Groups of options are what a command line is parsed into; in those of a request None leaves a field to the gateway.
 """
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
@@ -13,7 +12,7 @@ import typer
 from typer.main import get_command
 
 from outrider.client import GenerationOptions, Speculation
-from outrider.errors import InvalidRequest, OutriderError, PromptTooLong
+from outrider.errors import InvalidRequest, OutriderError
 from outrider.model_service.settings import MAX_THREADS, Dtype
 from outrider.parameters import MAX_LOGPROB_COUNT, MAX_SAMPLES, SETTINGS, Rule, SamplingParameters
 from outrider.process.options import between, grouped
@@ -26,6 +25,12 @@ INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 ACCEPTANCE = frozenset(name for names in SETTINGS.values() for name in names)
 T = TypeVar("T")
+# None is an option that was not given.
+Count = int | None
+Number = float | None
+Text = str | None
+Texts = list[str] | None
+Switch = bool | None
 
 # Each has a place of its own in the help.
 _models = partial(typer.Option, rich_help_panel="The models")
@@ -34,14 +39,19 @@ _answer = partial(typer.Option, rich_help_panel="The answer")
 _sampling = partial(typer.Option, rich_help_panel="Sampling")
 _speculation = partial(typer.Option, rich_help_panel="Speculation")
 _shown = partial(typer.Option, rich_help_panel="What is shown")
+_port = partial(_machine, metavar="PORT", callback=between(0, 65535))
+
+
+def decoded(name: str, given: bytes) -> str:
+    """What was typed, as text; raises InvalidRequest about bytes that are not UTF-8."""
+    try:
+        return given.decode()
+    except UnicodeError:
+        raise InvalidRequest(name, given, "valid UTF-8") from None
 
 
 def _text(param: typer.CallbackParam, value: str | None) -> str | None:
-    """A callback that raises InvalidRequest about bytes that are no UTF-8."""
-    try:
-        (value or "").encode()
-    except UnicodeError:
-        raise InvalidRequest(param.opts[0], (value or "").encode(errors="surrogateescape"), "valid UTF-8") from None
+    decoded(param.opts[0], (value or "").encode(errors="surrogateescape"))
     return value
 
 
@@ -56,14 +66,14 @@ def _each(check: Callable[[typer.CallbackParam, T], object]) -> Callable[..., li
     return check_all
 
 
-def _count(option: Callable[..., object], words: str, *, least: int = 0, most: int = INT32_MAX) -> object:
-    """An option with a whole number in [least, most]."""
-    return option(help=words, metavar="N", callback=between(least, most))
+def _count(option: Callable[..., object], words: str, *, minimum: int = 0, maximum: int = INT32_MAX) -> object:
+    """An option with a whole number in [minimum, maximum]."""
+    return option(help=words, metavar="N", callback=between(minimum, maximum))
 
 
-def _texts(option: Callable[..., object], words: str, metavar: str) -> object:
-    """An option with texts, which may be given several times."""
-    return option(help=words, metavar=metavar, callback=_each(_text))
+def _number(option: Callable[..., object], words: str) -> object:
+    """An option with any number; its range is the gateway's to check."""
+    return option(help=words, metavar="X")
 
 
 def parse_draft_count(value: str | None) -> int | None:
@@ -97,19 +107,17 @@ Prompt = Annotated[
     str, typer.Argument(help="Text to continue; - reads it from standard input.", metavar="PROMPT", show_default=False)
 ]
 Address = Annotated[
-    str | None,
+    Text,
     typer.Option(
         help="Gateway to call. Default: start one with its services, and stop them again.", metavar="HOST:PORT"
     ),
 ]
 Json = Annotated[bool, _shown("--json", help="Print one JSON object at the end instead of the text.")]
 GatewayAddress = Annotated[
-    str | None,
-    typer.Option(help="Gateway to check, instead of this machine.", metavar="HOST:PORT", show_default=False),
+    Text, typer.Option(help="Gateway to check, instead of this machine.", metavar="HOST:PORT", show_default=False)
 ]
 RestAddress = Annotated[
-    str | None,
-    typer.Option(help="Where that gateway answers REST, which tells its version.", metavar="HOST:PORT"),
+    Text, typer.Option(help="Where that gateway answers REST, which tells its version.", metavar="HOST:PORT")
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="Load no model and start no process.")]
 JsonTurns = Annotated[bool, _shown("--json", help="Print one JSON object a turn instead of the text.")]
@@ -121,7 +129,7 @@ JsonEvents = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 NoDraft = Annotated[bool, typer.Option("--no-draft", help="Start no draft service: plain decoding.")]
 Story = Annotated[bool, typer.Option("--story", help="Stream one story when everything is up, as a proof of life.")]
 Target = Annotated[
-    str | None,
+    Text,
     _models(
         help="Folder or hub id of the model that decides, or sized:PRESET. Default: the embedded one.",
         metavar="MODEL",
@@ -129,7 +137,7 @@ Target = Annotated[
     ),
 ]
 Draft = Annotated[
-    str | None,
+    Text,
     _models(
         help="Folder or hub id of the model that guesses, or sized:PRESET. Default: the embedded one, if the target is "
         "embedded or sized.",
@@ -139,11 +147,9 @@ Draft = Annotated[
 ]
 DtypeOption = Annotated[Dtype | None, _models("--dtype", help="Type of the weights. Default: bfloat16.")]
 Threads = Annotated[
-    int | None,
-    _count(_machine, "Compute threads of the target. Default: the number of CPUs.", least=1, most=MAX_THREADS),
+    Count,
+    _count(_machine, "Compute threads of the target. Default: the number of CPUs.", minimum=1, maximum=MAX_THREADS),
 ]
-DraftThreads = Annotated[int, _count(_machine, "Compute threads of the draft.", least=1, most=MAX_THREADS)]
-_port = partial(_machine, metavar="PORT", callback=between(0, 65535))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,13 +163,13 @@ class Models:
         Dtype | None, _models("--draft-dtype", help="Type of the draft's weights. Default: that of the target.")
     ] = None
     top_n: Annotated[
-        int | None,
+        Count,
         _count(
             _models,
             "Most probable tokens of a draft distribution that travel under ratio, block and lenient. Default: "
             "the draft service's own.",
-            least=1,
-            most=MAX_SUPPORT,
+            minimum=1,
+            maximum=MAX_SUPPORT,
         ),
     ] = None
 
@@ -174,11 +180,10 @@ class MachineOptions:
 
     device: Annotated[str, _machine(help="Device of the target: cpu or cuda:N.", metavar="DEVICE")] = "cpu"
     draft_device: Annotated[
-        str | None,
-        _machine(help="Device of the draft. Default: that of the target.", metavar="DEVICE", show_default=False),
+        Text, _machine(help="Device of the draft. Default: that of the target.", metavar="DEVICE", show_default=False)
     ] = None
     threads: Threads = None
-    draft_threads: DraftThreads = 1
+    draft_threads: Annotated[int, _count(_machine, "Compute threads of the draft.", minimum=1, maximum=MAX_THREADS)] = 1
     port: Annotated[int, _port(help="Port of the gateway; 0 takes a free one.")] = GATEWAY_PORT
     rest_port: Annotated[int, _port(help="Port of the gateway's REST and page; 0 takes a free one.")] = REST_PORT
     draft_port: Annotated[int, _port(help="Port of the draft service; 0 takes a free one.")] = DRAFT_PORT
@@ -187,19 +192,22 @@ class MachineOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnOptions:
-    """What every request can ask for, a turn of a conversation too."""
+    """What every request can have, a turn of a conversation too."""
 
     max_tokens: Annotated[
-        int | None, _count(_answer, "Most tokens to generate. Default: 128, or what the context leaves.", least=1)
+        Count, _count(_answer, "Most tokens to generate. Default: 128, or what the context leaves.", minimum=1)
     ] = None
-    min_tokens: Annotated[int | None, _count(_answer, "No end before this many tokens. Default: 0.")] = None
+    min_tokens: Annotated[Count, _count(_answer, "No end before this many tokens. Default: 0.")] = None
     ignore_eos: Annotated[
-        bool | None,
-        _answer("--ignore-eos", help="Take the end of sequence for an ordinary token.", show_default=False),
+        Switch, _answer("--ignore-eos", help="Take the end of sequence for an ordinary token.", show_default=False)
     ] = None
     stop: Annotated[
-        list[str] | None,
-        _texts(_answer, "Text that ends the output, without being part of it. At most 8 times.", "TEXT"),
+        Texts,
+        _answer(
+            help="Text that ends the output, without being part of it. At most 8 times.",
+            metavar="TEXT",
+            callback=_each(_text),
+        ),
     ] = None
     stop_token_ids: Annotated[
         list[int] | None,
@@ -211,19 +219,22 @@ class TurnOptions:
         ),
     ] = None
     banned_words: Annotated[
-        list[str] | None,
-        _texts(
-            partial(_answer, "--ban"),
-            "Word that must not occur, with or without a space before it. At most 64 times.",
-            "WORD",
+        Texts,
+        _answer(
+            "--ban",
+            help="Word that must not occur, with or without a space before it. At most 64 times.",
+            metavar="WORD",
+            callback=_each(_text),
         ),
     ] = None
     seed: Annotated[
-        int | None,
-        _count(_answer, "Seed of the noise. Default: a random one, named at the end.", least=INT64_MIN, most=INT64_MAX),
+        Count,
+        _count(
+            _answer, "Seed of the noise. Default: a random one, named at the end.", minimum=INT64_MIN, maximum=INT64_MAX
+        ),
     ] = None
     cache_salt: Annotated[
-        str | None,
+        Text,
         _answer(
             help="Only requests with the same salt share what is cached of equal beginnings. Default: none.",
             metavar="TEXT",
@@ -231,39 +242,30 @@ class TurnOptions:
         ),
     ] = None
     temperature: Annotated[
-        float | None,
-        _sampling(help="Divisor of the logits, 0 to 100; 0 takes the most probable token. Default: 1.", metavar="X"),
+        Number, _number(_sampling, "Divisor of the logits, 0 to 100; 0 takes the most probable token. Default: 1.")
     ] = None
-    top_k: Annotated[int | None, _count(_sampling, "Number of most probable tokens kept; 0 keeps all. Default: 0.")] = (
-        None
-    )
-    top_p: Annotated[
-        float | None, _sampling(help="Probability mass kept, above 0 and up to 1. Default: 1.", metavar="X")
-    ] = None
+    top_k: Annotated[Count, _count(_sampling, "Number of most probable tokens kept; 0 keeps all. Default: 0.")] = None
+    top_p: Annotated[Number, _number(_sampling, "Probability mass kept, above 0 and up to 1. Default: 1.")] = None
     min_p: Annotated[
-        float | None,
-        _sampling(help="Least probability kept, as a share of the largest one, 0 to 1. Default: 0.", metavar="X"),
+        Number, _number(_sampling, "Least probability kept, as a share of the largest one, 0 to 1. Default: 0.")
     ] = None
     repetition_penalty: Annotated[
-        float | None,
-        _sampling(help="Divides the logits of tokens that occurred, above 0 and up to 100. Default: 1.", metavar="X"),
+        Number, _number(_sampling, "Divides the logits of tokens that occurred, above 0 and up to 100. Default: 1.")
     ] = None
     presence_penalty: Annotated[
-        float | None, _sampling(help="Lowers the logits of tokens in the output, -2 to 2. Default: 0.", metavar="X")
+        Number, _number(_sampling, "Lowers the logits of tokens in the output, -2 to 2. Default: 0.")
     ] = None
     frequency_penalty: Annotated[
-        float | None,
-        _sampling(help="The same for each time that the token occurred, -2 to 2. Default: 0.", metavar="X"),
+        Number, _number(_sampling, "The same for each time that the token occurred, -2 to 2. Default: 0.")
     ] = None
     logit_bias: Annotated[
-        list[str] | None,
-        _sampling(help="Added to the logit of a token, -100 to 100. At most 300 times.", metavar="ID=BIAS"),
+        Texts, _sampling(help="Added to the logit of a token, -100 to 100. At most 300 times.", metavar="ID=BIAS")
     ] = None
     no_speculation: Annotated[
         bool, _speculation("--no-speculation", help="Decode plainly; with match the tokens are the same.")
     ] = False
     draft_count: Annotated[
-        str | None, _speculation(help="Draft tokens a round. Default: auto, the gateway chooses.", metavar="N|auto")
+        Text, _speculation(help="Draft tokens a round. Default: auto, the gateway chooses.", metavar="N|auto")
     ] = None
     rule: Annotated[
         Rule | None,
@@ -274,23 +276,18 @@ class TurnOptions:
         ),
     ] = None
     lenience: Annotated[
-        float | None,
-        _speculation(
-            help="lenient: factor of the draft's probabilities, above 0 and up to 1. Default: 0.5.", metavar="X"
-        ),
+        Number,
+        _number(_speculation, "lenient: factor of the draft's probabilities, above 0 and up to 1. Default: 0.5."),
     ] = None
     typical_epsilon: Annotated[
-        float | None,
-        _speculation(help="typical: probability that suffices, above 0 and up to 1. Default: 0.09.", metavar="X"),
+        Number, _number(_speculation, "typical: probability that suffices, above 0 and up to 1. Default: 0.09.")
     ] = None
     typical_delta: Annotated[
-        float | None,
-        _speculation(
-            help="typical: share of exp(-entropy) that suffices, above 0 and up to 1. Default: 0.3.", metavar="X"
-        ),
+        Number,
+        _number(_speculation, "typical: share of exp(-entropy) that suffices, above 0 and up to 1. Default: 0.3."),
     ] = None
     drafter: Annotated[
-        str | None,
+        Text,
         _speculation(
             help="How the draft guesses: model, coupled or sampled. Default: its own choice.",
             metavar="NAME",
@@ -298,7 +295,7 @@ class TurnOptions:
         ),
     ] = None
     show_rejected: Annotated[
-        bool | None,
+        Switch,
         _speculation(
             "--show-rejected",
             help="Also the guesses that were not kept: struck through in a terminal, and each round with --json.",
@@ -312,24 +309,24 @@ class RequestOptions(TurnOptions):
     """Also how many answers there are, and what comes with them."""
 
     sample_count: Annotated[
-        int | None,
+        Count,
         _count(
             partial(_answer, "--samples", "-n"),
             "Number of answers, 1 to 8, each with a seed of its own. Default: 1.",
-            least=1,
-            most=MAX_SAMPLES,
+            minimum=1,
+            maximum=MAX_SAMPLES,
         ),
     ] = None
     logprob_count: Annotated[
-        int | None,
+        Count,
         _count(
             partial(_shown, "--logprobs"),
             "Each token's log-probability, and those of the N most probable ones there, 0 to 20.",
-            most=MAX_LOGPROB_COUNT,
+            maximum=MAX_LOGPROB_COUNT,
         ),
     ] = None
     echo: Annotated[
-        bool | None, _shown("--echo", help="The same of the prompt's tokens; needs --logprobs.", show_default=False)
+        Switch, _shown("--echo", help="The same of the prompt's tokens; needs --logprobs.", show_default=False)
     ] = None
 
 
@@ -351,20 +348,18 @@ def settings_of(options: TurnOptions) -> GenerationOptions:
 # Where the protocol has another name than the command line.
 PROTOCOL_NAMES = {"no_speculation": "enabled", "show_rejected": "return_rounds"}
 SPECULATION = frozenset(each.name for each in fields(Speculation))
-# Behind the name of a field: which entry of it is at fault, or that the key of one is.
-ENTRY = re.compile(r"(\.-?\d+| key)$")
 
 
-def _command(*, request: RequestOptions) -> None:
-    """A command with all options of a request, to see what they are called."""
-
-
-def _options_by_field() -> dict[str, str]:
+def options_by_field() -> dict[str, str]:
     """What the options of a request are called, by the fields as the gateway names them, and as the client does."""
-    options = {"address": "--address"}
-    # Only typer itself knows how it makes options from the fields of a group.
+    # How options come from the fields of a group is up to typer.
     app = typer.Typer(add_completion=False)
-    app.command()(grouped(_command))
+
+    @app.command()
+    @grouped
+    def _(*, request: RequestOptions) -> None: ...
+
+    options = {"address": "--address"}
     for parameter in get_command(app).params:
         name, option = parameter.name or "", parameter.opts[0]
         field = PROTOCOL_NAMES.get(name, name)
@@ -378,23 +373,18 @@ def _options_by_field() -> dict[str, str]:
     return options
 
 
-OPTIONS: Mapping[str, str] = _options_by_field()
+OPTIONS: Mapping[str, str] = options_by_field()
 # What every command that makes requests calls the same: max_tokens is --tokens in the measurements.
 SHARED_OPTIONS: Mapping[str, str] = {path: option for path, option in OPTIONS.items() if path != "max_tokens"}
 
 
 def in_options(error: OutriderError, options: Mapping[str, str]) -> str:
-    """The error's sentence with options for fields, in what it is about and in the limit, and never in the value."""
+    """The error's sentence, in which every field that has an option is called as that option."""
 
-    def translated(text: str) -> str:
-        # A name without an underscore may as well be an English word.
-        return re.sub(r"\b[a-z]+_[a-z_]+\b", lambda found: options.get(found[0], found[0]), text)
+    def option(field: str) -> str:
+        # Behind the name of a list or mapping stands which of its entries, or of its keys, is at fault.
+        path = field.removesuffix(" key")
+        name, _, entry = path.rpartition(".")
+        return options.get(name if entry.removeprefix("-").isdecimal() else path, field)
 
-    if isinstance(error, PromptTooLong):
-        return translated(error.message)
-    field, limit = (error.metadata.get(key, "") for key in ("field", "limit"))
-    option = options.get(ENTRY.sub("", field))
-    if option is None or not isinstance(error, InvalidRequest) or not error.message.startswith(field):
-        return error.message
-    value = error.message.removeprefix(field).removesuffix(limit)
-    return option + value + translated(error.message.removeprefix(field + value))
+    return error.rename_fields(option).message

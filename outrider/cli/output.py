@@ -1,4 +1,4 @@
-"""What commands write: answers as text, in a terminal or as JSON, and what is told in figures."""
+"""What commands write: answers as text, in a terminal or as JSON, and figures and facts about them."""
 
 import json
 import os
@@ -18,12 +18,12 @@ from rich.text import Text
 from outrider.cli.options import RequestOptions
 from outrider.client import GeneratedToken, Origin, PromptToken, Result, Round
 from outrider.client.calls import failure
-from outrider.parameters import Acceptance, Rule, TokenLogprob
+from outrider.parameters import Acceptance, Rule
 from outrider.rpc.channels import open_channel
 from outrider.v1 import model_service_pb2
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub
 
-# Never by colour alone: with NO_COLOR, or to eyes that see colours otherwise, the attributes still tell them apart.
+# Never by colour alone: with NO_COLOR, or to eyes that see colours otherwise, the attributes still distinguish them.
 STYLES = {
     Origin.ACCEPTED: "bold green",
     Origin.CORRECTION: "underline bright_red",
@@ -51,13 +51,19 @@ INFO_TIMEOUT_S = 10.0
 def is_rich(stream: TextIO) -> bool:
     """Whether tables may be drawn and drawn again: a terminal that is not dumb, and NO_COLOR is not set.
 
-    NO_COLOR asks for no colours only (no-color.org), but who sets it reads lines, in a log or by voice.
+    NO_COLOR means no colours only (no-color.org), but who sets it reads lines, in a log or by voice.
     """
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
+def write(output: TextIO, text: str) -> None:
+    """Writes what somebody may be waiting for."""
+    output.write(text)
+    output.flush()
+
+
 def console_for(file: TextIO) -> Console:
-    """A console that has the width of a terminal, and much room elsewhere."""
+    """A console as wide as the terminal, or PLAIN_WIDTH elsewhere."""
     console = Console(file=file, highlight=False)
     return console if console.is_terminal else Console(file=file, highlight=False, width=PLAIN_WIDTH)
 
@@ -101,54 +107,52 @@ class View:
         """Comes instead of the end, before whatever is said about that."""
 
 
-class _Sample:
-    """What stands around the text of a sample: a heading above, and a table of log-probabilities below."""
+class _TextView(View):
+    """Streams the text of each sample: a heading above it, log-probabilities and figures below."""
 
     def __init__(self) -> None:
-        self.count = 1
+        self._count = 1
         self._index = -1
         self._prompt: list[PromptToken] = []
         self._tokens: list[GeneratedToken] = []
 
-    def heading(self, event: Round) -> str:
+    def begin(self, prompt: str, options: RequestOptions) -> None:
+        self._count = options.sample_count or 1
+
+    def _heading(self, event: Round) -> str:
         """Takes a round; returns the heading where a sample begins, and nothing within one or above the only one."""
         self._prompt += event.prompt
         self._tokens += [token for token in event.tokens if token.logprob]
         begins, self._index = event.sample_index != self._index, event.sample_index
-        return f"Sample {event.sample_index + 1} of {self.count}" if begins and self.count > 1 else ""
+        return f"Sample {event.sample_index + 1} of {self._count}" if begins and self._count > 1 else ""
 
-    def print_table(self, console: Console) -> None:
-        """Prints the log-probabilities that there are, and forgets them."""
+    def _print_below(self, console: Console, result: Result, style: str = "") -> None:
         if self._prompt or self._tokens:
             console.print(logprob_table(self._prompt, self._tokens))
         self._prompt, self._tokens = [], []
+        console.print(Text(figures(result), style), soft_wrap=True)
 
 
-class TerminalView(View):
-    """Streams tokens in the style of their origin, with a legend before and the figures behind."""
+class TerminalView(_TextView):
+    """Tokens in the style of their origin, with a legend before them."""
 
     def __init__(self, console: Console) -> None:
+        super().__init__()
         self._console = console
-        self._sample = _Sample()
 
     def begin(self, prompt: str, options: RequestOptions) -> None:
-        """Prints the legend, and what is to be continued."""
+        super().begin(prompt, options)
         self._console.print(legend(rejected=bool(options.show_rejected)), end="\n\n", soft_wrap=True)
         self._put(Text(prompt.translate(CONTROL_PICTURES), "dim"))
-        self._sample.count = options.sample_count or 1
 
     def show(self, event: Round) -> None:
-        """Prints the tokens."""
-        heading = self._sample.heading(event)
-        if heading:
+        if heading := self._heading(event):
             self._put(Text(f"\n\n{heading}\n", "bold"))
         self._put(styled(event))
 
     def finish(self, result: Result) -> None:
-        """Prints what was held back, the log-probabilities and the figures."""
         self._put(Text(result.rest.translate(CONTROL_PICTURES) + "\n\n"))
-        self._sample.print_table(self._console)
-        self._console.print(Text(figures(result), "dim"), soft_wrap=True)
+        self._print_below(self._console, result, "dim")
 
     def interrupt(self) -> None:
         """Ends the line, on which an error would stand otherwise."""
@@ -159,32 +163,21 @@ class TerminalView(View):
         self._console.print(text, end="", soft_wrap=True)
 
 
-class PlainView(View):
-    """The text alone, as it comes, and a newline behind it; log-probabilities and figures go elsewhere."""
+class PlainView(_TextView):
+    """The text alone, as it comes, and a newline behind it; log-probabilities and figures go to the notes."""
 
     def __init__(self, output: TextIO, notes: TextIO) -> None:
+        super().__init__()
         self._output = output
         self._notes = console_for(notes)
-        self._sample = _Sample()
-
-    def begin(self, prompt: str, options: RequestOptions) -> None:
-        """Takes how many samples there will be."""
-        self._sample.count = options.sample_count or 1
 
     def show(self, event: Round) -> None:
-        """Writes the round's text."""
-        heading = self._sample.heading(event)
-        self._write((f"[{heading}]\n" if heading else "") + event.text)
+        heading = self._heading(event)
+        write(self._output, (f"[{heading}]\n" if heading else "") + event.text)
 
     def finish(self, result: Result) -> None:
-        """Writes what was held back, and everything else to the notes."""
-        self._write(result.rest + "\n")
-        self._sample.print_table(self._notes)
-        self._notes.print(Text(figures(result)), soft_wrap=True)
-
-    def _write(self, text: str) -> None:
-        self._output.write(text)
-        self._output.flush()
+        write(self._output, result.rest + "\n")
+        self._print_below(self._notes, result)
 
 
 class JsonView(View):
@@ -194,32 +187,27 @@ class JsonView(View):
         self._output = output
         self._prompt: tuple[PromptToken, ...] = ()
         self._rounds: list[Round] = []
-        self._tells_rounds = False
+        self._with_rounds = False
         self._samples: list[dict[str, Any]] = []
 
     def begin(self, prompt: str, options: RequestOptions) -> None:
-        """Takes whether rounds are wanted."""
-        self._tells_rounds = bool(options.show_rejected)
+        self._with_rounds = bool(options.show_rejected)
 
     def show(self, event: Round) -> None:
-        """Keeps the round."""
         self._prompt += event.prompt
         self._rounds.append(event)
 
     def finish(self, result: Result) -> None:
-        """Keeps what the rounds since the last result make up."""
-        self._samples.append(sample_object(self._rounds, result, with_rounds=self._tells_rounds))
+        self._samples.append(sample_object(self._rounds, result, with_rounds=self._with_rounds))
         self._rounds = []
 
     def end(self) -> None:
-        """Writes the object."""
         prompt = {"prompt": [_token(each) for each in self._prompt]} if self._prompt else {}
-        self._output.write(json.dumps({**prompt, "samples": self._samples}, ensure_ascii=False) + "\n")
-        self._output.flush()
+        write(self._output, json.dumps({**prompt, "samples": self._samples}, ensure_ascii=False) + "\n")
 
 
 def choose_view(*, as_json: bool) -> View:
-    """JSON when asked for; otherwise styles in a terminal, and the bare text into a pipe or file."""
+    """JSON when wanted; otherwise styles in a terminal, and the bare text into a pipe or file."""
     if as_json:
         return JsonView(sys.stdout)
     if sys.stdout.isatty():
@@ -227,11 +215,30 @@ def choose_view(*, as_json: bool) -> View:
     return PlainView(sys.stdout, sys.stderr)
 
 
+# What a section of a sample's JSON says of its result, field by field.
+SECTIONS = {
+    "usage": ("prompt_tokens", "cached_prompt_tokens", "completion_tokens"),
+    "timings": ("queue_us", "first_token_us", "total_us"),
+    "survival": ("target_reopens", "drift_repairs"),
+}
+
+
 def sample_object(rounds: Sequence[Round], result: Result, *, with_rounds: bool = False) -> dict[str, Any]:
-    """One answer. Its tokens are told one by one only with log-probabilities, its rounds only when they are wanted."""
+    """One answer. Its tokens come one by one only with log-probabilities, its rounds only when they are wanted."""
     tokens = [token for event in rounds for token in event.tokens]
     logprobs = {"tokens": [_token(each) for each in tokens]} if any(each.logprob for each in tokens) else {}
-    told = {"rounds": [_round(each) for each in rounds]} if with_rounds else {}
+    sections = {name: {field: getattr(result, field) for field in names} for name, names in SECTIONS.items()}
+    # Of each round who said its tokens first, which guesses were not kept, and how it came about.
+    wanted = [
+        {
+            "tokens": [
+                {key: value for key, value in asdict(token).items() if key != "logprob"} for token in event.tokens
+            ],
+            "rejected": [asdict(each) for each in event.rejected],
+            "facts": asdict(event.facts),
+        }
+        for event in (rounds if with_rounds else ())
+    ]
     return {
         "text": "".join(event.text for event in rounds) + result.rest,
         "token_ids": [token.token_id for token in tokens],
@@ -241,63 +248,40 @@ def sample_object(rounds: Sequence[Round], result: Result, *, with_rounds: bool 
         "rule": result.acceptance.rule,
         **result.acceptance.settings,
         "follows_target": result.acceptance.rule.is_exact,
-        "usage": {
-            "prompt_tokens": result.prompt_tokens,
-            "cached_prompt_tokens": result.cached_prompt_tokens,
-            "completion_tokens": result.completion_tokens,
-        },
+        **sections,
         "speculation": asdict(result.speculation),
-        "timings": {
-            "queue_us": result.queue_us,
-            "first_token_us": result.first_token_us,
-            "total_us": result.total_us,
-        },
         "model_hash": result.model_hash,
         "numerics_id": result.numerics_ids[-1],
         "numerics_ids": result.numerics_ids,
-        "survival": {"target_reopens": result.target_reopens, "drift_repairs": result.drift_repairs},
-        **told,
-    }
-
-
-def _round(event: Round) -> dict[str, Any]:
-    """One round: who said its tokens first, which guesses were not kept, and how it came about."""
-    return {
-        "tokens": [
-            {"token_id": each.token_id, "text": each.text, "origin": each.origin, "draft_logprob": each.draft_logprob}
-            for each in event.tokens
-        ],
-        "rejected": [asdict(each) for each in event.rejected],
-        "facts": asdict(event.facts),
+        **({"rounds": wanted} if with_rounds else {}),
     }
 
 
 def _token(token: PromptToken | GeneratedToken) -> dict[str, Any]:
     """A token with its log-probability, null for the prompt's first, and the most probable ones in its place."""
-    told = token.logprob
-    alternatives = zip(told.top_token_ids, told.top_logprobs, strict=True) if told else ()
+    found = token.logprob
+    alternatives = zip(found.top_token_ids, found.top_logprobs, strict=True) if found else ()
     return {
         "token_id": token.token_id,
         "text": token.text,
-        "logprob": told.logprob if told else None,
+        "logprob": found.logprob if found else None,
         "most_probable": [{"token_id": token_id, "logprob": value} for token_id, value in alternatives],
     }
 
 
 def figures(result: Result) -> str:
     """The last line: how many tokens, how fast, what speculation did, and the seed that replays it."""
-    told = result.speculation
+    speculation = result.speculation
     parts = [
         f"{result.completion_tokens} tokens",
         f"{result.tokens_per_second:.0f} tokens/s",
-        f"{told.rounds} rounds",
-        f"acceptance rate {told.acceptance_rate:.2f}",
-        f"mean acceptance length {told.mean_acceptance_length:.2f}",
-        f"{told.fallback_rounds} fallback rounds",
+        f"{speculation.rounds} rounds",
+        f"acceptance rate {speculation.acceptance_rate:.2f}",
+        f"mean acceptance length {speculation.mean_acceptance_length:.2f}",
+        f"{speculation.fallback_rounds} fallback rounds",
         f"seed {result.seed}",
+        *rule_words(result.acceptance),
     ]
-    if result.acceptance.rule is not Rule.MATCH:
-        parts.append(rule_told(result.acceptance))
     if result.target_reopens:
         parts.append(f"{result.target_reopens} times opened again on a target")
     if len(result.numerics_ids) > 1:
@@ -306,15 +290,17 @@ def figures(result: Result) -> str:
     return ", ".join(parts)
 
 
-def rule_told(acceptance: Acceptance) -> str:
-    """The rule that decided, its settings, and whether the answer is another one than the target's."""
+def rule_words(acceptance: Acceptance) -> list[str]:
+    """The rule that decided, its settings, and whether the answer is another one than the target's; empty for match."""
+    if acceptance.rule is Rule.MATCH:
+        return []
     settings = " and ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in acceptance.settings.items())
-    told = f"rule {acceptance.rule}" + (f" with {settings}" if settings else "")
-    return told if acceptance.rule.is_exact else f"{told}: does not follow the target's distribution"
+    words = f"rule {acceptance.rule}" + (f" with {settings}" if settings else "")
+    return [words if acceptance.rule.is_exact else f"{words}: does not follow the target's distribution"]
 
 
 def logprob_table(prompt: Sequence[PromptToken], tokens: Sequence[GeneratedToken]) -> Table:
-    """One row a token, the prompt's dim; alternatives are ids, because only the gateway knows their texts."""
+    """One row a token, the prompt's dim; alternatives are ids, because only the gateway has their texts."""
     table = Table("token", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("id", justify="right")
     table.add_column("logprob", justify="right")
@@ -322,17 +308,14 @@ def logprob_table(prompt: Sequence[PromptToken], tokens: Sequence[GeneratedToken
     if any(each.logprob and each.logprob.top_token_ids for each in rows):
         table.add_column("most probable")
     for place, each in enumerate(rows):
-        cells = (repr(each.text.translate(CONTROL_PICTURES)), str(each.token_id), *_numbers(each.logprob))
+        found = each.logprob
+        number, alternatives = f"{found.logprob:.3f}" if found else "", ""
+        if found:
+            pairs = zip(found.top_token_ids, found.top_logprobs, strict=True)
+            alternatives = "  ".join(f"{token_id} {value:.3f}" for token_id, value in pairs)
+        cells = (repr(each.text.translate(CONTROL_PICTURES)), str(each.token_id), number, alternatives)
         table.add_row(*map(Text, cells[: len(table.columns)]), style="dim" if place < len(prompt) else "")
     return table
-
-
-def _numbers(logprob: TokenLogprob | None) -> tuple[str, str]:
-    """A log-probability, and the alternatives with theirs."""
-    if logprob is None:
-        return "", ""
-    alternatives = zip(logprob.top_token_ids, logprob.top_logprobs, strict=True)
-    return f"{logprob.logprob:.3f}", "  ".join(f"{token_id} {value:.3f}" for token_id, value in alternatives)
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +338,7 @@ class ModelFacts:
 
 
 async def model_facts(address: str) -> ModelFacts:
-    """Asks a service about its model. Raises OutriderError, PeerLost when nobody answers."""
+    """What a service says about its model. Raises OutriderError, PeerLost when nobody answers."""
     async with open_channel(address) as channel:
         try:
             info = await ModelServiceStub(channel).GetModelInfo(

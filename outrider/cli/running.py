@@ -25,20 +25,21 @@ class Interrupts:
     async def run(self, work: "Work") -> None:
         """Runs the work to its end, or until a signal came, and handles the signals of this process from then on."""
         task = asyncio.create_task(work(self))
+
+        def handle(number: int) -> None:
+            if self.signal_number is not None:
+                self.urgent()
+                return
+            self.signal_number = number
+            task.cancel()
+
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._handle, number, task)
+            asyncio.get_running_loop().add_signal_handler(number, handle, number)
         try:
             await task
         except asyncio.CancelledError:
             if self.signal_number is None:
                 raise
-
-    def _handle(self, number: int, task: asyncio.Task[None]) -> None:
-        if self.signal_number is not None:
-            self.urgent()
-            return
-        self.signal_number = number
-        task.cancel()
 
 
 Work = Callable[[Interrupts], Coroutine[None, None, None]]
@@ -51,14 +52,14 @@ def run(work: Work, *, serves: bool = False, options: Mapping[str, str] = SHARED
     `options` are what it calls the fields that an error may name.
     """
     interrupts = Interrupts()
-    with failures_told(options):
+    with failures_as_exits(options):
         asyncio.run(interrupts.run(work))
     if interrupts.signal_number is not None and not serves:
         raise typer.Exit(128 + interrupts.signal_number)
 
 
 @contextmanager
-def failures_told(options: Mapping[str, str]) -> Iterator[None]:
+def failures_as_exits(options: Mapping[str, str]) -> Iterator[None]:
     """Turns what goes wrong within it into a sentence, by the names of options, and the typer.Exit to raise."""
     try:
         yield
@@ -71,7 +72,7 @@ def failures_told(options: Mapping[str, str]) -> Iterator[None]:
 
 
 def note(sentence: str) -> None:
-    """One line for the user on stderr."""
+    """Writes one line for the user to stderr."""
     typer.echo(sentence, err=True)
 
 

@@ -4,10 +4,10 @@ import asyncio
 import errno
 import json
 import re
-import socket
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,9 +22,18 @@ from rich.text import Text
 from outrider.cli.doctor.checks import rest_text
 from outrider.cli.doctor.report import gibibytes
 from outrider.cli.generate import show_generation
-from outrider.cli.local_stack import HOST, Addresses, Change, Stack, State, Supervisor, metrics_address, start_stack
+from outrider.cli.local_stack import (
+    Addresses,
+    Change,
+    Stack,
+    State,
+    Supervisor,
+    metrics_address,
+    port_error,
+    start_stack,
+)
 from outrider.cli.options import RequestOptions
-from outrider.cli.output import ModelFacts, choose_view, is_rich, model_facts, model_line, model_table
+from outrider.cli.output import ModelFacts, choose_view, is_rich, model_facts, model_line, model_table, write
 from outrider.cli.running import Interrupts, Work, note, service_log
 from outrider.errors import NotReady, OutriderError
 
@@ -34,7 +43,7 @@ METRIC_PREFIX = "outrider_"
 RUNNING, WAITING, DRAFT_COUNT = "num_requests_running", "num_requests_waiting", "current_draft_tokens"
 TOKENS = "generation_tokens_total"
 EVALUATED, ACCEPTED = "spec_decode_num_evaluated_tokens_total", "spec_decode_num_accepted_tokens_total"
-# The word tells it, the colour only helps.
+# The word is what counts, the colour only helps.
 STYLES = {State.SERVING: "green", State.STARTING: "yellow", State.DIED: "bold red", State.STOPPED: "dim"}
 STORY_PROMPT = "Once upon a time there was a"
 STORY_OPTIONS = RequestOptions(max_tokens=128, seed=3, temperature=0.7, draft_count="4")
@@ -54,7 +63,6 @@ class ServiceView:
 
     @property
     def address(self) -> str:
-        """Where it answers gRPC."""
         return self.addresses.get("address", "")
 
 
@@ -72,7 +80,7 @@ class ServiceViews(dict[str, ServiceView]):
 
 
 def memory_bytes(pid: int | None) -> int | None:
-    """Memory that a process has in use, None when it is gone or the system does not tell."""
+    """Memory that a process has in use, None when it is gone or the system does not say."""
     try:
         found = re.search(r"^VmRSS:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     except OSError:
@@ -135,8 +143,8 @@ def page_of(rest: str | None) -> str | None:
 def gateway_lines(addresses: Addresses) -> list[str]:
     """Where the gateway has its metrics, and where it answers."""
     metrics = addresses.metrics.get("gateway")
-    told = [f"The gateway's metrics are on {metrics}, with REST."] if metrics else []
-    return [*told, f"The gateway answers on {addresses.gateway}."]
+    lines = [f"The gateway's metrics are on {metrics}, with REST."] if metrics else []
+    return [*lines, f"The gateway answers on {addresses.gateway}."]
 
 
 class Display:
@@ -146,7 +154,7 @@ class Display:
         """A process has come into another state."""
 
     def report(self, sentence: str) -> None:
-        """The supervisor has something to say about a death or a restart."""
+        """A sentence about a death or a restart."""
         note(sentence)
 
     def log(self, name: str, line: str) -> None:
@@ -174,12 +182,10 @@ class LinesDisplay(Display):
         """Writes what a newcomer opens first, the models, and where the gateway answers."""
         page = page_of(addresses.rest)
         models = [model_line(fact, addresses.metrics.get(fact.role)) for fact in facts]
-        for line in [*([f"The page: {page}"] if page else []), *models, *gateway_lines(addresses)]:
-            self._output.write(f"{line}\n")
-        self._output.flush()
+        lines = [*([f"The page: {page}"] if page else []), *models, *gateway_lines(addresses)]
+        write(self._output, "".join(f"{line}\n" for line in lines))
 
     async def run(self) -> None:
-        """Says how to end it, and has nothing to draw again."""
         note("Serving until Ctrl-C.")
         await super().run()
 
@@ -195,35 +201,33 @@ class JsonDisplay(Display):
         """Writes starting, died, restarted and stopped; that all serve for the first time is one event."""
         view = self._services.apply(change)
         event: dict[str, Any] = {"event": change.state.value, "service": change.service}
+        if change.state is State.SERVING and not view.restarts:
+            return
         if change.state is State.SERVING:
-            if not view.restarts:
-                return
             event |= {"event": "restarted", "pid": change.pid, "address": view.address}
             places = {"rest": change.addresses.get("rest"), "metrics": metrics_address(change.addresses)}
             event |= {name: place for name, place in places.items() if place}
         elif change.state is State.DIED:
             event |= {"ending": change.ending, "again_in_s": change.delay_s}
-        self._write(event)
+        write(self._output, json.dumps(event) + "\n")
 
     def report(self, sentence: str) -> None:
         """Says nothing, because the events do."""
 
     def serving(self, addresses: Addresses, facts: Sequence[ModelFacts]) -> None:
         """Writes all addresses, and who serves them with which model."""
-        places = {"page": page_of(addresses.rest), "rest": addresses.rest, "gateway": addresses.gateway}
-        services = {"target": addresses.target, "draft": addresses.draft}
-        models = {fact.role: fact.model for fact in facts}
-        pids = {view.name: view.pid for view in self._services.values()}
-        metrics = dict(addresses.metrics)
-        self._write({"event": "serving", **places, **services, "metrics": metrics, "models": models, "pids": pids})
-
-    def _write(self, event: dict[str, Any]) -> None:
-        self._output.write(json.dumps(event) + "\n")
-        self._output.flush()
+        places = {name: getattr(addresses, name) for name in ("rest", "gateway", "target", "draft")}
+        by_service = {
+            "metrics": dict(addresses.metrics),
+            "models": {fact.role: fact.model for fact in facts},
+            "pids": {view.name: view.pid for view in self._services.values()},
+        }
+        event = {"event": "serving", "page": page_of(addresses.rest), **places, **by_service}
+        write(self._output, json.dumps(event) + "\n")
 
 
 class TableDisplay(Display):
-    """A table of the processes that is drawn again every second, and the gateway's work below it."""
+    """A table of the processes, redrawn every second and with each change, and the gateway's work below it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -232,10 +236,9 @@ class TableDisplay(Display):
         self._counts: Counts | None = None
         self._counted_s = 0.0
         self._lines: list[str] = []
-        self._live: Live | None = None
+        self._live = Live(console=console, auto_refresh=False)
 
     def observe(self, change: Change) -> None:
-        """Draws it at once."""
         self._services.apply(change)
         self._draw()
 
@@ -247,11 +250,9 @@ class TableDisplay(Display):
             note(sentence)
 
     def log(self, name: str, line: str) -> None:
-        """The same with a line of a log."""
         self.report(f"{name}: {line}")
 
     def serving(self, addresses: Addresses, facts: Sequence[ModelFacts]) -> None:
-        """Prints models and addresses."""
         self._addresses = addresses
         for fact in facts:
             self._services[fact.role].model = fact.model
@@ -263,7 +264,6 @@ class TableDisplay(Display):
 
     async def run(self) -> None:
         """Draws the table until it is cancelled; what changes after that is still drawn, until it is closed."""
-        self._live = Live(console=self._console, auto_refresh=False)
         self._live.start()
         try:
             while True:
@@ -271,47 +271,41 @@ class TableDisplay(Display):
                 self._draw()
                 await asyncio.sleep(REFRESH_S)
         finally:
-            # Nobody will ask again, so they would grow old.
+            # Nothing updates them any more.
             self._lines = []
 
     def close(self) -> None:
         """Leaves the last state in the terminal."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        self._live.stop()
 
     def _draw(self) -> None:
-        if self._live is not None and self._addresses is not None:
+        if self._live.is_started and self._addresses is not None:
             page = page_of(self._services["gateway"].addresses.get("rest"))
             self._live.update(status_table(self._services.values(), self._lines, page), refresh=True)
 
     async def _work(self) -> list[str]:
-        """What the gateway does, where its metrics tell; else what the services hold."""
+        """The lines below the table: what the gateway does, or else what the services hold."""
         if self._addresses is None:
             return []
         rest = self._services["gateway"].addresses.get("rest")
         text = await asyncio.to_thread(rest_text, rest, "/metrics", MAX_METRICS_BYTES) if rest else None
         counts = parse_counts(text) if text else None
-        if counts is None:
-            served = filter(None, (self._addresses.target, self._addresses.draft))
-            return [line for line in await asyncio.gather(*map(_held_line, served)) if line]
-        before, before_s = self._counts, self._counted_s
-        self._counts, self._counted_s = counts, time.monotonic()
-        return [f"gateway: {work_line(before, counts, self._counted_s - before_s)}"]
-
-
-async def _held_line(address: str) -> str:
-    """What a service holds; nothing from one that is away, of which the table says so."""
-    try:
-        facts = await model_facts(address)
-    except OutriderError:
-        return ""
-    held = f"{facts.blocks - facts.free_blocks:,} of {facts.blocks:,} blocks held"
-    return f"{facts.role}: {facts.sessions} sessions, {held}"
+        if counts is not None:
+            before, before_s = self._counts, self._counted_s
+            self._counts, self._counted_s = counts, time.monotonic()
+            return [f"gateway: {work_line(before, counts, self._counted_s - before_s)}"]
+        lines = []
+        for address in filter(None, (self._addresses.target, self._addresses.draft)):
+            # Of a service that is away the table says so.
+            with suppress(OutriderError):
+                fact = await model_facts(address)
+                held = f"{fact.blocks - fact.free_blocks:,} of {fact.blocks:,} blocks held"
+                lines.append(f"{fact.role}: {fact.sessions} sessions, {held}")
+        return lines
 
 
 def choose_display(*, as_json: bool) -> Display:
-    """JSON when asked for; otherwise a table in a terminal, and lines into a pipe or file."""
+    """JSON when wanted; otherwise a table in a terminal, and lines into a pipe or file."""
     if as_json:
         return JsonDisplay(sys.stdout)
     if is_rich(sys.stdout):
@@ -322,7 +316,7 @@ def choose_display(*, as_json: bool) -> Display:
 def check_ports(stack: Stack) -> None:
     """Raises NotReady about the first port that something else listens on.
 
-    A service could tell as well, but only after its model is loaded, and without the name of the option.
+    A service would find it as well, but only after its model is loaded, and without the name of the option.
     """
     ports = {"port": stack.gateway_port, "target-port": stack.target_port}
     if stack.rest_port is not None:
@@ -330,24 +324,23 @@ def check_ports(stack: Stack) -> None:
     if stack.draft:
         ports["draft-port"] = stack.draft_port
     for option, port in ports.items():
-        with socket.socket() as probe:
-            # Without this, connections that ended a moment ago would look like a listener.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((HOST, port))
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    found = f"Port {port} is taken; stop what listens there, or choose another"
-                else:
-                    found = f"Port {port} cannot be used ({error.strerror}); choose another"
-                raise NotReady(f"{found} with --{option}, 0 for a free one.", port=port) from None
+        if error := port_error(port):
+            if error.errno == errno.EADDRINUSE:
+                found = f"Port {port} is taken; stop what listens there, or choose another"
+            else:
+                found = f"Port {port} cannot be used ({error.strerror}); choose another"
+            raise NotReady(f"{found} with --{option}, 0 for a free one.", port=port)
 
 
 def serving(stack: Stack, display: Display, *, story: bool) -> Work:
-    """The work of the command: starts the stack, tells a story when that is wanted, and shows it until it ends."""
+    """The work of the command: starts the stack, streams a story when that is wanted, and shows it until it ends.
+
+    Meanwhile what dies is restarted.
+    """
 
     async def work(interrupts: Interrupts) -> None:
         check_ports(stack)
+        running: set[asyncio.Task[None]] = set()
         try:
             async with Supervisor(display.report, display.log, observe=display.observe) as supervisor:
                 interrupts.urgent = supervisor.kill
@@ -355,24 +348,21 @@ def serving(stack: Stack, display: Display, *, story: bool) -> Work:
                     addresses = await start_stack(supervisor, stack)
                 served = filter(None, (addresses.target, addresses.draft))
                 display.serving(addresses, await asyncio.gather(*map(model_facts, served)))
-                await _keep_serving(supervisor, addresses.gateway, display, story=story)
+                running.add(asyncio.create_task(supervisor.watch()))
+                try:
+                    if story:
+                        await show_generation(
+                            addresses.gateway, STORY_PROMPT, STORY_OPTIONS, choose_view(as_json=False)
+                        )
+                    running.add(asyncio.create_task(display.run()))
+                    ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                    # Neither ends by itself but with an error.
+                    await ended.pop()
+                finally:
+                    for task in running:
+                        task.cancel()
+                    await asyncio.wait(running)
         finally:
             display.close()
 
     return work
-
-
-async def _keep_serving(supervisor: Supervisor, gateway: str, display: Display, *, story: bool) -> None:
-    """Restarts what dies while a story is told and the display runs."""
-    running = {asyncio.create_task(supervisor.watch())}
-    try:
-        if story:
-            await show_generation(gateway, STORY_PROMPT, STORY_OPTIONS, choose_view(as_json=False))
-        running.add(asyncio.create_task(display.run()))
-        ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        # Neither ends by itself but with an error.
-        await ended.pop()
-    finally:
-        for task in running:
-            task.cancel()
-        await asyncio.wait(running)

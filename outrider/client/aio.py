@@ -1,17 +1,18 @@
-"""The client for asyncio. Knows no protobuf; the same as `blocking` but for the words async and await."""
+"""The client for asyncio: the same as `blocking` but for the words async and await."""
 
 import asyncio
 import weakref
 from collections.abc import AsyncIterator, Iterable
-from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 import grpc
 
-from outrider.client.calls import Caller, Cancelled, Terms, call_cancelled, client_closed, closed_before
-from outrider.client.events import Answer, AsyncReplies, Event, Stub, Transcript, event_or_end
+from outrider.client.calls import CALL_CANCELLED, CLIENT_CLOSED, CLOSED_BEFORE, Caller, Cancelled, Terms
+from outrider.client.events import Answer, Event, Transcript, event_from
 from outrider.client.requests import GenerationOptions, Message, Metadata, Prompt, chat_request, generate_request
 from outrider.rpc.channels import open_channel
+from outrider.v1 import generation_service_pb2 as pb
+from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 
 class AsyncStream:
@@ -22,13 +23,14 @@ class AsyncStream:
     TimedOut, and Cancelled when the client was closed meanwhile, or a task that read before was cancelled.
     """
 
-    def __init__(self, call: AsyncReplies, terms: Terms) -> None:
+    def __init__(self, call: "grpc.aio.UnaryStreamCall[Any, pb.GenerateResponse]", terms: Terms) -> None:
         self._call = call
         self._terms = terms
         self._transcript = Transcript()
         self._cancelled = False
-        # gRPC itself would go on receiving for a stream that nobody holds any more.
-        self._end_call = weakref.finalize(self, _end, call)
+        # gRPC itself would go on receiving for a stream that nobody holds any more. By then the call may have ended,
+        # and its event loop too.
+        self._end_call = weakref.finalize(self, lambda: call.done() or call.cancel())
         self._end_call.atexit = False
 
     def __aiter__(self) -> Self:
@@ -36,18 +38,20 @@ class AsyncStream:
 
     async def __anext__(self) -> Event:
         try:
-            event = event_or_end(await self._call.read())
+            message = await self._call.read()
         except grpc.RpcError as error:
             raise self._terms.failure(error) from None
         except asyncio.CancelledError:
-            if _is_being_cancelled():
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
                 raise
             if not self._cancelled:
-                raise self._ended_by_caller() from None
-            event = None
-        if event is None:
+                # Only the call was cancelled: a bare CancelledError would end the task as if somebody had cancelled it.
+                raise Cancelled(CLIENT_CLOSED if self._terms.closed.is_set() else CALL_CANCELLED) from None
+            message = None
+        if not isinstance(message, pb.GenerateResponse):
             raise StopAsyncIteration
-        return self._transcript.add(event)
+        return self._transcript.add(event_from(message))
 
     async def text(self, sample_index: int = 0) -> AsyncIterator[str]:
         """The text of one sample, piece by piece as it comes: what is left of it where reading has begun already."""
@@ -60,7 +64,7 @@ class AsyncStream:
         async for _ in self:
             pass
         if self._cancelled and not self._transcript.is_whole:
-            raise call_cancelled()
+            raise Cancelled(CALL_CANCELLED)
         return self._transcript.answer()
 
     def cancel(self) -> None:
@@ -71,14 +75,8 @@ class AsyncStream:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.cancel()
-
-    def _ended_by_caller(self) -> Cancelled:
-        """For a task that nobody cancelled: a bare CancelledError would end it as if somebody had."""
-        return client_closed() if self._terms.closed.is_set() else call_cancelled()
 
 
 class AsyncClient:
@@ -99,18 +97,14 @@ class AsyncClient:
         Raises InvalidRequest and PromptTooLong at once about what no message can carry, TypeError about an option that
         there is not, and Cancelled after `close`. What the gateway refuses is raised by reading.
         """
-        message, terms = generate_request(prompt, options), self._caller.terms(options)
-        call = Stub(self._open()).Generate(message, timeout=terms.timeout_s, metadata=terms.metadata)
-        return AsyncStream(call, terms)
+        return self._started("Generate", generate_request(prompt, options), options)
 
     def chat(self, messages: Iterable[Message], **options: Unpack[GenerationOptions]) -> AsyncStream:
         """Answers the last of some messages, each with a role and a content; the same in everything else."""
-        message, terms = chat_request(messages, options), self._caller.terms(options)
-        call = Stub(self._open()).Chat(message, timeout=terms.timeout_s, metadata=terms.metadata)
-        return AsyncStream(call, terms)
+        return self._started("Chat", chat_request(messages, options), options)
 
     async def close(self) -> None:
-        """Ends the connection and every request on it, whose reading then raises Cancelled; there is no way back."""
+        """Ends the connection and every request on it, whose reading then raises Cancelled. For good."""
         self._caller.closed.set()
         if self._channel is not None:
             await self._channel.close()
@@ -118,26 +112,14 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _open(self) -> grpc.aio.Channel:
-        if self._caller.closed.is_set():
-            raise closed_before()
+    def _started(self, method: str, message: object, options: GenerationOptions) -> AsyncStream:
+        terms = self._caller.terms(options)
+        if terms.closed.is_set():
+            raise Cancelled(CLOSED_BEFORE)
         if self._channel is None:
-            self._channel = open_channel(self._caller.address)
-        return self._channel
-
-
-def _end(call: AsyncReplies) -> None:
-    """Cancels a call unless it has ended: its event loop may be over by then."""
-    if not call.done():
-        call.cancel()
-
-
-def _is_being_cancelled() -> bool:
-    """Whether somebody cancelled the task that runs, and not merely its call."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+            self._channel = open_channel(terms.address)
+        call = getattr(GenerationServiceStub(self._channel), method)
+        return AsyncStream(call(message, timeout=terms.timeout_s, metadata=terms.metadata), terms)

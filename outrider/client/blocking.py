@@ -1,16 +1,19 @@
-"""The client without an event loop. Knows no protobuf; any number of threads may share a client, one reads a stream."""
+"""The client without an event loop: any number of threads may share a client, and one reads each stream."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 import grpc
 
-from outrider.client.calls import Caller, Terms, call_cancelled, closed_before
-from outrider.client.events import Answer, Event, Replies, Stub, Transcript, event_from
+from outrider.client.calls import CALL_CANCELLED, CLOSED_BEFORE, Caller, Cancelled, Terms
+from outrider.client.events import Answer, Event, Transcript, event_from
 from outrider.client.requests import GenerationOptions, Message, Metadata, Prompt, chat_request, generate_request
 from outrider.rpc.channels import channel_options
+from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
+
+CallIterator = Any
+"""An iterator over the messages of a call, which can be cancelled; gRPC has no public type for it."""
 
 
 class Stream:
@@ -21,7 +24,7 @@ class Stream:
     the client was closed meanwhile.
     """
 
-    def __init__(self, call: Replies, terms: Terms) -> None:
+    def __init__(self, call: CallIterator, terms: Terms) -> None:
         self._call = call
         self._terms = terms
         self._transcript = Transcript()
@@ -35,12 +38,12 @@ class Stream:
 
     def __next__(self) -> Event:
         try:
-            response = next(self._call)
+            message = next(self._call)
         except grpc.RpcError as error:
             if self._cancelled:
                 raise StopIteration from None
             raise self._terms.failure(error) from None
-        return self._transcript.add(event_from(response))
+        return self._transcript.add(event_from(message))
 
     def text(self, sample_index: int = 0) -> Iterator[str]:
         """The text of one sample, piece by piece as it comes: what is left of it where reading has begun already."""
@@ -53,7 +56,7 @@ class Stream:
         for _ in self:
             pass
         if self._cancelled and not self._transcript.is_whole:
-            raise call_cancelled()
+            raise Cancelled(CALL_CANCELLED)
         return self._transcript.answer()
 
     def cancel(self) -> None:
@@ -64,9 +67,7 @@ class Stream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.cancel()
 
 
@@ -80,7 +81,7 @@ class Client:
     def __init__(self, address: str, *, timeout_s: float | None = None, metadata: Metadata | None = None) -> None:
         self._caller = Caller(address, timeout_s, metadata)
         self._channel = grpc.insecure_channel(address, options=channel_options())
-        self._stub = Stub(self._channel)
+        self._stub = GenerationServiceStub(self._channel)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Stream:
         """Continues text or token ids; see GenerationOptions.
@@ -88,33 +89,29 @@ class Client:
         Raises InvalidRequest and PromptTooLong at once about what no message can carry, TypeError about an option that
         there is not, and Cancelled after `close`. What the gateway refuses is raised by reading.
         """
-        message, terms = generate_request(prompt, options), self._caller.terms(options)
-        return _started(self._stub.Generate, message, terms)
+        return self._started(self._stub.Generate, generate_request(prompt, options), options)
 
     def chat(self, messages: Iterable[Message], **options: Unpack[GenerationOptions]) -> Stream:
         """Answers the last of some messages, each with a role and a content; the same in everything else."""
-        message, terms = chat_request(messages, options), self._caller.terms(options)
-        return _started(self._stub.Chat, message, terms)
+        return self._started(self._stub.Chat, chat_request(messages, options), options)
 
     def close(self) -> None:
-        """Ends the connection and every request on it, whose reading then raises Cancelled; there is no way back."""
+        """Ends the connection and every request on it, whose reading then raises Cancelled. For good."""
         self._caller.closed.set()
         self._channel.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-
-def _started(method: Callable[..., Replies], message: object, terms: Terms) -> Stream:
-    """The stream of a call that begins now. Raises Cancelled on a channel that is closed, perhaps by another thread."""
-    try:
-        return Stream(method(message, timeout=terms.timeout_s, metadata=terms.metadata), terms)
-    except ValueError:
-        if not terms.closed.is_set():
-            raise
-        raise closed_before() from None
+    def _started(self, method: Callable[..., CallIterator], message: object, options: GenerationOptions) -> Stream:
+        terms = self._caller.terms(options)
+        try:
+            return Stream(method(message, timeout=terms.timeout_s, metadata=terms.metadata), terms)
+        except ValueError:
+            # What gRPC says about a closed channel; another thread may have closed it.
+            if not terms.closed.is_set():
+                raise
+            raise Cancelled(CLOSED_BEFORE) from None

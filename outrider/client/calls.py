@@ -13,6 +13,8 @@ from outrider.rpc.errors import error_from, said_by_peer
 
 # What gRPC says when a server of plain HTTP answers it.
 HTTP_1 = "http1.x server"
+# Thirty years. gRPC counts the nanoseconds of deadlines since 1970 in 64 bits, and some centuries ahead they are past.
+MAX_TIMEOUT_S = 1_000_000_000
 
 
 class TimedOut(OutriderError):
@@ -24,26 +26,17 @@ class TimedOut(OutriderError):
 
 
 class Cancelled(OutriderError):
-    """The caller cancelled the call, or closed the client, and then asked for more of the answer."""
+    """The caller cancelled the call, or closed the client, and then read more of the answer."""
 
     status = "CANCELLED"
     reason = "CANCELLED"
     exit_code = 75
 
 
-def call_cancelled() -> Cancelled:
-    """The end by `cancel`, or of the task that read before."""
-    return Cancelled("The call was cancelled before its answer had ended.")
-
-
-def client_closed() -> Cancelled:
-    """The end of a call under way by `close`."""
-    return Cancelled("The client was closed before the answer had ended.")
-
-
-def closed_before() -> Cancelled:
-    """What becomes of a call that begins after `close`."""
-    return Cancelled("The client is closed; make another one for further requests.")
+# Why a call was cancelled: by `cancel` or the end of the task that read before, by `close`, and by an earlier `close`.
+CALL_CANCELLED = "The call was cancelled before its answer had ended."
+CLIENT_CLOSED = "The client was closed before the answer had ended."
+CLOSED_BEFORE = "The client is closed; make another one for further requests."
 
 
 def failure(error: grpc.RpcError, address: str, timeout_s: float | None, *, is_closed: bool = False) -> OutriderError:
@@ -51,10 +44,11 @@ def failure(error: grpc.RpcError, address: str, timeout_s: float | None, *, is_c
 
     A gateway may say PeerLost as well, about a service behind it: that one travels as it is.
     """
+    raised = error_from(error)
     if said_by_peer(error):
-        return error_from(error)
+        return raised
     if is_closed and error.code() is grpc.StatusCode.CANCELLED:
-        return client_closed()
+        return Cancelled(CLIENT_CLOSED)
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         # Often it is that of a model service, which `outrider up` shows too.
         return InvalidRequest("address", address, "that of a gateway")
@@ -66,17 +60,8 @@ def failure(error: grpc.RpcError, address: str, timeout_s: float | None, *, is_c
     if HTTP_1 in (error.details() or ""):
         # Most often the port that a browser takes, of the very same gateway.
         return InvalidRequest("address", address, "where a gateway answers gRPC, and not its REST")
-    raised = error_from(error)
-    return lost(address) if isinstance(raised, PeerLost) else raised
-
-
-def lost(address: str) -> PeerLost:
-    """The loss of this very connection, in a sentence that helps."""
-    return PeerLost(f"Nothing answers on {address} (any more); `outrider up` starts a stack.", address=address)
-
-
-# Thirty years. gRPC counts the nanoseconds of deadlines since 1970 in 64 bits, and some centuries ahead they are past.
-MAX_TIMEOUT_S = 1_000_000_000
+    lost = PeerLost(f"Nothing answers on {address} (any more); `outrider up` starts a stack.", address=address)
+    return lost if isinstance(raised, PeerLost) else raised
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +74,7 @@ class Terms:
     closed: threading.Event
 
     def failure(self, error: grpc.RpcError) -> OutriderError:
-        """What a call on these terms has failed with."""
+        """What went wrong in a call on these terms."""
         return failure(error, self.address, self.timeout_s, is_closed=self.closed.is_set())
 
 
@@ -100,30 +85,25 @@ class Caller:
     """
 
     def __init__(self, address: str, timeout_s: float | None, metadata: Metadata | None) -> None:
-        self.address = _checked_address(address)
+        # Plain Python calls this as well, and the check itself takes text for granted.
+        if not isinstance(address, str):
+            raise InvalidRequest("address", address, "text, HOST:PORT")
+        self.address = check_address("address", address)
         self.closed = threading.Event()
-        self._timeout_s = checked_timeout_s(timeout_s)
+        self._timeout_s = _checked_timeout_s(timeout_s)
         self._metadata = pairs(metadata)
 
     def terms(self, options: GenerationOptions) -> Terms:
         """Those of one call: its own timeout if it names one, and its metadata behind the client's."""
-        timeout_s = checked_timeout_s(options.get("timeout_s"))
+        timeout_s = _checked_timeout_s(options.get("timeout_s"))
         metadata = self._metadata + pairs(options.get("metadata"))
         return Terms(self.address, self._timeout_s if timeout_s is None else timeout_s, metadata, self.closed)
 
 
-def checked_timeout_s(timeout_s: float | None) -> float | None:
-    """Returns it as gRPC wants it; raises InvalidRequest unless it is a positive number or None."""
+def _checked_timeout_s(timeout_s: float | None) -> float | None:
     if timeout_s is None:
         return None
     is_number = isinstance(timeout_s, Real) and not isinstance(timeout_s, bool)
     if not is_number or not 0 < timeout_s <= MAX_TIMEOUT_S:
         raise InvalidRequest("timeout_s", timeout_s, f"a number more than 0, and at most {MAX_TIMEOUT_S}")
     return float(timeout_s)
-
-
-def _checked_address(address: object) -> str:
-    # Plain Python calls this as well, and the check itself takes text for granted.
-    if not isinstance(address, str):
-        raise InvalidRequest("address", address, "text, HOST:PORT")
-    return check_address("address", address)

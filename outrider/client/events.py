@@ -1,9 +1,8 @@
 """What the gateway says about a request: events as plain values, and the answer that they add up to."""
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Protocol
 
 from google.protobuf.descriptor import EnumDescriptor
 
@@ -12,7 +11,6 @@ from outrider.parameters import Acceptance, TokenLogprob
 from outrider.rpc.messages import acceptance_from, logprobs_from
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
-from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 
 class Origin(StrEnum):
@@ -83,7 +81,7 @@ class RoundFacts:
 class Round:
     """The tokens that one verdict committed to a sample, and the text that they completed.
 
-    The first round of sample 0 brings the prompt's tokens where they were asked for, and every round its rejected
+    The first round of sample 0 brings the prompt's tokens where they were requested, and every round its rejected
     guesses.
     """
 
@@ -157,7 +155,6 @@ class Sample:
 
     @property
     def text(self) -> str:
-        """What was said."""
         return "".join(each.text for each in self.rounds) + self.result.text
 
     @property
@@ -226,59 +223,30 @@ class Transcript:
         return Answer(tuple(samples))
 
 
-Stub = GenerationServiceStub
-"""Takes a channel of either kind."""
-
-
-class Replies(Protocol):
-    """A call of the stub on a blocking channel."""
-
-    def __next__(self) -> pb.GenerateResponse:
-        """The next message; raises StopIteration behind the last one."""
-
-    def cancel(self) -> object:
-        """Ends the call."""
-
-
-class AsyncReplies(Protocol):
-    """A call of the stub on a channel of asyncio."""
-
-    async def read(self) -> object:
-        """The next message, or something else behind the last one."""
-
-    def cancel(self) -> object:
-        """Ends the call."""
-
-    def done(self) -> bool:
-        """Whether it has ended."""
-
-
 ORIGINS = {
     pb.TOKEN_ORIGIN_ACCEPTED: Origin.ACCEPTED,
     pb.TOKEN_ORIGIN_CORRECTION: Origin.CORRECTION,
     pb.TOKEN_ORIGIN_BONUS: Origin.BONUS,
 }
-FACTS = tuple(field.name for field in pb.RoundFacts.DESCRIPTOR.fields if field.name != "fallback_reason")
+FACTS = tuple(each.name for each in fields(RoundFacts) if each.name != "fallback_reason")
+FIGURES = tuple(each.name for each in fields(SpeculationFigures))
 
 
 def event_from(message: pb.GenerateResponse) -> Event:
-    """What a message of the stream tells."""
+    """What a message of the stream says."""
     return _round(message.round) if message.HasField("round") else _result(message.completion)
 
 
-def event_or_end(message: object) -> Event | None:
-    """The same for what an AsyncReplies reads; None at its end."""
-    return event_from(message) if isinstance(message, pb.GenerateResponse) else None
-
-
 def _round(message: pb.Round) -> Round:
+    number = message.facts.fallback_reason
+    reason = _name(pb.FallbackReason.DESCRIPTOR, number, "FALLBACK_REASON_") if number else ""
     return Round(
         tokens=tuple(map(_token, message.tokens)),
         text=message.text_delta,
         sample_index=message.sample_index,
         prompt=tuple(PromptToken(each.token_id, each.text, _logprob(each)) for each in message.prompt_tokens),
         rejected=tuple(RejectedToken(each.token_id, each.text, _draft_logprob(each)) for each in message.rejected),
-        facts=_facts(message.facts),
+        facts=RoundFacts(fallback_reason=reason, **{name: getattr(message.facts, name) for name in FACTS}),
     )
 
 
@@ -295,12 +263,6 @@ def _draft_logprob(token: pb.GeneratedToken | pb.RejectedToken) -> float | None:
     return token.draft_logprob if token.HasField("draft_logprob") else None
 
 
-def _facts(message: pb.RoundFacts) -> RoundFacts:
-    number = message.fallback_reason
-    reason = _name(pb.FallbackReason.DESCRIPTOR, number, "FALLBACK_REASON_") if number else ""
-    return RoundFacts(fallback_reason=reason, **{name: getattr(message, name) for name in FACTS})
-
-
 def _result(message: pb.Completion) -> Result:
     return Result(
         rest=message.text_delta,
@@ -308,7 +270,7 @@ def _result(message: pb.Completion) -> Result:
         seed=message.seed,
         prompt_tokens=message.usage.prompt_tokens,
         completion_tokens=message.usage.completion_tokens,
-        speculation=_figures(message.speculation),
+        speculation=SpeculationFigures(**{name: getattr(message.speculation, name) for name in FIGURES}),
         first_token_us=message.timings.first_token_us,
         total_us=message.timings.total_us,
         model_hash=message.model_hash,
@@ -319,19 +281,6 @@ def _result(message: pb.Completion) -> Result:
         acceptance=acceptance_from(message.rule, message.acceptance, "completion.rule", "completion.acceptance."),
         cached_prompt_tokens=message.usage.cached_prompt_tokens,
         queue_us=message.timings.queue_us,
-    )
-
-
-def _figures(message: pb.SpeculationFigures) -> SpeculationFigures:
-    return SpeculationFigures(
-        rounds=message.rounds,
-        draft_tokens=message.draft_tokens,
-        accepted_tokens=message.accepted_tokens,
-        acceptance_rate=message.acceptance_rate,
-        draft_acceptance_rate=message.draft_acceptance_rate,
-        mean_acceptance_length=message.mean_acceptance_length,
-        fallback_rounds=message.fallback_rounds,
-        drafts=message.drafts,
     )
 
 

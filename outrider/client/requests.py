@@ -1,4 +1,4 @@
-"""What a caller asks for, checked and turned into the protocol's messages: prompts, options and metadata."""
+"""What a caller wants, checked and turned into the protocol's messages: prompts, options and metadata."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ class Speculation:
     """Whether the draft guesses, how, and which guesses are kept; under the rule `match` nothing changes a token.
 
     draft_count None lets the gateway choose, and an empty drafter the draft service. lenience belongs to the rule
-    `lenient`, the other two numbers to `typical`. With return_rounds each round also tells the guesses that were not
+    `lenient`, the other two numbers to `typical`. With return_rounds each round also has the guesses that were not
     kept, and the draft's log-probabilities.
     """
 
@@ -115,33 +115,23 @@ def pairs(metadata: Metadata | None) -> Pairs:
         return ()
     if isinstance(metadata, str | bytes) or not isinstance(metadata, Iterable):
         raise InvalidRequest("metadata", metadata, SHAPE)
-    return tuple(map(_pair, metadata.items() if isinstance(metadata, Mapping) else metadata))
-
-
-def _pair(pair: object) -> tuple[str, str | bytes]:
-    if not isinstance(pair, tuple | list) or len(pair) != 2:
-        raise InvalidRequest("metadata", pair, SHAPE)
-    name, value = pair
-    lower = name.lower() if isinstance(name, str) else ""
-    if not NAME.fullmatch(lower):
-        raise InvalidRequest(
-            "metadata", name, "names of letters, digits, '_', '.' and '-' that do not begin with grpc-"
-        )
-    if lower.endswith(BINARY):
-        return lower, _bytes(name, value)
-    return lower, _text(name, value)
-
-
-def _bytes(name: str, value: object) -> bytes:
-    if not isinstance(value, bytes):
-        raise InvalidRequest(f"metadata.{name}", value, "bytes, because the name ends in -bin")
-    return value
-
-
-def _text(name: str, value: object) -> str:
-    if not isinstance(value, str) or not TEXT.fullmatch(value):
-        raise InvalidRequest(f"metadata.{name}", value, "text of printable ASCII; bytes need a name that ends in -bin")
-    return value
+    found: list[tuple[str, str | bytes]] = []
+    for pair in metadata.items() if isinstance(metadata, Mapping) else metadata:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise InvalidRequest("metadata", pair, SHAPE)
+        name, value = pair
+        lower = name.lower() if isinstance(name, str) else ""
+        if not NAME.fullmatch(lower):
+            limit = "names of letters, digits, '_', '.' and '-' that do not begin with grpc-"
+            raise InvalidRequest("metadata", name, limit)
+        is_binary = lower.endswith(BINARY)
+        if is_binary and not isinstance(value, bytes):
+            raise InvalidRequest(f"metadata.{name}", value, "bytes, because the name ends in -bin")
+        if not is_binary and not (isinstance(value, str) and TEXT.fullmatch(value)):
+            limit = "text of printable ASCII; bytes need a name that ends in -bin"
+            raise InvalidRequest(f"metadata.{name}", value, limit)
+        found.append((lower, value))
+    return tuple(found)
 
 
 SAMPLING = frozenset(types_pb2.SamplingParameters.DESCRIPTOR.fields_by_name)
@@ -213,7 +203,10 @@ def _speculation(settings: object) -> pb.SpeculationSettings:
     if not isinstance(settings, Speculation):
         raise InvalidRequest("speculation", settings, "an instance of Speculation")
     if settings.rule is not None:
-        message.rule = RULES[_rule(settings.rule)]
+        try:
+            message.rule = RULES[Rule(settings.rule)]
+        except ValueError:
+            raise InvalidRequest("speculation.rule", settings.rule, f"one of {', '.join(Rule)}") from None
     for name in ("enabled", "draft_count", "drafter", "return_rounds"):
         if (value := getattr(settings, name)) is not None:
             _put(message, name, value, prefix)
@@ -223,36 +216,24 @@ def _speculation(settings: object) -> pb.SpeculationSettings:
     return message
 
 
-def _rule(name: str) -> Rule:
-    try:
-        return Rule(name)
-    except ValueError:
-        raise InvalidRequest("speculation.rule", name, f"one of {', '.join(Rule)}") from None
-
-
 def _put(message: Protobuf, name: str, value: object, prefix: str = "") -> None:
     """Sets one field. Raises InvalidRequest about a value that is not of its kind, under the name behind the prefix."""
     field = message.DESCRIPTOR.fields_by_name[name]
     # A text is a sequence of texts as well, but nobody means its letters.
     value = [value] if name in STRING_LISTS and isinstance(value, str) else value
+    is_list = field.is_repeated and field.message_type is None
     try:
-        if field.message_type is not None:
-            getattr(message, name).update(value)
+        if is_list and (isinstance(value, NO_LISTS) or not isinstance(value, Iterable)):
+            raise TypeError(name)
+        if is_list:
+            getattr(message, name).extend(value)
         elif field.is_repeated:
-            getattr(message, name).extend(_entries(value))
+            getattr(message, name).update(value)
         else:
             setattr(message, name, value)
     except (TypeError, ValueError, OverflowError):
         kind = KINDS[field.cpp_type]
-        is_list = field.is_repeated and field.message_type is None
         raise InvalidRequest(prefix + name, value, f"a list, each {kind}" if is_list else kind) from None
-
-
-def _entries(value: object) -> Iterable[object]:
-    """What a list holds; raises TypeError about what is none."""
-    if isinstance(value, NO_LISTS) or not isinstance(value, Iterable):
-        raise TypeError(f"{type(value).__name__} is no list")
-    return value
 
 
 def _sized(message: MessageT) -> MessageT:

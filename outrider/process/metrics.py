@@ -19,12 +19,12 @@ from outrider.rpc.channels import AddressTaken
 Buckets = list[tuple[str, float]]
 """Upper bounds as Prometheus writes them, each with the number of values up to it; the last is +Inf."""
 
-# When each counter was made doubles the series, and nobody reads it. The library knows one switch for the process.
+# When each counter was made doubles the series, and nobody reads it. The library has one switch for the process.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 def new_registry() -> CollectorRegistry:
-    """A registry of which series can be asked for by name, also those of collectors that look everything up."""
+    """A registry of which series can be selected by name, also those of collectors that look everything up."""
     return CollectorRegistry(auto_describe=True)
 
 
@@ -83,7 +83,6 @@ class Tally:
 
     @property
     def count(self) -> int:
-        """How many values there were."""
         return sum(self._counts)
 
     @property

@@ -13,7 +13,6 @@ import errno
 import inspect
 import math
 import os
-import re
 import signal
 import sys
 import traceback
@@ -51,27 +50,27 @@ class Limit:
     check: Callable[[str, Any], None]
 
 
-def within(least: float, most: float = math.inf) -> Limit:
-    """Numbers in [least, most]; None, for an option that was not given, passes.
+def within(minimum: float, maximum: float = math.inf) -> Limit:
+    """Numbers in [minimum, maximum]; None, for an option that was not given, passes.
 
     typer has ranges of its own, but what it says about them does not name the value.
     """
-    words = f"in [{least}, {most}]" if most < math.inf else f"at least {least}"
+    words = f"in [{minimum}, {maximum}]" if maximum < math.inf else f"at least {minimum}"
 
     def check(flag: str, value: Number) -> None:
         # Not "outside", so that NaN is refused too.
-        if value is not None and not least <= value <= most:
+        if value is not None and not minimum <= value <= maximum:
             raise InvalidRequest(flag, value, words)
 
     return Limit(words, check)
 
 
-def above(least: float) -> Limit:
-    """Finite numbers of more than `least`."""
-    words = f"more than {least}, and finite"
+def above(bound: float) -> Limit:
+    """Finite numbers of more than `bound`."""
+    words = f"more than {bound}, and finite"
 
     def check(flag: str, value: float) -> None:
-        if not least < value < math.inf:
+        if not bound < value < math.inf:
             raise InvalidRequest(flag, value, words)
 
     return Limit(words, check)
@@ -94,12 +93,11 @@ def listed(text: str) -> tuple[str, ...]:
     return tuple(entry.strip() for entry in text.split(",") if entry.strip())
 
 
-def between(least: float, most: float = math.inf) -> Callable[[typer.CallbackParam, Number], Number]:
+def between(minimum: float, maximum: float = math.inf) -> Callable[[typer.CallbackParam, Number], Number]:
     """`within` as a callback of typer, for options of commands that have no settings."""
-    limit = within(least, most)
 
     def check(param: typer.CallbackParam, value: Number) -> Number:
-        limit.check(param.opts[0], value)
+        within(minimum, maximum).check(param.opts[0], value)
         return value
 
     return check
@@ -132,7 +130,6 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """As it is typed."""
         return flag_of(self.name)
 
     @property
@@ -147,7 +144,6 @@ class Option:
 
     @property
     def parameter(self) -> inspect.Parameter:
-        """For typer."""
         limit = self.setting.limit
         option = typer.Option(
             self.flags,
@@ -162,7 +158,6 @@ class Option:
 
 
 def flag_of(name: str) -> str:
-    """The flag of a field."""
     return "--" + name.replace("_", "-")
 
 
@@ -185,14 +180,23 @@ def check_settings(settings: Group) -> None:
 
 
 def grouped(command: Command) -> Command:
-    """The command with an option for each field of the dataclasses that it takes; no two may have the same name."""
+    """The command with an option for each field of the dataclasses that it takes; no two may have the same name.
+
+    Of settings these are the fields with a `Setting`, of any other group all fields, which typer itself understands.
+    """
     signature = inspect.signature(command, eval_str=True)
-    groups: dict[str, type[Group]] = {
-        each.name: each.annotation
-        for each in signature.parameters.values()
-        if isinstance(each.annotation, type) and is_dataclass(each.annotation)
-    }
-    options = {name: _parameters(group) for name, group in groups.items()}
+    groups: dict[str, type[Group]] = {}
+    options: dict[str, list[inspect.Parameter]] = {}
+    for name, group in ((each.name, each.annotation) for each in signature.parameters.values()):
+        if isinstance(group, type) and is_dataclass(group):
+            groups[name] = group
+            hints = get_type_hints(group, include_extras=True)
+            options[name] = [option.parameter for option in settings_of(group)] or [
+                inspect.Parameter(
+                    each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=hints[each.name]
+                )
+                for each in fields(group)
+            ]
 
     @wraps(command)
     def flat(**values: object) -> None:
@@ -207,17 +211,6 @@ def grouped(command: Command) -> Command:
         parameters=[option for each in signature.parameters.values() for option in options.get(each.name, [each])]
     )
     return flat
-
-
-def _parameters(group: type[Group]) -> list[inspect.Parameter]:
-    """Settings as parameters, or all fields of a group that typer knows itself."""
-    if settings := settings_of(group):
-        return [option.parameter for option in settings]
-    hints = get_type_hints(group, include_extras=True)
-    return [
-        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=hints[each.name])
-        for each in fields(group)
-    ]
 
 
 def options_of(group: Group, *names: str) -> dict[str, object]:
@@ -250,69 +243,66 @@ class ParserError(Protocol):
 
 def parser_sentence(error: ParserError) -> str:
     """What is wrong, in one line, and where to look how it is done."""
-    told = " ".join(error.format_message().split()) or "No command is given."
+    found = " ".join(error.format_message().split()) or "No command is given."
     for words, better in CHECKER_WORDS.items():
-        told = told.replace(words, better)
-    told = told if re.search(r"[.?!]$", told) else f"{told}."
+        found = found.replace(words, better)
+    found = found if found.endswith((".", "?", "!")) else f"{found}."
     fix = f"See `{error.ctx.command_path} --help`." if error.ctx else "See what --help says behind the same command."
     # What was typed may have characters that would drive the reader's terminal.
-    shown = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in told)
-    return f"{shown} {fix}"
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in found) + f" {fix}"
 
 
 def run_app(app: Callable[[], object], prefix: str = "") -> NoReturn:
     """Runs a command line to its end; an error becomes one sentence, behind the prefix, and its exit code.
 
-    What is neither wrong usage nor an OutriderError nor a lost output is told with its traceback, and exits with 70.
+    What is neither wrong usage nor an OutriderError nor a lost output comes with its traceback, and exits with 70.
     Without a standard output nothing starts; one that is full or has lost its reader ends the command.
     """
+    sentence = ""
     if sys.stdout is None:
-        sys.exit(_told(prefix + NO_OUTPUT, IO_EXIT_CODE))
-    try:
+        sentence, code = NO_OUTPUT, IO_EXIT_CODE
+    else:
         try:
-            code = _exit_code(app, prefix)
-        finally:
-            # Short outputs fail when they are flushed, which the interpreter would do too late to be told well.
-            sys.stdout.flush()
-    except (OSError, SystemExit) as error:
-        # The libraries that write help and tables exit by themselves, with 1, when their reader is gone.
-        lost = error.__context__ if isinstance(error, SystemExit) else error
-        if not _is_lost_output(lost):
-            raise
-        # Keeps the interpreter from writing what is left once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(lost, BrokenPipeError):
-            sys.exit(BROKEN_PIPE_EXIT_CODE)
-        code = _told(prefix + FULL_OUTPUT, IO_EXIT_CODE)
+            try:
+                sentence, code = _outcome(app)
+            finally:
+                # Short outputs fail when they are flushed, which the interpreter would do too late for a sentence.
+                sys.stdout.flush()
+        except (OSError, SystemExit) as error:
+            # The libraries that write help and tables exit by themselves, with 1, when their reader is gone.
+            lost = error.__context__ if isinstance(error, SystemExit) else error
+            if not _is_lost_output(lost):
+                raise
+            # Keeps the interpreter from writing what is left once more.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            is_unread = isinstance(lost, BrokenPipeError)
+            sentence, code = ("", BROKEN_PIPE_EXIT_CODE) if is_unread else (FULL_OUTPUT, IO_EXIT_CODE)
+    if sentence:
+        sys.stderr.write(f"{prefix}{sentence}\n")
     sys.exit(code)
 
 
-def _exit_code(app: Callable[[], object], prefix: str) -> int:
+def _outcome(app: Callable[[], object]) -> tuple[str, int]:
+    """What to say on stderr at the end of a command line, if anything, and its exit code."""
     try:
-        # The parser's own way to tell an error is a box of several lines.
+        # The parser's own way to show an error is a box of several lines.
         ended = app(standalone_mode=False) if isinstance(app, typer.Typer) else app()
     except OutriderError as error:
-        return _told(prefix + error.message, error.exit_code)
+        return error.message, error.exit_code
     except SystemExit as ending:
         if ending.code != PARSER_EXIT_CODE:
             raise
-        return USAGE_EXIT_CODE
+        return "", USAGE_EXIT_CODE
     except Exception as error:
         if isinstance(error, ParserError):
-            return _told(prefix + parser_sentence(error), USAGE_EXIT_CODE)
+            return parser_sentence(error), USAGE_EXIT_CODE
         if _is_lost_output(error):
             raise
         traceback.print_exc()
-        return _told(f"{prefix}An internal fault; report it with the lines above.", OutriderError.exit_code)
-    # An exit that a command asked for comes back as its code.
-    return ended if isinstance(ended, int) else 0
+        return "An internal fault; report it with the lines above.", OutriderError.exit_code
+    # An exit that a command requested comes back as its code.
+    return "", ended if isinstance(ended, int) else 0
 
 
 def _is_lost_output(error: BaseException | None) -> bool:
-    """Whether the output cannot be written any more, which is no fault of ours."""
     return isinstance(error, BrokenPipeError) or (isinstance(error, OSError) and error.errno in FULL)
-
-
-def _told(sentence: str, code: int) -> int:
-    sys.stderr.write(f"{sentence}\n")
-    return code

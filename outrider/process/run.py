@@ -1,7 +1,7 @@
 """The main of every service: starts it, says where it listens, and stops it in order.
 
 Standard output carries one line of JSON, when the service serves; everything else goes to stderr. The first SIGTERM or
-SIGINT, or the end of stdin when that is asked for, drains and exits 0; a second signal exits at once, and so does a
+SIGINT, or the end of stdin with --stop-with-stdin, drains and exits 0; a second signal exits at once, and so does a
 service that cannot be drained.
 """
 
@@ -15,7 +15,7 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, NoReturn, Protocol, TypeVar
+from typing import Annotated, Any, NoReturn, Protocol, TypeVar
 
 import structlog
 
@@ -43,8 +43,7 @@ class ProcessSettings:
     """What an operator can set of every service process. Raises InvalidRequest about a value outside its limit."""
 
     drain_seconds: Annotated[
-        float,
-        Setting("How long what is under way may take to end after the first SIGTERM.", within(0, MAX_DRAIN_S)),
+        float, Setting("How long what is under way may take to end after the first SIGTERM.", within(0, MAX_DRAIN_S))
     ] = DRAIN_S
     log_level: Annotated[LogLevel, Setting("What is logged.")] = LogLevel.INFO
     stop_with_stdin: Annotated[
@@ -62,9 +61,7 @@ class Service(Protocol):
     """What runs until it is stopped."""
 
     @property
-    def address(self) -> str:
-        """Where it answers."""
-        ...
+    def address(self) -> str: ...
 
     @property
     def further_addresses(self) -> Mapping[str, str]:
@@ -77,7 +74,7 @@ class Service(Protocol):
 
 
 def run_service(name: str, start: Callable[[Settings], Awaitable[Service]], settings: Settings) -> NoReturn:
-    """Runs what `start` starts with the settings until it is told to stop, drains it, and exits with 0.
+    """Runs what `start` starts with the settings until it has to stop, drains it, and exits with 0.
 
     An OutriderError that keeps it from starting is the last line on stderr, one sentence for the operator, and names
     the exit code.
@@ -108,11 +105,32 @@ def exit_now(code: int) -> NoReturn:
 
 
 async def _run(name: str, start: Callable[[Settings], Awaitable[Service]], settings: Settings) -> None:
-    stop = _StopRequest()
-    stop.listen(with_stdin=settings.stop_with_stdin)
+    loop = asyncio.get_running_loop()
+    # Why the service has to stop, once it has to.
+    stopping: asyncio.Future[str] = loop.create_future()
+
+    def stop(reason: str) -> None:
+        if not stopping.done():
+            stopping.set_result(reason)
+
+    def on_signal(number: signal.Signals) -> None:
+        if stopping.done():
+            exit_now(128 + number)
+        stop(number.name)
+
+    def await_stdin_end() -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        loop.call_soon_threadsafe(stop, "end of stdin")
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    if settings.stop_with_stdin:
+        # A thread, because the loop cannot watch every kind of file that stdin may be.
+        threading.Thread(target=await_stdin_end, name="stdin", daemon=True).start()
     starting = asyncio.ensure_future(start(settings))
-    stopping = asyncio.create_task(stop.requested.wait())
-    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    waiting: set[asyncio.Future[Any]] = {starting, stopping}
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
         # A thread that loads a model cannot be interrupted, and there is nothing to drain yet.
         exit_now(0)
@@ -120,9 +138,12 @@ async def _run(name: str, start: Callable[[Settings], Awaitable[Service]], setti
     # What was imported stays for ever; looking through all of it again now and then would hold up a round.
     gc.collect()
     gc.freeze()
-    _announce(name, service)
-    await stopping
-    log.info("draining", service=name, reason=stop.reason)
+    addresses = {"address": service.address, **service.further_addresses}
+    sys.stdout.write(json.dumps({"event": "listening", "service": name, **addresses, "pid": os.getpid()}) + "\n")
+    sys.stdout.flush()
+    log.info("listening", service=name, **addresses)
+    reason = await stopping
+    log.info("draining", service=name, reason=reason)
     try:
         await service.stop(settings.drain_seconds)
     except OutriderError as error:
@@ -130,42 +151,3 @@ async def _run(name: str, start: Callable[[Settings], Awaitable[Service]], setti
         # What did not end may keep a thread, for which the interpreter would wait.
         exit_now(error.exit_code)
     log.info("stopped", service=name)
-
-
-def _announce(name: str, service: Service) -> None:
-    addresses = {"address": service.address, **service.further_addresses}
-    sys.stdout.write(json.dumps({"event": "listening", "service": name, **addresses, "pid": os.getpid()}) + "\n")
-    sys.stdout.flush()
-    log.info("listening", service=name, **addresses)
-
-
-class _StopRequest:
-    """Signals and the end of stdin, as one event of the running loop."""
-
-    def __init__(self) -> None:
-        self.requested = asyncio.Event()
-        self.reason = ""
-        self._loop = asyncio.get_running_loop()
-
-    def listen(self, *, with_stdin: bool) -> None:
-        """Handles signals of this process from now on, and watches stdin when that is wanted."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._on_signal, number)
-        if with_stdin:
-            # A thread, because the loop cannot watch every kind of file that stdin may be.
-            threading.Thread(target=self._await_stdin_end, name="stdin", daemon=True).start()
-
-    def _on_signal(self, number: signal.Signals) -> None:
-        if self.requested.is_set():
-            exit_now(128 + number)
-        self._request(number.name)
-
-    def _request(self, reason: str) -> None:
-        if not self.requested.is_set():
-            self.reason = reason
-            self.requested.set()
-
-    def _await_stdin_end(self) -> None:
-        while os.read(sys.stdin.fileno(), 4096):
-            pass
-        self._loop.call_soon_threadsafe(self._request, "end of stdin")

@@ -2,11 +2,11 @@
 
 import asyncio
 import signal
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import NoReturn
 
 import typer
 from anyio.from_thread import start_blocking_portal
@@ -16,7 +16,7 @@ from outrider.cli.chat.conversation import COMMANDS, Conversation, Turn, help_te
 from outrider.cli.chat.terminal import Reader, Screen, choose_ends
 from outrider.cli.local_stack import Stack, Supervisor, start_stack
 from outrider.cli.options import OPTIONS, in_options
-from outrider.cli.running import failures_told, note, service_log
+from outrider.cli.running import failures_as_exits, note, service_log
 from outrider.client import Client, GenerationOptions, OutriderError, Stream
 
 HINT = "Ctrl-C again leaves, and so does /quit."
@@ -24,7 +24,7 @@ HINT = "Ctrl-C again leaves, and so does /quit."
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """What the command line asks for; a gateway's address, or the stack to start instead."""
+    """What the command line says; a gateway's address, or the stack to start instead."""
 
     options: GenerationOptions
     system: str
@@ -36,35 +36,31 @@ class Chat:
 
 def chatting(chat: Chat) -> None:
     """Carries a conversation out. Raises typer.Exit unless it ended well."""
-    signal.signal(signal.SIGTERM, _terminate)
-    with failures_told(OPTIONS):
+    # As Ctrl-C does, it leaves through everything that has to be closed.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    with failures_as_exits(OPTIONS):
         try:
-            with _gateway(chat) as address, Client(address) as client:
+            with ExitStack() as open_until_the_end:
+                address = chat.address or ""
+                if chat.stack is not None:
+                    # Another thread keeps the stack alive, because this one reads lines.
+                    portal = open_until_the_end.enter_context(start_blocking_portal())
+                    with Console(stderr=True).status("Starting the services"):
+                        kept = portal.wrap_async_context_manager(kept_stack(chat.stack))
+                        address = open_until_the_end.enter_context(kept)
+                client = open_until_the_end.enter_context(Client(address))
                 reader, screen, is_interactive = choose_ends(COMMANDS, as_json=chat.as_json, rejected=chat.rejected)
                 Talk(client, chat, reader, screen, is_interactive=is_interactive).run()
         except KeyboardInterrupt:
             raise typer.Exit(128 + signal.SIGINT) from None
 
 
-def _terminate(number: int, _frame: FrameType | None) -> NoReturn:
-    """Leaves as after Ctrl-C: everything on the way out is closed."""
-    raise SystemExit(128 + number)
-
-
-@contextmanager
-def _gateway(chat: Chat) -> Iterator[str]:
-    """The address of the gateway; a stack of its own is kept alive by another thread, because this one reads lines."""
-    if chat.stack is None:
-        yield chat.address or ""
-        return
-    with start_blocking_portal() as portal, ExitStack() as open_until_the_end:
-        with Console(stderr=True).status("Starting the services"):
-            address = open_until_the_end.enter_context(portal.wrap_async_context_manager(_kept(chat.stack)))
-        yield address
-
-
 @asynccontextmanager
-async def _kept(stack: Stack) -> AsyncIterator[str]:
+async def kept_stack(stack: Stack) -> AsyncIterator[str]:
+    """The address of a gateway whose stack is restarted where it dies; raises ServiceFailed at the end if it could not.
+
+    That is then why the last answers failed.
+    """
     async with Supervisor(note, service_log) as supervisor:
         addresses = await start_stack(supervisor, stack)
         watching = asyncio.create_task(supervisor.watch())
@@ -73,7 +69,6 @@ async def _kept(stack: Stack) -> AsyncIterator[str]:
         finally:
             watching.cancel()
             [ended] = await asyncio.gather(watching, return_exceptions=True)
-        # The stack could not be kept alive: that is why the last answers failed.
         if isinstance(ended, OutriderError):
             raise ended
 
@@ -106,15 +101,15 @@ class Talk:
                 if self._interrupted or not self._is_interactive:
                     raise
                 self._interrupted = True
-                self._screen.tell(f"\n{HINT}")
+                self._screen.say(f"\n{HINT}")
             except OutriderError as error:
                 if not self._is_interactive:
                     raise
-                self._screen.tell(in_options(error, OPTIONS))
+                self._screen.say(in_options(error, OPTIONS))
 
     def _obey(self, line: str) -> bool:
         """Does what a line says; whether there may be another."""
-        conversation, tell = self._conversation, self._screen.tell
+        conversation, say = self._conversation, self._screen.say
         match parse_line(line):
             case "", "":
                 pass
@@ -128,18 +123,18 @@ class Talk:
                 if text:
                     conversation.system = "" if text == "-" else text
                 system = conversation.system
-                tell(f"The system message is: {system}" if system else "There is no system message.")
+                say(f"The system message is: {system}" if system else "There is no system message.")
             case "reset", _:
                 conversation.turns.clear()
-                tell("The conversation is forgotten.")
+                say("The conversation is forgotten.")
             case "help", _:
-                tell(help_text())
+                say(help_text())
             case _:
                 return False
         return True
 
     def _answer(self, turn: Turn) -> None:
-        """Asks for an answer and keeps it, or what came of it until Ctrl-C."""
+        """Requests an answer and keeps it, or what came of it until Ctrl-C."""
         options = GenerationOptions(**{**self._options, "seed": turn.seed})
         try:
             with self._client.chat(self._conversation.messages(), **options) as stream, self._stoppable(stream):

@@ -4,11 +4,11 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from outrider.cli.output import rule_told
-from outrider.client import ChatMessage, Event, OutriderError, Result, Round, Rule
+from outrider.cli.options import INT64_MAX
+from outrider.cli.output import rule_words
+from outrider.client import ChatMessage, Event, OutriderError, Result, Round
 
 SEED_BITS = 31
-INT64_MAX = 2**63 - 1
 # What stands behind a command, and what it does.
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "retry": ("", "answer the last message again, with another seed"),
@@ -38,9 +38,9 @@ def parse_line(line: str) -> tuple[str, str]:
     if not text.startswith("/") or text.startswith("//"):
         return "", text.removeprefix("/")
     name, _, argument = text[1:].partition(" ")
+    argument = argument.strip()
     if name not in COMMANDS:
         raise WrongCommand(f"There is no command /{name}; /help lists all, and // begins a message with a slash.")
-    argument = argument.strip()
     if argument and not COMMANDS[name][0]:
         raise WrongCommand(f"/{name} takes nothing behind it.")
     if name == "edit" and not argument:
@@ -83,7 +83,7 @@ class Turn:
         return text if text or self.result else None
 
     def figures(self) -> str:
-        """The line under the answer. The time to the first token is the gateway's, without the way to it."""
+        """The line under the answer. The time to the first token is the gateway's, without the network."""
         if self.result is None:
             return f"stopped, {sum(len(event.tokens) for event in self.rounds)} tokens, seed {self.seed}"
         result = self.result
@@ -94,9 +94,8 @@ class Turn:
             f"cached {result.cached_prompt_tokens} of {result.prompt_tokens} prompt tokens",
             f"acceptance rate {result.speculation.acceptance_rate:.2f}",
             f"seed {result.seed}",
+            *rule_words(result.acceptance),
         ]
-        if result.acceptance.rule is not Rule.MATCH:
-            parts.append(rule_told(result.acceptance))
         if result.finish_reason == "length":
             parts.append("ended at the length limit")
         return ", ".join(parts)
@@ -114,7 +113,7 @@ class Conversation:
         self.turns: list[Turn] = []
 
     def ask(self, text: str) -> Turn:
-        """Begins a turn."""
+        """Begins a turn with a message."""
         if self.turns and self.turns[-1].answer is None:
             self.turns.pop()
         return self._begin(text, self.seed)

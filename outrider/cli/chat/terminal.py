@@ -5,15 +5,15 @@ import os
 import readline
 import sys
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from rich.console import Console
 from rich.text import Text
 
 from outrider.cli.chat.conversation import Turn
-from outrider.cli.output import CONTROL_PICTURES, legend, sample_object, styled
+from outrider.cli.options import decoded
+from outrider.cli.output import CONTROL_PICTURES, legend, sample_object, styled, write
+from outrider.cli.running import note
 from outrider.client import Event, Round
-from outrider.errors import InvalidRequest
 
 PROMPT, CONTINUATION = "> ", "… "
 GREETING = "The whole conversation is sent with every message. Ctrl-C stops an answer, /help lists the commands."
@@ -22,51 +22,18 @@ Reader = Callable[[], str | None]
 """Gives the next line of input, None behind the last."""
 
 
-class Screen(Protocol):
-    """Shows answers, event by event, and whatever else there is to say."""
-
-    def show(self, event: Event) -> None:
-        """Shows what came."""
-
-    def end(self, turn: Turn) -> None:
-        """Comes behind the last event of a turn."""
-
-    def interrupt(self) -> None:
-        """Comes instead of the end, before whatever is said about that."""
-
-    def tell(self, text: str) -> None:
-        """Says something that is no answer."""
-
-
-def choose_ends(commands: Iterable[str], *, as_json: bool, rejected: bool) -> tuple[Reader, Screen, bool]:
-    """Input, output, and whether somebody sits there who can be told what was wrong and write another line.
-
-    A terminal on both sides gets history and styles, a dumb one plain text; a pipe gets one line a turn.
-    """
-    if as_json or not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return read_pipe, PlainScreen(as_json=as_json, with_rounds=rejected), False
-    prepare_terminal(commands)
-    if os.environ.get("TERM", "dumb") in {"dumb", "unknown"}:
-        return read_terminal, PlainScreen(), True
-    return read_terminal, StyledScreen(Console(highlight=False), rejected=rejected), True
-
-
 def read_pipe() -> str | None:
     """The next line of standard input, None behind the last. Raises InvalidRequest when it is not text."""
     given = sys.stdin.buffer.readline()
-    try:
-        return given.decode() if given else None
-    except UnicodeError:
-        raise InvalidRequest("line", given, "valid UTF-8") from None
+    return decoded("line", given) if given else None
 
 
 def prepare_terminal(commands: Iterable[str]) -> None:
     """Completes commands on the input line. Its history is kept in this process only."""
-    names = [f"/{name}" for name in commands]
 
     def complete(text: str, state: int) -> str | None:
-        """Readline asks with 0, 1, 2, … until there is no more."""
-        found = [name for name in names if text.startswith("/") and name.startswith(text)]
+        # Readline calls with 0, 1, 2, … until there is no more.
+        found = [f"/{name}" for name in commands if text.startswith("/") and f"/{name}".startswith(text)]
         return found[state] if state < len(found) else None
 
     readline.set_completer_delims(" ")
@@ -82,69 +49,75 @@ def read_terminal() -> str | None:
             lines[-1] = lines[-1][:-1]
             lines.append(input(CONTINUATION))
     except EOFError:
-        print()  # noqa: T201, the prompt stands on the line still
+        # The prompt stands on the line still.
+        write(sys.stdout, "\n")
         return None
     return "\n".join(lines)
 
 
-class PlainScreen:
-    """The bare text as it comes, or one JSON object a turn when it is over; everything else goes to stderr."""
+class Screen:
+    """Shows the bare text as it comes, or one JSON object a turn when it is over; everything else goes to stderr."""
 
     def __init__(self, *, as_json: bool = False, with_rounds: bool = False) -> None:
         self._as_json = as_json
         self._with_rounds = with_rounds
 
     def show(self, event: Event) -> None:
-        """Writes the text."""
+        """Shows what came."""
         if not self._as_json:
-            self._write(event.text)
+            write(sys.stdout, event.text)
 
     def end(self, turn: Turn) -> None:
-        """Writes the object, or a newline and the figures."""
+        """Comes behind the last event of a turn."""
         if not self._as_json:
-            self._write("\n")
-            self.tell(turn.figures())
+            write(sys.stdout, "\n")
+            self.say(turn.figures())
         elif turn.result is not None:
             answer = sample_object(turn.rounds, turn.result, with_rounds=self._with_rounds)
-            self._write(json.dumps({"user": turn.user, **answer}, ensure_ascii=False) + "\n")
+            write(sys.stdout, json.dumps({"user": turn.user, **answer}, ensure_ascii=False) + "\n")
 
     def interrupt(self) -> None:
-        """Writes nothing: the text is all that there is, and half an object is none."""
+        """Comes instead of the end, before whatever is said about that."""
 
-    def tell(self, text: str) -> None:
-        """Writes it to stderr."""
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
-
-    @staticmethod
-    def _write(text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+    def say(self, text: str) -> None:
+        """Shows what is no answer."""
+        note(text)
 
 
-class StyledScreen:
+class StyledScreen(Screen):
     """Tokens in the styles of their origins, and figures below each answer."""
 
     def __init__(self, console: Console, *, rejected: bool) -> None:
+        super().__init__()
         self._console = console
         console.print(legend(rejected=rejected), soft_wrap=True)
-        self.tell(GREETING)
+        self.say(GREETING)
 
     def show(self, event: Event) -> None:
-        """Prints the tokens."""
         text = styled(event) if isinstance(event, Round) else Text(event.text.translate(CONTROL_PICTURES))
         # Soft wrap leaves breaking lines to the terminal: a piece does not know in which column it begins.
         self._console.print(text, end="", soft_wrap=True)
 
     def end(self, turn: Turn) -> None:
-        """Ends the line and prints the figures."""
         self._console.print()
-        self.tell(turn.figures())
+        self.say(turn.figures())
 
     def interrupt(self) -> None:
         """Ends the line, on which an error would stand otherwise."""
         self._console.print()
 
-    def tell(self, text: str) -> None:
-        """Prints it."""
+    def say(self, text: str) -> None:
         self._console.print(Text(text.translate(CONTROL_PICTURES), "dim"), soft_wrap=True)
+
+
+def choose_ends(commands: Iterable[str], *, as_json: bool, rejected: bool) -> tuple[Reader, Screen, bool]:
+    """Input, output, and whether somebody sits there who can read what was wrong and write another line.
+
+    A terminal on both sides gets history and styles, a dumb one plain text; a pipe gets one line a turn.
+    """
+    if as_json or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return read_pipe, Screen(as_json=as_json, with_rounds=rejected), False
+    prepare_terminal(commands)
+    if os.environ.get("TERM", "dumb") in {"dumb", "unknown"}:
+        return read_terminal, Screen(), True
+    return read_terminal, StyledScreen(Console(highlight=False), rejected=rejected), True

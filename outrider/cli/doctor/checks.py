@@ -1,12 +1,12 @@
-"""The checks that ask somebody: who has a port, what the engine computes with, how a gateway answers."""
+"""The checks that need an answer: who has a port, what the engine computes with, how a gateway replies."""
 
 import asyncio
 import http.client
 import json
 import os
-import socket
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from outrider.cli.doctor.report import (
     skipped,
     warning,
 )
-from outrider.cli.local_stack import HOST, OFFLINE
+from outrider.cli.local_stack import HOST, OFFLINE, port_error
 from outrider.cli.output import model_facts
 from outrider.client import AsyncClient, Speculation
 from outrider.client.events import Sample
@@ -69,17 +69,14 @@ async def who_answers(address: str) -> Answerer | None:
     except OSError:
         return None
     writer.close()
-    status = await asyncio.to_thread(rest_status, address)
-    if status is not None:
+    if await asyncio.to_thread(rest_status, address) is not None:
         return Answerer("rest")
     async with open_channel(address) as channel:
         request = health_pb2.HealthCheckRequest(service=GENERATION_SERVICE)
-        try:
+        # Without an answer it may still be a model service, which does not generate.
+        with suppress(grpc.aio.AioRpcError):
             health = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=TIMEOUT_S)
             return Answerer("gateway", is_serving=health.status == health_pb2.HealthCheckResponse.SERVING)
-        except grpc.aio.AioRpcError:
-            # It may still be a service, which has no generation.
-            pass
     try:
         async with asyncio.timeout(TIMEOUT_S):
             facts = await model_facts(address)
@@ -115,34 +112,28 @@ def rest_text(address: str, path: str, max_bytes: int = MAX_BODY_BYTES) -> str |
 async def check_ports(wanted: Mapping[str, int]) -> list[Finding]:
     """One finding about all free ports, and one about each that is not; 0 means any free one and is not looked at."""
     ports = {option: number for option, number in wanted.items() if number}
-    found = await asyncio.gather(*(_check_port(option, number) for option, number in ports.items()))
-    free = [str(number) for number, finding in zip(ports.values(), found, strict=True) if finding is None]
+    answerers = await asyncio.gather(*(who_answers(f"{HOST}:{number}") for number in ports.values()))
+    free: list[str] = []
+    findings: list[Finding] = []
+    for (option, number), answerer in zip(ports.items(), answerers, strict=True):
+        choose = f"{option} 0 takes a free one."
+        if answerer is None:
+            if error := port_error(number):
+                findings.append(failed(PORTS, f"{number} cannot be used: {error.strerror}.", choose, UNAVAILABLE))
+            else:
+                free.append(str(number))
+        elif answerer.role == "other":
+            sentence = f"{number} is taken by a program that is not Outrider's, so `outrider up` cannot start."
+            fix = f"Stop it, or choose another port: {choose}"
+            findings.append(failed(PORTS, sentence, fix, UNAVAILABLE))
+        else:
+            name = NAMES.get(answerer.role, answerer.role) + (f" ({answerer.model})" if answerer.model else "")
+            sentence = f"{number} answers already, as Outrider's {name}."
+            fix = "`outrider up` wants it for something else: stop what answers there, or choose another port: "
+            is_right = answerer.role == ROLES[option]
+            findings.append(ok(PORTS, sentence) if is_right else failed(PORTS, sentence, fix + choose, UNAVAILABLE))
     together = [ok(PORTS, f"{', '.join(free)} {'is' if len(free) == 1 else 'are'} free.")] if free else []
-    return together + [finding for finding in found if finding is not None]
-
-
-async def _check_port(option: str, number: int) -> Finding | None:
-    """What there is to say about a port that is not free."""
-    choose = f"{option} 0 takes a free one."
-    answerer = await who_answers(f"{HOST}:{number}")
-    if answerer is None:
-        with socket.socket() as probe:
-            # Without this, connections that ended a moment ago would look like a listener.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((HOST, number))
-            except OSError as error:
-                return failed(PORTS, f"{number} cannot be used: {error.strerror}.", choose, UNAVAILABLE)
-        return None
-    if answerer.role == "other":
-        sentence = f"{number} is taken by a program that is not Outrider's, so `outrider up` cannot start."
-        return failed(PORTS, sentence, f"Stop it, or choose another port: {choose}", UNAVAILABLE)
-    name = NAMES.get(answerer.role, answerer.role) + (f" ({answerer.model})" if answerer.model else "")
-    sentence = f"{number} answers already, as Outrider's {name}."
-    if answerer.role == ROLES[option]:
-        return ok(PORTS, sentence)
-    fix = f"`outrider up` wants it for something else: stop what answers there, or choose another port: {choose}"
-    return failed(PORTS, sentence, fix, UNAVAILABLE)
+    return together + findings
 
 
 async def check_engine(model: str, dtype: str, device: str, threads: int) -> list[Finding]:
@@ -177,7 +168,8 @@ def engine_findings(code: int, output: str, notes: str, device: str) -> list[Fin
     """Kernels, CUDA devices, and whether rows are independent, by how the child ended and its last line."""
     if code == 0:
         facts = json.loads(output.strip().splitlines()[-1])
-        return [_check_kernels(facts), _check_cuda(facts["cuda"], device), _check_rows(facts, device)]
+        kernels = _kernel_finding(facts["kernels"], facts["processor_levels"])
+        return [kernels, _cuda_finding(facts["cuda"], device), _row_finding(facts, device)]
     problem = next((line.strip() for line in reversed(notes.splitlines()) if line.strip()), "It said nothing.")
     if "No module named 'torch'" in problem:
         return [skipped(ROWS, "There is no torch here to compute with.", "pip install 'outrider[engine]'")]
@@ -186,20 +178,19 @@ def engine_findings(code: int, output: str, notes: str, device: str) -> list[Fin
     return [failed(ROWS, f"The engine does not run: {problem}", PROBE_FIX, SOFTWARE)]
 
 
-def _check_kernels(facts: Mapping[str, Any]) -> Finding:
-    found, levels = facts["kernels"], facts["processor_levels"]
-    if found is None and not levels:
+def _kernel_finding(built: str | None, levels: Sequence[str]) -> Finding:
+    if built is None and not levels:
         sentence = "This processor has neither AVX2 nor AVX-512, so torch computes, several times slower."
         return warning(KERNELS, sentence, "Use a machine with AVX2 (2013 or later), or an accelerator.")
-    if found is None:
+    if built is None:
         fix = f"Install a C compiler if there is none (apt install gcc libc6-dev), then: {REBUILD}"
         return warning(KERNELS, "The kernels are not built, so torch computes, several times slower.", fix)
-    if found != levels[0]:
-        return warning(KERNELS, f"{found} is built, but {levels[0]} would run here and is faster.", REBUILD)
-    return ok(KERNELS, f"{found} is built, and the fastest for this processor.")
+    if built != levels[0]:
+        return warning(KERNELS, f"{built} is built, but {levels[0]} would run here and is faster.", REBUILD)
+    return ok(KERNELS, f"{built} is built, and the fastest for this processor.")
 
 
-def _check_cuda(devices: list[Mapping[str, Any]], device: str) -> Finding:
+def _cuda_finding(devices: Sequence[Mapping[str, Any]], device: str) -> Finding:
     if devices:
         names = (f"cuda:{n} is {each['name']}, {gibibytes(each['memory_bytes'])}" for n, each in enumerate(devices))
         return ok(CUDA, f"{'; '.join(names)}.")
@@ -208,7 +199,7 @@ def _check_cuda(devices: list[Mapping[str, Any]], device: str) -> Finding:
     return skipped(CUDA, "torch sees no CUDA device; models run on the CPU.")
 
 
-def _check_rows(facts: Mapping[str, Any], device: str) -> Finding:
+def _row_finding(facts: Mapping[str, Any], device: str) -> Finding:
     comparisons = facts.get("comparisons")
     if comparisons is None:
         return skipped(ROWS, "No model was loaded.")
@@ -275,7 +266,7 @@ def rest_finding(address: str, status: Mapping[str, Any] | None, own_version: st
 
 
 async def self_test(address: str, *, has_draft: bool) -> Finding:
-    """Asks a gateway the same with and without speculation. `has_draft` says whether a draft is to take part."""
+    """Sends a gateway one request with and without speculation. `has_draft` says whether a draft is to take part."""
     options = (Speculation(draft_count=DRAFT_COUNT), Speculation(enabled=False))
     samples: list[Sample] = []
     try:

@@ -17,14 +17,37 @@ from outrider.errors import ModelRefused
 def examine_machine(stack: Stack | ModelRefused, *, quick: bool, as_json: bool) -> int:
     """Checks this machine for a stack as `outrider up` would start it, or says why there is none to start.
 
-    Prints the report and returns the exit code. `quick` loads no model and starts no service.
+    Prints the report and returns the exit code. `quick` loads no model and starts no service. Cheap checks come first,
+    then what takes seconds.
     """
 
     async def check(report: Report, interrupts: Interrupts) -> None:
         if isinstance(stack, ModelRefused):
             report.add(failed("models", stack.message, "Name models with --target and --draft."))
+            return
+        ports = {"--rest-port": stack.rest_port or 0, "--port": stack.gateway_port}
+        draft_port = {"--draft-port": stack.draft_port} if stack.draft else {}
+        report.add(*await check_ports({**ports, **draft_port, "--target-port": stack.target_port}))
+        findings, absent = check_pair(stack)
+        report.add(*findings)
+
+        is_refused = exit_code(findings) != 0
+        model = "" if quick or is_refused or stack.target in absent else stack.target
+        if model:
+            _announce("Comparing rows of the target, bit by bit")
+        engine = await check_engine(model, stack.dtype, stack.device, stack.threads)
+        report.add(*engine)
+
+        if quick:
+            report.add(skipped(SELF_TEST, "Nothing was started.", "Leave out --quick."))
+        elif is_refused or exit_code(engine):
+            report.add(skipped(SELF_TEST, "Nothing was started, because of what failed above."))
+        elif absent:
+            sentence = f"Nothing was started, because {' and '.join(absent)} would have to be downloaded."
+            report.add(skipped(SELF_TEST, sentence, download_fix(absent)))
         else:
-            await _check_machine(stack, report, interrupts, quick=quick)
+            _announce("Starting a stack on free ports, to ask it twice")
+            report.add(await check_stack(stack, interrupts))
 
     return _examine(check, as_json=as_json)
 
@@ -52,35 +75,8 @@ def _examine(check: Callable[[Report, Interrupts], Awaitable[None]], *, as_json:
     return exit_code(report.findings)
 
 
-async def _check_machine(stack: Stack, report: Report, interrupts: Interrupts, *, quick: bool) -> None:
-    """Cheap checks first, then what takes seconds."""
-    ports = {"--rest-port": stack.rest_port or 0, "--port": stack.gateway_port}
-    draft_port = {"--draft-port": stack.draft_port} if stack.draft else {}
-    report.add(*await check_ports({**ports, **draft_port, "--target-port": stack.target_port}))
-    findings, absent = check_pair(stack)
-    report.add(*findings)
-
-    is_refused = exit_code(findings) != 0
-    model = "" if quick or is_refused or stack.target in absent else stack.target
-    if model:
-        _announce("Comparing rows of the target, bit by bit")
-    engine = await check_engine(model, stack.dtype, stack.device, stack.threads)
-    report.add(*engine)
-
-    if quick:
-        report.add(skipped(SELF_TEST, "Nothing was started.", "Leave out --quick."))
-    elif is_refused or exit_code(engine):
-        report.add(skipped(SELF_TEST, "Nothing was started, because of what failed above."))
-    elif absent:
-        sentence = f"Nothing was started, because {' and '.join(absent)} would have to be downloaded."
-        report.add(skipped(SELF_TEST, sentence, download_fix(absent)))
-    else:
-        _announce("Starting a stack on free ports, to ask it twice")
-        report.add(await _test_stack(stack, interrupts))
-
-
-async def _test_stack(stack: Stack, interrupts: Interrupts) -> Finding:
-    """A real stack on free ports that downloads nothing, asked with and without speculation."""
+async def check_stack(stack: Stack, interrupts: Interrupts) -> Finding:
+    """A real stack on free ports that downloads nothing, with one request with and one without speculation."""
     alone = replace(stack, gateway_port=0, draft_port=0, target_port=0, rest_port=None, offline=True)
     # A report has no place for what a supervisor and services say on the way.
     async with Supervisor(lambda _sentence: None, lambda _name, _line: None) as supervisor:
@@ -94,6 +90,5 @@ async def _test_stack(stack: Stack, interrupts: Interrupts) -> Finding:
 
 
 def _announce(step: str) -> None:
-    """Tells who watches a terminal why nothing comes for some seconds."""
     if sys.stderr.isatty():
         note(f"{step} ...")

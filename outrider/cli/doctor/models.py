@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 import struct
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -82,8 +84,13 @@ def read_model(role: str, model: str) -> ModelFiles | None:
     folder = given if given.is_dir() else downloaded(model)
     if folder is None:
         return None
-    config = _json_object(folder / "config.json")
-    stored_dtype, count = _weights(folder)
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise ModelRefused(f"{folder / 'config.json'} cannot be read as JSON") from None
+    if not isinstance(config, dict):
+        raise ModelRefused(f"{folder / 'config.json'} is no JSON object")
+    stored_dtype, count = stored_weights(folder)
     context_len = _positive(config, "max_position_embeddings", 0)
     heads = _positive(config, "num_attention_heads", 1)
     head_dim = _positive(config, "head_dim", _positive(config, "hidden_size", 0) // heads)
@@ -161,7 +168,7 @@ def needed_bytes(model: ModelFiles, dtype: str) -> int:
 
 
 def available_bytes() -> int | None:
-    """What is free, by the system and by the control group; None where neither tells."""
+    """What is free, by the system and by the control group; None where neither says so."""
     system = parse_available(MEMORY_INFO.read_text()) if MEMORY_INFO.is_file() else None
     files = (CGROUP / "memory.max", CGROUP / "memory.current")
     limit, used = (path.read_text().strip() if path.is_file() else "" for path in files)
@@ -171,8 +178,8 @@ def available_bytes() -> int | None:
 
 def parse_available(text: str) -> int | None:
     """MemAvailable of /proc/meminfo in bytes."""
-    words = next((line.split() for line in text.splitlines() if line.startswith("MemAvailable:")), [])
-    return int(words[1]) * 1024 if len(words) == 3 and words[1].isdecimal() else None
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
 
 
 def check_memory(needs: Mapping[str, int], available: int | None) -> Finding:
@@ -189,19 +196,18 @@ def check_memory(needs: Mapping[str, int], available: int | None) -> Finding:
     return warning(MEMORY, sentence, "Close other programs, choose smaller models, or lower --kv-tokens of a service.")
 
 
-def _weights(folder: Path) -> tuple[str, int]:
-    """Type of most numbers and their count, of the headers of all safetensors files."""
+def stored_weights(folder: Path) -> tuple[str, int]:
+    """Type of most numbers and their count, from the headers of all safetensors files. Raises ModelRefused."""
     single = folder / "model.safetensors"
     files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise ModelRefused(f"{folder} has no safetensors weights")
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for path in files:
         for name, tensor in _header(path).items():
             if name != "__metadata__":
-                dtype = DTYPES.get(tensor["dtype"], tensor["dtype"])
-                counts[dtype] = counts.get(dtype, 0) + math.prod(tensor["shape"])
-    return max(counts, key=lambda each: counts[each], default="nothing"), sum(counts.values())
+                counts[DTYPES.get(tensor["dtype"], tensor["dtype"])] += math.prod(tensor["shape"])
+    return max(counts, key=lambda each: counts[each], default="nothing"), counts.total()
 
 
 def _header(path: Path) -> dict[str, Any]:
@@ -220,13 +226,3 @@ def _header(path: Path) -> dict[str, Any]:
 def _positive(config: Mapping[str, Any], key: str, default: int) -> int:
     value = config.get(key)
     return value if isinstance(value, int) and value > 0 else default
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise ModelRefused(f"{path} cannot be read as JSON") from None
-    if not isinstance(values, dict):
-        raise ModelRefused(f"{path} is no JSON object")
-    return values

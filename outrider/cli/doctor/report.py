@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import TextIO
 
+from outrider.cli.output import write
+
 # Of sysexits.h: nobody answers, a fault of ours, and what only the operator can change.
 UNAVAILABLE, SOFTWARE, CONFIG = 69, 70, 78
 SELF_TEST = "self test"
@@ -59,13 +61,13 @@ def exit_code(findings: Iterable[Finding]) -> int:
 def summary(findings: Sequence[Finding]) -> str:
     """The last line: how many findings of each kind, and what that means."""
     counts = {status: sum(each.status is status for each in findings) for status in Status}
-    told = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    tally = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     if counts[Status.FAILED]:
-        return f"{told}. What failed keeps Outrider from working; follow its fix."
+        return f"{tally}. What failed keeps Outrider from working; follow its fix."
     # Only an answer shows that it works; without one there is only nothing that speaks against it.
     has_answered = any(each.check == SELF_TEST and each.status is not Status.SKIPPED for each in findings)
     verdict = "Outrider works here" if has_answered else "Nothing was found that keeps Outrider from working"
-    return f"{told}. {verdict}{'; warnings cost time or surprise' if counts[Status.WARNING] else ''}."
+    return f"{tally}. {verdict}{'; warnings cost time or surprise' if counts[Status.WARNING] else ''}."
 
 
 class Report:
@@ -82,15 +84,13 @@ class Report:
         if not self._as_json:
             for each in findings:
                 fix = f"{' ' * 9}fix: {each.fix}\n" if each.fix else ""
-                self._output.write(f"{each.status:<8} {each.check}: {each.sentence}\n{fix}")
-            self._output.flush()
+                write(self._output, f"{each.status:<8} {each.check}: {each.sentence}\n{fix}")
 
     def end(self, version: str) -> None:
         """Prints the summary, or the object with this version of Outrider."""
-        told = {"version": version, "exit_code": exit_code(self.findings), "findings": [*map(asdict, self.findings)]}
-        ending = json.dumps(told, ensure_ascii=False) if self._as_json else summary(self.findings)
-        self._output.write(f"{ending}\n")
-        self._output.flush()
+        report = {"version": version, "exit_code": exit_code(self.findings), "findings": [*map(asdict, self.findings)]}
+        ending = json.dumps(report, ensure_ascii=False) if self._as_json else summary(self.findings)
+        write(self._output, f"{ending}\n")
 
 
 def gibibytes(count: int) -> str:

@@ -366,9 +366,9 @@ async def test_child_ends_with_its_parent() -> None:
 
 TAKES_A_PORT = """
 import sys
-from outrider import rpc
 from outrider.process.run import ProcessSettings, run_service
-run_service("child", lambda _: rpc.serve(sys.argv[sys.argv.index("--listen") + 1], {}), ProcessSettings())
+from outrider.rpc.channels import serve
+run_service("child", lambda _: serve(sys.argv[sys.argv.index("--listen") + 1], {}), ProcessSettings())
 """
 
 

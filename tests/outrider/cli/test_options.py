@@ -21,7 +21,7 @@ from outrider.cli.app import app
 from outrider.cli.options import OPTIONS, SHARED_OPTIONS, in_options
 from outrider.client import GenerationOptions, InvalidRequest, OutriderError, Speculation
 from outrider.client.requests import CALL_OPTIONS
-from outrider.errors import PromptTooLong
+from outrider.errors import Field, PromptTooLong
 from outrider.process.options import options_of
 
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()")
@@ -147,12 +147,12 @@ async def test_every_option_is_one() -> None:
     ("error", "sentence"),
     [
         (InvalidRequest("logit_bias", {}, "a mapping"), "--logit-bias is {}, but must be a mapping"),
-        (InvalidRequest("echo", True, "no logprob_count"), "--echo is True, but must be no --logprobs"),
+        (InvalidRequest("echo", True, ("no ", Field("logprob_count"))), "--echo is True, but must be no --logprobs"),
         (InvalidRequest("stop.3", "seed top_k", "short"), "--stop is 'seed top_k', but must be short"),
         (InvalidRequest("stop.3.role", "x", "top_k"), "stop.3.role is 'x', but must be top_k"),
         (InvalidRequest("messages.0.role", "x", "one of a"), "messages.0.role is 'x', but must be one of a"),
         (InvalidRequest("--seed", 5, "less"), "--seed is 5, but must be less"),
-        (PromptTooLong("9 and max_tokens 5 of kv_tokens"), "9 and --max-tokens 5 of kv_tokens"),
+        (PromptTooLong(("9 and ", Field("max_tokens"), " 5 of kv_tokens")), "9 and --max-tokens 5 of kv_tokens"),
         (OutriderError("top_k", field="top_k"), "top_k"),
     ],
 )
