@@ -53,7 +53,6 @@ class Version(BaseModel):
 
 
 def routes(door: FrontDoor, registry: CollectorRegistry) -> APIRouter:
-    """The routes."""
     router = APIRouter()
 
     def served() -> Model:

@@ -37,27 +37,23 @@ def find_templates(model: str) -> TemplateFiles:
     """Of a local folder, of a model on the hub, or of the model inside a sized one. Raises ModelRefused."""
     source = unsized(model)
     try:
-        folder = Path(source) if Path(source).is_dir() else _downloaded(source)
+        folder = Path(source)
+        if not folder.is_dir():
+            # What was downloaded once is used when there is no network.
+            model_id, _, revision = source.partition("@")
+            patterns = list(PATTERNS)
+            snapshot = huggingface_hub.snapshot_download(model_id, revision=revision or None, allow_patterns=patterns)
+            folder = Path(snapshot)
         config = _object(folder / "tokenizer_config.json")
-        return TemplateFiles(_files(folder) or _named(config.get("chat_template")), _special_tokens(folder, config))
+        # Templates in files of their own replace those of the configuration.
+        paths = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+        if (folder / "chat_template.jinja").is_file():
+            paths[DEFAULT] = folder / "chat_template.jinja"
+        files = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+        return TemplateFiles(files or _named(config.get("chat_template")), _special_tokens(folder, config))
     except Exception as error:  # the hub's library has errors of several roots
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ModelRefused(f"the chat template of {model} cannot be read: {reason}", model=model) from error
-
-
-def _downloaded(name: str) -> Path:
-    """The folder of a snapshot; what was downloaded once is used when there is no network."""
-    model_id, _, revision = name.partition("@")
-    patterns = list(PATTERNS)
-    return Path(huggingface_hub.snapshot_download(model_id, revision=revision or None, allow_patterns=patterns))
-
-
-def _files(folder: Path) -> dict[str, str]:
-    """Templates in files of their own, which replace those of the configuration."""
-    paths = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    if (folder / "chat_template.jinja").is_file():
-        paths[DEFAULT] = folder / "chat_template.jinja"
-    return {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
 
 
 def _named(entry: object) -> dict[str, str]:
@@ -123,10 +119,7 @@ class ChatTemplate:
 
     @classmethod
     def read(cls, model: str) -> Self:
-        """The template of a local folder, of a model on the hub, or of the one inside a sized model.
-
-        Raises ModelRefused.
-        """
+        """The template of a local folder, a model on the hub, or the one inside a sized model. Raises ModelRefused."""
         return cls(find_templates(model), model)
 
     @property
@@ -157,12 +150,29 @@ class ChatTemplate:
         """
         if tools is not None and not self.renders_tools:
             raise Unsupported("tools is not served: the model's chat template has no place for them", field="tools")
-        present = [_aliased({key: value for key, value in each.items() if value is not None}) for each in messages]
+        present = [{key: value for key, value in each.items() if value is not None} for each in messages]
+        for number, message in enumerate(present):
+            # Templates look for the reasoning under several names; transformers gives it two.
+            reasoning = next((message[name] for name in REASONING if name in message), None)
+            if reasoning is not None:
+                present[number] = {"thinking": reasoning, **message, "reasoning_content": reasoning}
         if self.is_default:
             return RenderedPrompt(_plain(present, add_generation_prompt), add_special_tokens=True)
         given: dict[str, object] = {"messages": present, "tools": None if tools is None else list(tools)}
-        fixed = {"documents": None, "add_generation_prompt": add_generation_prompt}
-        return RenderedPrompt(self._run(given | fixed | {**self._special_tokens, **variables}), False)
+        given |= {"documents": None, "add_generation_prompt": add_generation_prompt}
+        given |= {**self._special_tokens, **variables}
+        template = self._templates[DEFAULT]
+        if tools is not None:
+            template = self._templates.get(TOOL_USE, template)
+        try:
+            return RenderedPrompt(template.render(given), add_special_tokens=False)
+        except Exception as error:  # a template can do wrong whatever Python can
+            takes = "takes them, which says" if isinstance(error, TemplateRefusal) else "can render them"
+            reason = " ".join(str(error).split()) or type(error).__name__
+            if len(reason) > MAX_SENTENCE_LEN:
+                reason = f"{reason[: MAX_SENTENCE_LEN - 3]}..."
+            limit = f"such that the chat template {takes}: {reason}"
+            raise InvalidRequest("messages", f"{len(messages)} messages", limit) from error
 
     async def prompt(
         self,
@@ -178,25 +188,6 @@ class ChatTemplate:
         is_long = tools or len(messages) > LONG_CHAT or text_len > LONG_TEXT
         return await asyncio.to_thread(render) if is_long else render()
 
-    def _run(self, variables: dict[str, object]) -> str:
-        messages, tools = variables["messages"], variables["tools"]
-        template = self._templates[DEFAULT]
-        if tools is not None:
-            template = self._templates.get(TOOL_USE, template)
-        try:
-            return template.render(variables)
-        except Exception as error:  # a template can do wrong whatever Python can
-            assert isinstance(messages, list)
-            takes = "takes them, which says" if isinstance(error, TemplateRefusal) else "can render them"
-            limit = f"such that the chat template {takes}: {_sentence(error)}"
-            raise InvalidRequest("messages", f"{len(messages)} messages", limit) from error
-
-
-def _aliased(message: dict[str, object]) -> dict[str, object]:
-    """The message with its reasoning under the names that templates look for, as transformers does."""
-    reasoning = next((message[name] for name in REASONING if name in message), None)
-    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
-
 
 def _plain(messages: Sequence[Message], add_generation_prompt: bool) -> str:
     lines = []
@@ -207,9 +198,3 @@ def _plain(messages: Sequence[Message], add_generation_prompt: bool) -> str:
         role = str(message["role"])
         lines.append(f"{SPEAKERS.get(role, role).capitalize()}: {message.get('content', '')}".rstrip())
     return "\n\n".join([*lines, *["Assistant:"] * add_generation_prompt])
-
-
-def _sentence(error: Exception) -> str:
-    """What an error says, on one line of bounded length."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= MAX_SENTENCE_LEN else f"{text[: MAX_SENTENCE_LEN - 3]}..."
