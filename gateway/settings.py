@@ -9,7 +9,6 @@ under a name that nobody else can point here: otherwise a site whose name is mad
 import re
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from ipaddress import ip_address
 from typing import Annotated
 
 from outrider.errors import InvalidRequest, OutriderError
@@ -20,8 +19,9 @@ HOST = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?P<authority>(?P<name>\[[0-9a-f:.]+\]|[^\s:/?#@\[\]]+)(:\d+)?)")
 # What browsers call the origin of a page that has none, such as a file; and any.
 BARE_ORIGINS = ("null", "*")
-# Names below these are never a stranger's: they are given out within a machine or a network.
-LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
+# Names that lead here because they say so (addresses), or because the machine or its network does. WHATWG's URLs take
+# what is made of digits and dots for an address, so no domain has such a name.
+LOCAL_NAME = re.compile(r"[^.]*|[0-9.]+|\[.*\]|.*\.(localhost|local|internal)")
 
 
 class SiteRefused(OutriderError):
@@ -59,23 +59,14 @@ class Sites:
         page = ORIGIN.fullmatch(origin)
         option = f"--cors-origins {origin}"
         if page is not None and (fetch_site == "same-origin" or page["authority"] == host.lower()):
-            name = page["name"].strip("[]")
-            if _is_local(name) or any(fnmatchcase(name, allowed) for allowed in self.hosts):
+            name = page["name"]
+            if LOCAL_NAME.fullmatch(name) or any(fnmatchcase(name, allowed) for allowed in self.hosts):
                 return
             option = f"--allowed-hosts {page['name']}"
         shown = origin[:200]
         advice = f"its operator can allow them with {option[:230]}"
         message = f"origin is {shown!r}, whose pages may not ask this gateway; {advice}"
         raise SiteRefused(message, field="origin", value=shown)
-
-
-def _is_local(name: str) -> bool:
-    """Whether a name leads here because it says so, or because the machine or its network does."""
-    try:
-        ip_address(name)
-    except ValueError:
-        return "." not in name or name.endswith(LOCAL_SUFFIXES)
-    return True
 
 
 OWN_PAGE = Sites()

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fastapi import APIRouter
@@ -10,92 +10,63 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.generation.frontend import Frontend
-from gateway.generation.generate import Event, RoundEvent
-from gateway.generation.request import CheckedRequest, GenerationRequest
-from gateway.generation.transcript import GeneratedToken
+from gateway.generation.request import CheckedRequest
+from gateway.rest import responses
 from gateway.rest.errors import MissingParameter
-from gateway.rest.generate import (
-    CHAT_NAMES,
-    Responder,
-    ResponseHeader,
-    ResponseSpec,
-    check_prompt_len,
-    generation_request,
-)
+from gateway.rest.generate import CHAT_NAMES, Responder, check_prompt_len, generation_request
 from gateway.rest.middleware import ParsedBodyRoute, RestSettings
 from gateway.rest.openapi import documented_answer
-from gateway.rest.responses import (
-    AssistantMessage,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatDelta,
-    ChatLogprobs,
-    ChoiceBuffer,
-    Finish,
-    chat_logprobs,
-    finish_of,
-)
-from gateway.rest.schemas import ChatRequest, Message, StreamOptions
-from gateway.text.chat_template import ChatTemplate
-from gateway.text.tokenizer import Tokenizer
+from gateway.rest.responses import ChoiceBuffer, Envelope, Finish, ResponseHeader, Tokens
+from gateway.rest.schemas import ChatRequest, Message
 from outrider.errors import InvalidRequest
 
 
 def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
-    """The route."""
-    router, responder = APIRouter(route_class=ParsedBodyRoute), Responder(frontend, settings)
+    router = APIRouter(route_class=ParsedBodyRoute)
+    documented = documented_answer(responses.ChatChunk)
 
-    @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=documented_answer(ChatChunk))
+    @router.post("/v1/chat/completions", response_model=responses.ChatCompletion, responses=documented)
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Says what the assistant says next."""
         shared = generation_request(body, frontend.model_name)
-        asked = await _with_prompt(shared, body, frontend.chat_template, settings.max_prompt_chars)
+        if body.top_logprobs is not None and not body.logprobs:
+            raise InvalidRequest("top_logprobs", body.top_logprobs, "absent unless logprobs is true")
+        if body.tool_choice is not None and not body.tools:
+            raise InvalidRequest("tool_choice", body.tool_choice, "absent without tools")
+        newer, older = body.max_completion_tokens, body.max_tokens
+        if newer is not None and older is not None and newer != older:
+            raise InvalidRequest("max_tokens", older, f"absent, or equal to max_completion_tokens, which is {newer}")
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+        messages = [_template_message(number, message) for number, message in enumerate(body.messages)]
+        rendered = await frontend.chat_template.prompt(messages, tools or None)
+        check_prompt_len("messages", rendered.text, settings.max_prompt_chars)
+        generation = replace(
+            shared,
+            text=rendered.text,
+            add_special_tokens=rendered.add_special_tokens,
+            max_tokens=older if newer is None else newer,
+            logprob_count=(body.top_logprobs or 0) if body.logprobs else None,
+        )
 
         async def make_formatter(header: ResponseHeader, _: Sequence[CheckedRequest]) -> ChatFormatter:
             return ChatFormatter(header, frontend.backend.tokenizer, bool(body.logprobs), bool(body.return_token_ids))
 
-        stream = (body.stream_options or StreamOptions()) if body.stream else None
-        return await responder.respond(request, ResponseSpec([asked], CHAT_NAMES, "chatcmpl", stream, make_formatter))
+        responder = Responder(frontend, settings, body, [generation], CHAT_NAMES, "chatcmpl", make_formatter)
+        return await responder.respond(request.receive)
 
     return router
 
 
-async def _with_prompt(
-    shared: GenerationRequest, body: ChatRequest, template: ChatTemplate, max_prompt_chars: int
-) -> GenerationRequest:
-    """Raises InvalidRequest about fields that do not go together and about what the template does not take."""
-    if body.top_logprobs is not None and not body.logprobs:
-        raise InvalidRequest("top_logprobs", body.top_logprobs, "absent unless logprobs is true")
-    if body.tool_choice is not None and not body.tools:
-        raise InvalidRequest("tool_choice", body.tool_choice, "absent without tools")
-    newer, older = body.max_completion_tokens, body.max_tokens
-    if newer is not None and older is not None and newer != older:
-        raise InvalidRequest("max_tokens", older, f"absent, or equal to max_completion_tokens, which is {newer}")
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    messages = [_plain(number, message) for number, message in enumerate(body.messages)]
-    rendered = await template.prompt(messages, tools or None)
-    check_prompt_len("messages", rendered.text, max_prompt_chars)
-    return replace(
-        shared,
-        text=rendered.text,
-        add_special_tokens=rendered.add_special_tokens,
-        max_tokens=older if newer is None else newer,
-        logprob_count=(body.top_logprobs or 0) if body.logprobs else None,
-    )
+def _template_message(number: int, message: Message) -> dict[str, Any]:
+    """A message as templates take it: its text in one piece, arguments of calls as objects, and no absent field.
 
-
-def _plain(number: int, message: Message) -> dict[str, Any]:
-    """A message for the template: its text in one piece, its calls with arguments to look into, nothing unsaid.
-
-    Raises MissingParameter about one that says nothing.
+    Raises MissingParameter about one without content and calls.
     """
     if message.content is None and not message.tool_calls:
         raise MissingParameter(f"messages.{number}.content")
     plain = message.model_dump(exclude_none=True)
-    if message.content is not None:
-        plain["content"] = message.text
+    if isinstance(message.content, list):
+        plain["content"] = "".join(part.text for part in message.content)
     for call_number, call in enumerate(plain.get("tool_calls", ())):
         text = call["function"]["arguments"]
         try:
@@ -109,64 +80,57 @@ def _plain(number: int, message: Message) -> dict[str, Any]:
     return plain
 
 
-@dataclass(slots=True)
-class ChatFormatter:
-    """Answers to a conversation, whole and in chunks."""
+@dataclass
+class ChatFormatter(responses.ResponseFormatter):
+    """Answers to a conversation."""
 
-    header: ResponseHeader
-    tokenizer: Tokenizer
-    tells_logprobs: bool
-    tells_token_ids: bool
-    begun: set[int] = field(default_factory=set)
-    """Choices that have said who speaks."""
+    def opening(self, index: int) -> list[Envelope]:
+        chunk = self.chunk(index, "")
+        chunk.choices[0].delta.role = "assistant"
+        return [chunk]
 
-    def chunks(self, index: int, event: Event) -> Sequence[ChatChunk]:
-        """A choice begins with its role and ends with its finish reason. What is empty is not sent."""
-        chunks = []
-        if index not in self.begun:
-            self.begun.add(index)
-            chunks.append(self._chunk(index, ChatDelta(role="assistant", content="")))
-        if isinstance(event, RoundEvent):
-            text, logprobs = "".join(token.text for token in event.tokens), self._logprobs(event.tokens)
-            if text or (logprobs and logprobs.content) or self.tells_token_ids:
-                chunks.append(self._chunk(index, ChatDelta(content=text), logprobs, tokens=event.tokens))
-        else:
-            if event.text_delta:
-                chunks.append(self._chunk(index, ChatDelta(content=event.text_delta)))
-            chunks.append(self._chunk(index, ChatDelta(), finish=finish_of(event)))
-        return chunks
+    def chunk(self, index: int, text: str, tokens: Tokens = (), finish: Finish | None = None) -> responses.ChatChunk:
+        choice = responses.ChatChunkChoice(
+            index=index,
+            delta=responses.ChatDelta() if finish else responses.ChatDelta(content=text),
+            logprobs=self._logprobs(tokens) if tokens else None,
+            finish_reason=finish,
+            **self.token_ids(tokens),
+        )
+        chunk = self.bare_chunk()
+        chunk.choices.append(choice)
+        return chunk
 
-    def bare_chunk(self) -> ChatChunk:
-        """A chunk without choices."""
-        return ChatChunk(**asdict(self.header), object="chat.completion.chunk", choices=[])
+    def bare_chunk(self) -> responses.ChatChunk:
+        return responses.ChatChunk(**asdict(self.header), object="chat.completion.chunk", choices=[])
 
-    def body(self, choices: Sequence[ChoiceBuffer]) -> ChatCompletion:
-        """The whole answer."""
-        told = []
-        for index, buffer in enumerate(choices):
-            choice = ChatChoice(
+    def body(self, choices: Sequence[ChoiceBuffer]) -> responses.ChatCompletion:
+        answers = [
+            responses.ChatChoice(
                 index=index,
-                message=AssistantMessage(role="assistant", content=buffer.text, refusal=None),
-                logprobs=self._logprobs(buffer.tokens),
-                finish_reason=buffer.finish_reason,
+                message=responses.AssistantMessage(role="assistant", content="".join(each.texts), refusal=None),
+                logprobs=self._logprobs(each.tokens),
+                finish_reason=each.finish_reason,
+                **self.token_ids(each.tokens),
             )
-            if self.tells_token_ids:
-                choice.token_ids = [token.token_id for token in buffer.tokens]
-            told.append(choice)
-        return ChatCompletion(**asdict(self.header), object="chat.completion", choices=told)
+            for index, each in enumerate(choices)
+        ]
+        return responses.ChatCompletion(**asdict(self.header), object="chat.completion", choices=answers)
 
-    def _chunk(
-        self,
-        index: int,
-        delta: ChatDelta,
-        logprobs: ChatLogprobs | None = None,
-        finish: Finish | None = None,
-        tokens: Sequence[GeneratedToken] = (),
-    ) -> ChatChunk:
-        choice = ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish)
-        if self.tells_token_ids:
-            choice.token_ids = [token.token_id for token in tokens]
-        return ChatChunk(**asdict(self.header), object="chat.completion.chunk", choices=[choice])
+    def _logprobs(self, tokens: Tokens) -> responses.ChatLogprobs | None:
+        """An entry a token, each with its bytes, because a token may be half a character."""
+        if not self.has_logprobs:
+            return None
 
-    def _logprobs(self, tokens: Sequence[GeneratedToken]) -> ChatLogprobs | None:
-        return chat_logprobs(tokens, self.tokenizer) if self.tells_logprobs else None
+        def entry(token_id: int, logprob: float) -> dict[str, Any]:
+            piece = self.tokenizer.piece(token_id)
+            return {"token": piece.text, "logprob": logprob, "bytes": list(piece.raw)}
+
+        content = []
+        for token in tokens:
+            own = responses.logprob_of(token)
+            top = zip(own.top_token_ids, own.top_logprobs, strict=True)
+            alternatives = [responses.TopLogprob(**entry(*each)) for each in top]
+            fields = entry(token.token_id, own.logprob)
+            content.append(responses.ChatTokenLogprob(**fields, top_logprobs=alternatives))
+        return responses.ChatLogprobs(content=content, refusal=None)

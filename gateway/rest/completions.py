@@ -1,8 +1,9 @@
 """POST /v1/completions: one prompt or several, as text or as token ids, and how they go on."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -10,164 +11,125 @@ from starlette.responses import Response
 
 from gateway.generation.frontend import Frontend
 from gateway.generation.generate import Event, RoundEvent
-from gateway.generation.request import CheckedRequest, GenerationRequest
+from gateway.generation.request import CheckedRequest
 from gateway.generation.transcript import GeneratedToken, PromptToken
-from gateway.rest.generate import (
-    TEXT_NAMES,
-    Responder,
-    ResponseHeader,
-    ResponseSpec,
-    check_prompt_len,
-    generation_request,
-)
+from gateway.rest import responses
+from gateway.rest.generate import TEXT_NAMES, Responder, check_prompt_len, generation_request
 from gateway.rest.middleware import ParsedBodyRoute, RestSettings
 from gateway.rest.openapi import documented_answer
-from gateway.rest.responses import (
-    ChoiceBuffer,
-    Finish,
-    TextChoice,
-    TextCompletion,
-    TextLogprobs,
-    finish_of,
-    text_logprobs,
-)
-from gateway.rest.schemas import CompletionRequest, StreamOptions
-from gateway.text.tokenizer import Tokenizer
+from gateway.rest.responses import ChoiceBuffer, Envelope, Finish, ResponseHeader, TextCompletion, TextLogprobs, Tokens
+from gateway.rest.schemas import CompletionRequest
 from outrider.errors import InvalidRequest
-
-Tokens = Sequence[GeneratedToken | PromptToken]
 
 
 def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
-    """The route."""
-    router, responder = APIRouter(route_class=ParsedBodyRoute), Responder(frontend, settings)
+    router = APIRouter(route_class=ParsedBodyRoute)
 
     @router.post("/v1/completions", response_model=TextCompletion, responses=documented_answer(TextCompletion))
     async def complete(body: CompletionRequest, request: Request) -> Response:
         """Goes on with each prompt; prompts have choices of their own, numbered through in order."""
-        requests = generation_requests(body, frontend.model_name, settings.max_prompt_chars)
-        tokenizer = frontend.backend.tokenizer
+        shared = generation_request(body, frontend.model_name)
+        if body.best_of is not None and body.best_of != (body.n or 1):
+            raise InvalidRequest("best_of", body.best_of, f"equal to n, which is {body.n or 1}")
+        # The gateway echoes with log-probabilities only; without them nothing of the prompt is computed for it.
+        shared = replace(shared, logprob_count=body.logprobs, echo=bool(body.echo) and body.logprobs is not None)
+        generations, prompts, tokenizer = [], body.prompts, frontend.backend.tokenizer
+        for number, prompt in enumerate(prompts):
+            if isinstance(prompt, str):
+                name = f"prompt.{number}" if len(prompts) > 1 else "prompt"
+                check_prompt_len(name, prompt, settings.max_prompt_chars)
+                generations.append(replace(shared, text=prompt))
+            else:
+                generations.append(replace(shared, token_ids=tuple(prompt)))
 
-        async def make_formatter(header: ResponseHeader, plans: Sequence[CheckedRequest]) -> CompletionFormatter:
-            echo = [await _text(prompt, tokenizer) for prompt in body.prompts] if body.echo else []
-            has_logprobs, has_ids = body.logprobs is not None, bool(body.return_token_ids)
-            return CompletionFormatter(header, tokenizer, has_logprobs, has_ids, echo, plans[0].sample_count)
+        async def make_formatter(header: ResponseHeader, requests: Sequence[CheckedRequest]) -> CompletionFormatter:
+            echo = [
+                prompt if isinstance(prompt, str) else "".join(await tokenizer.spell(prompt))
+                for prompt in (prompts if body.echo else ())
+            ]
+            has_logprobs, has_token_ids = body.logprobs is not None, bool(body.return_token_ids)
+            return CompletionFormatter(header, tokenizer, has_logprobs, has_token_ids, echo, requests[0].sample_count)
 
-        stream = (body.stream_options or StreamOptions()) if body.stream else None
-        return await responder.respond(request, ResponseSpec(requests, TEXT_NAMES, "cmpl", stream, make_formatter))
+        responder = Responder(frontend, settings, body, generations, TEXT_NAMES, "cmpl", make_formatter)
+        return await responder.respond(request.receive)
 
     return router
 
 
-def generation_requests(
-    body: CompletionRequest, served_model: str, max_prompt_chars: int
-) -> Sequence[GenerationRequest]:
-    """A request for each prompt. Raises InvalidRequest about fields that do not go together, and UnknownModel."""
-    shared = generation_request(body, served_model)
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise InvalidRequest("best_of", body.best_of, f"equal to n, which is {body.n or 1}")
-    # The gateway echoes with log-probabilities only; without them nothing of the prompt is computed for it.
-    shared = replace(shared, logprob_count=body.logprobs, echo=bool(body.echo) and body.logprobs is not None)
-    requests, prompts = [], body.prompts
-    for number, prompt in enumerate(prompts):
-        if isinstance(prompt, str):
-            check_prompt_len(f"prompt.{number}" if len(prompts) > 1 else "prompt", prompt, max_prompt_chars)
-            requests.append(replace(shared, text=prompt))
-        else:
-            requests.append(replace(shared, token_ids=tuple(prompt)))
-    return requests
+@dataclass
+class CompletionFormatter(responses.ResponseFormatter):
+    """How prompts go on. `prompts` are the texts to echo, none for no echo; every prompt has sample_count choices."""
 
-
-async def _text(prompt: str | list[int], tokenizer: Tokenizer) -> str:
-    """A prompt as it is echoed: as it came, or as its tokens are spelled."""
-    return prompt if isinstance(prompt, str) else "".join(await tokenizer.spell(prompt))
-
-
-@dataclass(slots=True)
-class CompletionFormatter:
-    """How prompts go on, whole and in chunks. `prompts` are the texts to say first, none for no echo; every prompt has
-    sample_count choices.
-    """
-
-    header: ResponseHeader
-    tokenizer: Tokenizer
-    tells_logprobs: bool
-    tells_token_ids: bool
     prompts: Sequence[str]
     sample_count: int
-    prompt_tokens: dict[int, tuple[PromptToken, ...]] = field(default_factory=dict)
+    prompt_tokens: dict[int, tuple[PromptToken, ...]] = field(default_factory=dict, init=False)
     """Those of every prompt whose log-probabilities have come."""
-    offsets: dict[int, int] = field(default_factory=dict)
-    """How much text of a choice is out; a choice that is not there has not begun."""
-    held: defaultdict[int, list[tuple[int, Event]]] = field(default_factory=lambda: defaultdict(list))
+    offsets: Counter[int] = field(default_factory=Counter, init=False)
+    """How much text of a choice is out."""
+    held: defaultdict[int, list[tuple[int, Event]]] = field(default_factory=lambda: defaultdict(list), init=False)
 
-    def chunks(self, index: int, event: Event) -> Sequence[TextCompletion]:
-        """A choice begins with its prompt, if that is wanted, and ends with its finish reason.
-
-        Only the first choice of a prompt brings the prompt's log-probabilities; the others wait for them.
-        """
+    def chunks(self, index: int, event: Event) -> list[Envelope]:
+        """Only the first choice of a prompt brings the prompt's log-probabilities; the others wait for them."""
         number = index // self.sample_count
         if isinstance(event, RoundEvent) and event.prompt_tokens:
             self.prompt_tokens[number] = event.prompt_tokens
-        if self.prompts and self.tells_logprobs and number not in self.prompt_tokens:
+        if self.prompts and self.has_logprobs and number not in self.prompt_tokens:
             self.held[number].append((index, event))
             return []
-        events = [(index, event), *self.held.pop(number, [])]
-        return [chunk for each in events for chunk in self._chunks(*each)]
+        chunks_of = super().chunks
+        return [chunk for each in ((index, event), *self.held.pop(number, ())) for chunk in chunks_of(*each)]
+
+    def opening(self, index: int) -> list[Envelope]:
+        number = index // self.sample_count
+        return self.delta(index, self.prompts[number], self.prompt_tokens.get(number, ())) if self.prompts else []
+
+    def chunk(self, index: int, text: str, tokens: Tokens = (), finish: Finish | None = None) -> TextCompletion:
+        start = self.offsets[index]
+        self.offsets[index] += len(text)
+        logprobs = self._logprobs(tokens, start) if tokens and self.has_logprobs else None
+        return self._envelope([self._choice(index, text, logprobs, finish, tokens)])
 
     def bare_chunk(self) -> TextCompletion:
-        """A chunk without choices."""
         return self._envelope([])
 
     def body(self, choices: Sequence[ChoiceBuffer]) -> TextCompletion:
-        """The whole answer."""
-        told = []
-        for index, buffer in enumerate(choices):
-            echoed = choices[index - index % self.sample_count].prompt_tokens
+        answers = []
+        for index, each in enumerate(choices):
             echo = self.prompts[index // self.sample_count] if self.prompts else ""
-            logprobs, said = self._logprobs(echoed, 0), self._logprobs(buffer.tokens, len(echo))
-            if logprobs is not None and said is not None:
-                for name in TextLogprobs.model_fields:
-                    getattr(logprobs, name).extend(getattr(said, name))
-            told.append(self._choice(index, echo + buffer.text, logprobs, buffer.finish_reason, buffer.tokens))
-        return self._envelope(told)
-
-    def _chunks(self, index: int, event: Event) -> Sequence[TextCompletion]:
-        chunks: list[TextCompletion] = []
-        if index not in self.offsets:
-            self.offsets[index] = 0
-            if self.prompts:
-                number = index // self.sample_count
-                chunks += self._delta(index, self.prompts[number], self.prompt_tokens.get(number, ()))
-        if isinstance(event, RoundEvent):
-            return [*chunks, *self._delta(index, "".join(token.text for token in event.tokens), event.tokens)]
-        chunks += self._delta(index, event.text_delta, ())
-        return [*chunks, self._envelope([self._choice(index, "", None, finish_of(event))])]
-
-    def _delta(self, index: int, text: str, tokens: Tokens) -> Sequence[TextCompletion]:
-        """A chunk, unless there is nothing to tell."""
-        start = self.offsets[index]
-        self.offsets[index] += len(text)
-        logprobs = self._logprobs(tokens, start) if tokens else None
-        choice = self._choice(index, text, logprobs, tokens=tokens)
-        return [self._envelope([choice])] if text or logprobs or choice.token_ids else []
-
-    def _logprobs(self, tokens: Tokens, start: int) -> TextLogprobs | None:
-        return text_logprobs(tokens, self.tokenizer, start) if self.tells_logprobs else None
+            logprobs = None
+            if self.has_logprobs:
+                logprobs = self._logprobs(choices[index - index % self.sample_count].prompt_tokens, 0)
+                for name, values in self._logprobs(each.tokens, len(echo)):
+                    getattr(logprobs, name).extend(values)
+            text = echo + "".join(each.texts)
+            answers.append(self._choice(index, text, logprobs, each.finish_reason, each.tokens))
+        return self._envelope(answers)
 
     def _choice(
-        self,
-        index: int,
-        text: str,
-        logprobs: TextLogprobs | None,
-        finish: Finish | None = None,
-        tokens: Tokens = (),
-    ) -> TextChoice:
-        choice = TextChoice(index=index, text=text, logprobs=logprobs, finish_reason=finish)
-        if self.tells_token_ids:
-            # An echoed prompt is not part of the answer.
-            choice.token_ids = [token.token_id for token in tokens if isinstance(token, GeneratedToken)]
-        return choice
+        self, index: int, text: str, logprobs: TextLogprobs | None, finish: Finish | None, tokens: Tokens
+    ) -> responses.TextChoice:
+        return responses.TextChoice(
+            index=index, text=text, logprobs=logprobs, finish_reason=finish, **self.token_ids(tokens)
+        )
 
-    def _envelope(self, choices: list[TextChoice]) -> TextCompletion:
+    def _envelope(self, choices: list[responses.TextChoice]) -> TextCompletion:
         return TextCompletion(**asdict(self.header), object="text_completion", choices=choices)
+
+    def _logprobs(self, tokens: Tokens, start: int) -> TextLogprobs:
+        """A list for each fact. `start` is where in the text the first token's own text begins."""
+
+        def alternatives(token: GeneratedToken | PromptToken) -> dict[str, float]:
+            """The most probable tokens and the token itself. Of tokens that look alike the most probable stands."""
+            own, found = responses.logprob_of(token), dict[str, float]()
+            top = zip(own.top_token_ids, own.top_logprobs, strict=True)
+            for token_id, logprob in (*top, (token.token_id, own.logprob)):
+                found.setdefault(self.tokenizer.piece(token_id).text, logprob)
+            return found
+
+        offsets = accumulate((len(token.text) for token in tokens), initial=start)
+        return TextLogprobs(
+            tokens=[self.tokenizer.piece(token.token_id).text for token in tokens],
+            token_logprobs=[None if token.logprob is None else token.logprob.logprob for token in tokens],
+            top_logprobs=[None if token.logprob is None else alternatives(token) for token in tokens],
+            text_offset=[offset for offset, _ in zip(offsets, tokens, strict=False)],
+        )

@@ -1,7 +1,7 @@
 """Errors as clients of OpenAI read them: {"error": {"message", "type", "param", "code"}}.
 
 The status follows from what went wrong: gRPC's names are those of `outrider.errors`, and what exists only in HTTP has a
-reason of its own. What nobody expected is logged once and told to nobody.
+reason of its own. What nobody expected is logged once, and clients read only that it happened.
 """
 
 import json
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import structlog
 from starlette.responses import Response
 
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, shown
 from outrider.rpc.errors import UNEXPECTED_TEXT
 
 STATUSES: Mapping[str, int] = {
@@ -121,13 +121,13 @@ class MissingParameter(HttpRequestError):
 
 
 class UnknownParameter(HttpRequestError):
-    """The caller must leave the field out: nobody knows it."""
+    """The caller must leave the field out."""
 
     reason = "UNKNOWN_PARAMETER"
 
 
 class ClientGone(OutriderError):
-    """Nobody has to act: the client left before its answer was there."""
+    """The client left before its answer was there."""
 
     status = "CANCELLED"
     reason = "CLIENT_GONE"
@@ -135,15 +135,9 @@ class ClientGone(OutriderError):
 
 
 def unexpected(error: Exception) -> OutriderError:
-    """What is told about an error that nobody expected; logs it with its traceback."""
+    """What a client reads about an error that nobody expected, which is logged with its traceback."""
     log.error("unexpected error in a request", exc_info=error)
     return OutriderError(UNEXPECTED_TEXT)
-
-
-def shown(value: object) -> str:
-    """A value in an error's sentence."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def status_of(error: OutriderError) -> int:
@@ -165,9 +159,7 @@ def error_json(error: OutriderError) -> str:
 
 
 def error_response(error: OutriderError, headers: Mapping[str, str] | None = None) -> Response:
-    """The answer to a request that failed before its headers were out: it tells when to try again, or that it is no
-    use.
-    """
+    """The answer to a request that failed before its headers were out, with the time to try again where that helps."""
     status, advice = status_of(error), {}
     if status in {429, 503}:
         wait_s = float(error.metadata.get("retry_after_s", RETRY_AFTER_S))

@@ -80,7 +80,6 @@ class RequestIds:
         self._answers = Counter("outrider_http_answers", "Answers over REST.", labels, registry=registry)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lets the request pass."""
         headers = Headers(scope=scope)
         given_id = headers.get("x-request-id", "")
         request_id = given_id if PLAIN_ID.fullmatch(given_id) else uuid.uuid4().hex
@@ -109,46 +108,41 @@ class RequestIds:
                     raise
                 await error_response(unexpected(error))(scope, receive, send_with_headers)
             finally:
-                self._count(scope, status)
+                # Clients choose paths and methods, so those that nobody serves share one label; what a middleware
+                # answers has met no route. Without a status the client was gone before there was one.
+                route = getattr(scope.get("route"), "path", "other")
+                label = method if method in METHODS else "other"
+                self._answers.labels(label, route, str(status or "none")).inc()
             took_ms = round(1e3 * (time.monotonic() - started_s))
             log.debug("answered", method=method, path=path, status=status, took_ms=took_ms)
 
-    def _count(self, scope: Scope, status: int) -> None:
-        """Clients choose paths and methods, so those that nobody serves share one label."""
-        method = scope["method"] if scope["method"] in METHODS else "other"
-        # What a middleware answers has met no route, even where its path has one.
-        route = getattr(scope.get("route"), "path", "other")
-        # Without a status the client was gone before there was one.
-        self._answers.labels(method, route, str(status or "none")).inc()
 
-
-class SiteGuard:
-    """Lets other sites' pages make the gateway do nothing; `Sites` says which are others.
+class SiteGuard(CORSMiddleware):
+    """CORS for the origins that were named, and a refusal of whatever else pages of other sites want to have done.
 
     Reading is left to the browser, which shows answers to other sites' pages only as CORS allows.
     """
 
     def __init__(self, app: ASGIApp, sites: Sites) -> None:
-        self._app = app
-        self._sites = sites
+        exposed = ("x-request-id", "retry-after", "retry-after-ms", "x-should-retry")
+        super().__init__(self._check, sites.origins, ("GET", "POST"), ("*",), expose_headers=exposed)
+        self._next, self._sites = app, sites
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request that is refused itself."""
+        await (super().__call__ if self._sites.origins else self._check)(scope, receive, send)
+
+    async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        if scope["method"] not in READING and "origin" in headers:
-            try:
+        try:
+            if scope["method"] not in READING and "origin" in headers:
                 self._sites.check(headers["origin"], headers.get("host", ""), headers.get("sec-fetch-site", ""))
-            except SiteRefused as error:
-                await error_response(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
-class CrossOrigin(CORSMiddleware):
-    """CORS for the sites that were named; a refused preflight is an error like any other, and not Starlette's text."""
+        except SiteRefused as error:
+            await error_response(error)(scope, receive, send)
+        else:
+            await self._next(scope, receive, send)
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """The answer to a browser that asks before it sends."""
+        """Starlette's answer to a browser that asks before it sends; a refusal is an error like any other."""
         response = super().preflight_response(request_headers)
         if response.status_code < 400:
             return response
@@ -170,7 +164,6 @@ class BodyLimits:
         self._num_held = 0  # bytes of all bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a body that is refused itself."""
         headers = Headers(scope=scope)
         if {"content-length", "transfer-encoding"} <= set(headers):
             error = AmbiguousBody("A body has a content-length or a transfer-encoding, and not both")
@@ -192,7 +185,6 @@ class BodyLimits:
             messages: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
             async def replay() -> Message:
-                """The body once, and then what the connection says."""
                 return messages.pop() if messages else await receive()
 
             await self._app(scope, replay, send)
@@ -200,27 +192,26 @@ class BodyLimits:
             self._num_held -= len(body)
 
     async def _read(self, body: bytearray, headers: Headers, receive: Receive) -> None:
-        most = self._settings.max_body_bytes
-        too_large = BodyTooLarge(f"The body is longer than {most} bytes", limit=f"at most {most} bytes")
+        max_bytes = self._settings.max_body_bytes
+        too_large = BodyTooLarge(f"The body is longer than {max_bytes} bytes", limit=f"at most {max_bytes} bytes")
         length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > most:
+        if length.isdecimal() and int(length) > max_bytes:
             raise too_large
         try:
             async with asyncio.timeout(self._settings.body_wait_s):
-                is_whole = False
-                while not is_whole:
+                message: Message = {"more_body": True}
+                while message.get("more_body", False):
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGone("The client left before its request was there")
                     part = message.get("body", b"")
-                    if len(body) + len(part) > most:
+                    if len(body) + len(part) > max_bytes:
                         raise too_large
                     if self._num_held + len(part) > self._settings.max_held_bytes:
                         held = self._num_held
                         raise Overloaded(f"{held} bytes of requests are held already", num_bytes=held)
                     body += part
                     self._num_held += len(part)
-                    is_whole = not message.get("more_body", False)
         except TimeoutError:
             raise BodyTimeout(f"The body did not come within {self._settings.body_wait_s:g} seconds") from None
 
@@ -236,10 +227,9 @@ class BodyLimits:
 
 
 class ParsedRequest(Request):
-    """A request whose body `BodyLimits` has parsed."""
+    """A request with a body that `BodyLimits` has parsed."""
 
     async def json(self) -> Json:
-        """The value of the body, which must not be empty."""
         value: Json = self.state.json
         return value
 
@@ -248,7 +238,6 @@ class ParsedBodyRoute(APIRoute):
     """A route that takes the value of its body from `BodyLimits` instead of parsing the bytes again."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """What the framework calls with every request."""
         handle = super().get_route_handler()
 
         async def handle_parsed(request: Request) -> Response:

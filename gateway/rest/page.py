@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.generation.frontend import Frontend
 from gateway.generation.generate import CompletionEvent, RoundEvent
-from gateway.generation.request import CheckedRequest, GenerationRequest
+from gateway.generation.request import GenerationRequest
 from gateway.generation.transcript import round_facts
 from gateway.rest.generate import TEXT_NAMES, check_prompt_len, generation_request, in_names_of
 from gateway.rest.middleware import ParsedBodyRoute, RestSettings
@@ -33,7 +33,6 @@ from gateway.rounds.planner import MAX_DRAFT_COUNT
 from gateway.sessions.link import Replicas
 from outrider.errors import OutriderError
 
-WEB = "web"
 MEDIA_TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -61,7 +60,7 @@ VERSION = version("outrider")
 
 @dataclass(frozen=True, slots=True)
 class WebFile:
-    """A file of the page."""
+    """A file of the page; its tag is an ETag."""
 
     content: bytes
     media_type: str
@@ -75,15 +74,14 @@ class WebFile:
         return Response(self.content, headers=headers, media_type=self.media_type)
 
 
-def _number(seed: object) -> object:
-    return int(seed) if isinstance(seed, str) and DIGITS.fullmatch(seed) else seed
-
-
 class PageRequest(GenerationFields):
     """The body of /api/generate: that of /v1/completions for one prompt and one answer. A seed may be a string."""
 
     prompt: Text
-    seed: Annotated[Seed | None, BeforeValidator(_number)] = None
+    seed: Annotated[
+        Seed | None,
+        BeforeValidator(lambda seed: int(seed) if isinstance(seed, str) and DIGITS.fullmatch(seed) else seed),
+    ] = None
     probabilities: bool = False
     """Whether tokens come with the target's log-probability."""
     n: Unserved = None
@@ -108,11 +106,11 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
 
     @router.post("/api/generate")
     async def generate(body: PageRequest, request: Request) -> Response:
-        asked = replace(generation_request(body, frontend.model_name), text=body.prompt)
+        logprob_count = 0 if body.probabilities else None
+        shared = generation_request(body, frontend.model_name)
         check_prompt_len("prompt", body.prompt, settings.max_prompt_chars)
-        if body.probabilities:
-            asked = replace(asked, logprob_count=0)
-        stream = EventStream(event_frames(frontend, asked), settings.keep_alive_s, settings.client_stall_s)
+        generation = replace(shared, text=body.prompt, logprob_count=logprob_count)
+        stream = EventStream(event_frames(frontend, generation), settings.keep_alive_s, settings.client_stall_s)
         await stream.begin(request.receive)
         return stream
 
@@ -126,7 +124,7 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
 def read_files() -> dict[str, WebFile]:
     """All files of gateway/web by name."""
     found = {}
-    for entry in files("gateway").joinpath(WEB).iterdir():
+    for entry in files("gateway").joinpath("web").iterdir():
         media_type = MEDIA_TYPES.get(entry.name.rpartition(".")[2])
         if media_type is not None:
             content = entry.read_bytes()
@@ -140,9 +138,18 @@ async def event_frames(frontend: Frontend, request: GenerationRequest) -> AsyncG
     is_open = False
     try:
         async with frontend.open([request]) as generation:
-            target = frontend.backend.target.present()
-            opened = _opened_view(generation.requests[0], frontend.model_name, target.model_hash, target.numerics_id)
+            target, checked = frontend.backend.target.present(), generation.requests[0]
             is_open = True
+            opened = {
+                "model": frontend.model_name,
+                "model_hash": target.model_hash,
+                "numerics_id": target.numerics_id,
+                "prompt_tokens": checked.spec.prompt_len,
+                "max_tokens": checked.spec.max_len - checked.spec.prompt_len,
+                "seed": str(checked.spec.seed),
+                "rule": checked.spec.acceptance.rule,
+                "draft_count": "auto" if checked.draft_count is None else checked.draft_count,
+            }
             yield _frame("opened", opened)
             async for _, event in generation.events:
                 if isinstance(event, RoundEvent):
@@ -159,23 +166,8 @@ def _frame(name: str, view: dict[str, Any]) -> bytes:
     return typed(name, json.dumps(view, ensure_ascii=False, allow_nan=False))
 
 
-def _opened_view(plan: CheckedRequest, model: str, model_hash: str, numerics_id: str) -> dict[str, Any]:
-    """The request as it was understood; the first event."""
-    spec = plan.spec
-    return {
-        "model": model,
-        "model_hash": model_hash,
-        "numerics_id": numerics_id,
-        "prompt_tokens": spec.prompt_len,
-        "max_tokens": spec.max_len - spec.prompt_len,
-        "seed": str(spec.seed),
-        "rule": spec.acceptance.rule,
-        "draft_count": "auto" if plan.draft_count is None else plan.draft_count,
-    }
-
-
 def _round_view(event: RoundEvent, time_us: int) -> dict[str, Any]:
-    """A round. time_us counts from the request's arrival to the moment in which the round was ready."""
+    """The event of a round. time_us counts from the request's arrival to the moment in which the round was ready."""
     return {
         "time_us": time_us,
         **round_facts(event.committed),
@@ -195,7 +187,6 @@ def _round_view(event: RoundEvent, time_us: int) -> dict[str, Any]:
 
 
 def _completion_view(event: CompletionEvent) -> dict[str, Any]:
-    """The result."""
     return {
         "finish_reason": event.finish_reason,
         "text": event.text_delta,
@@ -220,7 +211,7 @@ def _completion_view(event: CompletionEvent) -> dict[str, Any]:
 
 
 def status_view(frontend: Frontend, grpc_port: int) -> dict[str, Any]:
-    """Who is there at this moment, and K as the policy has it; asks nobody, and names no address and no path."""
+    """Which services answer at this moment, and the draft length of the policy, from what the gateway knows already."""
     target, draft, policy = frontend.backend.target, frontend.backend.draft, frontend.backend.policy
     limit = MAX_DRAFT_COUNT if target.info is None else min(MAX_DRAFT_COUNT, target.info.max_draft_count)
     has_draft = draft is not None and draft.info is not None

@@ -1,11 +1,12 @@
-"""What /v1 answers, as models that are also its documentation, and what goes into them: a choice's text and tokens,
-log-probabilities, figures. A field that is not set is not sent.
+"""What /v1 answers, as models that are also its documentation, and the base of what fills them in on both routes.
+
+A field that is not set is not sent.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel
 
@@ -16,6 +17,7 @@ from outrider.errors import ProtocolViolation
 from outrider.parameters import FinishReason, TokenLogprob
 
 Finish = Literal["stop", "length"]
+Tokens: TypeAlias = Sequence[GeneratedToken | PromptToken]
 FIGURES = (
     *("rounds", "drafts", "draft_tokens", "accepted_tokens", "evaluated_tokens", "acceptance_rate"),
     *("draft_acceptance_rate", "mean_acceptance_length", "fallback_rounds"),
@@ -202,9 +204,16 @@ def finish_of(event: CompletionEvent) -> Finish:
     return "length" if event.finish_reason is FinishReason.LENGTH else "stop"
 
 
+def logprob_of(token: GeneratedToken | PromptToken) -> TokenLogprob:
+    """The log-softmax of the target's raw logits, before any transform of the request. Raises ProtocolViolation."""
+    if token.logprob is None:
+        raise ProtocolViolation(f"no log-probability came for token {token.token_id}")
+    return token.logprob
+
+
 @dataclass(slots=True)
 class ChoiceBuffer:
-    """What one choice has said so far, for answers that are sent whole."""
+    """One choice of an answer that is sent whole."""
 
     texts: list[str] = field(default_factory=list)
     tokens: list[GeneratedToken] = field(default_factory=list)
@@ -212,13 +221,8 @@ class ChoiceBuffer:
     end: CompletionEvent | None = None
 
     @property
-    def text(self) -> str:
-        """All that was said."""
-        return "".join(self.texts)
-
-    @property
     def finish_reason(self) -> Finish:
-        """Why it ended; raises ProtocolViolation when it did not."""
+        """Raises ProtocolViolation while the choice has not ended."""
         if self.end is None:
             raise ProtocolViolation("an answer was asked for before it was complete")
         return finish_of(self.end)
@@ -234,45 +238,56 @@ class ChoiceBuffer:
             self.end = event
 
 
-def chat_logprobs(tokens: Sequence[GeneratedToken], tokenizer: Tokenizer) -> ChatLogprobs:
-    """The shape of chat: an entry a token, each with its bytes, because a token may be half a character.
+@dataclass(frozen=True, slots=True)
+class ResponseHeader:
+    """What is the same in every chunk of an answer."""
 
-    All are the log-softmax of the target's raw logits, before any transform of the request.
-    """
-
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        piece = tokenizer.piece(token_id)
-        return {"token": piece.text, "logprob": logprob, "bytes": list(piece.raw)}
-
-    content = []
-    for token in tokens:
-        own = _logprob(token)
-        top = [TopLogprob(**entry(*each)) for each in zip(own.top_token_ids, own.top_logprobs, strict=True)]
-        content.append(ChatTokenLogprob(**entry(token.token_id, own.logprob), top_logprobs=top))
-    return ChatLogprobs(content=content, refusal=None)
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str | None
 
 
-def text_logprobs(tokens: Sequence[GeneratedToken | PromptToken], tokenizer: Tokenizer, start: int) -> TextLogprobs:
-    """The older shape: a list for each fact. `start` is where in the text the first token's own text begins."""
+@dataclass
+class ResponseFormatter(ABC):
+    """How an answer looks on one route. Choices are numbered through over all prompts."""
 
-    def alternatives(token: GeneratedToken | PromptToken) -> dict[str, float]:
-        """The most probable tokens and the token itself. Of tokens that look alike the most probable stands."""
-        own, found = _logprob(token), dict[str, float]()
-        top = zip(own.top_token_ids, own.top_logprobs, strict=True)
-        for token_id, logprob in (*top, (token.token_id, own.logprob)):
-            found.setdefault(tokenizer.piece(token_id).text, logprob)
-        return found
+    header: ResponseHeader
+    tokenizer: Tokenizer
+    has_logprobs: bool
+    has_token_ids: bool
+    begun: set[int] = field(default_factory=set, init=False)
 
-    offsets = accumulate((len(token.text) for token in tokens), initial=start)
-    return TextLogprobs(
-        tokens=[tokenizer.piece(token.token_id).text for token in tokens],
-        token_logprobs=[None if token.logprob is None else token.logprob.logprob for token in tokens],
-        top_logprobs=[None if token.logprob is None else alternatives(token) for token in tokens],
-        text_offset=[offset for offset, _ in zip(offsets, tokens, strict=False)],
-    )
+    def chunks(self, index: int, event: Event) -> list[Envelope]:
+        """The chunks of a stream that an event makes: a choice has an opening, its text, and its finish reason."""
+        chunks = [] if index in self.begun else self.opening(index)
+        self.begun.add(index)
+        if isinstance(event, RoundEvent):
+            return [*chunks, *self.delta(index, "".join(token.text for token in event.tokens), event.tokens)]
+        return [*chunks, *self.delta(index, event.text_delta), self.chunk(index, "", finish=finish_of(event))]
 
+    def delta(self, index: int, text: str, tokens: Tokens = ()) -> list[Envelope]:
+        """A chunk of text, or none when it would be empty."""
+        has_facts = bool(tokens) and (self.has_logprobs or self.has_token_ids)
+        return [self.chunk(index, text, tokens)] if text or has_facts else []
 
-def _logprob(token: GeneratedToken | PromptToken) -> TokenLogprob:
-    if token.logprob is None:
-        raise ProtocolViolation(f"no log-probability came for token {token.token_id}")
-    return token.logprob
+    def token_ids(self, tokens: Tokens) -> dict[str, Any]:
+        """The field of a choice for clients that want it; an echoed prompt is not part of the answer."""
+        ids = [token.token_id for token in tokens if isinstance(token, GeneratedToken)]
+        return {"token_ids": ids} if self.has_token_ids else {}
+
+    @abstractmethod
+    def opening(self, index: int) -> list[Envelope]:
+        """The chunks before the first text of a choice."""
+
+    @abstractmethod
+    def chunk(self, index: int, text: str, tokens: Tokens = (), finish: Finish | None = None) -> Envelope:
+        """A chunk of one choice."""
+
+    @abstractmethod
+    def bare_chunk(self) -> Envelope:
+        """A chunk without choices."""
+
+    @abstractmethod
+    def body(self, choices: Sequence[ChoiceBuffer]) -> Envelope:
+        """The whole answer."""

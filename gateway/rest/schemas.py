@@ -113,11 +113,9 @@ Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_IDS, fail_fast
 
 def _prompt_kind(value: object) -> str | None:
     """A list is of the kind of its first entry, so that only one kind is tried on all of them."""
-    if isinstance(value, str):
-        return "<text>"
-    if not isinstance(value, list) or not value:
-        return None
-    return {str: "<texts>", int: "<ids>", list: "<id lists>"}.get(type(value[0]))
+    if isinstance(value, list):
+        return {str: "<texts>", int: "<ids>", list: "<id lists>"}.get(type(value[0])) if value else None
+    return _text_or_list(value)
 
 
 Prompt = Annotated[
@@ -140,7 +138,6 @@ class CompletionRequest(GenerationFields):
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """The prompts one by one."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -192,11 +189,6 @@ class Message(Parameters):
     refusal: Unserved = None
     audio: Unserved = None
     function_call: Unserved = None
-
-    @property
-    def text(self) -> str | None:
-        """The content; parts are put together as they are."""
-        return "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
 
 
 class Function(Parameters):

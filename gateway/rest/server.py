@@ -1,7 +1,7 @@
 """An HTTP server inside the running loop: uvicorn without its signal handlers and its log of requests.
 
-It bounds what no middleware sees, the length of heads and what a client that does not read makes the server keep. How
-slow a client may be before its request is there is for a proxy to say.
+It bounds what no middleware sees: the length of request headers, and what a client that does not read makes the server
+keep. A limit on how slowly headers may come is a proxy's work.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ CUT_S = 5.0
 
 
 class HttpConnection(H11Protocol):
-    """A connection. What it serves finds `abort` in its state, which ends the connection at once."""
+    """A connection; the application finds `abort` in its state, which ends the connection at once."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Bounds what may wait to be sent."""
@@ -39,20 +39,16 @@ class HttpConnection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Takes what came, unless the connection has been refused."""
-        # In pieces: a head that comes whole in one is not measured.
+        # In pieces: headers that come whole in one piece are not measured.
         for start in range(0, len(data), HEAD_BYTES):
             if self.conn.their_state is not h11.ERROR and not self.transport.is_closing():
                 super().data_received(data[start : start + HEAD_BYTES])
 
     def send_400_response(self, msg: str) -> None:
-        """Answers bytes that are no HTTP in the shape of all errors."""
-        body = error_json(InvalidJson(msg)).encode()
+        """Answers bytes that are no HTTP in the form of all errors."""
         headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-        for event in (
-            h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
-            h11.Data(data=body),
-            h11.EndOfMessage(),
-        ):
+        response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+        for event in (response, h11.Data(data=error_json(InvalidJson(msg)).encode()), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         # Closing while the client still sends would take the answer from it; what it sends is dropped for a while.
         self.transport.write_eof()
@@ -74,10 +70,7 @@ class RunningRest:
     ticking: "asyncio.Task[None]"
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no new connections, gives running requests grace_s to end, and cuts the others off.
-
-        What works for a client that is cut off sees it leave.
-        """
+        """Takes no new connections, gives running requests grace_s to end, and cuts the others off."""
         for listener in self.server.servers:
             listener.close()
         connections, tasks = self.server.server_state.connections, self.server.server_state.tasks
@@ -96,14 +89,14 @@ class RunningRest:
 async def serve_rest(listen: str, app: ASGIApp) -> RunningRest:
     """Serves an application on HOST:PORT, where port 0 takes a free one. Raises AddressTaken and InvalidRequest."""
     host, _, port = check_address("listen", listen, min_port=0).rpartition(":")
-    taken = AddressTaken(f"Cannot listen on {listen}: it is taken, or not an address of this machine.", listen=listen)
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
         # The send buffer is what accepted connections inherit.
         listener = socket.create_server(found[0][4][:2], family=found[0][0], backlog=BACKLOG)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     except OSError:
-        raise taken from None
+        message = f"Cannot listen on {listen}: it is taken, or not an address of this machine."
+        raise AddressTaken(message, listen=listen) from None
     config = uvicorn.Config(
         app,
         http=HttpConnection,
@@ -127,10 +120,10 @@ async def serve_rest(listen: str, app: ASGIApp) -> RunningRest:
     return RunningRest(f"{host}:{listener.getsockname()[1]}", server, ticking)
 
 
-async def _emptied(things: AbstractSet[object], most_s: float) -> None:
-    """Waits until a set that others change is empty, but not longer than most_s."""
+async def _emptied(things: AbstractSet[object], max_s: float) -> None:
+    """Waits until a set that others change is empty, but not longer than max_s."""
     with suppress(TimeoutError):
-        async with asyncio.timeout(most_s):
+        async with asyncio.timeout(max_s):
             while True:
                 await asyncio.sleep(0)
                 if not things:

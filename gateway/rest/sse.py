@@ -1,7 +1,4 @@
-"""Server-sent events: frames as bytes, and a response that sends them to a client that may leave or stop reading.
-
-No event has an `id:` or `retry:` line, for which clients of OpenAI have no ear.
-"""
+"""Server-sent events: frames as bytes, and a response that sends them to a client that may leave or stop reading."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
@@ -22,7 +19,7 @@ BREAKS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-store",
-    # Proxies of nginx's kind collect a response unless they are told not to.
+    # Proxies such as nginx buffer a response without this.
     "x-accel-buffering": "no",
 }
 
@@ -30,17 +27,17 @@ log = structlog.get_logger()
 
 
 def line(json: str) -> bytes:
-    """JSON without breaks as bytes, in which no reader sees the end of a line."""
+    """One line of JSON as bytes that every reader takes for one line."""
     return json.translate(BREAKS).encode()
 
 
 def data(payload: str) -> bytes:
-    """An event without a type; the payload is JSON without breaks."""
+    """An event without a type; the payload is one line of JSON."""
     return b"data: %b\n\n" % line(payload)
 
 
 def typed(event: str, payload: str) -> bytes:
-    """An event of a type; the payload is JSON without breaks."""
+    """An event of a type; the payload is one line of JSON."""
     return b"event: %b\ndata: %b\n\n" % (event.encode(), line(payload))
 
 
@@ -81,18 +78,12 @@ class EventStream(Response):
         self.status_code = 200
         self.background = None
         self.init_headers(HEADERS)
-        self._frames = frames
-        self._first = b""
-        self._keep_alive_s = keep_alive_s
-        self._stall_s = stall_s
-        self._wrote_s = 0.0
-        self._is_over = False
+        self._frames, self._first = frames, b""
+        self._keep_alive_s, self._stall_s = keep_alive_s, stall_s
+        self._wrote_s, self._is_over = 0.0, False
 
     async def begin(self, receive: Receive) -> None:
-        """Runs the generator up to its first frame, which waits for the headers.
-
-        Raises what the generator raises before that, when a status can still be chosen, and ClientGone.
-        """
+        """Runs the generator up to its first frame; raises what it raises before that, and ClientGone."""
         try:
             async with while_there(receive):
                 self._first = await anext(self._frames, b"")
@@ -101,7 +92,7 @@ class EventStream(Response):
             raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the response. Ends without a word when the client has left."""
+        """Sends the response, until its end or until the client has left."""
         try:
             async with aclosing(self._frames):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -123,11 +114,10 @@ class EventStream(Response):
                 raise
             # In the middle of the response: its client sees that it was not the end of the answer.
             abort()
-            # The connection is told in the loop's next turn.
+            # The connection learns of it in the loop's next turn.
             await asyncio.sleep(0)
 
     async def _write(self, frame: bytes, send: Send) -> None:
-        """Sends a frame; raises ClientStalled when the client lets it wait for too long."""
         if not frame:
             return
         self._is_over = frame == DONE
@@ -142,10 +132,6 @@ class EventStream(Response):
         await asyncio.sleep(0)
 
     async def _keep_alive(self, send: Send) -> None:
-        """Writes a comment whenever nothing was written for a while, but none behind the end."""
         while not self._is_over:
-            silent_s = asyncio.get_running_loop().time() - self._wrote_s
-            if silent_s >= self._keep_alive_s:
-                await self._write(KEEP_ALIVE, send)
-            else:
-                await asyncio.sleep(self._keep_alive_s - silent_s)
+            wait_s = self._wrote_s + self._keep_alive_s - asyncio.get_running_loop().time()
+            await (asyncio.sleep(wait_s) if wait_s > 0 else self._write(KEEP_ALIVE, send))

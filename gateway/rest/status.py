@@ -53,7 +53,6 @@ class Version(BaseModel):
 
 
 def routes(frontend: Frontend, registry: CollectorRegistry) -> APIRouter:
-    """The routes."""
     router = APIRouter()
 
     def served() -> Model:

@@ -1,9 +1,10 @@
 """What is wrong with a body, in one error that names the field, its value and the limit: first as JSON, then as a
-request. Exception handlers for the application are at the end.
+request. The application's exception handler is at the end.
 """
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -20,10 +21,8 @@ from gateway.rest.errors import (
     UnknownRoute,
     WrongMethod,
     error_response,
-    shown,
-    status_of,
 )
-from outrider.errors import InvalidRequest, OutriderError, Unsupported
+from outrider.errors import InvalidRequest, OutriderError, Unsupported, shown
 from outrider.parameters import KEY_MARK
 
 Json: TypeAlias = "str | int | float | bool | list[Json] | dict[str, Json] | None"
@@ -34,6 +33,8 @@ MAX_KEYS = 50_000
 MAX_NAME_LEN = 200
 # What pydantic calls a value where only null may stand: the mark of a field that is known but not served.
 UNSERVED_MARK = "none_required"
+# Half of a surrogate pair, which no encoding can carry; whole pairs have become characters already.
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 SHORT = {"string_too_short": "characters", "too_short": "entries"}
 # Fields of which only some values are served; the others are not wrong, but not served either.
 CHOICES = frozenset({"type", "tool_choice", "store", "service_tier"})
@@ -64,7 +65,7 @@ def read_json(text: bytes, max_depth: int) -> Json:
 
 
 def name_of(path: Iterable[str | int]) -> str:
-    """How a place in the body is called. Keys are the client's, so they may be of any length."""
+    """The name of a place in the body, of bounded length: keys are the client's."""
     name = ".".join(map(str, path)) or "body"
     return name if len(name) <= MAX_NAME_LEN else name[: MAX_NAME_LEN - 3] + "..."
 
@@ -82,7 +83,7 @@ def _checked_keys(value: Json, path: Path, max_depth: int) -> int:
     """How many keys the objects in a value have; raises an error about what Python takes and JSON does not."""
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidRequest(name_of(path), value, "a finite number")
-    if isinstance(value, str) and not _is_text(value):
+    if isinstance(value, str) and LONE_SURROGATE.search(value):
         raise InvalidRequest(name_of(path), value, "text without lone surrogates")
     if not isinstance(value, dict | list):
         return 0
@@ -94,21 +95,10 @@ def _checked_keys(value: Json, path: Path, max_depth: int) -> int:
             _checked_keys(each, (*path, at), max_depth) for at, each in enumerate(value) if type(each) is not int
         )
     for key in value:
-        if not _is_text(key):
+        if LONE_SURROGATE.search(key):
             place = name_of(path)
             raise InvalidJson(f"{place} has the key {name_of([key])!r}, which is not text", field=place)
     return len(value) + sum(_checked_keys(each, (*path, key), max_depth) for key, each in value.items())
-
-
-def _is_text(value: str) -> bool:
-    """Whether every code point is a character: half a surrogate pair cannot be encoded."""
-    if value.isascii():
-        return True
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def error_about(findings: Sequence[Finding], body: object) -> OutriderError:
@@ -117,15 +107,29 @@ def error_about(findings: Sequence[Finding], body: object) -> OutriderError:
     A value that may be of several kinds is found wrong once for each; these findings become one.
     """
     paths = [_path(finding, body) for finding in findings]
-    field = paths[0][:1]
-    depth = max(len(path) for path in paths if path[:1] == field)
-    innermost = next(path for path in paths if path[:1] == field and len(path) == depth)
-    at_fault = [finding for finding, path in zip(findings, paths, strict=True) if path == innermost]
-    return _error(innermost, at_fault)
+    path = max((path for path in paths if path[:1] == paths[0][:1]), key=len)
+    at_fault = [finding for finding, each in zip(findings, paths, strict=True) if each == path]
+    finding = at_fault[0]
+    kind, value = finding["type"], finding["input"]
+    field = name_of(part for part in path if part != KEY_MARK)
+    if kind == "missing":
+        return MissingParameter(field)
+    if kind == "extra_forbidden":
+        return UnknownParameter(f"{field} is not a known parameter", field=field)
+    if kind == UNSERVED_MARK:
+        return Unsupported(f"{field} is not served; leave it out", field=field)
+    if path[-1:] and path[-1] in CHOICES and any(each["type"] == "literal_error" for each in at_fault):
+        limit = " or ".join(map(_limit, at_fault))
+        return Unsupported(f"{field} is {shown(value)}, but only {limit} is served", field=field, limit=limit)
+    if kind == "too_long" and isinstance(value, list | dict):
+        return InvalidRequest.too_many(field, len(value), finding["ctx"]["max_length"])
+    if path[-1:] == (KEY_MARK,):
+        field = f"{field} key"
+    return InvalidRequest(field, value, " or ".join(dict.fromkeys(map(_limit, at_fault))))
 
 
 def _path(finding: Finding, body: object) -> Path:
-    """The way to a value through the body. Names of kinds, which pydantic puts in between, are left out."""
+    """The keys and indices that lead to a value of the body, without the names of kinds that pydantic adds."""
     parts = tuple(finding["loc"])
     parts = parts[1:] if parts[:1] == ("body",) else parts
     path: list[str | int] = []
@@ -137,26 +141,6 @@ def _path(finding: Finding, body: object) -> Path:
             continue
         path.append(part)
     return (*path, KEY_MARK) if parts[-1:] == (KEY_MARK,) else tuple(path)
-
-
-def _error(path: Path, findings: Sequence[Finding]) -> OutriderError:
-    finding = findings[0]
-    kind, value, kinds = finding["type"], finding["input"], {each["type"] for each in findings}
-    field = name_of(part for part in path if part != KEY_MARK)
-    if kind == "missing":
-        return MissingParameter(field)
-    if kind == "extra_forbidden":
-        return UnknownParameter(f"{field} is not a known parameter", field=field)
-    if kind == UNSERVED_MARK:
-        return Unsupported(f"{field} is not served; leave it out", field=field)
-    if path[-1:] and path[-1] in CHOICES and "literal_error" in kinds:
-        limit = " or ".join(map(_limit, findings))
-        return Unsupported(f"{field} is {shown(value)}, but only {limit} is served", field=field, limit=limit)
-    if kind == "too_long" and isinstance(value, list | dict):
-        return InvalidRequest.too_many(field, len(value), finding["ctx"]["max_length"])
-    if path[-1:] == (KEY_MARK,):
-        field = f"{field} key"
-    return InvalidRequest(field, value, " or ".join(dict.fromkeys(map(_limit, findings))))
 
 
 def _limit(finding: Finding) -> str:
@@ -173,28 +157,21 @@ def _limit(finding: Finding) -> str:
     return message[:1].lower() + message[1:]
 
 
-async def handle_outrider_error(_: Request, error: Exception) -> Response:
-    """The answer to an error of ours."""
-    assert isinstance(error, OutriderError)
-    return error_response(error)
-
-
-async def handle_validation_error(_: Request, error: Exception) -> Response:
-    """The answer to a body that is not what the route takes."""
-    assert isinstance(error, RequestValidationError)
-    return error_response(error_about(error.errors(), error.body))
-
-
-async def handle_http_exception(request: Request, error: Exception) -> Response:
-    """The answer to a path or a method that nobody serves, and to what else the framework refuses."""
-    assert isinstance(error, HTTPException)
+async def handle_error(request: Request, error: Exception) -> Response:
+    """The answer to an error of ours, to a body that is not what the route takes, and to what the framework refuses."""
     path = request.url.path[:200]
-    if error.status_code == 405:
-        wrong = WrongMethod(f"{path} does not take {request.method}", method=request.method)
-        return error_response(wrong, error.headers)
-    if error.status_code == 404:
-        return error_response(UnknownRoute(f"There is nothing at {path}"))
-    refused = OutriderError(str(error.detail))
-    response = error_response(refused, error.headers)
-    response.status_code = error.status_code if error.status_code >= 400 else status_of(refused)
-    return response
+    match error:
+        case OutriderError():
+            return error_response(error)
+        case RequestValidationError():
+            return error_response(error_about(error.errors(), error.body))
+        case HTTPException(status_code=405):
+            wrong = WrongMethod(f"{path} does not take {request.method}", method=request.method)
+            return error_response(wrong, error.headers)
+        case HTTPException(status_code=404):
+            return error_response(UnknownRoute(f"There is nothing at {path}"))
+        case HTTPException():
+            response = error_response(OutriderError(str(error.detail)), error.headers)
+            response.status_code = error.status_code if error.status_code >= 400 else response.status_code
+            return response
+    raise error

@@ -23,14 +23,6 @@ from outrider.model_names import unsized
 PATTERNS = ("tokenizer_config.json", "special_tokens_map.json", "*.jinja")
 DEFAULT, TOOL_USE = "default", "tool_use"
 SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-LONG_CHAT, LONG_TEXT = 16, 4_000  # messages, and characters of them; rendering more is felt by other requests
-MAX_SENTENCE_LEN = 300
-SPEAKERS = {"developer": "system"}  # two names of one who sets the rules
-# What a turn may have beside its content, and the lines have no place for.
-TEMPLATE_ONLY = ("name", "tool_calls", "tool_call_id")
-REASONING = ("reasoning_content", "thinking", "reasoning")
-
-Message = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +39,21 @@ def find_templates(model: str) -> TemplateFiles:
     try:
         folder = Path(source)
         if not folder.is_dir():
-            model_id, _, revision = source.partition("@")
             # What was downloaded once is used when there is no network.
-            snapshot = huggingface_hub.snapshot_download
-            folder = Path(snapshot(model_id, revision=revision or None, allow_patterns=list(PATTERNS)))
+            model_id, _, revision = source.partition("@")
+            patterns = list(PATTERNS)
+            snapshot = huggingface_hub.snapshot_download(model_id, revision=revision or None, allow_patterns=patterns)
+            folder = Path(snapshot)
         config = _object(folder / "tokenizer_config.json")
-        return TemplateFiles(_files(folder) or _named(config.get("chat_template")), _special_tokens(folder, config))
+        # Templates in files of their own replace those of the configuration.
+        paths = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+        if (folder / "chat_template.jinja").is_file():
+            paths[DEFAULT] = folder / "chat_template.jinja"
+        files = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+        return TemplateFiles(files or _named(config.get("chat_template")), _special_tokens(folder, config))
     except Exception as error:  # the hub's library has errors of several roots
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ModelRefused(f"the chat template of {model} cannot be read: {reason}", model=model) from error
-
-
-def _files(folder: Path) -> dict[str, str]:
-    """Templates in files of their own, which replace those of the configuration."""
-    paths = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    if (folder / "chat_template.jinja").is_file():
-        paths[DEFAULT] = folder / "chat_template.jinja"
-    return {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
 
 
 def _named(entry: object) -> dict[str, str]:
@@ -94,6 +84,16 @@ def _object(path: Path) -> dict[str, object]:
     return found
 
 
+LONG_CHAT, LONG_TEXT = 16, 4_000  # messages, and characters of them; rendering more is felt by other requests
+MAX_SENTENCE_LEN = 300
+SPEAKERS = {"developer": "system"}  # two names of one who sets the rules
+# What a turn may have beside its content, and the lines have no place for.
+TEMPLATE_ONLY = ("name", "tool_calls", "tool_call_id")
+REASONING = ("reasoning_content", "thinking", "reasoning")
+
+Message = Mapping[str, object]
+
+
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
     """A prompt, and whether it still lacks the special tokens that the tokenizer puts around a text."""
@@ -119,10 +119,7 @@ class ChatTemplate:
 
     @classmethod
     def read(cls, model: str) -> Self:
-        """The template of a local folder, of a model on the hub, or of the one inside a sized model.
-
-        Raises ModelRefused.
-        """
+        """The template of a local folder, a model on the hub, or the one inside a sized model. Raises ModelRefused."""
         return cls(find_templates(model), model)
 
     @property
@@ -153,12 +150,29 @@ class ChatTemplate:
         """
         if tools is not None and not self.renders_tools:
             raise Unsupported("tools is not served: the model's chat template has no place for them", field="tools")
-        present = [_aliased({key: value for key, value in each.items() if value is not None}) for each in messages]
+        present = [{key: value for key, value in each.items() if value is not None} for each in messages]
+        for number, message in enumerate(present):
+            # Templates look for the reasoning under several names; transformers gives it two.
+            reasoning = next((message[name] for name in REASONING if name in message), None)
+            if reasoning is not None:
+                present[number] = {"thinking": reasoning, **message, "reasoning_content": reasoning}
         if self.is_default:
             return RenderedPrompt(_plain(present, add_generation_prompt), add_special_tokens=True)
         given: dict[str, object] = {"messages": present, "tools": None if tools is None else list(tools)}
-        fixed = {"documents": None, "add_generation_prompt": add_generation_prompt}
-        return RenderedPrompt(self._run(given | fixed | {**self._special_tokens, **variables}), False)
+        given |= {"documents": None, "add_generation_prompt": add_generation_prompt}
+        given |= {**self._special_tokens, **variables}
+        template = self._templates[DEFAULT]
+        if tools is not None:
+            template = self._templates.get(TOOL_USE, template)
+        try:
+            return RenderedPrompt(template.render(given), add_special_tokens=False)
+        except Exception as error:  # a template can do wrong whatever Python can
+            takes = "takes them, which says" if isinstance(error, TemplateRefusal) else "can render them"
+            reason = " ".join(str(error).split()) or type(error).__name__
+            if len(reason) > MAX_SENTENCE_LEN:
+                reason = f"{reason[: MAX_SENTENCE_LEN - 3]}..."
+            limit = f"such that the chat template {takes}: {reason}"
+            raise InvalidRequest("messages", f"{len(messages)} messages", limit) from error
 
     async def prompt(
         self,
@@ -173,28 +187,6 @@ class ChatTemplate:
         text_len = sum(len(content) for each in messages if isinstance(content := each.get("content"), str))
         is_long = tools or len(messages) > LONG_CHAT or text_len > LONG_TEXT
         return await asyncio.to_thread(render) if is_long else render()
-
-    def _run(self, variables: dict[str, object]) -> str:
-        messages, tools = variables["messages"], variables["tools"]
-        template = self._templates[DEFAULT]
-        if tools is not None:
-            template = self._templates.get(TOOL_USE, template)
-        try:
-            return template.render(variables)
-        except Exception as error:  # a template can do wrong whatever Python can
-            assert isinstance(messages, list)
-            takes = "takes them, which says" if isinstance(error, TemplateRefusal) else "can render them"
-            said = " ".join(str(error).split()) or type(error).__name__
-            if len(said) > MAX_SENTENCE_LEN:
-                said = f"{said[: MAX_SENTENCE_LEN - 3]}..."
-            limit = f"such that the chat template {takes}: {said}"
-            raise InvalidRequest("messages", f"{len(messages)} messages", limit) from error
-
-
-def _aliased(message: dict[str, object]) -> dict[str, object]:
-    """The message with its reasoning under the names that templates look for, as transformers does."""
-    reasoning = next((message[name] for name in REASONING if name in message), None)
-    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _plain(messages: Sequence[Message], add_generation_prompt: bool) -> str:

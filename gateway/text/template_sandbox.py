@@ -47,7 +47,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.filters |= {"tojson": _tojson}
         self.globals |= {
             "raise_exception": _raise_exception,
-            "strftime_now": _strftime_now,
+            "strftime_now": lambda form: datetime.now().strftime(form),
             "dict": _Dict(),
             "namespace": _Namespace,
         }
@@ -70,10 +70,6 @@ class _Generation(Extension):
 
 def _raise_exception(message: object) -> None:
     raise TemplateRefusal(str(message))
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 def _tojson(

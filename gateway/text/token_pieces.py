@@ -13,6 +13,11 @@ from typing import Any
 import tokenizers
 
 FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
+# Which byte each character of a byte-level vocabulary stands for (Radford et al., 2019, GPT-2): printable characters of
+# Latin-1 for themselves, and the characters from 0x100 on for the other bytes, in order.
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+OTHERS = [byte for byte in range(0x100) if byte not in PRINTABLE]
+ALPHABET = {chr(byte): byte for byte in PRINTABLE} | {chr(0x100 + place): byte for place, byte in enumerate(OTHERS)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,9 @@ class TokenPieces:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._name_of = tokenizer.id_to_token
-        self._decoders = _decoders(tokenizer)
+        # How the tokenizer joins tokens, step by step, as tokenizer.json says it.
+        state: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else {}
+        self._decoders: list[dict[str, Any]] = state.get("decoders", [state] if state else [])
         kinds = {decoder["type"] for decoder in self._decoders}
         self._is_byte_level = "ByteLevel" in kinds
         self._has_fallback = "ByteFallback" in kinds
@@ -39,17 +46,20 @@ class TokenPieces:
 
     def piece(self, token_id: int) -> TokenPiece:
         """The token alone; a special token by its name."""
-        piece = self._pieces.get(token_id)
-        if piece is None:
-            piece = self._pieces[token_id] = self._find(token_id)
-        return piece
+        if token_id not in self._pieces:
+            self._pieces[token_id] = self._find(token_id)
+        return self._pieces[token_id]
 
     def _find(self, token_id: int) -> TokenPiece:
         name = self._name_of(token_id)
         if name is None:
             return TokenPiece(f"token_id:{token_id}", b"")
         raw = name.encode() if token_id in self._verbatim else self._bytes(name)
-        return TokenPiece(_written(raw), raw)
+        try:
+            return TokenPiece(raw.decode(), raw)
+        except UnicodeDecodeError:
+            text = "".join(chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in raw)
+            return TokenPiece(f"bytes:{text}", raw)
 
     def _bytes(self, name: str) -> bytes:
         if self._is_byte_level:
@@ -59,50 +69,16 @@ class TokenPieces:
         if found:
             return bytes.fromhex(found[1])
         for decoder in self._decoders:
-            name = _decoded(decoder, name)
+            # Whatever looks at the ends of a text only, like Strip, has nothing to do with a token in its middle.
+            match decoder["type"]:
+                case "Replace" if "String" in decoder["pattern"]:
+                    name = name.replace(decoder["pattern"]["String"], decoder["content"])
+                case "Metaspace":
+                    name = name.replace(decoder["replacement"], " ")
+                case "WordPiece":
+                    # It marks what continues a word, where others mark what begins one.
+                    is_inside = name.startswith(decoder["prefix"])
+                    name = name.removeprefix(decoder["prefix"]) if is_inside else f" {name}"
+                case "BPEDecoder":
+                    name = name.replace(decoder["suffix"], " ")
         return name.encode()
-
-
-def _decoders(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """How a tokenizer joins tokens, step by step, as tokenizer.json says it."""
-    if tokenizer.decoder is None:
-        return []
-    last: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
-    steps: list[dict[str, Any]] = last.get("decoders", [last])
-    return steps
-
-
-def _written(raw: bytes) -> str:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in raw)
-
-
-def _alphabet() -> dict[str, int]:
-    """Which byte each character of a byte-level vocabulary stands for (Radford et al., 2019, GPT-2).
-
-    Printable characters of Latin-1 stand for themselves, and the others are moved behind them, in order.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
-
-
-ALPHABET = _alphabet()
-
-
-def _decoded(decoder: dict[str, Any], name: str) -> str:
-    """A token behind one step of a decoder. What looks at the ends of a text only, like Strip, changes no token."""
-    match decoder["type"]:
-        case "Replace" if "String" in decoder["pattern"]:
-            return name.replace(decoder["pattern"]["String"], decoder["content"])
-        case "Metaspace":
-            return name.replace(decoder["replacement"], " ")
-        case "WordPiece":
-            # It marks what goes on a word, where others mark what begins one.
-            prefix = decoder["prefix"]
-            return name.removeprefix(prefix) if name.startswith(prefix) else f" {name}"
-        case "BPEDecoder":
-            return name.replace(decoder["suffix"], " ")
-    return name

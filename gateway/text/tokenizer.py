@@ -6,6 +6,7 @@ special tokens out and never shows half a character.
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import tokenizers
@@ -32,7 +33,11 @@ class Tokenizer:
         """
         source = unsized(model)
         try:
-            self._tokenizer = _read(source)
+            if Path(source).is_dir():
+                self._tokenizer = tokenizers.Tokenizer.from_file(str(Path(source) / "tokenizer.json"))
+            else:
+                model_id, _, revision = source.partition("@")
+                self._tokenizer = tokenizers.Tokenizer.from_pretrained(model_id, revision=revision or "main")
         except Exception as error:  # the library raises bare Exception
             raise ModelRefused(f"{model} has no tokenizer.json that can be read: {error}", model=model) from error
         added = self._tokenizer.get_added_tokens_decoder()
@@ -41,13 +46,11 @@ class Tokenizer:
 
     async def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         """Token ids of a text, with the special tokens of a whole prompt; a long one is encoded off the event loop."""
-        if len(text) > LONG_TEXT:
-            return await asyncio.to_thread(self._encode_long, text, special)
-        return tuple(self._tokenizer.encode(text, add_special_tokens=special).ids)
-
-    def _encode_long(self, text: str, special: bool) -> tuple[int, ...]:
+        if len(text) <= LONG_TEXT:
+            return tuple(self._tokenizer.encode(text, add_special_tokens=special).ids)
         # As a batch of one: for a single text the library keeps all other threads from running, the loop's too.
-        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        encode = partial(self._tokenizer.encode_batch_fast, [text], add_special_tokens=special)
+        [encoding] = await asyncio.to_thread(encode)
         return tuple(encoding.ids)
 
     async def spell(self, token_ids: Sequence[int]) -> list[str]:
@@ -80,13 +83,6 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         """Whether a token has no text of its own, like an end-of-sequence token."""
         return token_id in self._special_ids
-
-
-def _read(model: str) -> tokenizers.Tokenizer:
-    if Path(model).is_dir():
-        return tokenizers.Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
-    model_id, _, revision = model.partition("@")
-    return tokenizers.Tokenizer.from_pretrained(model_id, revision=revision or "main")
 
 
 class Detokenizer:

@@ -41,7 +41,13 @@ def configure_logs(level: str) -> None:
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    rendering = _rendering(sys.stderr.isatty())
+    rendering: list[Processor] = [
+        structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
+        structlog.processors.JSONRenderer(),
+    ]
+    if sys.stderr.isatty():
+        # The default formatter is rich's, which prints local variables.
+        rendering = [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
     foreign = logging.StreamHandler(sys.stderr)
     # Lines of libraries look like ours, and their tracebacks have no more in them.
     foreign.setFormatter(
@@ -85,17 +91,9 @@ def session_prefix(session_id: bytes) -> str:
     return session_id[:SHOWN_ID_LEN].hex()
 
 
-def _rendering(is_terminal: bool) -> list[Processor]:
-    if is_terminal:
-        # The default formatter is rich's, which prints local variables.
-        return [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
-    tracebacks = ExceptionDictTransformer(show_locals=False)
-    return [structlog.processors.ExceptionRenderer(tracebacks), structlog.processors.JSONRenderer()]
-
-
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 EXPORTER = "outrider.process.trace_export"
-# Of 8 KiB that gRPC takes beside a message; calls with more fail at random. W3C asks for 512 to be passed on.
+# Of 8 KiB that gRPC takes beside a message; calls with more fail at random. By W3C 512 should be passed on.
 MAX_STATE_LEN = 4096
 
 PROPAGATOR = TraceContextTextMapPropagator()
@@ -118,7 +116,7 @@ def configure_tracing(service_name: str, environment: Mapping[str, str] = os.env
     endpoint = next(filter(None, map(environment.get, ENDPOINTS)), None)
     is_off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
     if endpoint is None or is_off or environment.get("OTEL_TRACES_EXPORTER") == "none":
-        return _nothing_left
+        return lambda: None
     try:
         exporter = importlib.import_module(EXPORTER)
     except ModuleNotFoundError as error:
@@ -140,8 +138,9 @@ def span(name: str, parent: Mapping[str, str] | None = None, **attributes: Attri
     context = PROPAGATOR.extract(parent or {}, contexts.get_current())
     opened = TRACER.start_span(name, context, kind, attributes)
     token = contexts.attach(trace.set_span_in_context(opened, context))
+    found = opened.get_span_context()
     try:
-        with _trace_id_bound(opened):
+        with bound(**({"trace_id": trace.format_trace_id(found.trace_id)} if found.is_valid else {})):
             yield
     except asyncio.CancelledError:
         opened.set_attribute("cancelled", True)
@@ -157,13 +156,13 @@ def span(name: str, parent: Mapping[str, str] | None = None, **attributes: Attri
 
 
 def carrier() -> tuple[tuple[str, str], ...]:
-    """What tells the next process of the span that is open here, as metadata of a call; empty without one.
+    """The span that is open here as metadata of a call to the next process; empty without one.
 
     A client's own `tracestate` of more than MAX_STATE_LEN characters stays behind.
     """
-    told: dict[str, str] = {}
-    PROPAGATOR.inject(told)
-    return tuple((name, value) for name, value in told.items() if len(value) <= MAX_STATE_LEN)
+    injected: dict[str, str] = {}
+    PROPAGATOR.inject(injected)
+    return tuple((name, value) for name, value in injected.items() if len(value) <= MAX_STATE_LEN)
 
 
 def parent_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]:
@@ -179,17 +178,3 @@ def event(name: str, **attributes: AttributeValue) -> None:
 def note(**attributes: AttributeValue) -> None:
     """Sets attributes of the open span."""
     trace.get_current_span().set_attributes(attributes)
-
-
-@contextmanager
-def _trace_id_bound(opened: trace.Span) -> Iterator[None]:
-    context = opened.get_span_context()
-    if not context.is_valid:
-        yield
-        return
-    with bound(trace_id=trace.format_trace_id(context.trace_id)):
-        yield
-
-
-def _nothing_left() -> None:
-    """Nothing was recorded."""

@@ -11,14 +11,8 @@ from gateway.generation.generate import CompletionEvent, RoundEvent
 from gateway.generation.request import CheckedRequest, GenerationRequest
 from gateway.generation.transcript import GeneratedToken, PromptToken, SpeculationFigures
 from gateway.rest.completions import CompletionFormatter
-from gateway.rest.generate import (
-    CHAT_NAMES,
-    TEXT_NAMES,
-    ResponseFigures,
-    ResponseHeader,
-    generation_request,
-    in_names_of,
-)
+from gateway.rest.generate import CHAT_NAMES, TEXT_NAMES, ResponseFigures, generation_request, in_names_of
+from gateway.rest.responses import ResponseHeader
 from gateway.rest.schemas import CompletionRequest, SpeculationFields
 from gateway.rounds.round import Round, TokenOrigin
 from gateway.text.tokenizer import Tokenizer
