@@ -1,6 +1,6 @@
 """From a checked body to a response, streamed or whole: the same for both kinds of route.
 
-Nothing is promised to a client before its request is accepted: until then every error has a status. Afterwards an error
+Until its request is accepted, nothing is promised to a client, and every error has a status. Afterwards an error is the
 is the last event of a stream, and there is no [DONE].
 """
 
