@@ -1,7 +1,7 @@
 """From a checked body to a response, streamed or whole: the same for both kinds of route.
 
 Until its request is accepted, nothing is promised to a client, and every error has a status. Afterwards an error is the
-is the last event of a stream, and there is no [DONE].
+last event of a stream, and there is no [DONE].
 """
 
 import asyncio

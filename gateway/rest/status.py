@@ -101,7 +101,7 @@ def routes(frontend: Frontend, registry: CollectorRegistry) -> APIRouter:
     @router.get("/metrics", response_class=Response, responses=documented(text="text/plain"))
     async def metrics(names: Annotated[list[str], Query(alias="name[]", default_factory=list)]) -> Response:
         """Figures for Prometheus in its text format, all or those of some names."""
-        body, content_type = exposition(registry.restricted_registry(names) if names else registry)
+        body, content_type = exposition(registry, names)
         return Response(body, headers={"content-type": content_type})
 
     return router

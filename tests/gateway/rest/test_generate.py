@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from support.basics import spec_of
+from support.markov import round_of
 
 from gateway.generation.generate import CompletionEvent, RoundEvent
 from gateway.generation.request import CheckedRequest, GenerationRequest
@@ -14,7 +15,7 @@ from gateway.rest.completions import CompletionFormatter
 from gateway.rest.generate import CHAT_NAMES, TEXT_NAMES, ResponseFigures, generation_request, in_names_of
 from gateway.rest.responses import ResponseHeader
 from gateway.rest.schemas import CompletionRequest, SpeculationFields
-from gateway.rounds.round import Round, TokenOrigin
+from gateway.rounds.round import TokenOrigin
 from gateway.text.tokenizer import Tokenizer
 from outrider.errors import Field, InvalidRequest, Overloaded, PromptTooLong
 from outrider.parameters import MAX_SAMPLES, Acceptance, FinishReason, Rule, SamplingParameters, TokenLogprob
@@ -127,7 +128,7 @@ def test_other_errors_stay_as_they_are() -> None:
 
 def said(text: str, drafted: int = 0, accepted: int = 0, prompt: tuple[PromptToken, ...] = ()) -> RoundEvent:
     """A round with one token."""
-    committed = Round((1,), (TokenOrigin.PLAIN,), 2, drafted, accepted, accepted, None, None, 0, 0, 0, "numerics")
+    committed = round_of((1,), (TokenOrigin.PLAIN,), draft_count=drafted, accepted_count=accepted)
     return RoundEvent(
         (GeneratedToken(1, TokenOrigin.PLAIN, text, TokenLogprob(-2.0)),), committed, prompt_tokens=prompt
     )
