@@ -33,6 +33,7 @@ from outrider.rpc.channels import open_channel
 from outrider.rpc.errors import error_from
 from outrider.rpc.messages import rules_from
 from outrider.v1 import model_service_pb2 as pb
+from outrider.v1 import types_pb2
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub
 
 # Bounds of the time of a Rollback, which waits for the step that is running; the last is longer than its timeout.
@@ -41,11 +42,15 @@ PROTOCOL_VERSION = 1
 ROLES = {pb.SERVICE_ROLE_DRAFT: "draft", pb.SERVICE_ROLE_TARGET: "target"}
 HANDSHAKE_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 2.0
+ROLLBACK_TIMEOUT_S = 5.0
 BACKOFF_S = (0.1, 2.0)
 # Failures in a row that open the breaker, and pauses between trials. A draft may be late now and then, and requests do
 # without it; a target is late only when it hangs, and then there is nothing else that a request could do.
 BREAKERS = {"draft": (2, (0.5, 10.0)), "target": (1, (0.0, 0.0))}
 TRIAL_COST = 0.05  # share of the time that trials may cost; pauses grow beyond the longest where they are dear
+# Links and breakers change with time and in several places, so who waits for them looks now and then.
+LOOK_S = 0.02
+READINESS_LOOK_S = 0.25
 
 log = structlog.get_logger()
 
@@ -190,17 +195,20 @@ class ServiceLink:
             await asyncio.wait_for(self._settled.wait(), timeout_s)
         return self._settled.is_set()
 
-    async def rollback(self, request: pb.RollbackRequest, timeout_s: float) -> pb.RollbackResponse:
-        """Calls Rollback; raises what the service answered, or PeerLost after the timeout."""
+    async def rollback(self, fence: types_pb2.Fence, cached_len: int) -> pb.RollbackResponse:
+        """Takes a session back to the fence's length, where so much was cached; raises what the service answered."""
         clock_s = asyncio.get_running_loop().time
         started_s = clock_s()
         try:
-            with telemetry.span("Rollback", service=self.role, base_len=request.fence.base_len):
-                return await self._models.Rollback(request, timeout=timeout_s, metadata=telemetry.carrier())
+            with telemetry.span("Rollback", service=self.role, base_len=fence.base_len):
+                request, metadata = pb.RollbackRequest(fence=fence), telemetry.carrier()
+                response = await self._models.Rollback(request, timeout=ROLLBACK_TIMEOUT_S, metadata=metadata)
         except grpc.aio.AioRpcError as error:
             raise error_from(error) from error
         finally:
             self.rollback_seconds.add(clock_s() - started_s)
+        self.rolled_back_tokens += max(0, cached_len - response.cached_len)
+        return response
 
     async def stalled_s(self) -> float | None:
         """Seconds for which the device has had work and finished none; no end of them for a service that is not there.
@@ -314,11 +322,6 @@ class ServiceLink:
             kv_tokens=answer.block_count * answer.block_size,
             drafters={offer.name: rules_from(offer.rules) for offer in answer.drafter_offers},
         )
-
-
-# Links and breakers change with time and in several places, so who waits for them looks now and then.
-LOOK_S = 0.02
-READINESS_LOOK_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
