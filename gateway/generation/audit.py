@@ -30,8 +30,6 @@ Decode = Callable[[CheckedRequest, ModelInfo], AsyncGenerator[Round, None]]
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request that was answered."""
-
     request: CheckedRequest
     target: ModelInfo
     token_ids: tuple[int, ...]
@@ -50,12 +48,10 @@ class ShadowAudit:
         self._chance = chance
         self._waiting: asyncio.Queue[Finished] = asyncio.Queue(MAX_WAITING)
         self._audits = Counter("outrider_audit", "Finished requests decoded again and compared.", registry=registry)
-        self._mismatches = Counter(
-            "outrider_audit_mismatch", "Audited requests whose tokens plain decoding does not give.", registry=registry
-        )
-        self._skipped = Counter(
-            "outrider_audit_skipped", "Requests chosen for an audit without a result.", ["reason"], registry=registry
-        )
+        meaning = "Audited requests whose tokens plain decoding does not give."
+        self._mismatches = Counter("outrider_audit_mismatch", meaning, registry=registry)
+        meaning = "Requests chosen for an audit without a result."
+        self._skipped = Counter("outrider_audit_skipped", meaning, ["reason"], registry=registry)
 
     def offer(self, request: CheckedRequest, transcript: Transcript, target: ModelInfo) -> None:
         """Takes note of a finished request, if its turn has come."""

@@ -29,6 +29,8 @@ from gateway.text.tokenizer import Tokenizer
 from outrider.errors import ProtocolViolation
 from outrider.parameters import Acceptance, FinishReason
 
+EventT = TypeVar("EventT")
+
 
 @dataclass(frozen=True, slots=True)
 class Backend:
@@ -52,62 +54,6 @@ class Backend:
             max_draft_count=target.max_draft_count,
             drafters=self.draft.info.drafters if self.draft and self.draft.info else {},
         )
-
-
-EventT = TypeVar("EventT")
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Says that a stream has no more events, and why if it failed."""
-
-    error: Exception | None = None
-
-
-async def merged(streams: Sequence[AsyncGenerator[EventT, None]]) -> AsyncGenerator[EventT, None]:
-    """Yields the events of all streams as they come, each stream's in its order, until all have ended.
-
-    No stream runs more than an event or two ahead of the reader. What one raises ends all of them, and is raised; all
-    are closed before this generator is.
-    """
-    events: asyncio.Queue[EventT | Ended] = asyncio.Queue(maxsize=1)
-    turn = asyncio.Lock()
-    tasks = [asyncio.create_task(_pump(stream, events, turn)) for stream in streams]
-    num_running = len(tasks)
-    try:
-        while num_running:
-            event = await events.get()
-            if not isinstance(event, Ended):
-                yield event
-            elif event.error is not None:
-                raise event.error
-            else:
-                num_running -= 1
-    finally:
-        for task in tasks:
-            task.cancel()
-        # A task that is cancelled still closes its stream, which tells the services.
-        await asyncio.wait(tasks)
-
-
-async def _pump(
-    stream: AsyncGenerator[EventT, None], events: asyncio.Queue[EventT | Ended], turn: asyncio.Lock
-) -> None:
-    ended = Ended()
-    try:
-        async with aclosing(stream):
-            async for event in stream:
-                # A full queue lets whoever comes just in time go before those who wait; a lock does not.
-                async with turn:
-                    await events.put(event)
-    except Exception as error:  # noqa: BLE001 - it is raised where the events are read
-        ended = Ended(error)
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        # Nobody reads any more, and a full queue would be waited for without end.
-        return
-    async with turn:
-        await events.put(ended)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +138,6 @@ async def prepare(request: GenerationRequest, backend: Backend, time_left_s: flo
 
 
 async def _sample(context: RequestContext) -> AsyncGenerator[Event, None]:
-    """The events of one sample."""
     request, backend, tokenizer = context.request, context.backend, context.backend.tokenizer
     transcript = Transcript(tokenizer.detokenizer(), StopScanner(request.stops))
     first_token_us = 0
@@ -249,12 +194,10 @@ async def _prompt_tokens(request: CheckedRequest, tokenizer: Tokenizer, committe
 
 
 def _rejected(tokenizer: Tokenizer, committed: Round) -> tuple[RejectedToken, ...]:
-    """The guesses that were not kept."""
-    tree = committed.proposal.tree
-    found = [
-        (tree.token_ids[row - 1], tree.logprobs[row - 1] if tree.logprobs else None) for row in committed.rejected_rows
-    ]
-    return tuple(RejectedToken(token_id, tokenizer.decode([token_id]), logprob) for token_id, logprob in found)
+    tree, rows = committed.proposal.tree, committed.rejected_rows
+    token_ids = [tree.token_ids[row - 1] for row in rows]
+    logprobs = [tree.logprobs[row - 1] if tree.logprobs else None for row in rows]
+    return tuple(map(RejectedToken, token_ids, [tokenizer.decode([token_id]) for token_id in token_ids], logprobs))
 
 
 def decode(
@@ -274,3 +217,56 @@ def decode(
     timeouts, model_hash = backend.target_timeouts, target.model_hash
     verifying = RemoteTargetSession(backend.target, timeouts, spec, log, session_id, model_hash, deadline)
     return speculate(log, planner, verifying, draft)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Says that a stream has no more events, and why if it failed."""
+
+    error: Exception | None = None
+
+
+async def merged(streams: Sequence[AsyncGenerator[EventT, None]]) -> AsyncGenerator[EventT, None]:
+    """Yields the events of all streams as they come, each stream's in its order, until all have ended.
+
+    No stream runs more than an event or two ahead of the reader. What one raises ends all of them, and is raised; all
+    are closed before this generator is.
+    """
+    events: asyncio.Queue[EventT | Ended] = asyncio.Queue(maxsize=1)
+    turn = asyncio.Lock()
+    tasks = [asyncio.create_task(_pump(stream, events, turn)) for stream in streams]
+    num_running = len(tasks)
+    try:
+        while num_running:
+            event = await events.get()
+            if not isinstance(event, Ended):
+                yield event
+            elif event.error is not None:
+                raise event.error
+            else:
+                num_running -= 1
+    finally:
+        for task in tasks:
+            task.cancel()
+        # A task that is cancelled still closes its stream, which tells the services.
+        await asyncio.wait(tasks)
+
+
+async def _pump(
+    stream: AsyncGenerator[EventT, None], events: asyncio.Queue[EventT | Ended], turn: asyncio.Lock
+) -> None:
+    ended = Ended()
+    try:
+        async with aclosing(stream):
+            async for event in stream:
+                # A full queue lets whoever comes just in time go before those who wait; a lock does not.
+                async with turn:
+                    await events.put(event)
+    except Exception as error:  # noqa: BLE001 - it is raised where the events are read
+        ended = Ended(error)
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        # Nobody reads any more, and a full queue would be waited for without end.
+        return
+    async with turn:
+        await events.put(ended)
