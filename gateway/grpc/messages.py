@@ -25,6 +25,8 @@ def request_from(message: pb.GenerateRequest) -> GenerationRequest:
     """What the client wrote; raises InvalidRequest for sampling parameters, the rule and its settings."""
     speculation = message.speculation
     prompt = message.WhichOneof("prompt")
+    rule, settings = speculation.rule, speculation.acceptance
+    acceptance = acceptance_from(rule, settings, "speculation.rule", "speculation.acceptance.")
     return GenerationRequest(
         text=message.text if prompt == "text" else None,
         token_ids=tuple(message.token_ids.token_ids) if prompt == "token_ids" else None,
@@ -35,9 +37,7 @@ def request_from(message: pb.GenerateRequest) -> GenerationRequest:
         stop_token_ids=tuple(message.stop_token_ids),
         speculation_enabled=speculation.enabled if speculation.HasField("enabled") else True,
         draft_count=speculation.draft_count if speculation.HasField("draft_count") else None,
-        acceptance=acceptance_from(
-            speculation.rule, speculation.acceptance, "speculation.rule", "speculation.acceptance."
-        ),
+        acceptance=acceptance,
         drafter=speculation.drafter,
         logprob_count=message.logprob_count if message.HasField("logprob_count") else None,
         sample_count=message.sample_count if message.HasField("sample_count") else None,
@@ -70,15 +70,11 @@ async def chat_request_from(message: pb.ChatRequest, template: ChatTemplate) -> 
 
 def event_message(event: RoundEvent | CompletionEvent) -> pb.GenerateResponse:
     """An event to send."""
-    if isinstance(event, RoundEvent):
-        return pb.GenerateResponse(round=_round(event))
-    return pb.GenerateResponse(completion=_completion(event))
-
-
-def _round(event: RoundEvent) -> pb.Round:
+    if isinstance(event, CompletionEvent):
+        return pb.GenerateResponse(completion=_completion(event))
     facts = round_facts(event.committed)
     facts["fallback_reason"] = FALLBACKS.get(facts["fallback_reason"], pb.FALLBACK_REASON_UNSPECIFIED)
-    return pb.Round(
+    message = pb.Round(
         tokens=[
             pb.GeneratedToken(
                 token_id=token.token_id,
@@ -101,6 +97,7 @@ def _round(event: RoundEvent) -> pb.Round:
             for token in event.rejected
         ],
     )
+    return pb.GenerateResponse(round=message)
 
 
 def _logprob(logprob: TokenLogprob | None) -> types_pb2.TokenLogprob | None:
