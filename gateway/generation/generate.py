@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from gateway.generation.audit import ShadowAudit
-from gateway.generation.request import CheckedRequest, GenerationRequest, ServingLimits, check_request
+from gateway.generation.request import CheckedRequest, GenerationRequest, check_request
 from gateway.generation.transcript import (
     GeneratedToken,
     PromptToken,
@@ -43,17 +43,6 @@ class Backend:
     draft_deadline: DraftDeadline
     target_timeouts: TargetTimeouts
     audit: ShadowAudit
-
-    def limits(self, target: ModelInfo) -> ServingLimits:
-        """What a request may ask for of this target."""
-        return ServingLimits(
-            context_len=target.context_len,
-            kv_tokens=target.kv_tokens,
-            vocabulary_size=target.vocabulary_size,
-            eos_token_ids=target.eos_token_ids,
-            max_draft_count=target.max_draft_count,
-            drafters=self.draft.info.drafters if self.draft and self.draft.info else {},
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +122,8 @@ async def prepare(request: GenerationRequest, backend: Backend, time_left_s: flo
     """
     started_ns, deadline = time.perf_counter_ns(), Deadline.after(time_left_s)
     target = await backend.target.after_handshake(backend.target_timeouts.rebuild_budget_s)
-    checked = await check_request(request, backend.tokenizer, backend.limits(target))
+    drafters = backend.draft.info.drafters if backend.draft and backend.draft.info else {}
+    checked = await check_request(request, backend.tokenizer, target, drafters)
     return RequestContext(checked, backend, target, deadline, started_ns)
 
 

@@ -143,6 +143,7 @@ class ModelInfo:
     max_draft_count: int
     unacknowledged_window: int
     kv_tokens: int
+    """What the key-value cache holds when no other request is in it."""
     drafters: Mapping[str, frozenset[Rule]]
     """The rules that each drafter can serve, by its name."""
 
