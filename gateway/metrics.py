@@ -113,18 +113,15 @@ class GatewayMetrics:
         self.registry.register(Watched(admission, backend, lambda: self._rejected_rows))
 
     def admitted(self, waited_s: float, requests: Sequence[CheckedRequest] = ()) -> None:
-        """A request has its places, after so many seconds."""
         self.queue.observe(waited_s)
         for request in requests:
             self.params_n.observe(request.sample_count)
             self.params_max_tokens.observe(request.spec.max_len - request.spec.prompt_len)
 
     def rejected(self, error: OutriderError) -> None:
-        """A request was turned away before anything was spent on it."""
         self.rejections.labels(error.reason.lower()).inc()
 
     def observe(self, event: Event) -> None:
-        """A round or a completion of any sample of any request."""
         if isinstance(event, CompletionEvent):
             self._complete(event)
             return
@@ -134,7 +131,6 @@ class GatewayMetrics:
             self.first_token.observe(event.elapsed_us / 1e6)
 
     def ended(self, error: BaseException | None) -> None:
-        """A request is over: None well, CancelledError because its client left."""
         if error is not None:
             reason = ABORTED if isinstance(error, asyncio.CancelledError | GeneratorExit) else FAILED
             self.success.labels(reason).inc()

@@ -52,7 +52,6 @@ class RunningGateway:
 
     @property
     def further_addresses(self) -> Mapping[str, str]:
-        """Where it serves REST and metrics."""
         served = {"rest": self.rest, "metrics": self.metrics}
         return {name: running.address for name, running in served.items() if running is not None}
 

@@ -57,8 +57,7 @@ class Admission:
     def __init__(self, places: int, queue_len: int) -> None:
         self.places = places
         self.queue_len = queue_len
-        self.running = 0
-        """Samples that run."""
+        self.running = 0  # samples
         self._queue: deque[_Waiter] = deque()
         self._place_s = RETRY_AFTER_S[0]
         self._num_arriving = 0
@@ -163,12 +162,11 @@ class Admission:
 
 
 class RequestLog:
-    """What is known of one request so far."""
+    """What is known so far of one request, which may have several parts and has waited so long for its places."""
 
     def __init__(
         self, requests: Sequence[CheckedRequest], waited_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`requests` are the parts of a request that has waited so long for its places."""
         self._requests = requests
         self._waited_s = waited_s
         self._clock = clock
@@ -179,7 +177,6 @@ class RequestLog:
         self._figures = SpeculationFigures()
 
     def observe(self, event: Event) -> None:
-        """Takes note of an event of any part and sample."""
         if isinstance(event, CompletionEvent):
             self._completions.append(event)
             return
@@ -190,7 +187,6 @@ class RequestLog:
             self._figures.add(event.committed)
 
     def ended(self, error: BaseException | None) -> None:
-        """Writes the line."""
         ended_s, figures = self._clock(), self._figures
         if error is None:
             status = "OK"
@@ -258,7 +254,6 @@ class Frontend:
     chat_template: ChatTemplate
     model_name: str
     started_s: float = field(default_factory=time.time)
-    """When it was made, in seconds since 1970."""
 
     @asynccontextmanager
     async def open(

@@ -57,8 +57,7 @@ class RoundEvent:
     sample_index: int = 0
     prompt_tokens: tuple[PromptToken, ...] = ()
     rejected: tuple[RejectedToken, ...] = ()
-    elapsed_us: int = 0
-    """When the tokens were there, since the gateway received the request."""
+    elapsed_us: int = 0  # when the tokens were there, since the gateway received the request
 
 
 @dataclass(frozen=True, slots=True)

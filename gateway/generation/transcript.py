@@ -17,10 +17,9 @@ from outrider.parameters import FinishReason, TokenLogprob
 
 
 class StopScanner:
-    """Passes text through and holds back its tail while that may still turn into a stop string."""
+    """Passes text through and holds back its tail while that may still turn into a stop string; none is empty."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Takes stop strings, none of them empty."""
         self._automata = [_Automaton(stop) for stop in stops]
         self._held = ""
         self.found: str | None = None

@@ -204,12 +204,9 @@ class SpeculationPolicy:
 class DraftOutlook:
     """What can be expected of a draft session now; None where nothing is in the way, or nobody knows."""
 
-    obstacle: FallbackReason | None = None
-    """Why it is no use to ask for guesses now."""
+    obstacle: FallbackReason | None = None  # why it is no use to ask for guesses now
     context_len: int | None = None
-    """Longest sequence that the draft can read."""
     max_draft_count: int | None = None
-    """Most draft tokens in a proposal."""
 
 
 @dataclass(frozen=True, slots=True)

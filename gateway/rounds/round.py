@@ -92,12 +92,10 @@ class Round:
 
     @property
     def draft_count(self) -> int:
-        """Draft tokens that were proposed."""
         return len(self.proposal.tree)
 
     @property
     def accepted_count(self) -> int:
-        """Draft tokens that the target accepted."""
         return len(self.verdict.accepted_rows)
 
     @property
@@ -126,7 +124,6 @@ class TokenLog:
         return len(self._token_ids)
 
     def tokens(self, start: int = 0) -> tuple[int, ...]:
-        """Committed tokens from a position on."""
         return tuple(self._token_ids[start:])
 
     def begin_round(self) -> None:

@@ -42,10 +42,8 @@ class DraftStream(MessageStream[pb.ProposeRequest, pb.ProposeResponse]):
         call = DraftServiceStub(peer.channel).Propose(timeout=timeout_s, metadata=telemetry.carrier())
         super().__init__(call, pb.ProposeRequest, peer, spec, token_log)
         self.instance_id = info.instance_id
-        self.known_len = 0
-        """Committed tokens that were sent."""
-        self.cached_len = 0
-        """Committed tokens that the draft has read, as it said last."""
+        self.known_len = 0  # committed tokens that were sent
+        self.cached_len = 0  # those that the draft has read, as it said last
         self._drafter = drafter
         self._vocabulary_size = info.vocabulary_size
 
@@ -97,7 +95,6 @@ class DraftStream(MessageStream[pb.ProposeRequest, pb.ProposeResponse]):
         return Proposal(tree, compute_us=response.times.compute_us, caught_up_count=caught_up_count, hop=hop)
 
     def finish(self, fence: types_pb2.Fence) -> None:
-        """Ends the session and the call, in the background."""
         # The log may have grown past the draft's context, where it takes no messages.
         fence.base_len = max(self.known_len, 1)
         super().finish(fence)
@@ -260,7 +257,6 @@ class RemoteDraftSession(RemoteSession[DraftStream]):
         return Proposal(fallback_reason=reason)
 
     def _tell(self, event: str, **values: str | float) -> None:
-        """A line in the log, and an event in the request's span."""
         log.warning(event, service=str(self._last), session=session_prefix(self._session_id), **values)
         telemetry.event(event, service=self._last.address)
 
@@ -271,5 +267,4 @@ class AbsentDraftSession(nullcontext[None]):
     outlook = DraftOutlook(FallbackReason.DRAFT_ABSENT)
 
     async def propose(self, _draft_count: int) -> Proposal:
-        """An empty proposal."""
         return NOTHING

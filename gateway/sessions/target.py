@@ -43,8 +43,6 @@ log = structlog.get_logger()
 
 
 class TargetStream(MessageStream[pb.VerifyRequest, pb.VerifyResponse]):
-    """Messages of one session to and from one target."""
-
     def __init__(
         self,
         peer: ServiceLink,
@@ -61,8 +59,7 @@ class TargetStream(MessageStream[pb.VerifyRequest, pb.VerifyResponse]):
         info = peer.present()
         call = TargetServiceStub(peer.channel).Verify(timeout=timeout_s, metadata=telemetry.carrier())
         super().__init__(call, pb.VerifyRequest, peer, spec, token_log)
-        self.is_opening = True
-        """Whether the open has no answer yet."""
+        self.is_opening = True  # the open has no answer yet
         self._session_id, self._epoch = fence.session_id, fence.epoch
         self._write_timeout_s = write_timeout_s
         self._max_budget = max(0, info.unacknowledged_window - 1)
@@ -149,7 +146,6 @@ class RemoteTargetSession(RemoteSession[TargetStream]):
 
     @property
     def outstanding(self) -> int:
-        """Tokens that the target may still commit unasked."""
         return self._stream.outstanding if self._stream is not None else 0
 
     async def verify(self, proposal: Proposal, plain_budget: int) -> Verdict:
@@ -307,6 +303,5 @@ class RemoteTargetSession(RemoteSession[TargetStream]):
         await self._forget()
 
     def _tell(self, event: str, **values: str | int) -> None:
-        """A line in the log, and an event in the request's span."""
         log.warning(event, session=session_prefix(self._session_id), **values)
         telemetry.event(event)
