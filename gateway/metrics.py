@@ -44,9 +44,7 @@ OUTCOMES = {
 
 
 class GatewayMetrics:
-    """Counts what happens, as gateway.generation.frontend.Observer: speculation and times by the round, and what users
-    feel by the sample.
-    """
+    """Counts what a frontend's Observer gets: speculation and times by the round, and what users feel by the sample."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry

@@ -29,14 +29,10 @@ Decode = Callable[[CheckedRequest, ModelInfo], AsyncGenerator[Round, None]]
 
 
 class ShadowAudit:
-    """Takes a fraction of the finished requests, and compares each with its plain decoding."""
+    """Takes a fraction in [0, 1] of the finished requests, and compares each with its plain decoding."""
 
-    def __init__(
-        self, fraction: float, registry: CollectorRegistry, chance: Callable[[], float] = random.random
-    ) -> None:
-        """`fraction` in [0, 1]; `chance` gives numbers in [0, 1)."""
+    def __init__(self, fraction: float, registry: CollectorRegistry) -> None:
         self._fraction = fraction
-        self._chance = chance
         self._waiting: asyncio.Queue[tuple[CheckedRequest, Transcript, ModelInfo]] = asyncio.Queue(MAX_WAITING)
         self._audits = Counter("outrider_audit", "Finished requests decoded again and compared.", registry=registry)
         meaning = "Audited requests whose tokens plain decoding does not give."
@@ -46,7 +42,7 @@ class ShadowAudit:
 
     def offer(self, request: CheckedRequest, transcript: Transcript, target: ModelInfo) -> None:
         """Takes note of a finished request, if its turn has come."""
-        if request.spec.acceptance.rule is not Rule.MATCH or self._chance() >= self._fraction:
+        if request.spec.acceptance.rule is not Rule.MATCH or random.random() >= self._fraction:
             return
         if len(transcript.numerics_ids) != 1:
             # A request that was moved to another kind of target has no single plain decoding.

@@ -164,13 +164,10 @@ class Admission:
 class RequestLog:
     """What is known so far of one request, which may have several parts and has waited so long for its places."""
 
-    def __init__(
-        self, requests: Sequence[CheckedRequest], waited_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, requests: Sequence[CheckedRequest], waited_s: float) -> None:
         self._requests = requests
         self._waited_s = waited_s
-        self._clock = clock
-        self._arrived_s = clock() - waited_s
+        self._arrived_s = time.monotonic() - waited_s
         self._first_token_s: float | None = None
         self._num_tokens = 0
         self._completions: list[CompletionEvent] = []
@@ -181,13 +178,13 @@ class RequestLog:
             self._completions.append(event)
             return
         if self._first_token_s is None:
-            self._first_token_s = self._clock()
+            self._first_token_s = time.monotonic()
         self._num_tokens += len(event.tokens)
         if not event.committed.is_first:
             self._figures.add(event.committed)
 
     def ended(self, error: BaseException | None) -> None:
-        ended_s, figures = self._clock(), self._figures
+        ended_s, figures = time.monotonic(), self._figures
         if error is None:
             status = "OK"
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):

@@ -94,27 +94,26 @@ class RequestContext:
     target: ModelInfo
     deadline: Deadline
     started_ns: int
-    queue_us: int = 0
 
     @property
     def elapsed_us(self) -> int:
         """Microseconds since the gateway received the request."""
         return (time.perf_counter_ns() - self.started_ns) // 1000
 
-    async def events(self, queue_us: int = 0) -> AsyncGenerator[Event, None]:
+    async def events(self, queue_us: int) -> AsyncGenerator[Event, None]:
         """Yields an event for every round of each sample and then its completion. All sessions of a sample are told to
         end before its completion comes, and also when the caller closes the generator early. Raises any OutriderError.
 
         queue_us is for how long the request has waited for its turn.
         """
         requests = [self.request.sample(index) for index in range(self.request.sample_count)]
-        samples = [_sample(replace(self, request=request, queue_us=queue_us)) for request in requests]
+        samples = [_sample(replace(self, request=request), queue_us) for request in requests]
         async with aclosing(samples[0] if len(samples) == 1 else merged(samples)) as events:
             async for event in events:
                 yield event
 
 
-async def prepare(request: GenerationRequest, backend: Backend, time_left_s: float | None = None) -> RequestContext:
+async def prepare(request: GenerationRequest, backend: Backend, time_left_s: float | None) -> RequestContext:
     """Checks a request. Raises InvalidRequest, PromptTooLong, and what is said of a target that is away.
 
     `time_left_s` is what the client's deadline leaves, and also becomes that of the services; None for no end.
@@ -126,7 +125,7 @@ async def prepare(request: GenerationRequest, backend: Backend, time_left_s: flo
     return RequestContext(checked, backend, target, deadline, started_ns)
 
 
-async def _sample(context: RequestContext) -> AsyncGenerator[Event, None]:
+async def _sample(context: RequestContext, queue_us: int) -> AsyncGenerator[Event, None]:
     request, backend, tokenizer = context.request, context.backend, context.backend.tokenizer
     transcript = Transcript(tokenizer.detokenizer(), StopScanner(request.stops))
     first_token_us = 0
@@ -164,7 +163,7 @@ async def _sample(context: RequestContext) -> AsyncGenerator[Event, None]:
         text_delta=text_delta,
         first_token_us=first_token_us,
         total_us=context.elapsed_us,
-        queue_us=context.queue_us,
+        queue_us=queue_us,
         sample_index=request.sample_index,
         acceptance=request.spec.acceptance,
     )
@@ -197,15 +196,13 @@ def decode(
     """
     spec, log, session_id = request.spec, TokenLog(request.spec.token_ids), secrets.token_bytes(16)
     planner = RoundPlanner(backend.policy, request.draft_count, spec.max_len, target.max_draft_count)
-    draft: RemoteDraftSession | AbsentDraftSession = AbsentDraftSession()
-    if backend.draft is not None:
-        warm, drafter = planner.expects_draft(), request.drafter
-        draft = RemoteDraftSession(
-            backend.draft, backend.draft_deadline, spec, log, session_id, warm, drafter, deadline
-        )
     timeouts, model_hash = backend.target_timeouts, target.model_hash
     verifying = RemoteTargetSession(backend.target, timeouts, spec, log, session_id, model_hash, deadline)
-    return speculate(log, planner, verifying, draft)
+    if backend.draft is None:
+        return speculate(log, planner, verifying, AbsentDraftSession())
+    warm, drafter = planner.expects_draft(), request.drafter
+    drafting = RemoteDraftSession(backend.draft, backend.draft_deadline, spec, log, session_id, warm, drafter, deadline)
+    return speculate(log, planner, verifying, drafting)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,10 +71,29 @@ async def chat_request_from(message: pb.ChatRequest, template: ChatTemplate) -> 
 def event_message(event: RoundEvent | CompletionEvent) -> pb.GenerateResponse:
     """An event to send."""
     if isinstance(event, CompletionEvent):
-        return pb.GenerateResponse(completion=_completion(event))
+        completion = pb.Completion(
+            finish_reason=messages.finish_reason_message(event.finish_reason),
+            usage=pb.Usage(
+                prompt_tokens=event.prompt_tokens,
+                completion_tokens=event.completion_tokens,
+                cached_prompt_tokens=event.cached_prompt_tokens,
+            ),
+            seed=event.seed,
+            speculation=pb.SpeculationFigures(**event.figures.facts()),
+            model_hash=event.model_hash,
+            numerics_id=event.numerics_ids[-1],
+            numerics_ids=event.numerics_ids,
+            survival=pb.SurvivalFigures(target_reopens=event.target_reopens, drift_repairs=event.drift_repairs),
+            text_delta=event.text_delta,
+            timings=pb.Timings(first_token_us=event.first_token_us, total_us=event.total_us, queue_us=event.queue_us),
+            sample_index=event.sample_index,
+            rule=RULES[event.acceptance.rule],
+            acceptance=settings_message(event.acceptance),
+        )
+        return pb.GenerateResponse(completion=completion)
     facts = round_facts(event.committed)
     facts["fallback_reason"] = FALLBACKS.get(facts["fallback_reason"], pb.FALLBACK_REASON_UNSPECIFIED)
-    message = pb.Round(
+    committed = pb.Round(
         tokens=[
             pb.GeneratedToken(
                 token_id=token.token_id,
@@ -97,30 +116,8 @@ def event_message(event: RoundEvent | CompletionEvent) -> pb.GenerateResponse:
             for token in event.rejected
         ],
     )
-    return pb.GenerateResponse(round=message)
+    return pb.GenerateResponse(round=committed)
 
 
 def _logprob(logprob: TokenLogprob | None) -> types_pb2.TokenLogprob | None:
     return None if logprob is None else logprob_message(logprob)
-
-
-def _completion(event: CompletionEvent) -> pb.Completion:
-    return pb.Completion(
-        finish_reason=messages.finish_reason_message(event.finish_reason),
-        usage=pb.Usage(
-            prompt_tokens=event.prompt_tokens,
-            completion_tokens=event.completion_tokens,
-            cached_prompt_tokens=event.cached_prompt_tokens,
-        ),
-        seed=event.seed,
-        speculation=pb.SpeculationFigures(**event.figures.facts()),
-        model_hash=event.model_hash,
-        numerics_id=event.numerics_ids[-1],
-        numerics_ids=event.numerics_ids,
-        survival=pb.SurvivalFigures(target_reopens=event.target_reopens, drift_repairs=event.drift_repairs),
-        text_delta=event.text_delta,
-        timings=pb.Timings(first_token_us=event.first_token_us, total_us=event.total_us, queue_us=event.queue_us),
-        sample_index=event.sample_index,
-        rule=RULES[event.acceptance.rule],
-        acceptance=settings_message(event.acceptance),
-    )

@@ -25,22 +25,6 @@ PLAIN_BUDGET = 32  # tokens committed unasked while plain decoding is what is wa
 WAITING_BUDGET = 8  # the same while the draft is away and may come back at any time
 
 
-class Decayed:
-    """A mean of ratios, where each addition takes a fiftieth off the weight of the past."""
-
-    def __init__(self, total: float, weight: float) -> None:
-        self._total, self._weight = total, weight
-
-    def add(self, total: float, weight: float) -> None:
-        """Adds an observation of total over weight."""
-        keep = 0.98 if weight else 1.0
-        self._total, self._weight = keep * self._total + total, keep * self._weight + weight
-
-    @property
-    def mean(self) -> float:
-        return self._total / self._weight
-
-
 class Average:
     """An exponential moving average that begins with the median of its first samples; `known` when it has them."""
 
@@ -120,7 +104,7 @@ class SpeculationPolicy:
     """Learns from every round of the gateway; `choose` answers for one round of one request."""
 
     def __init__(self) -> None:
-        self._accepted = Decayed(total=0.7 * 4, weight=4)  # alpha 0.7, worth four tokens
+        self._accepted, self._evaluated = 0.7 * 4, 4.0  # alpha 0.7, worth four tokens
         self._draft_token_us = Average()
         self._verify_us = Line()
         self._round_overhead_us = Average()
@@ -132,7 +116,7 @@ class SpeculationPolicy:
     @property
     def acceptance_rate(self) -> float:
         """Pooled estimate of the share of evaluated draft tokens that the target accepts, recent rounds first."""
-        return min(self._accepted.mean, 0.999)
+        return min(self._accepted / self._evaluated, 0.999)
 
     def observe(self, committed: Round, *, unasked: bool) -> None:
         """Learns from a round that is not a request's first one; unasked ones came without a message from here."""
@@ -141,7 +125,10 @@ class SpeculationPolicy:
         if committed.draft_count:
             self._plain_tokens = 0
             self._rounds_without_plain += 1
-            self._accepted.add(committed.accepted_count, verdict.evaluated_count)
+            # Each round that tested anything takes a fiftieth off the weight of the past.
+            keep = 0.98 if verdict.evaluated_count else 1.0
+            self._accepted = keep * self._accepted + committed.accepted_count
+            self._evaluated = keep * self._evaluated + verdict.evaluated_count
             if proposal.caught_up_count <= LARGE_CATCH_UP:
                 self._draft_token_us.add(proposal.compute_us / committed.draft_count)
             self._round_overhead_us.add(max(0, committed.round_us - proposal.compute_us - verdict.compute_us))

@@ -41,9 +41,6 @@ class HopCost:
     num_bytes: int = 0
 
 
-NO_HOP_COST = HopCost()
-
-
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """What the draft guessed behind the last committed token, or why it guessed nothing."""
@@ -52,7 +49,7 @@ class Proposal:
     fallback_reason: FallbackReason | None = None
     compute_us: int = 0
     caught_up_count: int = 0  # committed tokens that the draft had to read before it could guess
-    hop: HopCost = NO_HOP_COST
+    hop: HopCost = HopCost()
     drift_repairs: int = 0
 
 
@@ -70,7 +67,7 @@ class Verdict:
     evaluated_count: int
     compute_us: int = 0
     numerics_id: str = ""
-    hop: HopCost = NO_HOP_COST
+    hop: HopCost = HopCost()
     reopens: int = 0  # times that the session had to be opened again for this verdict
     drift_repairs: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()  # of the committed tokens, when asked for

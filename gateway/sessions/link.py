@@ -238,20 +238,14 @@ class ServiceLink:
         if answer is None:
             # This is how grpc.aio says that a message could not be parsed.
             raise WrongService(f"{self} answered with a message that is not valid", address=self.address)
-        if answer.protocol_version != PROTOCOL_VERSION:
-            raise WrongService(
-                f"{self} speaks version {answer.protocol_version} of the protocol, but version {PROTOCOL_VERSION} is "
-                "needed",
-                address=self.address,
-                protocol_version=answer.protocol_version,
-            )
+        version = answer.protocol_version
+        if version != PROTOCOL_VERSION:
+            message = f"{self} speaks version {version} of the protocol, but version {PROTOCOL_VERSION} is needed"
+            raise WrongService(message, address=self.address, protocol_version=version)
         role = ROLES.get(answer.role, "unknown")
         if role != self.role:
-            raise WrongService(
-                f"A {role} service answers at {self.address}, but a {self.role} service is wanted there",
-                address=self.address,
-                role=role,
-            )
+            message = f"A {role} service answers at {self.address}, but a {self.role} service is wanted there"
+            raise WrongService(message, address=self.address, role=role)
         return ModelInfo(
             role=role,
             instance_id=answer.instance_id,
