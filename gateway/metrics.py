@@ -43,10 +43,13 @@ OUTCOMES = {
 }
 
 
-class CountedFamilies:
-    """What is counted as it happens: speculation and times by the round, and what users feel by the sample."""
+class GatewayMetrics:
+    """Counts what a frontend's Observer gets: speculation and times by the round, and what users feel by the sample."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self._rejected_rows = 0
+
         def counter(name: str, meaning: str, *labels: str) -> Counter:
             return Counter(PREFIX + name, meaning, labels, registry=registry)
 
@@ -60,17 +63,13 @@ class CountedFamilies:
         self.drafts = counter(name + "drafts", "Verdicts on at least one draft token.")
         self.draft_tokens = counter(name + "draft_tokens", "Draft tokens that were proposed to the target.")
         self.accepted_tokens = counter(name + "accepted_tokens", "Draft tokens that the target accepted.")
-        self._accepted_at = counter(
-            name + "accepted_tokens_per_pos", "Accepted draft tokens by their position in a proposal.", "position"
-        )
-        self.evaluated_tokens = counter(
-            name + "evaluated_tokens", "Draft tokens that the target tested; behind a rejection nothing is."
-        )
+        meaning = "Accepted draft tokens by their position in a proposal."
+        self._accepted_at = counter(name + "accepted_tokens_per_pos", meaning, "position")
+        meaning = "Draft tokens that the target tested; behind a rejection nothing is."
+        self.evaluated_tokens = counter(name + "evaluated_tokens", meaning)
         # A counter behind its labels is looked up once: that takes longer than counting.
         outcomes = counter("round_outcomes", "Verdicts by how they ended.", "outcome")
-        self.outcomes = {
-            outcome: outcomes.labels(outcome) for outcome in ("plain", "fallback", "corrected", "bonus", "ended")
-        }
+        self.outcomes = {outcome: outcomes.labels(outcome) for outcome in ("fallback", *OUTCOMES.values())}
         fallbacks = counter("fallback_rounds", "Rounds that were to be speculative and had no draft.", "reason")
         self.fallbacks = {reason: fallbacks.labels(reason.value) for reason in FallbackReason}
         wire_bytes = counter("wire_bytes", "Bytes of the messages of sessions, both ways.", "peer")
@@ -107,8 +106,96 @@ class CountedFamilies:
         self.params_n = histogram("request_params_n", "Samples that a request asked for.", SAMPLES)
         self.params_max_tokens = histogram("request_params_max_tokens", "Most tokens that a request allowed.", TOKENS)
 
-    def accepted_at(self, num_accepted: int) -> list[Counter]:
-        """The counters of so many first positions of a proposal."""
+    def watch(self, admission: Admission, backend: Backend) -> None:
+        """Tells at every scrape who runs and waits, which services are there, and what was rolled back."""
+        self.registry.register(Watched(admission, backend, lambda: self._rejected_rows))
+
+    def admitted(self, waited_s: float, requests: Sequence[CheckedRequest] = ()) -> None:
+        self.queue.observe(waited_s)
+        for request in requests:
+            self.params_n.observe(request.sample_count)
+            self.params_max_tokens.observe(request.spec.max_len - request.spec.prompt_len)
+
+    def rejected(self, error: OutriderError) -> None:
+        self.rejections.labels(error.reason.lower()).inc()
+
+    def observe(self, event: Event) -> None:
+        if isinstance(event, CompletionEvent):
+            self._complete(event)
+            return
+        self._count(event)
+        self._time(event.committed)
+        if event.committed.is_first:
+            self.first_token.observe(event.elapsed_us / 1e6)
+
+    def ended(self, error: BaseException | None) -> None:
+        if error is not None:
+            reason = ABORTED if isinstance(error, asyncio.CancelledError | GeneratorExit) else FAILED
+            self.success.labels(reason).inc()
+
+    def _count(self, event: RoundEvent) -> None:
+        committed, proposal, verdict = event.committed, event.committed.proposal, event.committed.verdict
+        self.generation_tokens.inc(len(event.tokens))
+        self.target_bytes.inc(verdict.hop.num_bytes)
+        if proposal.fallback_reason is not None:
+            self.fallbacks[proposal.fallback_reason].inc()
+            self.outcomes["fallback"].inc()
+        else:
+            self.outcomes[OUTCOMES[committed.origins[-1]]].inc()
+        if proposal.tree:
+            self.drafts.inc()
+            self.draft_tokens.inc(committed.draft_count)
+            self.accepted_tokens.inc(committed.accepted_count)
+            self.evaluated_tokens.inc(verdict.evaluated_count)
+            for position in self._positions_until(committed.accepted_count):
+                position.inc()
+            self.draft_bytes.inc(proposal.hop.num_bytes)
+            self._rejected_rows += committed.draft_count - committed.accepted_count
+        rare = (
+            (self.dropped_tokens, len(committed.token_ids) - len(event.tokens)),
+            (self.reopens, verdict.reopens),
+            (self.drift_repairs, committed.drift_repairs),
+        )
+        for counter, number in rare:
+            if number:
+                counter.inc(number)
+
+    def _time(self, committed: Round) -> None:
+        proposal, verdict = committed.proposal, committed.verdict
+        if committed.is_first:
+            self.prompt_compute.observe(verdict.compute_us / 1e6)
+            return
+        self.burst.observe(committed.gap_us / 1e6)
+        self.verify_compute.observe(verdict.compute_us / 1e6)
+        if not proposal.tree:
+            return
+        # Of a round with a draft, because a verdict that comes unasked has not been waited for as an answer is.
+        draft, verify = proposal.hop, verdict.hop
+        self.round.observe(committed.round_us / 1e6)
+        self.draft_compute.observe(proposal.compute_us / 1e6)
+        self.draft_rpc.observe(draft.wait_us / 1e6)
+        self.draft_overhead.observe(max(0, draft.wait_us - draft.queue_us - proposal.compute_us) / 1e6)
+        self.verify_rpc.observe(verify.wait_us / 1e6)
+        self.verify_overhead.observe(max(0, verify.wait_us - verify.queue_us - verdict.compute_us) / 1e6)
+
+    def _complete(self, event: CompletionEvent) -> None:
+        num_tokens = event.completion_tokens
+        self.success.labels(FINISHED.get(event.finish_reason, STOPPED)).inc()
+        if event.sample_index == 0:
+            # The samples of a request share its prompt.
+            self.prompt_tokens.inc(event.prompt_tokens)
+            self.cached_tokens.inc(event.cached_prompt_tokens)
+            self.prompt_size.observe(event.prompt_tokens)
+        self.answer_size.observe(num_tokens)
+        self.total.observe(event.total_us / 1e6)
+        self.prefill.observe(max(0, event.first_token_us - event.queue_us) / 1e6)
+        self.decode.observe((event.total_us - event.first_token_us) / 1e6)
+        self.inference.observe(max(0, event.total_us - event.queue_us) / 1e6)
+        if num_tokens > 1:
+            self.per_token.observe((event.total_us - event.first_token_us) / 1e6 / (num_tokens - 1))
+
+    def _positions_until(self, num_accepted: int) -> list[Counter]:
+        """Counters of the first positions of a proposal, made when one is first reached."""
         while len(self._positions) < num_accepted:
             self._positions.append(self._accepted_at.labels(len(self._positions)))
         return self._positions[:num_accepted]
@@ -145,105 +232,3 @@ class Watched:
             rolled_back.add_metric([service], num_tokens)
             rollback_times.add_metric([service], seconds.buckets, seconds.total)
         yield from (up, rolled_back, rollback_times)
-
-
-class GatewayMetrics:
-    """The figures of one gateway; see gateway.generation.frontend.Observer."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.registry = registry
-        self._families = CountedFamilies(registry)
-        self._rejected_rows = 0
-
-    def watch(self, admission: Admission, backend: Backend) -> None:
-        """Tells at every scrape who runs and waits, which services are there, and what was rolled back."""
-        self.registry.register(Watched(admission, backend, lambda: self._rejected_rows))
-
-    def admitted(self, waited_s: float, requests: Sequence[CheckedRequest] = ()) -> None:
-        """A request has its places, after so many seconds; `requests` are its checked parts."""
-        self._families.queue.observe(waited_s)
-        for request in requests:
-            self._families.params_n.observe(request.sample_count)
-            self._families.params_max_tokens.observe(request.spec.max_len - request.spec.prompt_len)
-
-    def rejected(self, error: OutriderError) -> None:
-        """A request was turned away before anything was spent on it."""
-        self._families.rejections.labels(error.reason.lower()).inc()
-
-    def observe(self, event: Event) -> None:
-        """A round or a completion of any sample of any request."""
-        if isinstance(event, CompletionEvent):
-            self._complete(event)
-            return
-        self._count(event)
-        self._time(event.committed)
-        if event.committed.is_first:
-            self._families.first_token.observe(event.elapsed_us / 1e6)
-
-    def ended(self, error: BaseException | None) -> None:
-        """A request is over: None well, CancelledError because its client left."""
-        if error is not None:
-            reason = ABORTED if isinstance(error, asyncio.CancelledError | GeneratorExit) else FAILED
-            self._families.success.labels(reason).inc()
-
-    def _count(self, event: RoundEvent) -> None:
-        committed, families = event.committed, self._families
-        proposal, verdict = committed.proposal, committed.verdict
-        families.generation_tokens.inc(len(event.tokens))
-        families.target_bytes.inc(verdict.hop.num_bytes)
-        if proposal.fallback_reason is not None:
-            families.fallbacks[proposal.fallback_reason].inc()
-            families.outcomes["fallback"].inc()
-        else:
-            families.outcomes[OUTCOMES[committed.origins[-1]]].inc()
-        if proposal.tree:
-            families.drafts.inc()
-            families.draft_tokens.inc(committed.draft_count)
-            families.accepted_tokens.inc(committed.accepted_count)
-            families.evaluated_tokens.inc(verdict.evaluated_count)
-            for position in families.accepted_at(committed.accepted_count):
-                position.inc()
-            families.draft_bytes.inc(proposal.hop.num_bytes)
-            self._rejected_rows += committed.draft_count - committed.accepted_count
-        rare = (
-            (families.dropped_tokens, len(committed.token_ids) - len(event.tokens)),
-            (families.reopens, verdict.reopens),
-            (families.drift_repairs, committed.drift_repairs),
-        )
-        for counter, number in rare:
-            if number:
-                counter.inc(number)
-
-    def _time(self, committed: Round) -> None:
-        families, proposal, verdict = self._families, committed.proposal, committed.verdict
-        if committed.is_first:
-            families.prompt_compute.observe(verdict.compute_us / 1e6)
-            return
-        families.burst.observe(committed.gap_us / 1e6)
-        families.verify_compute.observe(verdict.compute_us / 1e6)
-        if not proposal.tree:
-            return
-        # Of a round with a draft, because a verdict that comes unasked has not been waited for as an answer is.
-        draft, verify = proposal.hop, verdict.hop
-        families.round.observe(committed.round_us / 1e6)
-        families.draft_compute.observe(proposal.compute_us / 1e6)
-        families.draft_rpc.observe(draft.wait_us / 1e6)
-        families.draft_overhead.observe(max(0, draft.wait_us - draft.queue_us - proposal.compute_us) / 1e6)
-        families.verify_rpc.observe(verify.wait_us / 1e6)
-        families.verify_overhead.observe(max(0, verify.wait_us - verify.queue_us - verdict.compute_us) / 1e6)
-
-    def _complete(self, event: CompletionEvent) -> None:
-        families, num_tokens = self._families, event.completion_tokens
-        families.success.labels(FINISHED.get(event.finish_reason, STOPPED)).inc()
-        if event.sample_index == 0:
-            # The samples of a request share its prompt.
-            families.prompt_tokens.inc(event.prompt_tokens)
-            families.cached_tokens.inc(event.cached_prompt_tokens)
-            families.prompt_size.observe(event.prompt_tokens)
-        families.answer_size.observe(num_tokens)
-        families.total.observe(event.total_us / 1e6)
-        families.prefill.observe(max(0, event.first_token_us - event.queue_us) / 1e6)
-        families.decode.observe((event.total_us - event.first_token_us) / 1e6)
-        families.inference.observe(max(0, event.total_us - event.queue_us) / 1e6)
-        if num_tokens > 1:
-            families.per_token.observe((event.total_us - event.first_token_us) / 1e6 / (num_tokens - 1))

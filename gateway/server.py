@@ -5,9 +5,10 @@ The target must be there before the gateway serves; the draft need not, because 
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -51,7 +52,6 @@ class RunningGateway:
 
     @property
     def further_addresses(self) -> Mapping[str, str]:
-        """Where it serves REST and metrics."""
         served = {"rest": self.rest, "metrics": self.metrics}
         return {name: running.address for name, running in served.items() if running is not None}
 
@@ -102,7 +102,15 @@ async def start(settings: GatewaySettings) -> RunningGateway:
         service = generation_service(frontend, settings.client_stall_seconds)
         server = await channels.serve(settings.listen, service, reflects=settings.reflection)
         undo.push_async_callback(server.stop, 0.0)
-        rest = await _serve_rest(settings, frontend, registry, server.address)
+        rest = None
+        if settings.rest_listen:
+            rest_settings = RestSettings(
+                keep_alive_s=settings.keep_alive_seconds,
+                client_stall_s=settings.client_stall_seconds,
+                sites=settings.sites,
+                grpc_port=int(server.address.rpartition(":")[2]),
+            )
+            rest = await serve_rest(settings.rest_listen, build_app(frontend, rest_settings, registry))
         undo.pop_all()
     reporting = report_readiness(backend.target, server.health, ("", *service))
     auditing = backend.audit.run(lambda request, target: decode(request, backend, target, NEVER))
@@ -110,23 +118,8 @@ async def start(settings: GatewaySettings) -> RunningGateway:
     return RunningGateway(server.address, backend, frontend, server, tasks, exposition, rest)
 
 
-async def _serve_rest(
-    settings: GatewaySettings, frontend: Frontend, registry: CollectorRegistry, grpc_address: str
-) -> RunningRest | None:
-    if not settings.rest_listen:
-        return None
-    rest = RestSettings(
-        keep_alive_s=settings.keep_alive_seconds,
-        client_stall_s=settings.client_stall_seconds,
-        sites=settings.sites,
-        grpc_port=int(grpc_address.rpartition(":")[2]),
-    )
-    return await serve_rest(settings.rest_listen, build_app(frontend, rest, registry))
-
-
 def _backend(settings: GatewaySettings, tokenizer: Tokenizer, registry: CollectorRegistry) -> Backend:
-    vocabulary = tokenizer.vocabulary()
-    fits = _fits(vocabulary, settings.tokenizer)
+    fits = partial(_check_vocabulary, tokenizer.vocabulary(), settings.tokenizer)
     target = Replicas([ServiceLink("target", address, fits) for address in listed(settings.target)])
     drafts = [ServiceLink("draft", address, fits) for address in listed(settings.draft)]
     return Backend(
@@ -142,18 +135,14 @@ def _backend(settings: GatewaySettings, tokenizer: Tokenizer, registry: Collecto
     )
 
 
-def _fits(vocabulary: Vocabulary, tokenizer: str) -> Callable[[ModelInfo], None]:
-    """A check that a model's ids mean the same tokens as the gateway's tokenizer, which is the target's."""
-
-    def check(info: ModelInfo) -> None:
-        difference = vocabulary.difference(Vocabulary(info.vocabulary_size, info.vocabulary_digests))
-        if difference is not None:
-            raise VocabularyMismatch(
-                f"The {info.role} model {info.model_name} does not fit the tokenizer of {tokenizer}: "
-                f"{difference[0].lower()}{difference[1:]}"
-            )
-
-    return check
+def _check_vocabulary(vocabulary: Vocabulary, tokenizer: str, info: ModelInfo) -> None:
+    """A model's ids must mean the same tokens as the gateway's tokenizer, which is the target's."""
+    difference = vocabulary.difference(Vocabulary(info.vocabulary_size, info.vocabulary_digests))
+    if difference is not None:
+        raise VocabularyMismatch(
+            f"The {info.role} model {info.model_name} does not fit the tokenizer of {tokenizer}: "
+            f"{difference[0].lower()}{difference[1:]}"
+        )
 
 
 async def _await_target(target: Replicas, timeout_s: float) -> None:

@@ -9,7 +9,7 @@ import random
 import secrets
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter
@@ -28,47 +28,28 @@ log = structlog.get_logger()
 Decode = Callable[[CheckedRequest, ModelInfo], AsyncGenerator[Round, None]]
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A request that was answered."""
-
-    request: CheckedRequest
-    target: ModelInfo
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
-    numerics_id: str
-
-
 class ShadowAudit:
-    """Takes a fraction of the finished requests, and compares each with its plain decoding."""
+    """Takes a fraction in [0, 1] of the finished requests, and compares each with its plain decoding."""
 
-    def __init__(
-        self, fraction: float, registry: CollectorRegistry, chance: Callable[[], float] = random.random
-    ) -> None:
-        """`fraction` in [0, 1]; `chance` gives numbers in [0, 1)."""
+    def __init__(self, fraction: float, registry: CollectorRegistry) -> None:
         self._fraction = fraction
-        self._chance = chance
-        self._waiting: asyncio.Queue[Finished] = asyncio.Queue(MAX_WAITING)
+        self._waiting: asyncio.Queue[tuple[CheckedRequest, Transcript, ModelInfo]] = asyncio.Queue(MAX_WAITING)
         self._audits = Counter("outrider_audit", "Finished requests decoded again and compared.", registry=registry)
-        self._mismatches = Counter(
-            "outrider_audit_mismatch", "Audited requests whose tokens plain decoding does not give.", registry=registry
-        )
-        self._skipped = Counter(
-            "outrider_audit_skipped", "Requests chosen for an audit without a result.", ["reason"], registry=registry
-        )
+        meaning = "Audited requests whose tokens plain decoding does not give."
+        self._mismatches = Counter("outrider_audit_mismatch", meaning, registry=registry)
+        meaning = "Requests chosen for an audit without a result."
+        self._skipped = Counter("outrider_audit_skipped", meaning, ["reason"], registry=registry)
 
     def offer(self, request: CheckedRequest, transcript: Transcript, target: ModelInfo) -> None:
         """Takes note of a finished request, if its turn has come."""
-        if request.spec.acceptance.rule is not Rule.MATCH or self._chance() >= self._fraction:
+        if request.spec.acceptance.rule is not Rule.MATCH or random.random() >= self._fraction:
             return
         if len(transcript.numerics_ids) != 1:
             # A request that was moved to another kind of target has no single plain decoding.
             self._skipped.labels("numerics").inc()
             return
-        token_ids = tuple(transcript.token_ids)
-        finished = Finished(request, target, token_ids, transcript.finish_reason, transcript.numerics_ids[0])
         try:
-            self._waiting.put_nowait(finished)
+            self._waiting.put_nowait((request, transcript, target))
         except asyncio.QueueFull:
             self._skipped.labels("busy").inc()
 
@@ -77,7 +58,7 @@ class ShadowAudit:
         while True:
             finished = await self._waiting.get()
             try:
-                await self._audit(finished, decode)
+                await self._audit(*finished, decode)
             except OutriderError as error:
                 self._skipped.labels("failed").inc()
                 log.warning("audit failed", reason=error.message)
@@ -86,40 +67,39 @@ class ShadowAudit:
                 self._skipped.labels("failed").inc()
                 log.exception("audit failed")
 
-    async def _audit(self, finished: Finished, decode: Decode) -> None:
+    async def _audit(self, request: CheckedRequest, transcript: Transcript, target: ModelInfo, decode: Decode) -> None:
+        expected, numerics_id = tuple(transcript.token_ids), transcript.numerics_ids[0]
         token_ids: list[int] = []
         numerics_ids: set[str] = set()
         # Only tokens are compared, so the target need not tell log-probabilities, least of all a prompt's.
         # And what the target has cached of the prompt must not vouch for itself.
-        bare = replace(finished.request.spec, logprob_count=None, prompt_logprobs=False, draft_logprobs=False)
+        bare = replace(request.spec, logprob_count=None, prompt_logprobs=False, draft_logprobs=False)
         spec = replace(bare, cache_salt=secrets.token_bytes(16))
-        async with aclosing(decode(replace(finished.request, spec=spec, draft_count=0), finished.target)) as rounds:
+        async with aclosing(decode(replace(request, spec=spec, draft_count=0), target)) as rounds:
             async for committed in rounds:
                 token_ids += committed.token_ids
                 numerics_ids.add(committed.verdict.numerics_id)
-                if len(token_ids) >= len(finished.token_ids):
+                if len(token_ids) >= len(expected):
                     break
-        if numerics_ids != {finished.numerics_id}:
+        if numerics_ids != {numerics_id}:
             self._skipped.labels("numerics").inc()
             return
         self._audits.inc()
         # A stop string ends the text, and plain decoding of tokens knows nothing of it.
-        ends_alike = finished.finish_reason in {FinishReason.STOP_STRING, committed.verdict.finish_reason}
-        if tuple(token_ids[: len(finished.token_ids)]) != finished.token_ids or not ends_alike:
-            self._mismatches.inc()
-            log.error("audit mismatch", **_difference(finished, token_ids))
-
-
-def _difference(finished: Finished, token_ids: list[int]) -> dict[str, object]:
-    """What an operator needs to replay the request, without a word of its text."""
-    pairs = zip(finished.token_ids, token_ids, strict=False)
-    same = next((index for index, (said, plain) in enumerate(pairs) if said != plain), len(token_ids))
-    return {
-        "first_difference": same,
-        "said": finished.token_ids[same : same + 1],
-        "plain": token_ids[same : same + 1],
-        "seed": finished.request.spec.seed,
-        "prompt_tokens": finished.request.spec.prompt_len,
-        "model_hash": finished.target.model_hash,
-        "numerics_id": finished.numerics_id,
-    }
+        ends_alike = transcript.finish_reason in {FinishReason.STOP_STRING, committed.verdict.finish_reason}
+        if tuple(token_ids[: len(expected)]) == expected and ends_alike:
+            return
+        self._mismatches.inc()
+        pairs = zip(expected, token_ids, strict=False)
+        same = next((index for index, (said, plain) in enumerate(pairs) if said != plain), len(token_ids))
+        # What an operator needs to replay the request, without a word of its text.
+        log.error(
+            "audit mismatch",
+            first_difference=same,
+            said=expected[same : same + 1],
+            plain=token_ids[same : same + 1],
+            seed=request.spec.seed,
+            prompt_tokens=request.spec.prompt_len,
+            model_hash=target.model_hash,
+            numerics_id=numerics_id,
+        )

@@ -31,6 +31,10 @@ from outrider.process.telemetry import request_scope
 RETRY_AFTER_S = (1.0, 60.0)
 SMOOTHING = 0.2
 
+log = structlog.get_logger()
+
+ValueT = TypeVar("ValueT")
+
 
 class ClientStalled(OutriderError):
     """The client must read what it asked for."""
@@ -42,8 +46,6 @@ class ClientStalled(OutriderError):
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """Someone in the queue."""
-
     num_samples: int
     turn: asyncio.Event = field(default_factory=asyncio.Event)
     has_places: bool = False
@@ -55,8 +57,7 @@ class Admission:
     def __init__(self, places: int, queue_len: int) -> None:
         self.places = places
         self.queue_len = queue_len
-        self.running = 0
-        """Samples that run."""
+        self.running = 0  # samples
         self._queue: deque[_Waiter] = deque()
         self._place_s = RETRY_AFTER_S[0]
         self._num_arriving = 0
@@ -66,6 +67,12 @@ class Admission:
     def waiting(self) -> int:
         """Requests that wait."""
         return len(self._queue)
+
+    @property
+    def retry_after_s(self) -> int:
+        """Whole seconds after which a request that is turned away may find a place."""
+        min_s, max_s = RETRY_AFTER_S
+        return math.ceil(min(max(min_s, (self.waiting + 1) * self._place_s), max_s))
 
     def check(self, sample_count: int) -> None:
         """Raises Overloaded when a request for so many places would not even be queued, so that it costs nothing more.
@@ -90,10 +97,6 @@ class Admission:
             waiter.turn.set()
         self._queue.clear()
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise NotReady("The gateway is stopping and takes no more requests")
-
     @contextmanager
     def arrival(self, sample_count: int) -> Iterator[None]:
         """Bounds how many requests are looked at, which takes long while the target is away. Raises as `check` does."""
@@ -106,12 +109,6 @@ class Admission:
             yield
         finally:
             self._num_arriving -= 1
-
-    @property
-    def retry_after_s(self) -> int:
-        """Whole seconds after which a request that is turned away may find a place."""
-        min_s, max_s = RETRY_AFTER_S
-        return math.ceil(min(max(min_s, (self.waiting + 1) * self._place_s), max_s))
 
     @asynccontextmanager
     async def place(self, sample_count: int) -> AsyncIterator[float]:
@@ -148,6 +145,10 @@ class Admission:
             self._call()
             raise
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise NotReady("The gateway is stopping and takes no more requests")
+
     def _has_room(self, sample_count: int) -> bool:
         return not self._queue and self.running + sample_count <= self.places
 
@@ -160,44 +161,30 @@ class Admission:
             waiter.turn.set()
 
 
-log = structlog.get_logger()
-
-
-def tell_refusal(reason: str) -> None:
-    """A request was turned away, or left before its turn."""
-    log.info("request refused", status=reason)
-
-
 class RequestLog:
-    """What is known of one request so far."""
+    """What is known so far of one request, which may have several parts and has waited so long for its places."""
 
-    def __init__(
-        self, requests: Sequence[CheckedRequest], waited_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """`requests` are the parts of a request that has waited so long for its places."""
+    def __init__(self, requests: Sequence[CheckedRequest], waited_s: float) -> None:
         self._requests = requests
         self._waited_s = waited_s
-        self._clock = clock
-        self._started_s = clock()
+        self._arrived_s = time.monotonic() - waited_s
         self._first_token_s: float | None = None
         self._num_tokens = 0
         self._completions: list[CompletionEvent] = []
         self._figures = SpeculationFigures()
 
     def observe(self, event: Event) -> None:
-        """Takes note of an event of any part and sample."""
         if isinstance(event, CompletionEvent):
             self._completions.append(event)
             return
         if self._first_token_s is None:
-            self._first_token_s = self._clock()
+            self._first_token_s = time.monotonic()
         self._num_tokens += len(event.tokens)
         if not event.committed.is_first:
             self._figures.add(event.committed)
 
     def ended(self, error: BaseException | None) -> None:
-        """Writes the line."""
-        ended_s, figures = self._clock(), self._figures
+        ended_s, figures = time.monotonic(), self._figures
         if error is None:
             status = "OK"
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):
@@ -213,8 +200,8 @@ class RequestLog:
             cached_prompt_tokens=sum(each.cached_prompt_tokens for each in self._completions if not each.sample_index),
             completion_tokens=self._num_tokens,
             queue_ms=_ms(self._waited_s),
-            first_token_ms=None if self._first_token_s is None else self._ms_until(self._first_token_s),
-            total_ms=self._ms_until(ended_s),
+            first_token_ms=None if self._first_token_s is None else _ms(self._first_token_s - self._arrived_s),
+            total_ms=_ms(ended_s - self._arrived_s),
             rounds=figures.rounds,
             drafts=figures.drafts,
             draft_tokens=figures.draft_tokens,
@@ -225,16 +212,9 @@ class RequestLog:
             target_reopens=sum(completion.target_reopens for completion in self._completions),
         )
 
-    def _ms_until(self, moment_s: float) -> float:
-        """Since the request came, waiting included."""
-        return _ms(moment_s - self._started_s + self._waited_s)
-
 
 def _ms(seconds: float) -> float:
     return round(1e3 * seconds, 3)
-
-
-ValueT = TypeVar("ValueT")
 
 
 class Observer(Protocol):
@@ -263,7 +243,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Frontend:
-    """The gateway as its surfaces see it."""
+    """The gateway as its surfaces see it: `open` is where every request enters."""
 
     backend: Backend
     admission: Admission
@@ -271,7 +251,6 @@ class Frontend:
     chat_template: ChatTemplate
     model_name: str
     started_s: float = field(default_factory=time.time)
-    """When it was made, in seconds since 1970."""
 
     @asynccontextmanager
     async def open(
@@ -292,12 +271,12 @@ class Frontend:
                 waited_s = await places.enter_async_context(self.admission.place(num_samples))
             except OutriderError as error:
                 self.metrics.rejected(error)
-                tell_refusal(error.reason)
+                log.info("request refused", status=error.reason)
                 raise
             except asyncio.CancelledError as error:
                 # The client left the queue.
                 self.metrics.ended(error)
-                tell_refusal("CLIENT_LEFT")
+                log.info("request refused", status="CLIENT_LEFT")
                 raise
             checked = tuple(context.request for context in contexts)
             self.metrics.admitted(waited_s, checked)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from gateway.generation.audit import ShadowAudit
-from gateway.generation.request import CheckedRequest, GenerationRequest, ServingLimits, check_request
+from gateway.generation.request import CheckedRequest, GenerationRequest, check_request
 from gateway.generation.transcript import (
     GeneratedToken,
     PromptToken,
@@ -29,6 +29,8 @@ from gateway.text.tokenizer import Tokenizer
 from outrider.errors import ProtocolViolation
 from outrider.parameters import Acceptance, FinishReason
 
+EventT = TypeVar("EventT")
+
 
 @dataclass(frozen=True, slots=True)
 class Backend:
@@ -42,19 +44,165 @@ class Backend:
     target_timeouts: TargetTimeouts
     audit: ShadowAudit
 
-    def limits(self, target: ModelInfo) -> ServingLimits:
-        """What a request may ask for of this target."""
-        return ServingLimits(
-            context_len=target.context_len,
-            kv_tokens=target.kv_tokens,
-            vocabulary_size=target.vocabulary_size,
-            eos_token_ids=target.eos_token_ids,
-            max_draft_count=target.max_draft_count,
-            drafters=self.draft.info.drafters if self.draft and self.draft.info else {},
-        )
+
+@dataclass(frozen=True, slots=True)
+class RoundEvent:
+    """A round was committed, by a target of new numerics when new_numerics_id is not empty. The prompt's tokens come
+    with the first round of the first sample, if they were asked for.
+    """
+
+    tokens: tuple[GeneratedToken, ...]
+    committed: Round
+    new_numerics_id: str = ""
+    sample_index: int = 0
+    prompt_tokens: tuple[PromptToken, ...] = ()
+    rejected: tuple[RejectedToken, ...] = ()
+    elapsed_us: int = 0  # when the tokens were there, since the gateway received the request
 
 
-EventT = TypeVar("EventT")
+@dataclass(frozen=True, slots=True)
+class CompletionEvent:
+    """A sample ended. Times are microseconds since the gateway received the request."""
+
+    finish_reason: FinishReason
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    completion_tokens: int
+    seed: int
+    figures: SpeculationFigures
+    model_hash: str
+    numerics_ids: tuple[str, ...]
+    target_reopens: int
+    drift_repairs: int
+    text_delta: str
+    first_token_us: int
+    total_us: int
+    queue_us: int
+    sample_index: int
+    acceptance: Acceptance
+
+
+Event = RoundEvent | CompletionEvent
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """A checked request, of which no service knows anything yet, and what it takes to serve it."""
+
+    request: CheckedRequest
+    backend: Backend
+    target: ModelInfo
+    deadline: Deadline
+    started_ns: int
+
+    @property
+    def elapsed_us(self) -> int:
+        """Microseconds since the gateway received the request."""
+        return (time.perf_counter_ns() - self.started_ns) // 1000
+
+    async def events(self, queue_us: int) -> AsyncGenerator[Event, None]:
+        """Yields an event for every round of each sample and then its completion. All sessions of a sample are told to
+        end before its completion comes, and also when the caller closes the generator early. Raises any OutriderError.
+
+        queue_us is for how long the request has waited for its turn.
+        """
+        requests = [self.request.sample(index) for index in range(self.request.sample_count)]
+        samples = [_sample(replace(self, request=request), queue_us) for request in requests]
+        async with aclosing(samples[0] if len(samples) == 1 else merged(samples)) as events:
+            async for event in events:
+                yield event
+
+
+async def prepare(request: GenerationRequest, backend: Backend, time_left_s: float | None) -> RequestContext:
+    """Checks a request. Raises InvalidRequest, PromptTooLong, and what is said of a target that is away.
+
+    `time_left_s` is what the client's deadline leaves, and also becomes that of the services; None for no end.
+    """
+    started_ns, deadline = time.perf_counter_ns(), Deadline.after(time_left_s)
+    target = await backend.target.after_handshake(backend.target_timeouts.rebuild_budget_s)
+    drafters = backend.draft.info.drafters if backend.draft and backend.draft.info else {}
+    checked = await check_request(request, backend.tokenizer, target, drafters)
+    return RequestContext(checked, backend, target, deadline, started_ns)
+
+
+async def _sample(context: RequestContext, queue_us: int) -> AsyncGenerator[Event, None]:
+    request, backend, tokenizer = context.request, context.backend, context.backend.tokenizer
+    transcript = Transcript(tokenizer.detokenizer(), StopScanner(request.stops))
+    first_token_us = 0
+    async with aclosing(decode(request, backend, context.target, context.deadline)) as rounds:
+        async for committed in rounds:
+            elapsed_us = context.elapsed_us
+            first_token_us = first_token_us or elapsed_us
+            num_numerics = max(1, len(transcript.numerics_ids))
+            yield RoundEvent(
+                tokens=transcript.take(committed),
+                committed=committed,
+                new_numerics_id="".join(transcript.numerics_ids[num_numerics:]),
+                sample_index=request.sample_index,
+                prompt_tokens=await _prompt_tokens(request, tokenizer, committed),
+                rejected=_rejected(tokenizer, committed) if request.spec.draft_logprobs else (),
+                elapsed_us=elapsed_us,
+            )
+            if transcript.finish_reason is not None:
+                break
+    text_delta = transcript.finish()
+    if transcript.finish_reason is None:
+        raise ProtocolViolation("the rounds ended without a finish reason")
+    backend.audit.offer(request, transcript, context.target)
+    yield CompletionEvent(
+        finish_reason=transcript.finish_reason,
+        prompt_tokens=request.spec.prompt_len,
+        cached_prompt_tokens=transcript.cached_prompt_tokens,
+        completion_tokens=len(transcript.token_ids),
+        seed=request.spec.seed,
+        figures=transcript.figures,
+        model_hash=context.target.model_hash,
+        numerics_ids=tuple(transcript.numerics_ids),
+        target_reopens=transcript.target_reopens,
+        drift_repairs=transcript.drift_repairs,
+        text_delta=text_delta,
+        first_token_us=first_token_us,
+        total_us=context.elapsed_us,
+        queue_us=queue_us,
+        sample_index=request.sample_index,
+        acceptance=request.spec.acceptance,
+    )
+
+
+async def _prompt_tokens(request: CheckedRequest, tokenizer: Tokenizer, committed: Round) -> tuple[PromptToken, ...]:
+    """The prompt as the client asked to have it echoed, in the round that brings its log-probabilities."""
+    spec, logprobs = request.spec, committed.verdict.prompt_logprobs
+    if not spec.prompt_logprobs or not committed.is_first:
+        return ()
+    prompt = spec.token_ids[: spec.prompt_len]
+    if len(logprobs) != spec.prompt_len - 1:
+        raise ProtocolViolation(f"{len(logprobs)} log-probabilities came for a prompt of {spec.prompt_len} tokens")
+    texts = await tokenizer.spell(prompt)
+    return tuple(map(PromptToken, prompt, texts, (None, *logprobs)))
+
+
+def _rejected(tokenizer: Tokenizer, committed: Round) -> tuple[RejectedToken, ...]:
+    tree, rows = committed.proposal.tree, committed.rejected_rows
+    token_ids = [tree.token_ids[row - 1] for row in rows]
+    logprobs = [tree.logprobs[row - 1] if tree.logprobs else None for row in rows]
+    return tuple(map(RejectedToken, token_ids, [tokenizer.decode([token_id]) for token_id in token_ids], logprobs))
+
+
+def decode(
+    request: CheckedRequest, backend: Backend, target: ModelInfo, deadline: Deadline
+) -> AsyncGenerator[Round, None]:
+    """The rounds of a checked request, over sessions of its own: on this target or a replica of it, and on the draft,
+    which reads the prompt at once where it will be asked.
+    """
+    spec, log, session_id = request.spec, TokenLog(request.spec.token_ids), secrets.token_bytes(16)
+    planner = RoundPlanner(backend.policy, request.draft_count, spec.max_len, target.max_draft_count)
+    timeouts, model_hash = backend.target_timeouts, target.model_hash
+    verifying = RemoteTargetSession(backend.target, timeouts, spec, log, session_id, model_hash, deadline)
+    if backend.draft is None:
+        return speculate(log, planner, verifying, AbsentDraftSession())
+    warm, drafter = planner.expects_draft(), request.drafter
+    drafting = RemoteDraftSession(backend.draft, backend.draft_deadline, spec, log, session_id, warm, drafter, deadline)
+    return speculate(log, planner, verifying, drafting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,169 +256,3 @@ async def _pump(
         return
     async with turn:
         await events.put(ended)
-
-
-@dataclass(frozen=True, slots=True)
-class RoundEvent:
-    """A round was committed, by a target of new numerics when new_numerics_id is not empty. The prompt's tokens come
-    with the first round of the first sample, if they were asked for.
-    """
-
-    tokens: tuple[GeneratedToken, ...]
-    committed: Round
-    new_numerics_id: str = ""
-    sample_index: int = 0
-    prompt_tokens: tuple[PromptToken, ...] = ()
-    rejected: tuple[RejectedToken, ...] = ()
-    elapsed_us: int = 0
-    """When the tokens were there, since the gateway received the request."""
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionEvent:
-    """A sample ended. Times are microseconds since the gateway received the request."""
-
-    finish_reason: FinishReason
-    prompt_tokens: int
-    cached_prompt_tokens: int
-    completion_tokens: int
-    seed: int
-    figures: SpeculationFigures
-    model_hash: str
-    numerics_ids: tuple[str, ...]
-    target_reopens: int
-    drift_repairs: int
-    text_delta: str
-    first_token_us: int
-    total_us: int
-    queue_us: int
-    sample_index: int
-    acceptance: Acceptance
-
-
-Event = RoundEvent | CompletionEvent
-
-
-@dataclass(frozen=True, slots=True)
-class RequestContext:
-    """A checked request, of which no service knows anything yet, and what it takes to serve it."""
-
-    request: CheckedRequest
-    backend: Backend
-    target: ModelInfo
-    deadline: Deadline
-    started_ns: int
-    queue_us: int = 0
-
-    @property
-    def elapsed_us(self) -> int:
-        """Microseconds since the gateway received the request."""
-        return (time.perf_counter_ns() - self.started_ns) // 1000
-
-    async def events(self, queue_us: int = 0) -> AsyncGenerator[Event, None]:
-        """Yields an event for every round of each sample and then its completion. All sessions of a sample are told to
-        end before its completion comes, and also when the caller closes the generator early. Raises any OutriderError.
-
-        queue_us is for how long the request has waited for its turn.
-        """
-        requests = [self.request.sample(index) for index in range(self.request.sample_count)]
-        samples = [_sample(replace(self, request=request, queue_us=queue_us)) for request in requests]
-        async with aclosing(samples[0] if len(samples) == 1 else merged(samples)) as events:
-            async for event in events:
-                yield event
-
-
-async def prepare(request: GenerationRequest, backend: Backend, time_left_s: float | None = None) -> RequestContext:
-    """Checks a request. Raises InvalidRequest, PromptTooLong, and what is said of a target that is away.
-
-    `time_left_s` is what the client's deadline leaves, and also becomes that of the services; None for no end.
-    """
-    started_ns, deadline = time.perf_counter_ns(), Deadline.after(time_left_s)
-    target = await backend.target.after_handshake(backend.target_timeouts.rebuild_budget_s)
-    checked = await check_request(request, backend.tokenizer, backend.limits(target))
-    return RequestContext(checked, backend, target, deadline, started_ns)
-
-
-async def _sample(context: RequestContext) -> AsyncGenerator[Event, None]:
-    """The events of one sample."""
-    request, backend, tokenizer = context.request, context.backend, context.backend.tokenizer
-    transcript = Transcript(tokenizer.detokenizer(), StopScanner(request.stops))
-    first_token_us = 0
-    async with aclosing(decode(request, backend, context.target, context.deadline)) as rounds:
-        async for committed in rounds:
-            elapsed_us = context.elapsed_us
-            first_token_us = first_token_us or elapsed_us
-            num_numerics = max(1, len(transcript.numerics_ids))
-            yield RoundEvent(
-                tokens=transcript.take(committed),
-                committed=committed,
-                new_numerics_id="".join(transcript.numerics_ids[num_numerics:]),
-                sample_index=request.sample_index,
-                prompt_tokens=await _prompt_tokens(request, tokenizer, committed),
-                rejected=_rejected(tokenizer, committed) if request.spec.draft_logprobs else (),
-                elapsed_us=elapsed_us,
-            )
-            if transcript.finish_reason is not None:
-                break
-    text_delta = transcript.finish()
-    if transcript.finish_reason is None:
-        raise ProtocolViolation("the rounds ended without a finish reason")
-    backend.audit.offer(request, transcript, context.target)
-    yield CompletionEvent(
-        finish_reason=transcript.finish_reason,
-        prompt_tokens=request.spec.prompt_len,
-        cached_prompt_tokens=transcript.cached_prompt_tokens,
-        completion_tokens=len(transcript.token_ids),
-        seed=request.spec.seed,
-        figures=transcript.figures,
-        model_hash=context.target.model_hash,
-        numerics_ids=tuple(transcript.numerics_ids),
-        target_reopens=transcript.target_reopens,
-        drift_repairs=transcript.drift_repairs,
-        text_delta=text_delta,
-        first_token_us=first_token_us,
-        total_us=context.elapsed_us,
-        queue_us=context.queue_us,
-        sample_index=request.sample_index,
-        acceptance=request.spec.acceptance,
-    )
-
-
-async def _prompt_tokens(request: CheckedRequest, tokenizer: Tokenizer, committed: Round) -> tuple[PromptToken, ...]:
-    """The prompt as the client asked to have it echoed, in the round that brings its log-probabilities."""
-    spec, logprobs = request.spec, committed.verdict.prompt_logprobs
-    if not spec.prompt_logprobs or not committed.is_first:
-        return ()
-    prompt = spec.token_ids[: spec.prompt_len]
-    if len(logprobs) != spec.prompt_len - 1:
-        raise ProtocolViolation(f"{len(logprobs)} log-probabilities came for a prompt of {spec.prompt_len} tokens")
-    texts = await tokenizer.spell(prompt)
-    return tuple(map(PromptToken, prompt, texts, (None, *logprobs)))
-
-
-def _rejected(tokenizer: Tokenizer, committed: Round) -> tuple[RejectedToken, ...]:
-    """The guesses that were not kept."""
-    tree = committed.proposal.tree
-    found = [
-        (tree.token_ids[row - 1], tree.logprobs[row - 1] if tree.logprobs else None) for row in committed.rejected_rows
-    ]
-    return tuple(RejectedToken(token_id, tokenizer.decode([token_id]), logprob) for token_id, logprob in found)
-
-
-def decode(
-    request: CheckedRequest, backend: Backend, target: ModelInfo, deadline: Deadline
-) -> AsyncGenerator[Round, None]:
-    """The rounds of a checked request, over sessions of its own: on this target or a replica of it, and on the draft,
-    which reads the prompt at once where it will be asked.
-    """
-    spec, log, session_id = request.spec, TokenLog(request.spec.token_ids), secrets.token_bytes(16)
-    planner = RoundPlanner(backend.policy, request.draft_count, spec.max_len, target.max_draft_count)
-    draft: RemoteDraftSession | AbsentDraftSession = AbsentDraftSession()
-    if backend.draft is not None:
-        warm, drafter = planner.expects_draft(), request.drafter
-        draft = RemoteDraftSession(
-            backend.draft, backend.draft_deadline, spec, log, session_id, warm, drafter, deadline
-        )
-    timeouts, model_hash = backend.target_timeouts, target.model_hash
-    verifying = RemoteTargetSession(backend.target, timeouts, spec, log, session_id, model_hash, deadline)
-    return speculate(log, planner, verifying, draft)

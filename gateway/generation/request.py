@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+from gateway.sessions.link import ModelInfo
 from gateway.text.tokenizer import Tokenizer
 from outrider.errors import Field, InvalidRequest, PromptTooLong, check_count
 from outrider.parameters import (
@@ -55,20 +56,6 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class ServingLimits:
-    """What the services behind the gateway can do. kv_tokens is what the target's key-value cache holds when no other
-    request is in it. Each drafter has the rules that it can serve; none at all means that nobody knows them.
-    """
-
-    context_len: int
-    kv_tokens: int
-    vocabulary_size: int
-    eos_token_ids: frozenset[int]
-    max_draft_count: int
-    drafters: Mapping[str, frozenset[Rule]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class CheckedRequest:
     """A checked request. draft_count None lets the gateway choose, and 0 never speculates. An empty drafter lets the
     draft service choose.
@@ -88,25 +75,30 @@ class CheckedRequest:
         return replace(self, spec=spec, sample_index=index)
 
 
-async def check_request(request: GenerationRequest, tokenizer: Tokenizer, limits: ServingLimits) -> CheckedRequest:
-    """Encodes and completes a request; raises InvalidRequest or PromptTooLong."""
-    _check_drafter(request, limits)
+async def check_request(
+    request: GenerationRequest, tokenizer: Tokenizer, target: ModelInfo, drafters: Mapping[str, frozenset[Rule]]
+) -> CheckedRequest:
+    """Encodes and completes a request by what the services can do; raises InvalidRequest or PromptTooLong.
+
+    `drafters` are the draft's, each with the rules that it can serve; none at all means that nobody knows them.
+    """
+    _check_drafter(request, drafters)
     _check_strings("stop", request.stops, MAX_STOPS)
     check_count("stop_token_ids", len(request.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
-    _check_token_ids("stop_token_ids", request.stop_token_ids, limits)
+    _check_token_ids("stop_token_ids", request.stop_token_ids, target)
     _check_strings("banned_words", request.banned_words, MAX_BANNED_WORDS)
     _check_range("sample_count", request.sample_count, 1, MAX_SAMPLES)
     _check_range("logprob_count", request.logprob_count, 0, MAX_LOGPROB_COUNT)
     if request.echo and request.logprob_count is None:
         raise InvalidRequest("echo", True, "false without logprob_count")
     _check_range("max_tokens", request.max_tokens, 1, 2**31 - 1)
-    _check_range("speculation.draft_count", request.draft_count, 0, limits.max_draft_count)
+    _check_range("speculation.draft_count", request.draft_count, 0, target.max_draft_count)
     _check_range("seed", request.seed, -(2**63), 2**63 - 1)
     for token_id in request.sampling.logit_bias:
-        _check_token_id("sampling.logit_bias key", token_id, limits)
-    prompt = await _prompt(request, tokenizer, limits)
+        _check_token_id("sampling.logit_bias key", token_id, target)
+    prompt = await _prompt(request, tokenizer, target)
     _check_echo(request, len(prompt))
-    max_tokens = _max_tokens(request, len(prompt), limits)
+    max_tokens = _max_tokens(request, len(prompt), target)
     _check_range("sampling.min_tokens", request.sampling.min_tokens, 0, max_tokens)
     banned = await _banned(request.banned_words, tokenizer)
     cache_salt = request.cache_salt.encode()
@@ -119,7 +111,7 @@ async def check_request(request: GenerationRequest, tokenizer: Tokenizer, limits
         # In 53 bits, so that a client in JavaScript, where numbers are floats, can send back what it was told.
         seed=secrets.randbits(53) if request.seed is None else request.seed,
         max_len=len(prompt) + max_tokens,
-        eos_token_ids=frozenset() if request.sampling.ignore_eos else limits.eos_token_ids,
+        eos_token_ids=frozenset() if request.sampling.ignore_eos else target.eos_token_ids,
         stop_token_ids=frozenset(request.stop_token_ids),
         acceptance=request.acceptance,
         banned=banned,
@@ -132,14 +124,14 @@ async def check_request(request: GenerationRequest, tokenizer: Tokenizer, limits
     return CheckedRequest(spec, request.stops, draft_count, request.drafter, request.sample_count or 1)
 
 
-def _check_drafter(request: GenerationRequest, limits: ServingLimits) -> None:
-    if not request.drafter or not limits.drafters:
+def _check_drafter(request: GenerationRequest, drafters: Mapping[str, frozenset[Rule]]) -> None:
+    if not request.drafter or not drafters:
         return
-    if request.drafter not in limits.drafters:
-        raise InvalidRequest("speculation.drafter", request.drafter, f"one of {', '.join(limits.drafters)}, or empty")
+    if request.drafter not in drafters:
+        raise InvalidRequest("speculation.drafter", request.drafter, f"one of {', '.join(drafters)}, or empty")
     rule = request.acceptance.rule
-    if rule not in limits.drafters[request.drafter]:
-        fitting = ", ".join(name for name, rules in limits.drafters.items() if rule in rules)
+    if rule not in drafters[request.drafter]:
+        fitting = ", ".join(name for name, rules in drafters.items() if rule in rules)
         raise InvalidRequest("speculation.drafter", request.drafter, f"one that serves the rule {rule}: {fitting}")
 
 
@@ -175,15 +167,14 @@ async def _banned(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int
     return tuple(sequences)
 
 
-async def _prompt(request: GenerationRequest, tokenizer: Tokenizer, limits: ServingLimits) -> tuple[int, ...]:
+async def _prompt(request: GenerationRequest, tokenizer: Tokenizer, target: ModelInfo) -> tuple[int, ...]:
     if (request.text is None) == (request.token_ids is None):
-        raise InvalidRequest(
-            "prompt", "absent" if request.text is None else "both", "exactly one of text and token_ids"
-        )
+        given = "absent" if request.text is None else "both"
+        raise InvalidRequest("prompt", given, "exactly one of text and token_ids")
     if request.token_ids is not None:
         # First, because to look at each of a million ids would be felt by other requests.
-        _max_tokens(request, len(request.token_ids), limits)
-        _check_token_ids("token_ids", request.token_ids, limits)
+        _max_tokens(request, len(request.token_ids), target)
+        _check_token_ids("token_ids", request.token_ids, target)
     prompt = request.token_ids
     if request.text is not None:
         prompt = await tokenizer.encode(request.text, special=request.add_special_tokens)
@@ -192,10 +183,10 @@ async def _prompt(request: GenerationRequest, tokenizer: Tokenizer, limits: Serv
     return prompt
 
 
-def _max_tokens(request: GenerationRequest, prompt_len: int, limits: ServingLimits) -> int:
+def _max_tokens(request: GenerationRequest, prompt_len: int, target: ModelInfo) -> int:
     """The output's limit; prompt and output must fit together into the target's context and into its cache."""
-    is_context = limits.context_len <= limits.kv_tokens
-    size = limits.context_len if is_context else limits.kv_tokens
+    is_context = target.context_len <= target.kv_tokens
+    size = target.context_len if is_context else target.kv_tokens
     place = f"the {'context' if is_context else 'key-value cache'} of {size} tokens"
     facts = {"prompt_tokens": prompt_len, "context_len" if is_context else "kv_tokens": size}
     room = size - prompt_len
@@ -213,14 +204,14 @@ def _check_range(name: str, value: int | None, minimum: int, maximum: int) -> No
         raise InvalidRequest(name, value, f"between {minimum} and {maximum}")
 
 
-def _check_token_ids(name: str, token_ids: Iterable[int], limits: ServingLimits) -> None:
+def _check_token_ids(name: str, token_ids: Iterable[int], target: ModelInfo) -> None:
     for index, token_id in enumerate(token_ids):
-        _check_token_id(f"{name}.{index}", token_id, limits)
+        _check_token_id(f"{name}.{index}", token_id, target)
 
 
-def _check_token_id(name: str, token_id: int, limits: ServingLimits) -> None:
-    if not 0 <= token_id < limits.vocabulary_size:
-        raise InvalidRequest(name, token_id, f"a token id between 0 and {limits.vocabulary_size - 1}")
+def _check_token_id(name: str, token_id: int, target: ModelInfo) -> None:
+    if not 0 <= token_id < target.vocabulary_size:
+        raise InvalidRequest(name, token_id, f"a token id between 0 and {target.vocabulary_size - 1}")
 
 
 def sample_seed(seed: int, index: int) -> int:

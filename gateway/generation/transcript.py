@@ -15,12 +15,16 @@ from gateway.rounds.round import Round, TokenOrigin
 from gateway.text.tokenizer import Detokenizer
 from outrider.parameters import FinishReason, TokenLogprob
 
+FIGURES = (
+    *("rounds", "drafts", "draft_tokens", "accepted_tokens", "evaluated_tokens"),
+    *("acceptance_rate", "draft_acceptance_rate", "mean_acceptance_length", "fallback_rounds"),
+)
+
 
 class StopScanner:
-    """Passes text through and holds back its tail while that may still turn into a stop string."""
+    """Passes text through and holds back its tail while that may still turn into a stop string; none is empty."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Takes stop strings, none of them empty."""
         self._automata = [_Automaton(stop) for stop in stops]
         self._held = ""
         self.found: str | None = None
@@ -160,12 +164,6 @@ class SpeculationFigures:
     def facts(self) -> dict[str, Any]:
         """Counts and rates, by their names in generation_service.proto."""
         return {name: getattr(self, name) for name in FIGURES}
-
-
-FIGURES = (
-    *("rounds", "drafts", "draft_tokens", "accepted_tokens", "evaluated_tokens"),
-    *("acceptance_rate", "draft_acceptance_rate", "mean_acceptance_length", "fallback_rounds"),
-)
 
 
 @dataclass(slots=True)

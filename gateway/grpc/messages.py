@@ -25,6 +25,8 @@ def request_from(message: pb.GenerateRequest) -> GenerationRequest:
     """What the client wrote; raises InvalidRequest for sampling parameters, the rule and its settings."""
     speculation = message.speculation
     prompt = message.WhichOneof("prompt")
+    rule, settings = speculation.rule, speculation.acceptance
+    acceptance = acceptance_from(rule, settings, "speculation.rule", "speculation.acceptance.")
     return GenerationRequest(
         text=message.text if prompt == "text" else None,
         token_ids=tuple(message.token_ids.token_ids) if prompt == "token_ids" else None,
@@ -35,9 +37,7 @@ def request_from(message: pb.GenerateRequest) -> GenerationRequest:
         stop_token_ids=tuple(message.stop_token_ids),
         speculation_enabled=speculation.enabled if speculation.HasField("enabled") else True,
         draft_count=speculation.draft_count if speculation.HasField("draft_count") else None,
-        acceptance=acceptance_from(
-            speculation.rule, speculation.acceptance, "speculation.rule", "speculation.acceptance."
-        ),
+        acceptance=acceptance,
         drafter=speculation.drafter,
         logprob_count=message.logprob_count if message.HasField("logprob_count") else None,
         sample_count=message.sample_count if message.HasField("sample_count") else None,
@@ -70,15 +70,30 @@ async def chat_request_from(message: pb.ChatRequest, template: ChatTemplate) -> 
 
 def event_message(event: RoundEvent | CompletionEvent) -> pb.GenerateResponse:
     """An event to send."""
-    if isinstance(event, RoundEvent):
-        return pb.GenerateResponse(round=_round(event))
-    return pb.GenerateResponse(completion=_completion(event))
-
-
-def _round(event: RoundEvent) -> pb.Round:
+    if isinstance(event, CompletionEvent):
+        completion = pb.Completion(
+            finish_reason=messages.finish_reason_message(event.finish_reason),
+            usage=pb.Usage(
+                prompt_tokens=event.prompt_tokens,
+                completion_tokens=event.completion_tokens,
+                cached_prompt_tokens=event.cached_prompt_tokens,
+            ),
+            seed=event.seed,
+            speculation=pb.SpeculationFigures(**event.figures.facts()),
+            model_hash=event.model_hash,
+            numerics_id=event.numerics_ids[-1],
+            numerics_ids=event.numerics_ids,
+            survival=pb.SurvivalFigures(target_reopens=event.target_reopens, drift_repairs=event.drift_repairs),
+            text_delta=event.text_delta,
+            timings=pb.Timings(first_token_us=event.first_token_us, total_us=event.total_us, queue_us=event.queue_us),
+            sample_index=event.sample_index,
+            rule=RULES[event.acceptance.rule],
+            acceptance=settings_message(event.acceptance),
+        )
+        return pb.GenerateResponse(completion=completion)
     facts = round_facts(event.committed)
     facts["fallback_reason"] = FALLBACKS.get(facts["fallback_reason"], pb.FALLBACK_REASON_UNSPECIFIED)
-    return pb.Round(
+    committed = pb.Round(
         tokens=[
             pb.GeneratedToken(
                 token_id=token.token_id,
@@ -101,29 +116,8 @@ def _round(event: RoundEvent) -> pb.Round:
             for token in event.rejected
         ],
     )
+    return pb.GenerateResponse(round=committed)
 
 
 def _logprob(logprob: TokenLogprob | None) -> types_pb2.TokenLogprob | None:
     return None if logprob is None else logprob_message(logprob)
-
-
-def _completion(event: CompletionEvent) -> pb.Completion:
-    return pb.Completion(
-        finish_reason=messages.finish_reason_message(event.finish_reason),
-        usage=pb.Usage(
-            prompt_tokens=event.prompt_tokens,
-            completion_tokens=event.completion_tokens,
-            cached_prompt_tokens=event.cached_prompt_tokens,
-        ),
-        seed=event.seed,
-        speculation=pb.SpeculationFigures(**event.figures.facts()),
-        model_hash=event.model_hash,
-        numerics_id=event.numerics_ids[-1],
-        numerics_ids=event.numerics_ids,
-        survival=pb.SurvivalFigures(target_reopens=event.target_reopens, drift_repairs=event.drift_repairs),
-        text_delta=event.text_delta,
-        timings=pb.Timings(first_token_us=event.first_token_us, total_us=event.total_us, queue_us=event.queue_us),
-        sample_index=event.sample_index,
-        rule=RULES[event.acceptance.rule],
-        acceptance=settings_message(event.acceptance),
-    )

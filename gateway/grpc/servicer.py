@@ -7,7 +7,6 @@ anything.
 import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
@@ -25,10 +24,9 @@ ChatContext = grpc.aio.ServicerContext[pb.ChatRequest, pb.GenerateResponse]
 
 
 class ClientWriter:
-    """Writes to a call. Leaving the context gives up what has not left; `flush` waits for it."""
+    """Writes to a call; a message may take stall_s seconds. Leaving the context gives up what has not left."""
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], stall_s: float) -> None:
-        """A message may take stall_s seconds."""
         self._context = context
         self._stall_s = stall_s
         self._writing: asyncio.Task[None] | None = None
@@ -36,9 +34,7 @@ class ClientWriter:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_exit: object) -> None:
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.cancel()

@@ -7,7 +7,6 @@ requests of a gateway, because they share the machines that it measures. Its est
 not even a first one.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -22,23 +21,8 @@ PROBE_COST = 0.005  # share of the time that probes, which look for a faster dra
 PROBE_TOKENS = (32, 2048)  # minimum and maximum of plain tokens between two probes
 PROBE_ROUNDS = 4  # a draft that has to catch up in the first one is warm in the others
 LARGE_CATCH_UP = 16  # a draft that had to read more than this says nothing about the cost of a step
-
-
-class Decayed:
-    """A mean of ratios, where each addition takes a fiftieth off the weight of the past."""
-
-    def __init__(self, total: float, weight: float) -> None:
-        self._total, self._weight = total, weight
-
-    def add(self, total: float, weight: float) -> None:
-        """Adds an observation of total over weight."""
-        keep = 0.98 if weight else 1.0
-        self._total, self._weight = keep * self._total + total, keep * self._weight + weight
-
-    @property
-    def mean(self) -> float:
-        """The mean so far."""
-        return self._total / self._weight
+PLAIN_BUDGET = 32  # tokens committed unasked while plain decoding is what is wanted
+WAITING_BUDGET = 8  # the same while the draft is away and may come back at any time
 
 
 class Average:
@@ -119,9 +103,8 @@ class Choice:
 class SpeculationPolicy:
     """Learns from every round of the gateway; `choose` answers for one round of one request."""
 
-    def __init__(self, plain_budget: int = 32) -> None:
-        self._plain_budget = plain_budget
-        self._accepted = Decayed(total=0.7 * 4, weight=4)  # alpha 0.7, worth four tokens
+    def __init__(self) -> None:
+        self._accepted, self._evaluated = 0.7 * 4, 4.0  # alpha 0.7, worth four tokens
         self._draft_token_us = Average()
         self._verify_us = Line()
         self._round_overhead_us = Average()
@@ -133,7 +116,7 @@ class SpeculationPolicy:
     @property
     def acceptance_rate(self) -> float:
         """Pooled estimate of the share of evaluated draft tokens that the target accepts, recent rounds first."""
-        return min(self._accepted.mean, 0.999)
+        return min(self._accepted / self._evaluated, 0.999)
 
     def observe(self, committed: Round, *, unasked: bool) -> None:
         """Learns from a round that is not a request's first one; unasked ones came without a message from here."""
@@ -142,7 +125,10 @@ class SpeculationPolicy:
         if committed.draft_count:
             self._plain_tokens = 0
             self._rounds_without_plain += 1
-            self._accepted.add(committed.accepted_count, verdict.evaluated_count)
+            # Each round that tested anything takes a fiftieth off the weight of the past.
+            keep = 0.98 if verdict.evaluated_count else 1.0
+            self._accepted = keep * self._accepted + committed.accepted_count
+            self._evaluated = keep * self._evaluated + verdict.evaluated_count
             if proposal.caught_up_count <= LARGE_CATCH_UP:
                 self._draft_token_us.add(proposal.compute_us / committed.draft_count)
             self._round_overhead_us.add(max(0, committed.round_us - proposal.compute_us - verdict.compute_us))
@@ -169,7 +155,7 @@ class SpeculationPolicy:
             return Choice(0)
         if not self._draft_token_us.known:
             return Choice(min(FIRST_GUESS, counts[-1]))
-        best = self._fastest(counts)
+        best = max(counts, key=self.speed)
         if self.speed(best) > self.speed(0):
             if not ready or self._rounds_without_plain < PLAIN_PROBE_ROUNDS:
                 return Choice(best)
@@ -177,7 +163,7 @@ class SpeculationPolicy:
             return Choice(0, 2)  # the unasked tokens are what measures plain decoding
         minimum, maximum = PROBE_TOKENS
         if self._plain_tokens < minimum or (self._plain_tokens < maximum and self._lost_us > 0):
-            return Choice(0, self._plain_budget)
+            return Choice(0, PLAIN_BUDGET)
         if ready:
             self._plain_tokens = 0
             self._draft_token_us.renew()
@@ -186,10 +172,7 @@ class SpeculationPolicy:
     @property
     def best_count(self) -> int:
         """K as it would be chosen now, for an observer on any thread; 0 says that plain decoding is faster."""
-        if not self._draft_token_us.known:
-            return FIRST_GUESS
-        best = self._fastest(range(1, MAX_DRAFT_COUNT + 1))
-        return best if self.speed(best) > self.speed(0) else 0
+        return max(range(MAX_DRAFT_COUNT + 1), key=self.speed) if self._draft_token_us.known else FIRST_GUESS
 
     def speed(self, draft_count: int) -> float:
         """Tokens per microsecond that K draft tokens a round are expected to bring."""
@@ -203,24 +186,14 @@ class SpeculationPolicy:
         cost = draft_count * self._draft_token_us.mean + self._verify_us.at(draft_count + 1) + overhead.mean
         return max(cost, 1.0)
 
-    def _fastest(self, counts: Iterable[int]) -> int:
-        return max(counts, key=self.speed)
-
-
-PLAIN_BUDGET = 32  # tokens committed unasked while plain decoding is what is wanted
-WAITING_BUDGET = 8  # the same while the draft is away and may come back at any time
-
 
 @dataclass(frozen=True, slots=True)
 class DraftOutlook:
     """What can be expected of a draft session now; None where nothing is in the way, or nobody knows."""
 
-    obstacle: FallbackReason | None = None
-    """Why it is no use to ask for guesses now."""
+    obstacle: FallbackReason | None = None  # why it is no use to ask for guesses now
     context_len: int | None = None
-    """Longest sequence that the draft can read."""
     max_draft_count: int | None = None
-    """Most draft tokens in a proposal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,9 +206,8 @@ class RoundPlan:
 
     def explain(self, proposal: Proposal) -> Proposal:
         """The proposal, with this plan's reason where it has none of its own."""
-        if self.fallback_reason is None or proposal.fallback_reason is not None:
-            return proposal
-        return replace(proposal, fallback_reason=self.fallback_reason)
+        is_explained = self.fallback_reason is None or proposal.fallback_reason is not None
+        return proposal if is_explained else replace(proposal, fallback_reason=self.fallback_reason)
 
 
 class RoundPlanner:

@@ -41,9 +41,6 @@ class HopCost:
     num_bytes: int = 0
 
 
-NO_HOP_COST = HopCost()
-
-
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """What the draft guessed behind the last committed token, or why it guessed nothing."""
@@ -52,7 +49,7 @@ class Proposal:
     fallback_reason: FallbackReason | None = None
     compute_us: int = 0
     caught_up_count: int = 0  # committed tokens that the draft had to read before it could guess
-    hop: HopCost = NO_HOP_COST
+    hop: HopCost = HopCost()
     drift_repairs: int = 0
 
 
@@ -70,7 +67,7 @@ class Verdict:
     evaluated_count: int
     compute_us: int = 0
     numerics_id: str = ""
-    hop: HopCost = NO_HOP_COST
+    hop: HopCost = HopCost()
     reopens: int = 0  # times that the session had to be opened again for this verdict
     drift_repairs: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()  # of the committed tokens, when asked for
@@ -92,12 +89,10 @@ class Round:
 
     @property
     def draft_count(self) -> int:
-        """Draft tokens that were proposed."""
         return len(self.proposal.tree)
 
     @property
     def accepted_count(self) -> int:
-        """Draft tokens that the target accepted."""
         return len(self.verdict.accepted_rows)
 
     @property
@@ -126,7 +121,6 @@ class TokenLog:
         return len(self._token_ids)
 
     def tokens(self, start: int = 0) -> tuple[int, ...]:
-        """Committed tokens from a position on."""
         return tuple(self._token_ids[start:])
 
     def begin_round(self) -> None:
@@ -134,34 +128,28 @@ class TokenLog:
         self._started_ns = self._clock_ns()
 
     def commit(self, proposal: Proposal, verdict: Verdict) -> Round:
-        """Appends what a verdict commits. Raises ProtocolViolation for a verdict that cannot be about this proposal."""
+        """Appends what a verdict commits. Raises ProtocolViolation for a verdict that cannot be about this proposal, or
+        behind which the request cannot go on.
+        """
         if self.finish_reason is not None or verdict.base_len != len(self):
             raise ProtocolViolation(f"a verdict on length {verdict.base_len} came for a log of {len(self)} tokens")
-        token_ids, origins = _committed(proposal.tree, verdict)
+        tree, rows, next_token_id = proposal.tree, verdict.accepted_rows, verdict.next_token_id
+        last_row = rows[-1] if rows else 0
+        if last_row > len(tree) or rows != tree.path(last_row):
+            raise ProtocolViolation(f"accepted rows {list(rows)} are no path through the proposal")
+        if next_token_id is None and (verdict.finish_reason is None or not rows):
+            raise ProtocolViolation("a verdict neither ends the request nor names the next token")
+        token_ids = tuple(tree.token_ids[row - 1] for row in rows)
+        origins = (TokenOrigin.ACCEPTED,) * len(rows)
+        if next_token_id is not None:
+            origin = TokenOrigin.CORRECTION if tree.children(last_row) else TokenOrigin.BONUS
+            token_ids, origins = (*token_ids, next_token_id), (*origins, origin if tree else TokenOrigin.PLAIN)
+        if len(verdict.logprobs) not in {0, len(token_ids)}:
+            raise ProtocolViolation(f"{len(verdict.logprobs)} log-probabilities came for {len(token_ids)} tokens")
         is_first = len(self) == self.prompt_len
         self._token_ids += token_ids
+        self.finish_reason = verdict.finish_reason
         started_ns, self._started_ns = self._started_ns, self._clock_ns()
         before_ns, self._committed_ns = self._committed_ns, self._started_ns
-        self.finish_reason = verdict.finish_reason
         round_us, gap_us = (self._started_ns - started_ns) // 1000, (self._committed_ns - before_ns) // 1000
         return Round(proposal, verdict, token_ids, origins, round_us, gap_us, is_first)
-
-
-def _committed(tree: TokenTree, verdict: Verdict) -> tuple[tuple[int, ...], tuple[TokenOrigin, ...]]:
-    """Token ids and origins that a verdict commits, in order. Raises ProtocolViolation unless the accepted rows are a
-    path from the root and the request can go on.
-    """
-    rows, next_token_id = verdict.accepted_rows, verdict.next_token_id
-    last_row = rows[-1] if rows else 0
-    if last_row > len(tree) or rows != tree.path(last_row):
-        raise ProtocolViolation(f"accepted rows {list(rows)} are no path through the proposal")
-    if next_token_id is None and (verdict.finish_reason is None or not rows):
-        raise ProtocolViolation("a verdict neither ends the request nor names the next token")
-    token_ids = tuple(tree.token_ids[row - 1] for row in rows)
-    origins = (TokenOrigin.ACCEPTED,) * len(rows)
-    if next_token_id is not None:
-        origin = TokenOrigin.CORRECTION if tree.children(last_row) else TokenOrigin.BONUS
-        token_ids, origins = (*token_ids, next_token_id), (*origins, origin if tree else TokenOrigin.PLAIN)
-    if len(verdict.logprobs) not in {0, len(token_ids)}:
-        raise ProtocolViolation(f"{len(verdict.logprobs)} log-probabilities came for {len(token_ids)} tokens")
-    return token_ids, origins

@@ -8,7 +8,6 @@ answers are matched by (epoch, base_len), never by order.
 import asyncio
 from contextlib import nullcontext
 from dataclasses import replace
-from types import TracebackType
 from typing import Self
 
 import structlog
@@ -16,7 +15,7 @@ import structlog
 from gateway.rounds.planner import DraftOutlook
 from gateway.rounds.round import NOTHING, FallbackReason, HopCost, Proposal, TokenLog
 from gateway.sessions.link import Replicas, ServiceLink
-from gateway.sessions.stream import NEVER, Deadline, DraftDeadline, MessageStream
+from gateway.sessions.stream import MAX_DRIFT_REPAIRS, NEVER, Deadline, DraftDeadline, MessageStream, RemoteSession
 from outrider.errors import InvalidRequest, NotReady, OutriderError, PeerLost, ProtocolViolation
 from outrider.parameters import SessionSpec
 from outrider.process import telemetry
@@ -24,37 +23,29 @@ from outrider.process.telemetry import session_prefix
 from outrider.rpc import messages
 from outrider.rpc.messages import tree_from
 from outrider.v1 import draft_service_pb2 as pb
-from outrider.v1 import model_service_pb2, types_pb2
+from outrider.v1 import types_pb2
 from outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 
-CLOSE_TIMEOUT_S = 2.0
-ROLLBACK_TIMEOUT_S = 5.0
 PAUSE_TOKENS = (8, 256)  # plain tokens after the second fault in a row, and the maximum after many
-MAX_DRIFT_REPAIRS = 3  # of one session: a service that goes on drifting only miscounts
 
 log = structlog.get_logger()
 
 
-class DraftStream:
+class DraftStream(MessageStream[pb.ProposeRequest, pb.ProposeResponse]):
     """Messages of one session to and from one incarnation of a draft. `fence` on each names the session and epoch."""
 
     def __init__(
         self, peer: ServiceLink, spec: SessionSpec, token_log: TokenLog, drafter: str, timeout_s: float | None
     ) -> None:
         """Begins the call, which ends after timeout_s unless that is None. Raises PeerLost when the draft is away."""
-        self.peer = peer
-        self.instance_id = peer.present().instance_id
-        self.known_len = 0
-        """Committed tokens that were sent."""
-        self.cached_len = 0
-        """Committed tokens that the draft has read, as it said last."""
-        self._spec = spec
-        self._log = token_log
+        info = peer.present()
+        call = DraftServiceStub(peer.channel).Propose(timeout=timeout_s, metadata=telemetry.carrier())
+        super().__init__(call, pb.ProposeRequest, peer, spec, token_log)
+        self.instance_id = info.instance_id
+        self.known_len = 0  # committed tokens that were sent
+        self.cached_len = 0  # those that the draft has read, as it said last
         self._drafter = drafter
-        self._vocabulary_size = peer.present().vocabulary_size
-        self._messages: MessageStream[pb.ProposeRequest, pb.ProposeResponse] = MessageStream(
-            DraftServiceStub(peer.channel).Propose(timeout=timeout_s, metadata=telemetry.carrier()), str(peer)
-        )
+        self._vocabulary_size = info.vocabulary_size
 
     async def ask(self, fence: types_pb2.Fence, draft_count: int, timeout_s: float) -> None:
         """Opens the session, or tells the tokens that the draft does not know. Raises TimeoutError."""
@@ -66,7 +57,7 @@ class DraftStream:
             advance = pb.DraftAdvance(token_ids=self._log.tokens(self.known_len), draft_count=draft_count)
             request = pb.ProposeRequest(fence=fence, advance=advance)
         self.known_len = len(self._log)
-        await self._messages.write(request, timeout_s)
+        await self.write(request, timeout_s)
 
     async def answer(self, fence: types_pb2.Fence, until_s: float) -> pb.ProposeResponse:
         """The answer to the last request, by the loop's clock; answers to earlier ones are dropped.
@@ -75,7 +66,7 @@ class DraftStream:
         """
         loop, asked = asyncio.get_running_loop(), (fence.epoch, fence.base_len)
         while True:
-            response = await self._messages.read(max(0.0, until_s - loop.time()))
+            response = await self.read(max(0.0, until_s - loop.time()))
             answered = (response.fence.epoch, response.fence.base_len)
             if answered == asked:
                 self.cached_len = response.cached_len
@@ -100,22 +91,16 @@ class DraftStream:
             fault = "as a tree that is no chain"
         if fault:
             raise ProtocolViolation(f"{self.peer} sent a proposal {fault}, which does not fit the rule {rule}")
-        hop = HopCost(response.times.queue_us, wait_us, self._messages.take_bytes())
+        hop = HopCost(response.times.queue_us, wait_us, self.take_bytes())
         return Proposal(tree, compute_us=response.times.compute_us, caught_up_count=caught_up_count, hop=hop)
 
-    async def drop(self) -> None:
-        """Ends the call without a word; the draft keeps the session on a lease."""
-        await self._messages.close(None, CLOSE_TIMEOUT_S)
-
     def finish(self, fence: types_pb2.Fence) -> None:
-        """Ends the session and the call, in the background."""
         # The log may have grown past the draft's context, where it takes no messages.
         fence.base_len = max(self.known_len, 1)
-        close = pb.ProposeRequest(fence=fence, close=types_pb2.CloseSession())
-        self.peer.finish(self._messages.close(close, CLOSE_TIMEOUT_S))
+        super().finish(fence)
 
 
-class RemoteDraftSession:
+class RemoteDraftSession(RemoteSession[DraftStream]):
     """A session on a draft service; opens with the context when `warm`, else with the first proposal wanted."""
 
     def __init__(
@@ -129,28 +114,20 @@ class RemoteDraftSession:
         drafter: str = "",
         deadline: Deadline = NEVER,
     ) -> None:
-        self._replicas = replicas
+        super().__init__(replicas, spec, token_log, session_id, deadline)
         self._draft_deadline = draft_deadline
-        self._spec = spec
-        self._log = token_log
-        self._session_id = session_id
         self._warm = warm
         self._drafter = drafter
-        self._deadline = deadline
-        self._stream: DraftStream | None = None
         self._last = replicas.links[0]  # the draft that was asked last
-        self._epoch = 0
         self._faults = 0.0  # in a row; an answer halves them, because every fault may cost reading all tokens again
         self._resume_len = 0
         self._resting_for = FallbackReason.DRAFT_ABSENT
         self._rollback: asyncio.Task[None] | None = None
-        self._num_repairs = 0
 
     @property
     def outlook(self) -> DraftOutlook:
         """What to expect of the draft now: nobody may be there, bother it, or have an answer soon."""
-        peer = self._stream.peer if self._stream is not None else None
-        info = (peer.info if peer is not None else None) or self._replicas.info
+        info = (self._stream.peer.info if self._stream is not None else None) or self._replicas.info
         if info is None:
             return DraftOutlook(FallbackReason.DRAFT_ABSENT)
         obstacle = None
@@ -173,15 +150,10 @@ class RemoteDraftSession:
                 await self._drop(error)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for link in self._replicas.links:
-            link.breaker.left(self._session_id)
+    async def __aexit__(self, *exit_: object) -> None:
         if self._rollback is not None:
             self._rollback.cancel()
-        if self._stream is not None:
-            self._stream.finish(self._fence())
+        await super().__aexit__(*exit_)
 
     async def propose(self, draft_count: int) -> Proposal:
         """Asks for guesses behind the log; an empty proposal says what went wrong."""
@@ -243,17 +215,14 @@ class RemoteDraftSession:
     def _begin_rollback(self, base_len: int) -> None:
         """Takes the draft's session back in the background; until that is done it is not asked for anything."""
         self._epoch += 1
-        request = model_service_pb2.RollbackRequest(fence=self._fence(base_len))
-        self._rollback = asyncio.create_task(self._roll_back(self._last, request), name="draft rollback")
+        self._rollback = asyncio.create_task(self._roll_back(self._last, self._fence(base_len)), name="draft rollback")
 
-    async def _roll_back(self, peer: ServiceLink, request: model_service_pb2.RollbackRequest) -> None:
-        cached_len = self._stream.cached_len if self._stream is not None else 0
+    async def _roll_back(self, peer: ServiceLink, fence: types_pb2.Fence) -> None:
         try:
-            response = await peer.rollback(request, ROLLBACK_TIMEOUT_S)
+            response = await peer.rollback(fence, self._stream.cached_len if self._stream is not None else 0)
         except OutriderError as error:
             await self._drop(error)
             return
-        peer.rolled_back_tokens += max(0, cached_len - response.cached_len)
         if self._stream is not None:
             # Length 0 says that the draft does not know the session: the next request opens it with all tokens.
             self._stream.known_len = min(self._stream.known_len, response.fence.base_len)
@@ -279,11 +248,6 @@ class RemoteDraftSession:
             return peer
         return self._replicas.pick(self._session_id)
 
-    async def _forget(self) -> None:
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            await stream.drop()
-
     def _fault(self, reason: FallbackReason) -> Proposal:
         """Counts a fault; from the second in a row on, the draft rests for a growing number of tokens."""
         first, maximum = PAUSE_TOKENS
@@ -293,13 +257,8 @@ class RemoteDraftSession:
         return Proposal(fallback_reason=reason)
 
     def _tell(self, event: str, **values: str | float) -> None:
-        """A line in the log, and an event in the request's span."""
         log.warning(event, service=str(self._last), session=session_prefix(self._session_id), **values)
         telemetry.event(event, service=self._last.address)
-
-    def _fence(self, base_len: int | None = None) -> types_pb2.Fence:
-        base_len = len(self._log) if base_len is None else base_len
-        return types_pb2.Fence(session_id=self._session_id, epoch=self._epoch, base_len=base_len)
 
 
 class AbsentDraftSession(nullcontext[None]):
@@ -308,5 +267,4 @@ class AbsentDraftSession(nullcontext[None]):
     outlook = DraftOutlook(FallbackReason.DRAFT_ABSENT)
 
     async def propose(self, _draft_count: int) -> Proposal:
-        """An empty proposal."""
         return NOTHING

@@ -33,6 +33,7 @@ from outrider.rpc.channels import open_channel
 from outrider.rpc.errors import error_from
 from outrider.rpc.messages import rules_from
 from outrider.v1 import model_service_pb2 as pb
+from outrider.v1 import types_pb2
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub
 
 # Bounds of the time of a Rollback, which waits for the step that is running; the last is longer than its timeout.
@@ -41,77 +42,17 @@ PROTOCOL_VERSION = 1
 ROLES = {pb.SERVICE_ROLE_DRAFT: "draft", pb.SERVICE_ROLE_TARGET: "target"}
 HANDSHAKE_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 2.0
+ROLLBACK_TIMEOUT_S = 5.0
 BACKOFF_S = (0.1, 2.0)
 # Failures in a row that open the breaker, and pauses between trials. A draft may be late now and then, and requests do
 # without it; a target is late only when it hangs, and then there is nothing else that a request could do.
 BREAKERS = {"draft": (2, (0.5, 10.0)), "target": (1, (0.0, 0.0))}
 TRIAL_COST = 0.05  # share of the time that trials may cost; pauses grow beyond the longest where they are dear
+# Links and breakers change with time and in several places, so who waits for them looks now and then.
+LOOK_S = 0.02
+READINESS_LOOK_S = 0.25
 
 log = structlog.get_logger()
-
-
-class CircuitBreaker:
-    """Opens after some failures in a row. While it is open every session is blocked, but now and then one on trial.
-
-    Trials begin a pause after the failure before; pauses_s has the first pause and the longest. A session is known by
-    any value that no other session has.
-    """
-
-    def __init__(
-        self, failures_to_open: int, pauses_s: tuple[float, float], clock_s: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.cause: Exception | None = None  # the last failure that counted
-        self._failures_to_open = failures_to_open
-        self._clock_s = clock_s
-        self._failures = 0
-        self._first_s, self._longest_s = pauses_s
-        self._pause_s = self._first_s
-        self._resume_s = 0.0
-        self._on_trial: object = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the service has failed so often that sessions do better without it."""
-        return self._failures >= self._failures_to_open
-
-    def blocks(self, session: object) -> bool:
-        """Whether a session must leave the service alone now."""
-        if not self.is_open or session == self._on_trial:
-            return False
-        return self._on_trial is not None or self._clock_s() < self._resume_s
-
-    def enter(self, session: object) -> None:
-        """A session that is not blocked asks the service for work; while the breaker is open it is on trial."""
-        if self.is_open:
-            self._on_trial = session
-
-    def failed(self, session: object, cause: Exception, cost_s: float = 0.0) -> None:
-        """The service failed a session, which lost cost_s. While open, only the one on trial tells anything new."""
-        if self.is_open:
-            if session != self._on_trial:
-                return
-            self._pause_s = min(2 * self._pause_s, max(self._longest_s, cost_s / TRIAL_COST))
-        self.cause = cause
-        self._failures += 1
-        self._rest()
-
-    def answered(self) -> None:
-        """The service did its work: the breaker closes. Pauses only halve, so that a flapping one rests long."""
-        self._failures, self._on_trial = 0, None
-        self._pause_s = max(self._pause_s / 2, self._first_s)
-
-    def left(self, session: object) -> None:
-        """A session ended; if it was on trial, nothing was learnt, and the next trial comes after a pause."""
-        if session == self._on_trial:
-            self._rest()
-
-    def renew(self) -> None:
-        """Another incarnation of the service is there, which has not failed anybody yet."""
-        self._failures, self._on_trial, self._pause_s = 0, None, self._first_s
-
-    def _rest(self) -> None:
-        self._on_trial = None
-        self._resume_s = self._clock_s() + self._pause_s
 
 
 class WrongService(OutriderError):
@@ -137,9 +78,19 @@ class ModelInfo:
     eos_token_ids: frozenset[int]
     max_draft_count: int
     unacknowledged_window: int
-    kv_tokens: int
-    drafters: Mapping[str, frozenset[Rule]]
-    """The rules that each drafter can serve, by its name."""
+    kv_tokens: int  # what the key-value cache holds when no other request is in it
+    drafters: Mapping[str, frozenset[Rule]]  # the rules that each can serve
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a session needs of a service: the weights with which it began, and room for its longest sequence."""
+
+    model_hash: str
+    max_len: int
+
+    def met_by(self, info: ModelInfo) -> bool:
+        return info.model_hash == self.model_hash and self.max_len <= min(info.context_len, info.kv_tokens)
 
 
 class ServiceLink:
@@ -159,8 +110,7 @@ class ServiceLink:
         self.misfit: OutriderError | None = None
         self.breaker = CircuitBreaker(*BREAKERS[role])
         self.rollback_seconds = Tally(ROLLBACK_S)
-        self.rolled_back_tokens = 0
-        """Tokens that the service's cache lost by Rollback."""
+        self.rolled_back_tokens = 0  # that the service's cache lost by Rollback
         self._instance_id = 0
         self._check = check
         self._models = ModelServiceStub(self.channel)
@@ -190,17 +140,20 @@ class ServiceLink:
             await asyncio.wait_for(self._settled.wait(), timeout_s)
         return self._settled.is_set()
 
-    async def rollback(self, request: pb.RollbackRequest, timeout_s: float) -> pb.RollbackResponse:
-        """Calls Rollback; raises what the service answered, or PeerLost after the timeout."""
+    async def rollback(self, fence: types_pb2.Fence, cached_len: int) -> pb.RollbackResponse:
+        """Takes a session back to the fence's length, where so much was cached; raises what the service answered."""
         clock_s = asyncio.get_running_loop().time
         started_s = clock_s()
         try:
-            with telemetry.span("Rollback", service=self.role, base_len=request.fence.base_len):
-                return await self._models.Rollback(request, timeout=timeout_s, metadata=telemetry.carrier())
+            with telemetry.span("Rollback", service=self.role, base_len=fence.base_len):
+                request, metadata = pb.RollbackRequest(fence=fence), telemetry.carrier()
+                response = await self._models.Rollback(request, timeout=ROLLBACK_TIMEOUT_S, metadata=metadata)
         except grpc.aio.AioRpcError as error:
             raise error_from(error) from error
         finally:
             self.rollback_seconds.add(clock_s() - started_s)
+        self.rolled_back_tokens += max(0, cached_len - response.cached_len)
+        return response
 
     async def stalled_s(self) -> float | None:
         """Seconds for which the device has had work and finished none; no end of them for a service that is not there.
@@ -285,20 +238,14 @@ class ServiceLink:
         if answer is None:
             # This is how grpc.aio says that a message could not be parsed.
             raise WrongService(f"{self} answered with a message that is not valid", address=self.address)
-        if answer.protocol_version != PROTOCOL_VERSION:
-            raise WrongService(
-                f"{self} speaks version {answer.protocol_version} of the protocol, but version {PROTOCOL_VERSION} is "
-                "needed",
-                address=self.address,
-                protocol_version=answer.protocol_version,
-            )
+        version = answer.protocol_version
+        if version != PROTOCOL_VERSION:
+            message = f"{self} speaks version {version} of the protocol, but version {PROTOCOL_VERSION} is needed"
+            raise WrongService(message, address=self.address, protocol_version=version)
         role = ROLES.get(answer.role, "unknown")
         if role != self.role:
-            raise WrongService(
-                f"A {role} service answers at {self.address}, but a {self.role} service is wanted there",
-                address=self.address,
-                role=role,
-            )
+            message = f"A {role} service answers at {self.address}, but a {self.role} service is wanted there"
+            raise WrongService(message, address=self.address, role=role)
         return ModelInfo(
             role=role,
             instance_id=answer.instance_id,
@@ -316,28 +263,10 @@ class ServiceLink:
         )
 
 
-# Links and breakers change with time and in several places, so who waits for them looks now and then.
-LOOK_S = 0.02
-READINESS_LOOK_S = 0.25
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """What a session needs of a service: the weights with which it began, and room for its longest sequence."""
-
-    model_hash: str
-    max_len: int
-
-    def met_by(self, info: ModelInfo) -> bool:
-        """Whether a service can take the session."""
-        return info.model_hash == self.model_hash and self.max_len <= min(info.context_len, info.kv_tokens)
-
-
 class Replicas:
     """One or more links of one role."""
 
     def __init__(self, links: Sequence[ServiceLink]) -> None:
-        """Takes at least one link."""
         self.links = tuple(links)
 
     def __str__(self) -> str:
@@ -401,7 +330,6 @@ class Replicas:
             await asyncio.sleep(LOOK_S)
 
     async def close(self) -> None:
-        """Closes all links."""
         await asyncio.gather(*(link.close() for link in self.links))
 
     def _meeting(self, need: Need | None) -> list[ServiceLink]:
@@ -430,3 +358,67 @@ async def report_readiness(target: Replicas, servicer: health.aio.HealthServicer
                 await servicer.set(name, statuses.SERVING if is_ready else statuses.NOT_SERVING)
         was_ready = is_ready
         await asyncio.sleep(READINESS_LOOK_S)
+
+
+class CircuitBreaker:
+    """Opens after some failures in a row. While it is open every session is blocked, but now and then one on trial.
+
+    Trials begin a pause after the failure before; pauses_s has the first pause and the longest. A session is known by
+    any value that no other session has.
+    """
+
+    def __init__(
+        self, failures_to_open: int, pauses_s: tuple[float, float], clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.cause: Exception | None = None  # the last failure that counted
+        self._failures_to_open = failures_to_open
+        self._clock_s = clock_s
+        self._failures = 0
+        self._first_s, self._longest_s = pauses_s
+        self._pause_s = self._first_s
+        self._resume_s = 0.0
+        self._on_trial: object = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the service has failed so often that sessions do better without it."""
+        return self._failures >= self._failures_to_open
+
+    def blocks(self, session: object) -> bool:
+        """Whether a session must leave the service alone now."""
+        if not self.is_open or session == self._on_trial:
+            return False
+        return self._on_trial is not None or self._clock_s() < self._resume_s
+
+    def enter(self, session: object) -> None:
+        """A session that is not blocked asks the service for work; while the breaker is open it is on trial."""
+        if self.is_open:
+            self._on_trial = session
+
+    def failed(self, session: object, cause: Exception, cost_s: float = 0.0) -> None:
+        """The service failed a session, which lost cost_s. While open, only the one on trial tells anything new."""
+        if self.is_open:
+            if session != self._on_trial:
+                return
+            self._pause_s = min(2 * self._pause_s, max(self._longest_s, cost_s / TRIAL_COST))
+        self.cause = cause
+        self._failures += 1
+        self._rest()
+
+    def answered(self) -> None:
+        """The service did its work: the breaker closes. Pauses only halve, so that a flapping one rests long."""
+        self._failures, self._on_trial = 0, None
+        self._pause_s = max(self._pause_s / 2, self._first_s)
+
+    def left(self, session: object) -> None:
+        """A session ended; if it was on trial, nothing was learnt, and the next trial comes after a pause."""
+        if session == self._on_trial:
+            self._rest()
+
+    def renew(self) -> None:
+        """Another incarnation of the service is there, which has not failed anybody yet."""
+        self._failures, self._on_trial, self._pause_s = 0, None, self._first_s
+
+    def _rest(self) -> None:
+        self._on_trial = None
+        self._resume_s = self._clock_s() + self._pause_s

@@ -7,40 +7,42 @@ overtook is kept, and one that cannot be about anything that was asked does not 
 """
 
 import asyncio
-from types import TracebackType
-from typing import Self
 
 import structlog
 
 from gateway.rounds.round import HopCost, Proposal, TokenLog, Verdict
 from gateway.sessions.link import Need, Replicas, ServiceLink
-from gateway.sessions.stream import NEVER, Deadline, MessageStream, RequestExpired, RetryBudget, TargetTimeouts
+from gateway.sessions.stream import (
+    MAX_DRIFT_REPAIRS,
+    NEVER,
+    Deadline,
+    MessageStream,
+    RemoteSession,
+    RequestExpired,
+    RetryBudget,
+    TargetTimeouts,
+)
 from outrider.errors import NotReady, OutriderError, PeerLost, ProtocolViolation
 from outrider.parameters import SessionSpec
 from outrider.process import telemetry
 from outrider.process.telemetry import session_prefix
 from outrider.rpc import messages
 from outrider.rpc.messages import logprobs_from, tree_message
-from outrider.v1 import model_service_pb2, types_pb2
 from outrider.v1 import target_service_pb2 as pb
+from outrider.v1 import types_pb2
 from outrider.v1.target_service_pb2_grpc import TargetServiceStub
 
-CLOSE_TIMEOUT_S = 2.0
-ROLLBACK_TIMEOUT_S = 5.0
 PROMPT_TOKEN_S = 0.02  # allowance for reading a token that is not cached, before a working target is asked again
 MAX_TIMES_AS_LONG = 10  # each request that was left unanswered doubles how long the next one may be, up to this
 MIN_WAIT_S = 0.001
 MAX_BUDGETS = 4  # in a round, one more for each time that a target was found working in between
 MAX_REFUSALS = 3  # times in a round that a target may ask for tokens which it has just been given
 MAX_UNANSWERED = 8  # times in a row that a working target may leave a request unanswered; an hour or so
-MAX_DRIFT_REPAIRS = 3  # of one session: a service that goes on drifting only miscounts
 
 log = structlog.get_logger()
 
 
-class TargetStream:
-    """Messages of one session to and from one target."""
-
+class TargetStream(MessageStream[pb.VerifyRequest, pb.VerifyResponse]):
     def __init__(
         self,
         peer: ServiceLink,
@@ -54,19 +56,15 @@ class TargetStream:
 
         `fence` names the session and its epoch on this stream; a message may take write_timeout_s to leave.
         """
-        self.peer = peer
-        self.is_opening = True
-        """Whether the open has no answer yet."""
-        self._spec = spec
-        self._log = token_log
+        info = peer.present()
+        call = TargetServiceStub(peer.channel).Verify(timeout=timeout_s, metadata=telemetry.carrier())
+        super().__init__(call, pb.VerifyRequest, peer, spec, token_log)
+        self.is_opening = True  # the open has no answer yet
         self._session_id, self._epoch = fence.session_id, fence.epoch
         self._write_timeout_s = write_timeout_s
-        self._max_budget = max(0, peer.present().unacknowledged_window - 1)
+        self._max_budget = max(0, info.unacknowledged_window - 1)
         self._limit = 0  # committed length up to which the target may go on its own
         self._early: dict[int, pb.VerifyResponse] = {}
-        self._messages: MessageStream[pb.VerifyRequest, pb.VerifyResponse] = MessageStream(
-            TargetServiceStub(peer.channel).Verify(timeout=timeout_s, metadata=telemetry.carrier()), str(peer)
-        )
 
     @property
     def outstanding(self) -> int:
@@ -97,7 +95,7 @@ class TargetStream:
         loop = asyncio.get_running_loop()
         base_len, until_s = len(self._log), loop.time() + timeout_s
         while base_len not in self._early:
-            response = await self._messages.read(max(0.0, until_s - loop.time()))
+            response = await self.read(max(0.0, until_s - loop.time()))
             fence = response.fence
             if fence.epoch == self._epoch and base_len <= fence.base_len < max(self._limit, base_len + 1):
                 self._early[fence.base_len] = response
@@ -109,25 +107,12 @@ class TargetStream:
         self._early = {early: response for early, response in self._early.items() if early > base_len}
         return answer
 
-    def take_bytes(self) -> int:
-        """Bytes of the messages, both ways, since the last call."""
-        return self._messages.take_bytes()
-
-    async def drop(self) -> None:
-        """Ends the call without a word; the target keeps the session on a lease."""
-        await self._messages.close(None, CLOSE_TIMEOUT_S)
-
-    def finish(self, fence: types_pb2.Fence) -> None:
-        """Ends the session and the call, in the background; the fence has the session's newest epoch."""
-        close = pb.VerifyRequest(fence=fence, close=types_pb2.CloseSession())
-        self.peer.finish(self._messages.close(close, CLOSE_TIMEOUT_S))
-
     async def _send(self, request: pb.VerifyRequest, plain_budget: int) -> None:
         """Sends a message on the log's length, and notes how far it lets the target go."""
         base_len = len(self._log)
         request.fence.CopyFrom(types_pb2.Fence(session_id=self._session_id, epoch=self._epoch, base_len=base_len))
         self._limit = base_len + 1 + plain_budget
-        await self._messages.write(request, self._write_timeout_s)
+        await self.write(request, self._write_timeout_s)
 
 
 class Unanswered(OutriderError):
@@ -136,7 +121,7 @@ class Unanswered(OutriderError):
     reason = "UNANSWERED"
 
 
-class RemoteTargetSession:
+class RemoteTargetSession(RemoteSession[TargetStream]):
     """A session on a target service; opens with the first verify and closes with the context."""
 
     def __init__(
@@ -150,37 +135,18 @@ class RemoteTargetSession:
         deadline: Deadline = NEVER,
     ) -> None:
         """`model_hash` names the weights with which the request began; no others go on with it."""
-        self._replicas = replicas
+        super().__init__(replicas, spec, token_log, session_id, deadline)
         self._timeouts = timeouts
-        self._spec = spec
-        self._log = token_log
-        self._session_id = session_id
-        self._deadline = deadline
         self._need = Need(model_hash, spec.max_len)
-        self._stream: TargetStream | None = None
         self._failed: ServiceLink | None = None  # the target that served the session last, and no longer does
-        self._epoch = 0
         self._has_drifted = False
         self._has_worked = False  # the target was found working since the session was opened on it
         self._num_unanswered = 0  # in a row
         self._num_opens = 0
-        self._num_repairs = 0
 
     @property
     def outstanding(self) -> int:
-        """Tokens that the target may still commit unasked."""
         return self._stream.outstanding if self._stream is not None else 0
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for link in self._replicas.links:
-            link.breaker.left(self._session_id)
-        if self._stream is not None:
-            self._stream.finish(self._fence())
 
     async def verify(self, proposal: Proposal, plain_budget: int) -> Verdict:
         """Returns the verdict on the log's length, whatever happens to targets within the budget for that.
@@ -263,8 +229,9 @@ class RemoteTargetSession:
         """A stream on the first target that can take the session, in a new epoch; raises PeerLost when time is up."""
         peer = await self._replicas.wait(self._session_id, self._need, until_s, self._failed)
         peer.breaker.enter(self._session_id)
+        self._epoch += 1
         left_s, write_timeout_s = self._deadline.left_s(), self._timeouts.deadline.max_s
-        self._stream = TargetStream(peer, self._spec, self._log, self._next_fence(), left_s, write_timeout_s)
+        self._stream = TargetStream(peer, self._spec, self._log, self._fence(), left_s, write_timeout_s)
         self._num_opens += 1
         self._has_worked = False
         return self._stream
@@ -321,12 +288,10 @@ class RemoteTargetSession:
         if self._stream is None:
             return
         self._num_repairs += 1
-        fence = self._next_fence()
-        fence.base_len = 1
+        self._epoch += 1
         peer = self._stream.peer
         try:
-            response = await peer.rollback(model_service_pb2.RollbackRequest(fence=fence), ROLLBACK_TIMEOUT_S)
-            peer.rolled_back_tokens += max(0, len(self._log) - 1 - response.cached_len)
+            await peer.rollback(self._fence(base_len=1), cached_len=len(self._log) - 1)
         except OutriderError as error:
             self._tell("rollback failed", service=str(peer), reason=error.message)
         await self._forget()
@@ -338,18 +303,5 @@ class RemoteTargetSession:
         await self._forget()
 
     def _tell(self, event: str, **values: str | int) -> None:
-        """A line in the log, and an event in the request's span."""
         log.warning(event, session=session_prefix(self._session_id), **values)
         telemetry.event(event)
-
-    async def _forget(self) -> None:
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            await stream.drop()
-
-    def _next_fence(self) -> types_pb2.Fence:
-        self._epoch += 1
-        return self._fence()
-
-    def _fence(self) -> types_pb2.Fence:
-        return types_pb2.Fence(session_id=self._session_id, epoch=self._epoch, base_len=len(self._log))

@@ -5,21 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from gateway.generation.request import CheckedRequest, GenerationRequest, ServingLimits, check_request
+from gateway.generation.request import CheckedRequest, GenerationRequest, check_request
+from gateway.sessions.link import ModelInfo
 from gateway.text.tokenizer import Tokenizer
 from outrider.errors import InvalidRequest, PromptTooLong
 from outrider.parameters import Acceptance, Rule, SamplingParameters
 
 TOKENIZER = Tokenizer(str(Path(__file__).resolve().parents[3] / "models" / "target"))
-LIMITS = ServingLimits(
-    1024, 32_768, 4096, frozenset({0}), 8, {"model": frozenset(Rule), "coupled": frozenset({Rule.MATCH})}
-)
+TARGET = ModelInfo("target", 1, "model", "hash", "numerics", 1024, 4096, (), frozenset({0}), 8, 0, 32_768, {})
+DRAFTERS = {"model": frozenset(Rule), "coupled": frozenset({Rule.MATCH})}
 REQUEST = GenerationRequest(text="Once upon a time")
 
 
 async def check(request: GenerationRequest) -> CheckedRequest:
     """The request with these limits."""
-    return await check_request(request, TOKENIZER, LIMITS)
+    return await check_request(request, TOKENIZER, TARGET, DRAFTERS)
 
 
 async def test_defaults_are_filled_in() -> None:
@@ -72,14 +72,14 @@ async def test_a_prompt_alone_too_long_is_told_of_nothing_that_nobody_wrote() ->
 
 async def test_the_cache_limits_a_request_where_it_is_smaller_than_the_context() -> None:
     """Both numbers and the cache's size are named, and the default length is what the cache leaves."""
-    limits = replace(LIMITS, kv_tokens=640)
+    limits = replace(TARGET, kv_tokens=640)
     request = GenerationRequest(token_ids=(5,) * 600)
     with pytest.raises(PromptTooLong, match=r"600 tokens and max_tokens 41 .* the key-value cache of 640 tokens"):
-        await check_request(replace(request, max_tokens=41), TOKENIZER, limits)
+        await check_request(replace(request, max_tokens=41), TOKENIZER, limits, DRAFTERS)
     for fitting in (request, replace(request, max_tokens=40)):
-        assert (await check_request(fitting, TOKENIZER, limits)).spec.max_len == 640
+        assert (await check_request(fitting, TOKENIZER, limits, DRAFTERS)).spec.max_len == 640
     with pytest.raises(PromptTooLong, match=r"prompt has 640 tokens, .* key-value cache of 640 tokens"):
-        await check_request(GenerationRequest(token_ids=(5,) * 640), TOKENIZER, limits)
+        await check_request(GenerationRequest(token_ids=(5,) * 640), TOKENIZER, limits, DRAFTERS)
 
 
 async def test_a_long_text_is_encoded_to_the_same_ids() -> None:
@@ -165,7 +165,7 @@ async def test_refusals_are_sentences(change: dict[str, object], sentence: str) 
 
 async def test_a_drafter_is_not_checked_while_nobody_knows_the_names() -> None:
     """Without a draft service any name passes: the request will do without a draft, or the draft will refuse it."""
-    request = await check_request(replace(REQUEST, drafter="oracle"), TOKENIZER, replace(LIMITS, drafters={}))
+    request = await check_request(replace(REQUEST, drafter="oracle"), TOKENIZER, TARGET, {})
     assert request.drafter == "oracle"
     assert (await check(REQUEST)).drafter == ""
 
@@ -199,8 +199,8 @@ async def test_samples_differ_in_their_seeds_only() -> None:
 
 async def test_an_echo_that_no_message_holds_is_refused() -> None:
     """Up to the largest prompt that a message holds, and not a token further."""
-    limits = replace(LIMITS, context_len=100_000, kv_tokens=100_000)
+    limits = replace(TARGET, context_len=100_000, kv_tokens=100_000)
     request = GenerationRequest(token_ids=(5,) * 9_279, logprob_count=20, echo=True)
-    assert (await check_request(request, TOKENIZER, limits)).spec.prompt_logprobs
+    assert (await check_request(request, TOKENIZER, limits, DRAFTERS)).spec.prompt_logprobs
     with pytest.raises(InvalidRequest, match=r"echo is True, but must be false for a prompt of 9280 .* at most 9279"):
-        await check_request(replace(request, token_ids=(5,) * 9_280), TOKENIZER, limits)
+        await check_request(replace(request, token_ids=(5,) * 9_280), TOKENIZER, limits, DRAFTERS)

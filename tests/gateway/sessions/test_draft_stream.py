@@ -41,7 +41,7 @@ async def proposed(rule: Rule, *, draft_logprobs: bool = False, **proposal: obje
         try:
             return stream.proposal(draft_pb.ProposeResponse(proposal=tree), 4, 0, 0).tree
         finally:
-            await stream.drop()
+            await stream.close()
             await link.close()
 
 

@@ -55,7 +55,7 @@ def taking_repetitions(
 
 async def receive_in_order(self: TargetStream, timeout_s: float) -> pb.VerifyResponse:
     """A gateway that takes the next message for the answer, whatever it is about."""
-    response = await self._messages.read(timeout_s)
+    response = await self.read(timeout_s)
     self.is_opening = False
     response.fence.base_len = len(self._log)
     return response

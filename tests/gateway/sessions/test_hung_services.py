@@ -29,8 +29,7 @@ SPEC = SessionSpec(PROMPT, len(PROMPT), SamplingParameters(), 9, MAX_LEN, frozen
 @pytest.fixture(autouse=True)
 def _short_closings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Services that hang do not take note of a close."""
-    for stream in ("draft", "target"):
-        monkeypatch.setattr(f"gateway.sessions.{stream}.CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("gateway.sessions.stream.CLOSE_TIMEOUT_S", 0.05)
 
 
 @dataclass
