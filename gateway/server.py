@@ -158,8 +158,8 @@ async def _await_draft(draft: Replicas, timeout_s: float) -> None:
     """Gives the draft a moment; raises only what its answer says about it, because later nobody would read it."""
     if not await draft.settled(timeout_s):
         log.warning("serving without the draft until it answers", service=str(draft))
-    elif draft.info is None and draft.misfit is not None:
-        raise draft.misfit
+    elif draft.info is None and draft.mismatch is not None:
+        raise draft.mismatch
 
 
 async def _close(backend: Backend) -> None:

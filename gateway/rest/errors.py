@@ -54,6 +54,7 @@ class HttpRequestError(OutriderError):
     """The caller must send another HTTP request; each kind has a reason of its own."""
 
     status = "INVALID_ARGUMENT"
+    reason = "HTTP_REQUEST"
     exit_code = 64
 
 

@@ -244,7 +244,7 @@ def _service_view(replicas: Replicas | None) -> dict[str, Any]:
     if replicas is None:
         reason = "not configured"
     elif info is None:
-        reason = "does not answer" if replicas.misfit is None else "answers, but does not fit"
+        reason = "does not answer" if replicas.mismatch is None else "answers, but does not fit"
     return {
         "configured": replicas is not None,
         "up": info is not None,

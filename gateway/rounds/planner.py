@@ -219,7 +219,7 @@ class RoundPlanner:
         self._max_len = max_len
         self._max_draft_count = max_draft_count
         self._next: Choice | None = None
-        self._stretch = RoundPlan(0, 0)
+        self._plain_plan = RoundPlan(0, 0)
         self._unasked = False
 
     def expects_draft(self) -> bool:
@@ -228,25 +228,25 @@ class RoundPlanner:
 
     def plan(self, log: TokenLog, outstanding: int, draft: DraftOutlook) -> RoundPlan:
         """Plans the round on top of the log, while the target may still commit `outstanding` tokens unasked."""
-        if 2 * outstanding > self._stretch.plain_budget > 0:
+        if 2 * outstanding > self._plain_plan.plain_budget > 0:
             # Nothing is sent in the first half of a stretch, so there is nothing to choose at every token.
             self._unasked = True
-            return RoundPlan(0, 0, self._stretch.fallback_reason)
-        opening, limit = len(log) == log.prompt_len, min(self._max_draft_count, self._max_len - len(log) - 1)
+            return RoundPlan(0, 0, self._plain_plan.fallback_reason)
+        is_first, limit = len(log) == log.prompt_len, min(self._max_draft_count, self._max_len - len(log) - 1)
         past_context = draft.context_len is not None and len(log) + 1 > draft.context_len
-        ready = not (opening or outstanding or past_context or draft.obstacle)
+        ready = not (is_first or outstanding or past_context or draft.obstacle)
         choice = self._next or self._choose(limit, ready=ready)
         self._next, self._unasked = None, outstanding > 0
         if choice.draft_count == 0 or limit == 0:
             return self._plain(choice.plain_budget)
         limit = min(limit, draft.max_draft_count or limit)
         if past_context:
-            return self._plain(PLAIN_BUDGET, FallbackReason.DRAFT_CONTEXT, opening)
+            return self._plain(PLAIN_BUDGET, FallbackReason.DRAFT_CONTEXT, is_first)
         if draft.obstacle is not None:
-            return self._plain(WAITING_BUDGET, draft.obstacle, opening)
-        if outstanding or opening:
+            return self._plain(WAITING_BUDGET, draft.obstacle, is_first)
+        if outstanding or is_first:
             # Choosing waits for the end of the stretch, or for the prompt's own pass.
-            return RoundPlan(0, 0, None if opening else self._stretch.fallback_reason)
+            return RoundPlan(0, 0, None if is_first else self._plain_plan.fallback_reason)
         if choice.rounds > 1:
             self._next = replace(choice, rounds=choice.rounds - 1)
         room = limit if draft.context_len is None else draft.context_len - len(log)
@@ -257,9 +257,9 @@ class RoundPlanner:
         if not committed.is_first:
             self._policy.observe(committed, unasked=self._unasked)
 
-    def _plain(self, plain_budget: int, reason: FallbackReason | None = None, opening: bool = False) -> RoundPlan:
-        self._stretch = RoundPlan(0, plain_budget, reason)
-        return RoundPlan(0, plain_budget, None if opening else reason)
+    def _plain(self, plain_budget: int, reason: FallbackReason | None = None, is_first: bool = False) -> RoundPlan:
+        self._plain_plan = RoundPlan(0, plain_budget, reason)
+        return RoundPlan(0, plain_budget, None if is_first else reason)
 
     def _choose(self, limit: int, *, ready: bool) -> Choice:
         if self._draft_count is None:

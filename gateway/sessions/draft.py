@@ -126,7 +126,7 @@ class RemoteDraftSession(RemoteSession[DraftStream]):
 
     @property
     def outlook(self) -> DraftOutlook:
-        """What to expect of the draft now: nobody may be there, bother it, or have an answer soon."""
+        """What to expect of the draft now: why not to ask it, if there is a reason, and its limits."""
         info = (self._stream.peer.info if self._stream is not None else None) or self._replicas.info
         if info is None:
             return DraftOutlook(FallbackReason.DRAFT_ABSENT)
@@ -169,7 +169,7 @@ class RemoteDraftSession(RemoteSession[DraftStream]):
         except TimeoutError as error:
             self._draft_deadline.missed()
             self._last.breaker.failed(self._session_id, error, timeout_s)
-            self._tell("draft late", timeout_s=round(timeout_s, 3), base_len=len(self._log))
+            self._log_event("draft late", timeout_s=round(timeout_s, 3), base_len=len(self._log))
             # This stops the draft's job, and the round goes on at once.
             self._begin_rollback(len(self._log))
             return self._fault(FallbackReason.DRAFT_LATE)
@@ -181,7 +181,7 @@ class RemoteDraftSession(RemoteSession[DraftStream]):
         if response.cached_len == len(self._log) or self._num_repairs >= MAX_DRIFT_REPAIRS:
             return proposal
         # After an answer a draft has cached all committed tokens; this one is made to compute them again.
-        self._tell("cache drift", cached_len=response.cached_len, committed_len=len(self._log))
+        self._log_event("cache drift", cached_len=response.cached_len, committed_len=len(self._log))
         self._num_repairs += 1
         self._begin_rollback(base_len=1)
         return replace(proposal, drift_repairs=1)
@@ -231,8 +231,8 @@ class RemoteDraftSession(RemoteSession[DraftStream]):
                 await self._forget()
 
     async def _drop(self, error: OutriderError | TimeoutError) -> Proposal:
-        """Gives the session up after a fault; it is opened again when the draft may be asked again."""
-        self._tell("draft session lost", reason=str(error) or "no answer")
+        """Gives the session up after a fault; returns the empty proposal that says why."""
+        self._log_event("draft session lost", reason=str(error) or "no answer")
         await self._forget()
         if not isinstance(error, PeerLost | NotReady | TimeoutError) or self._deadline.has_come:
             self._last.breaker.left(self._session_id)
@@ -249,14 +249,14 @@ class RemoteDraftSession(RemoteSession[DraftStream]):
         return self._replicas.pick(self._session_id)
 
     def _fault(self, reason: FallbackReason) -> Proposal:
-        """Counts a fault; from the second in a row on, the draft rests for a growing number of tokens."""
+        """The empty proposal of a fault, which is counted: from the second in a row on the draft rests, ever longer."""
         first, maximum = PAUSE_TOKENS
         pause = min(int(first * (2 ** min(self._faults, 8) - 1)), maximum)
         self._faults += 1
         self._resume_len, self._resting_for = len(self._log) + 1 + pause, reason
         return Proposal(fallback_reason=reason)
 
-    def _tell(self, event: str, **values: str | float) -> None:
+    def _log_event(self, event: str, **values: str | float) -> None:
         log.warning(event, service=str(self._last), session=session_prefix(self._session_id), **values)
         telemetry.event(event, service=self._last.address)
 

@@ -107,7 +107,7 @@ class ServiceLink:
         self.address = address
         self.channel = channel or open_channel(address)
         self.info: ModelInfo | None = None
-        self.misfit: OutriderError | None = None
+        self.mismatch: OutriderError | None = None
         self.breaker = CircuitBreaker(*BREAKERS[role])
         self.rollback_seconds = Tally(ROLLBACK_S)
         self.rolled_back_tokens = 0  # that the service's cache lost by Rollback
@@ -126,7 +126,7 @@ class ServiceLink:
     def present(self) -> ModelInfo:
         """Who the service is; raises PeerLost while it is away, or the reason why it does not fit."""
         if self.info is None:
-            raise self.misfit or PeerLost(f"{self} cannot be reached", address=self.address)
+            raise self.mismatch or PeerLost(f"{self} cannot be reached", address=self.address)
         return self.info
 
     def report_lost(self) -> None:
@@ -211,7 +211,7 @@ class ServiceLink:
             finally:
                 for task in tasks:
                     task.cancel()
-            self.info = self.misfit = None
+            self.info = self.mismatch = None
             self._settled.clear()
             log.warning("service lost", service=self.role, address=self.address)
 
@@ -224,13 +224,13 @@ class ServiceLink:
             log.debug("service not reachable", service=self.role, address=self.address, status=error.code().name)
             return False
         except OutriderError as error:
-            self.misfit = error
+            self.mismatch = error
             log.error("service does not fit", service=self.role, address=self.address, reason=error.message)
             return True
         if info.instance_id != self._instance_id:
             self._instance_id = info.instance_id
             self.breaker.renew()
-        self.info, self.misfit = info, None
+        self.info, self.mismatch = info, None
         log.info("service present", service=self.role, address=self.address, model=info.model_name)
         return True
 
@@ -280,14 +280,14 @@ class Replicas:
         return next((link.info for link in self.links if link.info is not None), None)
 
     @property
-    def misfit(self) -> OutriderError | None:
+    def mismatch(self) -> OutriderError | None:
         """Why the first service that answered but does not fit is not used."""
-        return next((link.misfit for link in self.links if link.misfit is not None), None)
+        return next((link.mismatch for link in self.links if link.mismatch is not None), None)
 
     def present(self) -> ModelInfo:
         """As `info`; raises PeerLost while all are away, or the reason why none fits."""
         if self.info is None:
-            raise self.misfit or PeerLost(f"{self} cannot be reached", address=self.links[0].address)
+            raise self.mismatch or PeerLost(f"{self} cannot be reached", address=self.links[0].address)
         return self.info
 
     def pick(self, session: object, need: Need | None = None, failed: ServiceLink | None = None) -> ServiceLink | None:
@@ -325,7 +325,7 @@ class Replicas:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + timeout_s
         while True:
-            if self.info or all(link.misfit for link in self.links) or loop.time() >= until_s:
+            if self.info or all(link.mismatch for link in self.links) or loop.time() >= until_s:
                 return self.present()
             await asyncio.sleep(LOOK_S)
 

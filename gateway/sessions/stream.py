@@ -119,11 +119,11 @@ class MessageStream(Generic[Sent, Received]):
     async def read(self, timeout_s: float) -> Received:
         """Next message; raises TimeoutError when it takes longer, PeerLost when the other end has ended the call."""
         if not self._unread and self._end is None:
-            await self._change(timeout_s)
+            await self._wait_for_change(timeout_s)
         if not self._unread:
             raise self._end or TimeoutError
         if len(self._unread) == MAX_UNREAD:
-            self._tell()
+            self._wake()
         message = self._unread.popleft()
         self._num_bytes += message.ByteSize()
         return message
@@ -171,9 +171,9 @@ class MessageStream(Generic[Sent, Received]):
                     # This is how grpc.aio says that a message could not be parsed.
                     raise PeerLost(f"{self.peer} sent a message that is not valid")
                 self._unread.append(cast("Received", message))
-                self._tell()
+                self._wake()
                 while len(self._unread) >= MAX_UNREAD:
-                    await self._change(None)
+                    await self._wait_for_change(None)
             self._end = PeerLost(f"{self.peer} ended the session")
         except PeerLost as error:
             self._end = error
@@ -185,20 +185,20 @@ class MessageStream(Generic[Sent, Received]):
             if not self._call.cancelled():
                 raise
         finally:
-            self._tell()
+            self._wake()
 
-    async def _change(self, timeout_s: float | None) -> None:
-        """Waits until `_tell`, or until the time is over."""
+    async def _wait_for_change(self, timeout_s: float | None) -> None:
+        """Waits until `_wake`, or until the time is over."""
         loop = asyncio.get_running_loop()
         self._changed = loop.create_future()
-        timer = None if timeout_s is None else loop.call_later(timeout_s, self._tell)
+        timer = None if timeout_s is None else loop.call_later(timeout_s, self._wake)
         try:
             await self._changed
         finally:
             if timer is not None:
                 timer.cancel()
 
-    def _tell(self) -> None:
+    def _wake(self) -> None:
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
 

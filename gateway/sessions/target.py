@@ -72,15 +72,15 @@ class TargetStream(MessageStream[pb.VerifyRequest, pb.VerifyResponse]):
         finished = self._log.finish_reason is not None
         return 0 if finished else max(0, min(self._limit, self._spec.max_len) - len(self._log))
 
-    async def ask(self, proposal: Proposal, plain_budget: int) -> None:
-        """Opens, steps, or lets the target go on alone, whichever the round needs. Raises TimeoutError."""
+    async def send_next(self, proposal: Proposal, plain_budget: int) -> None:
+        """Opens, steps, or extends a stretch of plain tokens, within which nothing has to be sent. Raises TimeoutError."""
         budget = min(plain_budget, self._max_budget)
         if self.is_opening or not self.outstanding:
-            await self.ask_again(proposal, plain_budget)
+            await self.send_step(proposal, plain_budget)
         elif budget and 2 * self.outstanding <= budget:
             await self._send(pb.VerifyRequest(acknowledge=pb.Acknowledge(plain_budget=budget)), budget)
 
-    async def ask_again(self, proposal: Proposal, plain_budget: int) -> None:
+    async def send_step(self, proposal: Proposal, plain_budget: int) -> None:
         """Opens, or asks for the verdict on the log's length, which a target that has given it gives once more."""
         budget = min(plain_budget, self._max_budget)
         step = pb.TargetStep(proposal=tree_message(proposal.tree), plain_budget=budget)
@@ -165,7 +165,7 @@ class RemoteTargetSession(RemoteSession[TargetStream]):
         committed_len = len(self._log) + len(verdict.accepted_rows) + (next_token_id is not None)
         if response.cached_len != committed_len - 1 and self._num_repairs < MAX_DRIFT_REPAIRS:
             self._has_drifted = True
-            self._tell("cache drift", cached_len=response.cached_len, committed_len=committed_len)
+            self._log_event("cache drift", cached_len=response.cached_len, committed_len=committed_len)
         if self._spec.logprob_count is not None and not verdict.logprobs:
             raise ProtocolViolation("a verdict came without the log-probabilities that the session asked for")
         return Verdict(
@@ -254,7 +254,7 @@ class RemoteTargetSession(RemoteSession[TargetStream]):
         while True:
             try:
                 if loop.time() >= ask_at_s:
-                    await (stream.ask_again if num_asked else stream.ask)(proposal, plain_budget)
+                    await (stream.send_step if num_asked else stream.send_next)(proposal, plain_budget)
                     ask_at_s, num_asked = loop.time() + 2**num_asked * allowance_s, num_asked + 1
                 response = await stream.receive(min(deadline_s, max(ask_at_s - loop.time(), MIN_WAIT_S)))
             except TimeoutError:
@@ -293,15 +293,15 @@ class RemoteTargetSession(RemoteSession[TargetStream]):
         try:
             await peer.rollback(self._fence(base_len=1), cached_len=len(self._log) - 1)
         except OutriderError as error:
-            self._tell("rollback failed", service=str(peer), reason=error.message)
+            self._log_event("rollback failed", service=str(peer), reason=error.message)
         await self._forget()
 
     async def _abandon(self, error: OutriderError) -> None:
-        self._tell("target session lost", reason=error.message, log_len=len(self._log))
+        self._log_event("target session lost", reason=error.message, log_len=len(self._log))
         if self._stream is not None:
             self._failed = self._stream.peer
         await self._forget()
 
-    def _tell(self, event: str, **values: str | int) -> None:
+    def _log_event(self, event: str, **values: str | int) -> None:
         log.warning(event, session=session_prefix(self._session_id), **values)
         telemetry.event(event)

@@ -33,13 +33,13 @@ async def test_probes_answer(http: httpx.AsyncClient, markov: MarkovStack, monke
         assert (await http.head(path)).status_code == 200
     link = markov.gateway.backend.target.links[0]
     monkeypatch.setattr(link, "info", None)
-    monkeypatch.setattr(link, "misfit", PeerLost("away"))
+    monkeypatch.setattr(link, "mismatch", PeerLost("away"))
     for path in ("/ready", "/health"):
         reply = await http.get(path)
         assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
         assert reply.json()["error"]["code"] == "peer_lost"
     assert (await http.head("/live")).status_code == 200
-    monkeypatch.setattr(link, "misfit", VocabularyMismatch("another model"))
+    monkeypatch.setattr(link, "mismatch", VocabularyMismatch("another model"))
     reply = await http.get("/ready")
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "not_ready")
 

@@ -156,7 +156,7 @@ async def test_a_handshake_that_is_no_valid_message_is_not_the_last(monkeypatch:
     monkeypatch.setattr(model_service_pb2_grpc, "add_ModelServiceServicer_to_server", add)
     async with Links() as links:
         link, _ = await links.to(target())
-        assert "message that is not valid" in str(link.misfit)
+        assert "message that is not valid" in str(link.mismatch)
         link.report_lost()
         await eventually(lambda: link.info is not None)
 
@@ -288,7 +288,7 @@ async def test_a_misfit_ends_with_its_service() -> None:
         with pytest.raises(VocabularyMismatch):
             await Replicas([link]).after_handshake(5)
         await life.aclose()
-        await eventually(lambda: link.misfit is None)
+        await eventually(lambda: link.mismatch is None)
         waiting = asyncio.create_task(Replicas([link]).after_handshake(20))
         fits = True
         async with serving(target(instance_id=2), link.address):

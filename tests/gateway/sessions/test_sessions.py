@@ -261,8 +261,8 @@ async def test_a_service_of_the_other_kind_does_not_fit() -> None:
     async with serving(TargetServicer(model_pb.SERVICE_ROLE_TARGET, MarkovModel())) as address:
         link = ServiceLink("draft", address, accept)
         assert await link.settled(5)
-        assert str(link.misfit) == f"A target service answers at {address}, but a draft service is wanted there"
-        assert isinstance(link.misfit, WrongService)
+        assert str(link.mismatch) == f"A target service answers at {address}, but a draft service is wanted there"
+        assert isinstance(link.mismatch, WrongService)
         await link.close()
 
 
@@ -272,6 +272,6 @@ async def test_a_service_of_another_version_does_not_fit() -> None:
     async with serving(draft) as address:
         link = ServiceLink("draft", address, accept)
         assert await link.settled(5)
-        assert "speaks version 2 of the protocol, but version 1 is needed" in str(link.misfit)
-        assert isinstance(link.misfit, WrongService)
+        assert "speaks version 2 of the protocol, but version 1 is needed" in str(link.mismatch)
+        assert isinstance(link.mismatch, WrongService)
         await link.close()

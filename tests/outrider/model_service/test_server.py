@@ -63,15 +63,14 @@ async def test_a_taken_address_for_metrics_ends_the_start() -> None:
 
 STUCK = """
 import threading
-from outrider import model_service
+from outrider.model_service import server
 from outrider.process.options import run_app
-from outrider.model_service.settings import model_service_app
-from target_service import server
+from target_service.__main__ import app
 from target_service.verifier import Verifier
 
 Verifier.advance = lambda self, tasks: threading.Event().wait()
-model_service.DEVICE_PATIENCE_S = 0.2
-run_app(model_service_app("target", 50052, server.start))
+server.DEVICE_PATIENCE_S = 0.2
+run_app(app)
 """
 FLAGS = ("--listen", "127.0.0.1:0", "--kv-tokens", "512", "--drain-seconds", "0.1", "--log-level", "error")
 
