@@ -42,12 +42,10 @@ class Decoder(Protocol):
     """A model on one device, that computes the rows of a plan."""
 
     @property
-    def config(self) -> DecoderFacts:
-        """Its sizes and limits."""
+    def config(self) -> DecoderFacts: ...
 
     @property
-    def ops(self) -> Ops:
-        """The operations of its device."""
+    def ops(self) -> Ops: ...
 
     @property
     def embedding(self) -> Tensor:
