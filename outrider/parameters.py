@@ -100,7 +100,7 @@ class Acceptance(Parameters):
 
     @property
     def settings(self) -> dict[str, float]:
-        """The settings that the rule reads, by name."""
+        """Those that the rule reads, by name."""
         return {name: getattr(self, name) for name in SETTINGS.get(self.rule, ())}
 
 

@@ -51,7 +51,6 @@ class TargetState(SessionState[VerifyTask]):
 
     @property
     def committed_len(self) -> int:
-        """All tokens that it has."""
         return len(self.session)
 
     @property

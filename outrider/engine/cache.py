@@ -196,14 +196,18 @@ class PrefixIndex:
                 raise RuntimeError(f"block {block} would outlive block {prefix.parent}, behind which it stands")
 
     def _prefix(self, salt: bytes, parent: int, token_ids: Sequence[int]) -> Prefix:
-        """The name of a block is a link of a chain: its token ids behind the digest of all before them."""
-        if parent == ROOT:
-            before = hashlib.blake2b(salt, digest_size=DIGEST_BYTES, person=b"salt").digest()
-        else:
-            before = self._prefixes[parent].digest
-        data = before + array("q", token_ids).tobytes()
-        digest = hashlib.blake2b(data, digest_size=DIGEST_BYTES, person=b"block").digest()
-        return Prefix(digest, salt, parent, tuple(token_ids))
+        before = first_digest(salt) if parent == ROOT else self._prefixes[parent].digest
+        return Prefix(digest(before, token_ids), salt, parent, tuple(token_ids))
+
+
+def first_digest(salt: bytes) -> bytes:
+    """What the chain of a salt begins with."""
+    return hashlib.blake2b(salt, digest_size=DIGEST_BYTES, person=b"salt").digest()
+
+
+def digest(before: bytes, token_ids: Sequence[int]) -> bytes:
+    """The link of a chain: token ids behind the digest of all before them."""
+    return hashlib.blake2b(before + array("q", token_ids).tobytes(), digest_size=DIGEST_BYTES, person=b"block").digest()
 
 
 class KVCache:

@@ -43,7 +43,6 @@ class RunningMetrics:
     thread: threading.Thread
 
     async def stop(self) -> None:
-        """Ends the server and its thread."""
         await asyncio.to_thread(self.server.shutdown)
         self.server.server_close()
         await asyncio.to_thread(self.thread.join)
@@ -83,7 +82,6 @@ class Tally:
 
     @property
     def count(self) -> int:
-        """How many values there were."""
         return sum(self._counts)
 
     @property

@@ -132,7 +132,6 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """As it is typed."""
         return flag_of(self.name)
 
     @property
@@ -162,7 +161,6 @@ class Option:
 
 
 def flag_of(name: str) -> str:
-    """The flag of a field."""
     return "--" + name.replace("_", "-")
 
 
@@ -250,13 +248,13 @@ class ParserError(Protocol):
 
 def parser_sentence(error: ParserError) -> str:
     """What is wrong, in one line, and where to look how it is done."""
-    told = " ".join(error.format_message().split()) or "No command is given."
+    fault = " ".join(error.format_message().split()) or "No command is given."
     for words, better in CHECKER_WORDS.items():
-        told = told.replace(words, better)
-    told = told if re.search(r"[.?!]$", told) else f"{told}."
+        fault = fault.replace(words, better)
+    fault = fault if re.search(r"[.?!]$", fault) else f"{fault}."
     fix = f"See `{error.ctx.command_path} --help`." if error.ctx else "See what --help says behind the same command."
     # What was typed may have characters that would drive the reader's terminal.
-    shown = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in told)
+    shown = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in fault)
     return f"{shown} {fix}"
 
 
@@ -267,7 +265,7 @@ def run_app(app: Callable[[], object], prefix: str = "") -> NoReturn:
     Without a standard output nothing starts; one that is full or has lost its reader ends the command.
     """
     if sys.stdout is None:
-        sys.exit(_told(prefix + NO_OUTPUT, IO_EXIT_CODE))
+        sys.exit(_write_error(prefix + NO_OUTPUT, IO_EXIT_CODE))
     try:
         try:
             code = _exit_code(app, prefix)
@@ -283,7 +281,7 @@ def run_app(app: Callable[[], object], prefix: str = "") -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(lost, BrokenPipeError):
             sys.exit(BROKEN_PIPE_EXIT_CODE)
-        code = _told(prefix + FULL_OUTPUT, IO_EXIT_CODE)
+        code = _write_error(prefix + FULL_OUTPUT, IO_EXIT_CODE)
     sys.exit(code)
 
 
@@ -292,18 +290,18 @@ def _exit_code(app: Callable[[], object], prefix: str) -> int:
         # The parser's own way to tell an error is a box of several lines.
         ended = app(standalone_mode=False) if isinstance(app, typer.Typer) else app()
     except OutriderError as error:
-        return _told(prefix + error.message, error.exit_code)
+        return _write_error(prefix + error.message, error.exit_code)
     except SystemExit as ending:
         if ending.code != PARSER_EXIT_CODE:
             raise
         return USAGE_EXIT_CODE
     except Exception as error:
         if isinstance(error, ParserError):
-            return _told(prefix + parser_sentence(error), USAGE_EXIT_CODE)
+            return _write_error(prefix + parser_sentence(error), USAGE_EXIT_CODE)
         if _is_lost_output(error):
             raise
         traceback.print_exc()
-        return _told(f"{prefix}An internal fault; report it with the lines above.", OutriderError.exit_code)
+        return _write_error(f"{prefix}An internal fault; report it with the lines above.", OutriderError.exit_code)
     # An exit that a command asked for comes back as its code.
     return ended if isinstance(ended, int) else 0
 
@@ -313,6 +311,6 @@ def _is_lost_output(error: BaseException | None) -> bool:
     return isinstance(error, BrokenPipeError) or (isinstance(error, OSError) and error.errno in FULL)
 
 
-def _told(sentence: str, code: int) -> int:
+def _write_error(sentence: str, code: int) -> int:
     sys.stderr.write(f"{sentence}\n")
     return code

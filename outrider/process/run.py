@@ -43,8 +43,7 @@ class ProcessSettings:
     """What an operator can set of every service process. Raises InvalidRequest about a value outside its limit."""
 
     drain_seconds: Annotated[
-        float,
-        Setting("How long what is under way may take to end after the first SIGTERM.", within(0, MAX_DRAIN_S)),
+        float, Setting("How long what is under way may take to end after the first SIGTERM.", within(0, MAX_DRAIN_S))
     ] = DRAIN_S
     log_level: Annotated[LogLevel, Setting("What is logged.")] = LogLevel.INFO
     stop_with_stdin: Annotated[
@@ -64,16 +63,13 @@ class Service(Protocol):
     @property
     def address(self) -> str:
         """Where it answers."""
-        ...
 
     @property
     def further_addresses(self) -> Mapping[str, str]:
         """Where else it answers, by what is served there."""
-        ...
 
     async def stop(self, grace_s: float) -> None:
         """Ends it; what is under way has grace_s seconds."""
-        ...
 
 
 def run_service(name: str, start: Callable[[Settings], Awaitable[Service]], settings: Settings) -> NoReturn:
@@ -108,8 +104,7 @@ def exit_now(code: int) -> NoReturn:
 
 
 async def _run(name: str, start: Callable[[Settings], Awaitable[Service]], settings: Settings) -> None:
-    stop = _StopRequest()
-    stop.listen(with_stdin=settings.stop_with_stdin)
+    stop = _StopRequest(with_stdin=settings.stop_with_stdin)
     starting = asyncio.ensure_future(start(settings))
     stopping = asyncio.create_task(stop.requested.wait())
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -120,7 +115,10 @@ async def _run(name: str, start: Callable[[Settings], Awaitable[Service]], setti
     # What was imported stays for ever; looking through all of it again now and then would hold up a round.
     gc.collect()
     gc.freeze()
-    _announce(name, service)
+    addresses = {"address": service.address, **service.further_addresses}
+    sys.stdout.write(json.dumps({"event": "listening", "service": name, **addresses, "pid": os.getpid()}) + "\n")
+    sys.stdout.flush()
+    log.info("listening", service=name, **addresses)
     await stopping
     log.info("draining", service=name, reason=stop.reason)
     try:
@@ -132,23 +130,13 @@ async def _run(name: str, start: Callable[[Settings], Awaitable[Service]], setti
     log.info("stopped", service=name)
 
 
-def _announce(name: str, service: Service) -> None:
-    addresses = {"address": service.address, **service.further_addresses}
-    sys.stdout.write(json.dumps({"event": "listening", "service": name, **addresses, "pid": os.getpid()}) + "\n")
-    sys.stdout.flush()
-    log.info("listening", service=name, **addresses)
-
-
 class _StopRequest:
-    """Signals and the end of stdin, as one event of the running loop."""
+    """Signals and, where wanted, the end of stdin, as one event of the running loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_stdin: bool) -> None:
         self.requested = asyncio.Event()
         self.reason = ""
         self._loop = asyncio.get_running_loop()
-
-    def listen(self, *, with_stdin: bool) -> None:
-        """Handles signals of this process from now on, and watches stdin when that is wanted."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal, number)
         if with_stdin:

@@ -16,7 +16,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import structlog
 from opentelemetry import context as contexts
@@ -31,6 +31,13 @@ from structlog.typing import Processor
 from outrider.errors import OutriderError
 
 SHOWN_ID_LEN = 4
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+EXPORTER = "outrider.process.trace_export"
+# Of 8 KiB that gRPC takes beside a message; calls with more fail at random. W3C asks for 512 to be passed on.
+MAX_STATE_LEN = 4096
+
+PROPAGATOR = TraceContextTextMapPropagator()
+TRACER = trace.get_tracer("outrider")
 
 
 def configure_logs(level: str) -> None:
@@ -41,7 +48,14 @@ def configure_logs(level: str) -> None:
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    rendering = _rendering(sys.stderr.isatty())
+    if sys.stderr.isatty():
+        # The default formatter is rich's, which prints local variables.
+        rendering: list[Processor] = [
+            structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
+        ]
+    else:
+        tracebacks = ExceptionDictTransformer(show_locals=False)
+        rendering = [structlog.processors.ExceptionRenderer(tracebacks), structlog.processors.JSONRenderer()]
     foreign = logging.StreamHandler(sys.stderr)
     # Lines of libraries look like ours, and their tracebacks have no more in them.
     foreign.setFormatter(
@@ -85,23 +99,6 @@ def session_prefix(session_id: bytes) -> str:
     return session_id[:SHOWN_ID_LEN].hex()
 
 
-def _rendering(is_terminal: bool) -> list[Processor]:
-    if is_terminal:
-        # The default formatter is rich's, which prints local variables.
-        return [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
-    tracebacks = ExceptionDictTransformer(show_locals=False)
-    return [structlog.processors.ExceptionRenderer(tracebacks), structlog.processors.JSONRenderer()]
-
-
-ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-EXPORTER = "outrider.process.trace_export"
-# Of 8 KiB that gRPC takes beside a message; calls with more fail at random. W3C asks for 512 to be passed on.
-MAX_STATE_LEN = 4096
-
-PROPAGATOR = TraceContextTextMapPropagator()
-TRACER = trace.get_tracer("outrider")
-
-
 class ExporterMissing(OutriderError):
     """The operator must install the extra, or take the endpoint out of the environment."""
 
@@ -118,7 +115,7 @@ def configure_tracing(service_name: str, environment: Mapping[str, str] = os.env
     endpoint = next(filter(None, map(environment.get, ENDPOINTS)), None)
     is_off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
     if endpoint is None or is_off or environment.get("OTEL_TRACES_EXPORTER") == "none":
-        return _nothing_left
+        return lambda: None
     try:
         exporter = importlib.import_module(EXPORTER)
     except ModuleNotFoundError as error:
@@ -139,9 +136,11 @@ def span(name: str, parent: Mapping[str, str] | None = None, **attributes: Attri
     kind = SpanKind.INTERNAL if parent is None else SpanKind.SERVER
     context = PROPAGATOR.extract(parent or {}, contexts.get_current())
     opened = TRACER.start_span(name, context, kind, attributes)
+    found = opened.get_span_context()
+    on_lines = bound(trace_id=trace.format_trace_id(found.trace_id)) if found.is_valid else nullcontext()
     token = contexts.attach(trace.set_span_in_context(opened, context))
     try:
-        with _trace_id_bound(opened):
+        with on_lines:
             yield
     except asyncio.CancelledError:
         opened.set_attribute("cancelled", True)
@@ -179,17 +178,3 @@ def event(name: str, **attributes: AttributeValue) -> None:
 def note(**attributes: AttributeValue) -> None:
     """Sets attributes of the open span."""
     trace.get_current_span().set_attributes(attributes)
-
-
-@contextmanager
-def _trace_id_bound(opened: trace.Span) -> Iterator[None]:
-    context = opened.get_span_context()
-    if not context.is_valid:
-        yield
-        return
-    with bound(trace_id=trace.format_trace_id(context.trace_id)):
-        yield
-
-
-def _nothing_left() -> None:
-    """Nothing was recorded."""

@@ -7,7 +7,6 @@ request: they wait in a bounded queue, from which a thread of its own sends them
 import os
 import threading
 from collections.abc import Callable
-from functools import partial
 
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -26,12 +25,12 @@ def start(service_name: str) -> Callable[[], None]:
     provider, exporter = TracerProvider(resource=Resource.create(own), shutdown_on_exit=False), OTLPSpanExporter()
     provider.add_span_processor(BatchSpanProcessor(exporter))
     trace.set_tracer_provider(provider)
-    return partial(_finish, provider, exporter)
 
+    def finish() -> None:
+        giving_up = threading.Timer(PATIENCE_S, exporter.shutdown)
+        giving_up.daemon = True
+        giving_up.start()
+        provider.shutdown()
+        giving_up.cancel()
 
-def _finish(provider: TracerProvider, exporter: OTLPSpanExporter) -> None:
-    giving_up = threading.Timer(PATIENCE_S, exporter.shutdown)
-    giving_up.daemon = True
-    giving_up.start()
-    provider.shutdown()
-    giving_up.cancel()
+    return finish

@@ -5,6 +5,7 @@ Every incarnation begins with an empty table and a whole pool, as a process does
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 

@@ -62,9 +62,7 @@ class Products(TorchFunctionMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Ours instead of torch's where we have one."""
-        function = self._ours.get(func, func)
-        return function(*args, **(kwargs or {}))
+        return self._ours.get(func, func)(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
         rows = input.reshape(-1, input.shape[-1]).float()
@@ -183,18 +181,11 @@ def _rows(heads: Tensor, num_rows: int) -> Tensor:
 AttentionInterface.register(NAME, _attend)
 
 
+@dataclass(slots=True)
 class Company:
     """How many rows of the running forward are somebody's; one object for the experts of one model."""
 
-    def __init__(self) -> None:
-        self.num_rows = 0
-
-
-def introduce(model: nn.Module, company: Company) -> None:
-    """Gives the experts of a model what they look at, because transformers hands them nothing but rows."""
-    for module in model.modules():
-        if hasattr(type(module), "_apply_gate"):
-            setattr(module, "company", company)  # noqa: B010 - declared nowhere in torch
+    num_rows: int = 0
 
 
 def _experts(module: nn.Module, rows: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -236,21 +227,22 @@ class HfDecoder:
         self._model = model
         self._head: Tensor = model.get_output_embeddings().weight
         self._company = Company()
-        introduce(model, self._company)
+        for module in model.modules():
+            # To transformers' experts, which get nothing but rows.
+            if hasattr(type(module), "_apply_gate"):
+                setattr(module, "company", self._company)  # noqa: B010 - declared nowhere in torch
 
     @property
     def embedding(self) -> Tensor:
-        """The embedding matrix."""
         weight: Tensor = self._model.get_input_embeddings().weight
         return weight
 
     @property
     def weights(self) -> list[Tensor]:
-        """The model's tensors, a tied matrix once."""
         return list(self._model.parameters())
 
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
-        """Computes the rows of the plan, stores their keys and values, returns logits [len(wanted), V] float32."""
+        """As of any Decoder."""
         num_rows, num_wanted = plan.num_rows, wanted.shape[0]
         num_padded = padded(num_rows, plan.token_ids.device)
         self._company.num_rows = num_rows
