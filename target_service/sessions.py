@@ -46,7 +46,6 @@ class TargetState(SessionState[VerifyTask]):
 
     @property
     def answerable(self) -> Collection[int]:
-        """The lengths of the unacknowledged verdicts."""
         return [answer.fence.base_len for answer in self.verdicts]
 
     @property

@@ -54,7 +54,6 @@ class VerifyTask:
         return DrawInput(Feed(self.session, self.tree, self.wants_prompt), self.spec)
 
     def fail(self, error: OutriderError) -> None:
-        """Ends the task with an error."""
         self.done = True
         self.on_failure(error)
 

@@ -126,7 +126,6 @@ class DraftTask:
             self.finish()
 
     def fail(self, error: OutriderError) -> None:
-        """Ends the task with an error."""
         self.done = True
         self.on_failure(error)
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from outrider.engine.batching import Feed, build_batch, share_rows
 from outrider.engine.cache import BLOCK_SIZE, BlockPool, BlockTable, KVCache
 from outrider.engine.models.checkpoints import Checkpoint, find_checkpoint
-from outrider.engine.models.decoder import Decoder, DecoderFacts
+from outrider.engine.models.config import DecoderFacts
+from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.fused import fused
 from outrider.engine.models.transformer import Transformer
 from outrider.engine.models.weights import DTYPES
@@ -155,10 +156,6 @@ class ModelRunner:
         return "-".join(filter(None, parts))
 
     @property
-    def model_hash(self) -> str:
-        return self.identity.model_hash
-
-    @property
     def vocabulary_size(self) -> int:
         """Ids that the tokenizer knows; logits past it are padding."""
         return self.identity.vocabulary_size
@@ -166,10 +163,6 @@ class ModelRunner:
     @property
     def context_len(self) -> int:
         return self.config.context_len
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        return self.config.eos_token_ids
 
     def open(self, token_ids: Sequence[int], prompt_len: int, salt: bytes | None = None) -> Session:
         """A session with nothing cached and no block taken; raises PromptTooLong and InvalidRequest.

@@ -34,9 +34,6 @@ class Session:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def __repr__(self) -> str:
-        return f"<Session {self.cached_len} of {len(self)} tokens cached, tree of {len(self.tree)} rows>"
-
     @property
     def next_position(self) -> int:
         """Where the next forward starts: the first uncached token, or the last token again when all are cached.

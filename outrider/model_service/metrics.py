@@ -61,7 +61,6 @@ class ServiceMetrics:
         self._rollback_s.add(seconds)
 
     def collect(self) -> Iterator[Metric]:
-        """All families, as they are now."""
         facts, counts, num_blocks = self._facts, self._counts(), self._facts.block_count
         used = (num_blocks - counts.free_block_count) / max(1, num_blocks)
         stalled_s = self._device.stalled_us / 1e6

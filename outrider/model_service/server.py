@@ -119,7 +119,7 @@ def describe(role: str, model: LoadedModel) -> ServiceFacts:
         role=role,
         instance_id=secrets.randbits(64),
         model_name=identity.model_name,
-        model_hash=runner.model_hash,
+        model_hash=runner.identity.model_hash,
         numerics_id=runner.numerics_id,
         parameter_count=sum(weight.numel() for weight in weights),
         weight_bytes=sum(weight.nbytes for weight in weights),
@@ -129,7 +129,7 @@ def describe(role: str, model: LoadedModel) -> ServiceFacts:
         context_len=runner.context_len,
         vocabulary_size=runner.vocabulary_size,
         vocabulary_digests=model.vocabulary.digests,
-        eos_token_ids=runner.eos_token_ids,
+        eos_token_ids=runner.config.eos_token_ids,
         block_size=runner.pool.block_size,
         block_count=runner.pool.num_blocks,
     )

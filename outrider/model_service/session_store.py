@@ -139,7 +139,6 @@ class SessionState(ABC, Generic[TaskT]):
         return task is not None
 
     def free(self) -> None:
-        """Stops the job and gives back the blocks."""
         self.stop_job()
         self.session.free()
 
@@ -168,9 +167,6 @@ class LeaseTable(Generic[StateT]):
         self._held: dict[bytes, StateT] = {}
         # When each ends, in the order of their beginnings.
         self._leases: dict[bytes, float] = {}
-
-    def __repr__(self) -> str:
-        return f"<LeaseTable {len(self)} sessions, {self.num_leased} leased>"
 
     def __len__(self) -> int:
         return len(self._held)
@@ -397,13 +393,11 @@ class SessionStore(Generic[StateT]):
         held.owner = owner
 
     def _rewind(self, held: StateT, epoch: int, length: int) -> bool:
-        """SessionState.rewind, counted."""
         was_stopped = held.rewind(epoch, length)
         self._num_stopped_jobs += was_stopped
         return was_stopped
 
     def _want_tokens(self, fence: Fence, held: StateT | None, owner: Outbox) -> None:
-        """Answers that tokens are missing."""
         known_len = min(held.committed_len, fence.base_len - 1) if held else 0
         owner.put(SessionAnswer(fence, None, known_len, held.cached_len if held else 0, ComputeTimes()))
 

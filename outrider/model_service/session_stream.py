@@ -267,6 +267,5 @@ class AnswerSums:
             telemetry.event(name, queue_us=times.queue_us, compute_us=times.compute_us, forwards=times.forward_count)
 
     def note(self) -> None:
-        """Writes the sums into the open span."""
         counts = {"answers": self._num_answers, "forwards": self._num_forwards}
         telemetry.note(**counts, queue_us=self._queue_us, compute_us=self._compute_us)

@@ -86,7 +86,6 @@ class Tally:
 
     @property
     def buckets(self) -> Buckets:
-        """What was counted so far."""
         names = [*map(floatToGoString, self.bounds), "+Inf"]
         return list(zip(names, map(float, accumulate(list(self._counts))), strict=True))
 

@@ -146,7 +146,6 @@ class Option:
 
     @property
     def parameter(self) -> inspect.Parameter:
-        """For typer."""
         limit = self.setting.limit
         option = typer.Option(
             self.flags,

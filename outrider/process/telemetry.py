@@ -176,5 +176,4 @@ def event(name: str, **attributes: AttributeValue) -> None:
 
 
 def note(**attributes: AttributeValue) -> None:
-    """Sets attributes of the open span."""
     trace.get_current_span().set_attributes(attributes)

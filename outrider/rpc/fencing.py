@@ -121,5 +121,4 @@ class Meter:
         self._forward_count += 1
 
     def times(self) -> ComputeTimes:
-        """The cost so far."""
         return ComputeTimes((self._queue_ns or 0) // 1000, self._compute_ns // 1000, self._forward_count)

@@ -131,7 +131,6 @@ def spec_from(message: pb.OpenSession, base_len: int, vocabulary_size: int) -> S
 
 
 def _banned(message: pb.OpenSession, vocabulary_size: int) -> tuple[tuple[int, ...], ...]:
-    """The sequences that must not occur."""
     field = SESSION + "banned_sequences"
     check_count(field, len(message.banned_sequences), MAX_BANNED_SEQUENCES, "sequences")
     for index, sequence in enumerate(message.banned_sequences):
@@ -144,7 +143,6 @@ def _banned(message: pb.OpenSession, vocabulary_size: int) -> tuple[tuple[int, .
 
 
 def times_message(times: ComputeTimes) -> pb.ComputeTimes:
-    """The cost of an answer."""
     return pb.ComputeTimes(queue_us=times.queue_us, compute_us=times.compute_us, forward_count=times.forward_count)
 
 
@@ -188,7 +186,6 @@ def settings_message(acceptance: Acceptance) -> pb.AcceptanceSettings | None:
 
 
 def logprob_message(each: TokenLogprob) -> pb.TokenLogprob:
-    """Log-probabilities to send."""
     return pb.TokenLogprob(logprob=each.logprob, top_token_ids=each.top_token_ids, top_logprobs=each.top_logprobs)
 
 
@@ -200,7 +197,6 @@ def logprob_size(count: int, vocabulary_size: int) -> int:
 
 
 def logprobs_from(messages: Iterable[pb.TokenLogprob]) -> tuple[TokenLogprob, ...]:
-    """Log-probabilities that came."""
     return tuple(
         TokenLogprob(message.logprob, tuple(message.top_token_ids), tuple(message.top_logprobs)) for message in messages
     )

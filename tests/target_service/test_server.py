@@ -180,7 +180,7 @@ async def test_model_info_describes_the_service(client: TargetClient, service: R
     assert (info.block_size, info.block_count, info.free_block_count) == (16, 512, 512)
     assert info.parameter_count == 11_015_040
     assert info.weight_bytes == sum(p.numel() * (4 if p.ndim == 1 else 2) for p in reference_parameters())
-    assert info.model_hash == service.runner.model_hash
+    assert info.model_hash == service.runner.identity.model_hash
 
 
 def reference_parameters() -> list[torch.nn.Parameter]:

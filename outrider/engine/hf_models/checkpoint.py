@@ -25,8 +25,8 @@ from outrider.engine.hf_models.config import (
     read_configuration,
     survey,
 )
-from outrider.engine.hf_models.decoder import HfConfig, HfDecoder
-from outrider.engine.models.config import JsonKeys, read_eos_token_ids, read_json
+from outrider.engine.hf_models.decoder import HfDecoder
+from outrider.engine.models.config import DecoderFacts, JsonKeys, read_eos_token_ids, read_json
 from outrider.engine.models.weights import Shapes, StoredTensor, check_tensors, model_hash, stored_tensors
 from outrider.engine.ops import Ops
 from outrider.errors import ModelRefused
@@ -89,7 +89,7 @@ class HfCheckpoint:
 
     name: str
     folder: Path
-    config: HfConfig
+    config: DecoderFacts
     kind: type[PreTrainedModel]
     configuration: PretrainedConfig
     tensors: TensorNames

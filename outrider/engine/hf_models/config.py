@@ -18,8 +18,16 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from outrider.engine.hf_models.decoder import NAME, AttentionCall, HfConfig, layer_of
-from outrider.engine.models.config import FULL, MAX_LAYERS, SLIDING, JsonKeys, read_architecture, read_json
+from outrider.engine.hf_models.decoder import NAME, AttentionCall, layer_of
+from outrider.engine.models.config import (
+    FULL,
+    MAX_LAYERS,
+    SLIDING,
+    DecoderFacts,
+    JsonKeys,
+    read_architecture,
+    read_json,
+)
 from outrider.errors import ModelRefused
 
 PACKAGE = f"transformers-{transformers.__version__}"
@@ -128,7 +136,7 @@ class Unfit(Exception):
     """A model does something that cannot be served; says what, without a subject."""
 
 
-def survey(model: PreTrainedModel, context_len: int, eos_token_ids: frozenset[int]) -> HfConfig:
+def survey(model: PreTrainedModel, context_len: int, eos_token_ids: frozenset[int]) -> DecoderFacts:
     """Sizes of a model on the meta device, found by watching one forward; raises Unfit."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or embedding is None or head.weight.shape[0] != embedding.weight.shape[0]:
@@ -157,7 +165,7 @@ def survey(model: PreTrainedModel, context_len: int, eos_token_ids: frozenset[in
     sizes = sorted({(heads, size) for _, heads, size in stored})
     if len(sizes) > 1:
         raise Unfit("stores keys of different shapes in its layers: " + " and ".join(map(str, sizes)))
-    return HfConfig(head.weight.shape[0], len(stored), *sizes[0], context_len, eos_token_ids)
+    return DecoderFacts(head.weight.shape[0], len(stored), *sizes[0], context_len, eos_token_ids)
 
 
 def _check_call(call: AttentionCall) -> None:

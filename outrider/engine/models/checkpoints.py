@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from outrider.engine.models.config import FAMILIES, JsonKeys, ModelConfig, read_architecture, read_json
-from outrider.engine.models.decoder import Decoder, DecoderFacts
+from outrider.engine.models.config import FAMILIES, DecoderFacts, JsonKeys, ModelConfig, read_architecture, read_json
+from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.sized import sized_hash, widen, widened
 from outrider.engine.models.transformer import Transformer
 from outrider.engine.models.weights import expected_shapes, load_tensors, model_hash, resolve

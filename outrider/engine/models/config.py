@@ -61,7 +61,6 @@ class JsonKeys:
     """Where in the file this object lies, for instance "rope_scaling."; errors name keys with it."""
 
     def refuse(self, key: str, fault: str) -> ModelRefused:
-        """The error about one key, to be raised."""
         return ModelRefused(f'{self.path}: "{self.prefix}{key}" {fault}', file=self.path, key=f"{self.prefix}{key}")
 
     def integer(self, key: str, default: int | None = None, minimum: int = 1, maximum: int = INT32_MAX) -> int:
@@ -241,30 +240,38 @@ STATE_SPACE = (
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """Sizes and switches of one decoder-only transformer."""
+class DecoderFacts:
+    """Sizes and limits of any model."""
 
-    architecture: str
     vocab_size: int
-    """Rows of the embedding, width of the logits; may exceed the tokenizer's vocabulary by padding."""
-    hidden_size: int
-    intermediate_size: int
+    """Rows of the embedding and width of the logits; may exceed the tokenizer's vocabulary by padding."""
     num_layers: int
-    num_heads: int
+    """Layers that store keys and values."""
     num_kv_heads: int
     head_dim: int
-    norm_epsilon: float
-    rope: Rope
+    """Size of a head's keys and of its values."""
     context_len: int
     """Longest sequence in tokens: the trained positions, scaled where the rotary embedding is."""
+    eos_token_ids: frozenset[int]
+    """Tokens that end a sequence, as the model's files say; may be empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig(DecoderFacts):
+    """Sizes and switches of one decoder-only transformer of a family that is known here."""
+
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    norm_epsilon: float
+    rope: Rope
     windows: Windows
     tied_embeddings: bool
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    eos_token_ids: frozenset[int]
-    """From generation_config.json where it names them, else from config.json; may be empty."""
 
     @classmethod
     def read(cls, folder: Path) -> Self:

@@ -7,35 +7,8 @@ from torch import Tensor
 
 from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
+from outrider.engine.models.config import DecoderFacts
 from outrider.engine.ops import Ops
-
-
-class DecoderFacts(Protocol):
-    """Sizes and limits of a model."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the embedding and width of the logits; may exceed the tokenizer's vocabulary by padding."""
-
-    @property
-    def num_layers(self) -> int:
-        """Layers that store keys and values."""
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Key-value heads of every layer."""
-
-    @property
-    def head_dim(self) -> int:
-        """Size of a head's keys and of its values."""
-
-    @property
-    def context_len(self) -> int:
-        """Longest sequence in tokens."""
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a sequence, as the model's files say; may be empty."""
 
 
 class Decoder(Protocol):

@@ -42,7 +42,6 @@ class FusedTransformer:
         return self._model.weights
 
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
-        """As of any Decoder."""
         if cache is not self._cache:
             self._bind(cache)
         decoder, functions = ctypes.addressof(self._decoder), self.ops.functions

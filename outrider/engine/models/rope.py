@@ -57,7 +57,6 @@ class DynamicRope(Rope):
         return int(max_positions * self.factor)
 
     def frequencies(self, head_dim: int, positions: Tensor) -> Tensor:
-        """[P, D/2]."""
         plain, exponents = Rope.frequencies(self, head_dim, positions), _exponents(head_dim)
         lengths = (positions + 1).clamp_min(self.original_len)
         stretch = self.factor * lengths / self.original_len - (self.factor - 1)

@@ -164,7 +164,6 @@ class StoredTensor:
     dtype: str
 
     def refuse(self, fault: str) -> ModelRefused:
-        """The error about this tensor, to be raised."""
         return ModelRefused(f"{self.file}: {self.name} {fault}", file=self.file, tensor=self.name)
 
 
