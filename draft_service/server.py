@@ -1,6 +1,6 @@
 """The draft service: its settings, and how it is put together."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, ClassVar
 
@@ -25,8 +25,7 @@ class DraftSettings(ModelServiceSettings):
     top_n: Annotated[
         int,
         Setting(
-            "Tokens of the distribution that a guess is drawn from and sent with, where needed.",
-            within(1, MAX_TOP_N),
+            "Tokens of the distribution that a guess is drawn from and sent with, where needed.", within(1, MAX_TOP_N)
         ),
     ] = DEFAULT_TOP_N
 
@@ -42,5 +41,5 @@ async def start_with(model: LoadedModel, settings: DraftSettings) -> RunningMode
     drafter = ModelDrafter(model.runner, table.with_room, settings.top_n)
     worker = DeviceWorker[DraftTask](drafter.advance, model.set_threads, "draft device")
     sessions = DraftSessions(model.runner, table, worker.submit, prefix_cache=settings.prefix_cache)
-    facts = describe("draft", model, drafters=DRAFTERS)
+    facts = replace(describe("draft", model), drafters=DRAFTERS)
     return await serve_model(settings, model, facts, worker, sessions, partial(draft_service, facts, sessions, worker))

@@ -30,7 +30,6 @@ class DraftServicer(SessionServicer[pb.ProposeRequest, pb.ProposeResponse, Draft
         request_iterator: AsyncIterator[pb.ProposeRequest],
         context: grpc.aio.ServicerContext[pb.ProposeRequest, pb.ProposeResponse],
     ) -> None:
-        """Carries one session; see the protocol."""
         await self.carry(request_iterator, context)
 
     def job(self, request: pb.ProposeRequest, fence: Fence, arrived_ns: int, owner: Outbox) -> Job:
@@ -50,7 +49,6 @@ class DraftServicer(SessionServicer[pb.ProposeRequest, pb.ProposeResponse, Draft
         return partial(self._sessions.advance, fence, token_ids, Wanted(draft_count, arrived_ns), owner)
 
     def content(self, answer: TokenTree) -> dict[str, TokenTreeMessage]:
-        """A proposal."""
         return {"proposal": messages.tree_message(answer, with_logprobs=True)}
 
 

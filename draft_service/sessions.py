@@ -39,7 +39,6 @@ class DraftState(SessionState[DraftTask]):
 
     @property
     def answerable(self) -> Collection[int]:
-        """The length of the last request alone."""
         return (self.asked_len,)
 
     def rewind(self, epoch: int, length: int) -> bool:

@@ -21,7 +21,7 @@ def describe(folder: Path) -> tuple[int, list[str]]:
     size = sum(path.stat().st_size for path in folder.iterdir())
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     runner = ModelRunner.load(str(folder), device="cpu", dtype="bfloat16", num_threads=1, kv_tokens=1024)
-    return size, [f"{size:,}", digest, runner.model_hash, f"{runner.vocabulary_size:,}", runner.numerics_id]
+    return size, [f"{size:,}", digest, runner.identity.model_hash, f"{runner.vocabulary_size:,}", runner.numerics_id]
 
 
 def main() -> None:

@@ -33,7 +33,6 @@ class Shape:
 
     @property
     def parameter_count(self) -> int:
-        """Numbers in all its tensors."""
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
         layer = self.hidden_size * (attention + 3 * self.intermediate_size + 2)
         tables = VOCAB_SIZE * (1 if self.tied_embeddings else 2)
@@ -77,7 +76,6 @@ class SizedModel:
 
     @property
     def shape(self) -> Shape:
-        """The preset's sizes."""
         return PRESETS[self.role][self.preset]
 
     @property

@@ -43,7 +43,6 @@ class Parameters(BaseModel):
 
 
 def _translated(error: ErrorDetails, prefix: str) -> InvalidRequest:
-    """A finding of pydantic as a sentence of ours."""
     field = prefix + ".".join(str(part) for part in error["loc"])
     value = error["input"]
     if error["loc"][-1:] == (KEY_MARK,):
@@ -100,7 +99,7 @@ class Acceptance(Parameters):
 
     @property
     def settings(self) -> dict[str, float]:
-        """The settings that the rule reads, by name."""
+        """Those that the rule reads, by name."""
         return {name: getattr(self, name) for name in SETTINGS.get(self.rule, ())}
 
 

@@ -48,10 +48,7 @@ class TokenTree:
 
     @classmethod
     def chain(
-        cls,
-        token_ids: Sequence[int],
-        distributions: Sequence[DraftDistribution] = (),
-        logprobs: Sequence[float] = (),
+        cls, token_ids: Sequence[int], distributions: Sequence[DraftDistribution] = (), logprobs: Sequence[float] = ()
     ) -> Self:
         """The tree of width one."""
         return cls(tuple(token_ids), tuple(range(len(token_ids))), tuple(distributions), tuple(logprobs))

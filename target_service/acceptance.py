@@ -39,6 +39,9 @@ from target_service.rules.outcome import ChainOutcome
 from target_service.rules.ratio import ratio
 from target_service.rules.typical import exp_entropies, typical_children
 
+# What chains must have in common to be decided at once: the rule, whether the temperature is 0, and their length.
+ChainKind = tuple[Acceptance, bool, int]
+
 
 @dataclass(frozen=True, slots=True)
 class Walk:
@@ -114,9 +117,8 @@ def commit_walk(tree: TokenTree, walked: Walk, spec: SessionSpec, base_len: int)
             evaluated_count = _evaluated_count(tree, (0, *rows[:-1]))
             return TargetVerdict(base_len, rows, token_ids[:count], None, reason, evaluated_count)
     # The loop ended at the next token, so that `reason` is the one of that token.
-    return TargetVerdict(
-        base_len, walked.accepted_rows, token_ids, walked.next_token_id, reason, walked.evaluated_count
-    )
+    rows, next_token_id = walked.accepted_rows, walked.next_token_id
+    return TargetVerdict(base_len, rows, token_ids, next_token_id, reason, walked.evaluated_count)
 
 
 def _evaluated_count(tree: TokenTree, visited: Sequence[int]) -> int:
@@ -130,10 +132,6 @@ def _finish_reason(token_id: int, length: int, spec: SessionSpec) -> FinishReaso
     if token_id in spec.stop_token_ids:
         return FinishReason.STOP_TOKEN
     return FinishReason.LENGTH if length >= spec.max_len else None
-
-
-# What chains must have in common to be decided at once: the rule, whether the temperature is 0, and their length.
-ChainKind = tuple[Acceptance, bool, int]
 
 
 def decide(
@@ -273,16 +271,15 @@ def _walks(inputs: Sequence[DrawInput], target_probs: Tensor) -> list[Walk]:
         purpose = Purpose.TOKEN if accepted_count == count else Purpose.RESIDUAL
         keys.append(noise_key(each.spec.seed, len(each.feed.session) + accepted_count, purpose))
     next_ids = draw_from(outcome.probs, torch.from_numpy(np.array(keys, dtype=np.int64))).tolist()
-    return [_walk(each.feed.tree, *found) for each, *found in zip(inputs, accepted_counts, next_ids, strict=True)]
-
-
-def _walk(tree: TokenTree, accepted_count: int, next_token_id: int) -> Walk:
-    if next_token_id < 0:
-        # Nothing can be drawn behind the last accepted token, so that its row is not entered; the next step says why.
-        accepted_count -= 1
-        next_token_id = tree.token_ids[accepted_count]
-    rows = tuple(range(1, accepted_count + 1))
-    return Walk(rows, next_token_id, accepted_count + (accepted_count < len(tree)))
+    walks = []
+    for each, accepted_count, next_token_id in zip(inputs, accepted_counts, next_ids, strict=True):
+        tree, kept, token_id = each.feed.tree, accepted_count, next_token_id
+        if token_id < 0:
+            # Nothing can be drawn behind the last accepted token, so its row is not entered; the next step says why.
+            kept -= 1
+            token_id = tree.token_ids[kept]
+        walks.append(Walk(tuple(range(1, kept + 1)), token_id, kept + (kept < len(tree))))
+    return walks
 
 
 def _outcome(inputs: Sequence[DrawInput], target_probs: Tensor, count: int) -> ChainOutcome:

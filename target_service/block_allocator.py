@@ -101,17 +101,13 @@ class BlockAllocator:
             raise PromptTooLong(message, tokens=len(session), kv_tokens=size)
         while True:
             for wanted in (tree, EMPTY):
-                if self._reserve(session, wanted):
-                    return wanted
+                try:
+                    reserve(self._runner, Feed(session, wanted), self._table.with_room)
+                except CacheFull:
+                    continue
+                return wanted
             if not self._preempt(session):
                 return None
-
-    def _reserve(self, session: Session, tree: TokenTree) -> bool:
-        try:
-            reserve(self._runner, Feed(session, tree), self._table.with_room)
-        except CacheFull:
-            return False
-        return True
 
     def _preempt(self, session: Session) -> bool:
         """Takes the blocks of those that give way; tells whether there is room now.

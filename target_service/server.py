@@ -1,6 +1,6 @@
 """The target service: its settings, and how it is put together."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from outrider.engine.worker import DeviceWorker
@@ -30,5 +30,5 @@ async def start_with(model: LoadedModel, settings: ModelServiceSettings) -> Runn
     verifier = Verifier(model.runner, table)
     worker = DeviceWorker[VerifyTask](verifier.advance, model.set_threads, "target device")
     sessions = TargetSessions(model.runner, table, worker.submit, prefix_cache=settings.prefix_cache)
-    facts = describe("target", model, unacknowledged_window=UNACKNOWLEDGED_WINDOW)
+    facts = replace(describe("target", model), unacknowledged_window=UNACKNOWLEDGED_WINDOW)
     return await serve_model(settings, model, facts, worker, sessions, partial(target_service, facts, sessions, worker))

@@ -34,7 +34,6 @@ class TargetServicer(SessionServicer[pb.VerifyRequest, pb.VerifyResponse, Target
         request_iterator: AsyncIterator[pb.VerifyRequest],
         context: grpc.aio.ServicerContext[pb.VerifyRequest, pb.VerifyResponse],
     ) -> None:
-        """Carries one session; see the protocol."""
         await self.carry(request_iterator, context)
 
     def job(self, request: pb.VerifyRequest, fence: Fence, arrived_ns: int, owner: Outbox) -> Job:
@@ -49,7 +48,6 @@ class TargetServicer(SessionServicer[pb.VerifyRequest, pb.VerifyResponse, Target
         return partial(self._sessions.acknowledge, fence, budget, arrived_ns, owner)
 
     def content(self, answer: TargetVerdict) -> dict[str, pb.Verdict]:
-        """A verdict."""
         verdict = pb.Verdict(
             accepted_rows=answer.accepted_rows,
             next_token_id=answer.next_token_id,

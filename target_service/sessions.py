@@ -46,12 +46,10 @@ class TargetState(SessionState[VerifyTask]):
 
     @property
     def answerable(self) -> Collection[int]:
-        """The lengths of the unacknowledged verdicts."""
         return [answer.fence.base_len for answer in self.verdicts]
 
     @property
     def committed_len(self) -> int:
-        """All tokens that it has."""
         return len(self.session)
 
     @property

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from outrider.engine.batching import Feed
-from outrider.engine.runner import ForwardResult, ModelRunner
+from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draw import DrawInput
 from outrider.engine.sampling.logprobs import row_logprobs
 from outrider.engine.session import Session
@@ -54,7 +54,6 @@ class VerifyTask:
         return DrawInput(Feed(self.session, self.tree, self.wants_prompt), self.spec)
 
     def fail(self, error: OutriderError) -> None:
-        """Ends the task with an error."""
         self.done = True
         self.on_failure(error)
 
@@ -135,23 +134,17 @@ class Verifier:
         finished = [number for number, rows in enumerate(result.ranges) if rows is not None]
         ranges = [rows for rows in result.ranges if rows is not None]
         walks = decide(self._runner, [inputs[number] for number in finished], result.logits, ranges)
-        self._read_prompts(tasks, result)
-        outcomes: list[TargetVerdict | OutriderError | None] = [None] * len(tasks)
-        for number, rows, walk in zip(finished, ranges, walks, strict=True):
-            logits = result.logits[rows.start : rows.stop]
-            outcomes[number] = walk if isinstance(walk, OutriderError) else self._verdict(tasks[number], walk, logits)
-        return outcomes
-
-    def _read_prompts(self, tasks: Sequence[VerifyTask], result: ForwardResult) -> None:
-        """Adds the numbers of the prompts' rows that a forward computed.
-
-        At once, chunk by chunk, because the logits of a whole prompt may be larger than the model.
-        """
         for task, rows in zip(tasks, result.prefixes, strict=True):
+            # At once, chunk by chunk, because the logits of a whole prompt may be larger than the model.
             if rows:
                 first = len(task.prompt_logprobs) + 1
                 token_ids = task.session.token_ids[first : first + len(rows)]
                 task.prompt_logprobs += self._logprobs(task, result.logits[rows.start : rows.stop], token_ids)
+        outcomes: list[TargetVerdict | OutriderError | None] = [None] * len(tasks)
+        for number, behind, walk in zip(finished, ranges, walks, strict=True):
+            logits = result.logits[behind.start : behind.stop]
+            outcomes[number] = walk if isinstance(walk, OutriderError) else self._verdict(tasks[number], walk, logits)
+        return outcomes
 
     def _verdict(self, task: VerifyTask, walk: Walk, logits: Tensor) -> TargetVerdict:
         """What a walk commits, with one entry for each token where wanted, from the logits of the root and rows."""

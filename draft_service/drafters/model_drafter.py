@@ -27,12 +27,45 @@ from outrider.parameters import DraftDistribution, Rule, SessionSpec
 from outrider.rpc.fencing import Meter
 from outrider.token_tree import TokenTree
 
+# Draws as the rule of a session needs it.
+MODEL = "model"
+# Draws with the target's own noise, so that both choose the same token wherever their distributions allow it. What it
+# draws says something about what the target will draw, and rules that test with uniforms must not have that.
+COUPLED = "coupled"
+# Draws with noise of its own, whatever the rule.
+SAMPLED = "sampled"
+
+DRAFTERS: Mapping[str, frozenset[Rule]] = {
+    MODEL: frozenset(Rule),
+    COUPLED: frozenset(rule for rule in Rule if not rule.needs_distributions),
+    SAMPLED: frozenset(Rule),
+}
+
+# The logarithm of what float64 cannot tell from 0 is not infinite.
+MIN_PROB = 5e-324
+
+
+def choose_drafter(name: str, rule: Rule, offers: Mapping[str, frozenset[Rule]], field: str) -> str:
+    """The drafter that a session gets; an empty name leaves the choice to the service.
+
+    Raises InvalidRequest about a name that is not on offer, and about one that cannot serve the rule.
+    """
+    if name and name not in offers:
+        raise InvalidRequest(field, name, f"one of {', '.join(offers)}, or empty")
+    fitting = [offer for offer, rules in offers.items() if rule in rules]
+    if name and name not in fitting:
+        raise InvalidRequest(field, name, f"one that serves the rule {rule}: {', '.join(fitting)}")
+    return name or fitting[0]
+
+
+def noise_of(drafter: str, rule: Rule) -> Purpose:
+    """TOKEN for a draft that shares the target's noise, DRAFT for one with noise of its own."""
+    return Purpose.DRAFT if drafter == SAMPLED or rule.needs_distributions else Purpose.TOKEN
+
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """A token, the distribution that it was drawn from where the rule needs it, and its log-probability where it is
-    wanted.
-    """
+    """A token, the distribution that it was drawn from where the rule needs it, and its log-probability if wanted."""
 
     token_id: int
     distribution: DraftDistribution | None = None
@@ -67,17 +100,14 @@ class DraftTask:
 
     @property
     def needs_distribution(self) -> bool:
-        """Whether each guess has to come with its distribution."""
         return self.spec.acceptance.rule.needs_distributions
 
     @property
     def wants_logprob(self) -> bool:
-        """Whether each guess has to come with the logarithm of its probability."""
         return self.spec.draft_logprobs and self.draft_count > 0
 
     @property
     def proposal(self) -> TokenTree:
-        """The guesses so far."""
         distributions = [guess.distribution for guess in self.guesses if guess.distribution]
         logprobs = [guess.logprob for guess in self.guesses if guess.logprob is not None]
         return TokenTree.chain([guess.token_id for guess in self.guesses], distributions, logprobs)
@@ -96,7 +126,6 @@ class DraftTask:
             self.finish()
 
     def fail(self, error: OutriderError) -> None:
-        """Ends the task with an error."""
         self.done = True
         self.on_failure(error)
 
@@ -104,44 +133,6 @@ class DraftTask:
         """Ends the task with the guesses so far."""
         self.done = True
         self.on_done(self)
-
-
-# Draws as the rule of a session needs it.
-MODEL = "model"
-# Draws with the target's own noise, so that both choose the same token wherever their distributions allow it. What it
-# draws says something about what the target will draw, and rules that test with uniforms must not have that.
-COUPLED = "coupled"
-# Draws with noise of its own, whatever the rule.
-SAMPLED = "sampled"
-
-DRAFTERS: Mapping[str, frozenset[Rule]] = {
-    MODEL: frozenset(Rule),
-    COUPLED: frozenset(rule for rule in Rule if not rule.needs_distributions),
-    SAMPLED: frozenset(Rule),
-}
-
-
-def choose_drafter(name: str, rule: Rule, offers: Mapping[str, frozenset[Rule]], field: str) -> str:
-    """The drafter that a session gets; an empty name leaves the choice to the service.
-
-    Raises InvalidRequest about a name that is not on offer, and about one that cannot serve the rule.
-    """
-    if name and name not in offers:
-        raise InvalidRequest(field, name, f"one of {', '.join(offers)}, or empty")
-    fitting = [offer for offer, rules in offers.items() if rule in rules]
-    if name and name not in fitting:
-        raise InvalidRequest(field, name, f"one that serves the rule {rule}: {', '.join(fitting)}")
-    return name or fitting[0]
-
-
-def noise_of(drafter: str, rule: Rule) -> Purpose:
-    """TOKEN for a draft that shares the target's noise, DRAFT for one with noise of its own."""
-    is_alone = drafter == SAMPLED or rule.needs_distributions
-    return Purpose.DRAFT if is_alone else Purpose.TOKEN
-
-
-# The logarithm of what float64 cannot tell from 0 is not infinite.
-MIN_PROB = 5e-324
 
 
 class ModelDrafter:
@@ -242,17 +233,9 @@ def _sampled(
     sent = distributions.distributions() if any(task.needs_distribution for task in tasks) else [None] * len(tasks)
     probs = distributions.probs(token_ids) if any(task.wants_logprob for task in tasks) else [None] * len(tasks)
     return [
-        Guess(
-            token_id,
-            distribution if task.needs_distribution else None,
-            _log(prob) if prob and task.wants_logprob else None,
-        )
-        for task, token_id, distribution, prob in zip(tasks, token_ids.tolist(), sent, probs, strict=True)
+        Guess(token_id, own if task.needs_distribution else None, _log(prob) if prob and task.wants_logprob else None)
+        for task, token_id, own, prob in zip(tasks, token_ids.tolist(), sent, probs, strict=True)
     ]
-
-
-def _log(prob: float) -> float:
-    return min(math.log(max(prob, MIN_PROB)), 0.0)
 
 
 def _scores(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInput]) -> Tensor:
@@ -262,6 +245,8 @@ def _scores(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInput]) ->
     except ValueError:
         if len(inputs) == 1:
             return torch.full_like(logits, -torch.inf)
-        return torch.cat(
-            [_scores(runner, logits[row : row + 1], [draw_input]) for row, draw_input in enumerate(inputs)]
-        )
+        return torch.cat([_scores(runner, logits[row : row + 1], [each]) for row, each in enumerate(inputs)])
+
+
+def _log(prob: float) -> float:
+    return min(math.log(max(prob, MIN_PROB)), 0.0)

@@ -73,7 +73,7 @@ class TargetStream(MessageStream[pb.VerifyRequest, pb.VerifyResponse]):
         return 0 if finished else max(0, min(self._limit, self._spec.max_len) - len(self._log))
 
     async def send_next(self, proposal: Proposal, plain_budget: int) -> None:
-        """Opens, steps, or extends a stretch of plain tokens, within which nothing has to be sent. Raises TimeoutError."""
+        """Opens, steps, or extends a stretch of plain tokens, or sends nothing within one. Raises TimeoutError."""
         budget = min(plain_budget, self._max_budget)
         if self.is_opening or not self.outstanding:
             await self.send_step(proposal, plain_budget)

@@ -19,6 +19,11 @@ from outrider.engine.cache import Slots
 from outrider.engine.session import Session
 from outrider.token_tree import EMPTY, TokenTree
 
+# What a session gets at least when many wait: fewer rows would not fill the kernels' tiles.
+MIN_SHARE = 16
+
+Ints = NDArray[np.int64] | NDArray[np.int32]
+
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
@@ -45,7 +50,6 @@ class RowPlan:
 
     @property
     def num_rows(self) -> int:
-        """R."""
         return self.token_ids.shape[0]
 
     def windowed(self, window: int | None) -> Self:
@@ -63,11 +67,6 @@ class RowPlan:
             key_counts=self.key_counts - hidden,
             max_key_count=window,
         )
-
-
-# What a session gets at least when many wait: fewer rows would not fill the kernels' tiles.
-MIN_SHARE = 16
-Ints = NDArray[np.int64] | NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,93 @@ from itertools import takewhile
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from outrider.errors import CacheFull
 
+BLOCK_SIZE = 16
 DIGEST_BYTES = 32
 ROOT = -1
 """Stands for the block before the first one."""
+
+Slots = NDArray[np.int64]
+
+
+class BlockPool:
+    """Counts who holds each block. Slot s is place s % block_size of block s // block_size."""
+
+    def __init__(self, num_blocks: int, block_size: int = BLOCK_SIZE) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        # Taken from the end: the block freed last is the one most likely still in a processor's cache.
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._holders = [0] * num_blocks
+        # Published blocks that nobody holds are as good as free, and are taken last.
+        self.prefixes = PrefixIndex()
+
+    def __repr__(self) -> str:
+        return f"<BlockPool {self.num_used} of {self.num_blocks} blocks of {self.block_size} slots used>"
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that whoever needs them gets."""
+        return len(self._free) + self.prefixes.num_unheld
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks that still hold what was published in them."""
+        return self.prefixes.num_unheld
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_free
+
+    def require(self, num_blocks: int) -> None:
+        """Raises CacheFull when fewer than num_blocks are free; takes none."""
+        if num_blocks > self.num_free:
+            message = (
+                f"the key-value cache has {self.num_free} of {self.num_blocks} blocks free, but {num_blocks} are needed"
+            )
+            raise CacheFull(message, free=self.num_free, total=self.num_blocks, needed=num_blocks)
+
+    def allocate(self) -> int:
+        """A block with one holder, not published; raises CacheFull."""
+        self.require(1)
+        block = self._free.pop() if self._free else self.prefixes.evict()
+        self._holders[block] = 1
+        return block
+
+    def retain(self, block: int) -> None:
+        """Adds a holder to a block that has one or is published; raises ValueError for any other."""
+        if not self._holders[block] and not self.prefixes.take_up(block):
+            raise ValueError(f"block {block} is free and cannot be retained")
+        self._holders[block] += 1
+
+    def release(self, block: int) -> None:
+        """Takes a holder away, and frees the block with the last one; raises ValueError for a free block."""
+        if not self._holders[block]:
+            raise ValueError(f"block {block} is free already")
+        self._holders[block] -= 1
+        if self._holders[block]:
+            return
+        if block in self.prefixes:
+            self.prefixes.put_by(block)
+        else:
+            self._free.append(block)
+
+    def is_shared(self, block: int) -> bool:
+        """Whether more than one holder reads the block, so that nobody may write to it."""
+        return self._holders[block] > 1
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError unless every block is free, cached or held, none is two of them, and names agree."""
+        free = set(self._free)
+        held = {block for block, holders in enumerate(self._holders) if holders > 0}
+        total = len(self._free) + self.num_cached + len(held)
+        if len(free) != len(self._free) or free & held or total != self.num_blocks:
+            raise RuntimeError(f"block accounts do not add up: {len(self._free)} free, {len(held)} held: {self}")
+        if any(block in self.prefixes for block in free):
+            raise RuntimeError(f"a free block is published: {self}")
+        self.prefixes.check(held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +137,6 @@ class PrefixIndex:
 
     @property
     def num_unheld(self) -> int:
-        """Published blocks that nobody holds."""
         return len(self._unheld)
 
     def find(self, salt: bytes, parent: int, token_ids: Sequence[int]) -> int | None:
@@ -131,91 +210,6 @@ def digest(before: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(before + array("q", token_ids).tobytes(), digest_size=DIGEST_BYTES, person=b"block").digest()
 
 
-BLOCK_SIZE = 16
-
-
-class BlockPool:
-    """Counts who holds each block. Slot s is place s % block_size of block s // block_size."""
-
-    def __init__(self, num_blocks: int, block_size: int = BLOCK_SIZE) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        # Taken from the end: the block freed last is the one most likely still in a processor's cache.
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._holders = [0] * num_blocks
-        self.prefixes = PrefixIndex()
-        """The published blocks. Those that nobody holds are as good as free, and are taken last."""
-
-    def __repr__(self) -> str:
-        return f"<BlockPool {self.num_used} of {self.num_blocks} blocks of {self.block_size} slots used>"
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that nobody holds, and that whoever needs them gets."""
-        return len(self._free) + self.prefixes.num_unheld
-
-    @property
-    def num_cached(self) -> int:
-        """Of the free blocks those that still hold what was published in them."""
-        return self.prefixes.num_unheld
-
-    @property
-    def num_used(self) -> int:
-        """Blocks that somebody holds."""
-        return self.num_blocks - self.num_free
-
-    def require(self, num_blocks: int) -> None:
-        """Raises CacheFull when fewer than num_blocks are free; takes none."""
-        if num_blocks > self.num_free:
-            message = (
-                f"the key-value cache has {self.num_free} of {self.num_blocks} blocks free, but {num_blocks} are needed"
-            )
-            raise CacheFull(message, free=self.num_free, total=self.num_blocks, needed=num_blocks)
-
-    def allocate(self) -> int:
-        """A block with one holder, not published; raises CacheFull."""
-        self.require(1)
-        block = self._free.pop() if self._free else self.prefixes.evict()
-        self._holders[block] = 1
-        return block
-
-    def retain(self, block: int) -> None:
-        """Adds a holder to a block that has one or is published; raises ValueError for any other."""
-        if not self._holders[block] and not self.prefixes.take_up(block):
-            raise ValueError(f"block {block} is free and cannot be retained")
-        self._holders[block] += 1
-
-    def release(self, block: int) -> None:
-        """Takes a holder away, and frees the block with the last one; raises ValueError for a free block."""
-        if not self._holders[block]:
-            raise ValueError(f"block {block} is free already")
-        self._holders[block] -= 1
-        if self._holders[block]:
-            return
-        if block in self.prefixes:
-            self.prefixes.put_by(block)
-        else:
-            self._free.append(block)
-
-    def is_shared(self, block: int) -> bool:
-        """Whether more than one holder reads the block, so that nobody may write to it."""
-        return self._holders[block] > 1
-
-    def check_integrity(self) -> None:
-        """Raises RuntimeError unless every block is free, cached or held, none is two of them, and names agree."""
-        free = set(self._free)
-        held = {block for block, holders in enumerate(self._holders) if holders > 0}
-        total = len(self._free) + self.num_cached + len(held)
-        if len(free) != len(self._free) or free & held or total != self.num_blocks:
-            raise RuntimeError(f"block accounts do not add up: {len(self._free)} free, {len(held)} held: {self}")
-        if any(block in self.prefixes for block in free):
-            raise RuntimeError(f"a free block is published: {self}")
-        self.prefixes.check(held)
-
-
-Slots = NDArray[np.int64]
-
-
 class KVCache:
     """Rotated keys and values of every slot: per layer two tensors [num_slots, G, D]."""
 
@@ -241,12 +235,6 @@ class KVCache:
         for tensor in (*self.keys, *self.values):
             tensor.index_copy_(0, destination, tensor.index_select(0, source))
 
-    def gather(self, slots: Slots) -> tuple[Tensor, Tensor]:
-        """Copies of keys and values [num_layers, len(slots), G, D]."""
-        index = torch.from_numpy(slots).to(self.keys[0].device)
-        keys = torch.stack([tensor.index_select(0, index) for tensor in self.keys])
-        return keys, torch.stack([tensor.index_select(0, index) for tensor in self.values])
-
 
 class BlockTable:
     """The blocks of one session, in position order."""
@@ -265,7 +253,6 @@ class BlockTable:
 
     @property
     def capacity(self) -> int:
-        """Positions that have a slot."""
         return len(self._blocks) * self.pool.block_size
 
     @property
@@ -289,8 +276,14 @@ class BlockTable:
             self._append(self.pool.allocate())
         # From the end, because whatever stands behind a block loses its name before the block does.
         for index in reversed(written):
-            if self._blocks[index] in self.pool.prefixes:
-                self._unpublish(index)
+            if self._blocks[index] not in self.pool.prefixes:
+                continue
+            if self.pool.num_free:
+                self._unshare(index)
+            else:
+                # A session that fills the pool on its own must not need one block more than it has tokens for.
+                self.pool.prefixes.withdraw(self._blocks[index])
+                self._num_published = min(self._num_published, index)
 
     def truncate(self, length: int) -> None:
         """Gives back the blocks that hold no position below length."""
@@ -374,31 +367,22 @@ class BlockTable:
             grown[: len(self._slots)] = self._slots
             self._slots = grown
         self._blocks.append(block)
-        self._slots[index * size : (index + 1) * size] = _block_slots(block, size)
+        self._slots[index * size : (index + 1) * size] = self._block_slots(block)
 
     def _unshare(self, index: int) -> None:
-        shared, size = self._blocks[index], self.pool.block_size
+        """Puts a copy in the place of a block that others read."""
         own = self.pool.allocate()
-        self.cache.copy(_block_slots(shared, size), _block_slots(own, size))
+        self.cache.copy(self._block_slots(self._blocks[index]), self._block_slots(own))
         self._replace(index, own)
         self._num_published = min(self._num_published, index)
-
-    def _unpublish(self, index: int) -> None:
-        """Makes a published block that only this table holds writable."""
-        if self.pool.num_free:
-            self._unshare(index)
-        else:
-            # A session that fills the pool on its own must not need one block more than it has tokens for.
-            self.pool.prefixes.withdraw(self._blocks[index])
-            self._num_published = min(self._num_published, index)
 
     def _replace(self, index: int, block: int) -> None:
         """Puts a block that has been retained in the place of another, which is released."""
         size = self.pool.block_size
         self.pool.release(self._blocks[index])
         self._blocks[index] = block
-        self._slots[index * size : (index + 1) * size] = _block_slots(block, size)
+        self._slots[index * size : (index + 1) * size] = self._block_slots(block)
 
-
-def _block_slots(block: int, size: int) -> Slots:
-    return np.arange(block * size, (block + 1) * size, dtype=np.int64)
+    def _block_slots(self, block: int) -> Slots:
+        size = self.pool.block_size
+        return np.arange(block * size, (block + 1) * size, dtype=np.int64)

@@ -109,11 +109,6 @@ def numpy_uniforms(keys: Words, num_tokens: int) -> Floats:
     return (words.astype(np.float64) + 0.5) * UNIFORM_STEP
 
 
-def numpy_gumbel(keys: Words, num_tokens: int) -> Floats:
-    """The values of `gumbel` as near as two libraries' logarithms are, for keys [R] uint64."""
-    return -np.log(-np.log(numpy_uniforms(keys, num_tokens)))
-
-
 def first_uniforms(keys: Sequence[int]) -> Floats:
     """The uniforms [R] of id 0 alone, for keys [R] as noise_key makes them: all that a test needs."""
     if len(keys) > FEW_KEYS:

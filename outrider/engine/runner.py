@@ -14,7 +14,8 @@ from torch import Tensor
 from outrider.engine.batching import Feed, build_batch, share_rows
 from outrider.engine.cache import BLOCK_SIZE, BlockPool, BlockTable, KVCache
 from outrider.engine.models.checkpoints import Checkpoint, find_checkpoint
-from outrider.engine.models.decoder import Decoder, DecoderFacts
+from outrider.engine.models.config import DecoderFacts
+from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.fused import fused
 from outrider.engine.models.transformer import Transformer
 from outrider.engine.models.weights import DTYPES
@@ -40,7 +41,6 @@ class ForwardCounts:
     """How many forwards had each number of sessions."""
 
     def add(self, num_sessions: int, num_rows: int) -> None:
-        """Counts a forward."""
         self.num_rows += num_rows
         self.batch_sizes[num_sessions] = self.batch_sizes.get(num_sessions, 0) + 1
 
@@ -132,12 +132,10 @@ class ModelRunner:
 
     @property
     def config(self) -> DecoderFacts:
-        """The model's sizes and limits."""
         return self.model.config
 
     @property
     def ops(self) -> Ops:
-        """The operations of this device."""
         return self.model.ops
 
     @property
@@ -158,24 +156,13 @@ class ModelRunner:
         return "-".join(filter(None, parts))
 
     @property
-    def model_hash(self) -> str:
-        """Hexadecimal digest of configuration and weights."""
-        return self.identity.model_hash
-
-    @property
     def vocabulary_size(self) -> int:
         """Ids that the tokenizer knows; logits past it are padding."""
         return self.identity.vocabulary_size
 
     @property
     def context_len(self) -> int:
-        """Longest sequence in tokens."""
         return self.config.context_len
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a sequence, as the model's files say; may be empty."""
-        return self.config.eos_token_ids
 
     def open(self, token_ids: Sequence[int], prompt_len: int, salt: bytes | None = None) -> Session:
         """A session with nothing cached and no block taken; raises PromptTooLong and InvalidRequest.
@@ -230,10 +217,6 @@ class ModelRunner:
             raise InvalidRequest("tree", f"{len(tree)} rows", f"at most {self.max_rows - 1} rows")
         self._check_ids(feed.session.token_ids[feed.session.next_position :])
         self._check_ids(tree.token_ids)
-
-    def kv_state(self, session: Session) -> tuple[Tensor, Tensor]:
-        """Keys and values of the cached tokens, [layers, cached_len, G, D], gathered into new tensors."""
-        return self.cache.gather(session.table.slots(0, session.cached_len))
 
     def _check_ids(self, token_ids: Sequence[int]) -> None:
         # An id without a row in the embedding would stop an accelerator for all sessions, not only for this one.

@@ -34,9 +34,6 @@ class Session:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def __repr__(self) -> str:
-        return f"<Session {self.cached_len} of {len(self)} tokens cached, tree of {len(self.tree)} rows>"
-
     @property
     def next_position(self) -> int:
         """Where the next forward starts: the first uncached token, or the last token again when all are cached.
@@ -52,8 +49,7 @@ class Session:
 
     def advance(self, cached_len: int, tree: TokenTree) -> None:
         """What the runner says after a forward: tokens below cached_len are cached, and tree's rows behind them."""
-        self.cached_len = cached_len
-        self.tree = tree
+        self.cached_len, self.tree = cached_len, tree
 
     def publish(self, length: int) -> None:
         """Lets others find what is cached of the first `length` tokens, in whole blocks; call it between forwards.
@@ -119,8 +115,7 @@ class Session:
 
     def free(self) -> None:
         """Gives back all blocks; the tokens stay. Idempotent."""
-        self.cached_len = 0
-        self.tree = EMPTY
+        self.cached_len, self.tree = 0, EMPTY
         self.table.free()
 
     def _check_length(self, name: str, length: int) -> None:

@@ -1,8 +1,8 @@
 """The one thread that touches a device: it runs what others ask for between two forwards, and then the next forward.
 
-Whatever belongs to the device (sessions, blocks, sampling) is only
-touched by jobs and by `advance`, both of which run here one after the other, so nothing of it needs a lock and nothing
-is freed under a running forward. Tasks that arrive during a forward join the next one (Yu et al., 2022, Orca).
+Whatever belongs to the device (sessions, blocks, sampling) is only touched by jobs and by `advance`, both of which run
+here one after the other, so nothing of it needs a lock and nothing is freed under a running forward. Tasks that arrive
+during a forward join the next one (Yu et al., 2022, Orca).
 """
 
 import asyncio
@@ -37,7 +37,6 @@ class Task(Protocol):
 
     def fail(self, error: OutriderError) -> None:
         """Ends the task with an error."""
-        ...
 
 
 TaskT = TypeVar("TaskT", bound=Task)

@@ -61,9 +61,9 @@ class ServiceMetrics:
         self._rollback_s.add(seconds)
 
     def collect(self) -> Iterator[Metric]:
-        """All families, as they are now."""
         facts, counts, num_blocks = self._facts, self._counts(), self._facts.block_count
         used = (num_blocks - counts.free_block_count) / max(1, num_blocks)
+        stalled_s = self._device.stalled_us / 1e6
         batches = tally_of(dict(self._forwards.batch_sizes), BATCH_SIZES)
         model = {name: getattr(facts, name) for name in ("model_name", "model_hash", "numerics_id", "device")}
         model |= {"service": facts.role, "dtype": facts.weight_dtype}
@@ -76,11 +76,7 @@ class ServiceMetrics:
             ("sessions", "Sessions that are held.", counts.session_count),
             ("leased_sessions", "Of these, sessions whose stream is gone.", counts.leased_session_count),
             ("waiting_jobs", "Jobs that wait for the device.", self._device.num_waiting),
-            (
-                "device_stalled_seconds",
-                "For how long the device has had work, none done.",
-                self._device.stalled_us / 1e6,
-            ),
+            ("device_stalled_seconds", "For how long the device has had work, none done.", stalled_s),
         )
         counters = (
             ("num_preemptions", "Sessions that lost their cache to another.", counts.preemption_count),
@@ -98,14 +94,11 @@ class ServiceMetrics:
             ("job_compute_seconds", "Forwards and draws of one answer.", self._compute_s),
             ("rollback_compute_seconds", "What a call of Rollback did.", self._rollback_s),
         )
-        for name, meaning, value in gauges:
-            gauge = GaugeMetricFamily(PREFIX + name, meaning, labels=["service"])
-            gauge.add_metric([facts.role], value)
-            yield gauge
-        for name, meaning, value in counters:
-            counter = CounterMetricFamily(PREFIX + name, meaning, labels=["service"])
-            counter.add_metric([facts.role], value)
-            yield counter
+        for kind, families in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, meaning, value in families:
+                family = kind(PREFIX + name, meaning, labels=["service"])
+                family.add_metric([facts.role], value)
+                yield family
         for name, meaning, tally in histograms:
             histogram = HistogramMetricFamily(PREFIX + name, meaning, labels=["service"])
             histogram.add_metric([facts.role], tally.buckets, tally.total)

@@ -120,7 +120,6 @@ def step_by_step(runner: ModelRunner, prompt: Sequence[int], tree: TokenTree) ->
 
 
 def compared(name: str, first: Sequence[Tensor], second: Sequence[Tensor]) -> Comparison:
-    """Counts rows with the same bits."""
     pairs = [pair for tensors in zip(first, second, strict=True) for pair in zip(*tensors, strict=True)]
     return Comparison(name, len(pairs), sum(torch.equal(*pair) for pair in pairs))
 

@@ -21,8 +21,7 @@ from outrider.model_service.metrics import ServiceMetrics
 from outrider.model_service.servicer import ServiceFacts, model_service
 from outrider.model_service.session_store import LeaseTable, SessionStore
 from outrider.model_service.settings import ModelServiceSettings
-from outrider.model_service.watchdog import Watchdog
-from outrider.parameters import Rule
+from outrider.model_service.watchdog import watch
 from outrider.process.metrics import RunningMetrics, serve_metrics
 from outrider.process.run import exit_now
 from outrider.rpc import channels
@@ -34,7 +33,6 @@ log = structlog.get_logger()
 # After the grace at most one forward is under way, and nobody wants it any more. Together with the default grace it is
 # less than outrider.cli.local_stack.STOP_GRACE_S, so that a supervisor hears the reason before it kills.
 DEVICE_PATIENCE_S = 3.0
-NO_DRAFTERS: Mapping[str, frozenset[Rule]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,6 @@ class RunningModelService:
 
     @property
     def further_addresses(self) -> Mapping[str, str]:
-        """Where it serves metrics."""
         return {} if self.metrics is None else {"metrics": self.metrics.address}
 
     async def stop(self, grace_s: float = channels.DRAIN_S) -> None:
@@ -114,21 +111,15 @@ async def load_model_aside(settings: ModelServiceSettings) -> LoadedModel:
     return await asyncio.to_thread(load_model, settings)
 
 
-def describe(
-    role: str,
-    model: LoadedModel,
-    *,
-    unacknowledged_window: int = 0,
-    drafters: Mapping[str, frozenset[Rule]] = NO_DRAFTERS,
-) -> ServiceFacts:
-    """The facts of a service; every call names another incarnation."""
+def describe(role: str, model: LoadedModel) -> ServiceFacts:
+    """What the facts of all services have in common; every call names another incarnation."""
     runner, identity = model.runner, model.runner.identity
     weights = runner.model.weights
     return ServiceFacts(
         role=role,
         instance_id=secrets.randbits(64),
         model_name=identity.model_name,
-        model_hash=runner.model_hash,
+        model_hash=runner.identity.model_hash,
         numerics_id=runner.numerics_id,
         parameter_count=sum(weight.numel() for weight in weights),
         weight_bytes=sum(weight.nbytes for weight in weights),
@@ -138,11 +129,9 @@ def describe(
         context_len=runner.context_len,
         vocabulary_size=runner.vocabulary_size,
         vocabulary_digests=model.vocabulary.digests,
-        eos_token_ids=runner.eos_token_ids,
+        eos_token_ids=runner.config.eos_token_ids,
         block_size=runner.pool.block_size,
         block_count=runner.pool.num_blocks,
-        unacknowledged_window=unacknowledged_window,
-        drafters=dict(drafters),
     )
 
 
@@ -158,12 +147,8 @@ async def serve_model(
 
     `own_service` makes the service beside ModelService, given what takes note of the cost of answers.
     """
-    forwards = model.runner.forward_counts
-    metrics = ServiceMetrics(facts, sessions.counts, forwards, worker)
-    services = {
-        **own_service(metrics.observe),
-        **model_service(facts, sessions, worker, metrics.observe_rollback),
-    }
+    metrics = ServiceMetrics(facts, sessions.counts, model.runner.forward_counts, worker)
+    services = {**own_service(metrics.observe), **model_service(facts, sessions, worker, metrics.observe_rollback)}
     async with AsyncExitStack() as undo:
         undo.push_async_callback(worker.close)
         exporting = None
@@ -174,6 +159,7 @@ async def serve_model(
             log.info("serving metrics", address=exporting.address)
         server = await channels.serve(settings.listen, services)
         undo.pop_all()
-    watchdog = Watchdog(lambda: worker.stalled_us, settings.stall_seconds, server.say_not_serving, exit_now)
-    watching = asyncio.create_task(watchdog.watch())
+    watching = asyncio.create_task(
+        watch(lambda: worker.stalled_us, settings.stall_seconds, server.say_not_serving, exit_now)
+    )
     return RunningModelService(server.address, server, worker, sessions.table, model.runner, facts, watching, exporting)

@@ -18,7 +18,6 @@ from outrider.parameters import Rule
 from outrider.process import telemetry
 from outrider.process.telemetry import session_prefix
 from outrider.rpc import channels, messages
-from outrider.rpc.fencing import Fence
 from outrider.rpc.messages import RULES
 from outrider.v1 import model_service_pb2 as pb
 from outrider.v1.model_service_pb2_grpc import ModelServiceServicer, add_ModelServiceServicer_to_server
@@ -76,14 +75,11 @@ class ModelServicer(ModelServiceServicer):
     ) -> pb.GetModelInfoResponse:
         """Describes the service, without waiting for the device: a long forward must not look like an absence."""
         facts = self._facts
-        told = asdict(facts) | asdict(self._sessions.counts())
-        told |= {
-            "role": ROLES[facts.role],
-            "eos_token_ids": sorted(facts.eos_token_ids),
-            "drafters": list(facts.drafters),
-        }
+        described = asdict(facts) | asdict(self._sessions.counts())
+        described |= {"role": ROLES[facts.role], "eos_token_ids": sorted(facts.eos_token_ids)}
+        described |= {"drafters": list(facts.drafters)}
         return pb.GetModelInfoResponse(
-            **told,
+            **described,
             protocol_version=PROTOCOL_VERSION,
             max_draft_count=MAX_DRAFT_COUNT,
             stalled_us=self._device.stalled_us,
@@ -98,24 +94,25 @@ class ModelServicer(ModelServiceServicer):
     ) -> pb.RollbackResponse:
         """Takes a session back to a length; raises Overloaded when much waits for the device."""
         fence = messages.fence_from(request.fence, self._facts.context_len)
+
+        def rollback() -> RolledBack:
+            started_s = time.perf_counter()
+            rolled = self._sessions.rollback(fence)
+            self._observe_rollback(time.perf_counter() - started_s)
+            return rolled
+
         parent = telemetry.parent_of(context.invocation_metadata())
         with telemetry.span("Rollback", parent=parent, session=session_prefix(fence.session_id)):
             num_waiting = self._device.num_waiting
             if num_waiting >= MAX_WAITING_JOBS:
                 # Unlike a message, a call has no stream to bound it.
                 raise Overloaded(f"{num_waiting} jobs wait for the device already", limit=MAX_WAITING_JOBS)
-            rolled = await self._device.call(partial(self._timed, fence))
+            rolled = await self._device.call(rollback)
         return pb.RollbackResponse(
             fence=messages.fence_message(rolled.fence, self._facts.instance_id),
             cached_len=rolled.cached_len,
             job_stopped=rolled.job_stopped,
         )
-
-    def _timed(self, fence: Fence) -> RolledBack:
-        started_s = time.perf_counter()
-        rolled = self._sessions.rollback(fence)
-        self._observe_rollback(time.perf_counter() - started_s)
-        return rolled
 
 
 def model_service(

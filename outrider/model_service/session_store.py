@@ -22,10 +22,33 @@ from outrider.engine.worker import Task
 from outrider.errors import CacheFull, OutriderError, Overloaded
 from outrider.parameters import SessionSpec
 from outrider.process.telemetry import session_prefix
-from outrider.rpc.fencing import ComputeTimes, Fence, MessageStatus, SessionView, classify_open, classify_rollback
+from outrider.rpc.fencing import ComputeTimes, Fence, MessageStatus, SessionView, classify_open
+
+log = structlog.get_logger()
 
 # Eight windows of unasked verdicts: a client that asks for all of them again a few times is still heard.
 MAX_UNSENT_ANSWERS = 2048
+# More than streams are carried at a time, so that among as many sessions there are always leased ones.
+MAX_SESSIONS = 4096
+# A Rollback overtakes an open by milliseconds, so a newer one never pushes out one that still matters.
+MAX_REMEMBERED = 1024
+TIMER_S = 1e-6  # a loop's timer may come early by its clock's resolution, and there is one for every lease
+
+ContentT = TypeVar("ContentT")
+TaskT = TypeVar("TaskT", bound=Task)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SessionAnswer(Generic[ContentT]):
+    """What a session says about a message: a proposal or verdict on the fence's length, or that it lacks tokens."""
+
+    fence: Fence
+    content: ContentT | None
+    """None asks for the tokens behind known_len."""
+    known_len: int
+    cached_len: int
+    times: ComputeTimes
 
 
 class Outbox:
@@ -71,31 +94,6 @@ class Outbox:
             self._wanted.set_result(None)
 
 
-log = structlog.get_logger()
-
-# More than streams are carried at a time, so that among as many sessions there are always leased ones.
-MAX_SESSIONS = 4096
-# A Rollback overtakes an open by milliseconds, so a newer one never pushes out one that still matters.
-MAX_REMEMBERED = 1024
-TIMER_S = 1e-6  # a loop's timer may come early by its clock's resolution, and there is one for every lease
-
-ContentT = TypeVar("ContentT")
-TaskT = TypeVar("TaskT", bound=Task)
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class SessionAnswer(Generic[ContentT]):
-    """What a session says about a message: a proposal or verdict on the fence's length, or that it lacks tokens."""
-
-    fence: Fence
-    content: ContentT | None
-    """None asks for the tokens behind known_len."""
-    known_len: int
-    cached_len: int
-    times: ComputeTimes
-
-
 @dataclass(slots=True, eq=False)
 class SessionState(ABC, Generic[TaskT]):
     """A session as either service keeps it: its tokens and cache, the stream that owns it, and the job under way."""
@@ -127,7 +125,6 @@ class SessionState(ABC, Generic[TaskT]):
 
     @property
     def view(self) -> SessionView:
-        """What decides about a message."""
         return SessionView(self.epoch, self.committed_len, self.answerable)
 
     @abstractmethod
@@ -142,7 +139,6 @@ class SessionState(ABC, Generic[TaskT]):
         return task is not None
 
     def free(self) -> None:
-        """Stops the job and gives back the blocks."""
         self.stop_job()
         self.session.free()
 
@@ -172,9 +168,6 @@ class LeaseTable(Generic[StateT]):
         # When each ends, in the order of their beginnings.
         self._leases: dict[bytes, float] = {}
 
-    def __repr__(self) -> str:
-        return f"<LeaseTable {len(self)} sessions, {self.num_leased} leased>"
-
     def __len__(self) -> int:
         return len(self._held)
 
@@ -184,11 +177,9 @@ class LeaseTable(Generic[StateT]):
 
     @property
     def num_leased(self) -> int:
-        """Sessions without a stream."""
         return len(self._leases)
 
     def get(self, session_id: bytes) -> StateT | None:
-        """The session of an id."""
         return self._held.get(session_id)
 
     def add(self, session_id: bytes, held: StateT) -> None:
@@ -235,7 +226,6 @@ class LeaseTable(Generic[StateT]):
             held.free()
 
     def clear(self) -> None:
-        """Frees all sessions."""
         for session_id in list(self._held):
             self.drop(session_id)
 
@@ -345,7 +335,8 @@ class SessionStore(Generic[StateT]):
         if held is None:
             self._min_epochs.remember(fence.session_id, fence.epoch)
             return RolledBack(Fence(fence.session_id, fence.epoch, 0), 0, job_stopped=False)
-        is_newer = classify_rollback(fence, held.view) is MessageStatus.CURRENT
+        # An older one, or the same once more, only learns where the session is.
+        is_newer = fence.epoch > held.epoch
         was_stopped = is_newer and self._rewind(held, fence.epoch, min(fence.base_len, held.committed_len))
         return RolledBack(Fence(fence.session_id, held.epoch, held.committed_len), held.cached_len, was_stopped)
 
@@ -374,9 +365,9 @@ class SessionStore(Generic[StateT]):
         """A session of the spec's tokens; a newer epoch starts over, with what is cached of them."""
         held = self.table.get(fence.session_id)
         salt = spec.cache_salt if self._prefix_cache else None
-        known = None if held is None else held.session
         if held is not None:
             self._num_stopped_jobs += held.stop_job()
+        known = None if held is None else held.session
         session = reopen(self._runner, known, spec.token_ids, spec.prompt_len, salt)
         if held is None:
             held = self._kind(spec, fence.epoch, session, owner)
@@ -386,7 +377,14 @@ class SessionStore(Generic[StateT]):
             held.session, held.spec = session, spec
             held.rewind(fence.epoch, fence.base_len)
             self._take_up(fence, held, owner)
-        held.prefix_len = self._take_prefix(session, spec)
+        # Log-probabilities of a prompt need its rows, and so every one of them is computed.
+        if self._prefix_cache and not (spec.prompt_logprobs and len(session) == spec.prompt_len):
+            self._prefix_query_tokens += len(session) - session.cached_len
+            session.publish(len(session))
+            held.prefix_len = session.take_prefix()
+            self._prefix_hit_tokens += held.prefix_len
+        else:
+            held.prefix_len = 0
         return held
 
     def _take_up(self, fence: Fence, held: StateT, owner: Outbox) -> None:
@@ -395,13 +393,11 @@ class SessionStore(Generic[StateT]):
         held.owner = owner
 
     def _rewind(self, held: StateT, epoch: int, length: int) -> bool:
-        """SessionState.rewind, counted."""
         was_stopped = held.rewind(epoch, length)
         self._num_stopped_jobs += was_stopped
         return was_stopped
 
     def _want_tokens(self, fence: Fence, held: StateT | None, owner: Outbox) -> None:
-        """Answers that tokens are missing."""
         known_len = min(held.committed_len, fence.base_len - 1) if held else 0
         owner.put(SessionAnswer(fence, None, known_len, held.cached_len if held else 0, ComputeTimes()))
 
@@ -410,14 +406,3 @@ class SessionStore(Generic[StateT]):
         held.task = None
         self.table.drop(session_id)
         held.owner.put(error)
-
-    def _take_prefix(self, session: Session, spec: SessionSpec) -> int:
-        """Takes what others have cached of a session's tokens; returns how many tokens that are."""
-        if not self._prefix_cache or (spec.prompt_logprobs and len(session) == spec.prompt_len):
-            # Log-probabilities of a prompt need its rows, and so every one of them is computed.
-            return 0
-        self._prefix_query_tokens += len(session) - session.cached_len
-        session.publish(len(session))
-        num_hits = session.take_prefix()
-        self._prefix_hit_tokens += num_hits
-        return num_hits

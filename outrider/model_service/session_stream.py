@@ -144,21 +144,22 @@ class SessionStream:
         left_s = self._time_left_s()
         # No lease outlasts the client's deadline, because nobody comes back after that.
         lease_s = self._table.lease_s if left_s is None else min(left_s, self._table.lease_s)
+
+        def sweep() -> None:
+            """Ends the lease when its time has come; the device thread decides whether it has."""
+            with suppress(NotReady):
+                self._device.call(self._table.sweep)
+
+        def sweep_later(leaving: asyncio.Future[bool]) -> None:
+            if not leaving.cancelled() and leaving.result():
+                asyncio.get_running_loop().call_later(lease_s, sweep)
+
         # A service that has stopped has freed everything.
         with suppress(NotReady):
             leaving = self._device.call(partial(self._table.leave, self._session_id or b"", self.outbox, lease_s))
-            leaving.add_done_callback(partial(self._sweep_after, lease_s))
+            leaving.add_done_callback(sweep_later)
             return [leaving]
         return []
-
-    def _sweep_after(self, lease_s: float, leaving: asyncio.Future[bool]) -> None:
-        if not leaving.cancelled() and leaving.result():
-            asyncio.get_running_loop().call_later(lease_s, self._sweep)
-
-    def _sweep(self) -> None:
-        """Ends the lease when its time has come; the device thread decides whether it has."""
-        with suppress(NotReady):
-            self._device.call(self._table.sweep)
 
 
 class SessionServicer(ABC, Generic[RequestT, ResponseT, StoreT]):
@@ -256,7 +257,6 @@ class AnswerSums:
         self._num_answers = self._num_forwards = self._queue_us = self._compute_us = 0
 
     def add(self, times: ComputeTimes) -> None:
-        """Counts an answer."""
         self._num_answers += 1
         self._num_forwards += times.forward_count
         self._queue_us += times.queue_us
@@ -267,10 +267,5 @@ class AnswerSums:
             telemetry.event(name, queue_us=times.queue_us, compute_us=times.compute_us, forwards=times.forward_count)
 
     def note(self) -> None:
-        """Writes the sums into the open span."""
-        telemetry.note(
-            answers=self._num_answers,
-            forwards=self._num_forwards,
-            queue_us=self._queue_us,
-            compute_us=self._compute_us,
-        )
+        counts = {"answers": self._num_answers, "forwards": self._num_forwards}
+        telemetry.note(**counts, queue_us=self._queue_us, compute_us=self._compute_us)

@@ -57,7 +57,6 @@ class RunningMetrics:
     thread: threading.Thread
 
     async def stop(self) -> None:
-        """Ends the server and its thread."""
         await asyncio.to_thread(self.server.shutdown)
         self.server.server_close()
         await asyncio.to_thread(self.thread.join)
@@ -101,7 +100,6 @@ class Tally:
 
     @property
     def buckets(self) -> Buckets:
-        """What was counted so far."""
         names = [*map(floatToGoString, self.bounds), "+Inf"]
         return list(zip(names, map(float, accumulate(list(self._counts))), strict=True))
 

@@ -20,7 +20,6 @@ MAX_PORT = 65_535
 # Brackets hold an IPv6 address, whose colons would look like the one before the port.
 ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})", re.ASCII)
 
-
 # A prompt of a million tokens takes 4 bytes for each of them at most.
 MAX_MESSAGE_BYTES = 4 << 20
 # Under 20 % packet loss a ping timeout of 2 s cuts healthy connections; 5 s does not.
@@ -120,13 +119,6 @@ async def serve(listen: str, services: Services, *, reflects: bool = False) -> R
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     if reflects:
         reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    address = _bind(server, listen)
-    await server.start()
-    return RunningServer(address, server, health_servicer)
-
-
-def _bind(server: grpc.aio.Server, listen: str) -> str:
-    """Binds and returns the address with its true port."""
     host = check_address("listen", listen, min_port=0).rpartition(":")[0]
     try:
         port = server.add_insecure_port(listen)
@@ -134,4 +126,5 @@ def _bind(server: grpc.aio.Server, listen: str) -> str:
         port = 0
     if port == 0:
         raise AddressTaken(f"Cannot listen on {listen}: it is taken, or not an address of this machine.", listen=listen)
-    return f"{host}:{port}"
+    await server.start()
+    return RunningServer(f"{host}:{port}", server, health_servicer)

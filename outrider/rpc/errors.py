@@ -53,7 +53,10 @@ def error_from(error: grpc.RpcError) -> OutriderError:
     """What the other side raised, of the same class, text and metadata; PeerLost when there is no other side."""
     info = _error_info(error)
     if info is None:
-        return _bare(error)
+        details = error.details() or "no details"
+        if found := TOO_LARGE.search(details):
+            return InvalidRequest("message", f"{found[1]} bytes", f"at most {found[2]} bytes")
+        return BARE_STATUSES.get(error.code(), OutriderError)(f"{error.code().name}: {details}")
     metadata = dict(info.metadata)
     parts = [Field(part) if is_field else part for is_field, part in json.loads(metadata.pop(PARTS, "[]"))]
     return _classes().get(info.reason, OutriderError).received(parts or [error.details() or ""], metadata)
@@ -62,13 +65,6 @@ def error_from(error: grpc.RpcError) -> OutriderError:
 def said_by_peer(error: grpc.RpcError) -> bool:
     """Whether a service of ours made the error; otherwise gRPC did, and it is about this connection."""
     return _error_info(error) is not None
-
-
-def _bare(error: grpc.RpcError) -> OutriderError:
-    details = error.details() or "no details"
-    if found := TOO_LARGE.search(details):
-        return InvalidRequest("message", f"{found[1]} bytes", f"at most {found[2]} bytes")
-    return BARE_STATUSES.get(error.code(), OutriderError)(f"{error.code().name}: {details}")
 
 
 def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:

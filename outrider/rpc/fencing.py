@@ -95,15 +95,6 @@ def classify_open(fence: Fence, view: SessionView | None, min_epoch: int = 0) ->
     return MessageStatus.REPEAT if repeated else MessageStatus.STALE
 
 
-def classify_rollback(fence: Fence, view: SessionView | None) -> MessageStatus:
-    """What to do with a Rollback: CURRENT truncates, REPEAT and STALE only report, FUTURE does not know the session."""
-    if view is None:
-        return MessageStatus.FUTURE
-    if fence.epoch == view.epoch:
-        return MessageStatus.REPEAT
-    return MessageStatus.STALE if fence.epoch < view.epoch else MessageStatus.CURRENT
-
-
 @dataclass(frozen=True, slots=True)
 class ComputeTimes:
     """Plain form of the message: waiting and device time in microseconds, shared batches counted whole."""
@@ -130,5 +121,4 @@ class Meter:
         self._forward_count += 1
 
     def times(self) -> ComputeTimes:
-        """The cost so far."""
         return ComputeTimes((self._queue_ns or 0) // 1000, self._compute_ns // 1000, self._forward_count)

@@ -59,26 +59,22 @@ class Guard(grpc.aio.ServerInterceptor):
     ) -> Handler:
         """The handler of a method, guarded; None for a method that nobody serves."""
         handler = await continuation(handler_call_details)
-        return handler if handler is None else _guarded(handler)
-
-
-def _guarded(handler: "grpc.RpcMethodHandler[Any, Any]") -> Handler:
-    inner: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-    make: Any = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[bool(handler.request_streaming), bool(handler.response_streaming)]
-    checked = _checked_stream if handler.request_streaming else _checked
-    # grpc.aio tells a generator from a coroutine by looking at the function, so each kind gets a wrapper of its kind.
-    wrap = _generator if inspect.isasyncgenfunction(inner) else _coroutine
-    wrapped: Handler = make(
-        wrap(inner, checked),
-        request_deserializer=_tolerant(handler.request_deserializer),
-        response_serializer=handler.response_serializer,
-    )
-    return wrapped
+        if handler is None:
+            return None
+        inner: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        kind = "_".join(
+            "stream" if each else "unary" for each in (handler.request_streaming, handler.response_streaming)
+        )
+        make: Any = getattr(grpc, f"{kind}_rpc_method_handler")
+        checked = _checked_stream if handler.request_streaming else _checked
+        # grpc.aio tells generators from coroutines by looking at the function, so each gets a wrapper of its kind.
+        wrap = _generator if inspect.isasyncgenfunction(inner) else _coroutine
+        wrapped: Handler = make(
+            wrap(inner, checked),
+            request_deserializer=_tolerant(handler.request_deserializer),
+            response_serializer=handler.response_serializer,
+        )
+        return wrapped
 
 
 def _coroutine(inner: Function, checked: Function) -> Callable[[Any, Context], Awaitable[Any]]:

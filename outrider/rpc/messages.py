@@ -35,66 +35,15 @@ RULES = {
     Rule.TYPICAL: pb.ACCEPTANCE_RULE_TYPICAL,
 }
 RULES_BY_NUMBER = {number: rule for rule, number in RULES.items()} | {pb.ACCEPTANCE_RULE_UNSPECIFIED: Rule.MATCH}
-
-
-def rule_from(rule: pb.AcceptanceRule.ValueType, field: str) -> Rule:
-    """The rule of a message, `match` when it names none; raises InvalidRequest about a number that is no rule."""
-    if rule not in RULES_BY_NUMBER:
-        raise InvalidRequest(field, rule, f"one of {', '.join(RULES)}")
-    return RULES_BY_NUMBER[rule]
-
-
-def rules_from(numbers: Iterable[pb.AcceptanceRule.ValueType]) -> frozenset[Rule]:
-    """The rules of a list; those of a newer protocol are left out."""
-    return frozenset(RULES_BY_NUMBER[number] for number in numbers if number in RULES_BY_NUMBER)
-
-
-def acceptance_from(
-    rule: pb.AcceptanceRule.ValueType, settings: pb.AcceptanceSettings, rule_field: str, prefix: str
-) -> Acceptance:
-    """A rule with its settings; raises InvalidRequest about a setting out of range or of another rule."""
-    wanted = rule_from(rule, rule_field)
-    values = {field.name: value for field, value in settings.ListFields()}
-    for name, value in values.items():
-        if name not in SETTINGS.get(wanted, ()):
-            raise InvalidRequest(prefix + name, value, f"absent under the rule {wanted}")
-    return Acceptance.checked({"rule": wanted, **values}, prefix)
-
-
-def settings_message(acceptance: Acceptance) -> pb.AcceptanceSettings | None:
-    """The settings that the rule reads; None for a rule that reads none."""
-    return pb.AcceptanceSettings(**acceptance.settings) if acceptance.settings else None
-
-
-def logprob_message(logprob: TokenLogprob) -> pb.TokenLogprob:
-    """Log-probabilities to send."""
-    return pb.TokenLogprob(
-        logprob=logprob.logprob, top_token_ids=logprob.top_token_ids, top_logprobs=logprob.top_logprobs
-    )
-
-
-def logprob_size(count: int, vocabulary_size: int) -> int:
-    """Most bytes that an entry with `count` alternatives takes in a list of them."""
-    id_bytes = -(-max(vocabulary_size - 1, 1).bit_length() // 7)
-    # Nine for the number; two lists with tag and length, of which the longer may need two bytes; the entry's own.
-    return 9 + (2 + count * id_bytes) + (3 + 8 * count) + 3
-
-
-def logprobs_from(messages: Iterable[pb.TokenLogprob]) -> tuple[TokenLogprob, ...]:
-    """Log-probabilities that came."""
-    return tuple(
-        TokenLogprob(message.logprob, tuple(message.top_token_ids), tuple(message.top_logprobs)) for message in messages
-    )
-
-
-SESSION = "session."
-
 FINISH_REASONS = {
     FinishReason.EOS: pb.FINISH_REASON_EOS,
     FinishReason.STOP_TOKEN: pb.FINISH_REASON_STOP_TOKEN,
     FinishReason.STOP_STRING: pb.FINISH_REASON_STOP_STRING,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
 }
+SESSION = "session."
+MAX_SUPPORT = 256
+MAX_WEIGHT = 65535
 
 
 def fence_from(message: pb.Fence, context_len: int) -> Fence:
@@ -159,7 +108,11 @@ def spec_from(message: pb.OpenSession, base_len: int, vocabulary_size: int) -> S
     check_range(SESSION + "sampling.min_tokens", sampling.min_tokens, 0, message.max_len - message.prompt_len)
     if sampling.ignore_eos and message.eos_token_ids:
         raise InvalidRequest(SESSION + "eos_token_ids", list(message.eos_token_ids), "empty under sampling.ignore_eos")
-    logprob_count = message.logprob_count if message.HasField("logprob_count") else None
+    logprob_count = None
+    if message.HasField("logprob_count"):
+        logprob_count = check_range(SESSION + "logprob_count", message.logprob_count, 0, MAX_LOGPROB_COUNT)
+    elif message.prompt_logprobs:
+        raise InvalidRequest(SESSION + "prompt_logprobs", True, "false without logprob_count")
     return SessionSpec(
         token_ids=check_token_ids(SESSION + "token_ids", message.token_ids, vocabulary_size),
         prompt_len=message.prompt_len,
@@ -170,7 +123,7 @@ def spec_from(message: pb.OpenSession, base_len: int, vocabulary_size: int) -> S
         stop_token_ids=frozenset(check_token_ids(SESSION + "stop_token_ids", message.stop_token_ids, vocabulary_size)),
         acceptance=acceptance_from(message.rule, message.acceptance, SESSION + "rule", SESSION + "acceptance."),
         banned=_banned(message, vocabulary_size),
-        logprob_count=_check_logprobs(logprob_count, message.prompt_logprobs),
+        logprob_count=logprob_count,
         prompt_logprobs=message.prompt_logprobs,
         draft_logprobs=message.draft_logprobs,
         cache_salt=message.cache_salt,
@@ -178,28 +131,18 @@ def spec_from(message: pb.OpenSession, base_len: int, vocabulary_size: int) -> S
 
 
 def _banned(message: pb.OpenSession, vocabulary_size: int) -> tuple[tuple[int, ...], ...]:
-    """The sequences that must not occur."""
     field = SESSION + "banned_sequences"
     check_count(field, len(message.banned_sequences), MAX_BANNED_SEQUENCES, "sequences")
     for index, sequence in enumerate(message.banned_sequences):
-        if not 1 <= len(sequence.token_ids) <= MAX_BANNED_LEN:
-            raise InvalidRequest(
-                f"{field}.{index}", f"{len(sequence.token_ids)} ids", f"1 to {MAX_BANNED_LEN} ids long"
-            )
+        if not 1 <= (count := len(sequence.token_ids)) <= MAX_BANNED_LEN:
+            raise InvalidRequest(f"{field}.{index}", f"{count} ids", f"1 to {MAX_BANNED_LEN} ids long")
     return tuple(
         check_token_ids(f"{field}.{index}", sequence.token_ids, vocabulary_size)
         for index, sequence in enumerate(message.banned_sequences)
     )
 
 
-def _check_logprobs(count: int | None, prompt_logprobs: bool) -> int | None:
-    if count is None and prompt_logprobs:
-        raise InvalidRequest(SESSION + "prompt_logprobs", True, "false without logprob_count")
-    return None if count is None else check_range(SESSION + "logprob_count", count, 0, MAX_LOGPROB_COUNT)
-
-
 def times_message(times: ComputeTimes) -> pb.ComputeTimes:
-    """The cost of an answer."""
     return pb.ComputeTimes(queue_us=times.queue_us, compute_us=times.compute_us, forward_count=times.forward_count)
 
 
@@ -213,8 +156,50 @@ def finish_reason_message(reason: FinishReason | None) -> pb.FinishReason.ValueT
     return pb.FINISH_REASON_UNSPECIFIED if reason is None else FINISH_REASONS[reason]
 
 
-MAX_SUPPORT = 256
-MAX_WEIGHT = 65535
+def rule_from(rule: pb.AcceptanceRule.ValueType, field: str) -> Rule:
+    """The rule of a message, `match` when it names none; raises InvalidRequest about a number that is no rule."""
+    if rule not in RULES_BY_NUMBER:
+        raise InvalidRequest(field, rule, f"one of {', '.join(RULES)}")
+    return RULES_BY_NUMBER[rule]
+
+
+def rules_from(numbers: Iterable[pb.AcceptanceRule.ValueType]) -> frozenset[Rule]:
+    """The rules of a list; those of a newer protocol are left out."""
+    return frozenset(RULES_BY_NUMBER[number] for number in numbers if number in RULES_BY_NUMBER)
+
+
+def acceptance_from(
+    rule: pb.AcceptanceRule.ValueType, settings: pb.AcceptanceSettings, rule_field: str, prefix: str
+) -> Acceptance:
+    """A rule with its settings; raises InvalidRequest about a setting out of range or of another rule."""
+    wanted = rule_from(rule, rule_field)
+    values = {field.name: value for field, value in settings.ListFields()}
+    for name, value in values.items():
+        if name not in SETTINGS.get(wanted, ()):
+            raise InvalidRequest(prefix + name, value, f"absent under the rule {wanted}")
+    return Acceptance.checked({"rule": wanted, **values}, prefix)
+
+
+def settings_message(acceptance: Acceptance) -> pb.AcceptanceSettings | None:
+    """The settings that the rule reads; None for a rule that reads none."""
+    return pb.AcceptanceSettings(**acceptance.settings) if acceptance.settings else None
+
+
+def logprob_message(each: TokenLogprob) -> pb.TokenLogprob:
+    return pb.TokenLogprob(logprob=each.logprob, top_token_ids=each.top_token_ids, top_logprobs=each.top_logprobs)
+
+
+def logprob_size(count: int, vocabulary_size: int) -> int:
+    """Most bytes that an entry with `count` alternatives takes in a list of them."""
+    id_bytes = -(-max(vocabulary_size - 1, 1).bit_length() // 7)
+    # Nine for the number; two lists with tag and length, of which the longer may need two bytes; the entry's own.
+    return 9 + (2 + count * id_bytes) + (3 + 8 * count) + 3
+
+
+def logprobs_from(messages: Iterable[pb.TokenLogprob]) -> tuple[TokenLogprob, ...]:
+    return tuple(
+        TokenLogprob(message.logprob, tuple(message.top_token_ids), tuple(message.top_logprobs)) for message in messages
+    )
 
 
 def tree_from(message: pb.TokenTree, vocabulary_size: int, max_rows: int, *, with_logprobs: bool = False) -> TokenTree:

@@ -17,8 +17,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class ChainOutcome:
-    """How many draft tokens [B] int64 of each chain are kept, and the distribution [B, V] of the token behind them,
-    unnormalised.
+    """How many draft tokens [B] int64 of each chain are kept, and what the next token follows: [B, V], of any sum.
 
     A chain that is kept to its end has the target's own distribution there, any other a residual: the caller draws the
     one with the noise of the target's own tokens, and the other with that of corrections.
@@ -62,10 +61,8 @@ def conclude(
     # Behind a chain that is kept nothing is subtracted, at whatever ids.
     places = counts.clamp(max=num_drafts - 1)
     taken = subtracted[every.numpy(), places.numpy()] * (accepted_count < num_drafts)[:, None]
-    rows = target_probs[every.to(device), counts.to(device)]
-    return ChainOutcome(
-        counts, residual(rows, support_ids[every, places].to(device), torch.from_numpy(taken).to(device))
-    )
+    rows, ids = target_probs[every.to(device), counts.to(device)], support_ids[every, places].to(device)
+    return ChainOutcome(counts, residual(rows, ids, torch.from_numpy(taken).to(device)))
 
 
 def residual(rows: Tensor, support_ids: Tensor, subtracted: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def test_engine_and_transformers_load_it_alike(trained: tuple[Path, str], role: 
     assert not hasattr(model.config, "auto_map")
     expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0)[0].tolist()
     runner = ModelRunner.load(str(folder), dtype="float32", kv_tokens=256)
-    assert (runner.context_len, runner.eos_token_ids) == (128, {0})
+    assert (runner.context_len, runner.config.eos_token_ids) == (128, {0})
     session = runner.open(prompt, len(prompt))
     for _ in range(len(expected) - len(prompt)):
         session.extend([int(runner.forward([Feed(session)]).logits[-1].argmax())])

@@ -5,6 +5,7 @@ Every incarnation begins with an empty table and a whole pool, as a process does
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -152,13 +153,13 @@ class Process:
         model = LoadedModel(self.runner, self._weights.vocabulary)
         if self.role == "target":
             window = target_sessions.UNACKNOWLEDGED_WINDOW
-            facts = describe("target", model, unacknowledged_window=window)
+            facts = replace(describe("target", model), unacknowledged_window=window)
             targets = TargetSessions(self.runner, self.table, self.device.submit)
             return {
                 **target_service(facts, targets, self.device),  # type: ignore[arg-type]
                 **model_service(facts, targets, self.device),
             }
-        facts = describe("draft", model, drafters=DRAFTERS)
+        facts = replace(describe("draft", model), drafters=DRAFTERS)
         drafts = DraftSessions(self.runner, self.table, self.device.submit)
         return {
             **draft_service(facts, drafts, self.device),  # type: ignore[arg-type]

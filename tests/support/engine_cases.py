@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from outrider.engine.batching import Feed, RowPlan
+from outrider.engine.noise import Floats, Words, numpy_uniforms
 from outrider.engine.ops import Ops
 from outrider.engine.ops.eager import EagerOps
 from outrider.engine.ops.library import load_kernels, processor_levels
@@ -37,11 +39,23 @@ def finish(runner: ModelRunner, *feeds: Feed) -> list[Tensor]:
     return [rows for rows in logits if rows is not None]
 
 
+def kv_state(runner: ModelRunner, session: Session) -> tuple[Tensor, Tensor]:
+    """Keys and values of the cached tokens, [layers, cached_len, G, D], gathered into new tensors."""
+    index = torch.from_numpy(session.table.slots(0, session.cached_len)).to(runner.device)
+    keys = torch.stack([tensor.index_select(0, index) for tensor in runner.cache.keys])
+    return keys, torch.stack([tensor.index_select(0, index) for tensor in runner.cache.values])
+
+
+def numpy_gumbel(keys: Words, num_tokens: int) -> Floats:
+    """The values of `gumbel` as near as two libraries' logarithms are, for keys [R] uint64."""
+    return -np.log(-np.log(numpy_uniforms(keys, num_tokens)))
+
+
 def fresh(runner: ModelRunner, token_ids: Sequence[int], tree: TokenTree = EMPTY) -> tuple[Tensor, Tensor, Tensor]:
     """Logits, keys and values of a session of its own, computed alone in one go."""
     session = runner.open(token_ids, 1)
     logits = finish(runner, Feed(session, tree))[0]
-    keys, values = runner.kv_state(session)
+    keys, values = kv_state(runner, session)
     session.free()
     return logits, keys, values
 
@@ -50,7 +64,7 @@ def assert_like_fresh(runner: ModelRunner, session: Session) -> None:
     """The session's cache holds bitwise what a new prefill of its tokens would."""
     assert session.cached_len == len(session)
     _, keys, values = fresh(runner, session.token_ids)
-    for kept, expected in zip(runner.kv_state(session), (keys, values), strict=True):
+    for kept, expected in zip(kv_state(runner, session), (keys, values), strict=True):
         assert torch.equal(kept, expected)
     runner.pool.check_integrity()
 

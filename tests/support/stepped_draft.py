@@ -12,6 +12,7 @@ from outrider.model_service.session_store import LeaseTable, SessionAnswer
 from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence
 from support.basics import Answers, SteppedDevice, spec_of
+from support.engine_cases import kv_state
 
 PROMPT = (5, 17, 200, 3, 90)
 CONTEXT_LEN = 64
@@ -77,11 +78,11 @@ def fresh_guesses(runner: ModelRunner, spec: SessionSpec, draft_count: int) -> t
 def assert_like_fresh(draft: Draft) -> None:
     """The cache holds bit for bit what a prefill of the same tokens computes."""
     session = draft.held.session
-    keys, values = draft.runner.kv_state(session)
+    keys, values = kv_state(draft.runner, session)
     fresh = Draft(draft.runner, prefix_cache=False)
     fresh.open(spec_of(session.token_ids[: session.cached_len], 10**6), 0)
     fresh.run()
-    fresh_keys, fresh_values = draft.runner.kv_state(fresh.held.session)
+    fresh_keys, fresh_values = kv_state(draft.runner, fresh.held.session)
     fresh.table.clear()
     assert torch.equal(keys, fresh_keys[:, : session.cached_len])
     assert torch.equal(values, fresh_values[:, : session.cached_len])

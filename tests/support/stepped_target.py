@@ -12,6 +12,7 @@ from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
 from support.basics import Answers, SteppedDevice, spec_of
+from support.engine_cases import kv_state
 from target_service.sessions import Step, TargetSessions, TargetState
 from target_service.verifier import Verifier, VerifyTask
 
@@ -84,11 +85,11 @@ def plain(runner: ModelRunner, spec: SessionSpec) -> list[int]:
 def assert_like_fresh(target: Target) -> None:
     """The cache holds bit for bit what a prefill of the same tokens computes."""
     session = target.held.session
-    keys, values = target.runner.kv_state(session)
+    keys, values = kv_state(target.runner, session)
     fresh = Target(target.runner, prefix_cache=False)
     fresh.open(spec_of(session.token_ids[: session.cached_len], 10**6))
     fresh.run()
-    fresh_keys, fresh_values = target.runner.kv_state(fresh.held.session)
+    fresh_keys, fresh_values = kv_state(target.runner, fresh.held.session)
     fresh.table.clear()
     assert torch.equal(keys, fresh_keys[:, : session.cached_len])
     assert torch.equal(values, fresh_values[:, : session.cached_len])

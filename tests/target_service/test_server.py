@@ -8,6 +8,7 @@ import grpc
 import pytest
 import torch
 from support.basics import PATIENCE_S, spec_of
+from support.engine_cases import kv_state
 from support.session_clients import TargetClient, channel_to
 from support.tiny_models import PROMPT, TARGET
 from transformers import AutoModelForCausalLM
@@ -107,14 +108,14 @@ async def assert_like_fresh(session_id: bytes, service: RunningModelService) -> 
     """A session's cache is bit for bit that of a prefill of its tokens on a service of its own."""
     held = service.table.get(session_id)
     runner = service.runner
-    keys, values = await service.worker.call(lambda: runner.kv_state(held.session))
+    keys, values = await service.worker.call(lambda: kv_state(runner, held.session))
     fresh_id = os.urandom(16)
     async with channel_to(service.address) as channel:
         client = TargetClient(channel, fresh_id)
         await client.open(spec_of(held.session.token_ids[: keys.shape[1]], 1000))
         await client.verdict()
         fresh = service.table.get(fresh_id)
-        fresh_keys, fresh_values = await service.worker.call(lambda: runner.kv_state(fresh.session))
+        fresh_keys, fresh_values = await service.worker.call(lambda: kv_state(runner, fresh.session))
         await client.close(1)
     assert torch.equal(keys, fresh_keys)
     assert torch.equal(values, fresh_values)
@@ -179,7 +180,7 @@ async def test_model_info_describes_the_service(client: TargetClient, service: R
     assert (info.block_size, info.block_count, info.free_block_count) == (16, 512, 512)
     assert info.parameter_count == 11_015_040
     assert info.weight_bytes == sum(p.numel() * (4 if p.ndim == 1 else 2) for p in reference_parameters())
-    assert info.model_hash == service.runner.model_hash
+    assert info.model_hash == service.runner.identity.model_hash
 
 
 def reference_parameters() -> list[torch.nn.Parameter]:

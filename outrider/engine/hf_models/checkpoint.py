@@ -25,8 +25,8 @@ from outrider.engine.hf_models.config import (
     read_configuration,
     survey,
 )
-from outrider.engine.hf_models.decoder import HfConfig, HfDecoder
-from outrider.engine.models.config import JsonKeys, read_eos_token_ids, read_json
+from outrider.engine.hf_models.decoder import HfDecoder
+from outrider.engine.models.config import DecoderFacts, JsonKeys, read_eos_token_ids, read_json
 from outrider.engine.models.weights import Shapes, StoredTensor, check_tensors, model_hash, stored_tensors
 from outrider.engine.ops import Ops
 from outrider.errors import ModelRefused
@@ -70,18 +70,17 @@ class TensorNames:
 
     def check(self, folder: Path, stored: Iterable[StoredTensor]) -> dict[str, StoredTensor]:
         """The stored tensors by the model's names; raises ModelRefused."""
-        known = {self._name(tensor.name): tensor for tensor in stored if not self._is_ignored(tensor.name)}
+        known = {}
+        for tensor in stored:
+            name = self._name(tensor.name)
+            if name in self.expected or not any(re.search(pattern, tensor.name) for pattern in self.ignored):
+                known[name] = tensor
         check_tensors(folder, known, self.expected, self.tied)
         return known
 
     def _name(self, stored: str) -> str:
         names = (stored, self.prefix + stored, stored.removeprefix(self.prefix))
         return next((name for name in names if name in self.expected or name in self.tied), stored)
-
-    def _is_ignored(self, stored: str) -> bool:
-        if self._name(stored) in self.expected:
-            return False
-        return any(re.search(pattern, stored) for pattern in self.ignored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,7 @@ class HfCheckpoint:
 
     name: str
     folder: Path
-    config: HfConfig
+    config: DecoderFacts
     kind: type[PreTrainedModel]
     configuration: PretrainedConfig
     tensors: TensorNames
@@ -107,7 +106,6 @@ class HfCheckpoint:
         return decoder
 
     def digest(self) -> str:
-        """Of configuration and samples of the weights."""
         return model_hash(self.folder)
 
 

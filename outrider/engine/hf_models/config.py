@@ -18,15 +18,22 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from outrider.engine.hf_models.decoder import NAME, AttentionCall, HfConfig, layer_of
-from outrider.engine.models.config import MAX_LAYERS, JsonKeys, read_architecture, read_json
+from outrider.engine.hf_models.decoder import NAME, AttentionCall, layer_of
+from outrider.engine.models.config import (
+    FULL,
+    MAX_LAYERS,
+    SLIDING,
+    DecoderFacts,
+    JsonKeys,
+    read_architecture,
+    read_json,
+)
 from outrider.errors import ModelRefused
 
 PACKAGE = f"transformers-{transformers.__version__}"
 # What would make transformers read other files than those that are checked here.
 ELSEWHERE = ("transformers_weights", "fusion_config")
 SEVERAL_MODELS = ("vision_config", "audio_config", "text_config", "encoder", "decoder")
-LAYER_TYPES = ("full_attention", "sliding_attention")
 # Keys that say how many there are of what a class makes one by one, before anything else could refuse the number.
 COUNTS = re.compile(r"(layer|expert|label)s?$")
 
@@ -50,7 +57,7 @@ def read_configuration(folder: Path) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # what a class says about its keys has no common type
         raise ModelRefused(f"{keys.path} is refused by {PACKAGE}: {first_line(error)}", file=keys.path) from error
-    unknown = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)
+    unknown = set(getattr(config, "layer_types", None) or ()) - {FULL, SLIDING}
     if unknown:
         fault = f"names {min(unknown)}, but only layers that can be rolled back to any earlier token are served"
         raise keys.refuse("layer_types", fault)
@@ -86,9 +93,8 @@ def model_class(folder: Path) -> type[PreTrainedModel]:
     keys = JsonKeys(folder / "config.json", read_json(folder / "config.json"))
     found: type[PreTrainedModel] = getattr(transformers, read_architecture(keys))
     if found._is_stateful:
-        raise keys.refuse(
-            "architectures", f"is {found.__name__}, whose state cannot be rolled back to an earlier token"
-        )
+        fault = f"is {found.__name__}, whose state cannot be rolled back to an earlier token"
+        raise keys.refuse("architectures", fault)
     if not found._supports_attention_backend:
         fault = f"is {found.__name__}, whose attention cannot be replaced in {PACKAGE}, as our cache needs"
         raise keys.refuse("architectures", fault)
@@ -130,7 +136,7 @@ class Unfit(Exception):
     """A model does something that cannot be served; says what, without a subject."""
 
 
-def survey(model: PreTrainedModel, context_len: int, eos_token_ids: frozenset[int]) -> HfConfig:
+def survey(model: PreTrainedModel, context_len: int, eos_token_ids: frozenset[int]) -> DecoderFacts:
     """Sizes of a model on the meta device, found by watching one forward; raises Unfit."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or embedding is None or head.weight.shape[0] != embedding.weight.shape[0]:
@@ -159,7 +165,7 @@ def survey(model: PreTrainedModel, context_len: int, eos_token_ids: frozenset[in
     sizes = sorted({(heads, size) for _, heads, size in stored})
     if len(sizes) > 1:
         raise Unfit("stores keys of different shapes in its layers: " + " and ".join(map(str, sizes)))
-    return HfConfig(head.weight.shape[0], len(stored), *sizes[0], context_len, eos_token_ids)
+    return DecoderFacts(head.weight.shape[0], len(stored), *sizes[0], context_len, eos_token_ids)
 
 
 def _check_call(call: AttentionCall) -> None:
@@ -173,7 +179,7 @@ def _check_call(call: AttentionCall) -> None:
     if not getattr(call.module, "is_causal", True) or call.others.get("is_causal") is False:
         raise Unfit("looks at tokens behind a token, and is no decoder")
     types: Sequence[str] | None = getattr(getattr(call.module, "config", None), "layer_types", None)
-    if types and (types[layer_of(call)] == "sliding_attention") and call.window is None:
+    if types and (types[layer_of(call)] == SLIDING) and call.window is None:
         raise Unfit(f"does not say how wide the window of layer {layer_of(call)} is")
     if call.window is not None and call.window < 1:
         raise Unfit(f"has a window of {call.window} in layer {layer_of(call)}, but it must be at least 1")
@@ -196,7 +202,6 @@ class _Watch(TorchFunctionMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Torch's own result, unless it is one that no other operation here computes."""
         name = getattr(func, "__name__", str(func))
         first = next((arg for arg in args if isinstance(arg, Tensor)), None)
         # With one term in each sum, as in rotary frequencies times positions, nothing is summed.

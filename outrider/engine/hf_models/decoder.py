@@ -14,6 +14,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
+from outrider.engine.models.config import DecoderFacts
 from outrider.engine.ops import Ops
 
 # Two AVX-512 vectors of float32: the step of torch's loops; those of AVX2 and NEON divide it.
@@ -62,33 +63,22 @@ class Products(TorchFunctionMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Ours instead of torch's where we have one."""
-        function = self._ours.get(func, func)
-        return function(*args, **(kwargs or {}))
+        return self._ours.get(func, func)(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
-        rows = input.reshape(-1, input.shape[-1]).float()
-        bias = None if bias is None else bias.float()
-        if weight is self._head:
-            output = self._of_head(rows[: self._num_wanted], weight, bias, rows.shape[0])
-        elif rows.shape[0] == self._num_padded:
-            output = pad_rows(self._product(rows[: self._num_rows], weight, bias), self._num_padded)
-        else:
-            output = self._product(rows, weight, bias)
-        return output.view(*input.shape[:-1], weight.shape[0])
-
-    def _of_head(self, rows: Tensor, weight: Tensor, bias: Tensor | None, num_padded: int) -> Tensor:
-        if rows.shape[0] == num_padded:
-            return self._product(rows, weight, bias)
-        # Zeros would be written for nobody, and a row of a large vocabulary is a megabyte.
-        output = rows.new_empty(num_padded, weight.shape[0])
-        output[: rows.shape[0]] = self._product(rows, weight, bias)
-        return output
-
-    def _product(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if not rows.shape[0]:
-            return rows.new_empty(0, weight.shape[0])
-        return self._ops.linear(rows.contiguous(), weight.detach(), bias)
+        padded_rows = input.reshape(-1, input.shape[-1]).float()
+        num_padded, is_head = padded_rows.shape[0], weight is self._head
+        num_used = self._num_rows if num_padded == self._num_padded else num_padded
+        rows = padded_rows[: self._num_wanted if is_head else num_used]
+        output = rows.new_empty(0, weight.shape[0])
+        if rows.shape[0]:
+            bias = None if bias is None else bias.float()
+            output = self._ops.linear(rows.contiguous(), weight.detach(), bias)
+        if is_head and rows.shape[0] < num_padded:
+            # Zeros would be written for nobody, and a row of a large vocabulary is a megabyte.
+            wanted, output = output, rows.new_empty(num_padded, weight.shape[0])
+            output[: rows.shape[0]] = wanted
+        return pad_rows(output, num_padded).view(*input.shape[:-1], weight.shape[0])
 
 
 @contextmanager
@@ -148,7 +138,6 @@ class Pages:
 
 
 def layer_of(call: AttentionCall) -> int:
-    """Number of the layer that calls."""
     layer = call.module.layer_idx
     if not isinstance(layer, int):
         raise TypeError(f"its attention layers have the number {layer!r}")
@@ -183,18 +172,11 @@ def _rows(heads: Tensor, num_rows: int) -> Tensor:
 AttentionInterface.register(NAME, _attend)
 
 
+@dataclass(slots=True)
 class Company:
     """How many rows of the running forward are somebody's; one object for the experts of one model."""
 
-    def __init__(self) -> None:
-        self.num_rows = 0
-
-
-def introduce(model: nn.Module, company: Company) -> None:
-    """Gives the experts of a model what they look at, because transformers hands them nothing but rows."""
-    for module in model.modules():
-        if hasattr(type(module), "_apply_gate"):
-            setattr(module, "company", company)  # noqa: B010 - declared nowhere in torch
+    num_rows: int = 0
 
 
 def _experts(module: nn.Module, rows: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -214,43 +196,31 @@ def _experts(module: nn.Module, rows: Tensor, top_k_index: Tensor, top_k_weights
 ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
 
 
-@dataclass(frozen=True, slots=True)
-class HfConfig:
-    """Sizes and limits; see outrider.engine.models.decoder.DecoderFacts."""
-
-    vocab_size: int
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    context_len: int
-    eos_token_ids: frozenset[int]
-
-
 class HfDecoder:
     """transformers' modelling code with our attention, cache and products; belongs to the device thread."""
 
-    def __init__(self, config: HfConfig, model: PreTrainedModel, ops: Ops) -> None:
+    def __init__(self, config: DecoderFacts, model: PreTrainedModel, ops: Ops) -> None:
         """Takes a model whose weights are those that ops read (outrider.engine.hf_models.checkpoint)."""
         self.config = config
         self.ops = ops
         self._model = model
         self._head: Tensor = model.get_output_embeddings().weight
         self._company = Company()
-        introduce(model, self._company)
+        for module in model.modules():
+            # To transformers' experts, which get nothing but rows.
+            if hasattr(type(module), "_apply_gate"):
+                setattr(module, "company", self._company)  # noqa: B010 - declared nowhere in torch
 
     @property
     def embedding(self) -> Tensor:
-        """The embedding matrix."""
         weight: Tensor = self._model.get_input_embeddings().weight
         return weight
 
     @property
     def weights(self) -> list[Tensor]:
-        """The model's tensors, a tied matrix once."""
         return list(self._model.parameters())
 
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
-        """Computes the rows of the plan, stores their keys and values, returns logits [len(wanted), V] float32."""
         num_rows, num_wanted = plan.num_rows, wanted.shape[0]
         num_padded = padded(num_rows, plan.token_ids.device)
         self._company.num_rows = num_rows

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from outrider.engine.models.config import FAMILIES, JsonKeys, ModelConfig, read_architecture, read_json
-from outrider.engine.models.decoder import Decoder, DecoderFacts
+from outrider.engine.models.config import FAMILIES, DecoderFacts, JsonKeys, ModelConfig, read_architecture, read_json
+from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.sized import sized_hash, widen, widened
 from outrider.engine.models.transformer import Transformer
 from outrider.engine.models.weights import expected_shapes, load_tensors, model_hash, resolve
@@ -34,8 +34,7 @@ class Checkpoint(Protocol):
         """Where its tokenizer lies."""
 
     @property
-    def config(self) -> DecoderFacts:
-        """Its sizes and limits."""
+    def config(self) -> DecoderFacts: ...
 
     @property
     def modelling(self) -> str:
@@ -62,33 +61,26 @@ class FolderCheckpoint:
         return load_tensors(self.folder, self.config, device, dtype)
 
     def build(self, device: torch.device, dtype: torch.dtype, ops: Ops) -> Decoder:
-        """Our transformer with these tensors."""
         return Transformer(self.config, self.load(device, dtype), ops)
 
     def digest(self) -> str:
-        """Of configuration and samples of the weights."""
         return model_hash(self.folder)
 
 
-@dataclass(frozen=True, slots=True)
-class SizedCheckpoint:
-    """A small model inside a larger shape, made in memory."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizedCheckpoint(FolderCheckpoint):
+    """A small model, that of the folder, inside a larger shape, made in memory."""
 
-    name: str
-    folder: Path
-    """The small model."""
     shape: Shape
     seed: int
-    config: ModelConfig
-    modelling: str = ""
 
     @classmethod
     def of(cls, name: str, folder: Path, shape: Shape, seed: int) -> Self:
         """Raises ModelRefused when the small model does not fit into the shape."""
-        return cls(name, folder, shape, seed, widened(ModelConfig.read(folder), shape))
+        return cls(name, folder, widened(ModelConfig.read(folder), shape), shape=shape, seed=seed)
 
     def tensors(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor of one after the other; a bar on stderr shows progress when it is a terminal."""
+        """Makes one after the other; a bar on stderr shows progress when it is a terminal."""
         small = ModelConfig.read(self.folder)
         source = load_tensors(self.folder, small, torch.device("cpu"), torch.float32)
         console = Console(stderr=True)
@@ -97,15 +89,9 @@ class SizedCheckpoint:
             yield from progress.track(made, len(expected_shapes(self.config)), description=f"Making {self.name}")
 
     def load(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Makes all tensors."""
         return dict(self.tensors(device, dtype))
 
-    def build(self, device: torch.device, dtype: torch.dtype, ops: Ops) -> Decoder:
-        """Our transformer with these tensors."""
-        return Transformer(self.config, self.load(device, dtype), ops)
-
     def digest(self) -> str:
-        """Of the small model, the shape and the seed."""
         return sized_hash(model_hash(self.folder), self.shape, self.seed)
 
 

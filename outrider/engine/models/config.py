@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeGuard
+from typing import Any, Self
 
 from outrider.engine.models.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope, yarn_amplitude
 from outrider.errors import ModelRefused
@@ -61,7 +61,6 @@ class JsonKeys:
     """Where in the file this object lies, for instance "rope_scaling."; errors name keys with it."""
 
     def refuse(self, key: str, fault: str) -> ModelRefused:
-        """The error about one key, to be raised."""
         return ModelRefused(f'{self.path}: "{self.prefix}{key}" {fault}', file=self.path, key=f"{self.prefix}{key}")
 
     def integer(self, key: str, default: int | None = None, minimum: int = 1, maximum: int = INT32_MAX) -> int:
@@ -72,37 +71,27 @@ class JsonKeys:
             raise self.refuse(key, f"is {value!r}, but must be an integer {limit}")
         return value
 
-    def positive(self, key: str, default: float | None = None) -> float:
-        """A positive number that float32 can hold; absent keys without a default are refused."""
+    def number(self, key: str, default: float | None = None, minimum: float | None = None) -> float:
+        """A number of at least `minimum`, or a positive one, that float32 can hold; refused as an integer is."""
         value = self._get(key, default)
-        if not _is_number(value) or not 0 < value <= FLOAT32_MAX:
-            raise self.refuse(key, f"is {value!r}, but must be a positive number")
-        return float(value)
-
-    def at_least(self, key: str, minimum: float, default: float | None = None) -> float:
-        """A number of at least `minimum` that float32 can hold; absent keys without a default are refused."""
-        value = self._get(key, default)
-        if not _is_number(value) or not minimum <= value <= FLOAT32_MAX:
-            raise self.refuse(key, f"is {value!r}, but must be a number of at least {minimum:g}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and value <= FLOAT32_MAX
+        if not is_number or not (value > 0 if minimum is None else value >= minimum):
+            limit = "positive number" if minimum is None else f"number of at least {minimum:g}"
+            raise self.refuse(key, f"is {value!r}, but must be a {limit}")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """True or false."""
         value = self._get(key, default)
         if not isinstance(value, bool):
             raise self.refuse(key, f"is {value!r}, but must be true or false")
         return value
 
-    def _get(self, key: str, default: object) -> object:
+    def _get(self, key: str, default: object) -> Any:  # noqa: ANN401 - what JSON can hold
         value = self.values.get(key)
         value = default if value is None else value
         if value is None:
             raise self.refuse(key, "is missing")
         return value
-
-
-def _is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 Windows = tuple[int | None, ...]
@@ -162,17 +151,17 @@ def read_rope(keys: JsonKeys, max_positions: int, head_dim: int) -> Rope:
     for source in (keys, inside):
         if source.values.get("partial_rotary_factor", 1) not in (None, 1):
             raise source.refuse("partial_rotary_factor", "is not 1, but only whole heads are rotated")
-    theta = (inside if inside.values.get("rope_theta") is not None else keys).positive("rope_theta", DEFAULT_THETA)
+    theta = (inside if inside.values.get("rope_theta") is not None else keys).number("rope_theta", DEFAULT_THETA)
     kind = inside.values.get("rope_type") or inside.values.get("type") or "default"
     if kind == "default":
         return Rope(theta=theta)
     if kind == "linear":
-        return LinearRope(theta=theta, factor=inside.at_least("factor", 1.0))
+        return LinearRope(theta=theta, factor=inside.number("factor", minimum=1.0))
     if kind == "dynamic":
         # transformers counts from "max_position_embeddings" here, whatever else the file says.
         if head_dim < 4:
             raise keys.refuse("head_dim", f"is {head_dim}, but a dynamic rotary embedding needs at least 4")
-        return DynamicRope(theta=theta, factor=inside.at_least("factor", 1.0), original_len=max_positions)
+        return DynamicRope(theta=theta, factor=inside.number("factor", minimum=1.0), original_len=max_positions)
     if kind == "llama3":
         return _llama3(theta, inside, _original_len(keys, inside))
     if kind == "yarn":
@@ -197,29 +186,24 @@ def _original_len(keys: JsonKeys, inside: JsonKeys) -> int:
 
 
 def _llama3(theta: float, inside: JsonKeys, original_len: int) -> Llama3Rope:
-    low, high = inside.positive("low_freq_factor"), inside.positive("high_freq_factor")
+    low, high = inside.number("low_freq_factor"), inside.number("high_freq_factor")
     if high <= low:
         raise inside.refuse("high_freq_factor", f"is {high:g}, but must be above the low_freq_factor {low:g}")
-    return Llama3Rope(
-        theta=theta,
-        factor=inside.at_least("factor", 1.0),
-        low_freq_factor=low,
-        high_freq_factor=high,
-        original_len=original_len,
-    )
+    factor = inside.number("factor", minimum=1.0)
+    return Llama3Rope(theta=theta, factor=factor, low_freq_factor=low, high_freq_factor=high, original_len=original_len)
 
 
 def _yarn(theta: float, inside: JsonKeys, original_len: int) -> YarnRope:
-    factor = inside.at_least("factor", 1.0)
-    fast, slow = inside.positive("beta_fast", 32.0), inside.positive("beta_slow", 1.0)
+    factor = inside.number("factor", minimum=1.0)
+    fast, slow = inside.number("beta_fast", 32.0), inside.number("beta_slow", 1.0)
     if fast < slow:
         raise inside.refuse("beta_fast", f"is {fast:g}, but must be at least the beta_slow {slow:g}")
     if theta <= 1:
         raise inside.refuse("rope_theta", f"is {theta:g}, but yarn needs more than 1")
-    scales = (inside.at_least(name, 0.0, 0.0) for name in ("mscale", "mscale_all_dim"))
+    scales = (inside.number(name, 0.0, minimum=0.0) for name in ("mscale", "mscale_all_dim"))
     return YarnRope(
         theta=theta,
-        amplitude=inside.positive("attention_factor", yarn_amplitude(factor, *scales)),
+        amplitude=inside.number("attention_factor", yarn_amplitude(factor, *scales)),
         factor=factor,
         original_len=original_len,
         beta_fast=fast,
@@ -256,30 +240,38 @@ STATE_SPACE = (
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """Sizes and switches of one decoder-only transformer."""
+class DecoderFacts:
+    """Sizes and limits of any model."""
 
-    architecture: str
     vocab_size: int
-    """Rows of the embedding, width of the logits; may exceed the tokenizer's vocabulary by padding."""
-    hidden_size: int
-    intermediate_size: int
+    """Rows of the embedding and width of the logits; may exceed the tokenizer's vocabulary by padding."""
     num_layers: int
-    num_heads: int
+    """Layers that store keys and values."""
     num_kv_heads: int
     head_dim: int
-    norm_epsilon: float
-    rope: Rope
+    """Size of a head's keys and of its values."""
     context_len: int
     """Longest sequence in tokens: the trained positions, scaled where the rotary embedding is."""
+    eos_token_ids: frozenset[int]
+    """Tokens that end a sequence, as the model's files say; may be empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig(DecoderFacts):
+    """Sizes and switches of one decoder-only transformer of a family that is known here."""
+
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    norm_epsilon: float
+    rope: Rope
     windows: Windows
     tied_embeddings: bool
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    eos_token_ids: frozenset[int]
-    """From generation_config.json where it names them, else from config.json; may be empty."""
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -312,7 +304,7 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=keys.integer("num_key_value_heads", num_heads),
             head_dim=head_dim,
-            norm_epsilon=keys.positive("rms_norm_eps", 1e-6),
+            norm_epsilon=keys.number("rms_norm_eps", 1e-6),
             rope=rope,
             context_len=context_len,
             windows=read_windows(keys, num_layers, context_len, family.windows),

@@ -7,47 +7,18 @@ from torch import Tensor
 
 from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
+from outrider.engine.models.config import DecoderFacts
 from outrider.engine.ops import Ops
-
-
-class DecoderFacts(Protocol):
-    """Sizes and limits of a model."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the embedding and width of the logits; may exceed the tokenizer's vocabulary by padding."""
-
-    @property
-    def num_layers(self) -> int:
-        """Layers that store keys and values."""
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Key-value heads of every layer."""
-
-    @property
-    def head_dim(self) -> int:
-        """Size of a head's keys and of its values."""
-
-    @property
-    def context_len(self) -> int:
-        """Longest sequence in tokens."""
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a sequence, as the model's files say; may be empty."""
 
 
 class Decoder(Protocol):
     """A model on one device, that computes the rows of a plan."""
 
     @property
-    def config(self) -> DecoderFacts:
-        """Its sizes and limits."""
+    def config(self) -> DecoderFacts: ...
 
     @property
-    def ops(self) -> Ops:
-        """The operations of its device."""
+    def ops(self) -> Ops: ...
 
     @property
     def embedding(self) -> Tensor:

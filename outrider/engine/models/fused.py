@@ -39,11 +39,9 @@ class FusedTransformer:
 
     @property
     def weights(self) -> list[Tensor]:
-        """Those of the model."""
         return self._model.weights
 
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
-        """Computes the rows of the plan, stores their keys and values, returns logits [len(wanted), V] float32."""
         if cache is not self._cache:
             self._bind(cache)
         decoder, functions = ctypes.addressof(self._decoder), self.ops.functions
@@ -75,18 +73,9 @@ def _plan(plan: RowPlan, wanted: Tensor) -> PlanFields:
     expect("key_counts", plan.key_counts, torch.int32, (num_rows,))
     expect("key_slots", plan.key_slots, torch.int32, (plan.key_slots.shape[0],))
     expect("wanted", wanted, torch.int64, (min(num_wanted, num_rows),))
-    return PlanFields(
-        plan.token_ids.data_ptr(),
-        plan.positions.data_ptr(),
-        plan.slots.data_ptr(),
-        plan.key_slots.data_ptr(),
-        plan.key_starts.data_ptr(),
-        plan.key_counts.data_ptr(),
-        wanted.data_ptr(),
-        num_rows,
-        plan.max_key_count,
-        num_wanted,
-    )
+    rows = plan.token_ids.data_ptr(), plan.positions.data_ptr(), plan.slots.data_ptr()
+    lists = plan.key_slots.data_ptr(), plan.key_starts.data_ptr(), plan.key_counts.data_ptr()
+    return PlanFields(*rows, *lists, wanted.data_ptr(), num_rows, plan.max_key_count, num_wanted)
 
 
 def _decoder(model: Transformer, layers: int) -> DecoderFields:
@@ -102,12 +91,8 @@ def _decoder(model: Transformer, layers: int) -> DecoderFields:
         _vector("cos", model.cos, tables),
         _vector("sin", model.sin, tables),
         layers,
-        config.num_layers,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        config.norm_epsilon,
-        model.scale,
+        *(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim),
+        *(config.norm_epsilon, model.scale),
     )
 
 

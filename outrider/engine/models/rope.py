@@ -39,7 +39,6 @@ class LinearRope(Rope):
         return int(max_positions * self.factor)
 
     def frequencies(self, head_dim: int, positions: Tensor) -> Tensor:
-        """[D/2]."""
         return Rope.frequencies(self, head_dim, positions) / self.factor
 
 
@@ -58,7 +57,6 @@ class DynamicRope(Rope):
         return int(max_positions * self.factor)
 
     def frequencies(self, head_dim: int, positions: Tensor) -> Tensor:
-        """[P, D/2]."""
         plain, exponents = Rope.frequencies(self, head_dim, positions), _exponents(head_dim)
         lengths = (positions + 1).clamp_min(self.original_len)
         stretch = self.factor * lengths / self.original_len - (self.factor - 1)
@@ -82,7 +80,6 @@ class Llama3Rope(Rope):
     original_len: int
 
     def frequencies(self, head_dim: int, positions: Tensor) -> Tensor:
-        """[D/2]."""
         plain = Rope.frequencies(self, head_dim, positions)
         wavelengths = 2 * math.pi / plain
         is_slow = wavelengths > self.original_len / self.low_freq_factor
@@ -112,24 +109,19 @@ class YarnRope(Rope):
         return int(self.original_len * self.factor)
 
     def frequencies(self, head_dim: int, positions: Tensor) -> Tensor:
-        """[D/2]."""
         spacings = self.theta ** _exponents(head_dim)
-        first, last = self._ramp(head_dim)
-        ramp = torch.clamp((torch.arange(head_dim // 2, dtype=torch.float32) - first) / (last - first), 0, 1)
-        kept = 1 - ramp
-        return 1.0 / (self.factor * spacings) * (1 - kept) + 1.0 / spacings * kept
-
-    def _ramp(self, head_dim: int) -> tuple[float, float]:
-        """Numbers of the pairs at its ends, which may be fractions."""
-        first, last = (self._pair(turns, head_dim) for turns in (self.beta_fast, self.beta_slow))
+        # The pairs at the ends of the ramp, which turn so many times in original_len positions; may be fractions.
+        first, last = (
+            head_dim * math.log(self.original_len / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+            for turns in (self.beta_fast, self.beta_slow)
+        )
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, head_dim - 1)
-        return first, last + 0.001 if first == last else last
-
-    def _pair(self, turns: float, head_dim: int) -> float:
-        """The number of the pair that turns so many times in original_len positions."""
-        return head_dim * math.log(self.original_len / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+        last = last + 0.001 if first == last else last
+        ramp = torch.clamp((torch.arange(head_dim // 2, dtype=torch.float32) - first) / (last - first), 0, 1)
+        kept = 1 - ramp
+        return 1.0 / (self.factor * spacings) * (1 - kept) + 1.0 / spacings * kept
 
 
 def yarn_amplitude(factor: float, numerator_scale: float = 0.0, denominator_scale: float = 0.0) -> float:

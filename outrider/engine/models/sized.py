@@ -11,7 +11,7 @@ weights are random, and what they compute is thrown away. Three things differ be
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import sqrt
 
 import torch
@@ -48,16 +48,11 @@ def widened(small: ModelConfig, shape: Shape) -> ModelConfig:
     """The configuration of the wide model. Raises ModelRefused when the small one does not fit into the shape."""
     wide = replace(
         small,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+        # A shape has fields of a configuration.
+        **asdict(shape),
         norm_epsilon=small.norm_epsilon * small.hidden_size / shape.hidden_size,
         context_len=CONTEXT_LEN,
         windows=(None,) * shape.num_layers,
-        tied_embeddings=shape.tied_embeddings,
     )
     obstacle = _obstacle(small, wide)
     if obstacle is not None:
@@ -145,20 +140,17 @@ def widen(
         matrix = torch.empty(shape, dtype=dtype, device=device)
         digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
-        _fill(matrix, source, places[name.split(".")[-2]], generator)
+        spot = places[name.split(".")[-2]]
+        if spot.is_random:
+            _draw(matrix, generator)
+        else:
+            # Written and not only reserved: pages that were never written to all read the same piece of the cache.
+            matrix.fill_(0)
+        if source is not None:
+            matrix[: spot.cleared_rows] = 0
+            values = (source * spot.scale).to(device=device, dtype=dtype)
+            matrix[spot.rows.to(device)[:, None], spot.columns.to(device)] = values
         yield name, matrix
-
-
-def _fill(matrix: Tensor, source: Tensor | None, spot: Spot, generator: torch.Generator) -> None:
-    if spot.is_random:
-        _draw(matrix, generator)
-    else:
-        # Written and not only reserved: pages that were never written to all read the same piece of the cache.
-        matrix.fill_(0)
-    if source is not None:
-        matrix[: spot.cleared_rows] = 0
-        values = (source * spot.scale).to(device=matrix.device, dtype=matrix.dtype)
-        matrix[spot.rows.to(matrix.device)[:, None], spot.columns.to(matrix.device)] = values
 
 
 def _draw(matrix: Tensor, generator: torch.Generator) -> None:

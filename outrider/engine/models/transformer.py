@@ -34,7 +34,6 @@ class Linear:
 
     @property
     def weights(self) -> list[Tensor]:
-        """Its tensors."""
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
 
@@ -67,7 +66,6 @@ class Layer:
 
     @property
     def weights(self) -> list[Tensor]:
-        """Its tensors."""
         norms = (self.input_norm, self.query_norm, self.key_norm, self.post_norm)
         linears = (self.qkv, self.output, self.gate_up, self.down)
         return [norm for norm in norms if norm is not None] + [tensor for each in linears for tensor in each.weights]
@@ -97,11 +95,7 @@ class Transformer:
         return outer + [tensor for layer in self.layers for tensor in layer.weights]
 
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
-        """Computes the rows of the plan, stores their keys and values, returns logits [len(wanted), V] float32.
-
-        wanted [W] int64 names the rows whose logits are asked for; the product with the vocabulary is the dearest of
-        all, and most rows of a prompt do not need it.
-        """
+        """As of any Decoder. The product with the vocabulary is the dearest of all; few rows of a prompt need it."""
         ops, epsilon = self.ops, self.config.norm_epsilon
         x = self.embedding.index_select(0, plan.token_ids).float()  # [R, hidden]
         views = {window: plan.windowed(window) for window in set(self.config.windows)}

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -93,15 +94,8 @@ def _downloaded(name: str) -> Path:
 
 def _snapshot(name: str, local_files_only: bool) -> Path:
     model_id, _, revision = name.partition("@")
-    return Path(
-        snapshot_download(
-            model_id,
-            revision=revision or None,
-            allow_patterns=PATTERNS,
-            ignore_patterns=IGNORED,
-            local_files_only=local_files_only,
-        )
-    )
+    kept: dict[str, Any] = {"allow_patterns": PATTERNS, "ignore_patterns": IGNORED}
+    return Path(snapshot_download(model_id, revision=revision or None, local_files_only=local_files_only, **kept))
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -170,7 +164,6 @@ class StoredTensor:
     dtype: str
 
     def refuse(self, fault: str) -> ModelRefused:
-        """The error about this tensor, to be raised."""
         return ModelRefused(f"{self.file}: {self.name} {fault}", file=self.file, tensor=self.name)
 
 

@@ -29,19 +29,15 @@ class Ops(Protocol):
     @property
     def name(self) -> str:
         """The kernel set as it stands in the numerics id, for instance "native-v4"."""
-        ...
 
     def stack(self, weights: Sequence[Tensor]) -> Tensor:
         """One matrix of the rows of all weights [N, K], where `linear` reads it fastest; may be the only one itself."""
-        ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [R, K] times the transpose of weight [N, K], plus bias [N] float32; returns [R, N] float32."""
-        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """x / sqrt(mean(x^2) + epsilon) * weight for x [R, D] and weight [D] float32 (Zhang and Sennrich, 2019)."""
-        ...
 
     def rotate_and_store(
         self,
@@ -60,22 +56,18 @@ class Ops(Protocol):
         cos and sin are [P, D/2] float32 tables by position; element i pairs with i + D/2, as in Hugging Face's
         rotate_half (Su et al., 2021). The caches are [S, G, D].
         """
-        ...
 
     def attention(self, query: Tensor, plan: RowPlan, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         """softmax(scale * query . keys) values over each row's own list; returns [R, H*D] float32.
 
         query [R, H, D]; head h reads key-value head h // (H // G) (Ainslie et al., 2023).
         """
-        ...
 
     def silu_multiply(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up for gate_up [R, 2M] = gate [R, M] beside up [R, M]; returns [R, M]."""
-        ...
 
     def softmax(self, scores: Tensor) -> Tensor:
         """Probabilities [R, V] float64 of scores [R, V] float32, which may hold -inf."""
-        ...
 
     def draw(self, scores: Tensor, keys: Tensor) -> Tensor:
         """Ids [R] int64: argmax over v of scores[r, v] + gumbel(keys[r], v) in float64, ties to the lowest id.
@@ -83,7 +75,6 @@ class Ops(Protocol):
         scores [R, V] float32 up to a constant, keys [R] int64 (outrider.engine.noise). -inf never wins. Raises
         ValueError where a row has no finite score, NaN or +inf (so does softmax).
         """
-        ...
 
     def choose(self, logits: Tensor, temperatures: Tensor, keys: Tensor, num_tokens: int) -> Tensor:
         """Ids [R] int64 of what `draw` draws from the first num_tokens of logits [R, V] at temperatures [R] float64.
@@ -91,7 +82,6 @@ class Ops(Protocol):
         Scores are logits at temperature 1, and outrider.engine.ops.temperature otherwise, with the same bits as
         outrider.engine.sampling.transforms.transform. Raises ValueError like draw.
         """
-        ...
 
 
 def choose_ops(device: torch.device, num_threads: int) -> Ops:

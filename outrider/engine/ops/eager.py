@@ -18,23 +18,20 @@ TEMPORARY_ELEMENTS = 1 << 24
 
 
 class EagerOps:
-    """Operations in torch; see outrider.engine.ops.Ops for shapes."""
+    """Operations in torch; see outrider.engine.ops.Ops."""
 
     name = "eager"
 
     def stack(self, weights: Sequence[Tensor]) -> Tensor:
-        """weights [N, K] -> [sum of N, K]."""
         return weights[0] if len(weights) == 1 else torch.cat(list(weights))
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [R, K], weight [N, K] -> [R, N] float32."""
         if weight.device.type == "cpu":
             return functional.linear(x, weight.float(), bias)
         product = functional.linear(x.to(weight.dtype), weight).float()
         return product if bias is None else product + bias
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """x [R, D], weight [D] -> [R, D]."""
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * weight
 
     def rotate_and_store(
@@ -48,14 +45,13 @@ class EagerOps:
         key_cache: Tensor,
         value_cache: Tensor,
     ) -> Tensor:
-        """Stores the rotated key and the value, returns the rotated query [R, H, D]."""
         row_cos, row_sin = cos[plan.positions].unsqueeze(1), sin[plan.positions].unsqueeze(1)
         key_cache.index_copy_(0, plan.slots, _rotate(key, row_cos, row_sin).to(key_cache.dtype))
         value_cache.index_copy_(0, plan.slots, value.to(value_cache.dtype))
         return _rotate(query, row_cos, row_sin)
 
     def attention(self, query: Tensor, plan: RowPlan, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
-        """query [R, H, D] -> [R, H*D]; lists are padded to the longest, a few rows at a time to bound memory."""
+        """Lists are padded to the longest, a few rows at a time to bound memory."""
         num_rows, num_heads, head_dim = query.shape
         output = query.new_empty(num_rows, num_heads * head_dim, dtype=torch.float32)
         for rows in _pieces(num_rows, plan.max_key_count * key_cache.shape[1] * head_dim):
@@ -63,26 +59,23 @@ class EagerOps:
         return output
 
     def silu_multiply(self, gate_up: Tensor) -> Tensor:
-        """gate_up [R, 2M] -> [R, M]."""
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate) * up
 
     def softmax(self, scores: Tensor) -> Tensor:
-        """scores [R, V] -> float64 [R, V]."""
         _check_scores(scores)
         return torch.softmax(scores.double(), dim=-1)
 
     def draw(self, scores: Tensor, keys: Tensor) -> Tensor:
-        """scores [R, V], keys [R] -> ids [R]. torch.argmax returns the first of equal maxima."""
         _check_scores(scores)
         ids = torch.empty_like(keys)
         for rows in _pieces(scores.shape[0], scores.shape[1]):
             noise = gumbel(keys[rows], scores.shape[1])
+            # The first of equal maxima.
             ids[rows] = torch.argmax(scores[rows].double() + noise, dim=-1)
         return ids
 
     def choose(self, logits: Tensor, temperatures: Tensor, keys: Tensor, num_tokens: int) -> Tensor:
-        """logits [R, V], temperatures [R], keys [R] -> ids [R]."""
         scores, column = logits[:, :num_tokens], temperatures[:, None]
         # Every row is computed all three ways, because asking which it needs would wait for the device.
         tempered = torch.where(column == 1, scores, apply_temperature(scores, column.float()))

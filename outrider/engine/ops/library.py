@@ -29,10 +29,7 @@ _ARGUMENTS: dict[str, list[type]] = {
 }
 _RESULTS: dict[str, type] = {
     "outrider_pool_create": _POINTER,
-    "outrider_draw": _SIZE,
-    "outrider_choose": _SIZE,
-    "outrider_draw_stretch": _SIZE,
-    "outrider_forward_floats": _SIZE,
+    **dict.fromkeys(("outrider_draw", "outrider_choose", "outrider_draw_stretch", "outrider_forward_floats"), _SIZE),
 }
 
 
@@ -40,11 +37,8 @@ class MatrixFields(ctypes.Structure):
     """`matrix` of kernels/forward.c."""
 
     _fields_ = (
-        ("weight", _POINTER),
-        ("bias", _POINTER),
-        ("num_inputs", _SIZE),
-        ("num_outputs", _SIZE),
-        ("is_bf16", _SIZE),
+        *((name, _POINTER) for name in ("weight", "bias")),
+        *((name, _SIZE) for name in ("num_inputs", "num_outputs", "is_bf16")),
     )
 
 

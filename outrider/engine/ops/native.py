@@ -24,7 +24,7 @@ SPIN_US = 20
 
 
 class NativeOps:
-    """Operations on the CPU; see outrider.engine.ops.Ops for shapes.
+    """Operations on the CPU; see outrider.engine.ops.Ops.
 
     Owns its threads: two objects in one process do not share any. One object may be called from several Python
     threads, which then take turns. The interpreter's lock is released during every call.
@@ -46,13 +46,12 @@ class NativeOps:
         weakref.finalize(self, self.functions.outrider_pool_destroy, self.pool).atexit = False
 
     def stack(self, weights: Sequence[Tensor]) -> Tensor:
-        """weights [N, K] -> [sum of N, K], in the memory of this object's arena."""
+        """In the memory of this object's arena."""
         num_rows = sum(weight.shape[0] for weight in weights)
         stacked = self._arena.empty((num_rows, *weights[0].shape[1:]), weights[0].dtype)
         return torch.cat(list(weights), out=stacked)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [R, K], weight [N, K] -> [R, N] float32."""
         (num_rows, num_inputs), num_outputs = _matrix("x", x), weight.shape[0]
         is_bf16 = weight.dtype is torch.bfloat16
         expect("weight", weight, torch.bfloat16 if is_bf16 else torch.float32, (num_outputs, num_inputs))
@@ -65,7 +64,6 @@ class NativeOps:
         return output
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """x [R, D], weight [D] -> [R, D]."""
         num_rows, width = _matrix("x", x)
         expect("weight", weight, torch.float32, (width,))
         output = torch.empty_like(x)
@@ -84,7 +82,6 @@ class NativeOps:
         key_cache: Tensor,
         value_cache: Tensor,
     ) -> Tensor:
-        """Stores the rotated key and the value, returns the rotated query [R, H, D]."""
         num_rows, num_heads, head_dim = query.shape
         num_groups = key.shape[1]
         strides = (ctypes.c_int64 * 6)(
@@ -109,7 +106,6 @@ class NativeOps:
         return output
 
     def attention(self, query: Tensor, plan: RowPlan, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
-        """query [R, H, D] -> [R, H*D]."""
         num_rows, num_heads, head_dim = query.shape
         num_slots, num_groups, _ = key_cache.shape
         expect("query", query, torch.float32, (num_rows, num_heads, head_dim))
@@ -128,7 +124,6 @@ class NativeOps:
         return output
 
     def silu_multiply(self, gate_up: Tensor) -> Tensor:
-        """gate_up [R, 2M] -> [R, M]."""
         num_rows, width = _matrix("gate_up", gate_up)
         if width % 2:
             raise ValueError(f"gate_up has {width} columns, but must have an even number")
@@ -138,7 +133,6 @@ class NativeOps:
         return output
 
     def softmax(self, scores: Tensor) -> Tensor:
-        """scores [R, V] -> float64 [R, V]."""
         num_rows, num_tokens = _matrix("scores", scores)
         probs = torch.empty(num_rows, num_tokens, dtype=torch.float64)
         faults = torch.empty(num_rows, dtype=torch.int32)
@@ -148,7 +142,6 @@ class NativeOps:
         return probs
 
     def draw(self, scores: Tensor, keys: Tensor) -> Tensor:
-        """scores [R, V], keys [R] -> ids [R]."""
         num_rows, num_tokens = _matrix("scores", scores)
         expect("keys", keys, torch.int64, (num_rows,))
         stretches, best, ids = self._winners(num_rows, num_tokens)
@@ -158,7 +151,6 @@ class NativeOps:
         return ids if stretches == 1 else ids[:num_rows]
 
     def choose(self, logits: Tensor, temperatures: Tensor, keys: Tensor, num_tokens: int) -> Tensor:
-        """logits [R, V], temperatures [R], keys [R] -> ids [R]."""
         num_rows, num_logits = _matrix("logits", logits)
         expect("temperatures", temperatures, torch.float64, (num_rows,))
         expect("keys", keys, torch.int64, (num_rows,))

@@ -3,7 +3,7 @@
 Each row is copied before it is computed, because libraries may also choose their order of additions by the address.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -13,26 +13,18 @@ from outrider.engine.batching import RowPlan
 from outrider.engine.ops.eager import EagerOps
 
 
-class ReferenceOps:
-    """Operations in torch, row by row; see outrider.engine.ops.Ops for shapes."""
+class ReferenceOps(EagerOps):
+    """Operations in torch, row by row; see outrider.engine.ops.Ops."""
 
     name = "reference"
 
-    def __init__(self) -> None:
-        self._eager = EagerOps()
-
-    def stack(self, weights: Sequence[Tensor]) -> Tensor:
-        """weights [N, K] -> [sum of N, K]."""
-        return self._eager.stack(weights)
-
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [R, K], weight [N, K] -> [R, N] float32."""
-        widened = weight.float()
-        return _by_row(lambda row: self._eager.linear(row, widened, bias), x)
+        linear, widened = super().linear, weight.float()
+        return _by_row(lambda row: linear(row, widened, bias), x)
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """x [R, D], weight [D] -> [R, D]."""
-        return _by_row(lambda row: self._eager.rms_norm(row, weight, epsilon), x)
+        rms_norm = super().rms_norm
+        return _by_row(lambda row: rms_norm(row, weight, epsilon), x)
 
     def rotate_and_store(
         self,
@@ -45,31 +37,26 @@ class ReferenceOps:
         key_cache: Tensor,
         value_cache: Tensor,
     ) -> Tensor:
-        """Stores the rotated key and the value, returns the rotated query [R, H, D]."""
-        plans, rotate = _rows_of(plan), self._eager.rotate_and_store
+        plans, rotate = _rows_of(plan), super().rotate_and_store
         tables = cos, sin, key_cache, value_cache
         return _by_row(lambda one, k, v: rotate(one, k, v, next(plans), *tables), query, key, value)
 
     def attention(self, query: Tensor, plan: RowPlan, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
-        """query [R, H, D] -> [R, H*D]."""
-        plans = _rows_of(plan)
-        return _by_row(lambda row: self._eager.attention(row, next(plans), key_cache, value_cache, scale), query)
+        plans, attention = _rows_of(plan), super().attention
+        return _by_row(lambda row: attention(row, next(plans), key_cache, value_cache, scale), query)
 
     def silu_multiply(self, gate_up: Tensor) -> Tensor:
-        """gate_up [R, 2M] -> [R, M]."""
-        return _by_row(self._eager.silu_multiply, gate_up)
+        return _by_row(super().silu_multiply, gate_up)
 
     def softmax(self, scores: Tensor) -> Tensor:
-        """scores [R, V] -> float64 [R, V]."""
-        return _by_row(self._eager.softmax, scores)
+        return _by_row(super().softmax, scores)
 
     def draw(self, scores: Tensor, keys: Tensor) -> Tensor:
-        """scores [R, V], keys [R] -> ids [R]."""
-        return _by_row(self._eager.draw, scores, keys)
+        return _by_row(super().draw, scores, keys)
 
     def choose(self, logits: Tensor, temperatures: Tensor, keys: Tensor, num_tokens: int) -> Tensor:
-        """logits [R, V], temperatures [R], keys [R] -> ids [R]."""
-        return _by_row(lambda row, one, key: self._eager.choose(row, one, key, num_tokens), logits, temperatures, keys)
+        choose = super().choose
+        return _by_row(lambda row, one, key: choose(row, one, key, num_tokens), logits, temperatures, keys)
 
 
 def _by_row(compute: Callable[..., Tensor], *columns: Tensor) -> Tensor:

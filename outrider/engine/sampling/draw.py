@@ -115,9 +115,8 @@ def before_argmax(draw_input: DrawInput) -> DrawInput:
     if draw_input.spec.sampling.temperature:
         return draw_input
     neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    return replace(
-        draw_input, spec=replace(draw_input.spec, sampling=draw_input.spec.sampling.model_copy(update=neutral))
-    )
+    sampling = draw_input.spec.sampling.model_copy(update=neutral)
+    return replace(draw_input, spec=replace(draw_input.spec, sampling=sampling))
 
 
 def key_column(runner: ModelRunner, keys: Sequence[int]) -> Tensor:
@@ -140,16 +139,16 @@ def _is_plain(draw_input: DrawInput) -> bool:
 
 def _draw_group(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInput], plain: bool) -> list[Drawn]:
     """Drawn tokens of each input, whose rows follow each other in logits; raises ValueError."""
-    keys = [key for draw_input in inputs for key in _keys(draw_input)]
+    keys = [key for each in inputs for key in _keys(each)]
     if plain:
-        temperatures = [divisor(draw_input.spec.sampling) for draw_input in inputs for _ in draw_input.feed.tree.depths]
+        temperatures = [divisor(each.spec.sampling) for each in inputs for _ in each.feed.tree.depths]
         column = torch.from_numpy(np.array(temperatures, dtype=np.float64)).to(runner.device)
         ids = runner.ops.choose(logits, column, key_column(runner, keys), runner.vocabulary_size)
         drawn: list[int] = ids.tolist()
     else:
-        drawn = _draw(runner, logits, [context for draw_input in inputs for context in row_contexts(draw_input)], keys)
+        drawn = _draw(runner, logits, [context for each in inputs for context in row_contexts(each)], keys)
     rest = iter(drawn)
-    return [list(islice(rest, len(draw_input.feed.tree) + 1)) for draw_input in inputs]
+    return [list(islice(rest, len(each.feed.tree) + 1)) for each in inputs]
 
 
 def _draw_alone(runner: ModelRunner, logits: Tensor, draw_input: DrawInput) -> Drawn:
@@ -193,9 +192,9 @@ def forward_and_draw(runner: ModelRunner, inputs: Sequence[DrawInput]) -> list[D
 
     None stands for an input whose prompt is not finished. The services draw in their own ways.
     """
-    result = runner.forward([draw_input.feed for draw_input in inputs])
-    ready = [(draw_input, rows) for draw_input, rows in zip(inputs, result.ranges, strict=True) if rows is not None]
-    drawn = iter(draw_each(runner, result.logits, [draw_input for draw_input, _ in ready], [rows for _, rows in ready]))
+    result = runner.forward([each.feed for each in inputs])
+    ready = [each for each, rows in zip(inputs, result.ranges, strict=True) if rows is not None]
+    drawn = iter(draw_each(runner, result.logits, ready, [rows for rows in result.ranges if rows is not None]))
     return [None if rows is None else next(drawn) for rows in result.ranges]
 
 
@@ -203,10 +202,9 @@ def reopen(
     runner: ModelRunner, session: Session | None, token_ids: Sequence[int], prompt_len: int, salt: bytes | None = None
 ) -> Session:
     """A session of these tokens; it takes over what the given one has cached of them, and frees the rest."""
-    if session is None:
-        return runner.open(token_ids, prompt_len, salt)
-    if session.token_ids[0] != token_ids[0] or session.salt != salt:
-        session.free()
+    if session is None or session.token_ids[0] != token_ids[0] or session.salt != salt:
+        if session is not None:
+            session.free()
         return runner.open(token_ids, prompt_len, salt)
     session.replace_tail(1, token_ids[1:])
     session.prompt_len = prompt_len

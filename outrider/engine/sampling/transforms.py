@@ -198,8 +198,7 @@ def divisor(sampling: SamplingParameters) -> float:
 
 
 def _apply_temperature(scores: Tensor, rows: Sequence[RowContext], _ops: Ops) -> Tensor:
-    temperatures = column([max(row.sampling.temperature, SMALLEST) for row in rows], scores)
-    return apply_temperature(scores, temperatures.float())
+    return apply_temperature(scores, column([divisor(row.sampling) for row in rows], scores).float())
 
 
 def _cut_top_k(scores: Tensor, rows: Sequence[RowContext], _ops: Ops) -> Tensor:

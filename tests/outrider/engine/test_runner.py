@@ -227,8 +227,8 @@ def test_runner_describes_itself() -> None:
     runner = target("bfloat16")
     assert runner.identity.model_name == "target"
     assert runner.numerics_id == f"cpu-bfloat16-{runner.ops.name}"
-    assert (runner.context_len, runner.vocabulary_size, runner.eos_token_ids) == (4096, 4096, {0})
-    assert len(runner.model_hash) == 32
+    assert (runner.context_len, runner.vocabulary_size, runner.config.eos_token_ids) == (4096, 4096, {0})
+    assert len(runner.identity.model_hash) == 32
     assert str(runner.device) == "cpu"
     assert default_kv_tokens(runner.config, runner.device, torch.bfloat16) == (512 << 20) // (6 * 2 * 2 * 64 * 4)
 

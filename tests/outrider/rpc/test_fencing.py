@@ -5,15 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import InvalidRequest
-from outrider.rpc.fencing import (
-    Fence,
-    MessageStatus,
-    SessionView,
-    check_fence,
-    classify,
-    classify_open,
-    classify_rollback,
-)
+from outrider.rpc.fencing import Fence, MessageStatus, SessionView, check_fence, classify, classify_open
 
 ID = bytes(16)
 # Ten tokens are committed in epoch 3; verdicts on 7 and 9 are kept, everything below has been acknowledged.
@@ -50,7 +42,6 @@ def test_messages_are_classified_by_epoch_and_length(
 def test_an_unknown_session_asks_for_tokens() -> None:
     """Without an open there is nothing to build on."""
     assert classify(Fence(ID, 1, 5), None) is MessageStatus.FUTURE
-    assert classify_rollback(Fence(ID, 1, 5), None) is MessageStatus.FUTURE
 
 
 @pytest.mark.parametrize(
@@ -67,14 +58,6 @@ def test_only_a_newer_epoch_opens_again(epoch: int, base_len: int, status: Messa
     """The same open twice is a repetition."""
     assert classify_open(Fence(ID, epoch, base_len), VIEW) is status
     assert classify_open(Fence(ID, epoch, base_len), None) is MessageStatus.CURRENT
-
-
-@pytest.mark.parametrize(
-    ("epoch", "status"), [(2, MessageStatus.STALE), (3, MessageStatus.REPEAT), (4, MessageStatus.CURRENT)]
-)
-def test_rollback_acts_once_an_epoch(epoch: int, status: MessageStatus) -> None:
-    """The same epoch again changes nothing, an older one neither."""
-    assert classify_rollback(Fence(ID, epoch, 4), VIEW) is status
 
 
 @given(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine_cases import TREE, close, finish, fresh, random_ids
+from support.engine_cases import TREE, close, finish, fresh, kv_state, random_ids
 from support.model_cases import SCALINGS, THETA, WINDOWS
 from support.tiny_models import TARGET, write_tiny_model
 
@@ -60,7 +60,7 @@ def check_hit(runner: ModelRunner, token_ids: list[int], num_hits: int, tree: To
     logits = finish(runner, Feed(session, tree))[0]
     expected, keys, values = fresh(runner, token_ids, tree)
     assert torch.equal(logits, expected)
-    for found, computed in zip(runner.kv_state(session), (keys, values), strict=True):
+    for found, computed in zip(kv_state(runner, session), (keys, values), strict=True):
         assert torch.equal(found, computed)
     session.publish(len(session))
     return session
@@ -88,7 +88,7 @@ def test_truncated_sessions_leave_what_they_published(runner: ModelRunner) -> No
         second.publish(len(second))
         assert torch.equal(logits, fresh(runner, second.token_ids)[0])
     third = check_hit(runner, prompt, 64)
-    assert torch.equal(runner.kv_state(first)[0], runner.kv_state(third)[0])
+    assert torch.equal(kv_state(runner, first)[0], kv_state(runner, third)[0])
     close(runner, first, second, third)
 
 

@@ -183,7 +183,7 @@ def test_a_model_is_described(folders: dict[str, Path]) -> None:
     assert runner.numerics_id == f"cpu-bfloat16-{versions}-{runner.ops.name}"
     config = runner.config
     assert (config.vocab_size, config.num_layers, config.num_kv_heads, config.head_dim) == (300, 2, 2, 16)
-    assert (runner.context_len, runner.eos_token_ids) == (256, {0})
+    assert (runner.context_len, runner.config.eos_token_ids) == (256, {0})
     assert {weight.dtype for weight in runner.model.weights if weight.ndim > 1} == {torch.bfloat16}
     assert {weight.dtype for weight in runner.model.weights if weight.ndim == 1} == {torch.float32}
     tied = {weight.data_ptr() for weight in runner.model.weights}

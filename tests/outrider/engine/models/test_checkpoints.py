@@ -25,7 +25,7 @@ def test_our_own_transformer_goes_first(tmp_path: Path, family: str) -> None:
     assert (found.name, found.modelling == "") == ("tiny", family in FAMILIES)
     runner = ModelRunner.load(found, kv_tokens=64)
     assert isinstance(runner.model, Transformer | FusedTransformer) == (family in FAMILIES)
-    assert runner.model_hash == found.digest()
+    assert runner.identity.model_hash == found.digest()
 
 
 def test_a_sized_model_is_our_own() -> None:

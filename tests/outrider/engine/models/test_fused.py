@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine_cases import BUILT, native
+from support.engine_cases import BUILT, kv_state, native
 from support.model_cases import SCALINGS, THETA, WINDOWS
 from support.tiny_models import TARGET, write_tiny_model
 
@@ -74,7 +74,7 @@ class Twins:
         assert fused.ranges == plain.ranges
         assert torch.equal(fused.logits, plain.logits)
         for pair in self.sessions:
-            states = [runner.kv_state(session) for runner, session in zip(self.runners, pair, strict=True)]
+            states = [kv_state(runner, session) for runner, session in zip(self.runners, pair, strict=True)]
             assert all(torch.equal(*tensors) for tensors in zip(*states, strict=True))
 
     def commit(self, number: int, rows: Sequence[int], token_ids: Sequence[int]) -> None:
@@ -141,7 +141,7 @@ def test_another_cache_is_noticed() -> None:
     for each in (runner, other, runner):
         session = each.open(range(1, 20), 1)
         each.forward([Feed(session)])
-        states.append(each.kv_state(session)[0])
+        states.append(kv_state(each, session)[0])
     assert torch.equal(states[0], states[1])
     assert torch.equal(states[0], states[2])
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.engine_cases import kv_state
 from support.model_cases import SCALINGS, THETA, WINDOWS, random_ids
 from support.tiny_models import write_tiny_model
 from torch import Tensor
@@ -80,14 +81,14 @@ def fresh(runner: ModelRunner, token_ids: Sequence[int], tree: TokenTree = EMPTY
     """Logits, keys and values of a session of its own, in one forward."""
     session = runner.open(token_ids, 1)
     (logits,) = computed(runner, Feed(session, tree))
-    keys, values = runner.kv_state(session)
+    keys, values = kv_state(runner, session)
     session.free()
     return logits, keys, values
 
 
 def assert_like_fresh(runner: ModelRunner, session: Session) -> None:
     """Its cache holds bitwise what a prefill of its tokens in one forward would."""
-    for kept, expected in zip(runner.kv_state(session), fresh(runner, session.token_ids)[1:], strict=True):
+    for kept, expected in zip(kv_state(runner, session), fresh(runner, session.token_ids)[1:], strict=True):
         assert torch.equal(kept, expected)
 
 

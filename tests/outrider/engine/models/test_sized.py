@@ -50,7 +50,8 @@ def said(runner: ModelRunner, num_tokens: int = 64) -> list[tuple[int, ...]]:
         token_ids = tuple(tokenizer.encode(prompt).ids)
         for temperature in (0.0, 0.8):
             sampling = SamplingParameters(temperature=temperature, ignore_eos=True)
-            spec = SessionSpec(token_ids, len(token_ids), sampling, seed, 4096, runner.eos_token_ids, frozenset())
+            ends = runner.config.eos_token_ids
+            spec = SessionSpec(token_ids, len(token_ids), sampling, seed, 4096, ends, frozenset())
             inputs.append(DrawInput(Feed(runner.open(token_ids, len(token_ids))), spec))
     for _ in range(num_tokens):
         for draw_input, outcome in zip(inputs, forward_and_draw(runner, inputs), strict=True):

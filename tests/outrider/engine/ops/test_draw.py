@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from support.engine_cases import every_ops, keys_of, native
+from support.engine_cases import every_ops, keys_of, native, numpy_gumbel
 from torch import Tensor
 
-from outrider.engine.noise import numpy_gumbel
 from outrider.engine.ops import Ops
 
 EVERY_OPS = pytest.mark.parametrize("ops", every_ops(), ids=lambda ops: ops.name)
