@@ -76,7 +76,7 @@ class DraftSessions(SessionStore[DraftState]):
             held.drafter = drafter
             self._draft(held, fence, wanted)
         elif status is MessageStatus.REPEAT and held is not None:
-            self._take_up(fence, held, owner)
+            self._attach(fence, held, owner)
             self._repeat(held, fence, wanted)
 
     def advance(self, fence: Fence, token_ids: tuple[int, ...], wanted: Wanted, owner: Outbox) -> None:

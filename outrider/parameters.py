@@ -117,7 +117,10 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SessionSpec:
-    """Everything that a service needs to rebuild a session: the plain form of the message OpenSession."""
+    """What a service must know to decode a session alone: the plain form of the message OpenSession.
+
+    In the gateway `token_ids` are the prompt; a service that opens a session gets all committed tokens in them.
+    """
 
     token_ids: tuple[int, ...]
     prompt_len: int

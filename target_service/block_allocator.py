@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.engine.batching import Feed
-from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling.draw import reserve
+from outrider.engine.runner import ModelRunner, reserve
 from outrider.engine.session import Session
 from outrider.errors import CacheFull, PromptTooLong
 from outrider.model_service.session_store import LeaseTable
@@ -89,7 +88,7 @@ class BlockAllocator:
                 held.last_active = self._step
         return ages
 
-    def take(self, session: Session, tree: TokenTree) -> TokenTree | None:
+    def reserve(self, session: Session, tree: TokenTree) -> TokenTree | None:
         """Reserves what the next forward writes, and returns the tree, or EMPTY when only that fits; None means: wait.
 
         Raises PromptTooLong for a session that would not fit into an empty pool, and InvalidRequest as runner.check.

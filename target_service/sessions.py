@@ -106,9 +106,9 @@ class TargetSessions(SessionStore[TargetState]):
             _check_proposal(step.tree, spec, fence.base_len)
             held = self._open(fence, spec, owner)
             held.finish_reason = None
-            self._take(held, fence, step)
+            self._accept(held, fence, step)
         elif status is MessageStatus.REPEAT and held is not None:
-            self._take_up(fence, held, owner)
+            self._attach(fence, held, owner)
             self._repeat(held, fence, step)
 
     def step(self, fence: Fence, step: Step, owner: Outbox) -> None:
@@ -126,7 +126,7 @@ class TargetSessions(SessionStore[TargetState]):
             if status is MessageStatus.REWIND:
                 self._rewind(held, fence.epoch, fence.base_len)
             held.acknowledge(fence.base_len)
-            self._take(held, fence, step)
+            self._accept(held, fence, step)
 
     def acknowledge(self, fence: Fence, plain_budget: int, arrived_ns: int, owner: Outbox) -> None:
         """Forgets verdicts, and lets the target go on unasked; never answered."""
@@ -156,13 +156,13 @@ class TargetSessions(SessionStore[TargetState]):
             self._go_on(fence.session_id, held, step.arrived_ns)
         elif held.task is None:
             _check_proposal(step.tree, held.spec, fence.base_len)
-            self._take(held, fence, step)
+            self._accept(held, fence, step)
 
     def _go_on(self, session_id: bytes, held: TargetState, arrived_ns: int) -> None:
         if held.task is None and held.may_go_on:
             self._start(session_id, held, Step(EMPTY, 0, arrived_ns))
 
-    def _take(self, held: TargetState, fence: Fence, step: Step) -> None:
+    def _accept(self, held: TargetState, fence: Fence, step: Step) -> None:
         if held.finish_reason is not None:
             raise ProtocolViolation(
                 f"the request has ended at {fence.base_len} tokens and takes no more steps", base_len=fence.base_len

@@ -73,14 +73,14 @@ class Verifier:
         """
         ages = self._allocator.begin_step()
         in_order = sorted(tasks, key=lambda task: ages.get(task.session, len(ages)))
-        served = [task for task in in_order if self._take(task)]
+        served = [task for task in in_order if self._reserve(task)]
         # Whoever made room for another has no part in this forward.
         tasks = [task for task in served if not (task.done or task.stopped)]
         if not tasks:
             return False
         before = [task.session.last_forward for task in tasks]
         started_ns = time.perf_counter_ns()
-        outcomes = self._decide(tasks)
+        outcomes = self._forward_and_decide(tasks)
         ended_ns = time.perf_counter_ns()
         for task, last_forward, outcome in zip(tasks, before, outcomes, strict=True):
             if task.session.last_forward != last_forward:
@@ -96,7 +96,7 @@ class Verifier:
                 task.session.publish(len(task.session))
         return True
 
-    def _take(self, task: VerifyTask) -> bool:
+    def _reserve(self, task: VerifyTask) -> bool:
         """Gives a task the blocks of its step, without its proposal when there is no room for that; tells whether."""
         if task.stopped:
             return False
@@ -113,7 +113,7 @@ class Verifier:
         elif had_nothing:
             session.take_prefix()
         try:
-            tree = self._allocator.take(session, task.tree)
+            tree = self._allocator.reserve(session, task.tree)
         except OutriderError as error:
             task.fail(error)
             return False
@@ -124,7 +124,7 @@ class Verifier:
         task.tree = tree
         return True
 
-    def _decide(self, tasks: Sequence[VerifyTask]) -> list[TargetVerdict | OutriderError | None]:
+    def _forward_and_decide(self, tasks: Sequence[VerifyTask]) -> list[TargetVerdict | OutriderError | None]:
         """Computes and decides for all tasks, None for one whose tokens are not all computed yet.
 
         Commits nothing, so that it can be done again.

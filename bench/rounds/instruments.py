@@ -34,8 +34,8 @@ from bench.rounds.samples import (
 from outrider.engine.batching import Feed
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.weights import DTYPES
-from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling.draw import DrawInput, forward_and_draw, reserve
+from outrider.engine.runner import ModelRunner, reserve
+from outrider.engine.sampling.draw import DrawInput, forward_and_draw
 from outrider.errors import ModelRefused, OutriderError
 from outrider.model_service.server import load_model
 from outrider.model_service.settings import Dtype, ModelServiceSettings

@@ -1,1 +1,1 @@
-"""Ways to guess, one file each."""
+"""How the draft guesses: all drafters work with the model of the service, each with noise of its own kind."""

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from outrider.engine.batching import Feed
 from outrider.engine.noise import Purpose, round_key
-from outrider.engine.runner import ModelRunner
+from outrider.engine.runner import Allocate, ModelRunner, reserve
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, quantise
-from outrider.engine.sampling.draw import Allocate, DrawInput, draw_each, key_column, reserve, rows_of, scores_behind
+from outrider.engine.sampling.draw import DrawInput, draw_each, key_column, rows_of, scores_behind
 from outrider.engine.session import Session
 from outrider.engine.worker import own_fault
 from outrider.errors import InvalidRequest, OutriderError
@@ -139,7 +139,7 @@ class ModelDrafter:
     """Makes one step of all draft tasks at a time, whatever noise each draws with."""
 
     def __init__(self, runner: ModelRunner, with_room: Callable[[Allocate], None], top_n: int = DEFAULT_TOP_N) -> None:
-        """`with_room` makes room for an allocation when the pool is full; see outrider.engine.sampling.draw.reserve.
+        """`with_room` makes room for an allocation when the pool is full; see outrider.engine.runner.reserve.
 
         top_n is the most tokens of a distribution that is sent; see outrider.engine.sampling.draft_distribution.
         """

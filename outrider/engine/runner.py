@@ -4,7 +4,7 @@ Belongs to the device thread. Nothing here waits for the device: lengths are kno
 device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -242,3 +242,28 @@ def _checked_device(name: str) -> torch.device:
     if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
         raise InvalidRequest("device", name, f'"cpu" or one of {torch.cuda.device_count()} CUDA devices')
     return torch.device("cuda", device.index or 0)
+
+
+Allocate = Callable[[], None]
+
+
+def reserve(runner: ModelRunner, feed: Feed, with_room: Callable[[Allocate], None]) -> None:
+    """Makes sure that a forward cannot fail over this feed; raises CacheFull and InvalidRequest.
+
+    `with_room` calls what it is given, and may make room and call it again when it raises CacheFull.
+    """
+    runner.check(feed)
+    with_room(lambda: feed.session.reserve(len(feed.tree)))
+
+
+def reopen(
+    runner: ModelRunner, session: Session | None, token_ids: Sequence[int], prompt_len: int, salt: bytes | None = None
+) -> Session:
+    """A session of these tokens; it takes over what the given one has cached of them, and frees the rest."""
+    if session is None or session.token_ids[0] != token_ids[0] or session.salt != salt:
+        if session is not None:
+            session.free()
+        return runner.open(token_ids, prompt_len, salt)
+    session.replace_tail(1, token_ids[1:])
+    session.prompt_len = prompt_len
+    return session

@@ -15,8 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import structlog
 
-from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling.draw import reopen
+from outrider.engine.runner import ModelRunner, reopen
 from outrider.engine.session import Session
 from outrider.engine.worker import Task
 from outrider.errors import CacheFull, OutriderError, Overloaded
@@ -376,7 +375,7 @@ class SessionStore(Generic[StateT]):
         else:
             held.session, held.spec = session, spec
             held.rewind(fence.epoch, fence.base_len)
-            self._take_up(fence, held, owner)
+            self._attach(fence, held, owner)
         # Log-probabilities of a prompt need its rows, and so every one of them is computed.
         if self._prefix_cache and not (spec.prompt_logprobs and len(session) == spec.prompt_len):
             self._prefix_query_tokens += len(session) - session.cached_len
@@ -387,7 +386,7 @@ class SessionStore(Generic[StateT]):
             held.prefix_len = 0
         return held
 
-    def _take_up(self, fence: Fence, held: StateT, owner: Outbox) -> None:
+    def _attach(self, fence: Fence, held: StateT, owner: Outbox) -> None:
         """Another stream owns the session from now on; its lease ends."""
         self.table.attach(fence.session_id)
         held.owner = owner

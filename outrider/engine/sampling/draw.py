@@ -4,7 +4,7 @@ Serves the draft's guesses and the target's own tokens. A session that cannot be
 that cannot be drawn fails nobody: it may be one that plain decoding would never have computed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 
@@ -17,7 +17,6 @@ from outrider.engine.noise import Purpose, first_uniforms, noise_key
 from outrider.engine.ops.temperature import apply_temperature, argmax_mask
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.transforms import RowContext, divisor, is_plain, transform
-from outrider.engine.session import Session
 from outrider.errors import OutriderError
 from outrider.parameters import SessionSpec
 
@@ -175,18 +174,6 @@ def _keys(draw_input: DrawInput) -> list[int]:
     return [noise_key(draw_input.spec.seed, length + depth, Purpose.TOKEN) for depth in draw_input.feed.tree.depths]
 
 
-Allocate = Callable[[], None]
-
-
-def reserve(runner: ModelRunner, feed: Feed, with_room: Callable[[Allocate], None]) -> None:
-    """Makes sure that a forward cannot fail over this feed; raises CacheFull and InvalidRequest.
-
-    `with_room` calls what it is given, and may make room and call it again when it raises CacheFull.
-    """
-    runner.check(feed)
-    with_room(lambda: feed.session.reserve(len(feed.tree)))
-
-
 def forward_and_draw(runner: ModelRunner, inputs: Sequence[DrawInput]) -> list[Drawn | None]:
     """Runs one forward over feeds that have been reserved, and draws a token behind each row with the shared noise.
 
@@ -196,16 +183,3 @@ def forward_and_draw(runner: ModelRunner, inputs: Sequence[DrawInput]) -> list[D
     ready = [each for each, rows in zip(inputs, result.ranges, strict=True) if rows is not None]
     drawn = iter(draw_each(runner, result.logits, ready, [rows for rows in result.ranges if rows is not None]))
     return [None if rows is None else next(drawn) for rows in result.ranges]
-
-
-def reopen(
-    runner: ModelRunner, session: Session | None, token_ids: Sequence[int], prompt_len: int, salt: bytes | None = None
-) -> Session:
-    """A session of these tokens; it takes over what the given one has cached of them, and frees the rest."""
-    if session is None or session.token_ids[0] != token_ids[0] or session.salt != salt:
-        if session is not None:
-            session.free()
-        return runner.open(token_ids, prompt_len, salt)
-    session.replace_tail(1, token_ids[1:])
-    session.prompt_len = prompt_len
-    return session
