@@ -29,7 +29,7 @@ from bench.rounds.campaign import Campaign
 from bench.rounds.instruments import Instruments
 from bench.rounds.report import render
 from bench.rounds.samples import RoundsPlan
-from bench.rounds.summary import RoundsSummary, criteria
+from bench.rounds.summary import RoundsSummary
 from outrider.cli import options
 from outrider.cli.running import Interrupts, run
 from outrider.client import AsyncClient
@@ -85,7 +85,6 @@ def conclude(plan: RoundsPlan, summary: RoundsSummary, save: Path | None, *, as_
         "models": {role: asdict(size) for role, size in summary.sizes.items()},
         "tokens_equal": True,
         "machine_was_busy": summary.busy,
-        "verdicts": [{**asdict(each), "met": each.met} for each in criteria(summary)],
     }
     if save is not None:
         save.write_text(dumps(document | {"samples": asdict(summary.measurements)}, indent=1), encoding="utf-8")

@@ -3,10 +3,8 @@
 One call of `Instruments.sample` takes a few samples of each, so that a run can spread them over its whole time.
 """
 
-import ctypes
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -22,8 +20,7 @@ from bench.rounds.samples import (
     ENGINE,
     MEMORY,
     OPERATORS,
-    SEARCH,
-    SUM,
+    READ,
     TARGET,
     Measurements,
     ModelSize,
@@ -47,8 +44,6 @@ from target_service.verifier import commit
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 LEAST_BUFFER, LARGEST_BUFFER = 256 << 20, 1 << 30
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-# Not one of the bytes of 1.0, so that the search reads everything.
-ABSENT_BYTE = 0x55
 OPERATOR_ROWS = (1, 5)
 STEPS_IN_A_ROW = 5
 
@@ -63,7 +58,8 @@ class Instruments:
         self.loops: dict[str, EngineLoop] = {}
         self.sizes: dict[str, ModelSize] = {}
         self._operators: dict[str, OperatorStep] = {}
-        self._readings: list[Reading] = []
+        # A model that fits a cache is held against the cache, and a larger one against the memory.
+        self._buffers: list[tuple[str, Tensor, int]] = []
         for role, model, dtype, threads in (
             (TARGET, stack.target, stack.dtype, stack.threads),
             (DRAFT, stack.draft or "", stack.draft_dtype or stack.dtype, stack.draft_threads),
@@ -73,15 +69,16 @@ class Instruments:
             size = self.sizes[role] = loop.size(DTYPES[dtype].itemsize)
             self._operators[role] = OperatorStep(loop.config, DTYPES[dtype], threads)
             # Past the caches more bytes do not come faster, so a large model needs no second copy of its size.
-            self._readings.append(Reading(role, min(size.step_bytes, memory_bytes), threads))
-        self._readings.append(Reading(MEMORY, memory_bytes, stack.threads))
+            self._buffers.append((role, torch.ones(min(size.step_bytes, memory_bytes) // 4), threads))
+        self._buffers.append((MEMORY, torch.ones(memory_bytes // 4), stack.threads))
 
     def sample(self, measurements: Measurements) -> None:
         """Takes plan.repeats samples of everything, one after the other."""
         plan, times = self._plan, measurements.times
         for _ in range(plan.repeats):
-            for reading in self._readings:
-                times += reading.measure()
+            for role, buffer, threads in self._buffers:
+                torch.set_num_threads(threads)
+                times.append(TimeSample(READ, role, second_ms(buffer.sum), num_bytes=buffer.nbytes))
             for (role, step), rows in product(self._operators.items(), OPERATOR_ROWS):
                 times.append(TimeSample(OPERATORS, role, step.ms(rows), rows))
         for (role, loop), temperature, rows in product(self.loops.items(), plan.temperatures, plan.row_counts):
@@ -97,36 +94,6 @@ def past_caches() -> int:
     texts = [path.read_text().strip() for path in CACHES.glob("index*/size")]
     sizes = [int(text[:-1]) * UNITS[text[-1]] if text[-1:] in UNITS else int(text) for text in texts]
     return min(max(LEAST_BUFFER, 2 * max(sizes, default=0)), LARGEST_BUFFER)
-
-
-class Reading:
-    """A buffer and the ways to read all of it with some threads.
-
-    A model that fits a cache is held against the cache, and a larger one against the memory: its buffer has the size of
-    its weights.
-    """
-
-    def __init__(self, role: str, num_bytes: int, num_threads: int) -> None:
-        self._role, self._num_threads = role, num_threads
-        self._buffer = torch.ones(max(num_bytes // 4, num_threads), dtype=torch.float32)
-        self._threads = ThreadPoolExecutor(num_threads)
-        self._search = ctypes.CDLL(None).memchr
-        self._search.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
-        self._search.restype = ctypes.c_void_p
-
-    def measure(self) -> list[TimeSample]:
-        """Reads the buffer once in each way, just after the same was done untimed: caches and threads are warm."""
-        torch.set_num_threads(self._num_threads)
-        readers: dict[str, Callable[[], object]] = {SUM: self._buffer.sum, SEARCH: self._search_all}
-        size = self._buffer.nbytes
-        return [TimeSample(name, self._role, second_ms(read), num_bytes=size) for name, read in readers.items()]
-
-    def _search_all(self) -> None:
-        # The C library's search releases the interpreter's lock, and is as wide as the processor's vectors.
-        share = self._buffer.nbytes // self._num_threads
-        starts = [self._buffer.data_ptr() + share * thread for thread in range(self._num_threads)]
-        if any(list(self._threads.map(lambda start: self._search(start, ABSENT_BYTE, share), starts))):
-            raise ValueError("the byte that must be absent was found")
 
 
 def second_ms(run: Callable[[], object]) -> float:

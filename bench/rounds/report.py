@@ -1,10 +1,10 @@
-"""The report as Markdown: tables of a summary, and what the targets say."""
+"""The report as Markdown: tables of a summary."""
 
 from itertools import product
 
 from bench.common import markdown, spread
 from bench.rounds.samples import BARE, CONTEXT_LEN, MEMORY, OPERATORS, PING, PLAIN, ROLES
-from bench.rounds.summary import OVERHEAD_MS, RoundsSummary, acceptance_rate, criteria, parts, tokens_per_round
+from bench.rounds.summary import OVERHEAD_MS, RoundsSummary, acceptance_rate, parts, tokens_per_round
 
 BUSY = " THE MACHINE WAS BUSY: times in this report mean little, ratios of neighbours a little more."
 PARTS = ("draft queue", "draft compute", "draft way", "verify queue", "verify compute", "verify way", "gateway")
@@ -20,15 +20,13 @@ it, for each round. Bytes are those of request and answer together."""
 
 def render(summary: RoundsSummary) -> str:
     """The whole report below its heading."""
-    busy = BUSY if summary.busy else ""
-    memory = f"Memory, past all caches: {_bandwidth(summary, MEMORY)} GB/s.{busy}"
+    memory = f"Memory, past all caches: {_bandwidth(summary, MEMORY)} GB/s.{BUSY if summary.busy else ''}"
     sections = {"Floors, the bare engine, and empty pings": f"{memory}\n\n{_floors(summary)}"}
     sections |= {"Bare engine steps, ms by rows": _steps(summary)}
     for temperature in summary.temperatures:
         sections[f"Through the gateway, temperature {temperature:g}"] = _speeds(summary, temperature)
         sections[f"A round by part, median ms and bytes, temperature {temperature:g}"] = _parts(summary, temperature)
     sections["The formula, and what the figures are"] = SYMBOLS
-    sections[f"Targets{'.' + busy if busy else ''}"] = "\n".join(f"- {each.line()}" for each in criteria(summary))
     return "\n\n".join(f"### {title}\n\n{text}" for title, text in sections.items())
 
 

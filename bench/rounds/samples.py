@@ -12,9 +12,9 @@ ROLES = (TARGET, DRAFT)
 MEMORY = "memory"  # the buffer that no cache holds
 CONTEXT_LEN = 128  # at which steps are compared with floors, and c and v are taken
 BARE, PLAIN, AUTO = "bare loop", "plain", "auto"
-# What single times are of: two ways to read a buffer, decoder steps in PyTorch's operators and in the engine, and an
-# empty message there and back on a session's stream.
-SUM, SEARCH, OPERATORS, ENGINE, PING = "torch.sum", "memchr", "operators", "engine", "ping"
+# What single times are of: reading a buffer, decoder steps in PyTorch's operators and in the engine, and an empty
+# message there and back on a session's stream.
+READ, OPERATORS, ENGINE, PING = "torch.sum", "operators", "engine", "ping"
 PROMPTS = tuple(OPENINGS[number] for number in (0, 6, 7, 11))
 QUICK_TOKENS = 16
 

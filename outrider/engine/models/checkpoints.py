@@ -1,7 +1,7 @@
 """From a model's name to a decoder in memory: a folder, a hub id, or a sized model."""
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
@@ -87,18 +87,14 @@ class SizedCheckpoint:
         """Raises ModelRefused when the small model does not fit into the shape."""
         return cls(name, folder, shape, seed, widened(ModelConfig.read(folder), shape))
 
-    def tensors(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor of one after the other; a bar on stderr shows progress when it is a terminal."""
+    def load(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Makes all tensors; a bar on stderr shows progress when it is a terminal."""
         small = ModelConfig.read(self.folder)
         source = load_tensors(self.folder, small, torch.device("cpu"), torch.float32)
         console = Console(stderr=True)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
             made = widen(source, small, self.config, self.seed, device, dtype)
-            yield from progress.track(made, len(expected_shapes(self.config)), description=f"Making {self.name}")
-
-    def load(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Makes all tensors."""
-        return dict(self.tensors(device, dtype))
+            return dict(progress.track(made, len(expected_shapes(self.config)), description=f"Making {self.name}"))
 
     def build(self, device: torch.device, dtype: torch.dtype, ops: Ops) -> Decoder:
         """Our transformer with these tensors."""
