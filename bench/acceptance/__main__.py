@@ -1,4 +1,4 @@
-"""How many draft tokens each rule keeps, and what truncating a draft's distribution costs, on texts of the target.
+"""How many draft tokens each rule keeps, also with shorter distributions of the draft, on texts of the target.
 
     python -m bench.acceptance [--target MODEL --draft MODEL] [--markdown FILE] [--json FILE]
 
@@ -100,10 +100,10 @@ def conclude(pair: ModelPair, summary: AcceptanceSummary, markdown: Path | None,
         document = provenance() | {
             "models": {"target": asdict(target), "draft": asdict(draft)},
             "plan": asdict(plan) | {"rules": [each.model_dump() for each in plan.rules]},
-            "counts": asdict(summary.counts),
+            "counts": [asdict(each) for each in summary.counts],
         }
         json.write_text(json_format.dumps(document, indent=1), encoding="utf-8")
-    texts = len({each.prompt for each in summary.counts.tallies})
+    texts = len({each.prompt for each in summary.counts})
     report = (
         f"## {target.model_name} with {draft.model_name}\n\n"
         f"{target.dtype}; target {target.model_hash[:12]}, draft {draft.model_hash[:12]}; {texts} texts of "
