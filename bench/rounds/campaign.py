@@ -14,7 +14,7 @@ from typing import Any
 import grpc.aio
 from google.protobuf.message import Message
 
-from bench.common import TokensDiffer, spec_of
+from bench.common import TokensDiffer, spec_of, timed
 from bench.rounds.instruments import Instruments
 from bench.rounds.samples import (
     AUTO,
@@ -33,7 +33,7 @@ from bench.rounds.samples import (
 )
 from gateway.text.tokenizer import Tokenizer
 from outrider.cli.running import note
-from outrider.client import AsyncClient, Round, Speculation
+from outrider.client import AsyncClient, Speculation
 from outrider.errors import ProtocolViolation
 from outrider.parameters import SessionSpec
 from outrider.rpc import messages
@@ -43,6 +43,8 @@ from outrider.v1 import target_service_pb2 as target_pb
 from outrider.v1 import types_pb2 as pb
 from outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from outrider.v1.target_service_pb2_grpc import TargetServiceStub
+
+PINGS = 20  # on each stream in a cycle
 
 
 class Campaign:
@@ -79,7 +81,7 @@ class Campaign:
         self._instruments.sample(measurements)
         spec = spec_of(prompt, number, 0.0, self._plan.tokens)
         async with pings(self._target, TARGET, spec) as ping_target, pings(self._draft, DRAFT, spec) as ping_draft:
-            for _ in range(self._plan.pings):
+            for _ in range(PINGS):
                 measurements.times.append(TimeSample(PING, TARGET, await ping_target()))
                 measurements.times.append(TimeSample(PING, DRAFT, await ping_draft()))
         for temperature in self._plan.temperatures:
@@ -88,10 +90,25 @@ class Campaign:
                 if setting == BARE:
                     answer = self._instruments.loops[TARGET].plain(spec)
                 else:
-                    answer = await request(self._gateway, spec, self._settings[setting])
+                    answer = await self._request(spec, self._settings[setting])
                 sample = RequestSample(setting, turn, number, temperature, *answer)
                 self._compare(sample)
                 measurements.requests.append(sample)
+
+    async def _request(self, spec: SessionSpec, speculation: Speculation) -> TimedAnswer:
+        """Runs a request for exactly this session through the gateway."""
+        rounds, first_token_s, seconds = await timed(
+            self._gateway,
+            spec.token_ids,
+            max_tokens=spec.max_len - spec.prompt_len,
+            seed=spec.seed,
+            temperature=spec.sampling.temperature,
+            ignore_eos=spec.sampling.ignore_eos,
+            speculation=speculation,
+        )
+        token_ids = tuple(token.token_id for each in rounds for token in each.tokens)
+        samples = tuple(RoundSample(num_tokens=len(each.tokens), **asdict(each.facts)) for each in rounds)
+        return token_ids, seconds, first_token_s, samples
 
     def _compare(self, sample: RequestSample) -> None:
         expected = self._expected.setdefault((sample.prompt, sample.temperature), sample.token_ids)
@@ -140,29 +157,6 @@ async def pings(
     while await call.read() is not grpc.aio.EOF:
         # An answer that was under way is nobody's any more.
         continue
-
-
-async def request(client: AsyncClient, spec: SessionSpec, speculation: Speculation) -> TimedAnswer:
-    """Runs one request for exactly this session through the gateway. Raises the OutriderError that it answered."""
-    started, first_token_s, seconds = time.perf_counter(), 0.0, 0.0
-    token_ids: list[int] = []
-    rounds: list[RoundSample] = []
-    stream = client.generate(
-        spec.token_ids,
-        max_tokens=spec.max_len - spec.prompt_len,
-        seed=spec.seed,
-        temperature=spec.sampling.temperature,
-        ignore_eos=spec.sampling.ignore_eos,
-        speculation=speculation,
-    )
-    async with stream:
-        async for event in stream:
-            seconds = time.perf_counter() - started
-            if isinstance(event, Round):
-                first_token_s = first_token_s or seconds
-                token_ids += [token.token_id for token in event.tokens]
-                rounds.append(RoundSample(num_tokens=len(event.tokens), **asdict(event.facts)))
-    return tuple(token_ids), seconds, first_token_s, tuple(rounds)
 
 
 def rotated(names: list[str], turn: int) -> list[str]:

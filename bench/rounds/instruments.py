@@ -5,7 +5,9 @@ One call of `Instruments.sample` takes a few samples of each, so that a run can 
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
+from math import prod
 from pathlib import Path
 from statistics import median
 
@@ -30,7 +32,7 @@ from bench.rounds.samples import (
 )
 from outrider.engine.batching import Feed
 from outrider.engine.models.config import ModelConfig
-from outrider.engine.models.weights import DTYPES
+from outrider.engine.models.weights import DTYPES, expected_shapes
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draw import DrawInput, forward_and_draw, reserve
 from outrider.errors import ModelRefused, OutriderError
@@ -46,6 +48,8 @@ LEAST_BUFFER, LARGEST_BUFFER = 256 << 20, 1 << 30
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 OPERATOR_ROWS = (1, 5)
 STEPS_IN_A_ROW = 5
+REPEATS = 2
+KV_TOKENS = 4096
 
 
 class Instruments:
@@ -64,7 +68,7 @@ class Instruments:
             (TARGET, stack.target, stack.dtype, stack.threads),
             (DRAFT, stack.draft or "", stack.draft_dtype or stack.dtype, stack.draft_threads),
         ):
-            settings = ModelServiceSettings(model, dtype=Dtype(dtype), threads=threads, kv_tokens=plan.kv_tokens)
+            settings = ModelServiceSettings(model, dtype=Dtype(dtype), threads=threads, kv_tokens=KV_TOKENS)
             loop = self.loops[role] = EngineLoop(load_model(settings).runner)
             size = self.sizes[role] = loop.size(DTYPES[dtype].itemsize)
             self._operators[role] = OperatorStep(loop.config, DTYPES[dtype], threads)
@@ -73,9 +77,9 @@ class Instruments:
         self._buffers.append((MEMORY, torch.ones(memory_bytes // 4), stack.threads))
 
     def sample(self, measurements: Measurements) -> None:
-        """Takes plan.repeats samples of everything, one after the other."""
+        """Takes REPEATS samples of everything, one after the other."""
         plan, times = self._plan, measurements.times
-        for _ in range(plan.repeats):
+        for _ in range(REPEATS):
             for role, buffer, threads in self._buffers:
                 torch.set_num_threads(threads)
                 times.append(TimeSample(READ, role, second_ms(buffer.sum), num_bytes=buffer.nbytes))
@@ -85,7 +89,7 @@ class Instruments:
             # The caches hold something else after the point before: one step brings the weights back, as in a row of
             # rounds of one request.
             loop.step_ms(rows, temperature)
-            for _ in range(plan.repeats):
+            for _ in range(REPEATS):
                 times.append(TimeSample(ENGINE, role, loop.step_ms(rows, temperature), rows, temperature))
 
 
@@ -186,16 +190,13 @@ class EngineLoop:
             runner.forward([Feed(self._session)])
 
     def size(self, item_bytes: int) -> ModelSize:
-        """Bytes that one step touches: all layers and the product with the vocabulary, and norms in float32.
+        """Bytes that one step touches: all layers and the product with the vocabulary, and vectors in float32.
 
-        Of the embedding a step reads one row for a token, which does not count.
+        Of an embedding of its own a step reads one row for a token, which does not count.
         """
-        config = self.config
-        heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        layer = config.hidden_size * (heads + config.num_heads * config.head_dim + 3 * config.intermediate_size)
-        matrices = config.num_layers * layer + config.vocab_size * config.hidden_size
-        norms = (2 * config.num_layers + 1) * config.hidden_size
-        return ModelSize(self._runner.identity.model_name, matrices * item_bytes + norms * 4)
+        shapes = expected_shapes(replace(self.config, tied_embeddings=True)).values()
+        step_bytes = sum(prod(shape) * (item_bytes if len(shape) > 1 else 4) for shape in shapes)
+        return ModelSize(self._runner.identity.model_name, step_bytes)
 
     def step_ms(self, rows: int, temperature: float) -> float:
         """Milliseconds of one forward over the last committed token and a chain behind it, with the draws.

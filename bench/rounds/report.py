@@ -1,7 +1,5 @@
 """The report as Markdown: tables of a summary."""
 
-from itertools import product
-
 from bench.common import markdown, spread
 from bench.rounds.samples import BARE, CONTEXT_LEN, MEMORY, OPERATORS, PING, PLAIN, ROLES
 from bench.rounds.summary import OVERHEAD_MS, RoundsSummary, acceptance_rate, parts, tokens_per_round
@@ -14,15 +12,13 @@ Everything is in units of one target step: the bare engine's forward over one ro
 trips on the streams of the two services, tau the tokens that a round commits.
 S = tau (1 + R_t) / (1 + vK + cK + R_t + R_d) is the speedup over plain decoding that pays R_t for every token. Plain
 decoding through the gateway lets the target go on unasked and pays none, so over plain / S is at most 1 / (1 + R_t).
-Overhead is the round without both computes. Outside rounds is what the client sees between them: text and the way to
-it, for each round. Bytes are those of request and answer together."""
+Overhead is the round without both computes. Bytes are those of request and answer together."""
 
 
 def render(summary: RoundsSummary) -> str:
     """The whole report below its heading."""
     memory = f"Memory, past all caches: {_bandwidth(summary, MEMORY)} GB/s.{BUSY if summary.busy else ''}"
     sections = {"Floors, the bare engine, and empty pings": f"{memory}\n\n{_floors(summary)}"}
-    sections |= {"Bare engine steps, ms by rows": _steps(summary)}
     for temperature in summary.temperatures:
         sections[f"Through the gateway, temperature {temperature:g}"] = _speeds(summary, temperature)
         sections[f"A round by part, median ms and bytes, temperature {temperature:g}"] = _parts(summary, temperature)
@@ -57,14 +53,6 @@ def _floors(summary: RoundsSummary) -> str:
     return markdown(header, rows)
 
 
-def _steps(summary: RoundsSummary) -> str:
-    rows = [
-        (role, f"{each:g}", *(summary.step_ms(role, count, each).show(".3f") for count in summary.row_counts))
-        for role, each in product(ROLES, summary.temperatures)
-    ]
-    return markdown(("model", "temperature", *map(str, summary.row_counts)), rows)
-
-
 def _speeds(summary: RoundsSummary, temperature: float) -> str:
     costs, rows = summary.costs(temperature), []
     for name in summary.settings:
@@ -96,7 +84,6 @@ def _parts(summary: RoundsSummary, temperature: float) -> str:
                 (
                     name,
                     *(f"{spread(each[part] for each in divided).median:.3f}" for part in PARTS),
-                    summary.outside_ms(name, temperature).show(".3f"),
                     spread(each["overhead"] for each in divided).show(".3f"),
                     f"{summary.two_pings_ms:.3f}",
                     f"{spread(each.draft_bytes for each in rounds).median:.0f}",
@@ -105,5 +92,5 @@ def _parts(summary: RoundsSummary, temperature: float) -> str:
                 )
             )
     pings = f"two pings + {OVERHEAD_MS}"
-    over = ("outside rounds", "overhead", pings, "bytes, draft hop", "bytes, target hop", "most of a hop")
+    over = ("overhead", pings, "bytes, draft hop", "bytes, target hop", "most of a hop")
     return markdown(("setting", *PARTS, *over), rows)

@@ -35,12 +35,6 @@ class RoundsPlan:
     prompts: tuple[str, ...] = PROMPTS
     draft_counts: tuple[int, ...] = (1, 2, 4, 6)
     row_counts: tuple[int, ...] = (1, 2, 3, 5, 7, 9)
-    repeats: int = 2
-    """Samples of each instrument in a cycle."""
-    pings: int = 20
-    """Pings on each stream in a cycle."""
-    kv_tokens: int = 4096
-    """Tokens that the cache of each bare engine holds."""
     memory_bytes: int | None = None
     """Size of the buffer that no cache holds; None finds it out."""
 

@@ -211,11 +211,3 @@ class RoundsSummary:
     def formula(self, setting: str, temperature: float) -> float:
         """S of a setting's rounds."""
         return self.costs(temperature).speedup(self.rounds(setting, temperature))
-
-    def outside_ms(self, setting: str, temperature: float) -> Spread:
-        """Time of a request that no round accounts for, for each round: text, and the way to the client."""
-        return spread(
-            (each.seconds * 1e3 - sum(own.round_us for own in each.rounds) / 1e3) / len(each.rounds)
-            for each in self.requests(setting, temperature)
-            if each.rounds
-        )

@@ -64,8 +64,3 @@ def test_a_late_first_token_makes_nothing_faster() -> None:
 def test_a_prediction_uses_the_bare_costs() -> None:
     """Four tokens for 1.2 steps of verification, 0.2 of drafting and two ways of 0.02."""
     assert summary().formula(fixed(4), 0.0) == pytest.approx(4 * 1.02 / 1.44)
-
-
-def test_what_rounds_do_not_account_for_is_outside_of_them() -> None:
-    """1,060 ms over four rounds of 14.25 ms leave 250.75 ms each, and 1,120 ms leave 265.75."""
-    assert summary().outside_ms(fixed(4), 0.0).median == pytest.approx((250.75 + 265.75) / 2)
