@@ -6,7 +6,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import distributions
@@ -105,15 +105,11 @@ def run_measurement(app: typer.Typer, name: str) -> NoReturn:
     run_app(lambda: app(prog_name=f"outrider bench {name}", standalone_mode=False), prefix="outrider: ")
 
 
-def writable(option: str) -> Callable[[Path | None], Path | None]:
-    """A callback that raises InvalidRequest now where a run of minutes could not be written at its end."""
-
-    def check(file: Path | None) -> Path | None:
-        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-            raise InvalidRequest(option, str(file), "a file in a folder that exists")
-        return file
-
-    return check
+def writable(file: Path | None) -> Path | None:
+    """Raises InvalidRequest now where a run of minutes could not be written at its end."""
+    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+        raise InvalidRequest("--save", str(file), "a file in a folder that exists")
+    return file
 
 
 def parse_temperatures(text: str) -> tuple[float, ...]:
@@ -131,13 +127,7 @@ Temperatures = Annotated[str, typer.Option(help="Temperatures of the requests, w
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the report.")]
 SaveFile = Annotated[
     Path | None,
-    typer.Option(
-        "--save",
-        help="File for every sample, as JSON.",
-        metavar="FILE",
-        show_default=False,
-        callback=writable("--save"),
-    ),
+    typer.Option(help="File for every sample, as JSON.", metavar="FILE", show_default=False, callback=writable),
 ]
 
 

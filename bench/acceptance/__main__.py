@@ -1,13 +1,13 @@
 """How many draft tokens each rule keeps, also with shorter distributions of the draft, on texts of the target.
 
-    python -m bench.acceptance [--target MODEL --draft MODEL] [--json FILE]
+    python -m bench.acceptance [--target MODEL --draft MODEL] [--save FILE]
 
-Prints a report in Markdown; `--json FILE` keeps every count with the machine, the
+Prints a report in Markdown; `--save FILE` keeps every count with the machine, the
 versions and the command. Runs both models in this process: acceptance depends on no clock and no connection.
 """
 
 import asyncio
-import json as json_format
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,13 +20,13 @@ from bench.acceptance.report import AcceptanceSummary, render
 from bench.acceptance.runs import AT_A_TIME, AcceptancePlan, ModelPair, measure
 from bench.common import (
     OPENINGS,
+    SaveFile,
     Temperatures,
     choose_pair,
     machine,
     parse_temperatures,
     provenance,
     revision,
-    writable,
 )
 from gateway.text.tokenizer import Tokenizer
 from outrider.cli import options
@@ -60,9 +60,7 @@ def acceptance(  # noqa: PLR0913, one parameter for each option is how typer dec
     text_len: Annotated[int, count("Tokens of a text.", 8, 512, "--tokens")] = 96,
     stride: Annotated[int, count("Tokens from one round to the next.", 1, 512)] = 2,
     texts: Annotated[int, count("Texts to write.", 2, MAX_TEXTS)] = MAX_TEXTS,
-    json: Annotated[
-        Path | None, typer.Option(help="File for every count.", metavar="FILE", callback=writable("--json"))
-    ] = None,
+    save: SaveFile = None,
 ) -> None:
     """Shows acceptance and tokens a round of every rule, and what the size of a draft's distribution costs."""
     telemetry.configure_logs("warning")
@@ -71,7 +69,7 @@ def acceptance(  # noqa: PLR0913, one parameter for each option is how typer dec
     prompts = asyncio.run(encoded(target_model, OPENINGS[:texts]))
     tokens = AT_A_TIME * (max(map(len, prompts)) + text_len + 2 * draft_count + 32)
     pair = ModelPair(*(load(name, dtype, threads, tokens) for name in (target_model, draft_model)))
-    conclude(pair, AcceptanceSummary(plan, measure(pair, plan, prompts, note)), json)
+    conclude(pair, AcceptanceSummary(plan, measure(pair, plan, prompts, note)), save)
 
 
 def load(model: str, dtype: Dtype | None, threads: int | None, kv_tokens: int) -> ModelRunner:
@@ -89,16 +87,16 @@ async def encoded(model: str, prompts: Sequence[str]) -> list[list[int]]:
     return [list(await tokenizer.encode(prompt)) for prompt in prompts]
 
 
-def conclude(pair: ModelPair, summary: AcceptanceSummary, json: Path | None) -> None:
+def conclude(pair: ModelPair, summary: AcceptanceSummary, save: Path | None) -> None:
     """Writes the file that is wanted, and prints the report."""
     plan, target, draft = summary.plan, pair.target.identity, pair.draft.identity
-    if json is not None:
+    if save is not None:
         document = provenance() | {
             "models": {"target": asdict(target), "draft": asdict(draft)},
             "plan": asdict(plan) | {"rules": [each.model_dump() for each in plan.rules]},
             "counts": [asdict(each) for each in summary.counts],
         }
-        json.write_text(json_format.dumps(document, indent=1), encoding="utf-8")
+        save.write_text(json.dumps(document, indent=1), encoding="utf-8")
     texts = len({each.prompt for each in summary.counts})
     print(
         f"## {target.model_name} with {draft.model_name}\n\n"

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from math import prod
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -21,6 +20,7 @@ from bench.rounds.samples import (
     DRAFT,
     ENGINE,
     MEMORY,
+    MEMORY_BYTES,
     OPERATORS,
     READ,
     TARGET,
@@ -43,9 +43,6 @@ from outrider.token_tree import EMPTY, TokenTree
 from target_service.acceptance import Walk, commit_walk
 from target_service.verifier import commit
 
-CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-LEAST_BUFFER, LARGEST_BUFFER = 256 << 20, 1 << 30
-UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 OPERATOR_ROWS = (1, 5)
 STEPS_IN_A_ROW = 5
 REPEATS = 2
@@ -57,7 +54,7 @@ class Instruments:
 
     def __init__(self, plan: RoundsPlan) -> None:
         """Loads the pair as the services load it; takes seconds, and raises ModelRefused and InvalidRequest."""
-        stack, memory_bytes = plan.stack, plan.memory_bytes or past_caches()
+        stack, memory_bytes = plan.stack, plan.memory_bytes
         self._plan = plan
         self.loops: dict[str, EngineLoop] = {}
         self.sizes: dict[str, ModelSize] = {}
@@ -93,13 +90,6 @@ class Instruments:
                 times.append(TimeSample(ENGINE, role, loop.step_ms(rows, temperature), rows, temperature))
 
 
-def past_caches() -> int:
-    """Bytes of a buffer that no cache holds: twice the largest cache, within limits that a small machine bears."""
-    texts = [path.read_text().strip() for path in CACHES.glob("index*/size")]
-    sizes = [int(text[:-1]) * UNITS[text[-1]] if text[-1:] in UNITS else int(text) for text in texts]
-    return min(max(LEAST_BUFFER, 2 * max(sizes, default=0)), LARGEST_BUFFER)
-
-
 def second_ms(run: Callable[[], object]) -> float:
     """Milliseconds of a second run right behind a first one, which brings back what the caches lost."""
     run()
@@ -126,7 +116,7 @@ class OperatorStep:
         }
         # Values do not change the time, but layers must have memory of their own, at least as much as no cache holds.
         layer_bytes = sum(rows * columns for rows, columns in shapes.values()) * dtype.itemsize
-        num_own = min(config.num_layers, 1 + past_caches() // layer_bytes)
+        num_own = min(config.num_layers, 1 + MEMORY_BYTES // layer_bytes)
         own = [{name: torch.full(shape, 0.01, dtype=dtype) for name, shape in shapes.items()} for _ in range(num_own)]
         self._layers = [own[index % num_own] for index in range(config.num_layers)]
         self._head = torch.full((config.vocab_size, width), 0.01, dtype=dtype)

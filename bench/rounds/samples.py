@@ -9,7 +9,7 @@ from outrider.client import RoundFacts
 
 TARGET, DRAFT = "target", "draft"
 ROLES = (TARGET, DRAFT)
-MEMORY = "memory"  # the buffer that no cache holds
+MEMORY, MEMORY_BYTES = "memory", 512 << 20  # the buffer that hardly any cache holds
 CONTEXT_LEN = 128  # at which steps are compared with floors, and c and v are taken
 BARE, PLAIN, AUTO = "bare loop", "plain", "auto"
 # What single times are of: reading a buffer, decoder steps in PyTorch's operators and in the engine, and an empty
@@ -35,8 +35,7 @@ class RoundsPlan:
     prompts: tuple[str, ...] = PROMPTS
     draft_counts: tuple[int, ...] = (1, 2, 4, 6)
     row_counts: tuple[int, ...] = (1, 2, 3, 5, 7, 9)
-    memory_bytes: int | None = None
-    """Size of the buffer that no cache holds; None finds it out."""
+    memory_bytes: int = MEMORY_BYTES
 
     @property
     def settings(self) -> list[str]:

@@ -10,7 +10,7 @@ every token is S = tau (1 + R_t) / (1 + vK + cK + R_t + R_d) (Leviathan et al. 2
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -24,7 +24,6 @@ from bench.rounds.samples import (
     PING,
     PLAIN,
     READ,
-    ROLES,
     TARGET,
     Measurements,
     ModelSize,
@@ -33,7 +32,6 @@ from bench.rounds.samples import (
 )
 
 QUIET_SHARE = 0.8  # of the fastest read of the memory, which the median reaches on a quiet machine
-OVERHEAD_MS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +103,6 @@ def parts(each: RoundSample) -> dict[str, float]:
     return {name: part_us / 1e3 for name, part_us in parts_us.items()}
 
 
-def speculative(rounds: Iterable[RoundSample]) -> list[RoundSample]:
-    """Those with a proposal."""
-    return [each for each in rounds if each.draft_count]
-
-
 class RoundsSummary:
     """Figures of one run. Methods raise KeyError or ValueError about what was not measured."""
 
@@ -158,19 +151,10 @@ class RoundsSummary:
         """A bare step, by default at the first temperature."""
         return self.time_ms(ENGINE, role, rows, self.temperatures[0] if temperature is None else temperature)
 
-    @property
-    def row_counts(self) -> list[int]:
-        """Rows of the bare steps."""
-        return sorted({each.rows for each in self.measurements.times if each.instrument == ENGINE})
-
-    @property
-    def two_pings_ms(self) -> float:
-        """Medians of both streams together, and what a round may cost besides."""
-        return sum(self.time_ms(PING, role).median for role in ROLES) + OVERHEAD_MS
-
     def costs(self, temperature: float) -> Costs:
         """What the formula needs, at one temperature."""
-        verify_ms = {rows: self.step_ms(TARGET, rows, temperature).median for rows in self.row_counts}
+        row_counts = {each.rows for each in self.measurements.times if each.instrument == ENGINE}
+        verify_ms = {rows: self.step_ms(TARGET, rows, temperature).median for rows in row_counts}
         others_ms = self.step_ms(DRAFT, 1, temperature), self.time_ms(PING, TARGET), self.time_ms(PING, DRAFT)
         return Costs(verify_ms, *(each.median / verify_ms[1] for each in others_ms))
 
@@ -205,8 +189,9 @@ class RoundsSummary:
 
     def steady(self, setting: str, temperature: float) -> list[RoundSample]:
         """The rounds with a proposal less the first of each request, whose messages may carry the prompt."""
-        requests = self.requests(setting, temperature)
-        return [each for request in requests for each in speculative(request.rounds[1:])[1:]]
+        found = [request.rounds[1:] for request in self.requests(setting, temperature)]
+        speculative = ([each for each in rounds if each.draft_count] for rounds in found)
+        return [each for rounds in speculative for each in rounds[1:]]
 
     def formula(self, setting: str, temperature: float) -> float:
         """S of a setting's rounds."""
