@@ -79,14 +79,15 @@ def machine() -> str:
 
 def revision() -> str | None:
     """The commit of the working tree, with "+" when files of it have changed; None where git knows nothing of it."""
-    outputs = []
-    for arguments in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no")):
-        try:
-            done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-        except (OSError, subprocess.CalledProcessError):
-            return None
-        outputs.append(done.stdout.strip())
-    return outputs[0] + ("+" if outputs[1] else "")
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+
+    try:
+        changes = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD").strip() + ("+" if changes else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def provenance() -> dict[str, object]:

@@ -140,6 +140,7 @@ async def ask_in_turns(address: str, wanted: ServeOptions) -> list[Block]:
 async def ask(client: AsyncClient, wanted: ServeOptions, setting: str, number: int) -> TimedAnswer:
     """One request to its end; its number decides its prompt and its seed. Raises what the gateway answers."""
     enabled = SETTINGS[setting]
+    draft_count = parse_draft_count(wanted.draft_count) if enabled else None
     rounds, first_token_s, _ = await timed(
         client,
         OPENINGS[number % len(OPENINGS)],
@@ -147,7 +148,7 @@ async def ask(client: AsyncClient, wanted: ServeOptions, setting: str, number: i
         ignore_eos=True,
         temperature=wanted.temperature,
         seed=wanted.seed + number,
-        speculation=Speculation(enabled, parse_draft_count(wanted.draft_count) if enabled else None),
+        speculation=Speculation(enabled=enabled, draft_count=draft_count),
     )
     token_ids = [token.token_id for each in rounds for token in each.tokens]
     drafted = sum(each.facts.draft_count for each in rounds)

@@ -92,8 +92,14 @@ class Campaign:
                 else:
                     answer = await self._request(spec, self._settings[setting])
                 sample = RequestSample(setting, turn, number, temperature, *answer)
-                self._compare(sample)
                 measurements.requests.append(sample)
+                expected = self._expected.setdefault((number, temperature), sample.token_ids)
+                if sample.token_ids != expected or len(expected) != self._plan.tokens:
+                    raise TokensDiffer(
+                        f"{setting} said other tokens than {self._plan.settings[0]} or not {self._plan.tokens} of them, "
+                        f"for {self._plan.prompts[number]!r} at temperature {temperature:g} in turn {turn}: "
+                        f"{list(sample.token_ids)} instead of {list(expected)}"
+                    )
 
     async def _request(self, spec: SessionSpec, speculation: Speculation) -> TimedAnswer:
         """Runs a request for exactly this session through the gateway."""
@@ -109,16 +115,6 @@ class Campaign:
         token_ids = tuple(token.token_id for each in rounds for token in each.tokens)
         samples = tuple(RoundSample(num_tokens=len(each.tokens), **asdict(each.facts)) for each in rounds)
         return token_ids, seconds, first_token_s, samples
-
-    def _compare(self, sample: RequestSample) -> None:
-        expected = self._expected.setdefault((sample.prompt, sample.temperature), sample.token_ids)
-        if sample.token_ids != expected or len(expected) != self._plan.tokens:
-            prompt = self._plan.prompts[sample.prompt]
-            raise TokensDiffer(
-                f"{sample.setting} said other tokens than {self._plan.settings[0]} or not {self._plan.tokens} of them, "
-                f"for {prompt!r} at temperature {sample.temperature:g} in turn {sample.turn}: "
-                f"{list(sample.token_ids)} instead of {list(expected)}"
-            )
 
 
 @asynccontextmanager

@@ -16,7 +16,6 @@ BARE, PLAIN, AUTO = "bare loop", "plain", "auto"
 # message there and back on a session's stream.
 READ, OPERATORS, ENGINE, PING = "torch.sum", "operators", "engine", "ping"
 PROMPTS = tuple(OPENINGS[number] for number in (0, 6, 7, 11))
-QUICK_TOKENS = 16
 
 
 def fixed(draft_count: int) -> str:
@@ -46,7 +45,7 @@ class RoundsPlan:
         """A run of seconds that shows that everything works, and whose figures mean little."""
         return replace(
             self,
-            tokens=min(self.tokens, QUICK_TOKENS),
+            tokens=min(self.tokens, 16),
             turns=1,
             prompts=self.prompts[:1],
             draft_counts=(2, 4),

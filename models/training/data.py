@@ -147,8 +147,8 @@ class HeldOut:
         """Windows [W, length] that end with a held-out block, the same blocks for every length."""
         ends = [(number + 1) * self.block_len for number in self.blocks.tolist()]
         ends = [end for end in ends if end >= self.window_lens[-1]][:MAX_WINDOWS]
-        empty = self.token_ids.new_empty(0, length)
-        return torch.stack([self.token_ids[end - length : end] for end in ends]) if ends else empty
+        windows = [self.token_ids[end - length : end] for end in ends]
+        return torch.stack(windows) if windows else self.token_ids.new_empty(0, length)
 
     def whole_blocks(self) -> Tensor:
         """All held-out blocks [H, block_len]."""

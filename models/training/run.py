@@ -66,8 +66,8 @@ class RunSettings:
         """The same with defaults for steps that were not given. Raises InvalidRequest about an unknown preset."""
         if self.preset not in PRESETS:
             raise InvalidRequest("--preset", self.preset, f"one of {', '.join(PRESETS)}")
-        steps = {"target_steps": self.target_steps or TARGET_STEPS, "draft_steps": self.draft_steps or DRAFT_STEPS}
-        return replace(self, **steps)
+        target_steps, draft_steps = self.target_steps or TARGET_STEPS, self.draft_steps or DRAFT_STEPS
+        return replace(self, target_steps=target_steps, draft_steps=draft_steps)
 
     def stages(self, role: str, *, extends: bool) -> list[Stage]:
         """What a model of this role goes through; short blocks are behind it when it extends another pair."""
