@@ -5,18 +5,20 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, Unpack
 
 import typer
 
 from outrider.cli import options
 from outrider.cli.local_stack import Addresses, Stack, Supervisor, choose_models, start_stack
 from outrider.cli.running import Interrupts, note, service_log
+from outrider.client import AsyncClient, GenerationOptions, Round
 from outrider.errors import InvalidRequest, ModelRefused, OutriderError
 from outrider.model_service.settings import MAX_THREADS, Dtype, available_cpus
 from outrider.parameters import SamplingParameters, SessionSpec
@@ -25,6 +27,8 @@ from outrider.process.options import between, run_app
 CPU_INFO = Path("/proc/cpuinfo")
 REPOSITORY = Path(__file__).resolve().parents[1]
 DISTRIBUTIONS = {"outrider", "torch", "numpy", "grpcio", "protobuf"}
+# Beginnings of fairy tales, written for tests and measurements; no text of the training corpus.
+OPENINGS = tuple(Path(__file__).with_name("openings.txt").read_text(encoding="utf-8").splitlines())
 
 
 class TokensDiffer(OutriderError):
@@ -75,14 +79,15 @@ def machine() -> str:
 
 def revision() -> str | None:
     """The commit of the working tree, with "+" when files of it have changed; None where git knows nothing of it."""
-    outputs = []
-    for arguments in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no")):
-        try:
-            done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-        except (OSError, subprocess.CalledProcessError):
-            return None
-        outputs.append(done.stdout.strip())
-    return outputs[0] + ("+" if outputs[1] else "")
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+
+    try:
+        changes = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD").strip() + ("+" if changes else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def provenance() -> dict[str, object]:
@@ -101,15 +106,11 @@ def run_measurement(app: typer.Typer, name: str) -> NoReturn:
     run_app(lambda: app(prog_name=f"outrider bench {name}", standalone_mode=False), prefix="outrider: ")
 
 
-def writable(option: str) -> Callable[[Path | None], Path | None]:
-    """A callback that raises InvalidRequest now where a run of minutes could not be written at its end."""
-
-    def check(file: Path | None) -> Path | None:
-        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-            raise InvalidRequest(option, str(file), "a file in a folder that exists")
-        return file
-
-    return check
+def writable(file: Path | None) -> Path | None:
+    """Raises InvalidRequest now where a run of minutes could not be written at its end."""
+    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+        raise InvalidRequest("--save", str(file), "a file in a folder that exists")
+    return file
 
 
 def parse_temperatures(text: str) -> tuple[float, ...]:
@@ -127,13 +128,7 @@ Temperatures = Annotated[str, typer.Option(help="Temperatures of the requests, w
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the report.")]
 SaveFile = Annotated[
     Path | None,
-    typer.Option(
-        "--save",
-        help="File for every sample, as JSON.",
-        metavar="FILE",
-        show_default=False,
-        callback=writable("--save"),
-    ),
+    typer.Option(help="File for every sample, as JSON.", metavar="FILE", show_default=False, callback=writable),
 ]
 
 
@@ -185,6 +180,21 @@ async def served(stack: Stack, interrupts: Interrupts) -> AsyncIterator[Addresse
         yield await start_stack(supervisor, stack)
 
 
+async def timed(
+    client: AsyncClient, prompt: str | Sequence[int], **options: Unpack[GenerationOptions]
+) -> tuple[list[Round], float, float]:
+    """The rounds of an answer, and the seconds to the first one and in all. Raises the OutriderError answered."""
+    started_s, first_s, seconds = time.perf_counter(), 0.0, 0.0
+    rounds = []
+    async with client.generate(prompt, **options) as stream:
+        async for event in stream:
+            seconds = time.perf_counter() - started_s
+            if isinstance(event, Round):
+                first_s = first_s or seconds
+                rounds.append(event)
+    return rounds, first_s, seconds
+
+
 def spec_of(token_ids: Sequence[int], seed: int, temperature: float, max_tokens: int) -> SessionSpec:
     """The session that the gateway makes of the same request, end of sequence ignored."""
     return SessionSpec(
@@ -196,58 +206,3 @@ def spec_of(token_ids: Sequence[int], seed: int, temperature: float, max_tokens:
         eos_token_ids=frozenset(),
         stop_token_ids=frozenset(),
     )
-
-
-# Beginnings of fairy tales, written for tests and measurements; no text of the training corpus.
-OPENINGS = (
-    "Once upon a time there was a miller who had",
-    "In a far country there lived a king",
-    "There was once a poor woodcutter whose wife",
-    "Long ago, when wishing still helped,",
-    "The youngest of the three brothers said",
-    "An old witch lived at the edge of the forest, and",
-    "The princess looked out of her window and saw",
-    "A soldier came marching home from the war,",
-    '"Who is knocking at my door?" asked the',
-    "Deep under the sea the water is as blue as",
-    "The fox said to the wolf,",
-    "Every night the golden bird came and",
-    "The giant laughed so loudly that",
-    "There lived a tailor in a little town who",
-    "When the queen heard this she grew pale and",
-    "The cat put on his boots and",
-    "A fisherman cast his net three times, and the third time",
-    "The dragon had seven heads, and each of them",
-    "The little girl took her basket and",
-    "He climbed up and up until",
-    "At midnight the clock struck twelve, and",
-    "The old man gave him a ring and told him",
-    "She wept so bitterly that a frog",
-    "The castle stood upon a mountain of glass,",
-    "Two children were lost in the wood.",
-    "The dwarf stamped his foot and cried,",
-    "On the first day of spring the shepherd",
-    "The king promised half of his kingdom to",
-    "The mirror answered her",
-    "A merchant had three daughters, and the youngest",
-    "The swan flew over the lake and",
-    "In the morning the bread was gone, and",
-    "The prince rode for seven days and seven nights until",
-    "The goose laid an egg of pure gold, but",
-    "The stepmother hated her because",
-    "The wind came to the door and said",
-    "He opened the forbidden chamber and",
-    "The bear took off his skin, and there stood",
-    "The fairy touched the pumpkin with her wand, and",
-    "The beggar sat down by the well",
-    "The spinning wheel stood in the highest tower,",
-    "The ship sailed on until they came to an island where",
-    "The clever peasant answered,",
-    "The nightingale sang so sweetly that",
-    "The horse could speak, and it said to him:",
-    "Nobody knew where the shoemaker's elves",
-    "The raven dropped an apple, and",
-    "When winter came, the sparrow",
-    "The bride wore a dress made of moonlight, and",
-    "And so the youngest son set out to seek",
-)

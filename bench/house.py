@@ -11,6 +11,8 @@ import argparse
 import ast
 import json
 import os
+import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -20,12 +22,11 @@ import time
 import tomllib
 import urllib.request
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 NOT_SOURCE = ("tests/", "outrider/v1/")
 LARGE_FOLDER = 20
@@ -41,12 +42,12 @@ REQUEST = {
 }
 # What a request leaves to be done comes within the first time; what an idle stack does by the clock, in the second.
 AFTERWARDS_S, IDLE_S, PATIENCE_S, POLL_S = 0.5, 5.0, 60.0, 0.1
+SIGNAL = signal.SIGUSR2
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
+class Figure(NamedTuple):
     """A row of the table, and what was counted."""
 
     name: str
@@ -54,27 +55,19 @@ class Figure:
     listed: Sequence[str] = ()
 
 
-@dataclass(frozen=True, slots=True)
 class Source:
-    """A file of the tree."""
+    """A file of the tree: its functions and methods, but none within another function, and all its classes."""
 
-    path: str
-    module: str
-    num_lines: int
-    tree: ast.Module
-
-    @property
-    def functions(self) -> list[Function]:
-        """Functions of the module and methods, but none within another function."""
+    def __init__(self, root: Path, path: Path) -> None:
+        text = (root / path).read_text()
+        packages = [folder.name for folder in path.parents if (root / folder / "__init__.py").exists()]
+        self.path, self.num_lines, self.tree = str(path), text.count("\n"), ast.parse(text, str(path))
+        self.module = ".".join([*packages[::-1], path.stem]).removesuffix(".__init__")
+        self.classes = [node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)]
         bodies = [self.tree.body, *(node.body for node in self.classes)]
-        return [node for body in bodies for node in body if isinstance(node, Function)]
+        self.functions = [node for body in bodies for node in body if isinstance(node, Function)]
 
-    @property
-    def classes(self) -> list[ast.ClassDef]:
-        """All classes, wherever they are."""
-        return [node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)]
-
-    def imported(self, modules: Mapping[str, object]) -> set[str]:
+    def imported(self, modules: Set[str]) -> set[str]:
         """Which of these modules it imports, whole or something of them."""
         names: set[str] = set()
         for node in ast.walk(self.tree):
@@ -83,7 +76,7 @@ class Source:
             elif isinstance(node, ast.ImportFrom) and node.module:
                 inner = {f"{node.module}.{alias.name}" for alias in node.names}
                 names |= {name if name in modules else node.module for name in inner}
-        return names & set(modules) - {self.module}
+        return names & modules - {self.module}
 
 
 def tracked(root: Path) -> list[Path]:
@@ -94,14 +87,8 @@ def tracked(root: Path) -> list[Path]:
 
 def read_sources(root: Path) -> list[Source]:
     """The hand-written Python source, without tests."""
-    found = []
-    for path in tracked(root):
-        if path.suffix == ".py" and not str(path).startswith(NOT_SOURCE):
-            text = (root / path).read_text()
-            packages = [folder.name for folder in path.parents if (root / folder / "__init__.py").exists()]
-            module = ".".join([*packages[::-1], path.stem]).removesuffix(".__init__")
-            found.append(Source(str(path), module, text.count("\n"), ast.parse(text, str(path))))
-    return found
+    paths = [path for path in tracked(root) if path.suffix == ".py" and not str(path).startswith(NOT_SOURCE)]
+    return [Source(root, path) for path in paths]
 
 
 def sizes(root: Path, sources: Sequence[Source]) -> list[Figure]:
@@ -111,23 +98,20 @@ def sizes(root: Path, sources: Sequence[Source]) -> list[Figure]:
     longest, where = max(((node.end_lineno or 0) - node.lineno + 1, f"{path}: {node.name}") for path, node in functions)
     things = {each for path in tracked(root) for each in (path, *path.parents[:-1])}
     entries = Counter(str(each.parent) for each in things)
+    large = [f"{folder}: {count}" for folder, count in entries.most_common() if count > LARGE_FOLDER]
     return [
         Figure("lines of Python source", sum(lines)),
         Figure("files of Python source", len(lines)),
         Figure("median lines of a file", statistics.median(lines)),
         Figure("lines of the longest function", longest, [where]),
-        Figure(
-            "most entries in a folder",
-            max(entries.values()),
-            [f"{folder}: {count}" for folder, count in entries.most_common() if count > LARGE_FOLDER],
-        ),
+        Figure("most entries in a folder", max(entries.values()), large),
     ]
 
 
 def uses(sources: Sequence[Source]) -> list[Figure]:
     """Files that one other file imports; private functions and methods used once, their own bodies aside."""
-    modules = {source.module: source for source in sources}
     importers: dict[str, list[Source]] = defaultdict(list)
+    modules = {source.module for source in sources}
     for source in sources:
         for module in source.imported(modules):
             importers[module].append(source)
@@ -153,9 +137,8 @@ def uses(sources: Sequence[Source]) -> list[Figure]:
 
 def _words(tree: ast.AST) -> Counter[str]:
     """How often each name is read, alone or as an attribute."""
-    nodes = list(ast.walk(tree))
-    names = [node.id for node in nodes if isinstance(node, ast.Name)]
-    return Counter([*names, *(node.attr for node in nodes if isinstance(node, ast.Attribute))])
+    names = (getattr(node, "id", getattr(node, "attr", None)) for node in ast.walk(tree))
+    return Counter(name for name in names if name)
 
 
 def class_names(sources: Sequence[Source]) -> list[Figure]:
@@ -191,26 +174,27 @@ def shapes(root: Path, table: Mapping[str, Sequence[str]]) -> list[Figure]:
 
 
 def record(folder: str) -> None:
-    """Notes when each function of this process ran last, and writes it to PID.ran in the folder again and again."""
-    last_s: dict[tuple[CodeType, str], float] = {}
+    """Notes which functions of this process run; at every SIGNAL writes them to PID.ran in the folder and forgets them.
+
+    It notes calls and returns, of C too, so that a loop that began long ago is noted as well.
+    """
+    ran: set[tuple[CodeType, str]] = set()
 
     def note(frame: FrameType, event: str, arg: object) -> None:
-        # At calls and returns, of C too, so that a loop that began long ago is noted as well.
-        last_s[frame.f_code, frame.f_globals.get("__name__", "")] = time.monotonic()
+        ran.add((frame.f_code, frame.f_globals.get("__name__", "")))
 
-    def keep_writing() -> None:
+    def write(*_: object) -> None:
+        found = []
+        for code, module in ran.copy():
+            # What is generated, such as __init__ of a dataclass, belongs to the module that it is in.
+            owner = sys.modules.get(module) if code.co_filename == "<string>" else None
+            found.append((getattr(owner, "__file__", code.co_filename), code.co_qualname))
+        ran.clear()
         part = Path(folder, f"{os.getpid()}.part")
-        while True:
-            written_s, ran = time.monotonic(), []
-            for (code, module), at_s in last_s.copy().items():
-                # What is generated, such as __init__ of a dataclass, belongs to the module that it is in.
-                owner = sys.modules.get(module) if code.co_filename == "<string>" else None
-                ran.append((getattr(owner, "__file__", code.co_filename), code.co_qualname, at_s))
-            part.write_text(json.dumps([written_s, ran]))
-            part.rename(part.with_suffix(".ran"))
-            time.sleep(POLL_S)
+        part.write_text(json.dumps(found))
+        part.rename(part.with_suffix(".ran"))
 
-    threading.Thread(target=keep_writing, daemon=True).start()
+    signal.signal(SIGNAL, write)
     threading.setprofile(note)
     sys.setprofile(note)
 
@@ -223,19 +207,24 @@ def write_hook(folder: Path) -> None:
 
 def window(folder: Path, pids: Mapping[str, int], body: Callable[[], None]) -> dict[str, set[tuple[str, str]]]:
     """Files and functions that ran in each recorded process while the body did, and just after it."""
-    began_s = time.monotonic()
+    told(folder, pids)
     body()
     time.sleep(AFTERWARDS_S)
-    ended_s, found = time.monotonic(), {}
+    return told(folder, pids)
+
+
+def told(folder: Path, pids: Mapping[str, int]) -> dict[str, set[tuple[str, str]]]:
+    """What ran in each recorded process since it was asked before. Raises TimeoutError."""
+    found: dict[str, set[tuple[str, str]]] = {}
     for role, pid in pids.items():
-        written_s, ran = 0.0, []
-        while written_s < ended_s:
-            if time.monotonic() > ended_s + PATIENCE_S:
+        os.kill(pid, SIGNAL)
+        file, asked_s = folder / f"{pid}.ran", time.monotonic()
+        while not file.exists():
+            if time.monotonic() > asked_s + PATIENCE_S:
                 raise TimeoutError(f"{role} has not told what ran, after {PATIENCE_S:g} s")
             time.sleep(POLL_S)
-            file = folder / f"{pid}.ran"
-            written_s, ran = json.loads(file.read_text()) if file.exists() else (0.0, [])
-        found[role] = {(path, name) for path, name, at_s in ran if at_s >= began_s}
+        found[role] = {(path, name) for path, name in json.loads(file.read_text())}
+        file.unlink()
     return found
 
 
@@ -297,14 +286,13 @@ def serving(root: Path, options: Sequence[str], *path: str) -> Iterator[dict[str
 
 
 def stream_answer(rest: str) -> None:
-    """Streams one answer to its end. Raises RuntimeError when it does not come, or came without drafts."""
+    """Streams one answer to its end. Raises RuntimeError when it does not come, or comes without drafts."""
     request = urllib.request.Request(
         f"http://{rest}/v1/completions", json.dumps(REQUEST).encode(), {"content-type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=PATIENCE_S) as reply:
         answer = reply.read().decode()
-    chunks = [line.removeprefix("data: ") for line in answer.splitlines() if line.startswith("data: {")]
-    drafted = json.loads(chunks[-1])["metrics"]["speculative_decoding"]["num_draft_tokens"]
+    drafted = re.search(r'"num_draft_tokens": *[1-9]', answer)
     if not answer.rstrip().endswith("[DONE]") or not drafted:
         raise RuntimeError(f"the answer has no end or no drafts: {answer[-500:]}")
 
@@ -331,7 +319,7 @@ def main() -> None:
         if each.listed:
             print(f"\n{each.name}:\n", *(f"- {line}" for line in each.listed), sep="\n")
     if options.json:
-        options.json.write_text(json.dumps([asdict(each) for each in figures], indent=1) + "\n")
+        options.json.write_text(json.dumps([each._asdict() for each in figures], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Annotated
 
@@ -26,11 +26,12 @@ from bench.common import (
     served,
     spread,
     stack_of,
+    timed,
 )
 from outrider.cli import options
 from outrider.cli.options import INT32_MAX, INT64_MAX, INT64_MIN, SHARED_OPTIONS, parse_draft_count
 from outrider.cli.running import Interrupts, note, run
-from outrider.client import AsyncClient, Round, Speculation
+from outrider.client import AsyncClient, Speculation
 from outrider.process import telemetry
 from outrider.process.options import between, grouped, options_of, refuse_together
 from outrider.rpc.channels import check_address
@@ -67,13 +68,13 @@ class ServeOptions:
     save: SaveFile = None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class TimedAnswer:
     """One request as its client saw it."""
 
     number: int
-    first_token_s: float = 0.0
-    token_ids: list[int] = field(default_factory=list)
+    first_token_s: float
+    token_ids: list[int]
     draft_tokens: int = 0
     accepted_tokens: int = 0
 
@@ -138,9 +139,10 @@ async def ask_in_turns(address: str, wanted: ServeOptions) -> list[Block]:
 
 async def ask(client: AsyncClient, wanted: ServeOptions, setting: str, number: int) -> TimedAnswer:
     """One request to its end; its number decides its prompt and its seed. Raises what the gateway answers."""
-    enabled, answer, started_s = SETTINGS[setting], TimedAnswer(number), time.perf_counter()
+    enabled = SETTINGS[setting]
     draft_count = parse_draft_count(wanted.draft_count) if enabled else None
-    stream = client.generate(
+    rounds, first_token_s, _ = await timed(
+        client,
         OPENINGS[number % len(OPENINGS)],
         max_tokens=wanted.tokens,
         ignore_eos=True,
@@ -148,14 +150,10 @@ async def ask(client: AsyncClient, wanted: ServeOptions, setting: str, number: i
         seed=wanted.seed + number,
         speculation=Speculation(enabled=enabled, draft_count=draft_count),
     )
-    async with stream:
-        async for event in stream:
-            if isinstance(event, Round):
-                answer.first_token_s = answer.first_token_s or time.perf_counter() - started_s
-                answer.token_ids += [token.token_id for token in event.tokens]
-                answer.draft_tokens += event.facts.draft_count
-                answer.accepted_tokens += event.facts.accepted_count
-    return answer
+    token_ids = [token.token_id for each in rounds for token in each.tokens]
+    drafted = sum(each.facts.draft_count for each in rounds)
+    accepted = sum(each.facts.accepted_count for each in rounds)
+    return TimedAnswer(number, first_token_s, token_ids, drafted, accepted)
 
 
 def conclude(address: str, wanted: ServeOptions, blocks: list[Block]) -> None:

@@ -47,8 +47,6 @@ def compare(answers: Mapping[str, Sequence[int]], asked: str) -> None:
 
 def answer(client: Client, prompt: str, temperature: float, setting: str, tokens: int) -> tuple[float, list[int]]:
     """Milliseconds a token after the first round, and all tokens."""
-    times_s: list[float] = []
-    token_ids: list[int] = []
     stream = client.generate(
         prompt,
         seed=1,
@@ -58,13 +56,10 @@ def answer(client: Client, prompt: str, temperature: float, setting: str, tokens
         speculation=SETTINGS[setting],
         timeout_s=TIMEOUT_S,
     )
-    first_count = 0
-    for event in stream:
-        if isinstance(event, Round):
-            times_s.append(time.perf_counter())
-            token_ids += [token.token_id for token in event.tokens]
-            first_count = first_count or len(token_ids)
-    return 1e3 * (times_s[-1] - times_s[0]) / (len(token_ids) - first_count), token_ids
+    rounds = [(time.perf_counter(), event.tokens) for event in stream if isinstance(event, Round)]
+    token_ids = [token.token_id for _, tokens in rounds for token in tokens]
+    (first_s, first_tokens), (last_s, _) = rounds[0], rounds[-1]
+    return 1e3 * (last_s - first_s) / (len(token_ids) - len(first_tokens)), token_ids
 
 
 def measure_answers(roots: Mapping[str, Path], options: Sequence[str], turns: int, tokens: int) -> Times:

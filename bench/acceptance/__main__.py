@@ -1,13 +1,13 @@
-"""How many draft tokens each rule keeps, and what truncating a draft's distribution costs, on texts of the target.
+"""How many draft tokens each rule keeps, also with shorter distributions of the draft, on texts of the target.
 
-    python -m bench.acceptance [--target MODEL --draft MODEL] [--markdown FILE] [--json FILE]
+    python -m bench.acceptance [--target MODEL --draft MODEL] [--save FILE]
 
-Prints a report in Markdown; `--markdown FILE` writes it too, `--json FILE` keeps every count with the machine, the
+Prints a report in Markdown; `--save FILE` keeps every count with the machine, the
 versions and the command. Runs both models in this process: acceptance depends on no clock and no connection.
 """
 
 import asyncio
-import json as json_format
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,13 +20,13 @@ from bench.acceptance.report import AcceptanceSummary, render
 from bench.acceptance.runs import AT_A_TIME, AcceptancePlan, ModelPair, measure
 from bench.common import (
     OPENINGS,
+    SaveFile,
     Temperatures,
     choose_pair,
     machine,
     parse_temperatures,
     provenance,
     revision,
-    writable,
 )
 from gateway.text.tokenizer import Tokenizer
 from outrider.cli import options
@@ -45,11 +45,6 @@ def count(words: str, least: int, most: int, *names: str, metavar: str = "N") ->
     return typer.Option(*names, help=words, metavar=metavar, callback=between(least, most))
 
 
-def file(option: str, words: str) -> object:
-    """An option with a file that can be written."""
-    return typer.Option(help=words, metavar="FILE", show_default=False, callback=writable(option))
-
-
 app = service_app()
 
 
@@ -65,8 +60,7 @@ def acceptance(  # noqa: PLR0913, one parameter for each option is how typer dec
     text_len: Annotated[int, count("Tokens of a text.", 8, 512, "--tokens")] = 96,
     stride: Annotated[int, count("Tokens from one round to the next.", 1, 512)] = 2,
     texts: Annotated[int, count("Texts to write.", 2, MAX_TEXTS)] = MAX_TEXTS,
-    markdown: Annotated[Path | None, file("--markdown", "File for the report.")] = None,
-    json: Annotated[Path | None, file("--json", "File for all samples.")] = None,
+    save: SaveFile = None,
 ) -> None:
     """Shows acceptance and tokens a round of every rule, and what the size of a draft's distribution costs."""
     telemetry.configure_logs("warning")
@@ -75,7 +69,7 @@ def acceptance(  # noqa: PLR0913, one parameter for each option is how typer dec
     prompts = asyncio.run(encoded(target_model, OPENINGS[:texts]))
     tokens = AT_A_TIME * (max(map(len, prompts)) + text_len + 2 * draft_count + 32)
     pair = ModelPair(*(load(name, dtype, threads, tokens) for name in (target_model, draft_model)))
-    conclude(pair, AcceptanceSummary(plan, measure(pair, plan, prompts, note)), markdown, json)
+    conclude(pair, AcceptanceSummary(plan, measure(pair, plan, prompts, note)), save)
 
 
 def load(model: str, dtype: Dtype | None, threads: int | None, kv_tokens: int) -> ModelRunner:
@@ -93,26 +87,23 @@ async def encoded(model: str, prompts: Sequence[str]) -> list[list[int]]:
     return [list(await tokenizer.encode(prompt)) for prompt in prompts]
 
 
-def conclude(pair: ModelPair, summary: AcceptanceSummary, markdown: Path | None, json: Path | None) -> None:
-    """Writes the files that are wanted, and prints the report."""
+def conclude(pair: ModelPair, summary: AcceptanceSummary, save: Path | None) -> None:
+    """Writes the file that is wanted, and prints the report."""
     plan, target, draft = summary.plan, pair.target.identity, pair.draft.identity
-    if json is not None:
+    if save is not None:
         document = provenance() | {
             "models": {"target": asdict(target), "draft": asdict(draft)},
             "plan": asdict(plan) | {"rules": [each.model_dump() for each in plan.rules]},
-            "counts": asdict(summary.counts),
+            "counts": [asdict(each) for each in summary.counts],
         }
-        json.write_text(json_format.dumps(document, indent=1), encoding="utf-8")
-    texts = len({each.prompt for each in summary.counts.tallies})
-    report = (
+        save.write_text(json.dumps(document, indent=1), encoding="utf-8")
+    texts = len({each.prompt for each in summary.counts})
+    print(
         f"## {target.model_name} with {draft.model_name}\n\n"
         f"{target.dtype}; target {target.model_hash[:12]}, draft {draft.model_hash[:12]}; {texts} texts of "
         f"{plan.text_len} tokens, {len(plan.places)} rounds in each under every setting; {machine()}; "
-        f"commit {revision() or 'unknown'}.\n\n{render(summary)}\n"
+        f"commit {revision() or 'unknown'}.\n\n{render(summary)}"
     )
-    if markdown is not None:
-        markdown.write_text(report, encoding="utf-8")
-    print(report, end="")
 
 
 if __name__ == "__main__":

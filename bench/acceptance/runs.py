@@ -5,19 +5,15 @@ Drafts, distributions, noise and decisions are the services' own functions; ther
 that a round accepts is committed, so that two rules are compared in the same places and not along two texts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-
-import torch
-from torch import Tensor
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from bench.common import spec_of
 from draft_service.drafters.model_drafter import MODEL, DraftTask, ModelDrafter, noise_of
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, quantise
-from outrider.engine.sampling.draw import DrawInput, row_contexts
-from outrider.engine.sampling.transforms import transform
+from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N
+from outrider.engine.sampling.draw import DrawInput
 from outrider.engine.session import Session
 from outrider.errors import OutriderError
 from outrider.parameters import Acceptance, Rule, SessionSpec
@@ -36,8 +32,6 @@ RULES = (
     Acceptance(rule=Rule.TYPICAL),
 )
 TOP_NS = (8, 16, 32, 64, 128, 256)
-# Stands for the draft's whole distribution, which no message carries.
-WHOLE = 0
 # Sessions of one forward: their rows together stay below what a runner computes at once.
 AT_A_TIME = 25
 
@@ -97,21 +91,6 @@ class Readers:
             session.truncate(place)
         return trials
 
-    def overlaps(self, top_ns: Sequence[int]) -> dict[int, list[float]]:
-        """For each top-N and session the chance that `ratio` keeps the next draft token: sum of min(target, draft).
-
-        0 stands for the draft's whole distribution, as it is before quantising.
-        """
-        target_probs = self._pair.target.ops.softmax(self._scores(self._pair.target, self._target))
-        scores = self._scores(self._pair.draft, self._draft)
-        draft_probs = self._pair.draft.ops.softmax(scores)
-        overlaps = {0: torch.minimum(target_probs, draft_probs).sum(dim=1).tolist()}
-        for top_n in top_ns:
-            sent = quantise(scores, top_n, self._pair.draft.ops)
-            sent_probs = sent.weights / sent.weights.sum(dim=1, keepdim=True).double()
-            overlaps[top_n] = torch.minimum(target_probs.gather(1, sent.token_ids), sent_probs).sum(dim=1).tolist()
-        return overlaps
-
     def close(self) -> None:
         """Gives back what the sessions hold."""
         for session in (*self._target, *self._draft):
@@ -143,11 +122,6 @@ class Readers:
                 raise walk
             trials.append(Trial(tree, walk))
         return trials
-
-    def _scores(self, runner: ModelRunner, sessions: Sequence[Session]) -> Tensor:
-        asks = [DrawInput(Feed(session), spec) for session, spec in zip(sessions, self._specs, strict=True)]
-        logits = runner.forward([ask.feed for ask in asks]).logits
-        return transform(logits, [row_contexts(ask)[0] for ask in asks], runner.vocabulary_size, runner.ops)
 
 
 def opened(runner: ModelRunner, token_ids: Sequence[int]) -> Session:
@@ -225,70 +199,43 @@ class RuleCounts:
     most_hop_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """Sum of min(target, draft) over the vocabulary, averaged over a text: how often `ratio` keeps a next token."""
-
-    temperature: float
-    top_n: int
-    prompt: int
-    mean: float
-
-
-@dataclass(slots=True)
-class AcceptanceCounts:
-    """Everything of one run."""
-
-    tallies: list[RuleCounts] = field(default_factory=list)
-    overlaps: list[Overlap] = field(default_factory=list)
-
-
 def measure(
     pair: ModelPair, plan: AcceptancePlan, prompts: Sequence[Sequence[int]], tell: Callable[[str], None]
-) -> AcceptanceCounts:
+) -> list[RuleCounts]:
     """Runs the plan; prompts are token ids."""
-    counts = AcceptanceCounts()
+    counts: list[RuleCounts] = []
     for temperature in plan.temperatures:
         for first in range(0, len(prompts), AT_A_TIME):
             part = prompts[first : first + AT_A_TIME]
             tell(f"Temperature {temperature:g}, texts {first + 1} to {first + len(part)} of {len(prompts)}.")
             readers = Readers(pair, part, temperature, plan.text_len)
-            _measure_texts(readers, plan, temperature, first, counts)
+            counts += _counted(readers, plan, temperature, first)
             readers.close()
     return counts
 
 
-def _measure_texts(
-    readers: Readers, plan: AcceptancePlan, temperature: float, first: int, counts: AcceptanceCounts
-) -> None:
+def _counted(readers: Readers, plan: AcceptancePlan, temperature: float, first: int) -> Iterator[RuleCounts]:
+    """All settings in the same places, text by text."""
     by_setting: dict[tuple[Acceptance, int], list[list[tuple[Trial, int]]]] = {}
-    overlaps: list[Mapping[int, list[float]]] = []
     for place in plan.places:
         readers.go_to(place)
-        if temperature:
-            overlaps.append(readers.overlaps(plan.top_ns))
         for acceptance, top_n in plan.settings(temperature):
             trials = readers.round(acceptance, plan.draft_count, top_n)
             by_setting.setdefault((acceptance, top_n), []).append(list(zip(trials, readers.lengths, strict=True)))
     for (acceptance, top_n), by_place in by_setting.items():
         for number, rounds in enumerate(zip(*by_place, strict=True), start=first):
             sizes = [hop_bytes(trial.tree, base_len) for trial, base_len in rounds]
-            counts.tallies.append(
-                RuleCounts(
-                    temperature,
-                    name_of(acceptance),
-                    top_n,
-                    number,
-                    rounds=len(rounds),
-                    accepted=sum(len(trial.walk.accepted_rows) for trial, _ in rounds),
-                    evaluated=sum(trial.walk.evaluated_count for trial, _ in rounds),
-                    hop_bytes=sum(sizes),
-                    most_hop_bytes=max(sizes),
-                )
+            yield RuleCounts(
+                temperature,
+                name_of(acceptance),
+                top_n,
+                number,
+                rounds=len(rounds),
+                accepted=sum(len(trial.walk.accepted_rows) for trial, _ in rounds),
+                evaluated=sum(trial.walk.evaluated_count for trial, _ in rounds),
+                hop_bytes=sum(sizes),
+                most_hop_bytes=max(sizes),
             )
-    for top_n in overlaps[0] if overlaps else ():
-        for number, values in enumerate(zip(*(each[top_n] for each in overlaps), strict=True), start=first):
-            counts.overlaps.append(Overlap(temperature, top_n, number, sum(values) / len(values)))
 
 
 def name_of(acceptance: Acceptance) -> str:

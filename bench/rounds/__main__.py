@@ -29,7 +29,7 @@ from bench.rounds.campaign import Campaign
 from bench.rounds.instruments import Instruments
 from bench.rounds.report import render
 from bench.rounds.samples import RoundsPlan
-from bench.rounds.summary import RoundsSummary, criteria
+from bench.rounds.summary import RoundsSummary
 from outrider.cli import options
 from outrider.cli.running import Interrupts, run
 from outrider.client import AsyncClient
@@ -85,27 +85,21 @@ def conclude(plan: RoundsPlan, summary: RoundsSummary, save: Path | None, *, as_
         "models": {role: asdict(size) for role, size in summary.sizes.items()},
         "tokens_equal": True,
         "machine_was_busy": summary.busy,
-        "verdicts": [{**asdict(each), "met": each.met} for each in criteria(summary)],
     }
     if save is not None:
         save.write_text(dumps(document | {"samples": asdict(summary.measurements)}, indent=1), encoding="utf-8")
     if as_json:
         sys.stdout.write(dumps(document | {"report": render(summary)}) + "\n")
     else:
-        print(f"{heading(plan)}\n\n{render(summary)}")
-
-
-def heading(plan: RoundsPlan) -> str:
-    """What was measured, where and how often."""
-    stack = plan.stack
-    types = stack.dtype if stack.draft_dtype in {None, stack.dtype} else f"{stack.dtype} with {stack.draft_dtype}"
-    return (
-        f"## {Path(stack.target).name} with {Path(stack.draft or '').name}\n\n"
-        f"{types}, {stack.threads} and {stack.draft_threads} threads, {plan.tokens} tokens a request, "
-        f"{plan.turns * len(plan.prompts)} requests a setting and temperature, interleaved with every instrument; "
-        f"{machine()}; commit {revision() or 'unknown'}. Medians, with quartiles in brackets. "
-        "Tokens were equal in all settings."
-    )
+        stack = plan.stack
+        types = stack.dtype if stack.draft_dtype in {None, stack.dtype} else f"{stack.dtype} with {stack.draft_dtype}"
+        print(
+            f"## {Path(stack.target).name} with {Path(stack.draft or '').name}\n\n"
+            f"{types}, {stack.threads} and {stack.draft_threads} threads, {plan.tokens} tokens a request, "
+            f"{plan.turns * len(plan.prompts)} requests a setting and temperature, interleaved with every instrument; "
+            f"{machine()}; commit {revision() or 'unknown'}. Medians, with quartiles in brackets. "
+            f"Tokens were equal in all settings.\n\n{render(summary)}"
+        )
 
 
 if __name__ == "__main__":

@@ -4,13 +4,17 @@ A cycle belongs to one prompt: some samples of every instrument, some pings, the
 in another order each time. Tokens are compared at once, because a figure about other tokens would be about nothing.
 """
 
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict
+from typing import Any
 
 import grpc.aio
+from google.protobuf.message import Message
 
-from bench.common import TokensDiffer, spec_of
+from bench.common import TokensDiffer, spec_of, timed
 from bench.rounds.instruments import Instruments
 from bench.rounds.samples import (
     AUTO,
@@ -27,11 +31,20 @@ from bench.rounds.samples import (
     TimeSample,
     fixed,
 )
-from bench.streams import BareDraftStream, BareTargetStream
 from gateway.text.tokenizer import Tokenizer
 from outrider.cli.running import note
-from outrider.client import AsyncClient, Round, Speculation
+from outrider.client import AsyncClient, Speculation
+from outrider.errors import ProtocolViolation
 from outrider.parameters import SessionSpec
+from outrider.rpc import messages
+from outrider.rpc.errors import error_from
+from outrider.v1 import draft_service_pb2 as draft_pb
+from outrider.v1 import target_service_pb2 as target_pb
+from outrider.v1 import types_pb2 as pb
+from outrider.v1.draft_service_pb2_grpc import DraftServiceStub
+from outrider.v1.target_service_pb2_grpc import TargetServiceStub
+
+PINGS = 20  # on each stream in a cycle
 
 
 class Campaign:
@@ -66,65 +79,80 @@ class Campaign:
 
     async def _cycle(self, measurements: Measurements, turn: int, number: int, prompt: Sequence[int]) -> None:
         self._instruments.sample(measurements)
-        measurements.times += await self._ping(spec_of(prompt, number, 0.0, self._plan.tokens))
+        spec = spec_of(prompt, number, 0.0, self._plan.tokens)
+        async with pings(self._target, TARGET, spec) as ping_target, pings(self._draft, DRAFT, spec) as ping_draft:
+            for _ in range(PINGS):
+                measurements.times.append(TimeSample(PING, TARGET, await ping_target()))
+                measurements.times.append(TimeSample(PING, DRAFT, await ping_draft()))
         for temperature in self._plan.temperatures:
             spec = spec_of(prompt, number, temperature, self._plan.tokens)
             for setting in rotated(self._plan.settings, turn + number):
                 if setting == BARE:
                     answer = self._instruments.loops[TARGET].plain(spec)
                 else:
-                    answer = await request(self._gateway, spec, self._settings[setting])
+                    answer = await self._request(spec, self._settings[setting])
                 sample = RequestSample(setting, turn, number, temperature, *answer)
-                self._compare(sample)
                 measurements.requests.append(sample)
+                expected = self._expected.setdefault((number, temperature), sample.token_ids)
+                if sample.token_ids != expected or len(expected) != self._plan.tokens:
+                    raise TokensDiffer(
+                        f"{setting} said other tokens than {self._plan.settings[0]}, or not {self._plan.tokens}, "
+                        f"for {self._plan.prompts[number]!r} at temperature {temperature:g} in turn {turn}: "
+                        f"{list(sample.token_ids)} instead of {list(expected)}"
+                    )
 
-    async def _ping(self, spec: SessionSpec) -> list[TimeSample]:
-        """Pings on a session of each service, by turns."""
-        target, draft = BareTargetStream(self._target, spec), BareDraftStream(self._draft, spec)
-        await target.open()
-        await draft.open()
-        streams = {TARGET: target, DRAFT: draft}
-        samples = [
-            TimeSample(PING, role, await stream.ping_ms())
-            for _ in range(self._plan.pings)
-            for role, stream in streams.items()
-        ]
-        for stream in streams.values():
-            await stream.end()
-        return samples
-
-    def _compare(self, sample: RequestSample) -> None:
-        expected = self._expected.setdefault((sample.prompt, sample.temperature), sample.token_ids)
-        if sample.token_ids != expected or len(expected) != self._plan.tokens:
-            prompt = self._plan.prompts[sample.prompt]
-            raise TokensDiffer(
-                f"{sample.setting} said other tokens than {self._plan.settings[0]} or not {self._plan.tokens} of them, "
-                f"for {prompt!r} at temperature {sample.temperature:g} in turn {sample.turn}: "
-                f"{list(sample.token_ids)} instead of {list(expected)}"
-            )
+    async def _request(self, spec: SessionSpec, speculation: Speculation) -> TimedAnswer:
+        """Runs a request for exactly this session through the gateway."""
+        rounds, first_token_s, seconds = await timed(
+            self._gateway,
+            spec.token_ids,
+            max_tokens=spec.max_len - spec.prompt_len,
+            seed=spec.seed,
+            temperature=spec.sampling.temperature,
+            ignore_eos=spec.sampling.ignore_eos,
+            speculation=speculation,
+        )
+        token_ids = tuple(token.token_id for each in rounds for token in each.tokens)
+        samples = tuple(RoundSample(num_tokens=len(each.tokens), **asdict(each.facts)) for each in rounds)
+        return token_ids, seconds, first_token_s, samples
 
 
-async def request(client: AsyncClient, spec: SessionSpec, speculation: Speculation) -> TimedAnswer:
-    """Runs one request for exactly this session through the gateway. Raises the OutriderError that it answered."""
-    started, first_token_s, seconds = time.perf_counter(), 0.0, 0.0
-    token_ids: list[int] = []
-    rounds: list[RoundSample] = []
-    stream = client.generate(
-        spec.token_ids,
-        max_tokens=spec.max_len - spec.prompt_len,
-        seed=spec.seed,
-        temperature=spec.sampling.temperature,
-        ignore_eos=spec.sampling.ignore_eos,
-        speculation=speculation,
-    )
-    async with stream:
-        async for event in stream:
-            seconds = time.perf_counter() - started
-            if isinstance(event, Round):
-                first_token_s = first_token_s or seconds
-                token_ids += [token.token_id for token in event.tokens]
-                rounds.append(RoundSample(num_tokens=len(event.tokens), **asdict(event.facts)))
-    return tuple(token_ids), seconds, first_token_s, tuple(rounds)
+@asynccontextmanager
+async def pings(
+    channel: grpc.aio.Channel, role: str, spec: SessionSpec
+) -> AsyncIterator[Callable[[], Awaitable[float]]]:
+    """Opens a session of a service without a gateway, and yields what pings it: milliseconds to an empty answer."""
+    call: Any
+    request: Any
+    session = messages.open_message(spec, spec.token_ids)
+    fence = pb.Fence(session_id=os.urandom(16), epoch=1, base_len=spec.prompt_len)
+
+    async def ask(expected: str, **content: Message) -> float:
+        started_ns = time.perf_counter_ns()
+        try:
+            await call.write(request(fence=fence, **content))
+            response = await call.read()
+        except grpc.aio.AioRpcError as error:
+            raise error_from(error) from None
+        passed_ms = (time.perf_counter_ns() - started_ns) / 1e6
+        if not isinstance(response, Message) or response.WhichOneof("answer") != expected:
+            raise ProtocolViolation(f"a session's stream was to answer with a {expected}, but said {response}")
+        return passed_ms
+
+    if role == TARGET:
+        call, request = TargetServiceStub(channel).Verify(), target_pb.VerifyRequest
+        await ask("verdict", open=target_pb.TargetOpen(session=session, step=target_pb.TargetStep()))
+        # The first token, which came with the answer.
+        fence.base_len += 1
+    else:
+        call, request = DraftServiceStub(channel).Propose(), draft_pb.ProposeRequest
+        await ask("proposal", open=draft_pb.DraftOpen(session=session))
+    yield lambda: ask("pong", ping=pb.Ping())
+    await call.write(request(fence=fence, close=pb.CloseSession()))
+    await call.done_writing()
+    while await call.read() is not grpc.aio.EOF:
+        # An answer that was under way is nobody's any more.
+        continue
 
 
 def rotated(names: list[str], turn: int) -> list[str]:

@@ -3,12 +3,11 @@
 One call of `Instruments.sample` takes a few samples of each, so that a run can spread them over its whole time.
 """
 
-import ctypes
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import product
-from pathlib import Path
+from math import prod
 from statistics import median
 
 import torch
@@ -21,9 +20,9 @@ from bench.rounds.samples import (
     DRAFT,
     ENGINE,
     MEMORY,
+    MEMORY_BYTES,
     OPERATORS,
-    SEARCH,
-    SUM,
+    READ,
     TARGET,
     Measurements,
     ModelSize,
@@ -33,7 +32,7 @@ from bench.rounds.samples import (
 )
 from outrider.engine.batching import Feed
 from outrider.engine.models.config import ModelConfig
-from outrider.engine.models.weights import DTYPES
+from outrider.engine.models.weights import DTYPES, expected_shapes
 from outrider.engine.runner import ModelRunner, reserve
 from outrider.engine.sampling.draw import DrawInput, forward_and_draw
 from outrider.errors import ModelRefused, OutriderError
@@ -44,13 +43,10 @@ from outrider.token_tree import EMPTY, TokenTree
 from target_service.acceptance import Walk, commit_walk
 from target_service.verifier import commit
 
-CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-LEAST_BUFFER, LARGEST_BUFFER = 256 << 20, 1 << 30
-UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-# Not one of the bytes of 1.0, so that the search reads everything.
-ABSENT_BYTE = 0x55
 OPERATOR_ROWS = (1, 5)
 STEPS_IN_A_ROW = 5
+REPEATS = 2
+KV_TOKENS = 4096
 
 
 class Instruments:
@@ -58,75 +54,40 @@ class Instruments:
 
     def __init__(self, plan: RoundsPlan) -> None:
         """Loads the pair as the services load it; takes seconds, and raises ModelRefused and InvalidRequest."""
-        stack, memory_bytes = plan.stack, plan.memory_bytes or past_caches()
+        stack, memory_bytes = plan.stack, plan.memory_bytes
         self._plan = plan
         self.loops: dict[str, EngineLoop] = {}
         self.sizes: dict[str, ModelSize] = {}
         self._operators: dict[str, OperatorStep] = {}
-        self._readings: list[Reading] = []
+        # A model that fits a cache is held against the cache, and a larger one against the memory.
+        self._buffers: list[tuple[str, Tensor, int]] = []
         for role, model, dtype, threads in (
             (TARGET, stack.target, stack.dtype, stack.threads),
             (DRAFT, stack.draft or "", stack.draft_dtype or stack.dtype, stack.draft_threads),
         ):
-            settings = ModelServiceSettings(model, dtype=Dtype(dtype), threads=threads, kv_tokens=plan.kv_tokens)
+            settings = ModelServiceSettings(model, dtype=Dtype(dtype), threads=threads, kv_tokens=KV_TOKENS)
             loop = self.loops[role] = EngineLoop(load_model(settings).runner)
             size = self.sizes[role] = loop.size(DTYPES[dtype].itemsize)
             self._operators[role] = OperatorStep(loop.config, DTYPES[dtype], threads)
             # Past the caches more bytes do not come faster, so a large model needs no second copy of its size.
-            self._readings.append(Reading(role, min(size.step_bytes, memory_bytes), threads))
-        self._readings.append(Reading(MEMORY, memory_bytes, stack.threads))
+            self._buffers.append((role, torch.ones(min(size.step_bytes, memory_bytes) // 4), threads))
+        self._buffers.append((MEMORY, torch.ones(memory_bytes // 4), stack.threads))
 
     def sample(self, measurements: Measurements) -> None:
-        """Takes plan.repeats samples of everything, one after the other."""
+        """Takes REPEATS samples of everything, one after the other."""
         plan, times = self._plan, measurements.times
-        for _ in range(plan.repeats):
-            for reading in self._readings:
-                times += reading.measure()
+        for _ in range(REPEATS):
+            for role, buffer, threads in self._buffers:
+                torch.set_num_threads(threads)
+                times.append(TimeSample(READ, role, second_ms(buffer.sum), num_bytes=buffer.nbytes))
             for (role, step), rows in product(self._operators.items(), OPERATOR_ROWS):
                 times.append(TimeSample(OPERATORS, role, step.ms(rows), rows))
         for (role, loop), temperature, rows in product(self.loops.items(), plan.temperatures, plan.row_counts):
             # The caches hold something else after the point before: one step brings the weights back, as in a row of
             # rounds of one request.
             loop.step_ms(rows, temperature)
-            for _ in range(plan.repeats):
+            for _ in range(REPEATS):
                 times.append(TimeSample(ENGINE, role, loop.step_ms(rows, temperature), rows, temperature))
-
-
-def past_caches() -> int:
-    """Bytes of a buffer that no cache holds: twice the largest cache, within limits that a small machine bears."""
-    texts = [path.read_text().strip() for path in CACHES.glob("index*/size")]
-    sizes = [int(text[:-1]) * UNITS[text[-1]] if text[-1:] in UNITS else int(text) for text in texts]
-    return min(max(LEAST_BUFFER, 2 * max(sizes, default=0)), LARGEST_BUFFER)
-
-
-class Reading:
-    """A buffer and the ways to read all of it with some threads.
-
-    A model that fits a cache is held against the cache, and a larger one against the memory: its buffer has the size of
-    its weights.
-    """
-
-    def __init__(self, role: str, num_bytes: int, num_threads: int) -> None:
-        self._role, self._num_threads = role, num_threads
-        self._buffer = torch.ones(max(num_bytes // 4, num_threads), dtype=torch.float32)
-        self._threads = ThreadPoolExecutor(num_threads)
-        self._search = ctypes.CDLL(None).memchr
-        self._search.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
-        self._search.restype = ctypes.c_void_p
-
-    def measure(self) -> list[TimeSample]:
-        """Reads the buffer once in each way, just after the same was done untimed: caches and threads are warm."""
-        torch.set_num_threads(self._num_threads)
-        readers: dict[str, Callable[[], object]] = {SUM: self._buffer.sum, SEARCH: self._search_all}
-        size = self._buffer.nbytes
-        return [TimeSample(name, self._role, second_ms(read), num_bytes=size) for name, read in readers.items()]
-
-    def _search_all(self) -> None:
-        # The C library's search releases the interpreter's lock, and is as wide as the processor's vectors.
-        share = self._buffer.nbytes // self._num_threads
-        starts = [self._buffer.data_ptr() + share * thread for thread in range(self._num_threads)]
-        if any(list(self._threads.map(lambda start: self._search(start, ABSENT_BYTE, share), starts))):
-            raise ValueError("the byte that must be absent was found")
 
 
 def second_ms(run: Callable[[], object]) -> float:
@@ -155,7 +116,7 @@ class OperatorStep:
         }
         # Values do not change the time, but layers must have memory of their own, at least as much as no cache holds.
         layer_bytes = sum(rows * columns for rows, columns in shapes.values()) * dtype.itemsize
-        num_own = min(config.num_layers, 1 + past_caches() // layer_bytes)
+        num_own = min(config.num_layers, 1 + MEMORY_BYTES // layer_bytes)
         own = [{name: torch.full(shape, 0.01, dtype=dtype) for name, shape in shapes.items()} for _ in range(num_own)]
         self._layers = [own[index % num_own] for index in range(config.num_layers)]
         self._head = torch.full((config.vocab_size, width), 0.01, dtype=dtype)
@@ -219,16 +180,13 @@ class EngineLoop:
             runner.forward([Feed(self._session)])
 
     def size(self, item_bytes: int) -> ModelSize:
-        """Bytes that one step touches: all layers and the product with the vocabulary, and norms in float32.
+        """Bytes that one step touches: all layers and the product with the vocabulary, and vectors in float32.
 
-        Of the embedding a step reads one row for a token, which does not count.
+        Of an embedding of its own a step reads one row for a token, which does not count.
         """
-        config = self.config
-        heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        layer = config.hidden_size * (heads + config.num_heads * config.head_dim + 3 * config.intermediate_size)
-        matrices = config.num_layers * layer + config.vocab_size * config.hidden_size
-        norms = (2 * config.num_layers + 1) * config.hidden_size
-        return ModelSize(self._runner.identity.model_name, matrices * item_bytes + norms * 4)
+        shapes = expected_shapes(replace(self.config, tied_embeddings=True)).values()
+        step_bytes = sum(prod(shape) * (item_bytes if len(shape) > 1 else 4) for shape in shapes)
+        return ModelSize(self._runner.identity.model_name, step_bytes)
 
     def step_ms(self, rows: int, temperature: float) -> float:
         """Milliseconds of one forward over the last committed token and a chain behind it, with the draws.

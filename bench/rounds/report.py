@@ -1,11 +1,10 @@
-"""The report as Markdown: tables of a summary, and what the targets say."""
-
-from itertools import product
+"""The report as Markdown: tables of a summary."""
 
 from bench.common import markdown, spread
 from bench.rounds.samples import BARE, CONTEXT_LEN, MEMORY, OPERATORS, PING, PLAIN, ROLES
-from bench.rounds.summary import OVERHEAD_MS, RoundsSummary, acceptance_rate, criteria, parts, tokens_per_round
+from bench.rounds.summary import RoundsSummary, acceptance_rate, parts, tokens_per_round
 
+OVERHEAD_MS = 0.25  # what a round may cost beside two pings
 BUSY = " THE MACHINE WAS BUSY: times in this report mean little, ratios of neighbours a little more."
 PARTS = ("draft queue", "draft compute", "draft way", "verify queue", "verify compute", "verify way", "gateway")
 SYMBOLS = f"""\
@@ -14,21 +13,17 @@ Everything is in units of one target step: the bare engine's forward over one ro
 trips on the streams of the two services, tau the tokens that a round commits.
 S = tau (1 + R_t) / (1 + vK + cK + R_t + R_d) is the speedup over plain decoding that pays R_t for every token. Plain
 decoding through the gateway lets the target go on unasked and pays none, so over plain / S is at most 1 / (1 + R_t).
-Overhead is the round without both computes. Outside rounds is what the client sees between them: text and the way to
-it, for each round. Bytes are those of request and answer together."""
+Overhead is the round without both computes. Bytes are those of request and answer together."""
 
 
 def render(summary: RoundsSummary) -> str:
     """The whole report below its heading."""
-    busy = BUSY if summary.busy else ""
-    memory = f"Memory, past all caches: {_bandwidth(summary, MEMORY)} GB/s.{busy}"
+    memory = f"Memory, past all caches: {_bandwidth(summary, MEMORY)} GB/s.{BUSY if summary.busy else ''}"
     sections = {"Floors, the bare engine, and empty pings": f"{memory}\n\n{_floors(summary)}"}
-    sections |= {"Bare engine steps, ms by rows": _steps(summary)}
     for temperature in summary.temperatures:
         sections[f"Through the gateway, temperature {temperature:g}"] = _speeds(summary, temperature)
         sections[f"A round by part, median ms and bytes, temperature {temperature:g}"] = _parts(summary, temperature)
     sections["The formula, and what the figures are"] = SYMBOLS
-    sections[f"Targets{'.' + busy if busy else ''}"] = "\n".join(f"- {each.line()}" for each in criteria(summary))
     return "\n\n".join(f"### {title}\n\n{text}" for title, text in sections.items())
 
 
@@ -59,14 +54,6 @@ def _floors(summary: RoundsSummary) -> str:
     return markdown(header, rows)
 
 
-def _steps(summary: RoundsSummary) -> str:
-    rows = [
-        (role, f"{each:g}", *(summary.step_ms(role, count, each).show(".3f") for count in summary.row_counts))
-        for role, each in product(ROLES, summary.temperatures)
-    ]
-    return markdown(("model", "temperature", *map(str, summary.row_counts)), rows)
-
-
 def _speeds(summary: RoundsSummary, temperature: float) -> str:
     costs, rows = summary.costs(temperature), []
     for name in summary.settings:
@@ -90,7 +77,7 @@ def _speeds(summary: RoundsSummary, temperature: float) -> str:
 
 
 def _parts(summary: RoundsSummary, temperature: float) -> str:
-    rows = []
+    rows, wanted_ms = [], sum(summary.time_ms(PING, role).median for role in ROLES) + OVERHEAD_MS
     for name in summary.settings:
         if rounds := summary.steady(name, temperature):
             divided = [parts(each) for each in rounds]
@@ -98,14 +85,13 @@ def _parts(summary: RoundsSummary, temperature: float) -> str:
                 (
                     name,
                     *(f"{spread(each[part] for each in divided).median:.3f}" for part in PARTS),
-                    summary.outside_ms(name, temperature).show(".3f"),
                     spread(each["overhead"] for each in divided).show(".3f"),
-                    f"{summary.two_pings_ms:.3f}",
+                    f"{wanted_ms:.3f}",
                     f"{spread(each.draft_bytes for each in rounds).median:.0f}",
                     f"{spread(each.verify_bytes for each in rounds).median:.0f}",
                     str(max(each.hop_bytes for each in rounds)),
                 )
             )
     pings = f"two pings + {OVERHEAD_MS}"
-    over = ("outside rounds", "overhead", pings, "bytes, draft hop", "bytes, target hop", "most of a hop")
+    over = ("overhead", pings, "bytes, draft hop", "bytes, target hop", "most of a hop")
     return markdown(("setting", *PARTS, *over), rows)

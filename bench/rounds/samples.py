@@ -9,14 +9,13 @@ from outrider.client import RoundFacts
 
 TARGET, DRAFT = "target", "draft"
 ROLES = (TARGET, DRAFT)
-MEMORY = "memory"  # the buffer that no cache holds
+MEMORY, MEMORY_BYTES = "memory", 512 << 20  # the buffer that hardly any cache holds
 CONTEXT_LEN = 128  # at which steps are compared with floors, and c and v are taken
 BARE, PLAIN, AUTO = "bare loop", "plain", "auto"
-# What single times are of: two ways to read a buffer, decoder steps in PyTorch's operators and in the engine, and an
-# empty message there and back on a session's stream.
-SUM, SEARCH, OPERATORS, ENGINE, PING = "torch.sum", "memchr", "operators", "engine", "ping"
+# What single times are of: reading a buffer, decoder steps in PyTorch's operators and in the engine, and an empty
+# message there and back on a session's stream.
+READ, OPERATORS, ENGINE, PING = "torch.sum", "operators", "engine", "ping"
 PROMPTS = tuple(OPENINGS[number] for number in (0, 6, 7, 11))
-QUICK_TOKENS = 16
 
 
 def fixed(draft_count: int) -> str:
@@ -35,14 +34,7 @@ class RoundsPlan:
     prompts: tuple[str, ...] = PROMPTS
     draft_counts: tuple[int, ...] = (1, 2, 4, 6)
     row_counts: tuple[int, ...] = (1, 2, 3, 5, 7, 9)
-    repeats: int = 2
-    """Samples of each instrument in a cycle."""
-    pings: int = 20
-    """Pings on each stream in a cycle."""
-    kv_tokens: int = 4096
-    """Tokens that the cache of each bare engine holds."""
-    memory_bytes: int | None = None
-    """Size of the buffer that no cache holds; None finds it out."""
+    memory_bytes: int = MEMORY_BYTES
 
     @property
     def settings(self) -> list[str]:
@@ -53,7 +45,7 @@ class RoundsPlan:
         """A run of seconds that shows that everything works, and whose figures mean little."""
         return replace(
             self,
-            tokens=min(self.tokens, QUICK_TOKENS),
+            tokens=min(self.tokens, 16),
             turns=1,
             prompts=self.prompts[:1],
             draft_counts=(2, 4),

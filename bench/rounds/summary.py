@@ -10,7 +10,7 @@ every token is S = tau (1 + R_t) / (1 + vK + cK + R_t + R_d) (Leviathan et al. 2
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -23,25 +23,15 @@ from bench.rounds.samples import (
     MEMORY,
     PING,
     PLAIN,
-    ROLES,
+    READ,
     TARGET,
     Measurements,
     ModelSize,
     RequestSample,
     RoundSample,
-    fixed,
 )
 
-BEST_OF = (2, 4, 6)
 QUIET_SHARE = 0.8  # of the fastest read of the memory, which the median reaches on a quiet machine
-# Of models as small as the embedded pair, where milliseconds say more than a ratio to a cache's bandwidth.
-SMALL_TARGET_BYTES, SMALL_DRAFT_BYTES = 30_000_000, 3_000_000
-SMALL_STEP_MS, SMALL_FIVE_ROWS_MS, SMALL_DRAFT_STEP_MS = 0.8, 1.1, 0.15
-STEP_OVER_FLOOR, FIVE_ROWS_OVER_ONE = 1.25, 1.3
-PLAIN_OVER_BARE, AUTO_OVER_PLAIN = 0.85, 0.97
-OVERHEAD_MS = 0.25
-SHARE_OF_FORMULA, SPEEDUP_AT_ZERO = 0.9, 1.5
-HOP_BYTES = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +103,6 @@ def parts(each: RoundSample) -> dict[str, float]:
     return {name: part_us / 1e3 for name, part_us in parts_us.items()}
 
 
-def speculative(rounds: Iterable[RoundSample]) -> list[RoundSample]:
-    """Those with a proposal."""
-    return [each for each in rounds if each.draft_count]
-
-
 class RoundsSummary:
     """Figures of one run. Methods raise KeyError or ValueError about what was not measured."""
 
@@ -137,15 +122,10 @@ class RoundsSummary:
         return [name for name in (BARE, PLAIN, *by_count, AUTO) if name in found]
 
     def bandwidth(self, buffer: str) -> tuple[float, float]:
-        """Bytes a second with which a buffer was read at best, and the median of the better reader.
-
-        The fastest read counts, because a busy machine would raise the floor.
-        """
-        speeds: dict[str, list[float]] = {}
-        for each in self.measurements.times:
-            if each.num_bytes and each.role == buffer:
-                speeds.setdefault(each.instrument, []).append(each.num_bytes / each.ms * 1e3)
-        return max(map(max, speeds.values())), max(map(median, speeds.values()))
+        """Bytes a second with which a buffer was read at best, which a busy machine lowers least, and usually."""
+        reads = [each for each in self.measurements.times if (each.instrument, each.role) == (READ, buffer)]
+        speeds = [each.num_bytes / each.ms * 1e3 for each in reads]
+        return max(speeds), median(speeds)
 
     @property
     def busy(self) -> bool:
@@ -171,19 +151,10 @@ class RoundsSummary:
         """A bare step, by default at the first temperature."""
         return self.time_ms(ENGINE, role, rows, self.temperatures[0] if temperature is None else temperature)
 
-    @property
-    def row_counts(self) -> list[int]:
-        """Rows of the bare steps."""
-        return sorted({each.rows for each in self.measurements.times if each.instrument == ENGINE})
-
-    @property
-    def two_pings_ms(self) -> float:
-        """Medians of both streams together, and what a round may cost besides."""
-        return sum(self.time_ms(PING, role).median for role in ROLES) + OVERHEAD_MS
-
     def costs(self, temperature: float) -> Costs:
         """What the formula needs, at one temperature."""
-        verify_ms = {rows: self.step_ms(TARGET, rows, temperature).median for rows in self.row_counts}
+        row_counts = {each.rows for each in self.measurements.times if each.instrument == ENGINE}
+        verify_ms = {rows: self.step_ms(TARGET, rows, temperature).median for rows in row_counts}
         others_ms = self.step_ms(DRAFT, 1, temperature), self.time_ms(PING, TARGET), self.time_ms(PING, DRAFT)
         return Costs(verify_ms, *(each.median / verify_ms[1] for each in others_ms))
 
@@ -218,84 +189,10 @@ class RoundsSummary:
 
     def steady(self, setting: str, temperature: float) -> list[RoundSample]:
         """The rounds with a proposal less the first of each request, whose messages may carry the prompt."""
-        requests = self.requests(setting, temperature)
-        return [each for request in requests for each in speculative(request.rounds[1:])[1:]]
+        found = [request.rounds[1:] for request in self.requests(setting, temperature)]
+        speculative = ([each for each in rounds if each.draft_count] for rounds in found)
+        return [each for rounds in speculative for each in rounds[1:]]
 
     def formula(self, setting: str, temperature: float) -> float:
         """S of a setting's rounds."""
         return self.costs(temperature).speedup(self.rounds(setting, temperature))
-
-    def best(self, temperature: float) -> str:
-        """The fastest fixed setting among those that the target is set for, by its ratio to plain."""
-        names = [fixed(count) for count in BEST_OF if self.requests(fixed(count), temperature)]
-        return max(names, key=lambda name: self.over(name, PLAIN, temperature).median)
-
-    def outside_ms(self, setting: str, temperature: float) -> Spread:
-        """Time of a request that no round accounts for, for each round: text, and the way to the client."""
-        return spread(
-            (each.seconds * 1e3 - sum(own.round_us for own in each.rounds) / 1e3) / len(each.rounds)
-            for each in self.requests(setting, temperature)
-            if each.rounds
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Criterion:
-    """A figure, and the limit that it is to keep."""
-
-    what: str
-    measured: float
-    limit: float
-    at_most: bool = False
-
-    @property
-    def met(self) -> bool:
-        """Whether the measured figure keeps the limit."""
-        return self.measured <= self.limit if self.at_most else self.measured >= self.limit
-
-    def line(self) -> str:
-        """The outcome as a sentence."""
-        side = "at most" if self.at_most else "at least"
-        return f"{'met' if self.met else 'MISSED'}: {self.what}: {self.measured:.3g}, wanted {side} {self.limit:.3g}"
-
-
-def criteria(summary: RoundsSummary) -> Iterator[Criterion]:
-    """All targets that this run can judge.
-
-    Where a target pass costs as much as a round trip, nobody asks that speculation pays.
-    """
-    is_small = summary.sizes[TARGET].step_bytes < SMALL_TARGET_BYTES
-    one, five = summary.step_ms(TARGET, 1).median, summary.step_ms(TARGET, 5).median
-    if is_small:
-        yield Criterion("target step, one row, ms", one, SMALL_STEP_MS, True)
-        yield Criterion("target step, five rows, ms", five, SMALL_FIVE_ROWS_MS, True)
-    else:
-        over_floor = one / summary.floor_ms(TARGET)
-        yield Criterion("target step, one row, over bytes / bandwidth", over_floor, STEP_OVER_FLOOR, True)
-        yield Criterion("target step, five rows over one row", five / one, FIVE_ROWS_OVER_ONE, True)
-    if summary.sizes[DRAFT].step_bytes < SMALL_DRAFT_BYTES:
-        yield Criterion("draft step, ms", summary.step_ms(DRAFT, 1).median, SMALL_DRAFT_STEP_MS, True)
-    for temperature in summary.temperatures:
-        at = f"temperature {temperature:g}"
-        if not is_small:
-            plain = summary.over(PLAIN, BARE, temperature).median
-            yield Criterion(f"plain through the gateway over the bare loop, {at}", plain, PLAIN_OVER_BARE)
-        if AUTO in summary.settings:
-            yield Criterion(f"auto over plain, {at}", summary.over(AUTO, PLAIN, temperature).median, AUTO_OVER_PLAIN)
-        if not is_small:
-            best = summary.best(temperature)
-            speedup = summary.over(best, PLAIN, temperature).median
-            share = speedup / summary.formula(best, temperature)
-            yield Criterion(f"measured speedup over S, {best}, {at}", share, SHARE_OF_FORMULA)
-            if temperature == 0:
-                yield Criterion(f"speculative over plain, {best}, {at}", speedup, SPEEDUP_AT_ZERO)
-    steady = [
-        each
-        for temperature in summary.temperatures
-        for setting in summary.settings
-        for each in summary.steady(setting, temperature)
-    ]
-    if steady:
-        overhead_ms, limit_ms = median(parts(each)["overhead"] for each in steady), summary.two_pings_ms
-        yield Criterion(f"gateway overhead a round, ms, two pings + {OVERHEAD_MS}", overhead_ms, limit_ms, True)
-        yield Criterion("most bytes a hop, both ways", max(each.hop_bytes for each in steady), HOP_BYTES, True)

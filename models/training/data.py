@@ -110,13 +110,9 @@ class TrainingBlocks:
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets [batch, block_len] of a step; a target is the token behind its input, or IGNORED."""
-        orders: dict[int, Tensor] = {}
-        starts = []
-        for index in range(step * self.batch, (step + 1) * self.batch):
-            number, position = divmod(index, self.per_pass)
-            if number not in orders:
-                orders[number] = self._starts(number)
-            starts.append(int(orders[number][position]))
+        places = [divmod(index, self.per_pass) for index in range(step * self.batch, (step + 1) * self.batch)]
+        orders = {number: self._starts(number) for number in {number for number, _ in places}}
+        starts = [int(orders[number][position]) for number, position in places]
         inputs = [self.token_ids[start : start + self.block_len] for start in starts]
         targets = [self.targets[start + 1 : start + 1 + self.block_len] for start in starts]
         return torch.stack(inputs), torch.stack(targets)
@@ -151,8 +147,8 @@ class HeldOut:
         """Windows [W, length] that end with a held-out block, the same blocks for every length."""
         ends = [(number + 1) * self.block_len for number in self.blocks.tolist()]
         ends = [end for end in ends if end >= self.window_lens[-1]][:MAX_WINDOWS]
-        empty = self.token_ids.new_empty(0, length)
-        return torch.stack([self.token_ids[end - length : end] for end in ends]) if ends else empty
+        windows = [self.token_ids[end - length : end] for end in ends]
+        return torch.stack(windows) if windows else self.token_ids.new_empty(0, length)
 
     def whole_blocks(self) -> Tensor:
         """All held-out blocks [H, block_len]."""

@@ -23,6 +23,7 @@ FINAL_RATE = 0.03  # of the learning rate, at the last step
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """The sum over all targets [B, L] but the IGNORED ones, given the inputs [B, L]."""
+Lesson = tuple[TrainingBlocks, Loss]
 
 
 class Diverged(OutriderError):
@@ -32,34 +33,19 @@ class Diverged(OutriderError):
 
 
 @dataclass(frozen=True, slots=True)
-class Portion:
-    """What a step takes of one kind of block: so many blocks of this length."""
-
-    batch: int
-    block_len: int
-
-
-@dataclass(frozen=True, slots=True)
 class Stage:
     """How one model learns once."""
 
     name: str
     steps: int
     learning_rate: float
-    portions: tuple[Portion, ...]
+    portions: tuple[tuple[int, int], ...]
+    """What a step takes: so many blocks of so many tokens, and so many of another length."""
 
     @property
     def tokens(self) -> int:
         """Tokens that the model reads in all steps."""
-        return self.steps * sum(each.batch * each.block_len for each in self.portions)
-
-
-@dataclass(frozen=True, slots=True)
-class Lesson:
-    """Blocks, and what is learnt from them."""
-
-    blocks: TrainingBlocks
-    loss: Loss
+        return self.steps * sum(batch * block_len for batch, block_len in self.portions)
 
 
 def logits(model: nn.Module, inputs: Tensor) -> Tensor:
@@ -117,8 +103,18 @@ def learn(
         for optimiser, state in zip(optimisers, found["optimisers"], strict=True):
             optimiser.load_state_dict(state)
     model.train()
+    device = next(model.parameters()).device
     for step in range(found["step"] if found is not None else 0, stage.steps):
-        value = _add_gradients(model, lessons, step)
+        # The gradients of the mean loss over all tokens learnt add up.
+        material = [(loss, *blocks.at(step)) for blocks, loss in lessons]
+        learnt = max(1, sum(int((targets != IGNORED).sum()) for _, _, targets in material))
+        total = torch.zeros(())
+        for loss, inputs, targets in material:
+            for own_inputs, own_targets in zip(micro_batches(inputs), micro_batches(targets), strict=True):
+                part = loss(model, own_inputs.to(device), own_targets.to(device)) / learnt
+                part.backward()  # type: ignore[no-untyped-call]
+                total += part.detach().cpu()
+        value = float(total)
         if not math.isfinite(value):
             raise Diverged(f"The loss of stage {stage.name} is {value} at step {step + 1}.", step=step + 1)
         nn.utils.clip_grad_norm_(list(model.parameters()), MAX_GRADIENT_NORM)
@@ -134,40 +130,20 @@ def learn(
     model.eval()
 
 
-def _add_gradients(model: nn.Module, lessons: Sequence[Lesson], step: int) -> float:
-    """Adds up the gradients of a step's mean loss over all tokens learnt; returns that loss."""
-    material = [(lesson.loss, *lesson.blocks.at(step)) for lesson in lessons]
-    learnt = max(1, sum(int((targets != IGNORED).sum()) for _, _, targets in material))
-    device, total = next(model.parameters()).device, torch.zeros(())
-    for loss, inputs, targets in material:
-        for own_inputs, own_targets in zip(micro_batches(inputs), micro_batches(targets), strict=True):
-            part = loss(model, own_inputs.to(device), own_targets.to(device)) / learnt
-            part.backward()  # type: ignore[no-untyped-call]
-            total += part.detach().cpu()
-    return float(total)
-
-
 def micro_batches(rows: Tensor) -> tuple[Tensor, ...]:
     """Pieces of a batch [B, L] of about MICRO_TOKENS tokens, and of one row at least: logits take much memory."""
     return torch.split(rows, max(1, MICRO_TOKENS // rows.shape[1]))
 
 
-@dataclass(frozen=True, slots=True)
-class HeldOutLosses:
-    """Nats a token."""
+def measure(model: nn.Module, held_out: HeldOut) -> list[float]:
+    """Nats a token: of all held-out blocks, each without anything before it, then of the last half block of windows.
 
-    blocks: float
-    """Of all held-out blocks, each without anything before it."""
-    by_window: tuple[float, ...]
-    """Of the last half block of windows, by window_lens; NaN when the text is too short for a window."""
-
-
-def measure(model: nn.Module, held_out: HeldOut) -> HeldOutLosses:
-    """Runs the model over all windows."""
+    By window_lens; NaN when the text is too short for a window.
+    """
     model.eval()
-    blocks = _tail_loss(model, held_out.whole_blocks(), held_out.block_len - 1)
     windows = (held_out.windows(length) for length in held_out.window_lens)
-    return HeldOutLosses(blocks, tuple(_tail_loss(model, each, held_out.block_len // 2) for each in windows))
+    blocks = _tail_loss(model, held_out.whole_blocks(), held_out.block_len - 1)
+    return [blocks, *(_tail_loss(model, each, held_out.block_len // 2) for each in windows)]
 
 
 @torch.inference_mode()

@@ -36,34 +36,20 @@ class Storage:
 
     def __init__(self, out: Path, every: int) -> None:
         """Checkpoints are due after every so many steps."""
-        self.out = out
-        self.every = every
+        self.out, self.every = out, every
         self.folder = out / "training"
         self.tokenizer = self.folder / "tokenizer.json"
         self._settings = out / "training.json"
         self._checkpoint = self.folder / "checkpoint.pt"
 
     def holds(self, settings: Mapping[str, Any]) -> bool:
-        """Whether the folder is this run's already. Raises InvalidRequest when it is another's."""
-        if self._settings.is_file():
-            self._compare(settings)
-            return True
-        # What a run leaves that died before it had begun.
-        own = (self.folder, self.tokenizer, *(_beside(each) for each in (self.tokenizer, self._settings)))
-        if self.out.exists() and (not self.out.is_dir() or any(each not in own for each in self.out.rglob("*"))):
-            raise InvalidRequest("--out", str(self.out), "a folder that is new, empty, or of the same run before")
-        return False
-
-    def claim(self, settings: Mapping[str, Any], tokenizer: str) -> None:
-        """Makes the folder this run's. The settings come last: with them it has everything that a run begins with."""
-        if self._settings.is_file():
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for file, text in ((self.tokenizer, tokenizer), (self._settings, json.dumps(settings, indent=2) + "\n")):
-            write_whole(file, partial(Path.write_text, data=text, encoding="utf-8"))
-
-    def _compare(self, settings: Mapping[str, Any]) -> None:
-        """Raises InvalidRequest about the first setting that is another one than the folder's run has."""
+        """Whether the folder is this run's already. Raises InvalidRequest about the first setting that is another's."""
+        if not self._settings.is_file():
+            # What a run leaves that died before it had begun.
+            own = (self.folder, self.tokenizer, *(_beside(each) for each in (self.tokenizer, self._settings)))
+            if self.out.exists() and (not self.out.is_dir() or any(each not in own for each in self.out.rglob("*"))):
+                raise InvalidRequest("--out", str(self.out), "a folder that is new, empty, or of the same run before")
+            return False
         try:
             before = json.loads(self._settings.read_text(encoding="utf-8"))
         except ValueError:
@@ -76,6 +62,15 @@ class Storage:
         if name is not None:
             limit = f"that of the run in {self.out}, {before.get(name)!r}, or go with another --out"
             raise InvalidRequest(name, now.get(name), limit)
+        return True
+
+    def claim(self, settings: Mapping[str, Any], tokenizer: str) -> None:
+        """Makes the folder this run's. The settings come last: with them it has everything that a run begins with."""
+        if self._settings.is_file():
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for file, text in ((self.tokenizer, tokenizer), (self._settings, json.dumps(settings, indent=2) + "\n")):
+            write_whole(file, partial(Path.write_text, data=text, encoding="utf-8"))
 
     def save_checkpoint(self, stage: str, step: int, state: Mapping[str, Any]) -> None:
         """Keeps what the stage needs to go on after so many steps, instead of what was kept before."""

@@ -46,9 +46,8 @@ def test_what_is_no_temperature_is_refused(text: str) -> None:
 
 def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
     """Not after the minutes of a run."""
-    check = writable("--save")
-    assert check(tmp_path / "samples.json") == tmp_path / "samples.json"
-    assert check(None) is None
+    assert writable(tmp_path / "samples.json") == tmp_path / "samples.json"
+    assert writable(None) is None
     for place in (tmp_path, tmp_path / "absent" / "samples.json"):
         with pytest.raises(InvalidRequest, match="--save"):
-            check(place)
+            writable(place)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from training.data import IGNORED, TrainingBlocks
-from training.learn import FINAL_RATE, Diverged, Lesson, Portion, Stage, distillation, learn, next_token, rate
+from training.learn import FINAL_RATE, Diverged, Lesson, Stage, distillation, learn, next_token, rate
 from training.model import PRESETS, new_model
 from training.storage import Storage, write_whole
 
 TOKENS = torch.randint(300, (600,), generator=torch.Generator().manual_seed(2))
-STAGE = Stage("target-long", 6, 3e-3, (Portion(1, 128), Portion(2, 32)))
+STAGE = Stage("target-long", 6, 3e-3, ((1, 128), (2, 32)))
 MODEL = new_model(PRESETS["tiny"], "target", 3)
 
 
@@ -26,8 +26,8 @@ def lessons() -> list[Lesson]:
     """Long blocks of the text, and short ones of a teacher."""
     teacher = new_model(PRESETS["tiny"], "target", 9).requires_grad_(False)
     return [
-        Lesson(TrainingBlocks(TOKENS, TOKENS, 128, 1, "long"), next_token),
-        Lesson(TrainingBlocks(TOKENS, TOKENS, 32, 2, "short"), distillation(teacher)),
+        (TrainingBlocks(TOKENS, TOKENS, 128, 1, "long"), next_token),
+        (TrainingBlocks(TOKENS, TOKENS, 32, 2, "short"), distillation(teacher)),
     ]
 
 
@@ -95,7 +95,7 @@ def test_a_loss_that_is_no_number_ends_the_stage(tmp_path: Path) -> None:
     def broken(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         return next_token(model, inputs, targets) * math.nan
 
-    lesson = Lesson(TrainingBlocks(TOKENS, TOKENS, 32, 2, "short"), broken)
+    lesson = (TrainingBlocks(TOKENS, TOKENS, 32, 2, "short"), broken)
     with pytest.raises(Diverged, match="stage target-long is nan at step 1"):
         learn(STAGE, copy.deepcopy(MODEL), [lesson], Storage(tmp_path, 1), lambda *_: None)
 

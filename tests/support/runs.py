@@ -16,8 +16,7 @@ from bench.rounds.samples import (
     OPERATORS,
     PING,
     PLAIN,
-    SEARCH,
-    SUM,
+    READ,
     TARGET,
     Measurements,
     ModelSize,
@@ -62,10 +61,9 @@ def summary() -> RoundsSummary:
     prompt, speculative = round_of(0, 1), round_of(4, 4)
     for turn, noise in ((1, 1.0), (2, 2.0)):
         found.times += [
-            TimeSample(SUM, TARGET, 5.0, num_bytes=200_000_000),
-            TimeSample(SEARCH, TARGET, 8.0, num_bytes=200_000_000),
-            TimeSample(SUM, DRAFT, 0.1, num_bytes=2_000_000),
-            TimeSample(SEARCH, MEMORY, 25.0, num_bytes=10**9),
+            TimeSample(READ, TARGET, 5.0, num_bytes=200_000_000),
+            TimeSample(READ, DRAFT, 0.1, num_bytes=2_000_000),
+            TimeSample(READ, MEMORY, 25.0, num_bytes=10**9),
         ]
         found.times += [TimeSample(OPERATORS, role, 30.0, rows) for role in (TARGET, DRAFT) for rows in (1, 5)]
         found.times += [TimeSample(ENGINE, role, ms, rows) for (role, rows), ms in STEP_MS.items()]

@@ -1,7 +1,7 @@
 """From a model's name to a decoder in memory: a folder, a hub id, or a sized model."""
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
@@ -79,17 +79,14 @@ class SizedCheckpoint(FolderCheckpoint):
         """Raises ModelRefused when the small model does not fit into the shape."""
         return cls(name, folder, widened(ModelConfig.read(folder), shape), shape=shape, seed=seed)
 
-    def tensors(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Makes one after the other; a bar on stderr shows progress when it is a terminal."""
+    def load(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Makes all tensors; a bar on stderr shows progress when it is a terminal."""
         small = ModelConfig.read(self.folder)
         source = load_tensors(self.folder, small, torch.device("cpu"), torch.float32)
         console = Console(stderr=True)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
             made = widen(source, small, self.config, self.seed, device, dtype)
-            yield from progress.track(made, len(expected_shapes(self.config)), description=f"Making {self.name}")
-
-    def load(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        return dict(self.tensors(device, dtype))
+            return dict(progress.track(made, len(expected_shapes(self.config)), description=f"Making {self.name}"))
 
     def digest(self) -> str:
         return sized_hash(model_hash(self.folder), self.shape, self.seed)

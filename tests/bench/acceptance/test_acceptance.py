@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from bench.acceptance.__main__ import conclude
 from bench.acceptance.report import AcceptanceSummary, Estimate, mean, render, share
-from bench.acceptance.runs import WHOLE, AcceptanceCounts, AcceptancePlan, ModelPair, Readers, RuleCounts, measure
+from bench.acceptance.runs import AcceptancePlan, ModelPair, Readers, RuleCounts, measure
 from bench.common import OPENINGS
 from outrider.engine.runner import ModelRunner
 from outrider.parameters import Acceptance, Rule
@@ -57,18 +57,9 @@ def test_a_wrong_order_would_be_found(summary: AcceptanceSummary, temperature: f
 
 
 @pytest.mark.parametrize("temperature", PLAN.temperatures)
-def test_a_longer_distribution_loses_less_and_takes_more_bytes(summary: AcceptanceSummary, temperature: float) -> None:
-    """Both losses are small, positive, and part of what the whole distribution keeps."""
-    short, long = (summary.loss(temperature, top_n).value for top_n in PLAN.top_ns)
-    assert 0 < long < short < 0.3 * mean(summary.overlaps(temperature, WHOLE)).value
+def test_a_longer_distribution_takes_more_bytes(summary: AcceptanceSummary, temperature: float) -> None:
+    """The larger hop of a round stays within two kilobytes at 64 tokens."""
     assert summary.hop_bytes(temperature, 8)[0] < summary.hop_bytes(temperature, 64)[0] <= 2048
-
-
-def test_the_exact_chance_is_the_rate_of_ratio(summary: AcceptanceSummary) -> None:
-    """Sum of min(target, draft) at the first draft token, and how often the rule keeps it, agree."""
-    kept = mean(summary.overlaps(1.0, 64))
-    counted = summary.rate(1.0, "ratio", 64)
-    assert abs(kept.value - counted.value) < 4 * math.hypot(kept.error, counted.error)
 
 
 def test_a_round_is_taken_back(pair: ModelPair, prompts: list[list[int]]) -> None:
@@ -105,7 +96,7 @@ def test_figures_follow_from_counts() -> None:
         )
         for rule, prompt, accepted, evaluated in counts
     ]
-    found = AcceptanceSummary(AcceptancePlan(temperatures=(1.0,)), AcceptanceCounts(tallies))
+    found = AcceptanceSummary(AcceptancePlan(temperatures=(1.0,)), tallies)
     assert found.length(1.0, "ratio", 64) == Estimate(2.5, pytest.approx(0.5))
     assert found.rate(1.0, "match", 64).value == pytest.approx(26 / 36)
     assert found.gain(1.0, "ratio", "match") == Estimate(pytest.approx(0.2), pytest.approx(0.0, abs=1e-9))
@@ -115,13 +106,13 @@ def test_figures_follow_from_counts() -> None:
 def test_the_report_has_every_rule_and_the_file_every_count(
     pair: ModelPair, summary: AcceptanceSummary, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Tables are printed, the report is Markdown with the same rows, the file can be read again."""
-    report, file = tmp_path / "report.md", tmp_path / "counts.json"
-    conclude(pair, summary, report, file)
-    text = report.read_text()
+    """The report is Markdown, the file can be read again."""
+    file = tmp_path / "counts.json"
+    conclude(pair, summary, file)
+    text = capsys.readouterr().out
     assert render(summary) in text
     for rule in ("match", "ratio", "block", "lenient 0.5", "typical 0.09 0.3"):
         assert f"\n| {rule} | " in text
-    assert "Loss of acceptance" in capsys.readouterr().out
+    assert "The rule ratio by top-N" in text
     document = json.loads(file.read_text())
-    assert len(document["counts"]["tallies"]) == len(summary.counts.tallies) == 2 * 24 * 6
+    assert len(document["counts"]) == len(summary.counts) == 2 * 24 * 6

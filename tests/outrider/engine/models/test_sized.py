@@ -12,7 +12,6 @@ from support.tiny_models import TARGET, write_tiny_model
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from bench.sized_pair import write
 from outrider.engine.batching import Feed
 from outrider.engine.models.checkpoints import SizedCheckpoint, find_checkpoint
 from outrider.engine.models.config import ModelConfig
@@ -31,14 +30,13 @@ WIDE = Shape(204, 360, 3, 6, 2, 128, tied_embeddings=False)
 PROMPTS = ("Once upon a time there was a miller who had", "The fox said to the wolf,", "Two children were lost")
 
 
-def written(folder: Path, shape: Shape = WIDE, seed: int = 0, inside: Path = DRAFT) -> ModelRunner:
-    """A wide model of any shape, in float32 as from its files."""
-    write(SizedCheckpoint.of("wide", inside, shape, seed), folder, "float32")
-    return ModelRunner.load(str(folder), dtype="float32", num_threads=2, kv_tokens=8192)
+def made(shape: Shape = WIDE, seed: int = 0, inside: Path = DRAFT) -> ModelRunner:
+    """A wide model of any shape, in float32."""
+    return loaded(SizedCheckpoint.of("wide", inside, shape, seed))
 
 
-def loaded(model: str) -> ModelRunner:
-    """A model by its name, in float32."""
+def loaded(model: str | SizedCheckpoint) -> ModelRunner:
+    """A model in float32."""
     return ModelRunner.load(model, dtype="float32", num_threads=2, kv_tokens=8192)
 
 
@@ -80,9 +78,9 @@ def random_ids(count: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+def wide() -> ModelRunner:
     """The embedded draft in twice the head dimension."""
-    return written(tmp_path_factory.mktemp("wide") / "model")
+    return made()
 
 
 @pytest.mark.parametrize(("model", "inside"), [("sized:200m", TARGET), ("sized:10m", DRAFT)])
@@ -105,15 +103,15 @@ def test_another_head_dimension_says_the_same(wide: ModelRunner) -> None:
 def test_other_heads_and_groups_say_the_same(tmp_path: Path) -> None:
     """A model of two groups of two, whose heads are four times as wide in three groups of three."""
     inside = write_tiny_model(tmp_path / "small", "llama", tie_word_embeddings=True, context_len=4096)
-    runner = written(tmp_path / "wide", Shape(64, 96, 3, 9, 3, 64), inside=inside)
+    runner = made(Shape(64, 96, 3, 9, 3, 64), inside=inside)
     prompt = [token_id % 300 for token_id in random_ids(200)]
     expected = last_logits(loaded(str(inside)), prompt)
     torch.testing.assert_close(last_logits(runner, prompt), expected, atol=1e-3, rtol=0)
 
 
-def test_random_weights_have_no_effect(wide: ModelRunner, tmp_path: Path) -> None:
+def test_random_weights_have_no_effect(wide: ModelRunner) -> None:
     """Another seed changes most weights and not one bit of the logits."""
-    other = written(tmp_path / "model", seed=1)
+    other = made(seed=1)
     assert not torch.equal(wide.model.head, other.model.head)
     prompt = random_ids(80)
     assert torch.equal(last_logits(wide, prompt), last_logits(other, prompt))
@@ -163,13 +161,13 @@ def test_numbers_depend_on_the_seed_and_the_name_alone() -> None:
 def test_the_digest_names_what_a_model_is_made_from(tmp_path: Path) -> None:
     """Model inside, shape and seed; another one for each of them."""
     inside = write_tiny_model(tmp_path / "small", "llama", vocab_size=4096, tie_word_embeddings=True)
-    made = [
+    checkpoints = [
         SizedCheckpoint.of("a", DRAFT, WIDE, 0),
         SizedCheckpoint.of("a", DRAFT, WIDE, 1),
         SizedCheckpoint.of("a", DRAFT, replace(WIDE, num_layers=4), 0),
         SizedCheckpoint.of("a", inside, WIDE, 0),
     ]
-    digests = [each.digest() for each in made]
+    digests = [each.digest() for each in checkpoints]
     assert len(set(digests)) == 4
     assert SizedCheckpoint.of("b", DRAFT, WIDE, 0).digest() == digests[0]
     assert all(len(digest) == 32 for digest in digests)
