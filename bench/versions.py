@@ -28,7 +28,7 @@ SETTINGS = {
     "auto": Speculation(),
 }
 TEMPERATURES = (0.0, 0.8)
-SERVERS = ("gateway.server", "target_service.server", "draft_service.server")
+PROGRAMS = ("gateway", "target_service", "draft_service")
 
 Times = dict[str, dict[str, list[float]]]
 """Milliseconds of what was done, by checkout."""
@@ -83,7 +83,7 @@ def measure_answers(roots: Mapping[str, Path], options: Sequence[str], turns: in
 def measure_starts(roots: Mapping[str, Path], options: Sequence[str], turns: int) -> Times:
     """Milliseconds until everything serves, until the command line told its version, and of imports."""
     found: Times = defaultdict(lambda: defaultdict(list))
-    imports = {f"import {module}": [sys.executable, "-P", "-c", f"import {module}"] for module in SERVERS}
+    imports = {f"{name} --help": [sys.executable, "-P", "-m", name, "--help"] for name in PROGRAMS}
     for turn in range(turns):
         for name in in_turns(roots, turn):
             started_s = time.perf_counter()
