@@ -158,8 +158,8 @@ class TokenTree(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Natural logarithm of the draft's probability of each row's token under the distribution that it was drawn from, in
-        row order, when the session asked for them. Never sent to a target.
+        """Natural logarithm of the draft's probability of each row's token under the distribution that it was drawn from,
+        in row order, when the session asked for them. Never sent to a target.
         """
 
     def __init__(
