@@ -147,7 +147,10 @@ class GatewayMetrics:
             self.draft_tokens.inc(committed.draft_count)
             self.accepted_tokens.inc(committed.accepted_count)
             self.evaluated_tokens.inc(verdict.evaluated_count)
-            for position in self._positions_until(committed.accepted_count):
+            while len(self._positions) < committed.accepted_count:
+                # A position has a counter from when it is first reached.
+                self._positions.append(self._accepted_at.labels(len(self._positions)))
+            for position in self._positions[: committed.accepted_count]:
                 position.inc()
             self.draft_bytes.inc(proposal.hop.num_bytes)
             self._rejected_rows += committed.draft_count - committed.accepted_count
@@ -193,12 +196,6 @@ class GatewayMetrics:
         self.inference.observe(max(0, event.total_us - event.queue_us) / 1e6)
         if num_tokens > 1:
             self.per_token.observe((event.total_us - event.first_token_us) / 1e6 / (num_tokens - 1))
-
-    def _positions_until(self, num_accepted: int) -> list[Counter]:
-        """Counters of the first positions of a proposal, made when one is first reached."""
-        while len(self._positions) < num_accepted:
-            self._positions.append(self._accepted_at.labels(len(self._positions)))
-        return self._positions[:num_accepted]
 
 
 class Watched:

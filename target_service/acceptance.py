@@ -39,9 +39,6 @@ from target_service.rules.outcome import ChainOutcome
 from target_service.rules.ratio import ratio
 from target_service.rules.typical import exp_entropies, typical_children
 
-# What chains must have in common to be decided at once: the rule, whether the temperature is 0, and their length.
-ChainKind = tuple[Acceptance, bool, int]
-
 
 @dataclass(frozen=True, slots=True)
 class Walk:
@@ -142,7 +139,14 @@ def decide(
     The rows of inputs[i] are logits[ranges[i]], the root's first. Keeps nothing: the same input and logits give the
     same walk, on the CPU whatever stands beside them.
     """
-    kinds = [_chain_kind(each) for each in inputs]
+    # Chains that are tested with uniforms or against a bound are decided at once where they have in common the rule,
+    # whether the temperature is 0, and the length; None is for whatever follows draws.
+    kinds = [
+        (each.spec.acceptance, each.spec.sampling.temperature == 0, len(each.feed.tree))
+        if each.feed.tree and each.spec.acceptance.rule.needs_distributions
+        else None
+        for each in inputs
+    ]
     if not any(kinds):
         return _follow_draws(runner, inputs, logits, ranges)
     decided: dict[int, Walk | OutriderError] = {}
@@ -152,14 +156,6 @@ def decide(
         chosen, rows = [inputs[number] for number in numbers], [ranges[number] for number in numbers]
         decided |= zip(numbers, decide_group(runner, chosen, logits, rows), strict=True)
     return [decided[number] for number in range(len(inputs))]
-
-
-def _chain_kind(draw_input: DrawInput) -> ChainKind | None:
-    """The kind of a chain that is tested with uniforms or against a bound, None for whatever follows draws."""
-    spec, draft_count = draw_input.spec, len(draw_input.feed.tree)
-    if not draft_count or not spec.acceptance.rule.needs_distributions:
-        return None
-    return spec.acceptance, spec.sampling.temperature == 0, draft_count
 
 
 def _follow_draws(

@@ -152,9 +152,14 @@ class ModelDrafter:
 
         When it raises, no session has changed but for what is cached: see outrider.engine.worker.
         """
-        served = [task for task in tasks if self._is_ready(task)]
+        for task in tasks:
+            if not task.stopped:
+                try:
+                    reserve(self._runner, Feed(task.session), self._with_room)
+                except OutriderError as error:
+                    task.fail(error)
         # Whoever made room for another has no part in this forward.
-        tasks = [task for task in served if not (task.done or task.stopped)]
+        tasks = [task for task in tasks if not (task.done or task.stopped)]
         before = [task.session.last_forward for task in tasks]
         started_ns = time.perf_counter_ns()
         result = self._runner.forward([Feed(task.session) for task in tasks])
@@ -174,15 +179,6 @@ class ModelDrafter:
                 # Only what is committed; the guesses behind it are nobody's but this session's.
                 task.session.publish(task.base_len)
         return True
-
-    def _is_ready(self, task: DraftTask) -> bool:
-        if task.stopped:
-            return False
-        try:
-            reserve(self._runner, Feed(task.session), self._with_room)
-        except OutriderError as error:
-            task.fail(error)
-        return not task.done
 
 
 def guess_each(

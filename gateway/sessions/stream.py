@@ -154,7 +154,8 @@ class MessageStream(Generic[Sent, Received]):
         finally:
             self._call.cancel()
             for task in filter(None, (self._reading, self._writing)):
-                task.add_done_callback(_retrieve)
+                # How an abandoned task ended is looked at, or asyncio would log it as forgotten.
+                task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
                 task.cancel()
 
     async def _write(self, message: Sent) -> None:
@@ -210,12 +211,6 @@ class MessageStream(Generic[Sent, Received]):
         log.info("stream lost", service=str(self.peer), status=status, details=error.details())
         what = "was lost in the middle of the request" if self._has_left else "cannot be reached"
         return PeerLost(f"{self.peer} {what}", status=status)
-
-
-def _retrieve(task: asyncio.Task[Any]) -> None:
-    """Takes note of how an abandoned task ended, which asyncio would otherwise log as forgotten."""
-    if not task.cancelled():
-        task.exception()
 
 
 class RequestExpired(OutriderError):

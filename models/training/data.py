@@ -111,17 +111,16 @@ class TrainingBlocks:
     def at(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets [batch, block_len] of a step; a target is the token behind its input, or IGNORED."""
         places = [divmod(index, self.per_pass) for index in range(step * self.batch, (step + 1) * self.batch)]
-        orders = {number: self._starts(number) for number in {number for number, _ in places}}
+        orders = {}
+        for number in {number for number, _ in places}:
+            digest = hashlib.blake2b(f"{self.seed} {number}".encode(), digest_size=7).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+            offset = torch.randint(self.block_len, (), generator=generator)
+            orders[number] = offset + self.block_len * torch.randperm(self.per_pass, generator=generator)
         starts = [int(orders[number][position]) for number, position in places]
         inputs = [self.token_ids[start : start + self.block_len] for start in starts]
         targets = [self.targets[start + 1 : start + 1 + self.block_len] for start in starts]
         return torch.stack(inputs), torch.stack(targets)
-
-    def _starts(self, number: int) -> Tensor:
-        seed = int.from_bytes(hashlib.blake2b(f"{self.seed} {number}".encode(), digest_size=7).digest(), "little")
-        generator = torch.Generator().manual_seed(seed)
-        offset = torch.randint(self.block_len, (), generator=generator)
-        return offset + self.block_len * torch.randperm(self.per_pass, generator=generator)
 
 
 @dataclass(frozen=True, slots=True)

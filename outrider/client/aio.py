@@ -8,7 +8,7 @@ from typing import Any, Self, Unpack
 import grpc
 
 from outrider.client.calls import CALL_CANCELLED, CLIENT_CLOSED, CLOSED_BEFORE, Caller, Cancelled, Terms
-from outrider.client.events import Answer, Event, Transcript, event_from
+from outrider.client.events import Answer, AnswerBuilder, Event, event_from
 from outrider.client.requests import GenerationOptions, Message, Metadata, Prompt, chat_request, generate_request
 from outrider.rpc.channels import open_channel
 from outrider.v1 import generation_service_pb2 as pb
@@ -26,7 +26,7 @@ class AsyncStream:
     def __init__(self, call: "grpc.aio.UnaryStreamCall[Any, pb.GenerateResponse]", terms: Terms) -> None:
         self._call = call
         self._terms = terms
-        self._transcript = Transcript()
+        self._builder = AnswerBuilder()
         self._cancelled = False
         # gRPC itself would go on receiving for a stream that nobody holds any more. By then the call may have ended,
         # and its event loop too.
@@ -51,7 +51,7 @@ class AsyncStream:
             message = None
         if not isinstance(message, pb.GenerateResponse):
             raise StopAsyncIteration
-        return self._transcript.add(event_from(message))
+        return self._builder.add(event_from(message))
 
     async def text(self, sample_index: int = 0) -> AsyncIterator[str]:
         """The text of one sample, piece by piece as it comes: what is left of it where reading has begun already."""
@@ -63,9 +63,9 @@ class AsyncStream:
         """Reads to the end and returns everything, what was read before included. Raises Cancelled after `cancel`."""
         async for _ in self:
             pass
-        if self._cancelled and not self._transcript.is_whole:
+        if self._cancelled and not self._builder.is_whole:
             raise Cancelled(CALL_CANCELLED)
-        return self._transcript.answer()
+        return self._builder.answer()
 
     def cancel(self) -> None:
         """Ends the call; reading ends then, too. Without an effect on a call that has ended."""

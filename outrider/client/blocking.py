@@ -7,7 +7,7 @@ from typing import Any, Self, Unpack
 import grpc
 
 from outrider.client.calls import CALL_CANCELLED, CLOSED_BEFORE, Caller, Cancelled, Terms
-from outrider.client.events import Answer, Event, Transcript, event_from
+from outrider.client.events import Answer, AnswerBuilder, Event, event_from
 from outrider.client.requests import GenerationOptions, Message, Metadata, Prompt, chat_request, generate_request
 from outrider.rpc.channels import channel_options
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
@@ -27,7 +27,7 @@ class Stream:
     def __init__(self, call: CallIterator, terms: Terms) -> None:
         self._call = call
         self._terms = terms
-        self._transcript = Transcript()
+        self._builder = AnswerBuilder()
         self._cancelled = False
         # gRPC itself would go on receiving for a stream that nobody holds any more.
         self._end_call = weakref.finalize(self, call.cancel)
@@ -43,7 +43,7 @@ class Stream:
             if self._cancelled:
                 raise StopIteration from None
             raise self._terms.failure(error) from None
-        return self._transcript.add(event_from(message))
+        return self._builder.add(event_from(message))
 
     def text(self, sample_index: int = 0) -> Iterator[str]:
         """The text of one sample, piece by piece as it comes: what is left of it where reading has begun already."""
@@ -55,9 +55,9 @@ class Stream:
         """Reads to the end and returns everything, what was read before included. Raises Cancelled after `cancel`."""
         for _ in self:
             pass
-        if self._cancelled and not self._transcript.is_whole:
+        if self._cancelled and not self._builder.is_whole:
             raise Cancelled(CALL_CANCELLED)
-        return self._transcript.answer()
+        return self._builder.answer()
 
     def cancel(self) -> None:
         """Ends the call; reading ends then, too. From any thread, and without an effect on a call that has ended."""

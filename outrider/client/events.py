@@ -195,7 +195,7 @@ class Answer:
         return tuple(token for each in self.samples[0].rounds for token in each.prompt)
 
 
-class Transcript:
+class AnswerBuilder:
     """Keeps the events of a request, in the order in which they came."""
 
     def __init__(self) -> None:

@@ -72,15 +72,12 @@ class TensorNames:
         """The stored tensors by the model's names; raises ModelRefused."""
         known = {}
         for tensor in stored:
-            name = self._name(tensor.name)
+            names = (tensor.name, self.prefix + tensor.name, tensor.name.removeprefix(self.prefix))
+            name = next((each for each in names if each in self.expected or each in self.tied), tensor.name)
             if name in self.expected or not any(re.search(pattern, tensor.name) for pattern in self.ignored):
                 known[name] = tensor
         check_tensors(folder, known, self.expected, self.tied)
         return known
-
-    def _name(self, stored: str) -> str:
-        names = (stored, self.prefix + stored, stored.removeprefix(self.prefix))
-        return next((name for name in names if name in self.expected or name in self.tied), stored)
 
 
 @dataclass(frozen=True, slots=True)

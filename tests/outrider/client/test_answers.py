@@ -6,21 +6,21 @@ import pytest
 from support.command_line import RESULT, ROUNDS, TEXT
 
 from outrider.client import OutriderError, RejectedToken, Round, RoundFacts
-from outrider.client.events import Transcript, event_from
+from outrider.client.events import AnswerBuilder, event_from
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
 
 
 def test_samples_in_order_whatever_came_first() -> None:
     """Mixed events are sorted by sample, and an answer speaks for its first one."""
-    transcript = Transcript()
+    builder = AnswerBuilder()
     for index in (1, 0):
         for event in ROUNDS:
-            transcript.add(replace(event, sample_index=index))
+            builder.add(replace(event, sample_index=index))
     for index in (1, 0):
-        assert not transcript.is_whole
-        transcript.add(replace(RESULT, sample_index=index, seed=11 + index))
-    answer = transcript.answer()
+        assert not builder.is_whole
+        builder.add(replace(RESULT, sample_index=index, seed=11 + index))
+    answer = builder.answer()
     assert [(sample.text, sample.result.seed) for sample in answer.samples] == [(TEXT, 11), (TEXT, 12)]
     assert (answer.text, answer.token_ids, answer.result.seed) == (TEXT, (5, 6, 7, 8, 9), 11)
 
@@ -28,11 +28,11 @@ def test_samples_in_order_whatever_came_first() -> None:
 @pytest.mark.parametrize("count", [0, 1])
 def test_half_an_answer_is_none(count: int) -> None:
     """Neither nothing at all nor a sample without its result is an answer."""
-    transcript = Transcript()
+    builder = AnswerBuilder()
     for event in ROUNDS[:count]:
-        transcript.add(event)
+        builder.add(event)
     with pytest.raises(OutriderError, match="before the answer had ended"):
-        transcript.answer()
+        builder.answer()
 
 
 def test_a_round_tells_everything() -> None:
