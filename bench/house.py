@@ -292,8 +292,7 @@ def stream_answer(rest: str) -> None:
     )
     with urllib.request.urlopen(request, timeout=PATIENCE_S) as reply:
         answer = reply.read().decode()
-    drafted = re.search(r'"num_draft_tokens": *[1-9]', answer)
-    if not answer.rstrip().endswith("[DONE]") or not drafted:
+    if not answer.rstrip().endswith("[DONE]") or not re.search(r'"num_draft_tokens": *[1-9]', answer):
         raise RuntimeError(f"the answer has no end or no drafts: {answer[-500:]}")
 
 

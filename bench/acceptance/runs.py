@@ -50,12 +50,8 @@ class ModelPair:
     draft: ModelRunner
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """One round: what was proposed, and what the target said to it."""
-
-    tree: TokenTree
-    walk: Walk
+Trial = tuple[TokenTree, Walk]
+"""One round: what was proposed, and what the target said to it."""
 
 
 class Readers:
@@ -68,8 +64,9 @@ class Readers:
         self._target = [opened(pair.target, prompt) for prompt in prompts]
         self._draft = [opened(pair.draft, prompt) for prompt in prompts]
         for _ in range(text_len):
-            for session, trial in zip(self._target, self._decide(self._specs, [EMPTY] * len(prompts)), strict=True):
-                session.extend([trial.walk.next_token_id])
+            trials = self._decide(self._specs, [EMPTY] * len(prompts))
+            for session, (_, walk) in zip(self._target, trials, strict=True):
+                session.extend([walk.next_token_id])
         self._texts = [tuple(session.token_ids) for session in self._target]
 
     @property
@@ -120,7 +117,7 @@ class Readers:
         for tree, walk in zip(trees, walks, strict=True):
             if isinstance(walk, OutriderError):
                 raise walk
-            trials.append(Trial(tree, walk))
+            trials.append((tree, walk))
         return trials
 
 
@@ -224,15 +221,15 @@ def _counted(readers: Readers, plan: AcceptancePlan, temperature: float, first: 
             by_setting.setdefault((acceptance, top_n), []).append(list(zip(trials, readers.lengths, strict=True)))
     for (acceptance, top_n), by_place in by_setting.items():
         for number, rounds in enumerate(zip(*by_place, strict=True), start=first):
-            sizes = [hop_bytes(trial.tree, base_len) for trial, base_len in rounds]
+            sizes = [hop_bytes(tree, base_len) for (tree, _), base_len in rounds]
             yield RuleCounts(
                 temperature,
                 name_of(acceptance),
                 top_n,
                 number,
                 rounds=len(rounds),
-                accepted=sum(len(trial.walk.accepted_rows) for trial, _ in rounds),
-                evaluated=sum(trial.walk.evaluated_count for trial, _ in rounds),
+                accepted=sum(len(walk.accepted_rows) for (_, walk), _ in rounds),
+                evaluated=sum(walk.evaluated_count for (_, walk), _ in rounds),
                 hop_bytes=sum(sizes),
                 most_hop_bytes=max(sizes),
             )

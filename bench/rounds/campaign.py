@@ -95,11 +95,9 @@ class Campaign:
                 measurements.requests.append(sample)
                 expected = self._expected.setdefault((number, temperature), sample.token_ids)
                 if sample.token_ids != expected or len(expected) != self._plan.tokens:
-                    raise TokensDiffer(
-                        f"{setting} said other tokens than {self._plan.settings[0]}, or not {self._plan.tokens}, "
-                        f"for {self._plan.prompts[number]!r} at temperature {temperature:g} in turn {turn}: "
-                        f"{list(sample.token_ids)} instead of {list(expected)}"
-                    )
+                    place = f"{self._plan.prompts[number]!r} at temperature {temperature:g} in turn {turn}"
+                    said = f"{list(sample.token_ids)} instead of {list(expected)}"
+                    raise TokensDiffer(f"{setting} said {said}, or not {self._plan.tokens} tokens, for {place}")
 
     async def _request(self, spec: SessionSpec, speculation: Speculation) -> TimedAnswer:
         """Runs a request for exactly this session through the gateway."""

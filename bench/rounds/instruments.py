@@ -5,6 +5,7 @@ One call of `Instruments.sample` takes a few samples of each, so that a run can 
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -78,8 +79,7 @@ class Instruments:
         plan, times = self._plan, measurements.times
         for _ in range(REPEATS):
             for role, buffer, threads in self._buffers:
-                torch.set_num_threads(threads)
-                times.append(TimeSample(READ, role, second_ms(buffer.sum), num_bytes=buffer.nbytes))
+                times.append(TimeSample(READ, role, read_ms(buffer, threads), num_bytes=buffer.nbytes))
             for (role, step), rows in product(self._operators.items(), OPERATOR_ROWS):
                 times.append(TimeSample(OPERATORS, role, step.ms(rows), rows))
         for (role, loop), temperature, rows in product(self.loops.items(), plan.temperatures, plan.row_counts):
@@ -88,6 +88,14 @@ class Instruments:
             loop.step_ms(rows, temperature)
             for _ in range(REPEATS):
                 times.append(TimeSample(ENGINE, role, loop.step_ms(rows, temperature), rows, temperature))
+
+
+def read_ms(buffer: Tensor, num_threads: int) -> float:
+    """Milliseconds to read a buffer, each thread its part of it."""
+    # Threads of our own: those within one operator wait for each other, which is dear on a busy machine.
+    with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        parts = buffer.chunk(num_threads)
+        return second_ms(lambda: list(pool.map(Tensor.sum, parts)))
 
 
 def second_ms(run: Callable[[], object]) -> float:

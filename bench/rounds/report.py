@@ -92,6 +92,5 @@ def _parts(summary: RoundsSummary, temperature: float) -> str:
                     str(max(each.hop_bytes for each in rounds)),
                 )
             )
-    pings = f"two pings + {OVERHEAD_MS}"
-    over = ("overhead", pings, "bytes, draft hop", "bytes, target hop", "most of a hop")
+    over = ("overhead", f"two pings + {OVERHEAD_MS}", "bytes, draft hop", "bytes, target hop", "most of a hop")
     return markdown(("setting", *PARTS, *over), rows)
