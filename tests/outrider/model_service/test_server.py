@@ -62,24 +62,23 @@ async def test_a_taken_address_for_metrics_ends_the_start() -> None:
 
 
 STUCK = """
-import threading
-from outrider import model_service
-from outrider.process.options import run_app
-from outrider.model_service.settings import model_service_app
+import sys, threading
+from outrider.model_service import server as model_service
+from outrider.process.run import run_service
 from target_service import server
 from target_service.verifier import Verifier
 
 Verifier.advance = lambda self, tasks: threading.Event().wait()
 model_service.DEVICE_PATIENCE_S = 0.2
-run_app(model_service_app("target", 50052, server.start))
+settings = server.TargetSettings(sys.argv[1], "127.0.0.1:0", kv_tokens=512, drain_seconds=0.1, log_level="error")
+run_service("target", server.start, settings)
 """
-FLAGS = ("--listen", "127.0.0.1:0", "--kv-tokens", "512", "--drain-seconds", "0.1", "--log-level", "error")
 
 
 async def test_sigterm_ends_a_process_with_a_stuck_device() -> None:
     """Not at the watchdog's limit, but soon after the grace: one line is logged, and the exit code is 70."""
     pipe = asyncio.subprocess.PIPE
-    command = (sys.executable, "-c", STUCK, "--model", str(ROOT / "models" / "target"), *FLAGS)
+    command = (sys.executable, "-c", STUCK, str(ROOT / "models" / "target"))
     process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, cwd=ROOT)
     try:
         assert process.stdout is not None
