@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.engine_cases import gather
 
 from outrider.engine import cache
 from outrider.engine.cache import BlockPool, BlockTable, KVCache
@@ -49,7 +50,7 @@ class Engine:
 
 def check(session: Session) -> None:
     """What is cached are the keys of the session's own tokens."""
-    keys, _ = session.table.cache.gather(session.table.slots(0, session.cached_len))
+    keys, _ = gather(session.table.cache, session.table.slots(0, session.cached_len))
     assert keys[0, :, 0, 0].tolist() == session.token_ids[: session.cached_len]
 
 
