@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from outrider.engine.batching import Feed, RowPlan
-from outrider.engine.cache import KVCache, Slots
 from outrider.engine.noise import Floats, Words, numpy_uniforms
 from outrider.engine.ops import Ops
 from outrider.engine.ops.eager import EagerOps
@@ -40,16 +39,9 @@ def finish(runner: ModelRunner, *feeds: Feed) -> list[Tensor]:
     return [rows for rows in logits if rows is not None]
 
 
-def gather(cache: KVCache, slots: Slots) -> tuple[Tensor, Tensor]:
-    """Copies of keys and values [num_layers, len(slots), G, D]."""
-    index = torch.from_numpy(slots).to(cache.keys[0].device)
-    keys = torch.stack([tensor.index_select(0, index) for tensor in cache.keys])
-    return keys, torch.stack([tensor.index_select(0, index) for tensor in cache.values])
-
-
 def kv_state(runner: ModelRunner, session: Session) -> tuple[Tensor, Tensor]:
     """Keys and values of the cached tokens, gathered into new tensors."""
-    return gather(runner.cache, session.table.slots(0, session.cached_len))
+    return runner.cache.gather(session.table.slots(0, session.cached_len))
 
 
 def numpy_gumbel(keys: Words, num_tokens: int) -> Floats:

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from support.engine_cases import gather
 
 from outrider.engine.cache import BlockPool, BlockTable, KVCache
 from outrider.engine.session import Session
@@ -54,7 +53,7 @@ def test_keep_moves_accepted_rows_behind_the_committed_tokens(pool: BlockPool) -
     session.keep((2, 4, 5))
     assert session.token_ids == [1, 2, 3, 4, 5, 6, 20, 40, 50]
     assert (session.cached_len, session.token_ids[session.cached_len :]) == (9, [])
-    keys, _ = gather(session.table.cache, session.table.slots(0, 9))
+    keys, _ = session.table.cache.gather(session.table.slots(0, 9))
     assert keys[0, :, 0, 0].tolist() == [*before[:6], before[7], before[9], before[10]]
     assert len(session.table) == 3
     pool.check_integrity()

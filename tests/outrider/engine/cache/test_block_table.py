@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from support.engine_cases import gather
 
 from outrider.engine.cache import BlockPool, BlockTable, KVCache
 from outrider.errors import CacheFull
@@ -22,7 +21,7 @@ def make(num_blocks: int) -> tuple[BlockPool, KVCache]:
 
 def contents(table: BlockTable, length: int) -> list[float]:
     """The keys of a table's positions."""
-    keys, values = gather(table.cache, table.slots(0, length))
+    keys, values = table.cache.gather(table.slots(0, length))
     assert torch.equal(keys, -values)
     return keys[0, :, 0, 0].tolist()
 

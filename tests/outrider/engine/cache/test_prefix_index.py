@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from support.engine_cases import gather
 
 from outrider.engine import cache
 from outrider.engine.cache import BlockPool, BlockTable, KVCache
@@ -50,7 +49,7 @@ class Engine:
 
 def check(session: Session) -> None:
     """What is cached are the keys of the session's own tokens."""
-    keys, _ = gather(session.table.cache, session.table.slots(0, session.cached_len))
+    keys, _ = session.table.cache.gather(session.table.slots(0, session.cached_len))
     assert keys[0, :, 0, 0].tolist() == session.token_ids[: session.cached_len]
 
 

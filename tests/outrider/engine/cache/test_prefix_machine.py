@@ -7,7 +7,6 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from support.engine_cases import gather
 
 from outrider.engine import cache
 from outrider.engine.cache import BlockPool, BlockTable, KVCache, PrefixIndex
@@ -127,7 +126,7 @@ class Sharing(RuleBasedStateMachine):
     def keys_are_their_own(self) -> None:
         """Whatever was shared, evicted or written by others, every cached position holds the session's own keys."""
         for session in self.sessions:
-            keys, _ = gather(self.cache, session.table.slots(0, session.cached_len))
+            keys, _ = self.cache.gather(session.table.slots(0, session.cached_len))
             expected = [key_of(session.token_ids[: place + 1]) for place in range(session.cached_len)]
             assert keys[0, :, 0, 0].tolist() == expected
 
