@@ -20,6 +20,7 @@ from itertools import takewhile
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from outrider.errors import CacheFull
 
@@ -234,6 +235,12 @@ class KVCache:
         destination = torch.from_numpy(destination_slots).to(device)
         for tensor in (*self.keys, *self.values):
             tensor.index_copy_(0, destination, tensor.index_select(0, source))
+
+    def gather(self, slots: Slots) -> tuple[Tensor, Tensor]:
+        """Copies of keys and values [num_layers, len(slots), G, D]."""
+        index = torch.from_numpy(slots).to(self.keys[0].device)
+        keys = torch.stack([tensor.index_select(0, index) for tensor in self.keys])
+        return keys, torch.stack([tensor.index_select(0, index) for tensor in self.values])
 
 
 class BlockTable:

@@ -40,10 +40,8 @@ def finish(runner: ModelRunner, *feeds: Feed) -> list[Tensor]:
 
 
 def kv_state(runner: ModelRunner, session: Session) -> tuple[Tensor, Tensor]:
-    """Keys and values of the cached tokens, [layers, cached_len, G, D], gathered into new tensors."""
-    index = torch.from_numpy(session.table.slots(0, session.cached_len)).to(runner.device)
-    keys = torch.stack([tensor.index_select(0, index) for tensor in runner.cache.keys])
-    return keys, torch.stack([tensor.index_select(0, index) for tensor in runner.cache.values])
+    """Keys and values of the cached tokens, gathered into new tensors."""
+    return runner.cache.gather(session.table.slots(0, session.cached_len))
 
 
 def numpy_gumbel(keys: Words, num_tokens: int) -> Floats:
