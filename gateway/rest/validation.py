@@ -1,12 +1,9 @@
-"""What is wrong with a body, in one error that names the field, its value and the limit: first as JSON, then as a
-request. The application's exception handler is at the end.
+"""What is wrong with a request, in one error that names the field, its value and the limit.
+
+The application's exception handler is at the end.
 """
 
-import json
-import math
-import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from fastapi.exceptions import RequestValidationError
@@ -15,90 +12,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.rest.errors import (
-    InvalidJson,
     MissingParameter,
     UnknownParameter,
     UnknownRoute,
     WrongMethod,
     error_response,
 )
+from gateway.rest.middleware import Path, name_of
 from outrider.errors import InvalidRequest, OutriderError, Unsupported, shown
 from outrider.parameters import KEY_MARK
 
-Json: TypeAlias = "str | int | float | bool | list[Json] | dict[str, Json] | None"
 Finding: TypeAlias = Mapping[str, Any]
-Path: TypeAlias = tuple[str | int, ...]
-# Keys of all objects together. Unknown ones are found one by one, which takes the loop's time.
-MAX_KEYS = 50_000
-MAX_NAME_LEN = 200
 # What pydantic calls a value where only null may stand: the mark of a field that is known but not served.
 UNSERVED_MARK = "none_required"
-# Half of a surrogate pair, which no encoding can carry; whole pairs have become characters already.
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 SHORT = {"string_too_short": "characters", "too_short": "entries"}
 # Fields of which only some values are served; the others are not wrong, but not served either.
 CHOICES = frozenset({"type", "tool_choice", "store", "service_tier"})
-
-
-def read_json(text: bytes, max_depth: int) -> Json:
-    """The value of a JSON text that every parser would read alike: no repeated keys, NaN, infinity, lone surrogates.
-
-    Raises InvalidJson, and InvalidRequest about a value that is no JSON, naming its path.
-    """
-    try:
-        decoded = text.decode()
-    except UnicodeDecodeError as error:
-        raise InvalidJson(f"The body is not UTF-8: byte {error.start} is 0x{text[error.start]:02x}") from None
-    try:
-        value: Json = json.loads(decoded, object_pairs_hook=_object)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise InvalidJson(f"The body is not JSON: {error.msg.lower()} in {place}") from None
-    except RecursionError:
-        raise InvalidJson(f"The body nests values more than {max_depth} deep") from None
-    except ValueError:
-        # Python converts no integer of more than 4,300 digits. As a float it is infinite, which has a place below.
-        value = json.loads(decoded, object_pairs_hook=_object, parse_int=float)
-    if _checked_keys(value, (), max_depth) > MAX_KEYS:
-        raise InvalidJson(f"The body has more than {MAX_KEYS} keys")
-    return value
-
-
-def name_of(path: Iterable[str | int]) -> str:
-    """The name of a place in the body, of bounded length: keys are the client's."""
-    name = ".".join(map(str, path)) or "body"
-    return name if len(name) <= MAX_NAME_LEN else name[: MAX_NAME_LEN - 3] + "..."
-
-
-def _object(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        name = name_of([twice])
-        raise InvalidJson(f"The body names {name!r} twice in one object", field=name)
-    return found
-
-
-def _checked_keys(value: Json, path: Path, max_depth: int) -> int:
-    """How many keys the objects in a value have; raises an error about what Python takes and JSON does not."""
-    if isinstance(value, float) and not math.isfinite(value):
-        raise InvalidRequest(name_of(path), value, "a finite number")
-    if isinstance(value, str) and LONE_SURROGATE.search(value):
-        raise InvalidRequest(name_of(path), value, "text without lone surrogates")
-    if not isinstance(value, dict | list):
-        return 0
-    if len(path) >= max_depth:
-        raise InvalidJson(f"The body nests values more than {max_depth} deep")
-    if isinstance(value, list):
-        # Token ids come by the million, and there is nothing to see in a number without a fraction.
-        return sum(
-            _checked_keys(each, (*path, at), max_depth) for at, each in enumerate(value) if type(each) is not int
-        )
-    for key in value:
-        if LONE_SURROGATE.search(key):
-            place = name_of(path)
-            raise InvalidJson(f"{place} has the key {name_of([key])!r}, which is not text", field=place)
-    return len(value) + sum(_checked_keys(each, (*path, key), max_depth) for key, each in value.items())
 
 
 def error_about(findings: Sequence[Finding], body: object) -> OutriderError:

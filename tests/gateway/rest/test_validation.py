@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from gateway.rest.middleware import read_json
 from gateway.rest.schemas import ChatRequest, CompletionRequest, SpeculationFields
-from gateway.rest.validation import error_about, read_json
+from gateway.rest.validation import error_about
 from outrider.errors import OutriderError
 
 USER: dict[str, Any] = {"role": "user", "content": "fox"}
