@@ -320,5 +320,5 @@ async def _numbered(number: int, events: AsyncGenerator[Event, None]) -> AsyncGe
 
 
 def _soon(observe: Callable[[ValueT], None], value: ValueT) -> None:
-    """Lets the observer know, in order, while the next round waits for a service: counting takes a while."""
+    """Lets the observer know, in order, in a later turn of the loop: counting takes a while, and tokens go first."""
     asyncio.get_running_loop().call_soon(observe, value)

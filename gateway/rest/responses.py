@@ -18,10 +18,6 @@ from outrider.parameters import FinishReason, TokenLogprob
 
 Finish = Literal["stop", "length"]
 Tokens: TypeAlias = Sequence[GeneratedToken | PromptToken]
-FIGURES = (
-    *("rounds", "drafts", "draft_tokens", "accepted_tokens", "evaluated_tokens", "acceptance_rate"),
-    *("draft_acceptance_rate", "mean_acceptance_length", "fallback_rounds"),
-)
 
 
 class PromptTokensDetails(BaseModel):
