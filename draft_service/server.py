@@ -5,12 +5,12 @@ from functools import partial
 from typing import Annotated, ClassVar
 
 from draft_service.drafters.model_drafter import DRAFTERS, DraftTask, ModelDrafter
-from draft_service.servicer import draft_service
+from draft_service.servicer import DraftServicer
 from draft_service.sessions import DraftSessions, DraftState
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, MAX_TOP_N
 from outrider.engine.worker import DeviceWorker
 from outrider.model_service.server import LoadedModel, RunningModelService, describe, load_model_aside, serve_model
-from outrider.model_service.session_store import LeaseTable
+from outrider.model_service.session_store import LeaseTable, Outboxes
 from outrider.model_service.settings import Listen, ModelServiceSettings
 from outrider.process.options import Setting, within
 
@@ -37,9 +37,10 @@ async def start(settings: DraftSettings) -> RunningModelService:
 
 async def start_with(model: LoadedModel, settings: DraftSettings) -> RunningModelService:
     """Serves a model that is loaded already; the settings' model is not looked at."""
-    table = LeaseTable[DraftState](settings.lease_seconds)
+    table, outboxes = LeaseTable[DraftState](settings.lease_seconds), Outboxes()
     drafter = ModelDrafter(model.runner, table.with_room, settings.top_n)
-    worker = DeviceWorker[DraftTask](drafter.advance, model.set_threads, "draft device")
+    worker = DeviceWorker[DraftTask](drafter.advance, model.set_threads, "draft device", outboxes.flush)
     sessions = DraftSessions(model.runner, table, worker.submit, prefix_cache=settings.prefix_cache)
     facts = replace(describe("draft", model), drafters=DRAFTERS)
-    return await serve_model(settings, model, facts, worker, sessions, partial(draft_service, facts, sessions, worker))
+    serving = partial(DraftServicer, facts, sessions, worker, outboxes)
+    return await serve_model(settings, model, facts, worker, sessions, serving)

@@ -1,41 +1,37 @@
 """DraftService: reads a message, checks its fields, and hands it to the draft's sessions on the device thread."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence
 from functools import partial
 
-import grpc
-
-from draft_service.drafters.model_drafter import DraftTask, choose_drafter
+from draft_service.drafters.model_drafter import choose_drafter
 from draft_service.sessions import DraftSessions, Wanted
-from outrider.engine.worker import DeviceWorker
 from outrider.errors import InvalidRequest, check_range, check_token_ids
-from outrider.model_service.servicer import MAX_DRAFT_COUNT, ServiceFacts
+from outrider.model_service.link import Job, LinkServicer
+from outrider.model_service.servicer import MAX_DRAFT_COUNT
 from outrider.model_service.session_store import Outbox
-from outrider.model_service.session_stream import Job, SessionServicer
 from outrider.rpc import channels, messages
-from outrider.rpc.fencing import ComputeTimes, Fence
+from outrider.rpc.fencing import Fence
 from outrider.token_tree import TokenTree
 from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1.draft_service_pb2_grpc import DraftServiceServicer, add_DraftServiceServicer_to_server
 from outrider.v1.types_pb2 import TokenTree as TokenTreeMessage
 
 
-class DraftServicer(SessionServicer[pb.ProposeRequest, pb.ProposeResponse, DraftSessions], DraftServiceServicer):
+class DraftServicer(LinkServicer[pb.ProposeRequest, DraftSessions], DraftServiceServicer):  # type: ignore[misc]
     """Serves DraftService over the sessions of one model."""
 
-    response_type = pb.ProposeResponse
+    answer_type = pb.DraftServiceLinkResponse
 
-    async def Propose(  # type: ignore[override]  # noqa: N802 - the name is the protocol's
-        self,
-        request_iterator: AsyncIterator[pb.ProposeRequest],
-        context: grpc.aio.ServicerContext[pb.ProposeRequest, pb.ProposeResponse],
-    ) -> None:
-        await self.carry(request_iterator, context)
+    @property
+    def services(self) -> channels.Services:
+        return channels.service(pb.DESCRIPTOR, "DraftService", partial(add_DraftServiceServicer_to_server, self))
 
-    def job(self, request: pb.ProposeRequest, fence: Fence, arrived_ns: int, owner: Outbox) -> Job:
+    def job(
+        self, request: pb.ProposeRequest, fence: Fence, arrived_ns: int, earlier: Sequence[int], owner: Outbox
+    ) -> Job:
         """Opens a session or moves it forward; raises InvalidRequest and Unsupported."""
         if request.HasField("open"):
-            spec = messages.spec_from(request.open.session, fence.base_len, self._facts.vocabulary_size)
+            spec = messages.spec_from(request.open.session, fence.base_len, self._facts.vocabulary_size, earlier)
             draft_count = check_range("open.draft_count", request.open.draft_count, 0, MAX_DRAFT_COUNT)
             rule, offers = spec.acceptance.rule, self._facts.drafters
             drafter = choose_drafter(request.open.drafter, rule, offers, "open.drafter")
@@ -50,14 +46,3 @@ class DraftServicer(SessionServicer[pb.ProposeRequest, pb.ProposeResponse, Draft
 
     def content(self, answer: TokenTree) -> dict[str, TokenTreeMessage]:
         return {"proposal": messages.tree_message(answer, with_logprobs=True)}
-
-
-def draft_service(
-    facts: ServiceFacts,
-    sessions: DraftSessions,
-    worker: DeviceWorker[DraftTask],
-    observe: Callable[[ComputeTimes], None] = lambda times: None,
-) -> channels.Services:
-    """The service for `outrider.rpc.channels.serve`; `observe` as in SessionServicer."""
-    servicer = DraftServicer(facts, sessions, worker, observe)
-    return channels.service(pb.DESCRIPTOR, "DraftService", partial(add_DraftServiceServicer_to_server, servicer))

@@ -31,7 +31,7 @@ class DraftState(SessionState[DraftTask]):
     committed_len: int = field(init=False)
     asked_len: int = 0
     """base_len of the last request of this epoch, 0 before the first."""
-    answer: SessionAnswer[TokenTree] | None = None
+    reply: SessionAnswer[TokenTree] | None = None
     """The answer to the last request of this epoch, None while it is under way."""
 
     def __post_init__(self) -> None:
@@ -45,7 +45,7 @@ class DraftState(SessionState[DraftTask]):
         """Begins an epoch at a length, at most the committed one; tells whether a job was stopped."""
         was_stopped = self.stop_job()
         self.session.truncate(length)
-        self.epoch, self.committed_len, self.asked_len, self.answer = epoch, length, 0, None
+        self.epoch, self.committed_len, self.asked_len, self.reply = epoch, length, 0, None
         return was_stopped
 
 
@@ -85,7 +85,7 @@ class DraftSessions(SessionStore[DraftState]):
         is_owner = held is not None and held.owner is owner
         status = classify(fence, held.view if held else None, len(token_ids), is_owner=is_owner)
         if held is None or status is MessageStatus.FUTURE:
-            self._want_tokens(fence, held, owner)
+            self.want_tokens(fence, held, owner)
         elif status is MessageStatus.REPEAT:
             self._repeat(held, fence, wanted)
         elif status is not MessageStatus.STALE:
@@ -99,8 +99,8 @@ class DraftSessions(SessionStore[DraftState]):
 
     def _repeat(self, held: DraftState, fence: Fence, wanted: Wanted) -> None:
         """Sends the last answer once more; one that is under way comes anyway, and one that was stopped begins anew."""
-        if held.answer is not None:
-            held.owner.put(held.answer)
+        if held.reply is not None:
+            held.owner.put(held.reply)
         elif held.task is None:
             held.session.truncate(fence.base_len)
             self._draft(held, fence, wanted)
@@ -108,7 +108,7 @@ class DraftSessions(SessionStore[DraftState]):
     def _draft(self, held: DraftState, fence: Fence, wanted: Wanted) -> None:
         """Starts the job of a request, whose tokens the session holds."""
         held.committed_len = held.asked_len = fence.base_len
-        held.answer = None
+        held.reply = None
         # The last token of a request is the target's alone, and no guess may lie past the draft's context.
         room = min(held.spec.max_len - 1, self._context_len) - fence.base_len
         held.task = DraftTask(
@@ -118,11 +118,11 @@ class DraftSessions(SessionStore[DraftState]):
             draft_count=max(0, min(wanted.draft_count, room)),
             meter=Meter(wanted.arrived_ns),
             on_done=partial(self._on_done, fence, held),
-            on_failure=partial(self._fail, fence.session_id, held),
+            on_failure=partial(self.fail, fence.session_id, held),
         )
         self._submit(held.task)
 
     def _on_done(self, fence: Fence, held: DraftState, task: DraftTask) -> None:
         held.task = None
-        held.answer = SessionAnswer(fence, task.proposal, held.committed_len, held.cached_len, task.meter.times())
-        held.owner.put(held.answer)
+        held.reply = SessionAnswer(fence, task.proposal, held.committed_len, held.cached_len, task.meter.times())
+        held.answer(held.reply)

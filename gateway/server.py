@@ -23,7 +23,7 @@ from gateway.rest.middleware import RestSettings
 from gateway.rest.server import RunningRest, serve_rest
 from gateway.rounds.planner import SpeculationPolicy
 from gateway.sessions.link import ModelInfo, Replicas, ServiceLink, report_readiness
-from gateway.sessions.stream import NEVER, DraftDeadline, TargetTimeouts
+from gateway.sessions.session import DraftDeadline, TargetTimeouts
 from gateway.settings import GatewaySettings
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
@@ -113,7 +113,7 @@ async def start(settings: GatewaySettings) -> RunningGateway:
             rest = await serve_rest(settings.rest_listen, build_app(frontend, rest_settings, registry))
         undo.pop_all()
     reporting = report_readiness(backend.target, server.health, ("", *service))
-    auditing = backend.audit.run(lambda request, target: decode(request, backend, target, NEVER))
+    auditing = backend.audit.run(lambda request, target: decode(request, backend, target))
     tasks = asyncio.create_task(reporting, name="readiness"), asyncio.create_task(auditing, name="audit")
     return RunningGateway(server.address, backend, frontend, server, tasks, exposition, rest)
 

@@ -16,6 +16,7 @@ from outrider.errors import InvalidRequest
 
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROB_COUNT = 20
+MAX_TRACE_LEN = 8192
 MAX_SALT_BYTES = 64
 MAX_SAMPLES = 8
 MAX_BANNED_SEQUENCES, MAX_BANNED_LEN = 256, 64
@@ -138,6 +139,8 @@ class SessionSpec:
     draft_logprobs: bool = False
     cache_salt: bytes = b""
     """Cached prefixes are shared only among sessions of the same salt."""
+    trace_context: tuple[tuple[str, str], ...] = ()
+    """The trace that the request belongs to, as W3C's headers; see outrider.process.telemetry."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from functools import partial
 
 from outrider.engine.worker import DeviceWorker
 from outrider.model_service.server import LoadedModel, RunningModelService, describe, load_model_aside, serve_model
-from outrider.model_service.session_store import LeaseTable
+from outrider.model_service.session_store import LeaseTable, Outboxes
 from outrider.model_service.settings import Listen, ModelServiceSettings
-from target_service.servicer import target_service
+from target_service.servicer import TargetServicer
 from target_service.sessions import UNACKNOWLEDGED_WINDOW, TargetSessions, TargetState
 from target_service.verifier import Verifier, VerifyTask
 
@@ -26,9 +26,10 @@ async def start(settings: ModelServiceSettings) -> RunningModelService:
 
 async def start_with(model: LoadedModel, settings: ModelServiceSettings) -> RunningModelService:
     """Serves a model that is loaded already; the settings' model is not looked at."""
-    table = LeaseTable[TargetState](settings.lease_seconds)
+    table, outboxes = LeaseTable[TargetState](settings.lease_seconds), Outboxes()
     verifier = Verifier(model.runner, table)
-    worker = DeviceWorker[VerifyTask](verifier.advance, model.set_threads, "target device")
+    worker = DeviceWorker[VerifyTask](verifier.advance, model.set_threads, "target device", outboxes.flush)
     sessions = TargetSessions(model.runner, table, worker.submit, prefix_cache=settings.prefix_cache)
     facts = replace(describe("target", model), unacknowledged_window=UNACKNOWLEDGED_WINDOW)
-    return await serve_model(settings, model, facts, worker, sessions, partial(target_service, facts, sessions, worker))
+    serving = partial(TargetServicer, facts, sessions, worker, outboxes)
+    return await serve_model(settings, model, facts, worker, sessions, serving)

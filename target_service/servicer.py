@@ -1,45 +1,40 @@
 """TargetService: reads a message, checks its fields, and hands it to the target's sessions on the device thread."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence
 from functools import partial
 
-import grpc
-
-from outrider.engine.worker import DeviceWorker
 from outrider.errors import InvalidRequest, PromptTooLong, check_range
-from outrider.model_service.servicer import MAX_DRAFT_COUNT, ServiceFacts
+from outrider.model_service.link import Job, LinkServicer
+from outrider.model_service.servicer import MAX_DRAFT_COUNT
 from outrider.model_service.session_store import Outbox
-from outrider.model_service.session_stream import Job, SessionServicer
 from outrider.parameters import SessionSpec
 from outrider.rpc import channels, messages
-from outrider.rpc.fencing import ComputeTimes, Fence
+from outrider.rpc.fencing import Fence
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1.target_service_pb2_grpc import TargetServiceServicer, add_TargetServiceServicer_to_server
 from target_service.acceptance import TargetVerdict
 from target_service.sessions import Step, TargetSessions
-from target_service.verifier import VerifyTask
 
 MAX_PLAIN_BUDGET = 4096
 # Of a verdict without the prompt's log-probabilities: those of its own tokens, at most 33, and far less for the rest.
 OTHER_VERDICT_BYTES = 64 << 10
 
 
-class TargetServicer(SessionServicer[pb.VerifyRequest, pb.VerifyResponse, TargetSessions], TargetServiceServicer):
+class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServiceServicer):  # type: ignore[misc]
     """Serves TargetService over the sessions of one model."""
 
-    response_type = pb.VerifyResponse
+    answer_type = pb.TargetServiceLinkResponse
 
-    async def Verify(  # type: ignore[override]  # noqa: N802 - the name is the protocol's
-        self,
-        request_iterator: AsyncIterator[pb.VerifyRequest],
-        context: grpc.aio.ServicerContext[pb.VerifyRequest, pb.VerifyResponse],
-    ) -> None:
-        await self.carry(request_iterator, context)
+    @property
+    def services(self) -> channels.Services:
+        return channels.service(pb.DESCRIPTOR, "TargetService", partial(add_TargetServiceServicer_to_server, self))
 
-    def job(self, request: pb.VerifyRequest, fence: Fence, arrived_ns: int, owner: Outbox) -> Job:
+    def job(
+        self, request: pb.VerifyRequest, fence: Fence, arrived_ns: int, earlier: Sequence[int], owner: Outbox
+    ) -> Job:
         """Opens a session, verifies a proposal or acknowledges; raises InvalidRequest, Unsupported, PromptTooLong."""
         if request.HasField("open"):
-            spec = messages.spec_from(request.open.session, fence.base_len, self._facts.vocabulary_size)
+            spec = messages.spec_from(request.open.session, fence.base_len, self._facts.vocabulary_size, earlier)
             self._check_lengths(spec)
             return partial(self._sessions.open, fence, spec, self._step(request.open.step, arrived_ns), owner)
         if request.HasField("step"):
@@ -82,14 +77,3 @@ class TargetServicer(SessionServicer[pb.VerifyRequest, pb.VerifyResponse, Target
         tree = messages.tree_from(message.proposal, self._facts.vocabulary_size, MAX_DRAFT_COUNT)
         budget = check_range("step.plain_budget", message.plain_budget, 0, MAX_PLAIN_BUDGET)
         return Step(tree, budget, arrived_ns)
-
-
-def target_service(
-    facts: ServiceFacts,
-    sessions: TargetSessions,
-    worker: DeviceWorker[VerifyTask],
-    observe: Callable[[ComputeTimes], None] = lambda times: None,
-) -> channels.Services:
-    """The service for `outrider.rpc.channels.serve`; `observe` as in SessionServicer."""
-    servicer = TargetServicer(facts, sessions, worker, observe)
-    return channels.service(pb.DESCRIPTOR, "TargetService", partial(add_TargetServiceServicer_to_server, servicer))

@@ -117,7 +117,7 @@ class TargetSessions(SessionStore[TargetState]):
         is_owner = held is not None and held.owner is owner
         status = classify(fence, held.view if held else None, is_owner=is_owner)
         if held is None or status is MessageStatus.FUTURE:
-            self._want_tokens(fence, held, owner)
+            self.want_tokens(fence, held, owner)
         elif status is MessageStatus.REPEAT:
             held.acknowledge(fence.base_len)
             self._repeat(held, fence, step)
@@ -183,7 +183,7 @@ class TargetSessions(SessionStore[TargetState]):
             tree=step.tree,
             meter=Meter(step.arrived_ns),
             on_verdict=partial(self._on_verdict, session_id, held),
-            on_failure=partial(self._fail, session_id, held),
+            on_failure=partial(self.fail, session_id, held),
         )
         self._submit(held.task)
 
@@ -199,7 +199,7 @@ class TargetSessions(SessionStore[TargetState]):
             # Prepared before the reply, so that whoever has the answer finds the session at rest.
             task.tree, task.meter, task.done = EMPTY, Meter(), not held.may_go_on
             held.task = None if task.done else task
-        held.owner.put(answer)
+        held.answer(answer)
 
 
 def _check_proposal(tree: TokenTree, spec: SessionSpec, base_len: int) -> None:

@@ -80,11 +80,11 @@ class Verifier:
             return False
         before = [task.session.last_forward for task in tasks]
         started_ns = time.perf_counter_ns()
-        outcomes = self._forward_and_decide(tasks)
+        outcomes, num_rows = self._forward_and_decide(tasks)
         ended_ns = time.perf_counter_ns()
         for task, last_forward, outcome in zip(tasks, before, outcomes, strict=True):
             if task.session.last_forward != last_forward:
-                task.meter.add(started_ns, ended_ns)
+                task.meter.add(started_ns, ended_ns, num_rows)
             # A verdict that was given must not be given again, so what fails from here on fails alone.
             with own_fault(task):
                 if isinstance(outcome, OutriderError):
@@ -124,8 +124,10 @@ class Verifier:
         task.tree = tree
         return True
 
-    def _forward_and_decide(self, tasks: Sequence[VerifyTask]) -> list[TargetVerdict | OutriderError | None]:
-        """Computes and decides for all tasks, None for one whose tokens are not all computed yet.
+    def _forward_and_decide(
+        self, tasks: Sequence[VerifyTask]
+    ) -> tuple[list[TargetVerdict | OutriderError | None], int]:
+        """Computes and decides for all tasks, None for one whose tokens are not all computed yet; and the rows of it.
 
         Commits nothing, so that it can be done again.
         """
@@ -144,7 +146,7 @@ class Verifier:
         for number, behind, walk in zip(finished, ranges, walks, strict=True):
             logits = result.logits[behind.start : behind.stop]
             outcomes[number] = walk if isinstance(walk, OutriderError) else self._verdict(tasks[number], walk, logits)
-        return outcomes
+        return outcomes, result.num_rows
 
     def _verdict(self, task: VerifyTask, walk: Walk, logits: Tensor) -> TargetVerdict:
         """What a walk commits, with one entry for each token where wanted, from the logits of the root and rows."""

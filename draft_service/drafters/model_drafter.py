@@ -169,7 +169,7 @@ class ModelDrafter:
         ended_ns = time.perf_counter_ns()
         for task, last_forward in zip(tasks, before, strict=True):
             if task.session.last_forward != last_forward:
-                task.meter.add(started_ns, ended_ns)
+                task.meter.add(started_ns, ended_ns, result.num_rows)
         for task, guess in zip(guessing, guesses, strict=True):
             # A guess that was made must not be made again, so what fails from here on fails alone.
             with own_fault(task):

@@ -253,13 +253,10 @@ class Frontend:
     started_s: float = field(default_factory=time.time)
 
     @asynccontextmanager
-    async def open(
-        self, requests: Sequence[GenerationRequest], time_left_s: float | None = None
-    ) -> AsyncIterator[Generation]:
+    async def open(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation]:
         """Checks requests that belong together, waits for their places, and holds these until it is left.
 
-        Raises InvalidRequest, PromptTooLong, Overloaded, and what is said of a target that is away. `time_left_s` is
-        what the client's deadline leaves; None for no end.
+        Raises InvalidRequest, PromptTooLong, Overloaded, and what is said of a target that is away.
         """
         # What is out of range is refused later, with the range.
         num_samples = sum(min(max(1, request.sample_count or 1), MAX_SAMPLES) for request in requests)
@@ -267,7 +264,7 @@ class Frontend:
             places.enter_context(request_scope())
             try:
                 with self.admission.arrival(num_samples):
-                    contexts = [await self._prepared(requests, number, time_left_s) for number in range(len(requests))]
+                    contexts = [await self._prepared(requests, number) for number in range(len(requests))]
                 waited_s = await places.enter_async_context(self.admission.place(num_samples))
             except OutriderError as error:
                 self.metrics.rejected(error)
@@ -291,12 +288,10 @@ class Frontend:
                 _soon(self.metrics.ended, end)
                 record.ended(end)
 
-    async def _prepared(
-        self, requests: Sequence[GenerationRequest], number: int, time_left_s: float | None
-    ) -> RequestContext:
+    async def _prepared(self, requests: Sequence[GenerationRequest], number: int) -> RequestContext:
         """One of several requests, whose number is on its errors."""
         try:
-            return await prepare(requests[number], self.backend, time_left_s)
+            return await prepare(requests[number], self.backend)
         except OutriderError as error:
             if len(requests) > 1:
                 error.metadata["request"] = str(number)

@@ -22,12 +22,13 @@ from gateway.rounds.planner import RoundPlanner, SpeculationPolicy
 from gateway.rounds.round import Round, TokenLog
 from gateway.sessions.draft import AbsentDraftSession, RemoteDraftSession
 from gateway.sessions.link import ModelInfo, Replicas
-from gateway.sessions.stream import Deadline, DraftDeadline, TargetTimeouts
+from gateway.sessions.session import DraftDeadline, TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
 from gateway.text.tokenizer import Tokenizer
 from outrider.errors import ProtocolViolation
 from outrider.parameters import Acceptance, FinishReason
+from outrider.process import telemetry
 
 EventT = TypeVar("EventT")
 
@@ -92,7 +93,6 @@ class RequestContext:
     request: CheckedRequest
     backend: Backend
     target: ModelInfo
-    deadline: Deadline
     started_ns: int
 
     @property
@@ -113,23 +113,20 @@ class RequestContext:
                 yield event
 
 
-async def prepare(request: GenerationRequest, backend: Backend, time_left_s: float | None) -> RequestContext:
-    """Checks a request. Raises InvalidRequest, PromptTooLong, and what is said of a target that is away.
-
-    `time_left_s` is what the client's deadline leaves, and also becomes that of the services; None for no end.
-    """
-    started_ns, deadline = time.perf_counter_ns(), Deadline.after(time_left_s)
+async def prepare(request: GenerationRequest, backend: Backend) -> RequestContext:
+    """Checks a request. Raises InvalidRequest, PromptTooLong, and what is said of a target that is away."""
+    started_ns = time.perf_counter_ns()
     target = await backend.target.after_handshake(backend.target_timeouts.rebuild_budget_s)
     drafters = backend.draft.info.drafters if backend.draft and backend.draft.info else {}
     checked = await check_request(request, backend.tokenizer, target, drafters)
-    return RequestContext(checked, backend, target, deadline, started_ns)
+    return RequestContext(checked, backend, target, started_ns)
 
 
 async def _sample(context: RequestContext, queue_us: int) -> AsyncGenerator[Event, None]:
     request, backend, tokenizer = context.request, context.backend, context.backend.tokenizer
     transcript = Transcript(tokenizer.detokenizer(), StopScanner(request.stops))
     first_token_us = 0
-    async with aclosing(decode(request, backend, context.target, context.deadline)) as rounds:
+    async with aclosing(decode(request, backend, context.target)) as rounds:
         async for committed in rounds:
             elapsed_us = context.elapsed_us
             first_token_us = first_token_us or elapsed_us
@@ -188,20 +185,19 @@ def _rejected(tokenizer: Tokenizer, committed: Round) -> tuple[RejectedToken, ..
     return tuple(map(RejectedToken, token_ids, [tokenizer.decode([token_id]) for token_id in token_ids], logprobs))
 
 
-def decode(
-    request: CheckedRequest, backend: Backend, target: ModelInfo, deadline: Deadline
-) -> AsyncGenerator[Round, None]:
+def decode(request: CheckedRequest, backend: Backend, target: ModelInfo) -> AsyncGenerator[Round, None]:
     """The rounds of a checked request, over sessions of its own: on this target or a replica of it, and on the draft,
     which reads the prompt at once where it will be asked.
     """
-    spec, log, session_id = request.spec, TokenLog(request.spec.token_ids), secrets.token_bytes(16)
+    spec = replace(request.spec, trace_context=telemetry.carrier())
+    log, session_id = TokenLog(spec.token_ids), secrets.token_bytes(16)
     planner = RoundPlanner(backend.policy, request.draft_count, spec.max_len, target.max_draft_count)
     timeouts, model_hash = backend.target_timeouts, target.model_hash
-    verifying = RemoteTargetSession(backend.target, timeouts, spec, log, session_id, model_hash, deadline)
+    verifying = RemoteTargetSession(backend.target, timeouts, spec, log, session_id, model_hash)
     if backend.draft is None:
         return speculate(log, planner, verifying, AbsentDraftSession())
     warm, drafter = planner.expects_draft(), request.drafter
-    drafting = RemoteDraftSession(backend.draft, backend.draft_deadline, spec, log, session_id, warm, drafter, deadline)
+    drafting = RemoteDraftSession(backend.draft, backend.draft_deadline, spec, log, session_id, warm, drafter)
     return speculate(log, planner, verifying, drafting)
 
 

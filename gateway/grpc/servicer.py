@@ -88,7 +88,7 @@ class GenerationServicer(GenerationServiceServicer):
 
     async def _answer(self, request: GenerationRequest, context: Context | ChatContext) -> None:
         async with (
-            self._frontend.open([request], context.time_remaining()) as generation,
+            self._frontend.open([request]) as generation,
             aclosing(generation.events) as events,
             ClientWriter(context, self._client_stall_s) as writer,
         ):

@@ -1,10 +1,10 @@
 """The gateway's ties to a service and its replicas: who is there, which of them fits, and which a session goes to.
 
-A link makes a handshake with its service until it answers, watches it, and makes another when it was away, because the
-next incarnation may be another model. A service that answers but does not fit is treated as absent, and says why once
-in the log. A handshake cannot tell whether a service works, because a process whose device hangs still says who it is.
-Only real work proves it well again, so a circuit breaker that all requests share tries work, by one session at a time
-and ever more seldom.
+A link makes a handshake with its service until it answers, opens the stream that carries all sessions, watches it, and
+begins again when it was away, because the next incarnation may be another model. A service that answers but does not
+fit is treated as absent, and says why once in the log. A handshake cannot tell whether a service works, because a
+process whose device hangs still says who it is. Only real work proves it well again, so a circuit breaker that all
+requests share tries work, by one session at a time and ever more seldom.
 
 Of several replicas the first that can be used is taken: this is failover, not balancing, so that the caches of a
 service stay warm and the figures that the policy learns are those of one machine. A gateway without any target takes no
@@ -16,15 +16,17 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2
 
+from gateway.sessions.stream import Frame, LinkStream
 from outrider.errors import OutriderError, PeerLost
 from outrider.parameters import Rule
 from outrider.process import telemetry
@@ -34,12 +36,21 @@ from outrider.rpc.errors import error_from
 from outrider.rpc.messages import rules_from
 from outrider.v1 import model_service_pb2 as pb
 from outrider.v1 import types_pb2
+from outrider.v1.draft_service_pb2 import DraftServiceLinkRequest
+from outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub
+from outrider.v1.target_service_pb2 import TargetServiceLinkRequest
+from outrider.v1.target_service_pb2_grpc import TargetServiceStub
 
 # Bounds of the time of a Rollback, which waits for the step that is running; the last is longer than its timeout.
 ROLLBACK_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 ROLES = {pb.SERVICE_ROLE_DRAFT: "draft", pb.SERVICE_ROLE_TARGET: "target"}
+# What begins a call of each role on a channel, and its frames.
+CALLS: Mapping[str, tuple[Callable[[grpc.aio.Channel], Any], Frame]] = {
+    "draft": (lambda channel: DraftServiceStub(channel).Link(), DraftServiceLinkRequest),
+    "target": (lambda channel: TargetServiceStub(channel).Link(), TargetServiceLinkRequest),
+}
 HANDSHAKE_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 2.0
 ROLLBACK_TIMEOUT_S = 5.0
@@ -94,7 +105,7 @@ class Need:
 
 
 class ServiceLink:
-    """Channel and handshake of one service. `info` is None while the service is away or does not fit."""
+    """Channel, handshake and stream of one service."""
 
     def __init__(
         self, role: str, address: str, check: Callable[[ModelInfo], None], channel: grpc.aio.Channel | None = None
@@ -106,16 +117,18 @@ class ServiceLink:
         self.role = role
         self.address = address
         self.channel = channel or open_channel(address)
-        self.info: ModelInfo | None = None
         self.mismatch: OutriderError | None = None
         self.breaker = CircuitBreaker(*BREAKERS[role])
         self.rollback_seconds = Tally(ROLLBACK_S)
         self.rolled_back_tokens = 0  # that the service's cache lost by Rollback
+        self._info: ModelInfo | None = None
         self._instance_id = 0
+        self._stream: LinkStream | None = None
         self._check = check
         self._models = ModelServiceStub(self.channel)
+        begin, self._frame_type = CALLS[role]
+        self._begin = partial(begin, self.channel)
         self._probe: asyncio.Task[float | None] | None = None
-        self._closings: set[asyncio.Task[None]] = set()
         self._lost = asyncio.Event()
         self._settled = asyncio.Event()
         self._monitor = asyncio.create_task(self._watch(), name=f"{role} link")
@@ -123,16 +136,29 @@ class ServiceLink:
     def __str__(self) -> str:
         return f"The {self.role} service at {self.address}"
 
+    @property
+    def info(self) -> ModelInfo | None:
+        """Who the service is; None while it is away or does not fit."""
+        return self._info if self._stream is not None and self._stream.end is None else None
+
     def present(self) -> ModelInfo:
-        """Who the service is; raises PeerLost while it is away, or the reason why it does not fit."""
+        """As `info`; raises PeerLost while the service is away, or the reason why it does not fit."""
         if self.info is None:
             raise self.mismatch or PeerLost(f"{self} cannot be reached", address=self.address)
         return self.info
 
-    def report_lost(self) -> None:
-        """Tells the link that a session has lost its service; it counts as away until the next handshake."""
-        self.info = None
-        self._lost.set()
+    def stream(self) -> LinkStream:
+        """The call that carries sessions; raises as `present`."""
+        self.present()
+        if self._stream is None:
+            raise PeerLost(f"{self} cannot be reached", address=self.address)
+        return self._stream
+
+    def report_lost(self, stream: LinkStream) -> None:
+        """Tells the link that a session has lost its service there; it counts as away until the next handshake."""
+        if stream is self._stream:
+            self._info = None
+            self._lost.set()
 
     async def settled(self, timeout_s: float) -> bool:
         """Waits while the service is away; tells whether it answered in time, fitting or not."""
@@ -175,21 +201,14 @@ class ServiceLink:
         is_same = answer is not None and answer.instance_id == self._instance_id
         return answer.stalled_us / 1e6 if is_same else math.inf
 
-    def finish(self, closing: Coroutine[Any, Any, None]) -> None:
-        """Ends a session in the background, so that no request waits for its services to take note of its end.
-
-        It has a time limit of its own; `close` waits for those under way.
-        """
-        task = asyncio.create_task(closing, name=f"{self.role} closing")
-        self._closings.add(task)
-        task.add_done_callback(self._closings.discard)
-
     async def close(self) -> None:
-        """Ends the watch, waits for sessions that are ending, and closes the channel."""
+        """Ends the watch, lets sessions that are ending say so, and closes the channel."""
         ending = {self._monitor, *filter(None, [self._probe])}
         for task in ending:
             task.cancel()
-        await asyncio.wait({*ending, *self._closings})
+        await asyncio.wait(ending)
+        if self._stream is not None:
+            await self._stream.close()
         await self.channel.close()
 
     async def _watch(self) -> None:
@@ -204,14 +223,16 @@ class ServiceLink:
             # What sessions have reported in the meantime is the loss that is over now.
             self._lost.clear()
             self._settled.set()
-            ends = (self._lost.wait(), self.channel.wait_for_state_change(grpc.ChannelConnectivity.READY))
+            ends = [self._lost.wait(), self.channel.wait_for_state_change(grpc.ChannelConnectivity.READY)]
+            if self._stream is not None and self._info is not None:
+                ends.append(self._stream.ended.wait())
             tasks = {asyncio.ensure_future(end) for end in ends}
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 for task in tasks:
                     task.cancel()
-            self.info = self.mismatch = None
+            self._info = self.mismatch = None
             self._settled.clear()
             log.warning("service lost", service=self.role, address=self.address)
 
@@ -230,9 +251,19 @@ class ServiceLink:
         if info.instance_id != self._instance_id:
             self._instance_id = info.instance_id
             self.breaker.renew()
-        self.info, self.mismatch = info, None
+        await self._connect(info)
+        self._info, self.mismatch = info, None
         log.info("service present", service=self.role, address=self.address, model=info.model_name)
         return True
+
+    async def _connect(self, info: ModelInfo) -> None:
+        """A stream to this incarnation; one that works already is kept, with the sessions that it carries."""
+        stream = self._stream
+        if stream is not None and stream.end is None and stream.instance_id == info.instance_id:
+            return
+        if stream is not None:
+            await stream.close()
+        self._stream = LinkStream(self._begin(), self._frame_type, str(self), info.instance_id)
 
     def _read(self, answer: pb.GetModelInfoResponse | None) -> ModelInfo:
         if answer is None:

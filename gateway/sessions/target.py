@@ -1,8 +1,8 @@
 """The gateway's end of a target session, which outlives the targets that serve it.
 
 The token log can rebuild the session anywhere, so a target that is lost, hangs, forgets or miscounts costs time and no
-token: the session is opened again with all tokens and the next epoch, on whichever replica is there. One opening is a
-stream within one epoch. Its answers are matched by (epoch, base_len), never by order: one to a later length that
+token: the session is opened again with all tokens and the next epoch, on whichever replica is there. One opening has
+one epoch. Its answers are matched by (epoch, base_len), never by order: one to a later length that
 overtook is kept, and one that cannot be about anything that was asked does not exist.
 """
 
@@ -12,25 +12,17 @@ import structlog
 
 from gateway.rounds.round import HopCost, Proposal, TokenLog, Verdict
 from gateway.sessions.link import Need, Replicas, ServiceLink
-from gateway.sessions.stream import (
-    MAX_DRIFT_REPAIRS,
-    NEVER,
-    Deadline,
-    MessageStream,
-    RemoteSession,
-    RequestExpired,
-    RetryBudget,
-    TargetTimeouts,
-)
+from gateway.sessions.session import MAX_DRIFT_REPAIRS, RemoteSession, RetryBudget, TargetTimeouts
+from gateway.sessions.stream import Mailbox, opening_of
 from outrider.errors import NotReady, OutriderError, PeerLost, ProtocolViolation
 from outrider.parameters import SessionSpec
 from outrider.process import telemetry
 from outrider.process.telemetry import session_prefix
 from outrider.rpc import messages
+from outrider.rpc.errors import session_error_from
 from outrider.rpc.messages import logprobs_from, tree_message
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1 import types_pb2
-from outrider.v1.target_service_pb2_grpc import TargetServiceStub
 
 PROMPT_TOKEN_S = 0.02  # allowance for reading a token that is not cached, before a working target is asked again
 MAX_TIMES_AS_LONG = 10  # each request that was left unanswered doubles how long the next one may be, up to this
@@ -42,27 +34,18 @@ MAX_UNANSWERED = 8  # times in a row that a working target may leave a request u
 log = structlog.get_logger()
 
 
-class TargetStream(MessageStream[pb.VerifyRequest, pb.VerifyResponse]):
-    def __init__(
-        self,
-        peer: ServiceLink,
-        spec: SessionSpec,
-        token_log: TokenLog,
-        fence: types_pb2.Fence,
-        timeout_s: float | None,
-        write_timeout_s: float,
-    ) -> None:
-        """Begins the call, which ends after timeout_s unless that is None. Raises PeerLost when the target is away.
+class TargetOpening(Mailbox[pb.VerifyResponse]):
+    """One opening of a session on a target, with how far the target may go on unasked."""
 
-        `fence` names the session and its epoch on this stream; a message may take write_timeout_s to leave.
-        """
-        info = peer.present()
-        call = TargetServiceStub(peer.channel).Verify(timeout=timeout_s, metadata=telemetry.carrier())
-        super().__init__(call, pb.VerifyRequest, peer, spec, token_log)
+    def __init__(self, link: ServiceLink, spec: SessionSpec, token_log: TokenLog, fence: types_pb2.Fence) -> None:
+        """`fence` names the session and its epoch here. Raises PeerLost when the target is away."""
+        super().__init__(link.stream(), str(link), fence.session_id)
+        self.link = link
         self.is_opening = True  # the open has no answer yet
+        self._spec = spec
+        self._log = token_log
         self._session_id, self._epoch = fence.session_id, fence.epoch
-        self._write_timeout_s = write_timeout_s
-        self._max_budget = max(0, info.unacknowledged_window - 1)
+        self._max_budget = max(0, link.present().unacknowledged_window - 1)
         self._limit = 0  # committed length up to which the target may go on its own
         self._early: dict[int, pb.VerifyResponse] = {}
 
@@ -72,23 +55,26 @@ class TargetStream(MessageStream[pb.VerifyRequest, pb.VerifyResponse]):
         finished = self._log.finish_reason is not None
         return 0 if finished else max(0, min(self._limit, self._spec.max_len) - len(self._log))
 
-    async def send_next(self, proposal: Proposal, plain_budget: int) -> None:
-        """Opens, steps, or extends a stretch of plain tokens, or sends nothing within one. Raises TimeoutError."""
+    def send_next(self, proposal: Proposal, plain_budget: int) -> None:
+        """Opens, steps, or extends a stretch of plain tokens, or sends nothing within one."""
         budget = min(plain_budget, self._max_budget)
         if self.is_opening or not self.outstanding:
-            await self.send_step(proposal, plain_budget)
+            self.send_step(proposal, plain_budget)
         elif budget and 2 * self.outstanding <= budget:
-            await self._send(pb.VerifyRequest(acknowledge=pb.Acknowledge(plain_budget=budget)), budget)
+            fence = self._next_fence(budget)
+            self.send(pb.VerifyRequest(fence=fence, acknowledge=pb.Acknowledge(plain_budget=budget)))
 
-    async def send_step(self, proposal: Proposal, plain_budget: int) -> None:
+    def send_step(self, proposal: Proposal, plain_budget: int) -> None:
         """Opens, or asks for the verdict on the log's length, which a target that has given it gives once more."""
         budget = min(plain_budget, self._max_budget)
+        fence = self._next_fence(budget)
         step = pb.TargetStep(proposal=tree_message(proposal.tree), plain_budget=budget)
         if self.is_opening:
-            session = messages.open_message(self._spec, self._log.tokens())
-            await self._send(pb.VerifyRequest(open=pb.TargetOpen(session=session, step=step)), budget)
+            session, parts = opening_of(self._spec, self._log)
+            opening = pb.VerifyRequest(fence=fence, open=pb.TargetOpen(session=session, step=step))
+            self.send(*(pb.VerifyRequest(fence=fence, part=part) for part in parts), opening)
         else:
-            await self._send(pb.VerifyRequest(step=step), budget)
+            self.send(pb.VerifyRequest(fence=fence, step=step))
 
     async def receive(self, timeout_s: float) -> pb.VerifyResponse:
         """The answer on the log's length. Raises TimeoutError, PeerLost, and what the target says."""
@@ -97,22 +83,27 @@ class TargetStream(MessageStream[pb.VerifyRequest, pb.VerifyResponse]):
         while base_len not in self._early:
             response = await self.read(max(0.0, until_s - loop.time()))
             fence = response.fence
+            if fence.epoch == self._epoch and response.HasField("error"):
+                raise session_error_from(response.error)
             if fence.epoch == self._epoch and base_len <= fence.base_len < max(self._limit, base_len + 1):
                 self._early[fence.base_len] = response
             elif (fence.epoch, fence.base_len) > (self._epoch, base_len):
-                log.warning("answer to nothing", service=str(self.peer), base_len=fence.base_len, log_len=base_len)
+                log.warning("answer to nothing", service=str(self.link), base_len=fence.base_len, log_len=base_len)
         self.is_opening = False
         answer = self._early.pop(base_len)
         # What is left of repetitions must not pile up.
-        self._early = {early: response for early, response in self._early.items() if early > base_len}
+        if self._early:
+            self._early = {early: response for early, response in self._early.items() if early > base_len}
         return answer
 
-    async def _send(self, request: pb.VerifyRequest, plain_budget: int) -> None:
-        """Sends a message on the log's length, and notes how far it lets the target go."""
+    def end(self, fence: types_pb2.Fence) -> None:
+        self.close(pb.VerifyRequest(fence=fence, close=types_pb2.CloseSession()))
+
+    def _next_fence(self, plain_budget: int) -> types_pb2.Fence:
+        """The fence of a message on the log's length; notes how far the message lets the target go."""
         base_len = len(self._log)
-        request.fence.CopyFrom(types_pb2.Fence(session_id=self._session_id, epoch=self._epoch, base_len=base_len))
         self._limit = base_len + 1 + plain_budget
-        await self.write(request, self._write_timeout_s)
+        return types_pb2.Fence(session_id=self._session_id, epoch=self._epoch, base_len=base_len)
 
 
 class Unanswered(OutriderError):
@@ -121,7 +112,7 @@ class Unanswered(OutriderError):
     reason = "UNANSWERED"
 
 
-class RemoteTargetSession(RemoteSession[TargetStream]):
+class RemoteTargetSession(RemoteSession[TargetOpening]):
     """A session on a target service; opens with the first verify and closes with the context."""
 
     def __init__(
@@ -132,10 +123,9 @@ class RemoteTargetSession(RemoteSession[TargetStream]):
         token_log: TokenLog,
         session_id: bytes,
         model_hash: str,
-        deadline: Deadline = NEVER,
     ) -> None:
         """`model_hash` names the weights with which the request began; no others go on with it."""
-        super().__init__(replicas, spec, token_log, session_id, deadline)
+        super().__init__(replicas, spec, token_log, session_id)
         self._timeouts = timeouts
         self._need = Need(model_hash, spec.max_len)
         self._failed: ServiceLink | None = None  # the target that served the session last, and no longer does
@@ -146,19 +136,18 @@ class RemoteTargetSession(RemoteSession[TargetStream]):
 
     @property
     def outstanding(self) -> int:
-        return self._stream.outstanding if self._stream is not None else 0
+        return self._opening.outstanding if self._opening is not None else 0
 
     async def verify(self, proposal: Proposal, plain_budget: int) -> Verdict:
         """Returns the verdict on the log's length, whatever happens to targets within the budget for that.
 
-        Raises PeerLost after it, RequestExpired, and CacheFull and the like when a target says so.
+        Raises PeerLost after it, and CacheFull and the like when a target says so.
         """
         loop = asyncio.get_running_loop()
         started_s = loop.time()
         opens, repairs = max(self._num_opens, 1), self._num_repairs
-        response = await self._exchange(proposal, plain_budget)
+        opening, response = await self._exchange(proposal, plain_budget)
         wait_us = int(1e6 * (loop.time() - started_s))
-        num_bytes = self._stream.take_bytes() if self._stream is not None else 0
         verdict = response.verdict
         next_token_id = verdict.next_token_id if verdict.HasField("next_token_id") else None
         # After a verdict a target has cached all committed tokens but the last one.
@@ -175,8 +164,8 @@ class RemoteTargetSession(RemoteSession[TargetStream]):
             finish_reason=messages.finish_reason(verdict.finish_reason),
             evaluated_count=verdict.evaluated_count,
             compute_us=response.times.compute_us,
-            numerics_id=response.numerics_id,
-            hop=HopCost(response.times.queue_us, wait_us, num_bytes),
+            numerics_id=opening.stream.numerics_id,
+            hop=HopCost(response.times.queue_us, wait_us, opening.take_bytes()),
             reopens=self._num_opens - opens,
             drift_repairs=self._num_repairs - repairs,
             logprobs=logprobs_from(verdict.logprobs),
@@ -184,12 +173,12 @@ class RemoteTargetSession(RemoteSession[TargetStream]):
             prefix_len=verdict.prefix_len,
         )
 
-    async def _exchange(self, proposal: Proposal, plain_budget: int) -> pb.VerifyResponse:
-        """The answer of the first target that gives a verdict, on whichever stream that is.
+    async def _exchange(self, proposal: Proposal, plain_budget: int) -> tuple[TargetOpening, pb.VerifyResponse]:
+        """The answer of the first target that gives a verdict, and the opening that it came by.
 
-        An attempt on one stream ends in one of four ways:
+        An attempt on one opening ends in one of four ways:
         1. The target gives a verdict.
-        2. The attempt raises Unanswered: the target is there, and the session is better off with a new stream at once.
+        2. The attempt raises Unanswered: the target is there, and the session is better off with a new opening at once.
         3. The target is lost or hangs: another one takes the session over, after a pause and within a retry budget.
            Where the lost one was found working in between, the budget begins anew: it is for the time without a target.
         4. The target lacks tokens, because it has forgotten the session: it is given all of them again, a few times.
@@ -200,82 +189,79 @@ class RemoteTargetSession(RemoteSession[TargetStream]):
         while True:
             if self._has_drifted:
                 await self._drop_cache()
-            stream = self._stream or await self._open(budget.until_s)
+            opening = self._opening or await self._open(budget.until_s)
             try:
-                response = await self._attempt(stream, proposal, plain_budget)
+                response = await self._attempt(opening, proposal, plain_budget)
                 if response.WhichOneof("answer") == "verdict":  # 1
                     self._num_unanswered = 0
-                    stream.peer.breaker.answered()
-                    return response
+                    opening.link.breaker.answered()
+                    return opening, response
             except Unanswered as error:  # 2
-                await self._abandon(error)
+                self._abandon(error)
             except (PeerLost, NotReady) as error:  # 3
-                await self._abandon(error)
-                if self._deadline.has_come:
-                    raise RequestExpired("the request's own deadline has passed") from error
+                self._abandon(error)
                 # Another session may try this target, wherever this one goes on.
-                stream.peer.breaker.left(self._session_id)
-                stream.peer.report_lost()
+                opening.link.breaker.left(self._session_id)
+                opening.link.report_lost(opening.stream)
                 if self._has_worked and num_budgets < MAX_BUDGETS:
                     budget, num_budgets = RetryBudget(self._timeouts.rebuild_budget_s, loop.time()), num_budgets + 1
                 await asyncio.sleep(budget.pause_s(error, loop.time()))
             else:  # 4
                 num_refusals += 1
                 if num_refusals > MAX_REFUSALS:
-                    raise PeerLost(f"{stream.peer} lost the session {num_refusals} times in one round")
-                await self._abandon(PeerLost(f"{stream.peer} does not know the session"))
+                    raise PeerLost(f"{opening.link} lost the session {num_refusals} times in one round")
+                self._abandon(PeerLost(f"{opening.link} does not know the session"))
 
-    async def _open(self, until_s: float) -> TargetStream:
-        """A stream on the first target that can take the session, in a new epoch; raises PeerLost when time is up."""
-        peer = await self._replicas.wait(self._session_id, self._need, until_s, self._failed)
-        peer.breaker.enter(self._session_id)
+    async def _open(self, until_s: float) -> TargetOpening:
+        """An opening on the first target that can take the session; raises PeerLost when time is up."""
+        link = await self._replicas.wait(self._session_id, self._need, until_s, self._failed)
+        link.breaker.enter(self._session_id)
         self._epoch += 1
-        left_s, write_timeout_s = self._deadline.left_s(), self._timeouts.deadline.max_s
-        self._stream = TargetStream(peer, self._spec, self._log, self._fence(), left_s, write_timeout_s)
+        self._opening = TargetOpening(link, self._spec, self._log, self._fence())
         self._num_opens += 1
         self._has_worked = False
-        return self._stream
+        return self._opening
 
-    async def _attempt(self, stream: TargetStream, proposal: Proposal, plain_budget: int) -> pb.VerifyResponse:
+    async def _attempt(self, opening: TargetOpening, proposal: Proposal, plain_budget: int) -> pb.VerifyResponse:
         """One request and its answer. The request is repeated ever more seldom, which fencing makes safe.
 
         Whenever the deadline of a round passes without an answer, the target is looked at:
-        1. It takes no calls. It may be draining, when its streams go on and end with it; but the session does not wait
+        1. It takes no calls. It may be draining, when its sessions go on and end with it; but the session does not wait
            for that when its allowance is over and a spare is there. Raises Unanswered.
         2. Its device finishes nothing: it hangs, and its breaker spares other requests from finding that out. Raises
            PeerLost.
         3. It works, and may take its time, for a long prompt or in a full pool. After long enough a message must have
            been lost. Raises Unanswered, and PeerLost when that happens again and again.
         """
-        loop, peer, deadline_s = asyncio.get_running_loop(), stream.peer, self._timeouts.deadline.seconds()
-        started_s, was_opening = loop.time(), stream.is_opening
+        loop, link, deadline_s = asyncio.get_running_loop(), opening.link, self._timeouts.deadline.seconds()
+        started_s, was_opening = loop.time(), opening.is_opening
         allowance_s = deadline_s + PROMPT_TOKEN_S * len(self._log) * was_opening
         ask_at_s, num_asked = started_s, 0
         while True:
             try:
                 if loop.time() >= ask_at_s:
-                    await (stream.send_step if num_asked else stream.send_next)(proposal, plain_budget)
+                    (opening.send_step if num_asked else opening.send_next)(proposal, plain_budget)
                     ask_at_s, num_asked = loop.time() + 2**num_asked * allowance_s, num_asked + 1
-                response = await stream.receive(min(deadline_s, max(ask_at_s - loop.time(), MIN_WAIT_S)))
+                response = await opening.receive(min(deadline_s, max(ask_at_s - loop.time(), MIN_WAIT_S)))
             except TimeoutError:
-                waited_s, stalled_s = loop.time() - started_s, await peer.stalled_s()
+                waited_s, stalled_s = loop.time() - started_s, await link.stalled_s()
                 if stalled_s is None:  # 1
-                    spare = self._replicas.pick(self._session_id, self._need, failed=peer)
-                    if waited_s >= allowance_s and spare not in {None, peer}:
-                        raise Unanswered(f"{peer} takes no calls, and a spare is there") from None
+                    spare = self._replicas.pick(self._session_id, self._need, failed=link)
+                    if waited_s >= allowance_s and spare not in {None, link}:
+                        raise Unanswered(f"{link} takes no calls, and a spare is there") from None
                 elif stalled_s > self._timeouts.stall_s:  # 2
-                    lost = PeerLost(f"{peer} does not answer requests")
-                    peer.breaker.failed(self._session_id, lost)
+                    lost = PeerLost(f"{link} does not answer requests")
+                    link.breaker.failed(self._session_id, lost)
                     raise lost from None
                 else:  # 3
-                    peer.breaker.answered()
+                    link.breaker.answered()
                     self._has_worked = True
                     answer_s = min(2**self._num_unanswered, MAX_TIMES_AS_LONG) * self._timeouts.answer_s
                     if waited_s >= answer_s + allowance_s:
                         self._num_unanswered += 1
                         if self._num_unanswered > MAX_UNANSWERED:
-                            raise PeerLost(f"{peer} works, but leaves the session without an answer") from None
-                        raise Unanswered(f"{peer} left a request unanswered") from None
+                            raise PeerLost(f"{link} works, but leaves the session without an answer") from None
+                        raise Unanswered(f"{link} left a request unanswered") from None
             else:
                 if num_asked == 1 and not was_opening:
                     # Prompts and repetitions say nothing about how long a round takes.
@@ -285,22 +271,22 @@ class RemoteTargetSession(RemoteSession[TargetStream]):
     async def _drop_cache(self) -> None:
         """Makes the target forget all but the first token, so that the open that follows computes the rest again."""
         self._has_drifted = False
-        if self._stream is None:
+        if self._opening is None:
             return
         self._num_repairs += 1
         self._epoch += 1
-        peer = self._stream.peer
+        link = self._opening.link
         try:
-            await peer.rollback(self._fence(base_len=1), cached_len=len(self._log) - 1)
+            await link.rollback(self._fence(base_len=1), cached_len=len(self._log) - 1)
         except OutriderError as error:
-            self._log_event("rollback failed", service=str(peer), reason=error.message)
-        await self._forget()
+            self._log_event("rollback failed", service=str(link), reason=error.message)
+        self._forget()
 
-    async def _abandon(self, error: OutriderError) -> None:
+    def _abandon(self, error: OutriderError) -> None:
         self._log_event("target session lost", reason=error.message, log_len=len(self._log))
-        if self._stream is not None:
-            self._failed = self._stream.peer
-        await self._forget()
+        if self._opening is not None:
+            self._failed = self._opening.link
+        self._forget()
 
     def _log_event(self, event: str, **values: str | int) -> None:
         log.warning(event, session=session_prefix(self._session_id), **values)

@@ -56,6 +56,8 @@ class ForwardResult:
     None: the feed is not finished, and is to be fed again."""
     prefixes: list[range]
     """For each feed that wants them the rows of logits of the tokens before the root that this forward computed."""
+    num_rows: int = 0
+    """Rows that were computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +208,7 @@ class ModelRunner:
                 cached_len = len(session) if finished else session.next_position + grant
                 session.advance(cached_len, feed.tree if finished else EMPTY)
                 session.last_forward = self._num_forwards
-        return ForwardResult(logits, batch.ranges, batch.prefixes)
+        return ForwardResult(logits, batch.ranges, batch.prefixes, sum(grants))
 
     def check(self, feed: Feed) -> None:
         """Raises InvalidRequest when a feed can never run: past the context, too wide, or ids that are not embedded."""

@@ -67,10 +67,12 @@ class DeviceWorker(Generic[TaskT]):
         advance: Callable[[Sequence[TaskT]], bool],
         setup: Callable[[], None] | None = None,
         name: str = "device",
+        rest: Callable[[], None] = lambda: None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """Starts the thread, which first calls `setup`."""
+        """Starts the thread, which first calls `setup`, and `rest` behind each step and behind the jobs between two."""
         self._advance = advance
+        self._rest = rest
         self._clock_ns = clock_ns
         self._unfinished_since_ns: int | None = None
         self._active: list[TaskT] = []
@@ -136,14 +138,17 @@ class DeviceWorker(Generic[TaskT]):
             setup()
         could_step = True
         while self._run_jobs(NO_WAIT_S if could_step else SHORT_WAIT_S):
+            self._rest()
             self._active = [task for task in self._active if not (task.done or task.stopped)]
             if self._active:
                 could_step = self._step(list(self._active))
+                self._rest()
                 self._unfinished_since_ns = self._clock_ns()
         for task in self._active:
             if not (task.done or task.stopped):
                 task.fail(NotReady("the service is stopping"))
         self._active = []
+        self._rest()
 
     def _run_jobs(self, wait_s: float) -> bool:
         """Runs what is queued, waiting for the first job as long as there is no task; tells whether to go on.

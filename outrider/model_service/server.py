@@ -17,6 +17,7 @@ from outrider.engine.models.checkpoints import find_checkpoint
 from outrider.engine.runner import ModelRunner
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import NotReady, OutriderError
+from outrider.model_service.link import LinkServicer
 from outrider.model_service.metrics import ServiceMetrics
 from outrider.model_service.servicer import ServiceFacts, model_service
 from outrider.model_service.session_store import LeaseTable, SessionStore
@@ -57,6 +58,7 @@ class RunningModelService:
     table: LeaseTable[Any]
     runner: ModelRunner
     facts: ServiceFacts
+    servicer: LinkServicer[Any, Any]
     watching: asyncio.Task[None]
     metrics: RunningMetrics | None = None
 
@@ -70,6 +72,7 @@ class RunningModelService:
         Idempotent; a second call may shorten the grace of the first. Raises OutriderError when the device does not
         come to an end within DEVICE_PATIENCE_S after the grace; what is left then ends as soon as the device answers.
         """
+        self.servicer.drain()
         # gRPC cancels the calls and does not wait for their handlers, each of which waits for the device.
         await self.server.stop(grace_s)
         try:
@@ -141,14 +144,15 @@ async def serve_model(
     facts: ServiceFacts,
     worker: DeviceWorker[Any],
     sessions: SessionStore[Any],
-    own_service: Callable[[Callable[[ComputeTimes], None]], channels.Services],
+    serving: Callable[[Callable[[ComputeTimes], None]], LinkServicer[Any, Any]],
 ) -> RunningModelService:
     """Serves on the settings' addresses; raises AddressTaken, and then ends the device thread.
 
-    `own_service` makes the service beside ModelService, given what takes note of the cost of answers.
+    `serving` makes the service beside ModelService, given what takes note of the cost of answers.
     """
     metrics = ServiceMetrics(facts, sessions.counts, model.runner.forward_counts, worker)
-    services = {**own_service(metrics.observe), **model_service(facts, sessions, worker, metrics.observe_rollback)}
+    servicer = serving(metrics.observe)
+    services = {**servicer.services, **model_service(facts, sessions, worker, metrics.observe_rollback)}
     async with AsyncExitStack() as undo:
         undo.push_async_callback(worker.close)
         exporting = None
@@ -162,4 +166,6 @@ async def serve_model(
     watching = asyncio.create_task(
         watch(lambda: worker.stalled_us, settings.stall_seconds, server.say_not_serving, exit_now)
     )
-    return RunningModelService(server.address, server, worker, sessions.table, model.runner, facts, watching, exporting)
+    return RunningModelService(
+        server.address, server, worker, sessions.table, model.runner, facts, servicer, watching, exporting
+    )

@@ -22,7 +22,7 @@ from outrider.rpc.messages import RULES
 from outrider.v1 import model_service_pb2 as pb
 from outrider.v1.model_service_pb2_grpc import ModelServiceServicer, add_ModelServiceServicer_to_server
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_DRAFT_COUNT = 32
 MAX_WAITING_JOBS = 4096
 
@@ -109,7 +109,7 @@ class ModelServicer(ModelServiceServicer):
                 raise Overloaded(f"{num_waiting} jobs wait for the device already", limit=MAX_WAITING_JOBS)
             rolled = await self._device.call(rollback)
         return pb.RollbackResponse(
-            fence=messages.fence_message(rolled.fence, self._facts.instance_id),
+            fence=messages.fence_message(rolled.fence),
             cached_len=rolled.cached_len,
             job_stopped=rolled.job_stopped,
         )

@@ -1,4 +1,4 @@
-"""The sessions that a service holds: opened, opened again, taken back, leased when their stream breaks, dropped.
+"""The sessions that a service holds: opened, opened again, taken back, leased when their link breaks, dropped.
 
 Everything here belongs to the device thread and runs between two steps, so that no session changes under one and none
 is freed under a running forward. A Rollback is a call of its own and may overtake the open of its session; which epochs
@@ -6,10 +6,11 @@ are over is remembered, or the older open behind it would be taken.
 """
 
 import asyncio
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -20,22 +21,30 @@ from outrider.engine.session import Session
 from outrider.engine.worker import Task
 from outrider.errors import CacheFull, OutriderError, Overloaded
 from outrider.parameters import SessionSpec
+from outrider.process import telemetry
 from outrider.process.telemetry import session_prefix
 from outrider.rpc.fencing import ComputeTimes, Fence, MessageStatus, SessionView, classify_open
 
 log = structlog.get_logger()
 
-# Eight windows of unasked verdicts: a client that asks for all of them again a few times is still heard.
-MAX_UNSENT_ANSWERS = 2048
-# More than streams are carried at a time, so that among as many sessions there are always leased ones.
+# Answers that wait on a link, of one session and of all: eight windows of unasked verdicts, so that a client that asks
+# for all of them again a few times is still heard.
+MAX_UNSENT_OF_SESSION = 2048
+MAX_UNSENT = 65_536
 MAX_SESSIONS = 4096
 # A Rollback overtakes an open by milliseconds, so a newer one never pushes out one that still matters.
 MAX_REMEMBERED = 1024
-TIMER_S = 1e-6  # a loop's timer may come early by its clock's resolution, and there is one for every lease
+TIMER_S = 1e-6  # a loop's timer may come early by its clock's resolution, and there is one for each link that ended
+# What took longer gets an event of its own; everything else is in the sums.
+SLOW_US = 500_000
 
 ContentT = TypeVar("ContentT")
 TaskT = TypeVar("TaskT", bound=Task)
 T = TypeVar("T")
+
+
+# The content of an answer to a ping.
+PONG = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,63 +53,138 @@ class SessionAnswer(Generic[ContentT]):
 
     fence: Fence
     content: ContentT | None
-    """None asks for the tokens behind known_len."""
+    """None asks for the tokens behind known_len, unless there is an error."""
     known_len: int
     cached_len: int
     times: ComputeTimes
+    error: OutriderError | None = None
+    """Why the session has ended."""
+
+
+class Outboxes:
+    """The outboxes that the device has filled since it last rested.
+
+    Nobody is woken before, so that all that one step has for one gateway leaves together.
+    """
+
+    def __init__(self) -> None:
+        self._filled: dict[Outbox, None] = {}
+
+    def add(self, outbox: "Outbox") -> None:
+        self._filled[outbox] = None
+
+    def flush(self) -> None:
+        """Wakes those who wait for what was put; on the device thread."""
+        filled, self._filled = self._filled, {}
+        for outbox in filled:
+            outbox.flush()
 
 
 class Outbox:
-    """Answers in order; filled from any thread, emptied on the loop that made it. Owns the sessions of its stream.
+    """Answers of one link in order; filled on the device thread, emptied on the loop that made it. Owns its sessions.
 
-    A client that leaves more than `maximum` of them unread is given up: `overflow` has the error then.
+    A client that leaves more than MAX_UNSENT of them unread is given up: `overflow` has the error then.
     """
 
-    def __init__(self, maximum: int = MAX_UNSENT_ANSWERS) -> None:
+    def __init__(self, outboxes: Outboxes) -> None:
+        self._outboxes = outboxes
         self._loop = asyncio.get_running_loop()
-        self._maximum = maximum
-        self._items: deque[Any] = deque()
+        self._lock = threading.Lock()
+        self._answers: list[SessionAnswer[Any]] = []
+        self._counts: Counter[bytes] = Counter()
+        self._has_ended = False
         self._is_waking = False
         self._wanted: asyncio.Future[None] | None = None
+        self._flooded: set[bytes] = set()
         self.overflow: asyncio.Future[Overloaded] = self._loop.create_future()
 
-    def put(self, answer: object) -> None:
-        """Adds an answer, the error that ends the stream, or None for its end behind the answers so far."""
-        if len(self._items) <= self._maximum:
-            self._items.append(answer)
-        # One wake serves all that is put before the loop gets to it. A loop that has been closed has no streams left.
+    def put(self, answer: SessionAnswer[Any]) -> None:
+        """Adds an answer, which leaves when the device rests."""
+        session_id = answer.fence.session_id
+        with self._lock:
+            if answer.error is None and self._counts[session_id] >= MAX_UNSENT_OF_SESSION:
+                self._flooded.add(session_id)
+            elif len(self._answers) <= MAX_UNSENT:
+                self._counts[session_id] += 1
+                self._answers.append(answer)
+        self._outboxes.add(self)
+
+    def take_flooded(self) -> set[bytes]:
+        """Sessions that have had more answers here than one may have, and lost what came behind; each is told once."""
+        flooded, self._flooded = self._flooded, set()
+        return flooded
+
+    def pong(self, fence: Fence) -> None:
+        """Answers a ping at once; on the loop."""
+        with self._lock:
+            self._answers.append(SessionAnswer(fence, PONG, 0, 0, ComputeTimes()))
+        self._wake()
+
+    def end(self) -> None:
+        """Ends the link behind the answers so far."""
+        self._has_ended = True
+        self._outboxes.add(self)
+
+    def flush(self) -> None:
+        """Wakes the loop; from any thread. One wake serves all that is put before the loop gets to it."""
+        # A loop that has been closed has no links left.
         if not self._is_waking and not self._loop.is_closed():
             self._is_waking = True
             self._loop.call_soon_threadsafe(self._wake)
 
-    async def get(self) -> Any:  # noqa: ANN401 - what was put
-        """The next answer, None at the end; raises the error that ends the stream."""
-        while not self._items:
+    async def take(self) -> list[SessionAnswer[Any]]:
+        """All answers there are, at least one; none at the end of the link."""
+        while not self._answers and not self._has_ended:
             self._wanted = self._loop.create_future()
             await self._wanted
-        item = self._items.popleft()
-        if isinstance(item, Exception):
-            raise item
-        return item
+        with self._lock:
+            answers, self._answers = self._answers, []
+            self._counts.clear()
+        return answers
 
     def _wake(self) -> None:
         # Before the looking, so that whatever is put from now on wakes again.
         self._is_waking = False
-        if len(self._items) > self._maximum and not self.overflow.done():
-            message = f"the client has left {self._maximum} answers of this stream unread"
-            self.overflow.set_result(Overloaded(message, limit=self._maximum))
+        if len(self._answers) > MAX_UNSENT and not self.overflow.done():
+            message = f"the client has left {MAX_UNSENT} answers of this link unread"
+            self.overflow.set_result(Overloaded(message, limit=MAX_UNSENT))
         if self._wanted is not None and not self._wanted.done():
             self._wanted.set_result(None)
 
 
+class SessionTrace:
+    """The span of a session on this service, from its first open to its end, with what its answers cost."""
+
+    def __init__(self, session_id: bytes, trace_context: Mapping[str, str]) -> None:
+        self._span = telemetry.begin_span("session", trace_context, session=session_prefix(session_id))
+        self._num_answers = self._num_forwards = self._queue_us = self._compute_us = 0
+
+    def add(self, times: ComputeTimes) -> None:
+        """Counts an answer; the first one, which read the prompt, and slow ones are events of their own."""
+        self._num_answers += 1
+        self._num_forwards += times.forward_count
+        self._queue_us += times.queue_us
+        self._compute_us += times.compute_us
+        if self._num_answers == 1 or times.queue_us + times.compute_us > SLOW_US:
+            name = "first answer" if self._num_answers == 1 else "slow answer"
+            costs = {"queue_us": times.queue_us, "compute_us": times.compute_us, "forwards": times.forward_count}
+            self._span.add_event(name, costs)
+
+    def end(self) -> None:
+        counts = {"answers": self._num_answers, "forwards": self._num_forwards}
+        self._span.set_attributes({**counts, "queue_us": self._queue_us, "compute_us": self._compute_us})
+        self._span.end()
+
+
 @dataclass(slots=True, eq=False)
 class SessionState(ABC, Generic[TaskT]):
-    """A session as either service keeps it: its tokens and cache, the stream that owns it, and the job under way."""
+    """A session as either service keeps it: its tokens and cache, the link that owns it, and the job under way."""
 
     spec: SessionSpec
     epoch: int
     session: Session
     owner: Outbox
+    trace: SessionTrace
     task: TaskT | None = None
     prefix_len: int = 0
     """Tokens that its last opening found in the prefix cache."""
@@ -137,19 +221,22 @@ class SessionState(ABC, Generic[TaskT]):
             task.stopped = True
         return task is not None
 
+    def answer(self, answer: SessionAnswer[Any]) -> None:
+        """Sends what was computed for the first time."""
+        self.trace.add(answer.times)
+        self.owner.put(answer)
+
     def free(self) -> None:
         self.stop_job()
         self.session.free()
+        self.trace.end()
 
 
 StateT = TypeVar("StateT", bound=SessionState[Any])
 
 
 class LeaseTable(Generic[StateT]):
-    """Sessions by id. A leased one is kept `lease_s` seconds for its gateway to come back, unless room is needed.
-
-    A lease may be made shorter for a session that nobody can come back for.
-    """
+    """Sessions by id. A leased one is kept `lease_s` seconds for its gateway to come back, unless room is needed."""
 
     def __init__(
         self, lease_s: float, clock: Callable[[], float] = time.monotonic, max_sessions: int = MAX_SESSIONS
@@ -182,37 +269,38 @@ class LeaseTable(Generic[StateT]):
         return self._held.get(session_id)
 
     def add(self, session_id: bytes, held: StateT) -> None:
-        """Holds a session, in the place of leased ones when there are too many; raises ValueError for an id held."""
+        """Holds a session, in the place of leased ones when there are too many; raises ValueError for an id held.
+
+        Raises Overloaded when there are too many that are not leased.
+        """
         if session_id in self._held:
             raise ValueError(f"session {session_id.hex()} is held already")
-        while len(self._held) >= self._max_sessions and self.evict_oldest():
-            pass
+        while len(self._held) >= self._max_sessions:
+            if not self.evict_oldest():
+                raise Overloaded(f"{len(self._held)} sessions are held already", limit=self._max_sessions)
         self._held[session_id] = held
 
     def attach(self, session_id: bytes) -> None:
-        """Ends a lease because a stream has taken the session up."""
+        """Ends a lease because a link has taken the session up."""
         if self._leases.pop(session_id, None) is not None:
             log.debug("lease taken up", session=session_prefix(session_id))
 
-    def lease(self, session_id: bytes, lease_s: float | None = None) -> None:
-        """Begins the lease of a session whose stream has ended; without an effect for an unknown id."""
-        if session_id in self._held:
-            lease_s = self.lease_s if lease_s is None else lease_s
+    def leave(self, owner: object) -> int:
+        """A link has ended: the jobs of its sessions stop, and their leases begin; returns how many there are."""
+        left = [session_id for session_id, held in self._held.items() if held.owner is owner]
+        for session_id in left:
+            self._held[session_id].stop_job()
             self._leases.pop(session_id, None)
-            self._leases[session_id] = self._clock() + lease_s
-            log.debug("lease begun", session=session_prefix(session_id), lease_s=lease_s)
+            self._leases[session_id] = self._clock() + self.lease_s
+            log.debug("lease begun", session=session_prefix(session_id), lease_s=self.lease_s)
+        return len(left)
 
-    def leave(self, session_id: bytes, owner: object, lease_s: float | None = None) -> bool:
-        """A stream has ended: if the session is there and its own, the job stops and a lease begins; tells whether."""
-        held = self._held.get(session_id)
-        if held is None or held.owner is not owner:
-            return False
-        held.stop_job()
-        self.lease(session_id, lease_s)
-        return True
+    def owns_any(self, owner: object) -> bool:
+        """Whether a link still has a session."""
+        return any(held.owner is owner for held in self._held.values())
 
     def close(self, fence: Fence, owner: object) -> None:
-        """Frees a session because its stream says so; an older epoch has no say, nor has a stream that lost it."""
+        """Frees a session because its link says so; an older epoch has no say, nor has a link that lost it."""
         held = self._held.get(fence.session_id)
         if held is not None and held.owner is owner and fence.epoch >= held.epoch:
             self.drop(fence.session_id)
@@ -312,7 +400,7 @@ class ServiceCounts:
 class SessionStore(Generic[StateT]):
     """The sessions of a service. What draft and target do alike with a message is here, the rest in their subclasses.
 
-    A message comes with its fence and with `owner`, the outbox of its stream, which gets the answers: at once what is
+    A message comes with its fence and with `owner`, the outbox of its link, which gets the answers: at once what is
     known, later what has to be computed.
     """
 
@@ -369,7 +457,8 @@ class SessionStore(Generic[StateT]):
         known = None if held is None else held.session
         session = reopen(self._runner, known, spec.token_ids, spec.prompt_len, salt)
         if held is None:
-            held = self._kind(spec, fence.epoch, session, owner)
+            trace = SessionTrace(fence.session_id, dict(spec.trace_context))
+            held = self._kind(spec, fence.epoch, session, owner, trace)
             self.table.add(fence.session_id, held)
             self._min_epochs.forget(fence.session_id)
         else:
@@ -387,7 +476,7 @@ class SessionStore(Generic[StateT]):
         return held
 
     def _attach(self, fence: Fence, held: StateT, owner: Outbox) -> None:
-        """Another stream owns the session from now on; its lease ends."""
+        """A link owns the session from now on; its lease ends."""
         self.table.attach(fence.session_id)
         held.owner = owner
 
@@ -396,12 +485,19 @@ class SessionStore(Generic[StateT]):
         self._num_stopped_jobs += was_stopped
         return was_stopped
 
-    def _want_tokens(self, fence: Fence, held: StateT | None, owner: Outbox) -> None:
+    def want_tokens(self, fence: Fence, held: StateT | None, owner: Outbox) -> None:
+        """Asks for the tokens of a session, all of them unless it is held."""
         known_len = min(held.committed_len, fence.base_len - 1) if held else 0
         owner.put(SessionAnswer(fence, None, known_len, held.cached_len if held else 0, ComputeTimes()))
 
-    def _fail(self, session_id: bytes, held: StateT, error: OutriderError) -> None:
-        """The job of a session has failed. It must not keep what it has: its gateway opens it again."""
+    def fail(self, session_id: bytes, held: StateT, error: OutriderError) -> None:
+        """A session ends with an error. It must not keep what it has: its gateway opens it again."""
         held.task = None
         self.table.drop(session_id)
-        held.owner.put(error)
+        fence = Fence(session_id, held.epoch, held.committed_len)
+        held.owner.put(SessionAnswer(fence, None, 0, 0, ComputeTimes(), error))
+
+    def refuse(self, fence: Fence, error: OutriderError, owner: Outbox) -> None:
+        """A message cannot be taken: its session ends, unless the message is of an older epoch or of another link."""
+        self.table.close(fence, owner)
+        owner.put(SessionAnswer(fence, None, 0, 0, ComputeTimes(), error))

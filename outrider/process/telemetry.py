@@ -21,7 +21,7 @@ from contextlib import contextmanager
 import structlog
 from opentelemetry import context as contexts
 from opentelemetry import trace
-from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.trace import Span, SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 from structlog.contextvars import bind_contextvars, get_contextvars, unbind_contextvars
@@ -155,8 +155,13 @@ def span(name: str, parent: Mapping[str, str] | None = None, **attributes: Attri
             contexts.detach(token)
 
 
+def begin_span(name: str, parent: Mapping[str, str], **attributes: AttributeValue) -> Span:
+    """A span for what no single task does, below what a caller sent; whoever begins it ends it."""
+    return TRACER.start_span(name, PROPAGATOR.extract(parent, contexts.Context()), SpanKind.SERVER, attributes)
+
+
 def carrier() -> tuple[tuple[str, str], ...]:
-    """The span that is open here as metadata of a call to the next process; empty without one.
+    """The span that is open here, as it travels to the next process; empty without one.
 
     A client's own `tracestate` of more than MAX_STATE_LEN characters stays behind.
     """

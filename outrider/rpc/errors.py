@@ -5,12 +5,14 @@ What is not an OutriderError leaves a process as "internal error" and nothing mo
 
 import json
 import re
+from collections.abc import Mapping
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from outrider.errors import Field, InvalidRequest, OutriderError, PeerLost, ProtocolViolation
+from outrider.v1 import types_pb2
 
 DOMAIN = "outrider.v1"
 # The key of a sentence that mentions fields, as a JSON list of [whether it is the name of a field, text].
@@ -36,11 +38,7 @@ def status_of(error: OutriderError) -> grpc.Status:
     """The status that ends a call with this error; RetryInfo tells when waiting helps."""
     code = grpc.StatusCode[error.status]
     rich = status_pb2.Status(code=code.value[0], message=error.message)
-    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
-    # Most sentences follow from the rest of what is sent; those that mention further fields do not.
-    if type(error).received([error.message], error.metadata).parts != error.parts:
-        info.metadata[PARTS] = json.dumps([[isinstance(part, Field), part] for part in error.parts])
-    rich.details.add().Pack(info)
+    rich.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=_metadata(error)))
     if error.status in RETRY_DELAYS_S:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.seconds = int(error.metadata.get("retry_after_s", RETRY_DELAYS_S[error.status]))
@@ -57,9 +55,30 @@ def error_from(error: grpc.RpcError) -> OutriderError:
         if found := TOO_LARGE.search(details):
             return InvalidRequest("message", f"{found[1]} bytes", f"at most {found[2]} bytes")
         return BARE_STATUSES.get(error.code(), OutriderError)(f"{error.code().name}: {details}")
-    metadata = dict(info.metadata)
+    return _received(info.reason, error.details() or "", info.metadata)
+
+
+def session_error(error: OutriderError) -> types_pb2.SessionError:
+    """The message that ends a session of a link with this error."""
+    return types_pb2.SessionError(message=error.message, reason=error.reason, metadata=_metadata(error))
+
+
+def session_error_from(message: types_pb2.SessionError) -> OutriderError:
+    """What a service raised about a session, of the same class, text and metadata."""
+    return _received(message.reason, message.message, message.metadata)
+
+
+def _metadata(error: OutriderError) -> dict[str, str]:
+    # Most sentences follow from the rest of what is sent; those that mention further fields do not.
+    if type(error).received([error.message], error.metadata).parts == error.parts:
+        return error.metadata
+    return error.metadata | {PARTS: json.dumps([[isinstance(part, Field), part] for part in error.parts])}
+
+
+def _received(reason: str, message: str, sent: Mapping[str, str]) -> OutriderError:
+    metadata = dict(sent)
     parts = [Field(part) if is_field else part for is_field, part in json.loads(metadata.pop(PARTS, "[]"))]
-    return _classes().get(info.reason, OutriderError).received(parts or [error.details() or ""], metadata)
+    return _classes().get(reason, OutriderError).received(parts or [message], metadata)
 
 
 def said_by_peer(error: grpc.RpcError) -> bool:

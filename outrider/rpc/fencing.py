@@ -65,8 +65,8 @@ def check_fence(fence: Fence, context_len: int) -> Fence:
 def classify(fence: Fence, view: SessionView | None, num_new: int = 0, *, is_owner: bool = True) -> MessageStatus:
     """What to do with a message that is not an open and brings the last `num_new` of its base_len tokens with it.
 
-    A stream that does not own the session never moves it. When its epoch is not over, a Rollback has overtaken its open
-    or another stream has repeated that: it is asked for all tokens, so that it is not left without an answer.
+    A link that does not own the session never moves it. When its epoch is not over, a Rollback has overtaken its open
+    or another link has repeated that: it is asked for all tokens, so that it is not left without an answer.
     """
     if view is None:
         return MessageStatus.FUTURE
@@ -97,11 +97,12 @@ def classify_open(fence: Fence, view: SessionView | None, min_epoch: int = 0) ->
 
 @dataclass(frozen=True, slots=True)
 class ComputeTimes:
-    """Plain form of the message: waiting and device time in microseconds, shared batches counted whole."""
+    """Plain form of the message: waiting and device time in microseconds and rows, shared batches counted whole."""
 
     queue_us: int = 0
     compute_us: int = 0
     forward_count: int = 0
+    row_count: int = 0
 
 
 @dataclass(slots=True)
@@ -112,13 +113,17 @@ class Meter:
     _queue_ns: int | None = None
     _compute_ns: int = 0
     _forward_count: int = 0
+    _row_count: int = 0
 
-    def add(self, started_ns: int, ended_ns: int) -> None:
-        """Counts one forward with the sampling that followed it."""
+    def add(self, started_ns: int, ended_ns: int, num_rows: int) -> None:
+        """Counts one forward over so many rows, with the sampling that followed it."""
         if self._queue_ns is None:
             self._queue_ns = max(0, started_ns - self.arrived_ns)
         self._compute_ns += ended_ns - started_ns
         self._forward_count += 1
+        self._row_count += num_rows
 
     def times(self) -> ComputeTimes:
-        return ComputeTimes((self._queue_ns or 0) // 1000, self._compute_ns // 1000, self._forward_count)
+        return ComputeTimes(
+            (self._queue_ns or 0) // 1000, self._compute_ns // 1000, self._forward_count, self._row_count
+        )

@@ -5,7 +5,8 @@ proposal fits the session's rule is the session's to say: a message comes before
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from outrider.errors import InvalidRequest, check_count, check_range, check_token_id, check_token_ids
 from outrider.parameters import (
@@ -14,6 +15,7 @@ from outrider.parameters import (
     MAX_LOGPROB_COUNT,
     MAX_SALT_BYTES,
     MAX_STOP_TOKEN_IDS,
+    MAX_TRACE_LEN,
     SETTINGS,
     Acceptance,
     DraftDistribution,
@@ -48,14 +50,11 @@ MAX_WEIGHT = 65535
 
 def fence_from(message: pb.Fence, context_len: int) -> Fence:
     """The fence of a request; raises InvalidRequest."""
-    if message.instance_id:
-        raise InvalidRequest("fence.instance_id", message.instance_id, "0 in a request")
     return check_fence(Fence(message.session_id, message.epoch, message.base_len), context_len)
 
 
-def fence_message(fence: Fence, instance_id: int = 0) -> pb.Fence:
-    """A fence to send; the instance id is a server's, and 0 in requests."""
-    return pb.Fence(session_id=fence.session_id, epoch=fence.epoch, base_len=fence.base_len, instance_id=instance_id)
+def fence_message(fence: Fence) -> pb.Fence:
+    return pb.Fence(session_id=fence.session_id, epoch=fence.epoch, base_len=fence.base_len)
 
 
 def sampling_from(message: pb.SamplingParameters, prefix: str = "sampling.") -> SamplingParameters:
@@ -69,7 +68,7 @@ def sampling_message(sampling: SamplingParameters) -> pb.SamplingParameters:
     return pb.SamplingParameters(**sampling.model_dump())
 
 
-def open_message(spec: SessionSpec, token_ids: Iterable[int]) -> pb.OpenSession:
+def open_message(spec: SessionSpec, token_ids: Sequence[int]) -> pb.OpenSession:
     """What opens a session whose committed tokens are `token_ids`; those of the spec are only the prompt."""
     return pb.OpenSession(
         token_ids=token_ids,
@@ -86,22 +85,26 @@ def open_message(spec: SessionSpec, token_ids: Iterable[int]) -> pb.OpenSession:
         acceptance=settings_message(spec.acceptance),
         draft_logprobs=spec.draft_logprobs,
         cache_salt=spec.cache_salt,
+        trace_context=dict(spec.trace_context),
     )
 
 
-def spec_from(message: pb.OpenSession, base_len: int, vocabulary_size: int) -> SessionSpec:
-    """The session that a message opens. Raises InvalidRequest.
+def spec_from(message: pb.OpenSession, base_len: int, vocabulary_size: int, earlier: Sequence[int] = ()) -> SessionSpec:
+    """The session that a message opens, behind the tokens of its OpenParts. Raises InvalidRequest.
 
     Whether max_len fits into a context is left to the service: a draft may have a shorter one than the request.
     """
-    if len(message.token_ids) != base_len:
-        raise InvalidRequest(SESSION + "token_ids", f"{len(message.token_ids)} tokens", f"base_len {base_len} tokens")
+    token_ids = (*earlier, *message.token_ids)
+    if len(token_ids) != base_len:
+        raise InvalidRequest(SESSION + "token_ids", f"{len(token_ids)} tokens", f"base_len {base_len} tokens")
     check_range(SESSION + "prompt_len", message.prompt_len, 1, base_len)
     check_range(SESSION + "max_len", message.max_len, base_len + 1, 2**31 - 1)
     # Before anything is made of them: a list may fill a message.
     for name, maximum in (("stop_token_ids", MAX_STOP_TOKEN_IDS), ("eos_token_ids", vocabulary_size)):
         check_count(SESSION + name, len(getattr(message, name)), maximum, "ids")
     check_count(SESSION + "cache_salt", len(message.cache_salt), MAX_SALT_BYTES, "bytes")
+    trace_context = tuple(message.trace_context.items())
+    check_count(SESSION + "trace_context", sum(map(len, chain(*trace_context))), MAX_TRACE_LEN, "characters")
     sampling = sampling_from(message.sampling, SESSION + "sampling.")
     for token_id in sampling.logit_bias:
         check_token_id(SESSION + "sampling.logit_bias key", token_id, vocabulary_size)
@@ -114,7 +117,7 @@ def spec_from(message: pb.OpenSession, base_len: int, vocabulary_size: int) -> S
     elif message.prompt_logprobs:
         raise InvalidRequest(SESSION + "prompt_logprobs", True, "false without logprob_count")
     return SessionSpec(
-        token_ids=check_token_ids(SESSION + "token_ids", message.token_ids, vocabulary_size),
+        token_ids=check_token_ids(SESSION + "token_ids", token_ids, vocabulary_size),
         prompt_len=message.prompt_len,
         sampling=sampling,
         seed=message.seed,
@@ -127,6 +130,7 @@ def spec_from(message: pb.OpenSession, base_len: int, vocabulary_size: int) -> S
         prompt_logprobs=message.prompt_logprobs,
         draft_logprobs=message.draft_logprobs,
         cache_salt=message.cache_salt,
+        trace_context=trace_context,
     )
 
 
@@ -143,7 +147,12 @@ def _banned(message: pb.OpenSession, vocabulary_size: int) -> tuple[tuple[int, .
 
 
 def times_message(times: ComputeTimes) -> pb.ComputeTimes:
-    return pb.ComputeTimes(queue_us=times.queue_us, compute_us=times.compute_us, forward_count=times.forward_count)
+    return pb.ComputeTimes(
+        queue_us=times.queue_us,
+        compute_us=times.compute_us,
+        forward_count=times.forward_count,
+        row_count=times.row_count,
+    )
 
 
 def finish_reason(message: pb.FinishReason.ValueType) -> FinishReason | None:

@@ -20,6 +20,62 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class DraftServiceLinkRequest(_message.Message):
+    """What a gateway has to say at one time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProposeRequest]:
+        """Of any sessions, each session's in order."""
+
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___ProposeRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftServiceLinkRequest: _TypeAlias = DraftServiceLinkRequest  # noqa: Y015
+
+@_typing.final
+class DraftServiceLinkResponse(_message.Message):
+    """What the service has to say at one time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESPONSES_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    NUMERICS_ID_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.int
+    """Incarnation of the service; see GetModelInfoResponse."""
+    numerics_id: _builtins.str
+    """Numerics of the draft; see GetModelInfoResponse."""
+    @_builtins.property
+    def responses(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProposeResponse]:
+        """Of any sessions, each session's in order."""
+
+    def __init__(
+        self,
+        *,
+        responses: _abc.Iterable[Global___ProposeResponse] | None = ...,
+        instance_id: _builtins.int = ...,
+        numerics_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "numerics_id", b"numerics_id", "responses", b"responses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftServiceLinkResponse: _TypeAlias = DraftServiceLinkResponse  # noqa: Y015
+
+@_typing.final
 class ProposeRequest(_message.Message):
     """Opens a session, moves it forward and asks for guesses, or closes it."""
 
@@ -30,13 +86,14 @@ class ProposeRequest(_message.Message):
     ADVANCE_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
     PING_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def fence(self) -> _types_pb2.Fence:
         """Session, epoch, and the committed length after this message's tokens."""
 
     @_builtins.property
     def open(self) -> Global___DraftOpen:
-        """Opens the session, or opens it again with a new epoch. Always the first message of a stream."""
+        """Opens the session, or opens it again with a new epoch."""
 
     @_builtins.property
     def advance(self) -> Global___DraftAdvance:
@@ -50,6 +107,10 @@ class ProposeRequest(_message.Message):
     def ping(self) -> _types_pb2.Ping:
         """Measures the way."""
 
+    @_builtins.property
+    def part(self) -> _types_pb2.OpenPart:
+        """Tokens of the open that follows."""
+
     def __init__(
         self,
         *,
@@ -58,12 +119,13 @@ class ProposeRequest(_message.Message):
         advance: Global___DraftAdvance | None = ...,
         close: _types_pb2.CloseSession | None = ...,
         ping: _types_pb2.Ping | None = ...,
+        part: _types_pb2.OpenPart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "advance", b"advance", "close", b"close", "fence", b"fence", "open", b"open", "ping", b"ping"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "advance", b"advance", "close", b"close", "fence", b"fence", "open", b"open", "part", b"part", "ping", b"ping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "advance", b"advance", "close", b"close", "fence", b"fence", "open", b"open", "ping", b"ping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "advance", b"advance", "close", b"close", "fence", b"fence", "open", b"open", "part", b"part", "ping", b"ping"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["open", "advance", "close", "ping"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["open", "advance", "close", "ping", "part"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
@@ -141,16 +203,14 @@ class ProposeResponse(_message.Message):
     PROPOSAL_FIELD_NUMBER: _builtins.int
     TOKENS_WANTED_FIELD_NUMBER: _builtins.int
     PONG_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     CACHED_LEN_FIELD_NUMBER: _builtins.int
-    NUMERICS_ID_FIELD_NUMBER: _builtins.int
     TIMES_FIELD_NUMBER: _builtins.int
     cached_len: _builtins.int
     """Tokens whose keys and values are cached, committed ones only, in [0, base_len]."""
-    numerics_id: _builtins.str
-    """Numerics of the draft; see GetModelInfoResponse."""
     @_builtins.property
     def fence(self) -> _types_pb2.Fence:
-        """Session, epoch and base_len of the request that is answered, and the server's incarnation."""
+        """Session, epoch and base_len of the request that is answered."""
 
     @_builtins.property
     def proposal(self) -> _types_pb2.TokenTree:
@@ -165,6 +225,10 @@ class ProposeResponse(_message.Message):
         """Answers a ping; the fields below are not set then."""
 
     @_builtins.property
+    def error(self) -> _types_pb2.SessionError:
+        """The session has ended; the fields below are not set then."""
+
+    @_builtins.property
     def times(self) -> _types_pb2.ComputeTimes:
         """What the answer cost."""
 
@@ -175,15 +239,15 @@ class ProposeResponse(_message.Message):
         proposal: _types_pb2.TokenTree | None = ...,
         tokens_wanted: _types_pb2.TokensWanted | None = ...,
         pong: _types_pb2.Pong | None = ...,
+        error: _types_pb2.SessionError | None = ...,
         cached_len: _builtins.int = ...,
-        numerics_id: _builtins.str = ...,
         times: _types_pb2.ComputeTimes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "fence", b"fence", "pong", b"pong", "proposal", b"proposal", "times", b"times", "tokens_wanted", b"tokens_wanted"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "error", b"error", "fence", b"fence", "pong", b"pong", "proposal", b"proposal", "times", b"times", "tokens_wanted", b"tokens_wanted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "cached_len", b"cached_len", "fence", b"fence", "numerics_id", b"numerics_id", "pong", b"pong", "proposal", b"proposal", "times", b"times", "tokens_wanted", b"tokens_wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "cached_len", b"cached_len", "error", b"error", "fence", b"fence", "pong", b"pong", "proposal", b"proposal", "times", b"times", "tokens_wanted", b"tokens_wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["proposal", "tokens_wanted", "pong"]  # noqa: Y015
+    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["proposal", "tokens_wanted", "pong", "error"]  # noqa: Y015
     _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_answer) -> _WhichOneofReturnType_answer | None: ...
 

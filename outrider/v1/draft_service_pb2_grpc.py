@@ -35,10 +35,10 @@ class DraftServiceStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Propose = channel.stream_stream(
-                '/outrider.v1.DraftService/Propose',
-                request_serializer=outrider_dot_v1_dot_draft__service__pb2.ProposeRequest.SerializeToString,
-                response_deserializer=outrider_dot_v1_dot_draft__service__pb2.ProposeResponse.FromString,
+        self.Link = channel.stream_stream(
+                '/outrider.v1.DraftService/Link',
+                request_serializer=outrider_dot_v1_dot_draft__service__pb2.DraftServiceLinkRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_draft__service__pb2.DraftServiceLinkResponse.FromString,
                 _registered_method=True)
 
 
@@ -46,10 +46,11 @@ class DraftServiceServicer:
     """Guesses tokens. Nothing that it does can change what a request says, only how soon.
     """
 
-    def Propose(self, request_iterator, context):
-        """Carries one session, for its whole life. The first message opens the session. A message is answered by exactly one
-        response, but for three kinds: a close; a message that is stale (see Fence), which is dropped, as is the answer
-        under way when a newer epoch begins; and a repetition while the first answer is under way, which that one answers.
+    def Link(self, request_iterator, context):
+        """The link of a gateway: the messages of all its sessions, in batches that never wait. A message is answered by exactly
+        one response, but for four kinds: a part of an open; a close; a message that is stale (see Fence), which is dropped,
+        as is the answer under way when a newer epoch begins; and a repetition while the first answer is under way, which
+        that one answers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -58,10 +59,10 @@ class DraftServiceServicer:
 
 def add_DraftServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Propose': grpc.stream_stream_rpc_method_handler(
-                    servicer.Propose,
-                    request_deserializer=outrider_dot_v1_dot_draft__service__pb2.ProposeRequest.FromString,
-                    response_serializer=outrider_dot_v1_dot_draft__service__pb2.ProposeResponse.SerializeToString,
+            'Link': grpc.stream_stream_rpc_method_handler(
+                    servicer.Link,
+                    request_deserializer=outrider_dot_v1_dot_draft__service__pb2.DraftServiceLinkRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_draft__service__pb2.DraftServiceLinkResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -76,7 +77,7 @@ class DraftService:
     """
 
     @staticmethod
-    def Propose(request_iterator,
+    def Link(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -89,9 +90,9 @@ class DraftService:
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/outrider.v1.DraftService/Propose',
-            outrider_dot_v1_dot_draft__service__pb2.ProposeRequest.SerializeToString,
-            outrider_dot_v1_dot_draft__service__pb2.ProposeResponse.FromString,
+            '/outrider.v1.DraftService/Link',
+            outrider_dot_v1_dot_draft__service__pb2.DraftServiceLinkRequest.SerializeToString,
+            outrider_dot_v1_dot_draft__service__pb2.DraftServiceLinkResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,10 +33,11 @@ class DraftServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DraftServiceAsyncStub: ...
-    Propose: _grpc.StreamStreamMultiCallable[_draft_service_pb2.ProposeRequest, _draft_service_pb2.ProposeResponse]
-    """Carries one session, for its whole life. The first message opens the session. A message is answered by exactly one
-    response, but for three kinds: a close; a message that is stale (see Fence), which is dropped, as is the answer
-    under way when a newer epoch begins; and a repetition while the first answer is under way, which that one answers.
+    Link: _grpc.StreamStreamMultiCallable[_draft_service_pb2.DraftServiceLinkRequest, _draft_service_pb2.DraftServiceLinkResponse]
+    """The link of a gateway: the messages of all its sessions, in batches that never wait. A message is answered by exactly
+    one response, but for four kinds: a part of an open; a close; a message that is stale (see Fence), which is dropped,
+    as is the answer under way when a newer epoch begins; and a repetition while the first answer is under way, which
+    that one answers.
     """
 
 @_typing.type_check_only
@@ -44,24 +45,26 @@ class DraftServiceAsyncStub(DraftServiceStub):
     """Guesses tokens. Nothing that it does can change what a request says, only how soon."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Propose: _aio.StreamStreamMultiCallable[_draft_service_pb2.ProposeRequest, _draft_service_pb2.ProposeResponse]  # type: ignore[assignment]
-    """Carries one session, for its whole life. The first message opens the session. A message is answered by exactly one
-    response, but for three kinds: a close; a message that is stale (see Fence), which is dropped, as is the answer
-    under way when a newer epoch begins; and a repetition while the first answer is under way, which that one answers.
+    Link: _aio.StreamStreamMultiCallable[_draft_service_pb2.DraftServiceLinkRequest, _draft_service_pb2.DraftServiceLinkResponse]  # type: ignore[assignment]
+    """The link of a gateway: the messages of all its sessions, in batches that never wait. A message is answered by exactly
+    one response, but for four kinds: a part of an open; a close; a message that is stale (see Fence), which is dropped,
+    as is the answer under way when a newer epoch begins; and a repetition while the first answer is under way, which
+    that one answers.
     """
 
 class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
     """Guesses tokens. Nothing that it does can change what a request says, only how soon."""
 
     @_abc_1.abstractmethod
-    def Propose(
+    def Link(
         self,
-        request_iterator: _MaybeAsyncIterator[_draft_service_pb2.ProposeRequest],
+        request_iterator: _MaybeAsyncIterator[_draft_service_pb2.DraftServiceLinkRequest],
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_draft_service_pb2.ProposeResponse], _abc.AsyncIterator[_draft_service_pb2.ProposeResponse]]:
-        """Carries one session, for its whole life. The first message opens the session. A message is answered by exactly one
-        response, but for three kinds: a close; a message that is stale (see Fence), which is dropped, as is the answer
-        under way when a newer epoch begins; and a repetition while the first answer is under way, which that one answers.
+    ) -> _typing.Union[_abc.Iterator[_draft_service_pb2.DraftServiceLinkResponse], _abc.AsyncIterator[_draft_service_pb2.DraftServiceLinkResponse]]:
+        """The link of a gateway: the messages of all its sessions, in batches that never wait. A message is answered by exactly
+        one response, but for four kinds: a part of an open; a close; a message that is stale (see Fence), which is dropped,
+        as is the answer under way when a newer epoch begins; and a repetition while the first answer is under way, which
+        that one answers.
         """
 
 def add_DraftServiceServicer_to_server(servicer: DraftServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -100,7 +100,7 @@ class GetModelInfoResponse(_message.Message):
     PREFIX_QUERY_TOKENS_FIELD_NUMBER: _builtins.int
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
-    """Version of these messages that the service speaks. The first is 1."""
+    """Version of these messages that the service speaks; 2 is the one with links."""
     role: Global___ServiceRole.ValueType
     """Whether the service drafts or decides."""
     instance_id: _builtins.int
@@ -138,9 +138,9 @@ class GetModelInfoResponse(_message.Message):
     session_count: _builtins.int
     """Sessions, leased ones included."""
     leased_session_count: _builtins.int
-    """Sessions whose stream ended without a CloseSession."""
+    """Sessions whose link ended without a CloseSession."""
     stopped_job_count: _builtins.int
-    """Running jobs that a newer epoch stopped, whether a Rollback or a message of the session's stream began it, since the
+    """Running jobs that a newer epoch stopped, whether a Rollback or a message on its link began it, since the
     start of the process.
     """
     weight_bytes: _builtins.int

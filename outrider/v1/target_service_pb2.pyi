@@ -20,6 +20,62 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class TargetServiceLinkRequest(_message.Message):
+    """What a gateway has to say at one time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___VerifyRequest]:
+        """Of any sessions, each session's in order."""
+
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___VerifyRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TargetServiceLinkRequest: _TypeAlias = TargetServiceLinkRequest  # noqa: Y015
+
+@_typing.final
+class TargetServiceLinkResponse(_message.Message):
+    """What the service has to say at one time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESPONSES_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    NUMERICS_ID_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.int
+    """Incarnation of the service; see GetModelInfoResponse."""
+    numerics_id: _builtins.str
+    """Numerics of the target; see GetModelInfoResponse."""
+    @_builtins.property
+    def responses(self) -> _containers.RepeatedCompositeFieldContainer[Global___VerifyResponse]:
+        """Of any sessions, each session's in order."""
+
+    def __init__(
+        self,
+        *,
+        responses: _abc.Iterable[Global___VerifyResponse] | None = ...,
+        instance_id: _builtins.int = ...,
+        numerics_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "numerics_id", b"numerics_id", "responses", b"responses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TargetServiceLinkResponse: _TypeAlias = TargetServiceLinkResponse  # noqa: Y015
+
+@_typing.final
 class VerifyRequest(_message.Message):
     """Opens a session, takes one step of it, acknowledges verdicts, or closes it."""
 
@@ -31,6 +87,7 @@ class VerifyRequest(_message.Message):
     ACKNOWLEDGE_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
     PING_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def fence(self) -> _types_pb2.Fence:
         """Session, epoch, and the committed length that the gateway knows. Every message acknowledges all verdicts with a
@@ -39,7 +96,7 @@ class VerifyRequest(_message.Message):
 
     @_builtins.property
     def open(self) -> Global___TargetOpen:
-        """Opens the session, or opens it again with a new epoch, and takes the first step. Always first on a stream."""
+        """Opens the session, or opens it again with a new epoch, and takes the first step."""
 
     @_builtins.property
     def step(self) -> Global___TargetStep:
@@ -57,6 +114,10 @@ class VerifyRequest(_message.Message):
     def ping(self) -> _types_pb2.Ping:
         """Measures the way."""
 
+    @_builtins.property
+    def part(self) -> _types_pb2.OpenPart:
+        """Tokens of the open that follows."""
+
     def __init__(
         self,
         *,
@@ -66,12 +127,13 @@ class VerifyRequest(_message.Message):
         acknowledge: Global___Acknowledge | None = ...,
         close: _types_pb2.CloseSession | None = ...,
         ping: _types_pb2.Ping | None = ...,
+        part: _types_pb2.OpenPart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "action", b"action", "close", b"close", "fence", b"fence", "open", b"open", "ping", b"ping", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "action", b"action", "close", b"close", "fence", b"fence", "open", b"open", "part", b"part", "ping", b"ping", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "action", b"action", "close", b"close", "fence", b"fence", "open", b"open", "ping", b"ping", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "action", b"action", "close", b"close", "fence", b"fence", "open", b"open", "part", b"part", "ping", b"ping", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["open", "step", "acknowledge", "close", "ping"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["open", "step", "acknowledge", "close", "ping", "part"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
@@ -170,16 +232,14 @@ class VerifyResponse(_message.Message):
     VERDICT_FIELD_NUMBER: _builtins.int
     TOKENS_WANTED_FIELD_NUMBER: _builtins.int
     PONG_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     CACHED_LEN_FIELD_NUMBER: _builtins.int
-    NUMERICS_ID_FIELD_NUMBER: _builtins.int
     TIMES_FIELD_NUMBER: _builtins.int
     cached_len: _builtins.int
     """Tokens whose keys and values are cached, in [0, committed length)."""
-    numerics_id: _builtins.str
-    """Numerics of the target; see GetModelInfoResponse."""
     @_builtins.property
     def fence(self) -> _types_pb2.Fence:
-        """Session, epoch and base_len that the answer builds on, and the server's incarnation."""
+        """Session, epoch and base_len that the answer builds on."""
 
     @_builtins.property
     def verdict(self) -> Global___Verdict:
@@ -194,6 +254,10 @@ class VerifyResponse(_message.Message):
         """Answers a ping; the fields below are not set then."""
 
     @_builtins.property
+    def error(self) -> _types_pb2.SessionError:
+        """The session has ended; the fields below are not set then."""
+
+    @_builtins.property
     def times(self) -> _types_pb2.ComputeTimes:
         """What the answer cost."""
 
@@ -204,15 +268,15 @@ class VerifyResponse(_message.Message):
         verdict: Global___Verdict | None = ...,
         tokens_wanted: _types_pb2.TokensWanted | None = ...,
         pong: _types_pb2.Pong | None = ...,
+        error: _types_pb2.SessionError | None = ...,
         cached_len: _builtins.int = ...,
-        numerics_id: _builtins.str = ...,
         times: _types_pb2.ComputeTimes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "fence", b"fence", "pong", b"pong", "times", b"times", "tokens_wanted", b"tokens_wanted", "verdict", b"verdict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "error", b"error", "fence", b"fence", "pong", b"pong", "times", b"times", "tokens_wanted", b"tokens_wanted", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "cached_len", b"cached_len", "fence", b"fence", "numerics_id", b"numerics_id", "pong", b"pong", "times", b"times", "tokens_wanted", b"tokens_wanted", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "cached_len", b"cached_len", "error", b"error", "fence", b"fence", "pong", b"pong", "times", b"times", "tokens_wanted", b"tokens_wanted", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["verdict", "tokens_wanted", "pong"]  # noqa: Y015
+    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["verdict", "tokens_wanted", "pong", "error"]  # noqa: Y015
     _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_answer) -> _WhichOneofReturnType_answer | None: ...
 

@@ -35,10 +35,10 @@ class TargetServiceStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Verify = channel.stream_stream(
-                '/outrider.v1.TargetService/Verify',
-                request_serializer=outrider_dot_v1_dot_target__service__pb2.VerifyRequest.SerializeToString,
-                response_deserializer=outrider_dot_v1_dot_target__service__pb2.VerifyResponse.FromString,
+        self.Link = channel.stream_stream(
+                '/outrider.v1.TargetService/Link',
+                request_serializer=outrider_dot_v1_dot_target__service__pb2.TargetServiceLinkRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_target__service__pb2.TargetServiceLinkResponse.FromString,
                 _registered_method=True)
 
 
@@ -46,10 +46,10 @@ class TargetServiceServicer:
     """Verifies proposals in one forward pass each, and commits tokens.
     """
 
-    def Verify(self, request_iterator, context):
-        """Carries one session, for its whole life. The first message opens the session. A step is answered by one verdict,
-        and by further unasked ones within its plain_budget, or by a request for tokens; a step that is stale (see Fence),
-        an acknowledgement and a close are not answered.
+    def Link(self, request_iterator, context):
+        """The link of a gateway: the messages of all its sessions, in batches that never wait. A step is answered by one
+        verdict, and by further unasked ones within its plain_budget, or by a request for tokens; a step that is stale (see
+        Fence), an acknowledgement, a part of an open and a close are not answered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -58,10 +58,10 @@ class TargetServiceServicer:
 
 def add_TargetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Verify': grpc.stream_stream_rpc_method_handler(
-                    servicer.Verify,
-                    request_deserializer=outrider_dot_v1_dot_target__service__pb2.VerifyRequest.FromString,
-                    response_serializer=outrider_dot_v1_dot_target__service__pb2.VerifyResponse.SerializeToString,
+            'Link': grpc.stream_stream_rpc_method_handler(
+                    servicer.Link,
+                    request_deserializer=outrider_dot_v1_dot_target__service__pb2.TargetServiceLinkRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_target__service__pb2.TargetServiceLinkResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -76,7 +76,7 @@ class TargetService:
     """
 
     @staticmethod
-    def Verify(request_iterator,
+    def Link(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -89,9 +89,9 @@ class TargetService:
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/outrider.v1.TargetService/Verify',
-            outrider_dot_v1_dot_target__service__pb2.VerifyRequest.SerializeToString,
-            outrider_dot_v1_dot_target__service__pb2.VerifyResponse.FromString,
+            '/outrider.v1.TargetService/Link',
+            outrider_dot_v1_dot_target__service__pb2.TargetServiceLinkRequest.SerializeToString,
+            outrider_dot_v1_dot_target__service__pb2.TargetServiceLinkResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,10 +33,10 @@ class TargetServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TargetServiceAsyncStub: ...
-    Verify: _grpc.StreamStreamMultiCallable[_target_service_pb2.VerifyRequest, _target_service_pb2.VerifyResponse]
-    """Carries one session, for its whole life. The first message opens the session. A step is answered by one verdict,
-    and by further unasked ones within its plain_budget, or by a request for tokens; a step that is stale (see Fence),
-    an acknowledgement and a close are not answered.
+    Link: _grpc.StreamStreamMultiCallable[_target_service_pb2.TargetServiceLinkRequest, _target_service_pb2.TargetServiceLinkResponse]
+    """The link of a gateway: the messages of all its sessions, in batches that never wait. A step is answered by one
+    verdict, and by further unasked ones within its plain_budget, or by a request for tokens; a step that is stale (see
+    Fence), an acknowledgement, a part of an open and a close are not answered.
     """
 
 @_typing.type_check_only
@@ -44,24 +44,24 @@ class TargetServiceAsyncStub(TargetServiceStub):
     """Verifies proposals in one forward pass each, and commits tokens."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Verify: _aio.StreamStreamMultiCallable[_target_service_pb2.VerifyRequest, _target_service_pb2.VerifyResponse]  # type: ignore[assignment]
-    """Carries one session, for its whole life. The first message opens the session. A step is answered by one verdict,
-    and by further unasked ones within its plain_budget, or by a request for tokens; a step that is stale (see Fence),
-    an acknowledgement and a close are not answered.
+    Link: _aio.StreamStreamMultiCallable[_target_service_pb2.TargetServiceLinkRequest, _target_service_pb2.TargetServiceLinkResponse]  # type: ignore[assignment]
+    """The link of a gateway: the messages of all its sessions, in batches that never wait. A step is answered by one
+    verdict, and by further unasked ones within its plain_budget, or by a request for tokens; a step that is stale (see
+    Fence), an acknowledgement, a part of an open and a close are not answered.
     """
 
 class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
     """Verifies proposals in one forward pass each, and commits tokens."""
 
     @_abc_1.abstractmethod
-    def Verify(
+    def Link(
         self,
-        request_iterator: _MaybeAsyncIterator[_target_service_pb2.VerifyRequest],
+        request_iterator: _MaybeAsyncIterator[_target_service_pb2.TargetServiceLinkRequest],
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_target_service_pb2.VerifyResponse], _abc.AsyncIterator[_target_service_pb2.VerifyResponse]]:
-        """Carries one session, for its whole life. The first message opens the session. A step is answered by one verdict,
-        and by further unasked ones within its plain_budget, or by a request for tokens; a step that is stale (see Fence),
-        an acknowledgement and a close are not answered.
+    ) -> _typing.Union[_abc.Iterator[_target_service_pb2.TargetServiceLinkResponse], _abc.AsyncIterator[_target_service_pb2.TargetServiceLinkResponse]]:
+        """The link of a gateway: the messages of all its sessions, in batches that never wait. A step is answered by one
+        verdict, and by further unasked ones within its plain_budget, or by a request for tokens; a step that is stale (see
+        Fence), an acknowledgement, a part of an open and a close are not answered.
         """
 
 def add_TargetServiceServicer_to_server(servicer: TargetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

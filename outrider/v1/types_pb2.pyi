@@ -105,26 +105,22 @@ class Fence(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     BASE_LEN_FIELD_NUMBER: _builtins.int
-    INSTANCE_ID_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """16 random bytes, made by the gateway, the same in both services for the life of a request."""
     epoch: _builtins.int
     """Counter owned by the gateway, starting at 1: one more on every open, reopen and Rollback. Services echo it."""
     base_len: _builtins.int
     """Number of committed tokens, prompt included, that the message builds on. Range [1, context_len]."""
-    instance_id: _builtins.int
-    """In responses: the incarnation of the server process, a random number drawn at its start. 0 in requests."""
     def __init__(
         self,
         *,
         session_id: _builtins.bytes = ...,
         epoch: _builtins.int = ...,
         base_len: _builtins.int = ...,
-        instance_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "epoch", b"epoch", "instance_id", b"instance_id", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "epoch", b"epoch", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -333,6 +329,26 @@ class OpenSession(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class TraceContextEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PROMPT_LEN_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
@@ -347,8 +363,10 @@ class OpenSession(_message.Message):
     ACCEPTANCE_FIELD_NUMBER: _builtins.int
     DRAFT_LOGPROBS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    TRACE_CONTEXT_FIELD_NUMBER: _builtins.int
+    PART_LEN_FIELD_NUMBER: _builtins.int
     prompt_len: _builtins.int
-    """How many of token_ids are the prompt, in [1, base_len]."""
+    """How many of them are the prompt, in [1, base_len]."""
     seed: _builtins.int
     """Seed of the request's noise. Filled in by the gateway when the client named none."""
     rule: Global___AcceptanceRule.ValueType
@@ -369,9 +387,13 @@ class OpenSession(_message.Message):
     """Whether the draft's own log-probability of each guess is wanted. A target ignores it."""
     cache_salt: _builtins.bytes
     """Sessions share cached keys and values of equal prefixes only with sessions of the same salt. At most 64 bytes."""
+    part_len: _builtins.int
+    """How many tokens the OpenParts before brought."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """All committed tokens: the prompt, then the output so far. Its length is the fence's base_len."""
+        """All committed tokens: the prompt, then the output so far; together with those of the OpenParts before, if there were
+        any, as many as the fence's base_len.
+        """
 
     @_builtins.property
     def sampling(self) -> Global___SamplingParameters:
@@ -395,6 +417,10 @@ class OpenSession(_message.Message):
     def acceptance(self) -> Global___AcceptanceSettings:
         """Settings of the rules `lenient` and `typical`; refused under any other rule unless absent."""
 
+    @_builtins.property
+    def trace_context(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """The trace that the request belongs to: `traceparent` and `tracestate` of W3C. Empty without one."""
+
     def __init__(
         self,
         *,
@@ -412,16 +438,48 @@ class OpenSession(_message.Message):
         acceptance: Global___AcceptanceSettings | None = ...,
         draft_logprobs: _builtins.bool = ...,
         cache_salt: _builtins.bytes = ...,
+        trace_context: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        part_len: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "acceptance", b"acceptance", "logprob_count", b"logprob_count", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "acceptance", b"acceptance", "banned_sequences", b"banned_sequences", "cache_salt", b"cache_salt", "draft_logprobs", b"draft_logprobs", "eos_token_ids", b"eos_token_ids", "logprob_count", b"logprob_count", "max_len", b"max_len", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "rule", b"rule", "sampling", b"sampling", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "acceptance", b"acceptance", "banned_sequences", b"banned_sequences", "cache_salt", b"cache_salt", "draft_logprobs", b"draft_logprobs", "eos_token_ids", b"eos_token_ids", "logprob_count", b"logprob_count", "max_len", b"max_len", "part_len", b"part_len", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "rule", b"rule", "sampling", b"sampling", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "trace_context", b"trace_context"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprob_count: _TypeAlias = _typing.Literal["logprob_count"]  # noqa: Y015
     _WhichOneofArgType__logprob_count: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprob_count) -> _WhichOneofReturnType__logprob_count | None: ...
 
 Global___OpenSession: _TypeAlias = OpenSession  # noqa: Y015
+
+@_typing.final
+class OpenPart(_message.Message):
+    """Tokens of an open that follows, with the same fence: a long one is cut, so that nothing else waits behind it. Not
+    answered. An open whose parts have not all come is answered by a request for tokens.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    """How many tokens the parts before had."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The next tokens."""
+
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["start", b"start", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenPart: _TypeAlias = OpenPart  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
@@ -490,7 +548,7 @@ Global___AcceptanceSettings: _TypeAlias = AcceptanceSettings  # noqa: Y015
 
 @_typing.final
 class CloseSession(_message.Message):
-    """Ends a session at once and frees what it holds. A stream that ends without it leaves the session on a lease."""
+    """Ends a session at once and frees what it holds. A link that ends without it leaves its sessions on a lease."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -504,6 +562,60 @@ class CloseSession(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CloseSession: _TypeAlias = CloseSession  # noqa: Y015
+
+@_typing.final
+class SessionError(_message.Message):
+    """Says that a service has ended a session, or has not opened it, and why: what a failed call has in its status
+    and google.rpc.ErrorInfo. No other session of the link is touched by it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetadataEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
+    message: _builtins.str
+    """What to do about it, in one sentence."""
+    reason: _builtins.str
+    """Name of the kind of error, such as "CACHE_FULL"."""
+    @_builtins.property
+    def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Facts about it, such as field, value and limit."""
+
+    def __init__(
+        self,
+        *,
+        message: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "metadata", b"metadata", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionError: _TypeAlias = SessionError  # noqa: Y015
 
 @_typing.final
 class Ping(_message.Message):
@@ -572,22 +684,26 @@ class ComputeTimes(_message.Message):
     QUEUE_US_FIELD_NUMBER: _builtins.int
     COMPUTE_US_FIELD_NUMBER: _builtins.int
     FORWARD_COUNT_FIELD_NUMBER: _builtins.int
+    ROW_COUNT_FIELD_NUMBER: _builtins.int
     queue_us: _builtins.int
     """Microseconds from the arrival of the message until its first forward began."""
     compute_us: _builtins.int
     """Microseconds of device time, shared batches counted whole."""
     forward_count: _builtins.int
     """Number of forward passes."""
+    row_count: _builtins.int
+    """Rows that these forwards computed for all sessions together."""
     def __init__(
         self,
         *,
         queue_us: _builtins.int = ...,
         compute_us: _builtins.int = ...,
         forward_count: _builtins.int = ...,
+        row_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_us", b"compute_us", "forward_count", b"forward_count", "queue_us", b"queue_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_us", b"compute_us", "forward_count", b"forward_count", "queue_us", b"queue_us", "row_count", b"row_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,312 @@
+"""The door to a service's sessions: one link a gateway, which carries the messages of all its sessions in batches.
+
+A message takes three hops. The servicer reads it, checks its fence and makes a job of it (LinkServicer.job); the jobs
+of a frame run on the device thread, where the service's sessions decide what each message is; what has to be computed
+becomes a task of the verifier or drafter. Answers go into the link's outbox, and all that is there leaves in one frame.
+
+Frames are read while answers are computed, because a newer epoch or a close has to be seen while a job runs. Whatever
+is wrong with a message ends the session that it names, and nothing else. A link ends when its gateway ends it; one that
+was cut looks the same, so nothing may depend on which it was: what it leaves behind is on leases.
+"""
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, ClassVar, Generic, TypeVar
+
+import grpc
+import structlog
+
+from outrider.engine.worker import DeviceWorker
+from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded
+from outrider.model_service.servicer import ServiceFacts
+from outrider.model_service.session_store import (
+    MAX_UNSENT_OF_SESSION,
+    PONG,
+    Outbox,
+    Outboxes,
+    SessionAnswer,
+    SessionStore,
+)
+from outrider.rpc import channels
+from outrider.rpc.errors import session_error
+from outrider.rpc.fencing import ComputeTimes, Fence
+from outrider.rpc.messages import fence_from, fence_message, times_message
+from outrider.v1.draft_service_pb2 import DraftServiceLinkRequest, DraftServiceLinkResponse, ProposeRequest
+from outrider.v1.target_service_pb2 import TargetServiceLinkRequest, TargetServiceLinkResponse, VerifyRequest
+from outrider.v1.types_pb2 import OpenPart, Pong, TokensWanted
+
+# A link has a handler, two tasks and some jobs, so this bounds all of them.
+MAX_LINKS = 256
+# Frames of a link that may wait for the device, and messages of one session in a frame.
+MAX_UNFINISHED_FRAMES = 16
+MAX_OF_SESSION = 16
+# Tokens of opens that are on their way in parts, of one link.
+MAX_PART_TOKENS = 4 << 20
+# Larger frames would make small answers wait; a single answer may be larger.
+FRAME_BYTES = 256 << 10
+
+log = structlog.get_logger()
+
+RequestT = TypeVar("RequestT", ProposeRequest, VerifyRequest)
+Frame = DraftServiceLinkRequest | TargetServiceLinkRequest
+AnswerFrame = DraftServiceLinkResponse | TargetServiceLinkResponse
+StoreT = TypeVar("StoreT", bound=SessionStore[Any])
+Job = Callable[[], None]
+"""What the device thread does for a message; raises what ends the message's session."""
+
+
+class OpenParts:
+    """Tokens of the opens of one link that are on their way in parts, by session."""
+
+    def __init__(self) -> None:
+        self._parts: dict[bytes, tuple[Fence, list[int]]] = {}
+        self._num_tokens = 0
+
+    def add(self, fence: Fence, part: OpenPart) -> None:
+        """Takes a part, once; raises InvalidRequest and Overloaded, and then the session has none."""
+        known, token_ids = self._parts.get(fence.session_id, (fence, []))
+        if known != fence or part.start == 0:
+            self.forget(fence.session_id)
+            token_ids = []
+        if part.start != len(token_ids):
+            # It comes again, or one before it is lost; then the open finds that some are missing.
+            return
+        if len(token_ids) + len(part.token_ids) >= fence.base_len:
+            self.forget(fence.session_id)
+            count = f"{len(token_ids) + len(part.token_ids)} tokens"
+            raise InvalidRequest(
+                "part.token_ids", count, f"fewer than base_len {fence.base_len} tokens, with those before"
+            )
+        if self._num_tokens + len(part.token_ids) > MAX_PART_TOKENS:
+            self.forget(fence.session_id)
+            message = f"opens on their way have {self._num_tokens} tokens on this link already"
+            raise Overloaded(message, limit=MAX_PART_TOKENS)
+        self._num_tokens += len(part.token_ids)
+        token_ids += part.token_ids
+        self._parts[fence.session_id] = fence, token_ids
+
+    def take(self, fence: Fence) -> Sequence[int]:
+        """The tokens before those of an open."""
+        known, token_ids = self._parts.get(fence.session_id, (fence, []))
+        self.forget(fence.session_id)
+        return token_ids if known == fence else ()
+
+    def forget(self, session_id: bytes) -> None:
+        """Drops what has come of an open."""
+        self._num_tokens -= len(self._parts.pop(session_id, (None, ()))[1])
+
+
+class LinkServicer(ABC, Generic[RequestT, StoreT]):
+    """Carries the links of one service; a subclass says what its messages mean."""
+
+    answer_type: ClassVar[type[DraftServiceLinkResponse] | type[TargetServiceLinkResponse]]
+
+    def __init__(
+        self,
+        facts: ServiceFacts,
+        sessions: StoreT,
+        device: DeviceWorker[Any],
+        outboxes: Outboxes,
+        observe: Callable[[ComputeTimes], None] = lambda times: None,
+    ) -> None:
+        """`outboxes` are flushed where the device rests; `observe` is told what each answer cost, when it is sent."""
+        self._facts = facts
+        self._sessions = sessions
+        self._device = device
+        self._outboxes = outboxes
+        self._observe = observe
+        self._links: set[Outbox] = set()
+        self._is_draining = False
+
+    @property
+    @abstractmethod
+    def services(self) -> channels.Services:
+        """What `outrider.rpc.channels.serve` is to serve."""
+
+    @abstractmethod
+    def job(self, request: RequestT, fence: Fence, arrived_ns: int, earlier: Sequence[int], owner: Outbox) -> Job:
+        """What the device thread does for a request; raises InvalidRequest and the like about what it says.
+
+        `arrived_ns` is when it came, on time.perf_counter_ns; of an open, `earlier` are the tokens that came before it;
+        answers go to `owner`, the outbox of its link.
+        """
+
+    @abstractmethod
+    def content(self, answer: Any) -> Mapping[str, Any]:  # noqa: ANN401 - a proposal or a verdict
+        """The field of a response that carries what a session has computed."""
+
+    async def Link(  # noqa: N802 - the name is the protocol's
+        self, request_iterator: AsyncIterator[Frame], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        """Carries a gateway's sessions until its link ends; those that were not closed are on leases then.
+
+        Raises Overloaded when there are too many links, and about a gateway that does not read.
+        """
+        if len(self._links) >= MAX_LINKS:
+            raise Overloaded(f"{len(self._links)} gateways have a link already", limit=MAX_LINKS)
+        outbox: Outbox = Outbox(self._outboxes)
+        self._links.add(outbox)
+        reader = asyncio.create_task(self._read(request_iterator, outbox))
+        writer = asyncio.create_task(self._write(context.write, outbox))
+        try:
+            ends: set[asyncio.Future[Any]] = {reader, writer, outbox.overflow}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if outbox.overflow.done():
+                raise outbox.overflow.result()
+            if reader.done():
+                reader.result()
+                # What the jobs so far answer at once goes before the end. A service that has stopped runs none.
+                with suppress(NotReady):
+                    await self._device.call(outbox.end)
+            await writer
+        finally:
+            # Once cancelled, the reader queues no more jobs, so leases begin behind its last one.
+            reader.cancel()
+            writer.cancel()
+            self._links.discard(outbox)
+            await asyncio.wait([reader, writer, *self._leave(outbox)])
+
+    def drain(self) -> None:
+        """Takes no more sessions, and ends each link as soon as it has none; may be called more than once."""
+        self._is_draining = True
+        for outbox in self._links:
+            with suppress(NotReady):
+                self._device.post(partial(self._end_if_idle, outbox))
+
+    async def _read(self, frames: AsyncIterator[Any], outbox: Outbox) -> None:
+        parts, num_frames = OpenParts(), 0
+        async for frame in frames:
+            arrived_ns = time.perf_counter_ns()
+            counts: Counter[bytes] = Counter()
+            jobs = []
+            for request in frame.requests:
+                fence = Fence(request.fence.session_id, request.fence.epoch, request.fence.base_len)
+                counts[fence.session_id] += 1
+                try:
+                    if counts[fence.session_id] > MAX_OF_SESSION:
+                        raise Overloaded(f"a frame has more than {MAX_OF_SESSION} messages of one session")
+                    job = self._job(request, arrived_ns, parts, outbox)
+                except OutriderError as error:
+                    job = partial(self._sessions.refuse, fence, error, outbox)
+                if job is not None:
+                    jobs.append((fence, job))
+            num_frames += 1
+            run = partial(self._run, jobs, outbox)
+            # Nobody is woken at the end of a job, because the answer is what its client waits for; but some are waited
+            # for, so that a client cannot fill the device's queue.
+            if num_frames % MAX_UNFINISHED_FRAMES:
+                self._device.post(run)
+            else:
+                await self._device.call(run)
+
+    def _job(self, request: RequestT, arrived_ns: int, parts: OpenParts, outbox: Outbox) -> Job | None:
+        """What the device thread does for a message, None for nothing; raises what the message is refused for."""
+        fence = fence_from(request.fence, self._facts.context_len)
+        earlier: Sequence[int] = ()
+        match request.WhichOneof("action"):
+            case None:
+                raise InvalidRequest("action", "absent", "set")
+            case "ping":
+                outbox.pong(fence)
+                return None
+            case "part":
+                parts.add(fence, request.part)
+                return None
+            case "close":
+                parts.forget(fence.session_id)
+                return partial(self._sessions.table.close, fence, outbox)
+            case "open":
+                if self._is_draining:
+                    raise NotReady("the service is stopping")
+                earlier = parts.take(fence)
+                if len(earlier) != request.open.session.part_len:
+                    return partial(self._sessions.want_tokens, fence, None, outbox)
+        return self.job(request, fence, arrived_ns, earlier, outbox)
+
+    def _run(self, jobs: Sequence[tuple[Fence, Job]], outbox: Outbox) -> None:
+        """On the device thread; what a job raises is about its session alone."""
+        for fence, job in jobs:
+            try:
+                job()
+            except OutriderError as error:
+                self._sessions.refuse(fence, error, outbox)
+            except Exception:
+                # What a bug says is for the log and not for a client.
+                log.exception("a message failed")
+                self._sessions.refuse(fence, OutriderError("the message could not be taken"), outbox)
+        for session_id in outbox.take_flooded():
+            held = self._sessions.table.get(session_id)
+            if held is not None and held.owner is outbox:
+                message = f"the session has {MAX_UNSENT_OF_SESSION} answers that its client has not taken"
+                self._sessions.fail(session_id, held, Overloaded(message, limit=MAX_UNSENT_OF_SESSION))
+        if self._is_draining:
+            self._end_if_idle(outbox)
+
+    def _end_if_idle(self, outbox: Outbox) -> None:
+        if not self._sessions.table.owns_any(outbox):
+            outbox.end()
+
+    async def _write(self, write: Callable[[AnswerFrame], Awaitable[None]], outbox: Outbox) -> None:
+        while answers := await outbox.take():
+            for frame in self._frames(answers):
+                await write(frame)
+            for answer in answers:
+                self._observe(answer.times)
+
+    def _frames(self, answers: Sequence[SessionAnswer[Any]]) -> Iterator[AnswerFrame]:
+        """All answers in as few frames as FRAME_BYTES allows."""
+        new_frame = partial(self.answer_type, instance_id=self._facts.instance_id, numerics_id=self._facts.numerics_id)
+        frame, size = new_frame(), 0
+        for answer in answers:
+            response = frame.responses.add(**self._response(answer))
+            num_bytes = response.ByteSize()
+            if size and size + num_bytes > FRAME_BYTES:
+                frame.responses.pop()
+                yield frame
+                frame, size = new_frame(), 0
+                frame.responses.add(**self._response(answer))
+            size += num_bytes
+        yield frame
+
+    def _response(self, answer: SessionAnswer[Any]) -> dict[str, Any]:
+        fence = fence_message(answer.fence)
+        if answer.error is not None:
+            return {"fence": fence, "error": session_error(answer.error)}
+        if answer.content is PONG:
+            return {"fence": fence, "pong": Pong()}
+        content: Mapping[str, Any]
+        if answer.content is None:
+            content = {"tokens_wanted": TokensWanted(known_len=answer.known_len)}
+        else:
+            content = self.content(answer.content)
+        return {
+            "fence": fence,
+            "cached_len": answer.cached_len,
+            "times": times_message(answer.times),
+            **content,
+        }
+
+    def _leave(self, outbox: Outbox) -> list[asyncio.Future[Any]]:
+        """Queues the leases at once, because a handler may be cancelled a second time; returns what tells of it."""
+        table, loop = self._sessions.table, asyncio.get_running_loop()
+
+        def sweep() -> None:
+            """Ends the leases whose time has come; the device thread decides which."""
+            with suppress(NotReady):
+                self._device.call(table.sweep)
+
+        def sweep_later(leaving: asyncio.Future[int]) -> None:
+            if not leaving.cancelled() and leaving.result():
+                loop.call_later(table.lease_s, sweep)
+
+        # A service that has stopped has freed everything.
+        with suppress(NotReady):
+            leaving = self._device.call(partial(table.leave, outbox))
+            leaving.add_done_callback(sweep_later)
+            return [leaving]
+        return []
