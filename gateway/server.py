@@ -21,7 +21,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.rest.app import build_app
 from gateway.rest.middleware import RestSettings
 from gateway.rest.server import RunningRest, serve_rest
-from gateway.rounds.planner import SpeculationPolicy
+from gateway.rounds.policy import SpeculationPolicy
 from gateway.sessions.link import ModelInfo, Replicas, ServiceLink, report_readiness
 from gateway.sessions.session import DraftDeadline, TargetTimeouts
 from gateway.settings import GatewaySettings

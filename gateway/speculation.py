@@ -21,13 +21,14 @@ async def speculate(
     log: TokenLog, planner: RoundPlanner, target: RemoteTargetSession, draft: RemoteDraftSession | AbsentDraftSession
 ) -> AsyncGenerator[Round, None]:
     """Yields the rounds of a request until its log is finished; both sessions are closed whatever happens."""
-    async with target, draft:
-        while log.finish_reason is None:
-            log.begin_round()
-            # How many tokens to draft, and how many the target may commit unasked while there is nothing to draft.
-            plan = planner.plan(log, target.outstanding, draft.outlook)
-            proposal = plan.explain(await draft.propose(plan.draft_count))
-            verdict = await target.verify(proposal, plan.plain_budget)
-            committed = log.commit(proposal, verdict)
-            planner.observe(committed)
-            yield committed
+    with planner:
+        async with target, draft:
+            while log.finish_reason is None:
+                log.begin_round()
+                # How many tokens to draft, and how many the target may commit unasked while there is nothing to draft.
+                plan = planner.plan(log, target.outstanding, draft.outlook)
+                proposal = plan.explain(await draft.propose(plan.draft_count))
+                verdict = await target.verify(proposal, plan.plain_budget)
+                committed = log.commit(proposal, verdict)
+                planner.observe(committed)
+                yield committed

@@ -18,7 +18,8 @@ from gateway.generation.transcript import (
     StopScanner,
     Transcript,
 )
-from gateway.rounds.planner import RoundPlanner, SpeculationPolicy
+from gateway.rounds.planner import RoundPlanner
+from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import Round, TokenLog
 from gateway.sessions.draft import AbsentDraftSession, RemoteDraftSession
 from gateway.sessions.link import ModelInfo, Replicas
@@ -191,7 +192,7 @@ def decode(request: CheckedRequest, backend: Backend, target: ModelInfo) -> Asyn
     """
     spec = replace(request.spec, trace_context=telemetry.carrier())
     log, session_id = TokenLog(spec.token_ids), secrets.token_bytes(16)
-    planner = RoundPlanner(backend.policy, request.draft_count, spec.max_len, target.max_draft_count)
+    planner = RoundPlanner(backend.policy, request.draft_count, spec.max_len, target.max_draft_count, request.drafter)
     timeouts, model_hash = backend.target_timeouts, target.model_hash
     verifying = RemoteTargetSession(backend.target, timeouts, spec, log, session_id, model_hash)
     if backend.draft is None:

@@ -48,6 +48,8 @@ class Proposal:
     tree: TokenTree = EMPTY
     fallback_reason: FallbackReason | None = None
     compute_us: int = 0
+    forward_count: int = 0  # forwards that this came from
+    row_count: int = 0  # of them, those of all sessions
     caught_up_count: int = 0  # committed tokens that the draft had to read before it could guess
     hop: HopCost = HopCost()
     drift_repairs: int = 0
@@ -66,6 +68,9 @@ class Verdict:
     finish_reason: FinishReason | None
     evaluated_count: int
     compute_us: int = 0
+    forward_count: int = 0  # forwards that this came from
+    row_count: int = 0  # of them, those of all sessions
+    session_count: int = 0  # sessions on the target
     numerics_id: str = ""
     hop: HopCost = HopCost()
     reopens: int = 0  # times that the session had to be opened again for this verdict

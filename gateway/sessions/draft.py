@@ -93,8 +93,15 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
             fault = "as a tree that is no chain"
         if fault:
             raise ProtocolViolation(f"{self.link} sent a proposal {fault}, which does not fit the rule {rule}")
-        hop = HopCost(response.times.queue_us, wait_us, self.take_bytes())
-        return Proposal(tree, compute_us=response.times.compute_us, caught_up_count=caught_up_count, hop=hop)
+        times = response.times
+        return Proposal(
+            tree,
+            compute_us=times.compute_us,
+            forward_count=times.forward_count,
+            row_count=times.row_count,
+            caught_up_count=caught_up_count,
+            hop=HopCost(times.queue_us, wait_us, self.take_bytes()),
+        )
 
     def end(self, fence: types_pb2.Fence) -> None:
         # The log may have grown past the draft's context, where it takes no messages.

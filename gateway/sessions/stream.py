@@ -45,6 +45,7 @@ class LinkStream:
         """Takes a call that has just begun, and how the service is called in errors."""
         self.instance_id = instance_id
         self.numerics_id = ""
+        self.session_count = 0  # on the service, as it said last
         self.end: OutriderError | None = None
         self.ended = asyncio.Event()
         self._call = call
@@ -138,7 +139,7 @@ class LinkStream:
                     raise PeerLost(f"{self._peer} sent a message that is not valid")
                 if frame.instance_id != self.instance_id:
                     raise PeerLost(f"{self._peer} is another one than the handshake was made with")
-                self.numerics_id = frame.numerics_id
+                self.numerics_id, self.session_count = frame.numerics_id, frame.session_count
                 for response in frame.responses:
                     mailbox = self._mailboxes.get(response.fence.session_id)
                     # An answer to a session that has ended is late.

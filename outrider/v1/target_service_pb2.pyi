@@ -52,10 +52,13 @@ class TargetServiceLinkResponse(_message.Message):
     RESPONSES_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     NUMERICS_ID_FIELD_NUMBER: _builtins.int
+    SESSION_COUNT_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.int
     """Incarnation of the service; see GetModelInfoResponse."""
     numerics_id: _builtins.str
     """Numerics of the target; see GetModelInfoResponse."""
+    session_count: _builtins.int
+    """Sessions on the service whose gateway has a link, those of other gateways too."""
     @_builtins.property
     def responses(self) -> _containers.RepeatedCompositeFieldContainer[Global___VerifyResponse]:
         """Of any sessions, each session's in order."""
@@ -66,10 +69,11 @@ class TargetServiceLinkResponse(_message.Message):
         responses: _abc.Iterable[Global___VerifyResponse] | None = ...,
         instance_id: _builtins.int = ...,
         numerics_id: _builtins.str = ...,
+        session_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "numerics_id", b"numerics_id", "responses", b"responses"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "numerics_id", b"numerics_id", "responses", b"responses", "session_count", b"session_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.markov import EOS, NUM_TOKENS, MarkovDraft, MarkovModel, MarkovTarget, plain_decoding
 
-from gateway.rounds.planner import RoundPlanner, SpeculationPolicy
+from gateway.rounds.planner import RoundPlanner
+from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import FallbackReason, Proposal, Round, TokenLog, TokenOrigin, Verdict
 from gateway.speculation import speculate
 from outrider.errors import PeerLost, ProtocolViolation

@@ -30,7 +30,7 @@ from gateway.generation.frontend import Admission, Frontend
 from gateway.generation.generate import Backend
 from gateway.grpc.servicer import generation_service
 from gateway.metrics import GatewayMetrics
-from gateway.rounds.planner import Choice, SpeculationPolicy
+from gateway.rounds.policy import Choice, SpeculationPolicy
 from gateway.sessions.link import BREAKERS, CircuitBreaker, Replicas, ServiceLink
 from gateway.sessions.stream import DraftDeadline, TargetTimeouts
 from gateway.text.chat_template import ChatTemplate

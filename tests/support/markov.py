@@ -175,7 +175,6 @@ def round_of(
     guesses = TokenTree.chain((1,) * draft_count)
     rows = tuple(range(1, accepted_count + 1))
     proposal = Proposal(guesses, fallback_reason, draft_compute_us, hop=draft_hop or HopCost())
-    verdict = Verdict(
-        5, rows, None, finish_reason, evaluated_count, verify_compute_us, "numerics", hop=verify_hop or HopCost()
-    )
+    hop = verify_hop or HopCost()
+    verdict = Verdict(5, rows, None, finish_reason, evaluated_count, verify_compute_us, numerics_id="numerics", hop=hop)
     return Round(proposal, verdict, tuple(token_ids), tuple(origins), round_us, gap_us, is_first)

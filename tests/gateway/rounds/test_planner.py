@@ -2,14 +2,8 @@
 
 import pytest
 
-from gateway.rounds.planner import (
-    PLAIN_BUDGET,
-    WAITING_BUDGET,
-    DraftOutlook,
-    RoundPlan,
-    RoundPlanner,
-    SpeculationPolicy,
-)
+from gateway.rounds.planner import WAITING_BUDGET, DraftOutlook, RoundPlan, RoundPlanner
+from gateway.rounds.policy import PLAIN_BUDGET, SpeculationPolicy
 from gateway.rounds.round import NOTHING, FallbackReason, Proposal, TokenLog
 
 

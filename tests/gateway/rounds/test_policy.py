@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from support.markov import round_of
 
-from gateway.rounds.planner import SpeculationPolicy
+from gateway.rounds.policy import SpeculationPolicy
 
 
 @dataclass

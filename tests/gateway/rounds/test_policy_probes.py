@@ -3,7 +3,8 @@
 import random
 from dataclasses import dataclass, field
 
-from gateway.rounds.planner import PROBE_ROUNDS, DraftOutlook, RoundPlanner, SpeculationPolicy
+from gateway.rounds.planner import DraftOutlook, RoundPlanner
+from gateway.rounds.policy import PROBE_ROUNDS, SpeculationPolicy
 from gateway.rounds.round import FallbackReason, Proposal, TokenLog, Verdict
 from outrider.token_tree import TokenTree
 
@@ -34,7 +35,11 @@ class Simulation:
     def request(self, max_len: int) -> None:
         """One request."""
         log = TokenLog((1,) * PROMPT_LEN, lambda: self.now_us * 1000)
-        planner = RoundPlanner(self.policy, None, max_len, 32)
+        with RoundPlanner(self.policy, None, max_len, 32) as planner:
+            self.decode(log, planner, max_len)
+
+    def decode(self, log: TokenLog, planner: RoundPlanner, max_len: int) -> None:
+        """All rounds of a request."""
         cached_len = PROMPT_LEN if planner.expects_draft() else 0
         limit = len(log)
         while len(log) < max_len:
@@ -67,9 +72,12 @@ class Simulation:
 
 def test_a_slow_first_round_is_forgotten_at_once() -> None:
     """A cold start says nothing about the draft."""
-    simulation = Simulation()
-    add = simulation.policy._draft_token_us.add
-    add(float(SLOW_US))
+    simulation = Simulation(draft_us=SLOW_US)
+    log = TokenLog((1,) * PROMPT_LEN, lambda: simulation.now_us * 1000)
+    with RoundPlanner(simulation.policy, None, PROMPT_LEN + 2, 32) as planner:
+        planner.observe(log.commit(Proposal(), Verdict(len(log), (), 1, None, 0, VERIFY_US)))
+        planner.observe(log.commit(*simulation.draft(1, len(log), 0)))
+    simulation.draft_us = FAST_US
     assert simulation.run(5_000) > 0.9
 
 

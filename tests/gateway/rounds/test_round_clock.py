@@ -4,7 +4,8 @@ from contextlib import aclosing
 
 from support.markov import MarkovDraft, MarkovTarget
 
-from gateway.rounds.planner import RoundPlanner, SpeculationPolicy
+from gateway.rounds.planner import RoundPlanner
+from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import Proposal, TokenLog, Verdict
 from gateway.speculation import speculate
 

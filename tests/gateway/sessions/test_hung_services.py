@@ -10,7 +10,8 @@ from support.basics import eventually
 from support.markov import MarkovModel
 from support.markov_services import DraftServicer, Mischief, TargetServicer, serving
 
-from gateway.rounds.planner import RoundPlanner, SpeculationPolicy
+from gateway.rounds.planner import RoundPlanner
+from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import NOTHING, FallbackReason, Proposal, Round, TokenLog
 from gateway.sessions.draft import RemoteDraftSession
 from gateway.sessions.link import CircuitBreaker, ModelInfo, Replicas, ServiceLink

@@ -12,7 +12,8 @@ from support.basics import eventually
 from support.markov import MarkovModel, plain_decoding
 from support.markov_services import DraftServicer, MarkovSession, Mischief, Service, TargetServicer, serving
 
-from gateway.rounds.planner import RoundPlanner, SpeculationPolicy
+from gateway.rounds.planner import RoundPlanner
+from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import NOTHING, TokenLog
 from gateway.sessions.draft import RemoteDraftSession
 from gateway.sessions.link import ModelInfo, Replicas, ServiceLink
