@@ -15,6 +15,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean as mean
 from statistics import median
 
 from gateway.rounds.round import Round
@@ -33,7 +34,11 @@ SHORT_BUDGET = 8  # the same while that may soon be otherwise
 WORTH_CHANGING = 1.03  # how much faster guesses must look before sessions that decode plainly begin with them
 FIRST_RATE, FIRST_WEIGHT = 0.7, 4.0  # of a guess, before any was tested, and its weight in tested tokens
 POOL_WEIGHT = 16.0  # of the pool's rate in that of a session, in tested tokens
+SLOPE_WEIGHT = 0.5  # of what is believed of the cost of a row before there are two entries, in squared rows
 DRIFT = 0.02  # how much of a sample's surprise about one number of rows is believed of all others
+LEAST_SHARE = 0.5  # a target that takes all that waits for it serves two groups in turn; more do not last
+ONE_GROUP = 0.8
+MEMORY_ROUNDS = 1000  # of each session, behind which half of what was measured is forgotten
 EXACT_ROWS = 32  # larger numbers of rows share an entry with their neighbours
 
 
@@ -63,46 +68,19 @@ class Average:
             self._seeds = []
 
 
-class Line:
-    """Least squares of a cost over the number of rows, recent samples first.
-
-    Samples may all have the same number of rows, so the slope is drawn towards a tenth of the mean cost a row, and to
-    one that is in proportion to the rows where that is less.
-    """
-
-    def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
-
-    def add(self, x: float, y: float) -> None:
-        """Adds the cost y of x rows."""
-        sums = (self._weight, self._x, self._y, self._xx, self._xy)
-        new = (1.0, x, y, x * x, x * y)
-        self._weight, self._x, self._y, self._xx, self._xy = (
-            0.97 * old + added for old, added in zip(sums, new, strict=True)
-        )
-
-    @property
-    def slope(self) -> float:
-        """Cost of one more row, at least 0; 0 before the first sample."""
-        if not self._weight:
-            return 0.0
-        mean_x, mean_y = self._x / self._weight, self._y / self._weight
-        spread = self._xx / self._weight - mean_x * mean_x
-        together = self._xy / self._weight - mean_x * mean_y
-        pull = 0.05
-        return max(0.0, (together + pull * min(0.1, 1 / mean_x) * mean_y) / (spread + pull))
-
-
 class RowTable:
     """Cost of a forward by its rows: an entry for each number that was seen, a straight line between and beyond.
 
-    All entries follow a little when one of them changes, because what slows a machine slows every forward.
+    All entries follow a little when one of them changes, because what slows a machine slows every forward. Behind the
+    last entry a row costs what rows cost on the whole; while there is only one, what a row costs in the model table,
+    in proportion, and without that a tenth of the entry, or its share where that is less.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: "RowTable | None" = None) -> None:
+        self._model = model
         self._rows: list[int] = []
         self._entries: dict[int, Average] = {}
-        self._line = Line()
+        self._slope: float | None = 0.0
         self._scale = 1.0
 
     @property
@@ -122,7 +100,7 @@ class RowTable:
             entry = self._entries[key] = Average()
             insort(self._rows, key)
         entry.add(cost / self._scale)
-        self._line.add(key, cost)
+        self._slope = None
 
     def at(self, rows: float) -> float:
         """Expected cost of a forward; 0 before the first sample."""
@@ -133,10 +111,30 @@ class RowTable:
         below = self._rows[max(index - 1, 0)]
         cost_above, cost_below = (self._scale * self._entries[key].mean for key in (above, below))
         if rows >= above:
-            return cost_above + self._line.slope * (rows - above)
+            return cost_above + self._row_cost() * (rows - above)
         if rows <= below:
-            return max(cost_below - self._line.slope * (below - rows), 0.1 * cost_below)
+            return max(cost_below - self._row_cost() * (below - rows), 0.1 * cost_below)
         return cost_below + (cost_above - cost_below) * (rows - below) / (above - below)
+
+    @property
+    def row_share(self) -> float:
+        """Cost of one more row, as a share of a forward."""
+        costs = [self._scale * entry.mean for entry in self._entries.values()]
+        return self._row_cost() / mean(costs) if any(costs) else 0.1
+
+    def _row_cost(self) -> float:
+        """Cost of one more row by least squares over all entries, at least 0."""
+        if self._slope is None:
+            costs = [self._scale * self._entries[rows].mean for rows in self._rows]
+            mean_rows, mean_cost = mean(self._rows), mean(costs)
+            spread = sum((rows - mean_rows) ** 2 for rows in self._rows)
+            together = sum(
+                (rows - mean_rows) * (cost - mean_cost) for rows, cost in zip(self._rows, costs, strict=True)
+            )
+            share = min(0.1, 1 / mean_rows) if self._model is None else self._model.row_share
+            first = share * mean_cost
+            self._slope = max(0.0, (together + SLOPE_WEIGHT * first) / (spread + SLOPE_WEIGHT))
+        return self._slope
 
     def renew(self) -> None:
         """What was learnt is old; see Average."""
@@ -157,14 +155,25 @@ class ByLoad:
 
     def __init__(self) -> None:
         self._averages: dict[int, Average] = {}
+        self._added: dict[int, int] = {}
 
-    def add(self, load: int, sample: float) -> None:
-        """Adds a sample."""
-        self._averages.setdefault(_load_key(load), Average()).add(sample)
+    def add(self, load: int, sample: float, now: int = 0) -> None:
+        """Adds a sample; `now` counts whatever samples grow old by."""
+        key = _load_key(load)
+        self._averages.setdefault(key, Average()).add(sample)
+        self._added[key] = now
 
     def known(self, load: int) -> bool:
         """Whether this very load has been seen."""
         return _load_key(load) in self._averages
+
+    def blend(self, load: int, model: float, now: int) -> float:
+        """The average at this very load where there is one; the older it is, the more of what a model says instead."""
+        key = _load_key(load)
+        if key not in self._averages:
+            return model
+        weight = MEMORY_ROUNDS / (MEMORY_ROUNDS + (now - self._added[key]) / max(load, 1))
+        return weight * self._averages[key].mean + (1 - weight) * model
 
     def at(self, load: int, unknown: float = 0.0) -> float:
         """The average at this load, or at the one that is nearest to it; `unknown` before the first sample."""
@@ -224,12 +233,16 @@ class AcceptanceRates:
 class DrafterEstimates:
     """What is known of one drafter."""
 
-    def __init__(self) -> None:
+    def __init__(self, verify_us: RowTable) -> None:
+        """The cost of a draft's rows is like that of the target's until more is known."""
         self.acceptance = AcceptanceRates()
-        self.step_us = RowTable()
+        self.step_us = RowTable(verify_us)
         self.overhead_us = ByLoad()  # of a round, beside both computations
-        # Rows of a forward, of those that all sessions together would have: while some are verified, others draft.
+        # Rows of a forward, of those that all sessions together have: 1 where all are verified at the same time, a half
+        # where two groups take turns, of which one drafts while the other is verified.
         self.share = ByLoad()
+        # By K, what rounds have cost in fact when most sessions had some: how groups form cannot be foretold.
+        self.round_us = [ByLoad() for _ in range(MAX_DRAFT_COUNT + 1)]
         self.is_worth = True  # whether guesses were worth it when costs were last looked at
         self.allowed = 1  # sessions that may draft, while it has not been tried what that is like for more of them
         self.rounds_allowed = 0  # since that number grew
@@ -282,6 +295,7 @@ class SpeculationPolicy:
         self._lost_us = 0.0  # time that drafting has cost above plain decoding and that is not yet earned back
         self._costs: dict[str, list[float]] = {}
         self._num_observed = 0
+        self._num_rounds = 0
 
     def session(self, drafter: str = "") -> SessionEstimates:
         """A session that begins with what is known of all."""
@@ -320,13 +334,20 @@ class SpeculationPolicy:
                 draft_rows = proposal.row_count / num_forwards or 1
                 estimates.step_us.add(draft_rows, proposal.compute_us / num_forwards)
             overhead_us = max(0, committed.round_us - proposal.compute_us - verdict.compute_us)
+            if self._load > 1:
+                # Waiting for the forwards of others is in their number; see cost_us.
+                overhead_us = max(0, overhead_us - verdict.hop.queue_us)
             # What one session finds among others that decode plainly is not what all would find.
             is_usual = 2 * self._num_drafting >= len(self._sessions)
             if is_usual or not estimates.overhead_us.known(self._load):
                 estimates.overhead_us.add(self._load, overhead_us)
             if is_usual:
-                most = self._load * (draft_count + 1)
-                estimates.share.add(self._load, min(max(rows, draft_count + 1) / most, 1.0))
+                num_sessions = max(len(self._sessions), 1)
+                own_rows = self._num_drafting * draft_count + num_sessions
+                share = rows * num_sessions / (own_rows * self._load)
+                count = min(draft_count, MAX_DRAFT_COUNT)
+                estimates.round_us[count].add(self._load, max(committed.round_us, 1), self._num_rounds)
+                estimates.share.add(self._load, min(max(share, LEAST_SHARE), 1.0))
         elif unasked:
             self._plain_tokens += 1
             self._rounds_without_plain = 0
@@ -340,6 +361,7 @@ class SpeculationPolicy:
             waited_us = (self._load - 1) * max(0.0, self._verify_us.at(rows) - self._verify_us.at(rows - draft_count))
             self._lost_us += committed.round_us - len(committed.token_ids) * plain_us + waited_us
         self._lost_us = max(self._lost_us, 0.0)
+        self._num_rounds += 1
         self._num_observed += 1
         if self._num_observed >= max(4, self._load):
             self._forget_costs()
@@ -402,16 +424,20 @@ class SpeculationPolicy:
     def cost_us(self, draft_count: int, drafter: str = "") -> float:
         """Expected microseconds of a round with K draft tokens, if all sessions had such rounds at the present load.
 
-        For K = 0 of a token of plain decoding.
+        For K = 0 of a token of plain decoding. Where the target takes turns with groups of sessions, a round takes at
+        least the forwards of all, and drafting hides behind them.
         """
         load = self._load
         if not draft_count:
             return max(self._verify_us.at(load) + self._plain_overhead_us.at(load), 1.0)
         estimates = self._estimates(drafter)
-        share = estimates.share.at(load, 1.0)
+        share = estimates.share.at(load, 1.0) if load > 1 else 1.0
         draft_us = draft_count * estimates.step_us.at(max(1.0, share * load))
         verify_us = self._verify_us.at(max(draft_count + 1.0, share * load * (draft_count + 1)))
-        return max(draft_us + verify_us + estimates.overhead_us.at(load), 1.0)
+        # Groups are of unequal size, and most answers come from the larger ones.
+        num_groups = 1 if share > ONE_GROUP else 2
+        model_us = max(draft_us + verify_us + estimates.overhead_us.at(load), num_groups * verify_us, 1.0)
+        return estimates.round_us[draft_count].blend(load, model_us, self._num_rounds)
 
     def _costs_of(self, drafter: str) -> list[float]:
         costs = self._costs.get(drafter)
@@ -437,7 +463,7 @@ class SpeculationPolicy:
     def _estimates(self, drafter: str) -> DrafterEstimates:
         estimates = self._drafters.get(drafter)
         if estimates is None:
-            estimates = self._drafters[drafter] = DrafterEstimates()
+            estimates = self._drafters[drafter] = DrafterEstimates(self._verify_us)
         return estimates
 
     @property
