@@ -92,8 +92,8 @@ async def serve_rest(listen: str, app: ASGIApp) -> RunningRest:
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
         listener = socket.create_server(found[0][4][:2], family=found[0][0], backlog=BACKLOG)
-        # Accepted connections inherit both. Without the second a chunk waits for the client's acknowledgement of the one
-        # before, which comes up to 40 ms later; asyncio sets it only on sockets that were made for TCP by number.
+        # Accepted connections inherit both. Without the second a chunk waits until the client has acknowledged the one
+        # before, which takes up to 40 ms; asyncio sets it only on sockets that were made for TCP by number.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError:
