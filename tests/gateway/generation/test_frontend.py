@@ -170,7 +170,7 @@ async def test_a_small_request_waits_for_one_place_of_a_large_one(tokenizer: str
                     is_round = isinstance(event, RoundEvent)
                     said[number] += "".join(token.text for token in event.tokens) if is_round else event.text_delta
         assert (await small, said, num_ended) == ([alone[0]], alone, 24)
-        assert num_ended_before <= 3 * num_places
+        assert num_ended_before <= 4 * num_places
         assert frontend.admission.running == frontend.admission.waiting == 0
 
 
