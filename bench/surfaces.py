@@ -113,7 +113,7 @@ def measure(
             PAGE: partial(over_http, http, PAGE),
         }
         for turn in range(turns + 1):
-            asked = {
+            asked: Asked = {
                 "prompt": OPENINGS[turn % len(OPENINGS)],
                 "seed": turn,
                 "temperature": TEMPERATURE,
