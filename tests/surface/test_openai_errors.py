@@ -109,7 +109,7 @@ async def test_queue_that_stays_full_is_a_rate_limit(rest: RestStack) -> None:
 
 @pytest.mark.surface
 async def test_requests_that_can_never_run_are_not_asked_again(rest: RestStack) -> None:
-    """More samples than a request may have: an error for good, asked once. More than the gateway has places are fine."""
+    """More samples than a request may have: an error for good, asked once. More than the places are answered."""
     client, seen = watched(rest, max_retries=2)
     async with client:
         with pytest.raises(openai.APIStatusError) as raised:
