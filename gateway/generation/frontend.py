@@ -312,8 +312,12 @@ class Frontend:
         self, contexts: Sequence[RequestContext], places: Places, record: RequestLog
     ) -> AsyncGenerator[tuple[int, Event], None]:
         samples = self._samples(contexts, places)
-        is_single = sum(context.request.sample_count for context in contexts) == 1
-        async with aclosing(samples), aclosing(await anext(samples) if is_single else merged(samples)) as events:
+        if sum(context.request.sample_count for context in contexts) == 1:
+            async with aclosing(samples):
+                stream = await anext(samples)
+        else:
+            stream = merged(samples)
+        async with aclosing(stream) as events:
             async for number, event in events:
                 _soon(self.metrics.observe, event)
                 record.observe(event)
