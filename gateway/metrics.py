@@ -97,7 +97,7 @@ class GatewayMetrics:
         self.first_token = histogram("time_to_first_token_seconds", "From a request's arrival to its first token.")
         self.per_token = times("request_time_per_output_token", "Mean time of a token behind the first one.")
         self.total = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.")
-        self.queue = histogram("request_queue_time_seconds", "Waiting for a place.")
+        self.queue = histogram("request_queue_time_seconds", "Waiting of a sample for its place.")
         self.prefill = histogram("request_prefill_time_seconds", "From the place to the first token.")
         self.decode = histogram("request_decode_time_seconds", "From the first token to the end.")
         self.inference = histogram("request_inference_time_seconds", "From the place to the end.")
@@ -110,11 +110,13 @@ class GatewayMetrics:
         """Tells at every scrape who runs and waits, which services are there, and what was rolled back."""
         self.registry.register(Watched(admission, backend, lambda: self._rejected_rows))
 
-    def admitted(self, waited_s: float, requests: Sequence[CheckedRequest] = ()) -> None:
-        self.queue.observe(waited_s)
+    def admitted(self, requests: Sequence[CheckedRequest]) -> None:
         for request in requests:
             self.params_n.observe(request.sample_count)
             self.params_max_tokens.observe(request.spec.max_len - request.spec.prompt_len)
+
+    def placed(self, waited_s: float) -> None:
+        self.queue.observe(waited_s)
 
     def rejected(self, error: OutriderError) -> None:
         self.rejections.labels(error.reason.lower()).inc()
@@ -211,7 +213,9 @@ class Watched:
         """The families; see prometheus_client.registry."""
         admission, backend = self._admission, self._backend
         yield GaugeMetricFamily(PREFIX + "num_requests_running", "Samples that run.", admission.running)
-        yield GaugeMetricFamily(PREFIX + "num_requests_waiting", "Requests that wait for a place.", admission.waiting)
+        yield GaugeMetricFamily(
+            PREFIX + "num_requests_waiting", "Requests that wait and have no sample running.", admission.waiting
+        )
         meaning = "K: draft tokens a round that the policy would ask for."
         yield GaugeMetricFamily(PREFIX + "current_draft_tokens", meaning, backend.policy.best_count)
         meaning = "Whether a service is there and fits."

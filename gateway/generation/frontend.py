@@ -1,8 +1,9 @@
 """What every surface calls: requests in, events out; places and the queue before them; a log line a request.
 
-Entering `Frontend.open` has checked the requests and waited for places, and nothing was sent to a service before. So
-whatever is wrong with a request is known before a surface has promised its client anything. Whoever waits holds nothing
-but a line in a list, so waiting costs no service anything; a full queue says so at once.
+Entering `Frontend.open` has checked the requests and waited for the first place, and nothing was sent to a service
+before. So whatever is wrong with a request is known before a surface has promised its client anything. Whoever waits
+holds nothing but a line in a list, so waiting costs no service anything; a full queue says so at once. Further samples
+of a request begin as they get places.
 
 A log line has sizes, times and figures, and never a word, a token id or a seed. Of an error only the reason is logged,
 because its sentence may repeat what the client wrote.
@@ -23,8 +24,7 @@ from gateway.generation.generate import Backend, CompletionEvent, Event, Request
 from gateway.generation.request import CheckedRequest, GenerationRequest
 from gateway.generation.transcript import SpeculationFigures
 from gateway.text.chat_template import ChatTemplate
-from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded
-from outrider.parameters import MAX_SAMPLES
+from outrider.errors import NotReady, OutriderError, Overloaded
 from outrider.process.telemetry import request_scope
 
 # What a client is told to wait: between a moment and a minute, by how fast places came free lately.
@@ -45,45 +45,51 @@ class ClientStalled(OutriderError):
 
 
 @dataclass(slots=True, eq=False)
-class _Waiter:
-    num_samples: int
+class Places:
+    """Those of one request: it has one for each of its samples that runs, and waits for one at a time."""
+
+    arrived_s: float = field(default_factory=time.monotonic)
+    taken_s: deque[float] = field(default_factory=deque)
+    """When those that it holds were taken."""
+    waited_s: float = 0.0
+    """From its arrival until it got the latest one."""
+    has_begun: bool = False
     turn: asyncio.Event = field(default_factory=asyncio.Event)
-    has_places: bool = False
 
 
 class Admission:
-    """At most `places` samples run at a time, and at most queue_len requests wait for places."""
+    """At most `places` samples run at a time, and at most queue_len requests wait that have none running.
+
+    First come, first served, one place at a time: a request that wants more than one goes to the end of the queue for
+    each. So the samples of large requests take turns with everybody else's.
+    """
 
     def __init__(self, places: int, queue_len: int) -> None:
         self.places = places
         self.queue_len = queue_len
         self.running = 0  # samples
-        self._queue: deque[_Waiter] = deque()
+        self._queue: deque[Places] = deque()
         self._place_s = RETRY_AFTER_S[0]
         self._num_arriving = 0
         self._is_closed = False
 
     @property
     def waiting(self) -> int:
-        """Requests that wait."""
-        return len(self._queue)
+        """Requests that wait and have no sample running."""
+        return sum(not places.taken_s for places in self._queue)
 
     @property
     def retry_after_s(self) -> int:
         """Whole seconds after which a request that is turned away may find a place."""
         min_s, max_s = RETRY_AFTER_S
-        return math.ceil(min(max(min_s, (self.waiting + 1) * self._place_s), max_s))
+        return math.ceil(min(max(min_s, (len(self._queue) + 1) * self._place_s), max_s))
 
-    def check(self, sample_count: int) -> None:
-        """Raises Overloaded when a request for so many places would not even be queued, so that it costs nothing more.
-
-        Raises InvalidRequest when it would never get them, NotReady after `close`.
+    def check(self) -> None:
+        """Raises Overloaded when a request would not even be queued, so that it costs nothing more; NotReady after
+        `close`.
         """
         self._check_open()
-        if sample_count > self.places:
-            limit = f"at most {self.places}, the samples that this gateway takes at a time"
-            raise InvalidRequest("sample_count", sample_count, limit)
-        if not self._has_room(sample_count) and self.waiting >= self.queue_len:
+        if self.running >= self.places and self.waiting >= self.queue_len:
             raise Overloaded(
                 f"{self.running} of {self.places} places are taken and {self.waiting} requests wait already, "
                 f"of at most {self.queue_len}",
@@ -91,16 +97,17 @@ class Admission:
             )
 
     def close(self) -> None:
-        """Sends whoever waits and whoever comes elsewhere; those who run keep their places."""
+        """Sends whoever comes, and whoever waits and has not begun, elsewhere; others get all their places in turn."""
         self._is_closed = True
-        for waiter in self._queue:
-            waiter.turn.set()
-        self._queue.clear()
+        for places in self._queue:
+            if not places.has_begun:
+                places.turn.set()
+        self._queue = deque(places for places in self._queue if places.has_begun)
 
     @contextmanager
-    def arrival(self, sample_count: int) -> Iterator[None]:
+    def arrival(self) -> Iterator[None]:
         """Bounds how many requests are looked at, which takes long while the target is away. Raises as `check` does."""
-        self.check(sample_count)
+        self.check()
         if self._num_arriving >= self.places + self.queue_len:
             message = f"{self._num_arriving} requests are looked at already, which takes long while the target is away"
             raise Overloaded(message, retry_after_s=self.retry_after_s)
@@ -111,58 +118,55 @@ class Admission:
             self._num_arriving -= 1
 
     @asynccontextmanager
-    async def place(self, sample_count: int) -> AsyncIterator[float]:
-        """Waits for places and holds them; gives the seconds that it waited. Raises as `check` does."""
-        self.check(sample_count)
-        arrived_s = time.monotonic()
-        await self._enter(sample_count)
-        entered_s = time.monotonic()
+    async def entry(self) -> AsyncIterator[Places]:
+        """Waits for a request's first place. What it holds when it is left is given back. Raises as `check` does."""
+        self.check()
+        places = Places()
         try:
-            yield entered_s - arrived_s
+            await self.take(places)
+            yield places
         finally:
-            held_s = (time.monotonic() - entered_s) / self.places
-            self._place_s += SMOOTHING * (held_s - self._place_s)
-            self.running -= sample_count
-            self._call()
-
-    async def _enter(self, sample_count: int) -> None:
-        """Takes places at once when there are some and nobody waits, else in turn."""
-        if self._has_room(sample_count):
-            self.running += sample_count
-            return
-        waiter = _Waiter(sample_count)
-        self._queue.append(waiter)
-        try:
-            await waiter.turn.wait()
-            if not waiter.has_places:
-                self._check_open()
-        except BaseException:
-            # Its turn may have come in the same moment in which it left.
-            if waiter.has_places:
-                self.running -= sample_count
+            # It may wait, for its first place or a further one, and its turn may have come in this very moment.
             with suppress(ValueError):
-                self._queue.remove(waiter)
-            self._call()
-            raise
+                self._queue.remove(places)
+            while places.taken_s:
+                self.give_back(places)
+
+    async def take(self, places: Places) -> None:
+        """Waits for one more place, behind all who wait. Raises NotReady when it is the first and the gateway stops."""
+        places.turn.clear()
+        self._queue.append(places)
+        self._call()
+        await places.turn.wait()
+        if not places.has_begun:
+            self._check_open()
+
+    def give_back(self, places: Places) -> None:
+        """One place of a request is free from now on; does nothing when it has none left."""
+        if not places.taken_s:
+            return
+        # Which of them it was changes no mean.
+        held_s = (time.monotonic() - places.taken_s.popleft()) / self.places
+        self._place_s += SMOOTHING * (held_s - self._place_s)
+        self.running -= 1
+        self._call()
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise NotReady("The gateway is stopping and takes no more requests")
 
-    def _has_room(self, sample_count: int) -> bool:
-        return not self._queue and self.running + sample_count <= self.places
-
     def _call(self) -> None:
-        """Gives places to those who have waited longest. A large request is not overtaken by small ones."""
-        while self._queue and self.running + self._queue[0].num_samples <= self.places:
-            waiter = self._queue.popleft()
-            self.running += waiter.num_samples
-            waiter.has_places = True
-            waiter.turn.set()
+        """Gives places to those who have waited longest."""
+        while self._queue and self.running < self.places:
+            places, now_s = self._queue.popleft(), time.monotonic()
+            places.taken_s.append(now_s)
+            places.waited_s, places.has_begun = now_s - places.arrived_s, True
+            self.running += 1
+            places.turn.set()
 
 
 class RequestLog:
-    """What is known so far of one request, which may have several parts and has waited so long for its places."""
+    """What is known so far of one request, which may have several parts and has waited so long for its first place."""
 
     def __init__(self, requests: Sequence[CheckedRequest], waited_s: float) -> None:
         self._requests = requests
@@ -220,8 +224,11 @@ def _ms(seconds: float) -> float:
 class Observer(Protocol):
     """What is told of every request, whatever surface it came by."""
 
-    def admitted(self, waited_s: float, requests: Sequence[CheckedRequest]) -> None:
-        """A request has its places; `requests` are its parts."""
+    def admitted(self, requests: Sequence[CheckedRequest]) -> None:
+        """A request has its first place; `requests` are its parts."""
+
+    def placed(self, waited_s: float) -> None:
+        """A sample of a request has its place, so long after the request began to wait."""
 
     def rejected(self, error: OutriderError) -> None:
         """A request was turned away; nothing was spent on it."""
@@ -235,7 +242,7 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Requests that have their places, and the events of all, each with the number of its request."""
+    """Requests that belong together and have begun, and the events of all, each with the number of its request."""
 
     requests: tuple[CheckedRequest, ...]
     events: AsyncGenerator[tuple[int, Event], None]
@@ -254,18 +261,17 @@ class Frontend:
 
     @asynccontextmanager
     async def open(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation]:
-        """Checks requests that belong together, waits for their places, and holds these until it is left.
+        """Checks requests that belong together, and waits for a place for the first sample; the others wait for theirs
+        while events come. What they hold is given back when it is left.
 
         Raises InvalidRequest, PromptTooLong, Overloaded, and what is said of a target that is away.
         """
-        # What is out of range is refused later, with the range.
-        num_samples = sum(min(max(1, request.sample_count or 1), MAX_SAMPLES) for request in requests)
-        async with AsyncExitStack() as places:
-            places.enter_context(request_scope())
+        async with AsyncExitStack() as stack:
+            stack.enter_context(request_scope())
             try:
-                with self.admission.arrival(num_samples):
+                with self.admission.arrival():
                     contexts = [await self._prepared(requests, number) for number in range(len(requests))]
-                waited_s = await places.enter_async_context(self.admission.place(num_samples))
+                places = await stack.enter_async_context(self.admission.entry())
             except OutriderError as error:
                 self.metrics.rejected(error)
                 log.info("request refused", status=error.reason)
@@ -276,10 +282,10 @@ class Frontend:
                 log.info("request refused", status="CLIENT_LEFT")
                 raise
             checked = tuple(context.request for context in contexts)
-            self.metrics.admitted(waited_s, checked)
-            record, end = RequestLog(checked, waited_s), None
+            self.metrics.admitted(checked)
+            record, end = RequestLog(checked, places.waited_s), None
             try:
-                async with aclosing(self._events(contexts, int(1e6 * waited_s), record)) as events:
+                async with aclosing(self._events(contexts, places, record)) as events:
                     yield Generation(checked, events)
             except BaseException as error:
                 end = error
@@ -298,20 +304,41 @@ class Frontend:
             raise
 
     async def _events(
-        self, contexts: Sequence[RequestContext], queue_us: int, record: RequestLog
+        self, contexts: Sequence[RequestContext], places: Places, record: RequestLog
     ) -> AsyncGenerator[tuple[int, Event], None]:
-        streams = [_numbered(number, context.events(queue_us)) for number, context in enumerate(contexts)]
-        async with aclosing(streams[0] if len(streams) == 1 else merged(streams)) as events:
+        samples = self._samples(contexts, places)
+        if sum(context.request.sample_count for context in contexts) == 1:
+            async with aclosing(samples):
+                stream = await anext(samples)
+        else:
+            stream = merged(samples)
+        async with aclosing(stream) as events:
             async for number, event in events:
                 _soon(self.metrics.observe, event)
                 record.observe(event)
                 yield number, event
 
+    async def _samples(
+        self, contexts: Sequence[RequestContext], places: Places
+    ) -> AsyncGenerator[AsyncGenerator[tuple[int, Event], None], None]:
+        """The events of each sample, prompt by prompt, as they get places; the request has the first one's already."""
+        for number, context in enumerate(contexts):
+            for index in range(context.request.sample_count):
+                if number or index:
+                    await self.admission.take(places)
+                self.metrics.placed(places.waited_s)
+                yield self._in_place(number, context.sample(index, int(1e6 * places.waited_s)), places)
 
-async def _numbered(number: int, events: AsyncGenerator[Event, None]) -> AsyncGenerator[tuple[int, Event], None]:
-    async with aclosing(events):
-        async for event in events:
-            yield number, event
+    async def _in_place(
+        self, number: int, events: AsyncGenerator[Event, None], places: Places
+    ) -> AsyncGenerator[tuple[int, Event], None]:
+        """A sample's events with the number of its request; its place is given back when it ends."""
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    yield number, event
+        finally:
+            self.admission.give_back(places)
 
 
 def _soon(observe: Callable[[ValueT], None], value: ValueT) -> None:

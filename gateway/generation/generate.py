@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -32,6 +32,7 @@ from outrider.parameters import Acceptance, FinishReason
 from outrider.process import telemetry
 
 EventT = TypeVar("EventT")
+ItemT = TypeVar("ItemT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,17 +102,13 @@ class RequestContext:
         """Microseconds since the gateway received the request."""
         return (time.perf_counter_ns() - self.started_ns) // 1000
 
-    async def events(self, queue_us: int) -> AsyncGenerator[Event, None]:
-        """Yields an event for every round of each sample and then its completion. All sessions of a sample are told to
-        end before its completion comes, and also when the caller closes the generator early. Raises any OutriderError.
+    def sample(self, index: int, queue_us: int) -> AsyncGenerator[Event, None]:
+        """Yields an event for every round of one of its samples and then its completion. Its sessions are told to end
+        before the completion comes, and also when the caller closes the generator early. Raises any OutriderError.
 
-        queue_us is for how long the request has waited for its turn.
+        queue_us is for how long the sample has waited for its turn.
         """
-        requests = [self.request.sample(index) for index in range(self.request.sample_count)]
-        samples = [_sample(replace(self, request=request), queue_us) for request in requests]
-        async with aclosing(samples[0] if len(samples) == 1 else merged(samples)) as events:
-            async for event in events:
-                yield event
+        return _sample(replace(self, request=self.request.sample(index)), queue_us)
 
 
 async def prepare(request: GenerationRequest, backend: Backend) -> RequestContext:
@@ -209,25 +206,35 @@ class Ended:
     error: Exception | None = None
 
 
-async def merged(streams: Sequence[AsyncGenerator[EventT, None]]) -> AsyncGenerator[EventT, None]:
+async def merged(streams: AsyncGenerator[AsyncGenerator[EventT, None], None]) -> AsyncGenerator[EventT, None]:
     """Yields the events of all streams as they come, each stream's in its order, until all have ended.
 
-    No stream runs more than an event or two ahead of the reader. What one raises ends all of them, and is raised; all
-    are closed before this generator is.
+    A stream begins when `streams` yields it, whether or not events are read meanwhile. None runs more than an event or
+    two ahead of the reader. What one raises, or `streams` itself, ends all of them, and is raised; all are closed
+    before this generator is.
     """
     events: asyncio.Queue[EventT | Ended] = asyncio.Queue(maxsize=1)
     turn = asyncio.Lock()
-    tasks = [asyncio.create_task(_pump(stream, events, turn)) for stream in streams]
-    num_running = len(tasks)
+
+    async def put(event: EventT | Ended) -> None:
+        # A full queue lets whoever comes just in time go before those who wait; a lock does not.
+        async with turn:
+            await events.put(event)
+
+    async def begin(stream: AsyncGenerator[EventT, None]) -> None:
+        tasks.append(asyncio.create_task(_pump(stream, put, put)))
+
+    tasks = [asyncio.create_task(_pump(streams, begin, put))]
+    num_ended = 0
     try:
-        while num_running:
+        while num_ended < len(tasks):
             event = await events.get()
             if not isinstance(event, Ended):
                 yield event
             elif event.error is not None:
                 raise event.error
             else:
-                num_running -= 1
+                num_ended += 1
     finally:
         for task in tasks:
             task.cancel()
@@ -236,20 +243,20 @@ async def merged(streams: Sequence[AsyncGenerator[EventT, None]]) -> AsyncGenera
 
 
 async def _pump(
-    stream: AsyncGenerator[EventT, None], events: asyncio.Queue[EventT | Ended], turn: asyncio.Lock
+    source: AsyncGenerator[ItemT, None],
+    take: Callable[[ItemT], Awaitable[None]],
+    end: Callable[[Ended], Awaitable[None]],
 ) -> None:
+    """Hands on all items of a source one by one, and says at last that it has ended."""
     ended = Ended()
     try:
-        async with aclosing(stream):
-            async for event in stream:
-                # A full queue lets whoever comes just in time go before those who wait; a lock does not.
-                async with turn:
-                    await events.put(event)
+        async with aclosing(source):
+            async for item in source:
+                await take(item)
     except Exception as error:  # noqa: BLE001 - it is raised where the events are read
         ended = Ended(error)
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         # Nobody reads any more, and a full queue would be waited for without end.
         return
-    async with turn:
-        await events.put(ended)
+    await end(ended)

@@ -155,7 +155,7 @@ class ResponseFigures:
         return responses.Metrics(
             time_to_first_token_ms=min(end.first_token_us for end in ends) / 1e3,
             generation_time_ms=max(spans_ms),
-            queue_time_ms=max(end.queue_us for end in ends) / 1e3,
+            queue_time_ms=min(end.queue_us for end in ends) / 1e3,
             mean_itl_ms=fmean(gaps_ms) if gaps_ms else None,
             tokens_per_second=sum(counts) / spent_s if spent_s > 0 else None,
             speculative_decoding=self._speculation() if may_speculate else None,
@@ -206,7 +206,7 @@ class ResponseFigures:
 
 @dataclass(frozen=True, slots=True)
 class OpenResponse:
-    """A response whose requests have their places; events come with the numbers of their choices."""
+    """A response whose requests have begun; events come with the numbers of their choices."""
 
     formatter: ResponseFormatter
     figures: ResponseFigures
@@ -283,10 +283,6 @@ class Responder:
 
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[OpenResponse]:
-        num_choices = sum(request.sample_count or 1 for request in self.requests)
-        places = self.frontend.admission.places
-        if len(self.requests) > 1 and num_choices > places:
-            raise InvalidRequest.too_many("prompt", num_choices, places, "choices (prompts times n)")
         async with AsyncExitStack() as stack:
             try:
                 generation = await stack.enter_async_context(self.frontend.open(self.requests))

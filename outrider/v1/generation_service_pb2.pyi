@@ -799,7 +799,7 @@ class Timings(_message.Message):
     total_us: _builtins.int
     """Until the request ended."""
     queue_us: _builtins.int
-    """Of that, for how long the request waited until the gateway had a place for it."""
+    """Of that, for how long the sample waited until the gateway had a place for it."""
     def __init__(
         self,
         *,

@@ -157,14 +157,16 @@ def test_how_requests_end_before_their_time() -> None:
     for end in (None, asyncio.CancelledError(), PeerLost("gone")):
         metrics.ended(end)
     plan = CheckedRequest(spec_of([1, 2, 3], max_len=43), (), None, sample_count=2)
-    metrics.admitted(0.25, [plan])
+    metrics.admitted([plan])
+    metrics.placed(0.25)
+    metrics.placed(0.5)
     found = values(registry)
     assert (found["admission_rejections_total overloaded"], found["admission_rejections_total invalid_request"]) == (
         2,
         1,
     )
     assert (found["request_success_total abort"], found["request_success_total error"]) == (1, 1)
-    assert found["request_queue_time_seconds_sum"] == 0.25
+    assert found["request_queue_time_seconds_sum"] == 0.75
     assert (found["request_params_n_sum"], found["request_params_max_tokens_sum"]) == (2, 40)
 
 

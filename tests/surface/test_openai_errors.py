@@ -109,13 +109,16 @@ async def test_queue_that_stays_full_is_a_rate_limit(rest: RestStack) -> None:
 
 @pytest.mark.surface
 async def test_requests_that_can_never_run_are_not_asked_again(rest: RestStack) -> None:
-    """More samples than the gateway ever takes at a time: an error for good, asked once."""
+    """More samples than a request may have: an error for good, asked once. More than the places are answered."""
     client, seen = watched(rest, max_retries=2)
     async with client:
         with pytest.raises(openai.APIStatusError) as raised:
-            await client.chat.completions.create(**ASK, n=2)
-    assert raised.value.status_code == 400
-    assert len(seen) == 1
+            await client.chat.completions.create(**ASK, n=9)
+        assert raised.value.status_code == 400
+        assert len(seen) == 1
+        answer = await client.chat.completions.create(**ASK, n=2)
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert len(seen) == 2
 
 
 async def test_lost_target_ends_a_stream_with_an_error() -> None:

@@ -1,74 +1,159 @@
-"""Places and the queue in front of them."""
+"""Places, one a sample, and the queue in front of them."""
 
 import asyncio
+import random
 
 import pytest
 from support.basics import eventually
 
-from gateway.generation.frontend import Admission
-from outrider.errors import InvalidRequest, NotReady, Overloaded
+from gateway.generation.frontend import Admission, Places
+from outrider.errors import NotReady, Overloaded
 
 
-async def hold(admission: Admission, sample_count: int, order: list[str], name: str, leave: asyncio.Event) -> None:
-    """Takes places until told to leave."""
-    async with admission.place(sample_count):
+async def hold(admission: Admission, order: list[str], name: str, leave: asyncio.Event) -> None:
+    """Takes a place until told to leave."""
+    async with admission.entry():
         order.append(name)
         await leave.wait()
 
 
+async def take_all(admission: Admission, order: list[str], name: str, count: int, opened: list[Places]) -> None:
+    """Takes one place behind the other until told to leave; whoever looks at `opened` gives them back."""
+    async with admission.entry() as places:
+        opened.append(places)
+        order.append(name)
+        for _ in range(count - 1):
+            await admission.take(places)
+            order.append(name)
+        await eventually(lambda: not places.taken_s)
+
+
 async def test_who_waits_longest_comes_first() -> None:
-    """A large request is not overtaken by small ones that would fit, so that it gets its turn."""
-    admission, order = Admission(4, 10), list[str]()
-    leaves = {name: asyncio.Event() for name in ("first", "large", "small")}
+    """One at a time, in the order in which they came."""
+    admission, order = Admission(1, 10), list[str]()
+    leaves = {name: asyncio.Event() for name in ("first", "second", "third")}
     tasks = []
-    for name, sample_count in (("first", 3), ("large", 4), ("small", 1)):
-        tasks.append(asyncio.create_task(hold(admission, sample_count, order, name, leaves[name])))
+    for name, leave in leaves.items():
+        tasks.append(asyncio.create_task(hold(admission, order, name, leave)))
         await eventually(lambda: admission.waiting + len(order) == len(tasks))
-    assert order == ["first"]
-    assert admission.waiting == 2
-    for each in leaves.values():
-        each.set()
+    assert (order, admission.waiting) == (["first"], 2)
+    for leave in leaves.values():
+        leave.set()
     await asyncio.gather(*tasks)
-    assert order == ["first", "large", "small"]
+    assert order == ["first", "second", "third"]
     assert admission.running == admission.waiting == 0
+
+
+async def test_samples_of_large_requests_take_turns_with_others() -> None:
+    """A request of one sample waits for its turn, not for the hundred samples of those that came before."""
+    admission, order, opened = Admission(2, 10), list[str](), list[Places]()
+    tasks = []
+    for name, count in (("large", 50), ("huge", 50), ("small", 1)):
+        tasks.append(asyncio.create_task(take_all(admission, order, name, count, opened)))
+        await eventually(lambda: "large" in order)
+        await asyncio.sleep(0)
+    assert order == ["large", "large"]
+    for num_taken in range(3, 102):
+        admission.give_back(next(places for places in opened if places.taken_s))
+        await eventually(lambda expected=num_taken: len(order) == expected)  # type: ignore[misc]
+    assert sorted(order) == 50 * ["huge"] + 50 * ["large"] + ["small"]
+    assert "small" in order[:6]
+    # As long as both wait, neither gets two places in a row.
+    behind = [name for name in order[2:] if name != "small"]
+    assert behind[:96:2] == 48 * [behind[0]]
+    assert behind[1:96:2] == 48 * [behind[1]]
+    while admission.running:
+        admission.give_back(next(places for places in opened if places.taken_s))
+    await asyncio.gather(*tasks)
+
+
+async def test_requests_and_samples_are_bounded_whatever_comes() -> None:
+    """Samples that run never exceed the places, nor requests that have some or wait the places and the queue; at the
+    end nothing is held.
+    """
+    chance, admission, opened, served, refused = random.Random(7), Admission(4, 3), list[Places](), [0], [0]
+
+    async def sample(places: Places) -> None:
+        for _ in range(chance.randrange(3, 8)):
+            await asyncio.sleep(0)
+        admission.give_back(places)
+
+    async def request() -> None:
+        try:
+            async with admission.entry() as places, asyncio.TaskGroup() as group:
+                opened.append(places)
+                group.create_task(sample(places))
+                for _ in range(chance.choice((0, 0, 1, 9))):
+                    await admission.take(places)
+                    group.create_task(sample(places))
+            served[0] += 1
+        except Overloaded:
+            refused[0] += 1
+
+    tasks = []
+    for _ in range(600):
+        tasks.append(asyncio.create_task(request()))
+        for _ in range(chance.randrange(6)):
+            await asyncio.sleep(0)
+            assert sum(len(places.taken_s) for places in opened) <= admission.running <= 4
+            assert admission.waiting + sum(bool(places.taken_s) for places in opened) <= 4 + 3
+        if chance.random() < 0.1:
+            chance.choice(tasks).cancel()
+    await asyncio.wait(tasks)
+    assert admission.running == admission.waiting == 0
+    assert min(served[0], refused[0]) > 50
 
 
 async def test_a_full_queue_refuses_and_says_when_to_come_again() -> None:
     """Nobody behind a full queue waits, and the error names a number of seconds."""
     admission, leave = Admission(1, 1), asyncio.Event()
-    tasks = [asyncio.create_task(hold(admission, 1, [], str(each), leave)) for each in range(2)]
+    tasks = [asyncio.create_task(hold(admission, [], str(each), leave)) for each in range(2)]
     await eventually(lambda: admission.waiting == 1)
     with pytest.raises(Overloaded, match="1 of 1 places are taken and 1 requests wait") as refused:
-        admission.check(1)
+        admission.check()
     assert 1 <= int(refused.value.metadata["retry_after_s"]) <= 60
     leave.set()
     await asyncio.gather(*tasks)
-    admission.check(1)
+    admission.check()
+
+
+async def test_a_request_that_runs_and_waits_for_more_leaves_the_queue_to_others() -> None:
+    """It counts as waiting only while none of its samples runs."""
+    admission, order, opened, leave = Admission(1, 1), list[str](), list[Places](), asyncio.Event()
+    large = asyncio.create_task(take_all(admission, order, "large", 3, opened))
+    await eventually(lambda: order == ["large"])
+    assert admission.waiting == 0
+    small = asyncio.create_task(hold(admission, order, "small", leave))
+    await eventually(lambda: admission.waiting == 1)
+    admission.give_back(opened[0])
+    await eventually(lambda: order == ["large", "large"])
+    admission.give_back(opened[0])
+    await eventually(lambda: order == ["large", "large", "small"])
+    with pytest.raises(Overloaded, match="1 of 1 places are taken and 1 requests wait"):
+        admission.check()
+    leave.set()
+    await eventually(lambda: len(order) == 4)
+    admission.give_back(opened[0])
+    await asyncio.gather(large, small)
 
 
 async def test_who_is_looked_at_is_counted_too() -> None:
     """The target may be away for long, and whoever waits for it holds a whole request."""
     admission = Admission(1, 1)
-    with admission.arrival(1):
-        with admission.arrival(1), pytest.raises(Overloaded, match="2 requests are looked at"), admission.arrival(1):
+    with admission.arrival():
+        with admission.arrival(), pytest.raises(Overloaded, match="2 requests are looked at"), admission.arrival():
             pytest.fail("a third one came in")
-        with admission.arrival(1):
+        with admission.arrival():
             assert admission.running == admission.waiting == 0
-
-
-def test_more_than_there_are_places_is_the_callers_fault() -> None:
-    """Such a request would wait for ever."""
-    with pytest.raises(InvalidRequest, match="sample_count is 3, but must be at most 2"):
-        Admission(2, 5).check(3)
 
 
 @pytest.mark.parametrize("turn_comes_first", [False, True])
 async def test_who_leaves_the_queue_takes_nothing_along(*, turn_comes_first: bool) -> None:
     """Even when its turn comes in the very moment in which it leaves."""
     admission, leave = Admission(1, 5), asyncio.Event()
-    async with admission.place(1):
-        waiter = asyncio.create_task(hold(admission, 1, [], "waiter", leave))
-        behind = asyncio.create_task(hold(admission, 1, [], "behind", leave))
+    async with admission.entry():
+        waiter = asyncio.create_task(hold(admission, [], "waiter", leave))
+        behind = asyncio.create_task(hold(admission, [], "behind", leave))
         await eventually(lambda: admission.waiting == 2)
         if not turn_comes_first:
             waiter.cancel()
@@ -82,27 +167,28 @@ async def test_who_leaves_the_queue_takes_nothing_along(*, turn_comes_first: boo
 
 
 async def test_a_closed_queue_turns_away_and_lets_those_who_run_end() -> None:
-    """Whoever waits, comes, or has just been given places, which it keeps."""
-    admission, leave, order = Admission(1, 3), asyncio.Event(), list[str]()
-    tasks = [asyncio.create_task(hold(admission, 1, order, name, leave)) for name in "abc"]
+    """Whoever waits or comes goes elsewhere; whoever has begun keeps its place, and gets those that it still wants."""
+    admission, leave, order, opened = Admission(1, 3), asyncio.Event(), list[str](), list[Places]()
+    running = asyncio.create_task(take_all(admission, order, "a", 2, opened))
+    waiting = [asyncio.create_task(hold(admission, order, name, leave)) for name in "bc"]
     await eventually(lambda: admission.waiting == 2)
     admission.close()
-    outcomes = asyncio.gather(*tasks, return_exceptions=True)
-    await eventually(lambda: tasks[1].done() and tasks[2].done())
+    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(each) for each in outcomes] == [NotReady, NotReady]
     assert (order, admission.running, admission.waiting) == (["a"], 1, 0)
     with pytest.raises(NotReady, match="stopping"):
-        admission.check(1)
-    leave.set()
-    first, *others = await outcomes
-    assert first is None
-    assert [type(each) for each in others] == [NotReady, NotReady]
+        admission.check()
+    admission.give_back(opened[0])
+    await eventually(lambda: order == ["a", "a"])
+    admission.give_back(opened[0])
+    await running
     assert admission.running == 0
 
 
 async def test_places_given_in_the_moment_of_closing_are_kept() -> None:
     """They were promised, and nobody else could have them."""
     admission, leaves, order = Admission(1, 1), [asyncio.Event(), asyncio.Event()], list[str]()
-    tasks = [asyncio.create_task(hold(admission, 1, order, name, leaves[int(name)])) for name in "01"]
+    tasks = [asyncio.create_task(hold(admission, order, name, leaves[int(name)])) for name in "01"]
     await eventually(lambda: admission.waiting == 1)
     leaves[0].set()
     await eventually(lambda: admission.waiting == 0)

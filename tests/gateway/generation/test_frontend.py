@@ -6,11 +6,12 @@ from collections.abc import Sequence
 import pytest
 from support.basics import eventually
 from support.markov_services import SEED, MarkovStack, markov_stack
+from support.markov_services import request as pb_request
 
 from gateway.generation.frontend import Frontend
 from gateway.generation.generate import CompletionEvent, Event, RoundEvent
 from gateway.generation.request import GenerationRequest
-from outrider.errors import InvalidRequest, OutriderError, Overloaded, PromptTooLong
+from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded, PromptTooLong, ProtocolViolation
 
 
 class Diary:
@@ -19,9 +20,13 @@ class Diary:
     def __init__(self) -> None:
         self.entries: list[object] = []
 
-    def admitted(self, waited_s: float, requests: object) -> None:
-        """A request has its places."""
-        self.entries.append("admitted" if waited_s >= 0 else "before it came")
+    def admitted(self, requests: object) -> None:
+        """A request has its first place."""
+        self.entries.append("admitted")
+
+    def placed(self, waited_s: float) -> None:
+        """A sample has its place."""
+        self.entries.append("placed" if waited_s >= 0 else "before it came")
 
     def rejected(self, error: OutriderError) -> None:
         """A request was turned away."""
@@ -103,14 +108,14 @@ async def test_those_who_wait_for_a_target_are_bounded(tokenizer: str, monkeypat
 
 
 async def test_an_observer_hears_of_everything_once(tokenizer: str) -> None:
-    """Admitted, rounds, one completion, ended well."""
+    """Admitted, a place, rounds, one completion, ended well."""
     async with markov_stack(tokenizer) as stack:
         frontend, diary = frontend_of(stack)
         await texts(frontend, [request()])
         await eventually(lambda: diary.entries[-1] is None)
         *_, completion, end = diary.entries
-        assert diary.entries[0] == "admitted"
-        assert set(diary.entries[1:-2]) == {RoundEvent}
+        assert diary.entries[:2] == ["admitted", "placed"]
+        assert set(diary.entries[2:-2]) == {RoundEvent}
         assert (completion, end) == (CompletionEvent, None)
 
 
@@ -127,7 +132,7 @@ async def test_who_leaves_frees_everything(tokenizer: str) -> None:
             waiting.cancel()
             await asyncio.wait({waiting})
         await eventually(lambda: stack.target.sessions == stack.draft.sessions == 0)
-        assert diary.entries == ["admitted", RoundEvent, Overloaded, asyncio.CancelledError, None]
+        assert diary.entries == ["admitted", "placed", RoundEvent, Overloaded, asyncio.CancelledError, None]
         assert frontend.admission.running == frontend.admission.waiting == 0
 
 
@@ -145,3 +150,66 @@ async def test_a_caller_that_fails_is_told_apart(tokenizer: str) -> None:
             await fail()
         await eventually(lambda: diary.entries[-1] is ZeroDivisionError)
         await eventually(lambda: stack.target.sessions == stack.draft.sessions == 0)
+
+
+@pytest.mark.parametrize("num_places", [1, 3])
+async def test_a_small_request_waits_for_one_place_of_a_large_one(tokenizer: str, num_places: int) -> None:
+    """It ends while the large one goes on, whose samples say what they say alone and never exceed the places."""
+    prompts = ["fox sea", "wolf gold", "moon king"]
+    async with markov_stack(tokenizer, max_requests=num_places, max_queue=1) as stack:
+        frontend, _ = frontend_of(stack)
+        alone = [(await texts(frontend, [request(prompt)]))[0] for prompt in prompts]
+        said, num_ended, num_ended_before = [""] * len(prompts), 0, 0
+        async with frontend.open([request(prompt, sample_count=8) for prompt in prompts]) as generation:
+            small = asyncio.create_task(texts(frontend, [request()]))
+            async for number, event in generation.events:
+                assert frontend.admission.running <= num_places
+                num_ended_before += not small.done() and isinstance(event, CompletionEvent)
+                num_ended += isinstance(event, CompletionEvent)
+                if event.sample_index == 0:
+                    is_round = isinstance(event, RoundEvent)
+                    said[number] += "".join(token.text for token in event.tokens) if is_round else event.text_delta
+        assert (await small, said, num_ended) == ([alone[0]], alone, 24)
+        assert num_ended_before <= 4 * num_places
+        assert frontend.admission.running == frontend.admission.waiting == 0
+
+
+@pytest.mark.parametrize("reads", [0, 1, 40])
+async def test_who_leaves_with_samples_that_wait_frees_everything(tokenizer: str, reads: int) -> None:
+    """Before it has read anything, or with samples that run, wait and have ended, beside a request that waits."""
+    async with markov_stack(tokenizer, max_requests=2, max_queue=1) as stack:
+        frontend, _ = frontend_of(stack)
+        async with frontend.open([request(sample_count=8), request(sample_count=8)]) as generation:
+            for _ in range(reads):
+                await anext(generation.events)
+            small = asyncio.create_task(texts(frontend, [request()]))
+            await asyncio.sleep(0)
+        assert await small
+        await eventually(lambda: stack.target.sessions == stack.draft.sessions == 0)
+        assert frontend.admission.running == frontend.admission.waiting == 0
+
+
+async def test_a_sample_that_fails_ends_those_that_wait(tokenizer: str) -> None:
+    """The request ends with its error; none of its samples begins any more, and no place is held."""
+    async with markov_stack(tokenizer, max_requests=2) as stack:
+        frontend, diary = frontend_of(stack)
+        # These services send no log-probabilities, which is a fault of theirs.
+        with pytest.raises(ProtocolViolation):
+            await texts(frontend, [request(sample_count=8, logprob_count=1)])
+        assert diary.entries.count("placed") <= 4
+        assert frontend.admission.running == frontend.admission.waiting == 0
+        await eventually(lambda: stack.target.sessions == stack.draft.sessions == 0)
+        assert await texts(frontend, [request()])
+
+
+async def test_a_request_that_has_begun_gets_its_places_while_the_gateway_stops(tokenizer: str) -> None:
+    """All of its samples end within the grace."""
+    async with markov_stack(tokenizer, max_requests=1) as stack:
+        num_ended = 0
+        async for response in stack.generate(pb_request(sample_count=4)):
+            if not num_ended:
+                stack.gateway.frontend.admission.close()
+            num_ended += response.HasField("completion")
+        assert num_ended == 4
+        with pytest.raises(NotReady, match="stopping"):
+            await stack.run(pb_request())

@@ -1,5 +1,7 @@
 """Several samples of a request through the gateway, and log-probabilities that a target owes."""
 
+from itertools import pairwise
+
 import pytest
 from support.basics import eventually
 from support.markov_services import SEED, MarkovStack, markov_stack, request
@@ -46,18 +48,27 @@ async def test_a_client_that_leaves_ends_every_sample(tokenizer: str) -> None:
 
 
 async def test_samples_count_against_the_limit(tokenizer: str) -> None:
-    """Beside a running request there is room for as many samples as the gateway has left."""
-    async with markov_stack(tokenizer, max_requests=4, max_queue=0) as stack:
-        running = stack.generate(request(max_tokens=400, draft_count=0))
-        await anext(aiter(running))
-        with pytest.raises(Overloaded, match="1 of 4 places are taken and 0 requests wait already"):
-            await stack.run(request(sample_count=4))
-        with pytest.raises(InvalidRequest, match="sample_count is 5, but must be at most 4"):
-            await stack.run(request(sample_count=5))
-        with pytest.raises(InvalidRequest, match="sample_count is 0"):
-            await stack.run(request(sample_count=0))
-        assert len(await samples(stack, request(sample_count=3))) == 3
-        running.cancel()
+    """Beside running samples there is room for as many as the gateway has left; further ones of a request follow when
+    these have ended, and say the same as if all had run at once.
+    """
+    async with markov_stack(tokenizer) as stack:
+        expected = await samples(stack, request(sample_count=8))
+    async with markov_stack(tokenizer, max_requests=2, max_queue=0) as stack:
+        admission = stack.gateway.frontend.admission
+        async with admission.entry() as held:
+            found = await samples(stack, request(sample_count=8))
+            assert {index: token_ids for index, (token_ids, _) in found.items()} == {
+                index: token_ids for index, (token_ids, _) in expected.items()
+            }
+            times = [completion.timings for _, (_, completion) in sorted(found.items())]
+            assert all(later.queue_us >= earlier.first_token_us for earlier, later in pairwise(times))
+            assert all(each.first_token_us > each.queue_us for each in times)
+            for sample_count in (0, 9):
+                with pytest.raises(InvalidRequest, match=f"sample_count is {sample_count}"):
+                    await stack.run(request(sample_count=sample_count))
+            await admission.take(held)
+            with pytest.raises(Overloaded, match="2 of 2 places are taken and 0 requests wait already"):
+                await stack.run(request(sample_count=8))
 
 
 async def test_a_target_that_leaves_out_log_probabilities_is_named(tokenizer: str) -> None:

@@ -138,8 +138,8 @@ async def test_padding_hides_what_is_seen_from_outside(http: httpx.AsyncClient) 
         (TEXT, {"prompt": ["fox", "fox " * 999]}, 400, "prompt.1"),
         (TEXT, {"max_tokens": 9999}, 400, "prompt"),
         (TEXT, {"best_of": 2}, 400, "best_of"),
-        (TEXT, {"prompt": ["fox"] * 5}, 400, "prompt"),
-        (TEXT, {"n": 8}, 400, "n"),
+        (TEXT, {"prompt": ["fox"] * 65}, 400, "prompt"),
+        (TEXT, {"n": 9}, 400, "n"),
         (TEXT, {"logit_bias": {"99": 1}}, 400, "logit_bias"),
         (TEXT, {"speculation": {"draft_count": 9}}, 400, "speculation.draft_count"),
         (CHAT, {"max_tokens": 9999}, 400, "messages"),
@@ -181,8 +181,10 @@ async def test_an_error_in_the_middle_is_an_event(http: httpx.AsyncClient) -> No
 async def test_a_full_queue_says_when_to_come_back(http: httpx.AsyncClient, markov: MarkovStack, stream: bool) -> None:
     """Before any header of a stream, and whoever leaves, running or waiting, makes room and leaves nothing behind."""
     admission, body = markov.gateway.frontend.admission, {**BODIES[TEXT], **ENDLESS, "stream": stream}
-    held = admission.place(4)
-    await held.__aenter__()
+    held = admission.entry()
+    places = await held.__aenter__()
+    for _ in range(3):
+        await admission.take(places)
     waiting = asyncio.create_task(http.post(TEXT, json=body))
     await eventually(lambda: admission.waiting == 1)
     reply = await http.post(TEXT, json=body)

@@ -2,14 +2,17 @@
 
 import asyncio
 import json
+import socket
+from collections.abc import AsyncGenerator
 
 import pytest
+from starlette.types import Receive, Scope, Send
 from support.basics import eventually
 from support.network import GET, Source, connected, served, streaming
 
 from gateway.rest import server
 from gateway.rest.server import serve_rest
-from gateway.rest.sse import DONE, data
+from gateway.rest.sse import DONE, EventStream, data
 from outrider.errors import InvalidRequest
 from outrider.rpc.channels import AddressTaken
 
@@ -29,6 +32,30 @@ async def test_an_address_is_taken_once() -> None:
         await serve_rest("192.0.2.1:0", streaming(source()))
     with pytest.raises(InvalidRequest):
         await serve_rest("8080", streaming(source()))
+
+
+async def test_no_chunk_waits_for_the_client_to_acknowledge_the_one_before() -> None:
+    """Nagle's algorithm is off on the connection that was accepted, and a frame leaves in one write."""
+    hold = asyncio.Event()
+
+    async def frames() -> AsyncGenerator[bytes, None]:
+        yield data("1")
+        await hold.wait()
+        yield data("2")
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await EventStream(frames(), 60, 60)(scope, receive, send)
+
+    async with served(app) as running, connected(running) as (reader, _):
+        await reader.readuntil(b"data: 1\n\n\r\n")
+        (connection,) = running.server.server_state.connections
+        transport, writes = connection.transport, list[bytes]()
+        assert transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        write = transport.write
+        transport.write = lambda sent: (writes.append(bytes(sent)), write(sent))
+        hold.set()
+        await reader.readuntil(b"0\r\n\r\n")
+    assert writes[0] == b"9\r\ndata: 2\n\n\r\n"
 
 
 async def test_what_is_no_http_is_told_so_in_the_shape_of_all_errors() -> None:

@@ -21,7 +21,7 @@ async def test_who_waits_is_sent_elsewhere_and_who_runs_ends(words: str) -> None
             async def post(**fields: object) -> httpx.Response:
                 return await http.post("/v1/completions", json={**BODY, **fields})
 
-            first = admission.place(1)
+            first = admission.entry()
             await first.__aenter__()
             running = asyncio.create_task(post())
             await eventually(lambda: admission.waiting == 1)

@@ -25,7 +25,6 @@ from outrider.errors import Field, PromptTooLong
 from outrider.process.options import options_of
 
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()")
-PLACES = 4
 SPECULATION = {f"speculation.{field.name}" for field in fields(Speculation)}
 # Whatever the command line leaves to the gateway, and how the sentence about it begins.
 REFUSED = [
@@ -56,7 +55,6 @@ REFUSED = [
     ("--rule typical --typical-delta nan", "--typical-delta is nan, but must be"),
     ("--drafter nobody", "--drafter is 'nobody', but must be one of"),
     ("--rule block --drafter coupled", "--drafter is 'coupled', but must be one that serves the rule block"),
-    (f"--samples {PLACES + 1}", f"--samples is {PLACES + 1}, but must be at most {PLACES}"),
     ("--max-tokens 5000", "a prompt of 1 tokens and --max-tokens 5000 do not fit into the context of 4096 tokens"),
 ]
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -64,8 +62,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def stack() -> AsyncIterator[RunningStack]:
-    """One stack with few places, which every test leaves as it was."""
-    async with running_stack(gateway={"max_requests": PLACES}) as running:
+    """One stack, which every test leaves as it was."""
+    async with running_stack() as running:
         yield running
 
 
