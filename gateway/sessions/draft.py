@@ -179,7 +179,7 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
             self._last.breaker.failed(self._session_id, error, timeout_s)
             self._log_event("draft late", timeout_s=round(timeout_s, 3), base_len=len(self._log))
             # This stops the draft's job, and the round goes on at once.
-            self._begin_rollback(len(self._log))
+            self._begin_rollback(len(self._log), started_s)
             return self._fault(FallbackReason.DRAFT_LATE)
         except OutriderError as error:
             return self._drop(error)
@@ -191,7 +191,7 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         # After an answer a draft has cached all committed tokens; this one is made to compute them again.
         self._log_event("cache drift", cached_len=response.cached_len, committed_len=len(self._log))
         self._num_repairs += 1
-        self._begin_rollback(base_len=1)
+        self._begin_rollback(base_len=1, asked_s=started_s)
         return replace(proposal, drift_repairs=1)
 
     async def _exchange(self, draft_count: int, until_s: float) -> tuple[DraftOpening, pb.ProposeResponse]:
@@ -220,18 +220,20 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         self._opening.ask(self._fence(), draft_count)
         return self._opening
 
-    def _begin_rollback(self, base_len: int) -> None:
+    def _begin_rollback(self, base_len: int, asked_s: float) -> None:
         """Takes the draft's session back in the background; until that is done it is not asked for anything."""
         self._epoch += 1
-        self._rollback = asyncio.create_task(self._roll_back(self._last, self._fence(base_len)), name="draft rollback")
+        rolling_back = self._roll_back(self._last, self._fence(base_len), asked_s)
+        self._rollback = asyncio.create_task(rolling_back, name="draft rollback")
 
-    async def _roll_back(self, link: ServiceLink, fence: types_pb2.Fence) -> None:
+    async def _roll_back(self, link: ServiceLink, fence: types_pb2.Fence, asked_s: float) -> None:
         try:
             response = await link.rollback(fence, self._opening.cached_len if self._opening is not None else 0)
         except OutriderError as error:
             self._drop(error)
             return
         if self._opening is not None:
+            self._opening.stream.suspect(asked_s)
             # Length 0 says that the draft does not know the session: the next request opens it with all tokens.
             self._opening.known_len = min(self._opening.known_len, response.fence.base_len)
             self._opening.cached_len = response.cached_len

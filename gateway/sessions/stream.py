@@ -47,6 +47,7 @@ class LinkStream:
         self.numerics_id = ""
         self.session_count = 0  # on the service, as it said last
         self.end: OutriderError | None = None
+        self.heard_s = asyncio.get_running_loop().time()  # when a frame came last
         self.ended = asyncio.Event()
         self._call = call
         self._frame_type = frame_type
@@ -81,6 +82,12 @@ class LinkStream:
             del self._mailboxes[session_id]
             self._long.pop(session_id, None)
             self.send(session_id, [close])
+
+    def suspect(self, since_s: float) -> None:
+        """The service works, and yet a session has waited in vain since then; a stream that is silent is given up."""
+        if self.heard_s < since_s and self.end is None:
+            log.warning("link silent", service=self._peer)
+            self._call.cancel()
 
     async def close(self) -> None:
         """Sends what is on its way, and waits a little for the other end to end the call."""
@@ -139,6 +146,7 @@ class LinkStream:
                     raise PeerLost(f"{self._peer} sent a message that is not valid")
                 if frame.instance_id != self.instance_id:
                     raise PeerLost(f"{self._peer} is another one than the handshake was made with")
+                self.heard_s = asyncio.get_running_loop().time()
                 self.numerics_id, self.session_count = frame.numerics_id, frame.session_count
                 for response in frame.responses:
                     mailbox = self._mailboxes.get(response.fence.session_id)

@@ -261,6 +261,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
                     self._has_worked = True
                     answer_s = min(2**self._num_unanswered, MAX_TIMES_AS_LONG) * self._timeouts.answer_s
                     if waited_s >= answer_s + allowance_s:
+                        opening.stream.suspect(started_s)
                         self._num_unanswered += 1
                         if self._num_unanswered > MAX_UNANSWERED:
                             raise PeerLost(f"{link} works, but leaves the session without an answer") from None

@@ -69,12 +69,8 @@ class Call:
         self, channel: Connection, method: str, serialize: Any, deserialize: Any, timeout: float | None
     ) -> None:
         self.loop, self.ways, self.address, self.method = channel.loop, channel.ways, channel.address, method
-        self.is_new = True
-        """Whether no message has been sent up."""
         self.black_holes: set[bool] = set()
         """Directions in which everything gets lost: True for up."""
-        self.session_id = b""
-        """The session that the call carries, as soon as a message has named it."""
         self._channel, self._serialize, self._deserialize = channel, serialize, deserialize
         self.expires_s = None if timeout is None else self.loop.time() + timeout
         self.status: Status | None = None

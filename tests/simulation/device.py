@@ -28,14 +28,16 @@ class InlineDevice:
         advance: Callable[[Sequence[Any]], None],
         step_s: Callable[[], float],
         on_fault: Callable[[BaseException], None],
+        rest: Callable[[], None] = lambda: None,
     ) -> None:
-        """`step_s` says how long the next step takes; `on_fault` hears of an advance that raises."""
+        """`step_s` says how long the next step takes; `on_fault` hears of an advance that raises; `rest` as there."""
         self.progress = 0
         self._loop = loop
         self._context = context_of(host)
         self._advance = advance
         self._step_s = step_s
         self._on_fault = on_fault
+        self._rest = rest
         self._active: list[Task] = []
         self._jobs: deque[Callable[[], None]] = deque()
         self._futures: set[asyncio.Future[Any]] = set()
@@ -97,6 +99,7 @@ class InlineDevice:
                 if not (task.done or task.stopped):
                     task.fail(NotReady("the service is stopping"))
             self._active = []
+            self._rest()
 
     def kill(self) -> None:
         """The process is gone: nothing that was queued happens, and who waits for it is interrupted."""
@@ -131,6 +134,7 @@ class InlineDevice:
     def _run_jobs(self) -> None:
         while self._jobs:
             self._jobs.popleft()()
+        self._rest()
 
     def _step(self) -> None:
         if self._closed or self._hung_since_s is not None:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import structlog
 from simulation.device import InlineDevice
@@ -17,14 +17,17 @@ from simulation.transport import Network, Server
 from simulation.weather import Fault, Kind
 
 from draft_service.drafters.model_drafter import DRAFTERS, ModelDrafter
-from draft_service.servicer import draft_service
+from draft_service.servicer import DraftServicer
 from draft_service.sessions import DraftSessions
 from outrider.engine.runner import ModelRunner
+from outrider.engine.worker import DeviceWorker
+from outrider.model_service.link import LinkServicer
 from outrider.model_service.server import LoadedModel, describe
 from outrider.model_service.servicer import model_service
-from outrider.model_service.session_store import LeaseTable
+from outrider.model_service.session_store import LeaseTable, Outboxes
+from outrider.rpc.channels import Services
 from target_service import sessions as target_sessions
-from target_service.servicer import target_service
+from target_service.servicer import TargetServicer
 from target_service.sessions import TargetSessions
 from target_service.verifier import Verifier
 
@@ -63,6 +66,7 @@ class Process:
         self.table: LeaseTable[Any]
         self.device: InlineDevice
         self.server: Server
+        self.servicer: LinkServicer[Any, Any]
 
     @property
     def hosts(self) -> tuple[str, str]:
@@ -79,9 +83,11 @@ class Process:
         host, device_host = self.hosts
         self.runner = self._weights.runner(self._kv_tokens)
         self.table = LeaseTable[Any](self._lease_s, clock=self._loop.time)
-        self.device = InlineDevice(self._loop, device_host, self._advance(), self._step_s, _complain)
+        outboxes = Outboxes()
+        self.device = InlineDevice(self._loop, device_host, self._advance(), self._step_s, _complain, outboxes.flush)
         self.server = Server(self._loop, host)
-        for add in self._services().values():
+        self.servicer, models = self._servicer(outboxes)
+        for add in (*self.servicer.services.values(), *models.values()):
             add(self.server)  # type: ignore[arg-type]
         await self.server.guarded()
         self._network.listen(self.address, self.server)
@@ -100,6 +106,7 @@ class Process:
             self._later(fault.duration_s, self.device.recover)
         elif fault.kind is Kind.DRAIN:
             self.server.accepts = False
+            self.servicer.drain()
             self._network.go_away(self.address)
             self._later(min(fault.duration_s, GRACE_S), partial(self._kill_if, self._num_starts, fault.duration_s))
         elif fault.kind is Kind.CUT:
@@ -149,22 +156,17 @@ class Process:
             return Verifier(self.runner, self.table).advance
         return ModelDrafter(self.runner, self.table.with_room).advance
 
-    def _services(self) -> dict[str, Callable[[Any], None]]:
-        model = LoadedModel(self.runner, self._weights.vocabulary)
+    def _servicer(self, outboxes: Outboxes) -> tuple[LinkServicer[Any, Any], Services]:
+        """The service of its role, and ModelService."""
+        model, device = LoadedModel(self.runner, self._weights.vocabulary), cast("DeviceWorker[Any]", self.device)
         if self.role == "target":
             window = target_sessions.UNACKNOWLEDGED_WINDOW
             facts = replace(describe("target", model), unacknowledged_window=window)
             targets = TargetSessions(self.runner, self.table, self.device.submit)
-            return {
-                **target_service(facts, targets, self.device),  # type: ignore[arg-type]
-                **model_service(facts, targets, self.device),
-            }
+            return TargetServicer(facts, targets, device, outboxes), model_service(facts, targets, device)
         facts = replace(describe("draft", model), drafters=DRAFTERS)
         drafts = DraftSessions(self.runner, self.table, self.device.submit)
-        return {
-            **draft_service(facts, drafts, self.device),  # type: ignore[arg-type]
-            **model_service(facts, drafts, self.device),
-        }
+        return DraftServicer(facts, drafts, device, outboxes), model_service(facts, drafts, device)
 
 
 def _complain(error: BaseException) -> None:

@@ -1,8 +1,9 @@
 """What goes wrong in a simulated world, and when: faults of single messages and of whole processes.
 
-A fault strikes at a message, counted for each process and direction, so that "before its reply" and "after its reply"
-are places that a search can find. Nothing here makes up a token: a copy is a true copy of a message of the same
-session, and a message from the future differs from a true one only in the length that it claims to build on.
+A fault strikes at a frame, counted for each process and direction, so that "before its reply" and "after its reply"
+are places that a search can find; it strikes the whole frame, or one message of it. Nothing here makes up a token: a
+copy is a true copy of a message of the same session, and a message from the future differs from a true one only in the
+length that it claims to build on.
 """
 
 import random
@@ -10,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from simulation.calls import Call
 from simulation.pipes import Delivery
@@ -19,9 +21,13 @@ from outrider.v1 import draft_service_pb2, target_service_pb2
 LATENCIES_S = (0.0, 0.0002, 0.0002, 0.001, 0.01)
 NOTICES_S = (0.0, 0.001, 0.3, 15.0)
 HISTORY_LEN = 40
-REQUESTS = {
-    "/outrider.v1.TargetService/Verify": target_service_pb2.VerifyRequest,
-    "/outrider.v1.DraftService/Propose": draft_service_pb2.ProposeRequest,
+# Frames up and down, by method; the messages are in the field that is named.
+FRAMES: dict[str, dict[bool, tuple[Any, str]]] = {
+    f"/outrider.v1.{name}/Link": {
+        True: (getattr(module, f"{name}LinkRequest"), "requests"),
+        False: (getattr(module, f"{name}LinkResponse"), "responses"),
+    }
+    for name, module in (("TargetService", target_service_pb2), ("DraftService", draft_service_pb2))
 }
 
 
@@ -32,7 +38,7 @@ class Kind(Enum):
     TWICE = "it comes twice"
     LATE = "it comes late, and what is behind it with it"
     OVERTAKEN = "it comes late, and others overtake it"
-    STALE = "earlier messages of the session come again, behind it"
+    STALE = "earlier messages of its sessions come again, behind it"
     FUTURE = "it is followed by a copy that builds on a greater length"
     BREAK = "the call breaks instead"
     BREAK_AFTER = "the call breaks behind it"
@@ -78,7 +84,7 @@ class Weather:
     spells: list[tuple[float, float, str]] = field(default_factory=list)
     """From when to when something went wrong, and where."""
     _counts: Counter[tuple[str, bool]] = field(default_factory=Counter)
-    _history: dict[tuple[str, bool, bytes], list[bytes]] = field(default_factory=dict)
+    _history: dict[tuple[object, bytes], list[bytes]] = field(default_factory=dict)
 
     def latency_s(self, address: str) -> float:
         """How long something takes on the way."""
@@ -110,11 +116,8 @@ class Weather:
 
     def _deliveries(self, call: Call, data: bytes, fault: Fault | None, *, is_up: bool) -> Iterator[Delivery]:
         on_time = Delivery(self.latency_s(call.address), data)
-        is_session = call.method in REQUESTS
-        # A stream's first message cannot be lost or overtaken alone, because the stream is only there with it.
-        is_bound = not is_session or (is_up and call.is_new)
-        call.is_new = call.is_new and not is_up
-        earlier = self._remember(call, data, is_up=is_up) if is_session else []
+        is_link = call.method in FRAMES
+        earlier = self._remember(call, data, is_up=is_up) if is_link else []
         if fault is None:
             yield on_time
             return
@@ -131,52 +134,78 @@ class Weather:
             call.lose(on_time.delay_s)
         elif kind is Kind.BLACK_HOLE:
             call.black_holes.add(is_up)
-        elif kind is Kind.LOSE and not is_bound:
-            return
-        elif kind is Kind.OVERTAKEN and not is_bound:
-            yield Delivery(fault.duration_s, data, in_order=False)
         elif kind is Kind.LATE:
             yield Delivery(fault.duration_s, data)
-        else:
+        elif not is_link:
+            # Calls of one message have no room for another, and are only there with it.
             yield on_time
-            yield from self._copies(call, data, fault, earlier, is_up=is_up)
+        else:
+            struck, others = self._split(call, data, is_up=is_up)
+            if others is not None:
+                yield Delivery(on_time.delay_s, others)
+            yield from self._struck(call, Delivery(on_time.delay_s, struck), fault, earlier, is_up=is_up)
 
-    def _copies(
-        self, call: Call, data: bytes, fault: Fault, earlier: Sequence[bytes], *, is_up: bool
+    def _split(self, call: Call, data: bytes, *, is_up: bool) -> tuple[bytes, bytes | None]:
+        """What a fault strikes of a frame, and the rest of it: all or one message."""
+        frame_type, field_name = FRAMES[call.method][is_up]
+        frame = frame_type.FromString(data)
+        messages = getattr(frame, field_name)
+        if len(messages) < 2 or self.dice.random() < 0.5:
+            return data, None
+        others = frame_type.FromString(data)
+        index = self.dice.randrange(len(messages))
+        del getattr(others, field_name)[index]
+        struck = frame_type.FromString(data)
+        del getattr(struck, field_name)[index + 1 :]
+        del getattr(struck, field_name)[:index]
+        return struck.SerializeToString(), others.SerializeToString()
+
+    def _struck(
+        self, call: Call, on_time: Delivery, fault: Fault, earlier: Sequence[bytes], *, is_up: bool
     ) -> Iterator[Delivery]:
-        """More messages than were sent; only on a session's streams, because calls of one message have no room."""
-        if call.method not in REQUESTS:
+        data = on_time.data
+        if fault.kind is Kind.LOSE:
             return
+        if fault.kind is Kind.OVERTAKEN:
+            yield Delivery(fault.duration_s, data, in_order=False)
+            return
+        yield on_time
         delay_s = self.latency_s(call.address) + self.dice.choice((0.0, fault.duration_s))
         if fault.kind is Kind.TWICE:
             yield Delivery(delay_s, data, in_order=False)
         elif fault.kind is Kind.STALE:
             for copy in self.dice.sample(list(earlier), min(3, len(earlier))):
                 yield Delivery(delay_s, copy, in_order=self.dice.random() < 0.5)
-        elif fault.kind is Kind.FUTURE and is_up:
+        elif fault.kind is Kind.FUTURE and is_up and data is not None:
             yield Delivery(delay_s, self._from_the_future(call, data), in_order=False)
 
     def _from_the_future(self, call: Call, data: bytes) -> bytes:
-        message = REQUESTS[call.method].FromString(data)
-        message.fence.base_len += self.dice.randint(1, 9)
-        if message.WhichOneof("action") == "open":
-            # An open brings all tokens, so one from the future would need tokens that nobody has said.
-            return data
-        if message.WhichOneof("action") == "step":
-            message.step.ClearField("proposal")
-        return message.SerializeToString()
+        frame = FRAMES[call.method][True][0].FromString(data)
+        # Opens and their parts bring all tokens, so one from the future would need tokens that nobody has said.
+        known = [message for message in frame.requests if message.WhichOneof("action") not in {"open", "part"}]
+        del frame.requests[:]
+        for message in known:
+            message.fence.base_len += self.dice.randint(1, 9)
+            if message.WhichOneof("action") == "step":
+                message.step.ClearField("proposal")
+            frame.requests.append(message)
+        return bytes(frame.SerializeToString())
 
     def _remember(self, call: Call, data: bytes, *, is_up: bool) -> list[bytes]:
-        """The earlier messages of the session to this process in this direction."""
-        fence = REQUESTS[call.method].FromString(data).fence if is_up else None
-        if fence is not None:
-            call.session_id = fence.session_id
-        history = self._history.setdefault((call.address, is_up, call.session_id), [])
-        earlier = list(history)
-        if not self._ends(call, data, is_up=is_up):
-            history.append(data)
-            del history[:-HISTORY_LEN]
-        return earlier
+        """The earlier messages of the sessions of a frame, each as a frame of its own.
 
-    def _ends(self, call: Call, data: bytes, *, is_up: bool) -> bool:
-        return is_up and REQUESTS[call.method].FromString(data).WhichOneof("action") == "close"
+        Requests may come again on any call to this process; answers only on their own, because they name who gave them.
+        """
+        frame_type, field_name = FRAMES[call.method][is_up]
+        place: object = (call.address, is_up) if is_up else call
+        earlier = []
+        for message in getattr(frame_type.FromString(data), field_name):
+            history = self._history.setdefault((place, message.fence.session_id), [])
+            earlier += history
+            if not is_up or message.WhichOneof("action") != "close":
+                alone = frame_type.FromString(data)
+                del getattr(alone, field_name)[:]
+                getattr(alone, field_name).append(message)
+                history.append(alone.SerializeToString())
+                del history[:-HISTORY_LEN]
+        return earlier

@@ -32,7 +32,7 @@ from gateway.grpc.servicer import generation_service
 from gateway.metrics import GatewayMetrics
 from gateway.rounds.policy import Choice, SpeculationPolicy
 from gateway.sessions.link import BREAKERS, CircuitBreaker, Replicas, ServiceLink
-from gateway.sessions.stream import DraftDeadline, TargetTimeouts
+from gateway.sessions.session import DraftDeadline, TargetTimeouts
 from gateway.text.chat_template import ChatTemplate
 from outrider.parameters import Rule
 from outrider.rpc.errors import error_from
@@ -79,10 +79,10 @@ class DicePolicy(SpeculationPolicy):
         super().__init__()
         self._dice = dice
 
-    def observe(self, committed: object, *, unasked: bool) -> None:
+    def observe(self, committed: object, session: object = None, *, unasked: bool) -> None:
         """What a round took by a real clock would make a run irreproducible."""
 
-    def choose(self, limit: int, *, ready: bool = True) -> Choice:
+    def choose(self, limit: int, session: object = None, *, ready: bool = True) -> Choice:
         """Any K, or a stretch of plain decoding."""
         draft_count = min(limit, self._dice.choice((0, 0, 1, 2, 4, 8)))
         if draft_count < 1:
@@ -259,7 +259,8 @@ class World:
             table, device = process.table, process.device
             hold(len(table) == table.num_leased, f"{address} holds {table}, of which not all are leased")
             hold(not device.num_active and not device.num_waiting, f"the device of {address} is busy")
-            hold(not process.server.calls, f"{address} still serves {len(process.server.calls)} calls")
+            num_links = 0 if self._gateway_died else 1
+            hold(len(process.server.calls) == num_links, f"{address} serves {len(process.server.calls)} calls")
 
     async def _check_emptiness(self) -> None:
         """After the leases they hold nothing."""

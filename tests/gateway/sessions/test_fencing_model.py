@@ -14,7 +14,7 @@ from simulation.loop import Deadlock, Livelock
 from simulation.scenarios import rough_ways, scenarios
 from simulation.world import Scenario, simulate
 
-from gateway.sessions.target import TargetStream
+from gateway.sessions.target import TargetOpening
 from outrider.model_service.session_store import LeaseTable
 from outrider.rpc.fencing import Fence, MessageStatus, SessionView, classify, classify_open
 from outrider.v1 import target_service_pb2 as pb
@@ -53,7 +53,7 @@ def taking_repetitions(
     return MessageStatus.CURRENT if status is MessageStatus.REPEAT else status
 
 
-async def receive_in_order(self: TargetStream, timeout_s: float) -> pb.VerifyResponse:
+async def receive_in_order(self: TargetOpening, timeout_s: float) -> pb.VerifyResponse:
     """A gateway that takes the next message for the answer, whatever it is about."""
     response = await self.read(timeout_s)
     self.is_opening = False
@@ -61,16 +61,16 @@ async def receive_in_order(self: TargetStream, timeout_s: float) -> pb.VerifyRes
     return response
 
 
-def leave_nothing(self: LeaseTable[object], session_id: bytes, owner: object, lease_s: float) -> bool:
-    """A table that does not notice that a stream has ended."""
-    return False
+def leave_nothing(self: LeaseTable[object], owner: object) -> int:
+    """A table that does not notice that a link has ended."""
+    return 0
 
 
 PLANTS = {
     "an open's epoch is ignored": ("outrider.model_service.session_store.classify_open", opening_any_epoch),
     "the target takes repetitions": ("target_service.sessions.classify", taking_repetitions),
-    "the gateway matches by order": ("gateway.sessions.target.TargetStream.receive", receive_in_order),
-    "a cancelled stream frees nothing": ("outrider.model_service.session_store.LeaseTable.leave", leave_nothing),
+    "the gateway matches by order": ("gateway.sessions.target.TargetOpening.receive", receive_in_order),
+    "a broken link frees nothing": ("outrider.model_service.session_store.LeaseTable.leave", leave_nothing),
     "a close frees no blocks": ("outrider.engine.session.Session.free", lambda self: None),
 }
 
