@@ -1,4 +1,4 @@
-"""The sessions over real streams, against services of the tiny model that fail in every way the protocol can show."""
+"""The sessions over real links, against services of the tiny model that fail in every way the protocol can show."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,7 +14,7 @@ from gateway.rounds.planner import RoundPlanner, SpeculationPolicy
 from gateway.rounds.round import FallbackReason, Round, TokenLog
 from gateway.sessions.draft import RemoteDraftSession
 from gateway.sessions.link import ModelInfo, Replicas, ServiceLink, WrongService
-from gateway.sessions.stream import DraftDeadline, RoundDeadline, TargetTimeouts
+from gateway.sessions.session import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
 from outrider.errors import PeerLost, VocabularyMismatch
@@ -93,7 +93,7 @@ def reasons(rounds: list[Round]) -> list[FallbackReason]:
 
 @pytest.mark.parametrize("draft_count", [0, 1, 4, 8, None])
 async def test_tokens_equal_plain_decoding(draft_count: int | None) -> None:
-    """Over real streams, for fixed and chosen K, and both sessions are closed by a message."""
+    """Over real links, for fixed and chosen K, and both sessions are closed by a message."""
     async with pair_of() as pair:
         rounds = await pair.run(draft_count)
         assert reasons(rounds) == []
@@ -213,7 +213,7 @@ async def test_a_target_that_always_forgets_is_given_up() -> None:
 
 @pytest.mark.parametrize("mischief", [Mischief.LOST, Mischief.BROKEN, Mischief.FROZEN])
 async def test_a_lost_target_gets_the_session_again(mischief: Mischief) -> None:
-    """A target whose stream breaks, or which leaves a request unanswered, costs no token and no request."""
+    """A target that gives the session up, whose link breaks, or which leaves a request unanswered, costs no token and no request."""
     async with pair_of() as pair:
         pair.target.mischief, pair.timeouts = {4: mischief}, TargetTimeouts(RoundDeadline(0.05, 0.1), answer_s=0.1)
         rounds = await pair.run()
@@ -268,10 +268,10 @@ async def test_a_service_of_the_other_kind_does_not_fit() -> None:
 
 async def test_a_service_of_another_version_does_not_fit() -> None:
     """Both versions are named."""
-    draft = DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(), protocol_version=2)
+    draft = DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(), protocol_version=1)
     async with serving(draft) as address:
         link = ServiceLink("draft", address, accept)
         assert await link.settled(5)
-        assert "speaks version 2 of the protocol, but version 1 is needed" in str(link.mismatch)
+        assert "speaks version 1 of the protocol, but version 2 is needed" in str(link.mismatch)
         assert isinstance(link.mismatch, WrongService)
         await link.close()

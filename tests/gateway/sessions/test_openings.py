@@ -7,7 +7,7 @@ from support.markov import NUM_TOKENS, MarkovModel
 from support.markov_services import DraftServicer, serving
 
 from gateway.rounds.round import TokenLog
-from gateway.sessions.draft import DraftStream
+from gateway.sessions.draft import DraftOpening
 from gateway.sessions.link import ServiceLink
 from outrider.errors import ProtocolViolation
 from outrider.parameters import Acceptance, Rule, SamplingParameters, SessionSpec
@@ -36,12 +36,11 @@ async def proposed(rule: Rule, *, draft_logprobs: bool = False, **proposal: obje
     async with serving(DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel())) as address:
         link = ServiceLink("draft", address, lambda _: None)
         assert await link.settled(5)
-        stream = DraftStream(link, spec, TokenLog(PROMPT), "", None)
+        opening = DraftOpening(link, spec, TokenLog(PROMPT), b"0123456789abcdef", "")
         tree = types_pb2.TokenTree(token_ids=[1, 2], **proposal)  # type: ignore[arg-type]
         try:
-            return stream.proposal(draft_pb.ProposeResponse(proposal=tree), 4, 0, 0).tree
+            return opening.proposal(draft_pb.ProposeResponse(proposal=tree), 4, 0, 0).tree
         finally:
-            await stream.close()
             await link.close()
 
 
