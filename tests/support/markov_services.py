@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 
 from gateway.server import RunningGateway, start
+from gateway.sessions.link import ServiceLink
 from gateway.settings import GatewaySettings
 from outrider.errors import CacheFull, InvalidRequest, OutriderError, PeerLost
 from outrider.rpc import channels
@@ -204,7 +205,11 @@ class MarkovLink:
 
 @dataclass
 class Service(model_service_pb2_grpc.ModelServiceServicer, ABC):
-    """What both services know about themselves; sessions counts those that are open, opens has all that ever were."""
+    """What both services know about themselves.
+
+    `sessions` counts those that are open, `opens` has all that ever were; `frames` has all that came, and while
+    `reading` is not set no more are taken than one; `link` is the newest.
+    """
 
     role: "model_pb.ServiceRole.ValueType"
     model: MarkovModel
@@ -221,6 +226,7 @@ class Service(model_service_pb2_grpc.ModelServiceServicer, ABC):
     opens: list[types_pb2.OpenSession] = field(default_factory=list)
     frames: list[Any] = field(default_factory=list)
     reading: asyncio.Event = field(default_factory=asyncio.Event)
+    link: MarkovLink | None = None
     drafters_wanted: list[str] = field(default_factory=list)
     closed: int = 0
     last_closed_epoch: int = 0
@@ -251,7 +257,7 @@ class Service(model_service_pb2_grpc.ModelServiceServicer, ABC):
     async def Link(self, frames: AsyncIterator[Any], context: Any) -> None:  # noqa: N802
         """Carries all sessions of a gateway; each of them ends with it."""
         self.links += 1
-        link = MarkovLink(self)
+        link = self.link = MarkovLink(self)
         reading = asyncio.create_task(link.read(frames))
         try:
             while True:
@@ -493,6 +499,8 @@ class MarkovSession(Taking):
             old.fence.epoch -= 1
             while True:
                 yield old
+                # Other sessions of the service have their turns.
+                await asyncio.sleep(0)
 
 
 @asynccontextmanager
@@ -516,6 +524,18 @@ async def serving(service: Service, listen: str = "127.0.0.1:0") -> AsyncIterato
         yield running.address
     finally:
         await running.stop(grace_s=0)
+
+
+@asynccontextmanager
+async def linked(service: Service) -> AsyncIterator[ServiceLink]:
+    """A link to a served service that fits, after its handshake."""
+    async with serving(service) as address:
+        link = ServiceLink("target" if isinstance(service, TargetServicer) else "draft", address, lambda info: None)
+        assert await link.settled(5)
+        try:
+            yield link
+        finally:
+            await link.close()
 
 
 WORDS = ["<end>", "king", "queen", "fox", "ring", "sea", "wolf", "gold", "tower", "dwarf", "apple", "moon"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from support.basics import eventually
 from support.markov import MarkovModel, plain_decoding
-from support.markov_services import GARBAGE, DraftServicer, Mischief, Service, TargetServicer, serving
+from support.markov_services import GARBAGE, DraftServicer, Mischief, TargetServicer, linked, serving
 
 from gateway.rounds.planner import RoundPlanner, SpeculationPolicy
 from gateway.rounds.round import FallbackReason, Round, TokenLog
@@ -63,24 +63,12 @@ def accept(info: ModelInfo) -> None:
 
 
 @asynccontextmanager
-async def linked(service: Service, role: str) -> AsyncIterator[ServiceLink]:
-    """A link to a served service, after its handshake."""
-    async with serving(service) as address:
-        link = ServiceLink(role, address, accept)
-        assert await link.settled(5)
-        try:
-            yield link
-        finally:
-            await link.close()
-
-
-@asynccontextmanager
 async def pair_of(mischief: dict[int, Mischief] | None = None, context_len: int = 512) -> AsyncIterator[Pair]:
     """A pair whose draft does the given mischief, or has a short context."""
     target = TargetServicer(model_pb.SERVICE_ROLE_TARGET, MarkovModel())
     draft = DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(noise=0.3), context_len=context_len)
     draft.mischief = mischief or {}
-    async with linked(target, "target") as target_link, linked(draft, "draft") as draft_link:
+    async with linked(target) as target_link, linked(draft) as draft_link:
         yield Pair(target, draft, target_link, draft_link, DraftDeadline(0.05, 0.2))
 
 
@@ -173,7 +161,7 @@ async def test_a_draft_that_is_killed_and_comes_back() -> None:
         DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(noise=0.3), instance_id=number) for number in (1, 2)
     )
     async with AsyncExitStack() as stack:
-        target_link = await stack.enter_async_context(linked(target, "target"))
+        target_link = await stack.enter_async_context(linked(target))
         life = await stack.enter_async_context(AsyncExitStack())
         address = await life.enter_async_context(serving(first))
         draft_link = ServiceLink("draft", address, accept)
@@ -213,7 +201,7 @@ async def test_a_target_that_always_forgets_is_given_up() -> None:
 
 @pytest.mark.parametrize("mischief", [Mischief.LOST, Mischief.BROKEN, Mischief.FROZEN])
 async def test_a_lost_target_gets_the_session_again(mischief: Mischief) -> None:
-    """A target that gives the session up, whose link breaks, or which leaves a request unanswered, costs no token and no request."""
+    """A target that gives a session up, breaks the link or leaves a request unanswered costs no token and no request."""
     async with pair_of() as pair:
         pair.target.mischief, pair.timeouts = {4: mischief}, TargetTimeouts(RoundDeadline(0.05, 0.1), answer_s=0.1)
         rounds = await pair.run()
