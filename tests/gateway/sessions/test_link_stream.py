@@ -38,9 +38,9 @@ def talker() -> MarkovModel:
     return model
 
 
-def target(kind: type[TargetServicer] = TargetServicer, **fields: Any) -> TargetServicer:
+def target(**fields: Any) -> TargetServicer:
     """A target of that model with room for long prompts."""
-    return kind(model_pb.SERVICE_ROLE_TARGET, talker(), context_len=1 << 20, block_count=1 << 16, **fields)
+    return TargetServicer(model_pb.SERVICE_ROLE_TARGET, talker(), context_len=1 << 20, block_count=1 << 16, **fields)
 
 
 class Request:
@@ -183,6 +183,30 @@ async def test_a_broken_link_is_opened_again_at_once(monkeypatch: pytest.MonkeyP
         assert link.info is not None
 
 
+class GivingUp(TargetServicer):
+    """A target that ends its first link with a word of its own, when it is asked something."""
+
+    async def Link(self, frames: Any, context: Any) -> None:  # noqa: N802
+        """Reads one frame."""
+        if self.links:
+            await super().Link(frames, context)
+        else:
+            self.links += 1
+            await anext(frames)
+            raise Overloaded("the gateway leaves its answers unread")
+
+
+async def test_a_link_that_its_service_ends_is_lost_for_no_session() -> None:
+    """What a service says about the link is no session's fault, so that they go on elsewhere, or here."""
+    service = GivingUp(model_pb.SERVICE_ROLE_TARGET, talker())
+    async with linked(service) as link, AsyncExitStack() as life:
+        requests = [await life.enter_async_context(Request(link, seed)) for seed in range(4)]
+        stream = link.stream()
+        await asyncio.gather(*(request.run() for request in requests))
+        assert "ended the link: the gateway leaves its answers unread" in str(stream.end)
+        assert [request.reopens for request in requests] == [1] * 4
+
+
 class Full(TargetServicer):
     """A target that takes no links until it has room."""
 
@@ -199,7 +223,7 @@ class Full(TargetServicer):
 
 async def test_a_link_that_always_ends_is_opened_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     """A service that is full is not asked without end, and found when it has room."""
-    service = target(Full)
+    service = Full(model_pb.SERVICE_ROLE_TARGET, talker())
     pauses: list[float] = []
     sleep = asyncio.sleep
 
@@ -215,7 +239,7 @@ async def test_a_link_that_always_ends_is_opened_ever_more_seldom(monkeypatch: p
         await eventually(lambda: len(pauses) > 6)
         assert pauses[-1] == 2.0
         assert all(later in {2.0, 2 * earlier} for earlier, later in pairwise(pauses) if earlier)
-        setattr(service, "has_room", True)
+        service.has_room = True
         await request.run()
 
 
@@ -256,6 +280,13 @@ async def test_a_gateway_that_closes_says_its_last_words() -> None:
     async with linked(service) as link, AsyncExitStack() as life:
         requests = [await life.enter_async_context(Request(link, seed)) for seed in range(64)]
         await asyncio.gather(*(request.round() for request in requests))
+        stream = link.stream()
+        service.reading.clear()
+        await requests[0].round()
         await life.aclose()
-        await link.close()
+        closing = asyncio.create_task(link.close())
+        await eventually(lambda: stream._is_closing)
+        assert service.closed == 0
+        service.reading.set()
+        await closing
         assert (service.closed, service.sessions) == (64, 0)
