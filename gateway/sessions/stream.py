@@ -161,7 +161,7 @@ class LinkStream:
                 mailbox.wake()
 
     def _failure(self, error: grpc.aio.AioRpcError) -> PeerLost:
-        """A loss whatever it is, because no session is at fault, in a sentence that names the peer, and what it said."""
+        """A loss whatever it is, because no session is at fault, in a sentence that names the peer and what it said."""
         status = error.code().name
         log.info("link lost", service=self._peer, status=status, details=error.details())
         if said_by_peer(error) or status not in LOST_STATUSES:

@@ -201,7 +201,7 @@ async def test_a_target_that_always_forgets_is_given_up() -> None:
 
 @pytest.mark.parametrize("mischief", [Mischief.LOST, Mischief.BROKEN, Mischief.FROZEN])
 async def test_a_lost_target_gets_the_session_again(mischief: Mischief) -> None:
-    """A target that gives a session up, breaks its link or leaves a request unanswered costs neither token nor request."""
+    """A target that loses the session, breaks its link or leaves a request unanswered costs no token and no request."""
     async with pair_of() as pair:
         pair.target.mischief, pair.timeouts = {4: mischief}, TargetTimeouts(RoundDeadline(0.05, 0.1), answer_s=0.1)
         rounds = await pair.run()
