@@ -186,7 +186,7 @@ async def test_a_broken_link_is_opened_again_at_once(monkeypatch: pytest.MonkeyP
 class GivingUp(TargetServicer):
     """A target that ends its first link with a word of its own, when it is asked something."""
 
-    async def Link(self, frames: Any, context: Any) -> None:  # noqa: N802
+    async def Link(self, frames: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
         """Reads one frame."""
         if self.links:
             await super().Link(frames, context)
@@ -212,7 +212,7 @@ class Full(TargetServicer):
 
     has_room = False
 
-    async def Link(self, frames: Any, context: Any) -> None:  # noqa: N802
+    async def Link(self, frames: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
         """Refuses."""
         if self.has_room:
             await super().Link(frames, context)
