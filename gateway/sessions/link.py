@@ -213,13 +213,16 @@ class ServiceLink:
 
     async def _watch(self) -> None:
         """For ever: a handshake, tried ever more slowly and not in step with other gateways, and then a wait until a
-        session reports a loss or the connection is no longer up.
+        session reports a loss, or stream or connection are no longer up.
         """
+        loop, (first_s, longest_s) = asyncio.get_running_loop(), BACKOFF_S
+        stream_delay_s = 0.0
         while True:
-            delay_s, longest_s = BACKOFF_S
+            delay_s = first_s
             while not await self._handshake():
                 await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
                 delay_s = min(2 * delay_s, longest_s)
+            began_s = loop.time()
             # What sessions have reported in the meantime is the loss that is over now.
             self._lost.clear()
             self._settled.set()
@@ -235,6 +238,12 @@ class ServiceLink:
             self._info = self.mismatch = None
             self._settled.clear()
             log.warning("service lost", service=self.role, address=self.address)
+            if loop.time() - began_s > longest_s:
+                stream_delay_s = 0.0
+            elif self._stream is not None and self._stream.end is not None:
+                # A stream that breaks is opened again at once, but not for ever where each ends as soon as it begins.
+                await asyncio.sleep(stream_delay_s * random.uniform(0.5, 1.0))
+                stream_delay_s = min(max(2 * stream_delay_s, first_s), longest_s)
 
     async def _handshake(self) -> bool:
         """One handshake; tells whether the service answered, fitting or not."""

@@ -16,7 +16,7 @@ import grpc
 import structlog
 
 from gateway.rounds.round import TokenLog
-from outrider.errors import OutriderError, PeerLost, ProtocolViolation
+from outrider.errors import PeerLost, ProtocolViolation
 from outrider.parameters import SessionSpec
 from outrider.rpc.errors import error_from, said_by_peer
 from outrider.rpc.messages import open_message
@@ -46,7 +46,7 @@ class LinkStream:
         self.instance_id = instance_id
         self.numerics_id = ""
         self.session_count = 0  # on the service, as it said last
-        self.end: OutriderError | None = None
+        self.end: PeerLost | None = None
         self.heard_s = asyncio.get_running_loop().time()  # when a frame came last
         self.ended = asyncio.Event()
         self._call = call
@@ -169,13 +169,14 @@ class LinkStream:
             for mailbox in self._mailboxes.values():
                 mailbox.wake()
 
-    def _failure(self, error: grpc.aio.AioRpcError) -> OutriderError:
-        """What the peer stated, as it is; for a failure of gRPC's own, a sentence that names the peer."""
+    def _failure(self, error: grpc.aio.AioRpcError) -> PeerLost:
+        """A loss whatever it is, because no session is at fault, in a sentence that names the peer and what it said."""
         status = error.code().name
-        if said_by_peer(error) or status not in LOST_STATUSES:
-            return error_from(error)
         log.info("link lost", service=self._peer, status=status, details=error.details())
-        what = "was lost in the middle of the request" if self._has_left else "cannot be reached"
+        if said_by_peer(error) or status not in LOST_STATUSES:
+            what = f"ended the link: {error_from(error).message}"
+        else:
+            what = "was lost in the middle of the request" if self._has_left else "cannot be reached"
         return PeerLost(f"{self._peer} {what}", status=status)
 
 

@@ -67,7 +67,7 @@ class ModelServiceSettings(ProcessSettings):
     kv_tokens: Annotated[
         int | None, Setting("Tokens that the cache holds.", within(1), default="512 MiB, or one context")
     ] = None
-    lease_seconds: Annotated[float, Setting("How long a session outlives a broken stream.", within(0))] = 60.0
+    lease_seconds: Annotated[float, Setting("How long a session outlives a broken link.", within(0))] = 60.0
     # A forward of 512 rows of a large model on a CPU may take a minute.
     stall_seconds: Annotated[
         float,

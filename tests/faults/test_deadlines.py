@@ -1,4 +1,4 @@
-"""A client's deadline is everybody's: what is left of it travels to both services, and its end frees everything."""
+"""A client's deadline is everybody's: its end ends the request, and frees both services at once."""
 
 from typing import Any
 
@@ -7,45 +7,44 @@ import pytest
 from faults.load import REQUESTS
 from support.stack import request_of, running_stack
 
-from draft_service.servicer import DraftServicer
+from draft_service.sessions import DraftSessions
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
-from target_service.servicer import TargetServicer
+from target_service.sessions import TargetSessions
 
 DEADLINE_S = 0.3
-ROUNDING_S = 0.01  # gRPC sends a timeout in whole units, rounded up
 LONG = 900  # tokens, which take several times as long
 
 
-def watch_streams(monkeypatch: pytest.MonkeyPatch, servicer: type, method: str) -> list[float | None]:
-    """What clients leave the streams of a service, in seconds, in the order in which they begin."""
-    seen: list[float | None] = []
-    carry = getattr(servicer, method)
+def watch_opens(monkeypatch: pytest.MonkeyPatch, sessions: type) -> list[bytes]:
+    """The sessions that a service opens, in order."""
+    seen: list[bytes] = []
+    open_session: Any = sessions.open  # type: ignore[attr-defined]
 
-    async def watched(self: object, requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        seen.append(context.time_remaining())
-        await carry(self, requests, context)
+    def watched(self: object, fence: Any, *rest: object) -> None:
+        seen.append(fence.session_id)
+        open_session(self, fence, *rest)
 
-    monkeypatch.setattr(servicer, method, watched)
+    monkeypatch.setattr(sessions, "open", watched)
     return seen
 
 
-async def test_a_deadline_reaches_the_services_and_frees_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests end with DEADLINE_EXCEEDED, and both services are free long before a lease would end."""
-    seen = {
-        "target": watch_streams(monkeypatch, TargetServicer, "Verify"),
-        "draft": watch_streams(monkeypatch, DraftServicer, "Propose"),
-    }
+async def test_a_deadline_ends_the_request_and_frees_the_services(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests end with DEADLINE_EXCEEDED, and their sessions are closed: no lease has anything to do with it."""
+    opened = [watch_opens(monkeypatch, sessions) for sessions in (TargetSessions, DraftSessions)]
     async with running_stack() as stack:
-        await stack.generate(text="Once upon a time", max_tokens=8, draft_count=4)
-        for left in seen.values():
-            assert left == [None]
-            left.clear()
+        before = await stack.generate(text="Once upon a time", seed=1, max_tokens=8, draft_count=4)
+        for seen in opened:
+            assert len(seen) == 1
         assert stack.gateway is not None
         stub = GenerationServiceStub(stack.channel(stack.gateway.address))
         requests = [request_of(**fields, max_tokens=LONG, ignore_eos=True) for fields in REQUESTS]
         calls = [stub.Generate(request, timeout=DEADLINE_S) for request in requests]
         assert [await call.code() for call in calls] == [grpc.StatusCode.DEADLINE_EXCEEDED] * len(calls)
         await stack.quiet()
-        for left in seen.values():
-            assert left
-            assert [left_s for left_s in left if left_s is None or left_s > DEADLINE_S + ROUNDING_S] == []
+        for seen in opened:
+            assert len(seen) > 1
+        for service in (stack.target, stack.draft):
+            info = await stack.info(service)
+            assert (info.evicted_session_count, info.expired_lease_count) == (0, 0)
+        after = await stack.generate(text="Once upon a time", seed=1, max_tokens=8, draft_count=4)
+        assert after.token_ids == before.token_ids

@@ -144,8 +144,7 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
         world = World(role, first, spare, sound.address, ())
         async with world.gateway(first.proxy) as channel:
             world.reference = await said(channel)
-        assert world.reference[0] == world.reference[1]
-        assert world.reference[2] == world.reference[3]
+        assert world.reference[:2] == world.reference[2:]
         yield world
 
 
@@ -209,8 +208,8 @@ async def test_drained_with_a_spare(world: World) -> None:
 
     async def fault(load: Load) -> None:
         world.first.signal(signal.SIGTERM)
-        load.begin(**REQUESTS[0])
-        load.begin(**REQUESTS[1])
+        for fields in REQUESTS:
+            load.begin(**fields)
         assert await world.first.ended() == 0
 
     await world.survives(fault, world.first.proxy, world.spare.proxy, is_felt=False)

@@ -1,4 +1,4 @@
-"""SIGTERM to real services with running sessions: health first, then no new streams, then the rest; exit code 0."""
+"""SIGTERM to real services with running sessions: health first, then no new sessions, then the rest; exit code 0."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.basics import PATIENCE_S, spec_of
 from support.session_clients import DraftClient, TargetClient, channel_to
 
-from outrider.errors import PeerLost
+from outrider.errors import NotReady, PeerLost
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 SPEC = spec_of((0, 401, 913), 900, eos=())
@@ -59,13 +59,19 @@ async def drained(process: asyncio.subprocess.Process, channel: grpc.aio.Channel
 
 @pytest.mark.parametrize("role", ["draft", "target"])
 async def test_a_drain_lets_running_sessions_end(role: str) -> None:
-    """They go on as before; a new stream is refused, and the process ends with the last session, before its time."""
+    """They go on as before; a new one is refused, beside them or on another link, and the process ends with the last,
+    before its time.
+    """
     async with running(role, "--drain-seconds", "600") as (process, address), channel_to(address) as channel:
         client = await opened(role, channel)
         await drained(process, channel)
         async with channel_to(address) as other:
             with pytest.raises(PeerLost, match="UNAVAILABLE"):
                 await CLIENTS[role](other).read()
+        late = client.beside()
+        await (late.open(SPEC, 2) if role == "draft" else late.open(SPEC))
+        with pytest.raises(NotReady, match="the service is stopping"):
+            await late.read()
         for base_len in (4, 5, 6):
             await (client.advance(1, base_len, [9], 2) if role == "draft" else client.step(1, base_len))
             assert (await client.read()).fence.base_len == base_len

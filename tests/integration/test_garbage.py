@@ -1,7 +1,8 @@
-"""Almost right messages over real streams: answered or refused by name, nothing kept, and nobody else disturbed."""
+"""Almost right messages over real links: answered or refused by name, nothing kept, and nobody else disturbed."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +18,9 @@ from support.tiny_models import write_tiny_model
 
 from draft_service.server import DraftSettings
 from draft_service.server import start as start_draft
-from outrider.errors import OutriderError, PeerLost
 from outrider.model_service.server import RunningModelService
 from outrider.rpc.channels import open_channel
-from outrider.rpc.errors import error_from
+from outrider.rpc.errors import error_from, session_error_from
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub
 from target_service.server import TargetSettings
@@ -39,6 +39,13 @@ GARBAGE = settings(
 )
 
 
+def check_answers(responses: Iterable[Any]) -> None:
+    """Fails unless each that ends a session is a documented refusal."""
+    for response in responses:
+        if response.HasField("error"):
+            check_refusal(session_error_from(response.error))
+
+
 @dataclass
 class Attacked:
     """A service on a loop of its own, which runs while a test awaits something on it."""
@@ -49,16 +56,17 @@ class Attacked:
     channel: grpc.aio.Channel
 
     def client(self) -> Any:
-        """A stream to it."""
+        """A session on a link of its own."""
         return (DraftClient if self.role == "draft" else TargetClient)(self.channel)
 
     async def bystander(self, garbage: list[Message]) -> list[Any]:
-        """The answers to a well-behaved client that has a session open while somebody else sends garbage."""
+        """The answers to a well-behaved session that is open while somebody else sends garbage, here and elsewhere."""
         client = self.client()
         await (client.open(SPEC, 3) if self.role == "draft" else client.open(SPEC))
         try:
             answers = [await client.read()]
             await self.converse(garbage)
+            await self.share(client, garbage)
             await (client.advance(1, 4, [9], 3) if self.role == "draft" else client.step(1, 4, [9, 9]))
             answers.append(await client.read())
             await client.close(1)
@@ -67,23 +75,21 @@ class Attacked:
         return [getattr(answer, answer.WhichOneof("answer")) for answer in answers]
 
     async def converse(self, messages: list[Message]) -> None:
-        """Sends messages on one stream and reads to its end, which must be a good or a documented one."""
+        """Sends messages on a link of their own, in a frame each, and reads to its end, which must be a good one."""
         client = self.client()
-        try:
-            for message in messages:
-                await client.send(message)
-            await client.call.done_writing()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            # The service has ended the stream before it was sent everything; why is read below.
-            pass
-        try:
+        for message in messages:
+            await client.send(message)
+        await client.call.done_writing()
+        with suppress(EOFError):
             while True:
-                await client.read()
-        except (EOFError, PeerLost):
-            # gRPC's own word, PeerLost here, is what a client gets whose write has met the end of its stream.
-            pass
-        except OutriderError as error:
-            check_refusal(error)
+                check_answers((await client.link.frame()).responses)
+
+    async def share(self, client: Any, messages: list[Message]) -> None:
+        """Sends messages on the link of a session, all in one frame."""
+        if messages:
+            await client.send(*messages)
+            await client.settle()
+            check_answers(each for answers in client.link._answers.values() for each in answers)
 
     async def quiet(self) -> None:
         """Waits until nothing is held, and checks the books of the pool."""
@@ -114,7 +120,7 @@ def attacked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @GARBAGE
 @given(data=st.data())
 def test_garbage_harms_nobody(attacked: Attacked, data: st.DataObject) -> None:
-    """Whatever is sent on one stream, the answers on another are the same, and nothing stays behind."""
+    """Whatever is sent beside it or on another link, a session's answers are the same, and nothing stays behind."""
     expected = attacked.runner.run(attacked.bystander([]))
     garbage = data.draw(conversation(MESSAGES[attacked.role]))
     assert attacked.runner.run(attacked.bystander(garbage)) == expected
@@ -124,7 +130,7 @@ def test_garbage_harms_nobody(attacked: Attacked, data: st.DataObject) -> None:
 @settings(GARBAGE, max_examples=50)
 @given(request=garbled(model_pb.RollbackRequest(fence=fence(5))))
 def test_garbled_rollbacks_are_answered_or_refused(attacked: Attacked, request: Message) -> None:
-    """A call has no stream to end, so each stands for itself."""
+    """A call has no session to end, so each stands for itself."""
 
     async def roll_back() -> None:
         try:

@@ -4,19 +4,23 @@ The whole gateway over gRPC, in front of the services of the tiny model, whose t
 """
 
 import asyncio
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from typing import Any
 
 import grpc
 
 from gateway.server import RunningGateway, start
+from gateway.sessions.link import ServiceLink
 from gateway.settings import GatewaySettings
-from outrider.errors import CacheFull, InvalidRequest, PeerLost
+from outrider.errors import CacheFull, InvalidRequest, OutriderError, PeerLost
 from outrider.rpc import channels
 from outrider.rpc.channels import open_channel
-from outrider.rpc.errors import error_from
+from outrider.rpc.errors import error_from, session_error
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import draft_service_pb2_grpc, model_service_pb2_grpc, target_service_pb2_grpc, types_pb2
 from outrider.v1 import generation_service_pb2 as pb
@@ -32,8 +36,8 @@ class Mischief(Enum):
 
     LATE = auto()  # not before a rollback
     FROZEN = auto()  # never, and rollbacks are not answered either
-    LOST = auto()  # the service says that it is lost
-    BROKEN = auto()  # the stream breaks, without a word of the service's own
+    LOST = auto()  # the service says that the session is lost
+    BROKEN = auto()  # the whole link breaks, without a word of the service's own
     FULL = auto()  # no cache blocks
     UNWANTED = auto()  # the drafter that the open names is not offered
     FORGET = auto()  # the session is unknown
@@ -43,13 +47,14 @@ class Mischief(Enum):
     FUTURE = auto()  # an answer to a message that was never sent
     STALE_FIRST = auto()  # an answer of an older epoch before the right one
     TWICE = auto()  # the right answer two times
+    FLOOD = auto()  # the right answer, and the one of an older epoch, without end
 
 
 GARBAGE = (Mischief.TOO_MANY, Mischief.OUTSIDE, Mischief.BAD_PARENTS, Mischief.FUTURE)
 
 
 def refuse(mischief: Mischief | None) -> None:
-    """Ends the stream with an error that the service states, for the kinds of mischief that are one."""
+    """Ends the session with an error that the service states, for the kinds of mischief that are one."""
     match mischief:
         case Mischief.LOST:
             raise PeerLost("gone")
@@ -74,6 +79,10 @@ def spoil(answer: draft_pb.ProposeResponse, mischief: Mischief | None) -> None:
             answer.fence.base_len += 1
 
 
+class Broken(Exception):
+    """Ends the link of the session that raises it."""
+
+
 def stale(right: draft_pb.ProposeResponse) -> draft_pb.ProposeResponse:
     """An answer of the epoch before, with other guesses."""
     answer = draft_pb.ProposeResponse()
@@ -86,22 +95,138 @@ def stale(right: draft_pb.ProposeResponse) -> draft_pb.ProposeResponse:
 MODEL = model_pb.DrafterOffer(name="model", rules=[types_pb2.ACCEPTANCE_RULE_MATCH])
 
 
-@dataclass
-class Service(model_service_pb2_grpc.ModelServiceServicer):
-    """What both services know about themselves; sessions counts the streams that are open, calls all that ever were."""
+MAX_UNSENT = 64  # answers of one link; more have to wait for it
+Request = draft_pb.ProposeRequest | target_pb.VerifyRequest
+Response = draft_pb.ProposeResponse | target_pb.VerifyResponse
 
-    role: int
+
+class Taking(ABC):
+    """A session as its link sees it."""
+
+    @abstractmethod
+    def take(self, request: Any) -> AsyncIterator[Response]:
+        """Answers a message; raises an OutriderError that ends the session, or Broken."""
+
+
+@dataclass
+class Running:
+    """A session of a link."""
+
+    epoch: int
+    inbox: "asyncio.Queue[Request]"
+    task: "asyncio.Task[None]"
+
+
+class MarkovLink:
+    """One link: a task for each session, and what all of them have to say."""
+
+    def __init__(self, service: "Service") -> None:
+        self.unsent: asyncio.Queue[Response | Exception | None] = asyncio.Queue(MAX_UNSENT)
+        self._service = service
+        self._sessions: dict[bytes, Running] = {}
+        self._parts: dict[bytes, list[int]] = {}
+
+    async def read(self, frames: AsyncIterator[Any]) -> None:
+        """Gives messages to their sessions until the gateway ends the link."""
+        try:
+            async for frame in frames:
+                self._service.frames.append(frame)
+                for request in frame.requests:
+                    await self._take(request)
+                await self._service.reading.wait()
+        except Exception as error:  # noqa: BLE001 - whatever the gateway did wrong must end the link
+            await self.unsent.put(error)
+        await self.unsent.put(None)
+
+    def end(self) -> None:
+        """Ends all sessions."""
+        for session_id in list(self._sessions):
+            self._drop(session_id)
+
+    async def _take(self, request: Request) -> None:
+        service, session_id, epoch = self._service, request.fence.session_id, request.fence.epoch
+        running, action = self._sessions.get(session_id), request.WhichOneof("action")
+        if action == "part":
+            known = self._parts.setdefault(session_id, [])
+            assert request.part.start == len(known)
+            known += request.part.token_ids
+        elif action == "close":
+            self._parts.pop(session_id, None)
+            if running is not None and epoch >= running.epoch:
+                self._drop(session_id)
+                service.closed += 1
+                service.last_closed_epoch = epoch
+        elif action == "open":
+            request = self._whole(request)
+            if running is None or epoch > running.epoch:
+                self._drop(session_id)
+                service.opens.append(request.open.session)
+                service.sessions += 1
+                inbox: asyncio.Queue[Request] = asyncio.Queue()
+                running = Running(epoch, inbox, asyncio.create_task(self._run(session_id, inbox)))
+                self._sessions[session_id] = running
+            running.inbox.put_nowait(request)
+        elif running is None:
+            wanted = types_pb2.TokensWanted(known_len=0)
+            await self.unsent.put(service.response(fence=request.fence, tokens_wanted=wanted))
+        elif epoch >= running.epoch:
+            running.epoch = epoch
+            running.inbox.put_nowait(request)
+
+    def _whole(self, request: Request) -> Request:
+        """An open with the tokens of its parts."""
+        whole = type(request)()
+        whole.CopyFrom(request)  # type: ignore[arg-type]
+        earlier = self._parts.pop(request.fence.session_id, [])
+        assert whole.open.session.part_len == len(earlier)
+        whole.open.session.token_ids[:] = [*earlier, *whole.open.session.token_ids]
+        return whole
+
+    async def _run(self, session_id: bytes, inbox: asyncio.Queue[Request]) -> None:
+        session = self._service.session()
+        try:
+            while True:
+                request = await inbox.get()
+                async for response in session.take(request):
+                    await self.unsent.put(response)
+        except OutriderError as error:
+            self._drop(session_id, cancel=False)
+            await self.unsent.put(self._service.response(fence=request.fence, error=session_error(error)))
+        except Exception as error:  # noqa: BLE001 - Broken, or what the gateway did wrong
+            await self.unsent.put(error)
+
+    def _drop(self, session_id: bytes, *, cancel: bool = True) -> None:
+        running = self._sessions.pop(session_id, None)
+        if running is not None:
+            self._service.sessions -= 1
+            if cancel:
+                running.task.cancel()
+
+
+@dataclass
+class Service(model_service_pb2_grpc.ModelServiceServicer, ABC):
+    """What both services know about themselves.
+
+    `sessions` counts those that are open, `opens` has all that ever were; `frames` has all that came, and while
+    `reading` is not set no more are taken than one; `link` is the newest.
+    """
+
+    role: "model_pb.ServiceRole.ValueType"
     model: MarkovModel
     digests: tuple[int, ...] = (7,)
     instance_id: int = 1
     context_len: int = 512
     block_count: int = 64
-    protocol_version: int = 1
+    protocol_version: int = 2
     vocabulary_size: int = NUM_TOKENS
     mischief: dict[int, Mischief] = field(default_factory=dict)
     answers: int = 0
     sessions: int = 0
-    calls: int = 0
+    links: int = 0
+    opens: list[types_pb2.OpenSession] = field(default_factory=list)
+    frames: list[Any] = field(default_factory=list)
+    reading: asyncio.Event = field(default_factory=asyncio.Event)
+    link: MarkovLink | None = None
     drafters_wanted: list[str] = field(default_factory=list)
     closed: int = 0
     last_closed_epoch: int = 0
@@ -113,6 +238,45 @@ class Service(model_service_pb2_grpc.ModelServiceServicer):
     model_hash: str = "hash"
     numerics_id: str = "markov"
     drift: int = 0
+
+    def __post_init__(self) -> None:
+        self.reading.set()
+
+    @abstractmethod
+    def session(self) -> Taking:
+        """A session that has not been opened yet."""
+
+    @abstractmethod
+    def response(self, **fields: Any) -> Response:
+        """A message to the gateway about one session."""
+
+    @abstractmethod
+    def frame(self, responses: list[Response]) -> Any:
+        """What one message on the link is made of."""
+
+    async def Link(self, frames: AsyncIterator[Any], context: Any) -> None:  # noqa: N802
+        """Carries all sessions of a gateway; each of them ends with it."""
+        self.links += 1
+        link = self.link = MarkovLink(self)
+        reading = asyncio.create_task(link.read(frames))
+        try:
+            while True:
+                said = [await link.unsent.get()]
+                while not link.unsent.empty():
+                    said.append(link.unsent.get_nowait())
+                responses = [each for each in said if isinstance(each, Response)]
+                if responses:
+                    await context.write(self.frame(responses))
+                ends = [each for each in said if isinstance(each, Exception)]
+                if any(isinstance(each, Broken) for each in ends):
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "Stream removed (recvmsg:...)")
+                if ends:
+                    raise ends[0]
+                if None in said:
+                    return
+        finally:
+            reading.cancel()
+            link.end()
 
     async def GetModelInfo(  # noqa: N802
         self, request: model_pb.GetModelInfoRequest, context: object
@@ -154,43 +318,24 @@ class Service(model_service_pb2_grpc.ModelServiceServicer):
 
     def fence(self, request: types_pb2.Fence, base_len: int) -> types_pb2.Fence:
         """The fence of an answer."""
-        return types_pb2.Fence(
-            session_id=request.session_id, epoch=request.epoch, base_len=base_len, instance_id=self.instance_id
-        )
+        return types_pb2.Fence(session_id=request.session_id, epoch=request.epoch, base_len=base_len)
 
 
-class DraftServicer(Service, draft_service_pb2_grpc.DraftServiceServicer):
+class DraftServicer(Service, draft_service_pb2_grpc.DraftServiceServicer):  # type: ignore[misc]
     """Guesses with its own model and the shared noise."""
 
-    async def Propose(  # noqa: N802
-        self, requests: AsyncIterator[draft_pb.ProposeRequest], context: object
-    ) -> AsyncIterator[draft_pb.ProposeResponse]:
-        """One session."""
-        self.sessions += 1
-        self.calls += 1
-        token_ids: list[int] = []
-        seed = 0
-        try:
-            async for request in requests:
-                assert request.fence.base_len <= self.context_len
-                action = request.WhichOneof("action")
-                if action == "close":
-                    self.closed += 1
-                    return
-                if action == "open":
-                    self.drafters_wanted.append(request.open.drafter)
-                    token_ids, seed = list(request.open.session.token_ids), request.open.session.seed
-                    count = request.open.draft_count
-                else:
-                    start = request.fence.base_len - len(request.advance.token_ids)
-                    assert start <= len(token_ids)
-                    token_ids[start:] = request.advance.token_ids
-                    count = request.advance.draft_count
-                assert len(token_ids) == request.fence.base_len
-                async for response in self.answer(request.fence, token_ids, seed, count):
-                    yield response
-        finally:
-            self.sessions -= 1
+    def session(self) -> Taking:
+        return MarkovDraftSession(self)
+
+    def response(self, **fields: Any) -> draft_pb.ProposeResponse:
+        return draft_pb.ProposeResponse(**fields)
+
+    def frame(self, responses: list[Response]) -> draft_pb.DraftServiceLinkResponse:
+        return draft_pb.DraftServiceLinkResponse(
+            responses=responses,  # type: ignore[arg-type]
+            instance_id=self.instance_id,
+            numerics_id=self.numerics_id,
+        )
 
     async def answer(
         self, fence: types_pb2.Fence, token_ids: list[int], seed: int, count: int
@@ -226,43 +371,74 @@ class DraftServicer(Service, draft_service_pb2_grpc.DraftServiceServicer):
         )
 
 
-class TargetServicer(Service, target_service_pb2_grpc.TargetServiceServicer):
-    """Decides with its own draws, and goes on alone within its budget, one task a session."""
+class MarkovDraftSession(Taking):
+    """A draft session: the committed tokens."""
 
-    async def Verify(  # noqa: N802
-        self, requests: AsyncIterator[target_pb.VerifyRequest], context: grpc.aio.ServicerContext[object, object]
-    ) -> AsyncIterator[target_pb.VerifyResponse]:
-        """One session."""
-        self.sessions += 1
-        self.calls += 1
-        session = MarkovSession(self, context)
-        try:
-            async for request in requests:
-                if request.WhichOneof("action") == "close":
-                    self.closed += 1
-                    self.last_closed_epoch = request.fence.epoch
-                    return
-                async for response in session.take(request):
-                    yield response
-        finally:
-            self.sessions -= 1
+    def __init__(self, service: DraftServicer) -> None:
+        self.service = service
+        self.token_ids: list[int] = []
+        self.seed = 0
+
+    async def take(self, request: draft_pb.ProposeRequest) -> AsyncIterator[draft_pb.ProposeResponse]:
+        """Answers with guesses behind the tokens."""
+        assert request.fence.base_len <= self.service.context_len
+        if request.HasField("open"):
+            self.service.drafters_wanted.append(request.open.drafter)
+            self.token_ids, self.seed = list(request.open.session.token_ids), request.open.session.seed
+            count = request.open.draft_count
+        else:
+            start = request.fence.base_len - len(request.advance.token_ids)
+            assert start <= len(self.token_ids)
+            self.token_ids[start:] = request.advance.token_ids
+            count = request.advance.draft_count
+        assert len(self.token_ids) == request.fence.base_len
+        async for response in self.service.answer(request.fence, self.token_ids, self.seed, count):
+            yield response
 
 
-class MarkovSession:
+class TargetServicer(Service, target_service_pb2_grpc.TargetServiceServicer):  # type: ignore[misc]
+    """Decides with its own draws, and goes on alone within its budget."""
+
+    def session(self) -> Taking:
+        return MarkovSession(self)
+
+    def response(self, **fields: Any) -> target_pb.VerifyResponse:
+        return target_pb.VerifyResponse(**fields)
+
+    def frame(self, responses: list[Response]) -> target_pb.TargetServiceLinkResponse:
+        return target_pb.TargetServiceLinkResponse(
+            responses=responses,  # type: ignore[arg-type]
+            instance_id=self.instance_id,
+            numerics_id=self.numerics_id,
+        )
+
+
+class MarkovSession(Taking):
     """A target session: the committed tokens and what has not been acknowledged yet."""
 
-    def __init__(self, service: TargetServicer, context: grpc.aio.ServicerContext[object, object]) -> None:
+    def __init__(self, service: TargetServicer) -> None:
         self.service = service
-        self.context = context
         self.token_ids: list[int] = []
         self.session = types_pb2.OpenSession()
         self.finished = False
         self.forgotten = False
+        self.asked: target_pb.VerifyRequest | None = None
+        self.given: deque[target_pb.VerifyResponse] = deque(maxlen=MAX_UNSENT)
 
     async def take(self, request: target_pb.VerifyRequest) -> AsyncIterator[target_pb.VerifyResponse]:
-        """Answers a message: with a verdict, and with unasked ones within the budget."""
+        """Answers a message: with a verdict, and with unasked ones within the budget; a repetition with the same."""
+        if request == self.asked:
+            for response in self.given:
+                yield response
+            return
+        self.asked = request
+        self.given.clear()
+        async for response in self._answers(request):
+            self.given.append(response)
+            yield response
+
+    async def _answers(self, request: target_pb.VerifyRequest) -> AsyncIterator[target_pb.VerifyResponse]:
         action = request.WhichOneof("action")
-        proposal = types_pb2.TokenTree()
         if action == "acknowledge":
             self.service.max_acknowledged = max(self.service.max_acknowledged, request.fence.base_len)
             limit = request.fence.base_len + 1 + request.acknowledge.plain_budget
@@ -272,8 +448,8 @@ class MarkovSession:
                 self.session = request.open.session
                 self.token_ids = list(self.session.token_ids)
             assert len(self.token_ids) == request.fence.base_len
-            proposal, limit = step.proposal, request.fence.base_len + 1 + step.plain_budget
-            async for response in self.verdict(request.fence, proposal):
+            limit = request.fence.base_len + 1 + step.plain_budget
+            async for response in self.verdict(request.fence, step.proposal):
                 yield response
         limit = min(limit, request.fence.base_len + 16)
         while len(self.token_ids) < limit and not self.finished and not self.forgotten:
@@ -285,9 +461,7 @@ class MarkovSession:
     ) -> AsyncIterator[target_pb.VerifyResponse]:
         """Follows the chain along the target's draws, as far as they agree."""
         base_len, mischief = len(self.token_ids), self.service.next_mischief()
-        response = target_pb.VerifyResponse(
-            fence=self.service.fence(fence, base_len), numerics_id=self.service.numerics_id
-        )
+        response = target_pb.VerifyResponse(fence=self.service.fence(fence, base_len))
         if mischief is Mischief.FORGET:
             self.forgotten = True
             response.tokens_wanted.known_len = 0
@@ -295,7 +469,7 @@ class MarkovSession:
             return
         refuse(mischief)
         if mischief is Mischief.BROKEN:
-            await self.context.abort(grpc.StatusCode.UNAVAILABLE, "Stream removed (recvmsg:...)")
+            raise Broken
         if mischief is Mischief.FROZEN:
             await asyncio.Event().wait()
         rows: list[int] = []
@@ -319,6 +493,14 @@ class MarkovSession:
         yield response
         if mischief is Mischief.TWICE:
             yield response
+        if mischief is Mischief.FLOOD:
+            old = target_pb.VerifyResponse()
+            old.CopyFrom(response)
+            old.fence.epoch -= 1
+            while True:
+                yield old
+                # Other sessions of the service have their turns.
+                await asyncio.sleep(0)
 
 
 @asynccontextmanager
@@ -342,6 +524,18 @@ async def serving(service: Service, listen: str = "127.0.0.1:0") -> AsyncIterato
         yield running.address
     finally:
         await running.stop(grace_s=0)
+
+
+@asynccontextmanager
+async def linked(service: Service) -> AsyncIterator[ServiceLink]:
+    """A link to a served service that fits, after its handshake."""
+    async with serving(service) as address:
+        link = ServiceLink("target" if isinstance(service, TargetServicer) else "draft", address, lambda info: None)
+        assert await link.settled(5)
+        try:
+            yield link
+        finally:
+            await link.close()
 
 
 WORDS = ["<end>", "king", "queen", "fox", "ring", "sea", "wolf", "gold", "tower", "dwarf", "apple", "moon"]

@@ -1,5 +1,6 @@
 """A client that does not read, over a real connection with a small window."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 from support.basics import eventually
-from support.markov import EOS, MarkovModel
+from support.markov import EOS, MarkovModel, plain_decoding
 from support.markov_services import TargetServicer, serving
 
 from gateway.server import start
@@ -24,8 +25,10 @@ SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1000
 
 
 @asynccontextmanager
-async def gateway(client_stall_s: float) -> AsyncIterator[tuple[TargetServicer, GenerationServiceStub]]:
-    """A target that talks for long, and a client of a gateway that serves one request at a time."""
+async def gateway(
+    client_stall_s: float, max_requests: int = 1
+) -> AsyncIterator[tuple[TargetServicer, GenerationServiceStub]]:
+    """A target that talks for long, and a client of a gateway that serves so many requests at a time."""
     model = MarkovModel()
     for row in model._rows:
         row[EOS] = 1e-9
@@ -37,7 +40,7 @@ async def gateway(client_stall_s: float) -> AsyncIterator[tuple[TargetServicer, 
             TOKENIZER,
             listen="127.0.0.1:0",
             rest_listen="",
-            max_requests=1,
+            max_requests=max_requests,
             client_stall_seconds=client_stall_s,
         )
         running = await start(settings)
@@ -48,11 +51,11 @@ async def gateway(client_stall_s: float) -> AsyncIterator[tuple[TargetServicer, 
             await running.stop(0)
 
 
-def request(max_tokens: int) -> pb.GenerateRequest:
+def request(max_tokens: int, seed: int = 1) -> pb.GenerateRequest:
     """A plain request."""
     speculation = pb.SpeculationSettings(enabled=False)
     prompt = types_pb2.TokenIds(token_ids=[3, 5])
-    return pb.GenerateRequest(token_ids=prompt, max_tokens=max_tokens, seed=1, speculation=speculation)
+    return pb.GenerateRequest(token_ids=prompt, max_tokens=max_tokens, seed=seed, speculation=speculation)
 
 
 async def test_a_client_that_does_not_read_loses_its_request() -> None:
@@ -68,6 +71,26 @@ async def test_a_client_that_does_not_read_loses_its_request() -> None:
                 pass
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert caught.value.details() == "The client read nothing for 0.2 seconds"
+
+
+async def test_a_client_that_does_not_read_holds_nobody_up() -> None:
+    """Its session waits, on the link that it shares with 64 others, which run to the tokens of plain decoding."""
+    others, num_tokens = range(64), 32
+    async with gateway(client_stall_s=600, max_requests=65) as (target, stub):
+
+        async def said(seed: int) -> tuple[int, ...]:
+            found = [response.round.tokens async for response in stub.Generate(request(num_tokens, seed))]
+            return tuple(token.token_id for tokens in found for token in tokens)
+
+        stalled = stub.Generate(request(400))
+        await eventually(lambda: target.sessions == 1)
+        answers = await asyncio.gather(*map(said, others))
+        assert answers == [plain_decoding(target.model, (3, 5), seed, 2 + num_tokens)[2:] for seed in others]
+        await eventually(lambda: target.sessions == 1)
+        assert target.answers - len(others) * num_tokens < 400
+        assert target.links == 1
+        stalled.cancel()
+        await eventually(lambda: target.sessions == 0)
 
 
 async def test_a_client_that_reads_late_loses_nothing() -> None:

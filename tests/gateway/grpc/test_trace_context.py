@@ -1,56 +1,49 @@
-"""What the services are told of a client's trace, with every stream and every Rollback; nothing has to record it."""
+"""What the services are told of a client's trace, with every session and every Rollback; nothing has to record it."""
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
-from support.markov_services import DraftServicer, Mischief, Service, TargetServicer, markov_stack, request
+from support.markov_services import Mischief, Service, markov_stack, request
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 METADATA = (("traceparent", f"00-{TRACE_ID}-00f067aa0ba902b7-01"),)
 
 
+def trace_of(carrier: Any) -> str | None:
+    """The trace that headers name."""
+    parent = dict(carrier).get("traceparent")
+    return parent.split("-")[1] if parent else None
+
+
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
-    """The trace that each method was told of last."""
-    seen: dict[str, str | None] = {}
-
-    def note(method: str, context: Any) -> None:
-        parent = dict(context.invocation_metadata()).get("traceparent")
-        seen[method] = parent.split("-")[1] if parent else None
-
-    def streaming(method: str, original: Any) -> Any:
-        async def noted(self: Any, requests: Any, context: Any) -> AsyncIterator[Any]:
-            note(method, context)
-            async for response in original(self, requests, context):
-                yield response
-
-        return noted
-
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """The trace that each Rollback was told of."""
+    seen: list[str | None] = []
     rollback = Service.Rollback
 
     async def noted_rollback(self: Any, rolled: Any, context: Any) -> Any:
-        note("Rollback", context)
+        seen.append(trace_of(context.invocation_metadata()))
         return await rollback(self, rolled, context)
 
-    monkeypatch.setattr(DraftServicer, "Propose", streaming("Propose", DraftServicer.Propose))
-    monkeypatch.setattr(TargetServicer, "Verify", streaming("Verify", TargetServicer.Verify))
     monkeypatch.setattr(Service, "Rollback", noted_rollback)
     return seen
 
 
-async def test_every_call_carries_the_client_s_trace(tokenizer: str, told: dict[str, str | None]) -> None:
+async def test_every_session_carries_the_client_s_trace(tokenizer: str, told: list[str | None]) -> None:
     """Also the Rollback of a draft that was late, whose line in the log names trace, request and session."""
     async with markov_stack(tokenizer) as stack:
         stack.draft.mischief = {9: Mischief.LATE}
         with capture_logs([merge_contextvars]) as lines:
             assert [each async for each in stack.generate(request(), metadata=METADATA)][-1].HasField("completion")
-        assert told == dict.fromkeys(("Propose", "Verify", "Rollback"), TRACE_ID)
+        for service in (stack.draft, stack.target):
+            assert [trace_of(each.trace_context) for each in service.opens] == [TRACE_ID]
+        assert told == [TRACE_ID]
         [late] = [line for line in lines if line["event"] == "draft late"]
         assert late["trace_id"] == TRACE_ID
         assert len(late["session"]) == 8
         assert late["request_id"]
         await stack.run(request())
-        assert (told["Propose"], told["Verify"]) == (None, None)
+        for service in (stack.draft, stack.target):
+            assert [trace_of(each.trace_context) for each in service.opens] == [TRACE_ID, None]

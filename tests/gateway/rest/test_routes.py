@@ -32,7 +32,7 @@ async def test_probes_answer(http: httpx.AsyncClient, markov: MarkovStack, monke
         assert (await http.get(path)).json() == {"status": "ready", "target": "present", "draft": "present"}
         assert (await http.head(path)).status_code == 200
     link = markov.gateway.backend.target.links[0]
-    monkeypatch.setattr(link, "info", None)
+    monkeypatch.setattr(link, "_info", None)
     monkeypatch.setattr(link, "mismatch", PeerLost("away"))
     for path in ("/ready", "/health"):
         reply = await http.get(path)

@@ -1,6 +1,6 @@
 """How long a draft is waited for."""
 
-from gateway.sessions.stream import DraftDeadline
+from gateway.sessions.session import DraftDeadline
 
 
 def test_an_unknown_draft_gets_the_maximum() -> None:

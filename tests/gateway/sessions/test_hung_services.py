@@ -15,7 +15,7 @@ from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import NOTHING, FallbackReason, Proposal, Round, TokenLog
 from gateway.sessions.draft import RemoteDraftSession
 from gateway.sessions.link import CircuitBreaker, ModelInfo, Replicas, ServiceLink
-from gateway.sessions.stream import DraftDeadline, RoundDeadline, TargetTimeouts
+from gateway.sessions.session import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
 from outrider.errors import PeerLost
@@ -159,7 +159,7 @@ async def test_another_incarnation_of_the_draft_is_asked_at_once() -> None:
         pair.draft.answer = right  # type: ignore[method-assign]
         for instance_id, is_open in ((1, True), (2, False)):
             pair.draft.instance_id = instance_id
-            pair.draft_link.report_lost()
+            pair.draft_link.report_lost(pair.draft_link.stream())
             await eventually(lambda: pair.draft_link.info is not None)
             assert pair.draft_link.breaker.is_open == is_open
         assert any(committed.draft_count for committed in await pair.run())

@@ -17,7 +17,7 @@ from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import NOTHING, TokenLog
 from gateway.sessions.draft import RemoteDraftSession
 from gateway.sessions.link import ModelInfo, Replicas, ServiceLink
-from gateway.sessions.stream import DraftDeadline, RoundDeadline, TargetTimeouts
+from gateway.sessions.session import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
 from outrider.errors import Overloaded, PeerLost, VocabularyMismatch
@@ -68,7 +68,7 @@ def session(
     return RemoteTargetSession(Replicas(links), timeouts, SPEC, log or TokenLog(PROMPT), os.urandom(16), "hash")
 
 
-async def test_a_trial_ends_with_its_stream() -> None:
+async def test_a_trial_ends_with_its_link() -> None:
     """A session that was on trial at a target and goes on at another one does not keep the first from the others."""
     async with Links() as links:
         first = target(instance_id=1, mischief={1: Mischief.BROKEN})
@@ -98,7 +98,7 @@ async def test_a_target_that_works_is_open_to_all() -> None:
 
 
 async def test_the_budget_is_for_the_time_without_a_target() -> None:
-    """A session that lost a stream, and waited for a target that worked until it hung, has its whole budget again."""
+    """A session that lost its link, and waited for a target that worked until it hung, has its whole budget again."""
     async with Links() as links:
         service = target(mischief={2: Mischief.BROKEN, 3: Mischief.FROZEN})
         link, _ = await links.to(service)
@@ -107,7 +107,7 @@ async def test_the_budget_is_for_the_time_without_a_target() -> None:
             log.commit(NOTHING, await one.verify(NOTHING, 0))
             waiting = asyncio.create_task(one.verify(NOTHING, 0))
             await eventually(lambda: service.answers == 3)
-            # Longer than the budget, which the broken stream has begun.
+            # Longer than the budget, which the broken link has begun.
             asyncio.get_running_loop().call_later(0.7, setattr, service, "stalled_us", 60_000_000)
             await eventually(lambda: link.breaker.is_open)
             service.stalled_us = 0
@@ -119,10 +119,10 @@ async def test_a_draft_that_sends_no_valid_message_costs_no_request(monkeypatch:
 
     def add(servicer: DraftServicer, server: grpc.aio.Server) -> None:
         handler = grpc.stream_stream_rpc_method_handler(
-            servicer.Propose, draft_pb.ProposeRequest.FromString, lambda message: GARBAGE
+            servicer.Link, draft_pb.DraftServiceLinkRequest.FromString, lambda message: GARBAGE
         )
         server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler("outrider.v1.DraftService", {"Propose": handler}),)
+            (grpc.method_handlers_generic_handler("outrider.v1.DraftService", {"Link": handler}),)
         )
 
     monkeypatch.setattr(draft_service_pb2_grpc, "add_DraftServiceServicer_to_server", add)
@@ -156,14 +156,15 @@ async def test_a_handshake_that_is_no_valid_message_is_not_the_last(monkeypatch:
 
     monkeypatch.setattr(model_service_pb2_grpc, "add_ModelServiceServicer_to_server", add)
     async with Links() as links:
-        link, _ = await links.to(target())
+        link, life = await links.to(target())
         assert "message that is not valid" in str(link.mismatch)
-        link.report_lost()
-        await eventually(lambda: link.info is not None)
+        await life.aclose()
+        async with serving(target(), link.address):
+            await eventually(lambda: link.info is not None)
 
 
 async def test_a_drain_lets_a_slow_round_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A target that takes no new calls is not taken for one that hangs: its streams go on."""
+    """A target that takes no new calls is not taken for one that hangs: its sessions go on."""
     begun, may_end = asyncio.Event(), asyncio.Event()
     verdict = MarkovSession.verdict
 
@@ -202,7 +203,7 @@ async def test_a_draft_that_refuses_is_not_lost() -> None:
         draft = DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel())
 
         async def refuse(*_: object) -> AsyncIterator[object]:
-            raise Overloaded("as many streams as this service takes")
+            raise Overloaded("as many sessions as this service takes")
             yield
 
         draft.answer = refuse  # type: ignore[method-assign, assignment]
@@ -231,7 +232,7 @@ async def test_a_spare_without_room_is_not_asked() -> None:
 
 
 async def test_a_repair_that_is_interrupted_leaves_no_session() -> None:
-    """The close carries the newest epoch, though the stream was opened in an older one."""
+    """The close carries the newest epoch, though the session was opened in an older one."""
     async with Links() as links:
         service = target()
         link, _ = await links.to(service)
@@ -271,7 +272,7 @@ async def test_a_session_begins_while_the_handshake_with_its_target_is_repeated(
     """A loss that another session reports in the meantime is no reason to fail."""
     async with Links() as links:
         link, _ = await links.to(target())
-        link.report_lost()
+        link.report_lost(link.stream())
         async with session([link]) as one:
             await one.verify(NOTHING, 0)
 

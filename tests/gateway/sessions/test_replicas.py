@@ -14,7 +14,7 @@ from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import Round, TokenLog
 from gateway.sessions.draft import RemoteDraftSession
 from gateway.sessions.link import ModelInfo, Replicas, ServiceLink
-from gateway.sessions.stream import DraftDeadline, RoundDeadline, TargetTimeouts
+from gateway.sessions.session import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
 from outrider.errors import PeerLost
@@ -115,7 +115,7 @@ async def test_another_model_never_goes_on_with_a_session() -> None:
     """A spare target with other weights is no replica: the request ends with a sentence that says so."""
     async with world() as here:
         here.targets[1].model_hash = "another"
-        here.target.links[1].report_lost()
+        here.target.links[1].report_lost(here.target.links[1].stream())
         await eventually(lambda: here.target.links[1].info is not None)
         rounds = here.rounds(0)
         await anext(rounds)

@@ -1,4 +1,4 @@
-"""The sessions over real streams, against services of the tiny model that fail in every way the protocol can show."""
+"""The sessions over real links, against services of the tiny model that fail in every way the protocol can show."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 import pytest
 from support.basics import eventually
 from support.markov import MarkovModel, plain_decoding
-from support.markov_services import GARBAGE, DraftServicer, Mischief, Service, TargetServicer, serving
+from support.markov_services import GARBAGE, DraftServicer, Mischief, TargetServicer, linked, serving
 
 from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import FallbackReason, Round, TokenLog
 from gateway.sessions.draft import RemoteDraftSession
 from gateway.sessions.link import ModelInfo, Replicas, ServiceLink, WrongService
-from gateway.sessions.stream import DraftDeadline, RoundDeadline, TargetTimeouts
+from gateway.sessions.session import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
 from outrider.errors import PeerLost, VocabularyMismatch
@@ -64,24 +64,12 @@ def accept(info: ModelInfo) -> None:
 
 
 @asynccontextmanager
-async def linked(service: Service, role: str) -> AsyncIterator[ServiceLink]:
-    """A link to a served service, after its handshake."""
-    async with serving(service) as address:
-        link = ServiceLink(role, address, accept)
-        assert await link.settled(5)
-        try:
-            yield link
-        finally:
-            await link.close()
-
-
-@asynccontextmanager
 async def pair_of(mischief: dict[int, Mischief] | None = None, context_len: int = 512) -> AsyncIterator[Pair]:
     """A pair whose draft does the given mischief, or has a short context."""
     target = TargetServicer(model_pb.SERVICE_ROLE_TARGET, MarkovModel())
     draft = DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(noise=0.3), context_len=context_len)
     draft.mischief = mischief or {}
-    async with linked(target, "target") as target_link, linked(draft, "draft") as draft_link:
+    async with linked(target) as target_link, linked(draft) as draft_link:
         yield Pair(target, draft, target_link, draft_link, DraftDeadline(0.05, 0.2))
 
 
@@ -94,7 +82,7 @@ def reasons(rounds: list[Round]) -> list[FallbackReason]:
 
 @pytest.mark.parametrize("draft_count", [0, 1, 4, 8, None])
 async def test_tokens_equal_plain_decoding(draft_count: int | None) -> None:
-    """Over real streams, for fixed and chosen K, and both sessions are closed by a message."""
+    """Over real links, for fixed and chosen K, and both sessions are closed by a message."""
     async with pair_of() as pair:
         rounds = await pair.run(draft_count)
         assert reasons(rounds) == []
@@ -174,7 +162,7 @@ async def test_a_draft_that_is_killed_and_comes_back() -> None:
         DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(noise=0.3), instance_id=number) for number in (1, 2)
     )
     async with AsyncExitStack() as stack:
-        target_link = await stack.enter_async_context(linked(target, "target"))
+        target_link = await stack.enter_async_context(linked(target))
         life = await stack.enter_async_context(AsyncExitStack())
         address = await life.enter_async_context(serving(first))
         draft_link = ServiceLink("draft", address, accept)
@@ -214,7 +202,7 @@ async def test_a_target_that_always_forgets_is_given_up() -> None:
 
 @pytest.mark.parametrize("mischief", [Mischief.LOST, Mischief.BROKEN, Mischief.FROZEN])
 async def test_a_lost_target_gets_the_session_again(mischief: Mischief) -> None:
-    """A target whose stream breaks, or which leaves a request unanswered, costs no token and no request."""
+    """A target that loses the session, breaks its link or leaves a request unanswered costs no token and no request."""
     async with pair_of() as pair:
         pair.target.mischief, pair.timeouts = {4: mischief}, TargetTimeouts(RoundDeadline(0.05, 0.1), answer_s=0.1)
         rounds = await pair.run()
@@ -269,10 +257,10 @@ async def test_a_service_of_the_other_kind_does_not_fit() -> None:
 
 async def test_a_service_of_another_version_does_not_fit() -> None:
     """Both versions are named."""
-    draft = DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(), protocol_version=2)
+    draft = DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(), protocol_version=1)
     async with serving(draft) as address:
         link = ServiceLink("draft", address, accept)
         assert await link.settled(5)
-        assert "speaks version 2 of the protocol, but version 1 is needed" in str(link.mismatch)
+        assert "speaks version 1 of the protocol, but version 2 is needed" in str(link.mismatch)
         assert isinstance(link.mismatch, WrongService)
         await link.close()

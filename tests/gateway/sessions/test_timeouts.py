@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.sessions.stream import Deadline, RetryBudget, RoundDeadline
+from gateway.sessions.session import RetryBudget, RoundDeadline
 from outrider.errors import PeerLost
 
 FAULT = PeerLost("The target service at here was lost")
@@ -42,15 +42,3 @@ def test_a_round_deadline_follows_the_answers_within_its_bounds() -> None:
     for _ in range(100):
         deadline.observe(1000.0)
     assert deadline.seconds() == 30.0
-
-
-async def test_a_requests_own_end_is_told_from_a_fault() -> None:
-    """What is left is the timeout of calls; when nothing is left, a call that fails says nothing of a service."""
-    assert not Deadline.after(None).has_come
-    assert Deadline.after(None).left_s() is None
-    left_s = Deadline.after(5.0).left_s()
-    assert left_s is not None
-    assert 4.0 < left_s <= 5.0
-    assert not Deadline.after(5.0).has_come
-    assert Deadline.after(0.0).has_come
-    assert Deadline.after(-1.0).left_s() == 0.0

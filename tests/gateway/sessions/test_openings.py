@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 from support.markov import NUM_TOKENS, MarkovModel
-from support.markov_services import DraftServicer, serving
+from support.markov_services import DraftServicer, linked
 
 from gateway.rounds.round import TokenLog
-from gateway.sessions.draft import DraftStream
-from gateway.sessions.link import ServiceLink
+from gateway.sessions.draft import DraftOpening
 from outrider.errors import ProtocolViolation
 from outrider.parameters import Acceptance, Rule, SamplingParameters, SessionSpec
 from outrider.token_tree import TokenTree
@@ -33,16 +32,10 @@ async def proposed(rule: Rule, *, draft_logprobs: bool = False, **proposal: obje
     """The tree of the proposal, for a request that may have asked for log-probabilities."""
     spec = SessionSpec(PROMPT, 2, SamplingParameters(), 9, 60, frozenset({0}), frozenset(), Acceptance(rule=rule))
     spec = replace(spec, draft_logprobs=draft_logprobs)
-    async with serving(DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel())) as address:
-        link = ServiceLink("draft", address, lambda _: None)
-        assert await link.settled(5)
-        stream = DraftStream(link, spec, TokenLog(PROMPT), "", None)
+    async with linked(DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel())) as link:
+        opening = DraftOpening(link, spec, TokenLog(PROMPT), b"0123456789abcdef", "")
         tree = types_pb2.TokenTree(token_ids=[1, 2], **proposal)  # type: ignore[arg-type]
-        try:
-            return stream.proposal(draft_pb.ProposeResponse(proposal=tree), 4, 0, 0).tree
-        finally:
-            await stream.close()
-            await link.close()
+        return opening.proposal(draft_pb.ProposeResponse(proposal=tree), 4, 0, 0).tree
 
 
 @pytest.mark.parametrize("rule", WITH_DISTRIBUTIONS)
