@@ -7,6 +7,7 @@ that a round accepts is committed, so that two rules are compared in the same pl
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from bench.common import spec_of
 from draft_service.drafters.model_drafter import MODEL, DraftTask, ModelDrafter, noise_of
@@ -147,7 +148,7 @@ def hop_bytes(tree: TokenTree, base_len: int) -> int:
     proposed = draft_pb.ProposeResponse(fence=fence, proposal=proposal, cached_len=base_len, times=times)
     stepping = target_pb.VerifyRequest(fence=fence, step=step)
     decided = target_pb.VerifyResponse(fence=fence, verdict=verdict, cached_len=base_len, times=times)
-    sender = {"instance_id": INSTANCE_ID, "numerics_id": NUMERICS_ID}
+    sender: dict[str, Any] = {"instance_id": INSTANCE_ID, "numerics_id": NUMERICS_ID}
     draft_bytes = draft_pb.DraftServiceLinkRequest(requests=[advancing]).ByteSize()
     draft_bytes += draft_pb.DraftServiceLinkResponse(responses=[proposed], **sender).ByteSize()
     target_bytes = target_pb.TargetServiceLinkRequest(requests=[stepping]).ByteSize()

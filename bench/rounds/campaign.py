@@ -130,11 +130,11 @@ async def pings(
         started_ns = time.perf_counter_ns()
         try:
             await call.write(frame(requests=[request(fence=fence, **content)]))
-            response = await call.read()
+            response: Any = await call.read()
         except grpc.aio.AioRpcError as error:
             raise error_from(error) from None
         passed_ms = (time.perf_counter_ns() - started_ns) / 1e6
-        answers = response.responses if isinstance(response, Message) else []
+        answers = [] if response is grpc.aio.EOF else response.responses
         if [answer.WhichOneof("answer") for answer in answers] != [expected]:
             raise ProtocolViolation(f"a link was to answer with a {expected}, but said {response}")
         return passed_ms

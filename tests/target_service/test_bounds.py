@@ -1,4 +1,4 @@
-"""What bounds clients of a target service: unread answers, links, rollbacks that wait; and what they leave."""
+"""What bounds clients of a target service: links, and rollbacks that wait; and what they leave."""
 
 import asyncio
 import threading
@@ -22,27 +22,6 @@ async def block(service: RunningModelService) -> tuple["asyncio.Future[object]",
     blocked = service.worker.call(lambda: (entered.set(), gate.wait(PATIENCE_S)))
     await asyncio.to_thread(entered.wait, PATIENCE_S)
     return blocked, gate
-
-
-async def test_a_session_that_repeats_more_than_is_read_ends(
-    client: TargetClient, service: RunningModelService
-) -> None:
-    """With RESOURCE_EXHAUSTED behind the answers that it may have; the others of its link are served."""
-    spec = spec_of(PROMPT, 300, eos=())
-    await client.open(spec, plain_budget=255)
-    for number in range(256):
-        assert (await client.verdict())[0] == len(PROMPT) + number
-    # The device cannot rest between the messages of one frame.
-    await client.send(*[client.stepping(1, len(PROMPT)) for _ in range(15)])
-    other = client.beside()
-    for number in range(2048):
-        assert (await client.verdict())[0] == len(PROMPT) + number % 256
-    with pytest.raises(Overloaded, match="the session has 2048 answers that its client has not taken"):
-        await client.read()
-    assert len(service.table) == 0
-    await other.open(spec_of(PROMPT))
-    await other.verdict()
-    await other.close(1)
 
 
 async def test_links_are_bounded(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,54 +10,21 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 from structlog.testing import capture_logs
-from support.basics import PATIENCE_S, check_empty, eventually, held, spec_of
-from support.session_clients import TargetClient, channel_to
-from support.tiny_models import SETTINGS, write_tiny_model
+from support.basics import PATIENCE_S, eventually, held, spec_of
+from support.session_clients import TargetClient
 
 from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded
-from outrider.model_service.link import FRAME_BYTES, MAX_OF_SESSION, MAX_PART_TOKENS, MAX_UNFINISHED_FRAMES, OpenParts
-from outrider.model_service.server import LoadedModel, RunningModelService, load_model
-from outrider.model_service.session_store import (
-    MAX_UNSENT,
-    MAX_UNSENT_OF_SESSION,
-    Outbox,
-    Outboxes,
-    SessionAnswer,
-)
-from outrider.rpc.fencing import ComputeTimes, Fence
+from outrider.model_service.link import FRAME_BYTES, MAX_OF_SESSION, MAX_UNFINISHED_FRAMES
+from outrider.model_service.server import RunningModelService
+from outrider.model_service.session_store import MAX_UNSENT
+from outrider.rpc.fencing import Fence
 from outrider.rpc.messages import logprobs_from
 from outrider.v1 import target_service_pb2 as target_pb
 from outrider.v1 import types_pb2 as pb
-from target_service.server import start_with
 from target_service.sessions import TargetSessions
 
 SPECS = [spec_of((5, 17, 200, 3, 90, number), 40, seed=number, eos=(), temperature=0.5) for number in range(64)]
 LONG = spec_of([number % 251 + 1 for number in range(300)], 400, eos=())
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    folder = write_tiny_model(tmp_path_factory.mktemp("tiny") / "m", "llama", vocab_size=257, context_len=640)
-    return load_model(replace(SETTINGS, model=str(folder), dtype="float32"))
-
-
-@pytest.fixture
-async def service(model: LoadedModel) -> AsyncIterator[RunningModelService]:
-    running = await start_with(model, SETTINGS)
-    yield running
-    await running.stop(0)
-    check_empty(running.runner.pool)
-
-
-@pytest.fixture
-async def channel(service: RunningModelService) -> AsyncIterator[grpc.aio.Channel]:
-    async with channel_to(service.address) as opened:
-        yield opened
-
-
-@pytest.fixture
-def client(channel: grpc.aio.Channel) -> TargetClient:
-    return TargetClient(channel)
 
 
 async def tokens_of(client: TargetClient, requests: Sequence[Message]) -> dict[bytes, int]:
@@ -247,19 +213,18 @@ async def test_a_session_whose_answers_pile_up_ends_and_the_link_goes_on(
     await eventually(lambda: len(gateway.answers) == 257)
     gateway.may_read.clear()
     gateway.answers.clear()
-    for _ in range(2):
-        # The writer waits with the first answer, and those behind it pile up.
-        gateway.send(other.stepping(1, 6), *[client.stepping(1, 6)] * 15)
+    # Each asks for all 256 verdicts again.
+    gateway.send(*[client.stepping(1, 6)] * 15)
     await eventually(lambda: service.table.get(client.session_id) is None)
     gateway.send(other.stepping(1, 7))
     gateway.may_read.set()
-    await eventually(lambda: any(answer.fence.base_len == 7 for answer in gateway.answers[-1:]))
-    assert (gateway.answers[-1].fence.session_id, len(service.table)) == (other.session_id, 1)
-    own = [answer for answer in gateway.answers if answer.fence.session_id == client.session_id]
-    assert {answer.WhichOneof("answer") for answer in own[:MAX_UNSENT_OF_SESSION]} == {"verdict"}
-    errors = [answer.error for answer in own if answer.HasField("error")]
-    assert [error.reason for error in errors] == [Overloaded.reason]
-    assert f"the session has {MAX_UNSENT_OF_SESSION} answers that its client has not taken" in errors[0].message
+    await eventually(lambda: [answer.fence for answer in gateway.answers[-1:]] == [other.fence(1, 7)])
+    *verdicts, failure, others = gateway.answers
+    assert [answer.fence.base_len for answer in verdicts] == [6 + number % 256 for number in range(2048)]
+    assert failure.fence.session_id == client.session_id
+    assert failure.error.reason == Overloaded.reason
+    assert "the session has 2048 answers that its client has not taken" in failure.error.message
+    assert (others.HasField("verdict"), len(service.table)) == (True, 1)
     gateway.frames.put_nowait(None)
     await gateway.end()
 
@@ -303,110 +268,6 @@ async def test_a_stopped_device_ends_the_link(client: TargetClient, service: Run
     gateway.send(client.opening(SPECS[0]))
     with pytest.raises(NotReady, match="the service is stopping"):
         await gateway.end()
-
-
-async def test_an_open_in_parts_is_an_open(client: TargetClient) -> None:
-    """Whatever comes between them, and if some come again: the verdict is that of the same open in one piece."""
-    whole, parted = client.beside(), client.beside()
-    await whole.open(LONG)
-    expected = (await whole.read()).verdict
-    parts = [parted.request(parted.fence(1, 300), part=_part(start, 100)) for start in (0, 100)]
-    await parted.send(*parts, whole.stepping(1, 301), parts[1])
-    await whole.verdict()
-    await parted.open(LONG, part_len=200)
-    assert (await parted.read()).verdict == expected
-    await parted.part(2, 300, 0, LONG.token_ids[:100])
-    await parted.part(2, 300, 0, LONG.token_ids[:250])
-    await parted.open(LONG, epoch=2, part_len=250)
-    again = (await parted.read()).verdict
-    assert (again.next_token_id, list(again.accepted_rows)) == (expected.next_token_id, [])
-
-
-def _part(start: int, length: int) -> pb.OpenPart:
-    return pb.OpenPart(start=start, token_ids=LONG.token_ids[start : start + length])
-
-
-@pytest.mark.parametrize(
-    "before",
-    [
-        [],
-        [_part(0, 100)],
-        [_part(0, 100), _part(150, 50)],
-        [_part(100, 100)],
-        [_part(0, 100), _part(100, 100), _part(200, 50)],
-        [_part(0, 100), _part(100, 100), pb.CloseSession()],
-    ],
-    ids=["none", "the last", "a gap", "the first", "too many", "closed"],
-)
-async def test_an_open_whose_parts_are_not_all_there_asks_for_tokens(
-    client: TargetClient, before: Sequence[pb.OpenPart | pb.CloseSession]
-) -> None:
-    """Nothing is held then, and what came of them is forgotten."""
-    for message in before:
-        action = {"close": message} if isinstance(message, pb.CloseSession) else {"part": message}
-        await client.send(client.request(client.fence(1, 300), **action))
-    for part_len in (200, 100):
-        await client.open(LONG, part_len=part_len)
-        response = await client.read()
-        assert (response.WhichOneof("answer"), response.tokens_wanted.known_len) == ("tokens_wanted", 0)
-    assert (await client.info()).session_count == 0
-    await client.open(LONG, epoch=2)
-    assert (await client.verdict())[0] == 300
-
-
-async def test_parts_belong_to_their_fence_and_link(client: TargetClient, channel: grpc.aio.Channel) -> None:
-    """Those of another epoch, length, session or link are not those of an open."""
-    await client.part(1, 300, 0, LONG.token_ids[:100])
-    stranger = TargetClient(channel, client.session_id)
-    for opener, spec, epoch in (
-        (client.beside(), LONG, 1),
-        (stranger, LONG, 1),
-        (client, replace(LONG, token_ids=LONG.token_ids[:299], prompt_len=299), 1),
-    ):
-        await opener.open(spec, epoch=epoch, part_len=100)
-        assert (await opener.read()).HasField("tokens_wanted")
-    await client.part(1, 300, 0, LONG.token_ids[:100])
-    await client.open(LONG, epoch=2, part_len=100)
-    assert (await client.read()).HasField("tokens_wanted")
-    await client.part(3, 300, 0, LONG.token_ids[:100])
-    await client.open(LONG, epoch=3, part_len=100)
-    assert (await client.verdict())[0] == 300
-
-
-async def test_a_part_with_too_many_tokens_is_refused(client: TargetClient) -> None:
-    """By field, value and limit, and the parts before it are forgotten; another open in parts goes on."""
-    other = client.beside()
-    for each in (client, other):
-        await each.part(1, 300, 0, LONG.token_ids[:200])
-    await client.part(1, 300, 200, LONG.token_ids[200:])
-    message = "part.token_ids is '300 tokens', but must be fewer than base_len 300 tokens, with those before"
-    with pytest.raises(InvalidRequest, match=message):
-        await client.read()
-    await client.open(LONG, part_len=200)
-    assert (await client.read()).HasField("tokens_wanted")
-    await other.open(LONG, part_len=200)
-    assert (await other.verdict())[0] == 300
-
-
-def test_the_tokens_of_parts_are_bounded() -> None:
-    """Of all opens of a link; a session that is refused has none, and what is taken or forgotten makes room."""
-    parts, length = OpenParts(), MAX_PART_TOKENS // 4
-    fences = [Fence(bytes([number] * 16), 1, MAX_PART_TOKENS) for number in range(6)]
-    quarter = pb.OpenPart(token_ids=range(length))
-    # The first comes again, and takes no more room for it.
-    for fence in (*fences[:4], fences[0]):
-        parts.add(fence, quarter)
-    for fence, start in ((fences[4], 0), (fences[0], length)):
-        with pytest.raises(Overloaded, match=f"opens on their way have {MAX_PART_TOKENS} tokens") as caught:
-            parts.add(fence, pb.OpenPart(start=start, token_ids=[1]))
-        assert caught.value.metadata == {"limit": str(MAX_PART_TOKENS)}
-        assert parts.take(fence) == ()
-    parts.forget(fences[1].session_id)
-    assert len(parts.take(fences[2])) == length
-    for fence in (fences[0], fences[4], fences[5]):
-        parts.add(fence, quarter)
-    with pytest.raises(Overloaded):
-        parts.add(fences[1], pb.OpenPart(token_ids=[1]))
 
 
 async def test_a_link_that_breaks_leaves_all_its_sessions_to_the_next_one(
@@ -459,68 +320,3 @@ async def test_a_draining_service_ends_each_link_when_it_has_no_session(
     assert (await busy.verdict())[0] == 8
     await busy.close(1)
     await busy.drain()
-
-
-def _answer(session_id: bytes, number: int, error: OutriderError | None = None) -> SessionAnswer[None]:
-    return SessionAnswer(Fence(session_id, 1, number), None, 0, 0, ComputeTimes(), error)
-
-
-async def test_answers_come_in_order_from_any_thread() -> None:
-    """Those of another thread wake the loop where it rests, and none is lost between two looks."""
-    outboxes = Outboxes()
-    outbox: Outbox = Outbox(outboxes)
-
-    def fill() -> None:
-        for number in range(2000):
-            outbox.put(_answer(bytes(16), number))
-            if number % 3 == 0:
-                outboxes.flush()
-        outbox.end()
-        outboxes.flush()
-
-    thread = threading.Thread(target=fill)
-    thread.start()
-    got = list[int]()
-    async with asyncio.timeout(PATIENCE_S):
-        while answers := await outbox.take():
-            got += [answer.fence.base_len for answer in answers]
-    thread.join()
-    assert got == list(range(2000))
-    assert not outbox.overflow.done()
-
-
-async def test_nobody_is_woken_before_the_device_rests() -> None:
-    """So all of a step is taken at once; a pong does not wait, and takes with it what is there."""
-    outboxes = Outboxes()
-    outbox: Outbox = Outbox(outboxes)
-    taking = asyncio.ensure_future(outbox.take())
-    await asyncio.sleep(0)
-    for number in range(5):
-        outbox.put(_answer(bytes(16), number))
-        await asyncio.sleep(0)
-    assert not taking.done()
-    outboxes.flush()
-    assert [answer.fence.base_len for answer in await asyncio.wait_for(taking, PATIENCE_S)] == [0, 1, 2, 3, 4]
-    taking = asyncio.ensure_future(outbox.take())
-    await asyncio.sleep(0)
-    outbox.pong(Fence(bytes(16), 1, 9))
-    assert [answer.fence.base_len for answer in await asyncio.wait_for(taking, PATIENCE_S)] == [9]
-
-
-async def test_an_outbox_is_bounded() -> None:
-    """What one session or all have too much is dropped; the session is told once, the link in an error."""
-    outbox: Outbox = Outbox(Outboxes())
-    for number in range(MAX_UNSENT_OF_SESSION + 9):
-        outbox.put(_answer(b"flooded", number))
-    outbox.put(_answer(b"flooded", 0, Overloaded("why")))
-    outbox.put(_answer(b"other", 0))
-    assert (outbox.take_flooded(), outbox.take_flooded()) == ({b"flooded"}, set())
-    answers = await outbox.take()
-    assert [answer.fence.base_len for answer in answers[:-2]] == list(range(MAX_UNSENT_OF_SESSION))
-    assert [answer.error is None for answer in answers[-2:]] == [False, True]
-    for number in range(MAX_UNSENT + 9):
-        outbox.put(_answer(number.to_bytes(16), number))
-    outbox.flush()
-    error = await asyncio.wait_for(outbox.overflow, PATIENCE_S)
-    assert str(error) == f"the client has left {MAX_UNSENT} answers of this link unread"
-    assert len(await outbox.take()) == MAX_UNSENT + 1
