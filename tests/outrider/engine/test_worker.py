@@ -189,10 +189,17 @@ async def test_tasks_that_cannot_step_wait_for_a_job() -> None:
 
 
 async def test_it_rests_behind_the_jobs_and_behind_each_step() -> None:
-    """Not between the jobs that waited together; so what all of them have to say leaves at once, and so of a step."""
+    """Not between the jobs that waited together, so that what all of them have to say leaves at once, as of a step."""
     diary, gate, task = list[str](), threading.Event(), Counting(2)
-    machine = Machine(before_step=lambda: diary.append("step"))
+    machine = Machine()
     worker = DeviceWorker[Counting](machine.advance, rest=lambda: diary.append("rest"))
+
+    def begin_step() -> None:
+        diary.append("step")
+        # What comes meanwhile does not hold up what the step has to say.
+        worker.post(partial(diary.append, f"job of step {task.made}"))
+
+    machine.before_step = begin_step
     blocked = worker.call(gate.wait)
     for number in range(3):
         worker.post(partial(diary.append, f"job {number}"))
@@ -202,7 +209,8 @@ async def test_it_rests_behind_the_jobs_and_behind_each_step() -> None:
     await eventually(lambda: task.done)
     await worker.close()
     order = [entry for entry, _ in groupby(diary)]
-    assert order == ["job 0", "job 1", "job 2", "rest", "step", "rest", "step", "rest"]
+    first, second = (["step", "rest", f"job of step {number}", "rest"] for number in range(2))
+    assert order == ["job 0", "job 1", "job 2", "rest", *first, *second]
 
 
 async def test_it_rests_behind_what_its_end_has_to_say() -> None:
