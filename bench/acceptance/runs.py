@@ -7,6 +7,7 @@ that a round accepts is committed, so that two rules are compared in the same pl
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from bench.common import spec_of
 from draft_service.drafters.model_drafter import MODEL, DraftTask, ModelDrafter, noise_of
@@ -39,7 +40,7 @@ AT_A_TIME = 25
 SESSION_ID = bytes(range(16))
 INSTANCE_ID = 2**64 - 1
 NUMERICS_ID = "cpu-bfloat16-native-v4"
-TIMES = ComputeTimes(queue_us=999, compute_us=99_999, forward_count=9)
+TIMES = ComputeTimes(queue_us=999, compute_us=99_999, forward_count=9, row_count=99)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +133,10 @@ def opened(runner: ModelRunner, token_ids: Sequence[int]) -> Session:
 def hop_bytes(tree: TokenTree, base_len: int) -> int:
     """Bytes of the larger hop, request and answer together, of a round that proposes a tree behind base_len tokens.
 
-    All of the tree is accepted, and so was all of the round before. The messages are those of gateway and services.
+    All of the tree is accepted, and so was all of the round before. Each message has a frame of its link to itself.
     """
     request = Fence(SESSION_ID, 9, base_len)
-    fence, answer = messages.fence_message(request), messages.fence_message(request, INSTANCE_ID)
+    fence = messages.fence_message(request)
     proposal, times = messages.tree_message(tree), messages.times_message(TIMES)
     tokens = (*tree.token_ids, *tree.token_ids[-1:])
     verdict = target_pb.Verdict(
@@ -143,14 +144,15 @@ def hop_bytes(tree: TokenTree, base_len: int) -> int:
     )
     advance = draft_pb.DraftAdvance(token_ids=tokens, draft_count=len(tree))
     step = target_pb.TargetStep(proposal=proposal, plain_budget=len(tree))
-    draft_bytes = draft_pb.ProposeRequest(fence=fence, advance=advance).ByteSize()
-    draft_bytes += draft_pb.ProposeResponse(
-        fence=answer, proposal=proposal, cached_len=base_len, numerics_id=NUMERICS_ID, times=times
-    ).ByteSize()
-    target_bytes = target_pb.VerifyRequest(fence=fence, step=step).ByteSize()
-    target_bytes += target_pb.VerifyResponse(
-        fence=answer, verdict=verdict, cached_len=base_len, numerics_id=NUMERICS_ID, times=times
-    ).ByteSize()
+    advancing = draft_pb.ProposeRequest(fence=fence, advance=advance)
+    proposed = draft_pb.ProposeResponse(fence=fence, proposal=proposal, cached_len=base_len, times=times)
+    stepping = target_pb.VerifyRequest(fence=fence, step=step)
+    decided = target_pb.VerifyResponse(fence=fence, verdict=verdict, cached_len=base_len, times=times)
+    sender: dict[str, Any] = {"instance_id": INSTANCE_ID, "numerics_id": NUMERICS_ID}
+    draft_bytes = draft_pb.DraftServiceLinkRequest(requests=[advancing]).ByteSize()
+    draft_bytes += draft_pb.DraftServiceLinkResponse(responses=[proposed], **sender).ByteSize()
+    target_bytes = target_pb.TargetServiceLinkRequest(requests=[stepping]).ByteSize()
+    target_bytes += target_pb.TargetServiceLinkResponse(responses=[decided], **sender).ByteSize()
     return max(draft_bytes, target_bytes)
 
 

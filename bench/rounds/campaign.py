@@ -44,7 +44,7 @@ from outrider.v1 import types_pb2 as pb
 from outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from outrider.v1.target_service_pb2_grpc import TargetServiceStub
 
-PINGS = 20  # on each stream in a cycle
+PINGS = 20  # on each link in a cycle
 
 
 class Campaign:
@@ -119,8 +119,9 @@ class Campaign:
 async def pings(
     channel: grpc.aio.Channel, role: str, spec: SessionSpec
 ) -> AsyncIterator[Callable[[], Awaitable[float]]]:
-    """Opens a session of a service without a gateway, and yields what pings it: milliseconds to an empty answer."""
+    """Opens a session of a service on a link without a gateway, and yields what pings it: milliseconds to a pong."""
     call: Any
+    frame: Any
     request: Any
     session = messages.open_message(spec, spec.token_ids)
     fence = pb.Fence(session_id=os.urandom(16), epoch=1, base_len=spec.prompt_len)
@@ -128,25 +129,28 @@ async def pings(
     async def ask(expected: str, **content: Message) -> float:
         started_ns = time.perf_counter_ns()
         try:
-            await call.write(request(fence=fence, **content))
-            response = await call.read()
+            await call.write(frame(requests=[request(fence=fence, **content)]))
+            response: Any = await call.read()
         except grpc.aio.AioRpcError as error:
             raise error_from(error) from None
         passed_ms = (time.perf_counter_ns() - started_ns) / 1e6
-        if not isinstance(response, Message) or response.WhichOneof("answer") != expected:
-            raise ProtocolViolation(f"a session's stream was to answer with a {expected}, but said {response}")
+        answers = [] if response is grpc.aio.EOF else response.responses
+        if [answer.WhichOneof("answer") for answer in answers] != [expected]:
+            raise ProtocolViolation(f"a link was to answer with a {expected}, but said {response}")
         return passed_ms
 
     if role == TARGET:
-        call, request = TargetServiceStub(channel).Verify(), target_pb.VerifyRequest
+        call, request = TargetServiceStub(channel).Link(), target_pb.VerifyRequest
+        frame = target_pb.TargetServiceLinkRequest
         await ask("verdict", open=target_pb.TargetOpen(session=session, step=target_pb.TargetStep()))
         # The first token, which came with the answer.
         fence.base_len += 1
     else:
-        call, request = DraftServiceStub(channel).Propose(), draft_pb.ProposeRequest
+        call, request = DraftServiceStub(channel).Link(), draft_pb.ProposeRequest
+        frame = draft_pb.DraftServiceLinkRequest
         await ask("proposal", open=draft_pb.DraftOpen(session=session))
     yield lambda: ask("pong", ping=pb.Ping())
-    await call.write(request(fence=fence, close=pb.CloseSession()))
+    await call.write(frame(requests=[request(fence=fence, close=pb.CloseSession())]))
     await call.done_writing()
     while await call.read() is not grpc.aio.EOF:
         # An answer that was under way is nobody's any more.

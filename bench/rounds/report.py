@@ -47,7 +47,7 @@ def _floors(summary: RoundsSummary) -> str:
                 "engine, 1 row, ms": step.show(".3f"),
                 "engine, 5 rows, ms": summary.step_ms(role, 5).show(".3f"),
                 "engine, 1 row, over floor": f"{step.median / floor_ms:.2f}",
-                "empty ping on a session's stream, ms": summary.time_ms(PING, role).show(".3f"),
+                "empty ping on a link, ms": summary.time_ms(PING, role).show(".3f"),
             }
         )
     header, *rows = [(title, *(column[title] for column in columns)) for title in columns[0]]

@@ -13,7 +13,7 @@ MEMORY, MEMORY_BYTES = "memory", 512 << 20  # the buffer that hardly any cache h
 CONTEXT_LEN = 128  # at which steps are compared with floors, and c and v are taken
 BARE, PLAIN, AUTO = "bare loop", "plain", "auto"
 # What single times are of: reading a buffer, decoder steps in PyTorch's operators and in the engine, and an empty
-# message there and back on a session's stream.
+# message there and back on a link.
 READ, OPERATORS, ENGINE, PING = "torch.sum", "operators", "engine", "ping"
 PROMPTS = tuple(OPENINGS[number] for number in (0, 6, 7, 11))
 

@@ -25,6 +25,7 @@ from outrider.engine.worker import DeviceWorker
 from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded
 from outrider.model_service.servicer import ServiceFacts
 from outrider.model_service.session_store import (
+    MAX_SESSIONS,
     MAX_UNSENT_OF_SESSION,
     PONG,
     Outbox,
@@ -82,9 +83,11 @@ class OpenParts:
             raise InvalidRequest(
                 "part.token_ids", count, f"fewer than base_len {fence.base_len} tokens, with those before"
             )
+        if fence.session_id not in self._parts and len(self._parts) >= MAX_SESSIONS:
+            raise Overloaded(f"{len(self._parts)} opens are on their way on this link already", limit=MAX_SESSIONS)
         if self._num_tokens + len(part.token_ids) > MAX_PART_TOKENS:
-            self.forget(fence.session_id)
             message = f"opens on their way have {self._num_tokens} tokens on this link already"
+            self.forget(fence.session_id)
             raise Overloaded(message, limit=MAX_PART_TOKENS)
         self._num_tokens += len(part.token_ids)
         token_ids += part.token_ids

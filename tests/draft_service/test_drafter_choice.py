@@ -1,6 +1,5 @@
 """Which drafter an open may name: one that the service offers and that serves the session's rule, or none."""
 
-import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -25,7 +24,7 @@ async def client(tmp_path: Path) -> AsyncIterator[DraftClient]:
     folder = write_tiny_model(tmp_path / "tiny", "llama", vocab_size=257)
     running = await start(DraftSettings(str(folder), "127.0.0.1:0", dtype="float32", threads=1, kv_tokens=64))
     async with channel_to(running.address) as channel:
-        yield DraftClient(channel, os.urandom(16))
+        yield DraftClient(channel)
     await running.stop(0)
 
 
@@ -46,6 +45,9 @@ async def test_a_drafter_on_offer_guesses(client: DraftClient, drafter: str, rul
         with pytest.raises(InvalidRequest, match=f"open.drafter is 'coupled', but must be {limit}"):
             await client.read()
         assert (await client.info()).session_count == 0
+        after = client.beside()
+        await open_with(after, "model", rule)
+        assert len((await after.read()).proposal.token_ids) == 2
         return
     await open_with(client, drafter, rule)
     proposal = (await client.read()).proposal

@@ -12,7 +12,6 @@ from draft_service.sessions import DraftSessions, DraftState, Wanted
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ForwardResult, ModelRunner
 from outrider.engine.worker import DeviceWorker
-from outrider.errors import OutriderError
 from outrider.model_service.session_store import LeaseTable, SessionAnswer
 from outrider.rpc.fencing import Fence
 
@@ -21,15 +20,15 @@ SPECS = [spec_of((5, 17, first, 3, 90), 40, seed=first, eos=(), temperature=0.9)
 
 
 async def answers_of(
-    runner: ModelRunner, spoil: Callable[[int, SessionAnswer | OutriderError], None]
-) -> tuple[list[list[SessionAnswer | OutriderError]], list[str]]:
+    runner: ModelRunner, spoil: Callable[[int, SessionAnswer], None]
+) -> tuple[list[Answers], list[str]]:
     """What sessions that begin in one batch get, and what is logged; `spoil` may raise instead of an answer."""
     table = LeaseTable[DraftState](60.0)
     worker = DeviceWorker[DraftTask](ModelDrafter(runner, table.with_room).advance)
     sessions = DraftSessions(runner, table, worker.submit)
 
     class Spoiled(Answers):
-        def put(self, answer: object) -> None:
+        def put(self, answer: SessionAnswer) -> None:
             spoil(next(number for number, each in enumerate(answers) if each is self), answer)
             super().put(answer)
 
@@ -50,7 +49,7 @@ async def answers_of(
     return answers, [line["event"] for line in logs if line["log_level"] == "error"]
 
 
-def _spoil_nothing(_number: int, _answer: SessionAnswer | OutriderError) -> None:
+def _spoil_nothing(_number: int, _answer: SessionAnswer) -> None:
     """Every answer is given."""
 
 
@@ -73,9 +72,8 @@ async def test_only_the_culprit_gets_no_guesses(
     answers, _ = await answers_of(runner, _spoil_nothing)
     for number, [answer] in enumerate(answers):
         if number == culprit:
-            assert str(answer) == "the computation of a step failed"
+            assert str(answer.error) == "the computation of a step failed"
         else:
-            assert isinstance(answer, SessionAnswer)
             assert answer.content is not None
             assert answer.content.token_ids == expected[number]
 
@@ -83,14 +81,13 @@ async def test_only_the_culprit_gets_no_guesses(
 async def test_an_answer_that_cannot_be_given_takes_no_other_with_it(runner: ModelRunner) -> None:
     """All three are ready behind the same forward, which is not made again."""
 
-    def spoil(number: int, answer: SessionAnswer | OutriderError) -> None:
-        if number == 0 and isinstance(answer, SessionAnswer):
+    def spoil(number: int, answer: SessionAnswer) -> None:
+        if number == 0 and answer.error is None:
             raise KeyError("secret of the reply")
 
     expected = [fresh_guesses(runner, spec, DRAFT_COUNT) for spec in SPECS]
     (_, *others), logged = await answers_of(runner, spoil)
     assert logged == ["a step failed"]
     for [answer], guesses in zip(others, expected[1:], strict=True):
-        assert isinstance(answer, SessionAnswer)
         assert answer.content is not None
         assert answer.content.token_ids == guesses

@@ -1,4 +1,4 @@
-"""Pings over a real stream of the draft service."""
+"""Pings over a real link of the draft service."""
 
 from pathlib import Path
 
@@ -17,10 +17,10 @@ async def test_a_ping_is_answered_with_its_fence(folder: Path) -> None:
         client = DraftClient(channel)
         await client.open(spec_of((5, 6, 7), eos=()), 2)
         assert len(await client.guesses()) == 2
-        await client.send(draft_pb.ProposeRequest(fence=client.fence(1, 3), ping=pb.Ping()))
-        fence = client.fence(1, 3)
-        fence.instance_id = running.facts.instance_id
-        assert await client.read() == draft_pb.ProposeResponse(fence=fence, pong=pb.Pong())
+        await client.ping(1, 3)
+        frame = await client.link.frame()
+        assert frame.instance_id == running.facts.instance_id
+        assert list(frame.responses) == [draft_pb.ProposeResponse(fence=client.fence(1, 3), pong=pb.Pong())]
         await client.advance(1, 4, [9], 3)
         assert len(await client.guesses()) == 3
         await client.close(1)

@@ -1,4 +1,4 @@
-"""Tests of the draft service over real streams: the embedded draft, a server on a free port, messages one by one."""
+"""Tests of the draft service over real links: the embedded draft, a server on a free port, messages one by one."""
 
 import asyncio
 import threading
@@ -52,13 +52,14 @@ def client(channel: grpc.aio.Channel) -> DraftClient:
 async def test_rounds_of_a_request(client: DraftClient, service: RunningModelService) -> None:
     """Open, advance with what was accepted and corrected, close: proposals of the asked size, nothing held at last."""
     await client.open(spec_of(PROMPT, 100, eos=()), 4)
-    response = await client.read()
-    assert response.fence == pb.Fence(
-        session_id=client.session_id, epoch=1, base_len=6, instance_id=service.facts.instance_id
-    )
+    frame = await client.link.frame()
+    assert (frame.instance_id, frame.numerics_id) == (service.facts.instance_id, service.runner.numerics_id)
+    [response] = frame.responses
+    assert response.fence == client.fence(1, 6)
     first = list(response.proposal.token_ids)
     assert (len(first), list(response.proposal.parents), response.cached_len) == (4, [], 6)
-    assert (response.times.forward_count, response.numerics_id) == (4, service.runner.numerics_id)
+    # The prompt's rows, and one for each guess but the last.
+    assert (response.times.forward_count, response.times.row_count) == (4, 9)
     await client.advance(1, 9, [*first[:2], 77], 3)
     assert len(await client.guesses()) == 3
     await client.close(1)
@@ -80,7 +81,7 @@ async def test_log_probabilities_travel_when_they_are_asked_for(client: DraftCli
     await client.close(2)
 
 
-async def test_fencing_over_the_stream(client: DraftClient) -> None:
+async def test_fencing_over_the_link(client: DraftClient) -> None:
     """Repeated requests are answered again, stale ones dropped, future ones asked about."""
     await client.open(spec_of(PROMPT, 100, eos=()), 2, epoch=2)
     first = await client.read()
@@ -117,10 +118,10 @@ async def test_rollback_stops_a_running_job(client: DraftClient, service: Runnin
     await client.close(2)
 
 
-async def test_a_broken_stream_leaves_a_lease(
+async def test_a_broken_link_leaves_a_lease(
     client: DraftClient, channel: grpc.aio.Channel, service: RunningModelService
 ) -> None:
-    """A newer epoch on another stream takes the session up."""
+    """A newer epoch on another link takes the session up."""
     await client.open(spec_of(PROMPT, 100, eos=()), 2)
     await client.guesses()
     client.call.cancel()
@@ -133,12 +134,14 @@ async def test_a_broken_stream_leaves_a_lease(
     await again.close(2)
 
 
-async def test_sessions_of_all_sizes_guess_side_by_side(channel: grpc.aio.Channel) -> None:
+@pytest.mark.parametrize("shares_link", [False, True])
+async def test_sessions_of_all_sizes_guess_side_by_side(channel: grpc.aio.Channel, shares_link: bool) -> None:
     """Eight at once give each its own guesses."""
+    shared = DraftClient(channel)
     specs = [spec_of((*PROMPT, *range(9, 9 + n)), 100, seed=n, eos=(), temperature=0.2 * n) for n in range(8)]
 
     async def guesses(number: int) -> list[int]:
-        client = DraftClient(channel)
+        client = shared.beside() if shares_link else DraftClient(channel)
         await client.open(specs[number], number + 1)
         found = await client.guesses()
         await client.close(1)
@@ -164,27 +167,39 @@ BAD_MESSAGES = {
     "negative draft count": opening(draft_count=-1),
     "draft count": opening(draft_count=33),
     "prompt_len": opening(prompt_len=7),
-    "advance first": draft_pb.ProposeRequest(fence=FENCE, advance=draft_pb.DraftAdvance()),
+    "part with all tokens": draft_pb.ProposeRequest(fence=FENCE, part=pb.OpenPart(token_ids=PROMPT)),
     "no action": draft_pb.ProposeRequest(fence=FENCE),
 }
 
 
 @pytest.mark.parametrize("name", BAD_MESSAGES)
 async def test_bad_first_messages_are_refused(name: str, client: DraftClient) -> None:
-    """INVALID_ARGUMENT with the field."""
+    """INVALID_ARGUMENT with the field; the next session on the link is served."""
     await client.send(BAD_MESSAGES[name])
-    with pytest.raises(InvalidRequest) as caught:
-        await client.read()
-    assert caught.value.metadata["field"]
+    [answer] = (await client.link.frame()).responses
+    assert answer.fence == BAD_MESSAGES[name].fence
+    assert (answer.error.reason, bool(answer.error.metadata["field"])) == (InvalidRequest.reason, True)
     assert (await client.info()).session_count == 0
+    await client.open(spec_of(PROMPT), 2)
+    assert len(await client.guesses()) == 2
+    await client.close(1)
+
+
+async def test_messages_before_the_open_are_no_fault(client: DraftClient) -> None:
+    """An advance is asked for all tokens; a close is not answered."""
+    await client.send(client.request(client.fence(1, 6), close=pb.CloseSession()))
+    await client.advance(1, 7, [3], 2)
+    response = await client.read()
+    assert (response.WhichOneof("answer"), response.tokens_wanted.known_len) == ("tokens_wanted", 0)
+    await client.open(spec_of(PROMPT), 2)
+    assert len(await client.guesses()) == 2
+    await client.close(1)
 
 
 @pytest.mark.parametrize(("token_ids", "field"), [([4096], "advance.token_ids.0"), ([1] * 7, "advance.token_ids")])
-async def test_bad_advances_end_their_own_stream_only(
-    token_ids: list[int], field: str, client: DraftClient, channel: grpc.aio.Channel
-) -> None:
-    """A session on another stream goes on."""
-    other = DraftClient(channel)
+async def test_bad_advances_end_their_own_session_only(token_ids: list[int], field: str, client: DraftClient) -> None:
+    """Another one of the link goes on."""
+    other = client.beside()
     await other.open(spec_of(PROMPT), 2)
     await other.guesses()
     await client.open(spec_of(PROMPT), 2)
@@ -193,22 +208,26 @@ async def test_bad_advances_end_their_own_stream_only(
     with pytest.raises(InvalidRequest) as caught:
         await client.read()
     assert caught.value.metadata["field"] == field
+    assert (await client.info()).session_count == 1
     await other.advance(1, 7, [3], 2)
     await other.guesses()
     await other.close(1)
 
 
 async def test_a_full_pool_refuses_one_session(tmp_path: Path) -> None:
-    """The stream ends with CacheFull; the gateway then goes on without a draft."""
+    """The session ends with CacheFull; the gateway then goes on without a draft for it, and the link for the others."""
     folder = write_tiny_model(tmp_path / "tiny", "llama", vocab_size=257)
     running = await start(DraftSettings(str(folder), "127.0.0.1:0", dtype="float32", threads=1, kv_tokens=64))
     async with channel_to(running.address) as channel:
-        first, second = DraftClient(channel), DraftClient(channel)
+        first = DraftClient(channel)
+        second = first.beside()
         await first.open(spec_of(range(1, 50), 200, eos=()), 2)
         await first.guesses()
         await second.open(spec_of(range(101, 150), 200, eos=()), 2)
         with pytest.raises(CacheFull):
             await second.read()
+        await first.advance(1, 50, [3], 2)
+        assert len(await first.guesses()) == 2
         await first.close(1)
         assert running.runner.pool.num_free == running.runner.pool.num_blocks
     await running.stop(0)

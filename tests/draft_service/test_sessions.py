@@ -201,8 +201,8 @@ def test_a_full_pool_refuses_one_session(folder: Path) -> None:
     late = spec_of(range(2, 32), 60, eos=())
     draft.sessions.open(Fence(bytes(16), 1, 30), late, Wanted(2, 0), errors)
     assert len(draft.guesses()) == 2
-    assert [type(error) for error in errors] == [CacheFull]
-    draft.table.leave(draft.session_id, draft.answers)
+    assert [type(answer.error) for answer in errors] == [CacheFull]
+    draft.table.leave(draft.answers)
     draft.sessions.open(Fence(bytes(16), 1, 30), late, Wanted(2, 0), draft.answers)
     assert len(draft.guesses()) == 2
     assert draft.table.get(draft.session_id) is None

@@ -57,7 +57,7 @@ def spec_of(
 
 
 class Answers(list[Any]):
-    """Stands where the outbox of a stream stands: what came, in order."""
+    """Stands where the outbox of a link stands: what came, in order."""
 
     def put(self, answer: object) -> None:
         """Takes an answer."""

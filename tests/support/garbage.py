@@ -73,7 +73,12 @@ def spoil(draw: st.DrawFn, part: Any, field: FieldDescriptor) -> None:
         keys, values = field.message_type.fields_by_name["key"], field.message_type.fields_by_name["value"]
         first, count = draw(SCALARS[keys.type]), draw(st.sampled_from(LENGTHS))
         for number in range(count):
-            value[min(first + number, 2**31 - 1)] = draw(SCALARS[values.type]) if number < 2 else 0.0
+            if isinstance(first, str):
+                # One long name is enough, or the message would be over the limit of any.
+                name = f"{first}0" if number == 0 else str(number)
+            else:
+                name = min(first + number, 2**31 - 1)
+            value[name] = draw(SCALARS[values.type]) if number < 2 else values.default_value
     elif field.is_repeated and field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
         value.extend([field.message_type._concrete_class()] * draw(st.sampled_from((1, 40))))
     elif field.is_repeated:
@@ -111,7 +116,10 @@ SESSION = pb.OpenSession(
     max_len=60,
     eos_token_ids=[0],
     stop_token_ids=[9],
+    trace_context={"tracestate": "a=b"},
 )
+PART = pb.OpenPart(token_ids=SESSION.token_ids[:2])
+PARTED = pb.OpenSession(token_ids=SESSION.token_ids[2:], part_len=2, prompt_len=5, max_len=60)
 
 
 def fence(base_len: int, epoch: int = 1) -> pb.Fence:
@@ -129,6 +137,9 @@ def target_messages() -> list[Message]:
         request(fence=fence(6, epoch=2), step=step),
         request(fence=fence(7), acknowledge=target_pb.Acknowledge(plain_budget=2)),
         request(fence=fence(5), ping=pb.Ping()),
+        request(fence=fence(5), part=PART),
+        request(fence=fence(5, epoch=3), part=PART),
+        request(fence=fence(5, epoch=3), open=target_pb.TargetOpen(session=PARTED, step=step)),
         request(fence=fence(5), close=pb.CloseSession()),
     ]
 
@@ -141,5 +152,8 @@ def draft_messages() -> list[Message]:
         request(fence=fence(6), advance=draft_pb.DraftAdvance(token_ids=[8], draft_count=2)),
         request(fence=fence(6, epoch=2), advance=draft_pb.DraftAdvance(token_ids=[8, 9], draft_count=2)),
         request(fence=fence(5), ping=pb.Ping()),
+        request(fence=fence(5), part=PART),
+        request(fence=fence(5, epoch=3), part=PART),
+        request(fence=fence(5, epoch=3), open=draft_pb.DraftOpen(session=PARTED, draft_count=3)),
         request(fence=fence(5), close=pb.CloseSession()),
     ]

@@ -18,7 +18,6 @@ from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draft_distribution import DraftDistributions, quantise
 from outrider.engine.sampling.draw import DrawInput, draw_from, row_contexts
 from outrider.engine.sampling.transforms import RowContext, transform
-from outrider.errors import OutriderError
 from outrider.model_service.session_store import SessionAnswer
 from outrider.parameters import Acceptance, Rule, SamplingParameters, SessionSpec, TokenLogprob
 from outrider.token_tree import TokenTree
@@ -461,9 +460,8 @@ def all_entries(answers: Sequence[SessionAnswer], spec: SessionSpec) -> Entries:
     return prompt + output
 
 
-def first_entries(answers: Sequence[SessionAnswer | OutriderError]) -> Entries:
+def first_entries(answers: Sequence[SessionAnswer]) -> Entries:
     """The prompt's entries of the first answer."""
-    assert isinstance(answers[0], SessionAnswer)
     assert answers[0].content is not None
     return list(answers[0].content.prompt_logprobs)
 

@@ -50,8 +50,8 @@ class Target:
         """Advances until nothing is to do; returns the answers since the last call, which must not be errors."""
         self.device.run(self.verifier.advance)
         answers, self.answers[:] = list(self.answers), []
-        assert all(isinstance(answer, SessionAnswer) for answer in answers), answers
-        return [answer for answer in answers if isinstance(answer, SessionAnswer)]
+        assert all(answer.error is None for answer in answers), answers
+        return answers
 
     @property
     def held(self) -> TargetState:

@@ -1,8 +1,7 @@
-"""Tests of the target service over real streams: messages that nobody may send, and what they do not disturb."""
+"""Tests of the target service over real links: messages that nobody may send, and what they do not disturb."""
 
 from collections.abc import Callable
 
-import grpc
 import pytest
 from support.basics import spec_of
 from support.session_clients import TargetClient
@@ -41,9 +40,6 @@ BAD_MESSAGES = {
     "base_len past the context": opening(fenced(base_len=4097)),
     "base_len not that of the tokens": opening(fenced(base_len=7)),
     "no action": target_pb.VerifyRequest(fence=fenced()),
-    "step first": target_pb.VerifyRequest(fence=fenced(), step=target_pb.TargetStep()),
-    "acknowledge first": target_pb.VerifyRequest(fence=fenced(), acknowledge=target_pb.Acknowledge()),
-    "close first": target_pb.VerifyRequest(fence=fenced(), close=pb.CloseSession()),
     "token id": changed(lambda session: session.token_ids.__setitem__(2, 4096)),
     "max_len past the context": changed(lambda session: setattr(session, "max_len", 4097)),
     "max_len reached": changed(lambda session: setattr(session, "max_len", 6)),
@@ -64,37 +60,69 @@ BAD_MESSAGES = {
     ),
     "no distributions under ratio": opening(proposal=pb.TokenTree(token_ids=[1])),
     "plain budget": opening(plain_budget=4097),
+    "trace": changed(lambda session: session.trace_context.__setitem__("tracestate", "x" * 8183)),
+    "part with all tokens": target_pb.VerifyRequest(fence=fenced(), part=pb.OpenPart(token_ids=PROMPT)),
 }
 BAD_MESSAGES["no distributions under ratio"].open.session.rule = pb.ACCEPTANCE_RULE_RATIO
+# What an open's proposal has to fit is only looked at where the open is taken; one that comes again is answered again.
+REPEATED_OPENS = {"depth", "distributions under match", "no distributions under ratio"}
 BAD_MESSAGES["depth"].open.step.proposal.token_ids.extend([1, 2, 3])
 
 
 @pytest.mark.parametrize("name", BAD_MESSAGES)
-async def test_bad_messages_end_their_own_stream_only(
-    name: str, client: TargetClient, channel: grpc.aio.Channel
-) -> None:
-    """INVALID_ARGUMENT with field, value and limit; a session on another stream goes on."""
-    other = TargetClient(channel)
+async def test_bad_messages_open_nothing_and_harm_nobody(name: str, client: TargetClient) -> None:
+    """INVALID_ARGUMENT with field, value and limit, with the message's fence; a session on the same link goes on."""
+    other = client.beside()
     await other.open(spec_of(PROMPT))
     await other.verdict()
     await client.send(BAD_MESSAGES[name])
-    with pytest.raises(InvalidRequest) as caught:
-        await client.read()
-    assert caught.value.metadata.keys() >= {"field", "value", "limit"}
-    assert await client.call.code() == grpc.StatusCode.INVALID_ARGUMENT
+    [answer] = (await client.link.frame()).responses
+    assert answer.fence == BAD_MESSAGES[name].fence
+    assert answer.error.reason == InvalidRequest.reason
+    assert answer.error.metadata.keys() >= {"field", "value", "limit"}
     await other.step(1, 7)
-    await other.verdict()
+    assert (await other.verdict())[0] == 7
     await other.close(1)
     assert (await other.info()).session_count == 0
 
 
-async def test_one_stream_carries_one_session(client: TargetClient) -> None:
-    """A message about another session ends it."""
+@pytest.mark.parametrize("name", BAD_MESSAGES)
+async def test_bad_messages_end_their_own_session_only(name: str, client: TargetClient) -> None:
+    """One that is open: it is gone, unless the message's fence is no session's or of an older epoch."""
+    own, other = client.beside(bytes(16)), client.beside()
+    for each in (own, other):
+        await each.open(spec_of(PROMPT))
+        await each.verdict()
+    await own.settle(BAD_MESSAGES[name])
+    spared = {"session id", "epoch", *REPEATED_OPENS}
+    assert (await own.info()).session_count == (2 if name in spared else 1)
+    await other.step(1, 7)
+    assert (await other.verdict())[0] == 7
+    await other.close(1)
+    await own.close(1)
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        lambda client: client.stepping(1, 6),
+        lambda client: client.request(client.fence(1, 6), acknowledge=target_pb.Acknowledge()),
+        lambda client: client.request(client.fence(1, 6), close=pb.CloseSession()),
+    ],
+)
+async def test_messages_before_the_open_are_no_fault(
+    client: TargetClient, request_of: Callable[[TargetClient], target_pb.VerifyRequest]
+) -> None:
+    """A step is asked for all tokens; acknowledgement and close are not answered; nothing is held."""
+    request = request_of(client)
+    await client.settle(request)
+    assert (await client.info()).session_count == 0
     await client.open(spec_of(PROMPT))
-    await client.verdict()
-    await client.send(opening(fenced(session_id=bytes(range(16)))))
-    with pytest.raises(InvalidRequest, match="session_id"):
-        await client.read()
+    if request.HasField("step"):
+        response = await client.read()
+        assert (response.WhichOneof("answer"), response.tokens_wanted.known_len) == ("tokens_wanted", 0)
+    assert (await client.verdict())[0] == 6
+    await client.close(1)
 
 
 async def test_a_step_after_the_end_is_a_violation(client: TargetClient) -> None:
@@ -107,3 +135,7 @@ async def test_a_step_after_the_end_is_a_violation(client: TargetClient) -> None
     await client.step(1, 7)
     with pytest.raises(ProtocolViolation):
         await client.read()
+    after = client.beside()
+    await after.open(spec_of(PROMPT))
+    assert (await after.verdict())[0] == 6
+    await after.close(1)

@@ -1,4 +1,4 @@
-"""What bounds clients of a target service: unread answers, streams, rollbacks that wait; and what they leave."""
+"""What bounds clients of a target service: links, and rollbacks that wait; and what they leave."""
 
 import asyncio
 import threading
@@ -11,7 +11,7 @@ from support.session_clients import TargetClient, channel_to
 from support.tiny_models import PROMPT, SETTINGS
 
 from outrider.errors import Overloaded
-from outrider.model_service import servicer, session_stream
+from outrider.model_service import link, servicer
 from outrider.model_service.server import LoadedModel, RunningModelService
 from target_service.server import start_with
 
@@ -24,38 +24,9 @@ async def block(service: RunningModelService) -> tuple["asyncio.Future[object]",
     return blocked, gate
 
 
-async def read_to_the_end(client: TargetClient) -> None:
-    """Reads whatever comes; raises what ends the stream."""
-    while True:
-        await client.read()
-
-
-async def test_a_client_that_repeats_and_never_reads_is_given_up(
-    client: TargetClient, channel: grpc.aio.Channel, service: RunningModelService
-) -> None:
-    """Its job and its stream end with RESOURCE_EXHAUSTED, its session is on a lease, and others are served."""
-    spec = spec_of(PROMPT, 300, eos=())
-    await client.open(spec, plain_budget=255)
-    await eventually(lambda: all(len(held.verdicts) == 256 for held in service.table) and len(service.table) == 1)
-    blocked, gate = await block(service)
-    for _ in range(15):
-        await client.step(1, len(PROMPT))
-    await eventually(lambda: service.worker.num_waiting == 15)
-    gate.set()
-    await blocked
-    await eventually(lambda: service.table.num_leased == 1)
-    other = TargetClient(channel)
-    await other.open(spec_of(PROMPT))
-    await other.verdict()
-    await other.close(1)
-    with pytest.raises(Overloaded, match="has left 2048 answers of this stream unread"):
-        await read_to_the_end(client)
-    assert await client.call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-async def test_streams_are_bounded(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_links_are_bounded(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """One too many is refused by name, and one that ends makes room."""
-    monkeypatch.setattr(session_stream, "MAX_STREAMS", 2)
+    monkeypatch.setattr(link, "MAX_LINKS", 2)
     running = await start_with(model, SETTINGS)
     async with channel_to(running.address) as channel:
         clients = [TargetClient(channel) for _ in range(2)]
@@ -63,9 +34,12 @@ async def test_streams_are_bounded(model: LoadedModel, monkeypatch: pytest.Monke
             await client.open(spec_of(PROMPT))
             await client.verdict()
         late = TargetClient(channel)
-        with pytest.raises(Overloaded, match="2 sessions have a stream already"):
+        with pytest.raises(Overloaded, match="2 gateways have a link already"):
             await late.read()
+        assert await late.call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         await clients[0].close(1)
+        await clients[0].call.done_writing()
+        await clients[0].drain()
         again = TargetClient(channel)
         await again.open(spec_of(PROMPT))
         await again.verdict()

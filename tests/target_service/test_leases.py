@@ -1,4 +1,4 @@
-"""Tests of the target service over real streams: streams that break, leases, and who is evicted for want of room."""
+"""Tests of the target service over real links: links that break, leases, and who is evicted for want of room."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +16,10 @@ from target_service.server import start, start_with
 
 
 @pytest.mark.parametrize("end", ["cancel", "half-close"])
-async def test_a_broken_stream_leaves_a_lease(
+async def test_a_broken_link_leaves_a_lease(
     client: TargetClient, channel: grpc.aio.Channel, service: RunningModelService, end: str
 ) -> None:
-    """Its job stops, its cache stays, and a newer epoch on another stream finds it."""
+    """Its job stops, its cache stays, and a newer epoch on another link finds it."""
     await client.open(spec_of(PROMPT, 400, eos=()), plain_budget=200)
     tokens = list(PROMPT)
     for _ in range(3):
@@ -52,7 +52,7 @@ async def test_a_lease_ends_by_itself(model: LoadedModel) -> None:
     await running.stop(0)
 
 
-async def test_a_stream_that_was_overtaken_does_no_harm(client: TargetClient, channel: grpc.aio.Channel) -> None:
+async def test_a_link_that_was_overtaken_does_no_harm(client: TargetClient, channel: grpc.aio.Channel) -> None:
     """Its messages and its end are those of an older epoch."""
     await client.open(spec_of(PROMPT))
     await client.verdict()
@@ -71,7 +71,9 @@ async def test_a_full_pool_ends_no_session(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "tiny", "llama", vocab_size=257)
     running = await start(ModelServiceSettings(str(folder), dtype="float32", threads=1, kv_tokens=96))
     async with channel_to(running.address) as channel:
-        leased, first, second, third = (TargetClient(channel) for _ in range(4))
+        leased = TargetClient(channel)
+        first = TargetClient(channel)
+        second, third = first.beside(), first.beside()
         await leased.open(spec_of(range(1, 48), 96, eos=()))
         await leased.verdict()
         leased.call.cancel()

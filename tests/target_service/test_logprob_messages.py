@@ -1,4 +1,4 @@
-"""Log-probabilities and bans of a target service over real streams."""
+"""Log-probabilities and bans of a target service over real links."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -82,12 +82,12 @@ async def test_banned_sequences_do_not_occur(client: TargetClient) -> None:
     """The greedy answer with its second token forbidden behind the first, and with the first forbidden everywhere."""
     await client.open(SPEC, plain_budget=7)
     first, second, *_ = (await verdicts(client, 8))[2]
-    again = TargetClient(client.channel)
+    again = client.beside()
     await again.open(replace(SPEC, banned=((first, second),)), plain_budget=7)
     tokens = (await verdicts(again, 8))[2]
     assert tokens[0] == first
     assert (first, second) not in pairwise(tokens)
-    last = TargetClient(client.channel)
+    last = client.beside()
     await last.open(replace(SPEC, banned=((PROMPT[-1], first), (second,))), plain_budget=7)
     tokens = (await verdicts(last, 8))[2]
     assert tokens[0] != first

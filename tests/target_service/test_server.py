@@ -1,4 +1,4 @@
-"""Tests of the target service over real streams: the embedded target, a server on a free port, messages one by one."""
+"""Tests of the target service over real links: the embedded target, a server on a free port, messages one by one."""
 
 import asyncio
 import os
@@ -16,8 +16,6 @@ from transformers import AutoModelForCausalLM
 from outrider.errors import OutriderError
 from outrider.model_service.server import RunningModelService
 from outrider.v1 import model_service_pb2 as model_pb
-from outrider.v1 import target_service_pb2 as target_pb
-from outrider.v1 import types_pb2 as pb
 
 
 async def test_greedy_tokens_are_those_of_transformers(client: TargetClient) -> None:
@@ -44,29 +42,32 @@ async def test_every_answer_says_who_answers_and_what_it_cost(
 ) -> None:
     """Incarnation, numerics, cached tokens, and times that were measured."""
     await client.open(spec_of(PROMPT))
-    response = await client.read()
-    assert response.fence.session_id == client.session_id
-    assert (response.fence.epoch, response.fence.base_len) == (1, len(PROMPT))
-    assert response.fence.instance_id == service.facts.instance_id != 0
-    assert response.numerics_id == service.runner.numerics_id
+    frame = await client.link.frame()
+    assert frame.instance_id == service.facts.instance_id != 0
+    assert frame.numerics_id == service.runner.numerics_id
+    [response] = frame.responses
+    assert response.fence == client.fence(1, len(PROMPT))
     assert response.cached_len == len(PROMPT)
-    assert response.times.forward_count == 1
+    assert (response.times.forward_count, response.times.row_count) == (1, len(PROMPT))
     assert response.times.compute_us > 0
     assert response.times.queue_us >= 0
     await client.close(1)
 
 
-async def test_a_close_frees_at_once(client: TargetClient, service: RunningModelService) -> None:
-    """When the stream has ended, the blocks are free, even if a job was running."""
+async def test_a_close_frees_at_once(client: TargetClient) -> None:
+    """Behind it the blocks are free, even if a job was running; the link goes on."""
     await client.open(spec_of(PROMPT, 900, eos=()), plain_budget=255)
     await client.verdict()
-    await client.send(target_pb.VerifyRequest(fence=client.fence(1, 6), close=pb.CloseSession()))
-    await client.drain()
+    await client.close(1, 6)
     info = await client.info()
-    assert (info.session_count, info.free_block_count) == (0, info.block_count)
+    assert (info.session_count, info.free_block_count, info.leased_session_count) == (0, info.block_count, 0)
+    after = client.beside()
+    await after.open(spec_of(PROMPT))
+    await after.verdict()
+    await after.close(1)
 
 
-async def test_fencing_over_the_stream(client: TargetClient) -> None:
+async def test_fencing_over_the_link(client: TargetClient) -> None:
     """Repeated steps are answered again, stale ones dropped, future ones asked about."""
     await client.open(spec_of(PROMPT, 60, eos=()), epoch=2)
     first = await client.read()
@@ -121,12 +122,14 @@ async def assert_like_fresh(session_id: bytes, service: RunningModelService) -> 
     assert torch.equal(values, fresh_values)
 
 
-async def test_eight_sessions_at_once_say_what_they_say_alone(channel: grpc.aio.Channel) -> None:
-    """Whoever shares a batch, at whatever point of its answer, changes nothing."""
+@pytest.mark.parametrize("shares_link", [False, True])
+async def test_eight_sessions_at_once_say_what_they_say_alone(channel: grpc.aio.Channel, shares_link: bool) -> None:
+    """Whoever shares a batch, at whatever point of its answer, changes nothing; nor does who shares a link."""
+    shared = TargetClient(channel)
     specs = [spec_of((*PROMPT, 20 + n), 30 + 3 * n, seed=n, eos=(), temperature=0.15 * n) for n in range(8)]
 
     async def tokens(number: int) -> list[int | None]:
-        client = TargetClient(channel)
+        client = shared.beside() if shares_link else TargetClient(channel)
         await client.open(specs[number], plain_budget=100)
         found = [(await client.verdict())[2] for _ in range(specs[number].max_len - len(PROMPT) - 1)]
         await client.close(1)
@@ -136,9 +139,9 @@ async def test_eight_sessions_at_once_say_what_they_say_alone(channel: grpc.aio.
     assert await asyncio.gather(*(tokens(number) for number in range(8))) == alone
 
 
-async def test_a_long_prompt_does_not_hold_up_the_others(client: TargetClient, channel: grpc.aio.Channel) -> None:
+async def test_a_long_prompt_does_not_hold_up_the_others(client: TargetClient) -> None:
     """It is read in chunks, between which the others go on; its answer is whole."""
-    other = TargetClient(channel)
+    other = client.beside()
     await other.open(spec_of(PROMPT, 900, eos=()), plain_budget=200)
     await client.open(spec_of([n % 4000 + 1 for n in range(900)], 1000))
     response = await client.read()
@@ -148,8 +151,8 @@ async def test_a_long_prompt_does_not_hold_up_the_others(client: TargetClient, c
     await other.close(1)
 
 
-async def test_a_failing_step_ends_its_stream_and_the_service_goes_on(
-    client: TargetClient, channel: grpc.aio.Channel, service: RunningModelService, monkeypatch: pytest.MonkeyPatch
+async def test_a_failing_step_ends_its_session_and_the_link_goes_on(
+    client: TargetClient, service: RunningModelService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No Python text leaves, nothing stays held, and the next session is served."""
 
@@ -162,7 +165,8 @@ async def test_a_failing_step_ends_its_stream_and_the_service_goes_on(
         with pytest.raises(OutriderError) as caught:
             await client.read()
     assert "secret" not in str(caught.value)
-    after = TargetClient(channel)
+    assert len(service.table) == 0
+    after = client.beside()
     await after.open(spec_of(PROMPT))
     await after.verdict()
     await after.close(1)
@@ -172,7 +176,7 @@ async def test_a_failing_step_ends_its_stream_and_the_service_goes_on(
 async def test_model_info_describes_the_service(client: TargetClient, service: RunningModelService) -> None:
     """Everything that a gateway greets it for."""
     info = await client.info()
-    assert (info.protocol_version, info.role) == (1, model_pb.SERVICE_ROLE_TARGET)
+    assert (info.protocol_version, info.role) == (2, model_pb.SERVICE_ROLE_TARGET)
     assert (info.model_name, info.weight_dtype, info.device, info.thread_count) == ("target", "bfloat16", "cpu", 1)
     assert (info.context_len, info.vocabulary_size, len(info.vocabulary_digests)) == (4096, 4096, 4)
     assert (list(info.eos_token_ids), list(info.drafters)) == ([0], [])

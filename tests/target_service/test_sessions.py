@@ -190,7 +190,7 @@ def test_opening_again_reuses_what_is_cached(target: Target) -> None:
     expected = plain(target.runner, spec)
     target.open(spec, budget=9)
     target.run()
-    target.table.leave(target.session_id, target.answers)
+    target.table.leave(target.answers)
     again = spec_of(expected[:12], 40, eos=(), prompt_len=len(PROMPT))
     target.open(again, epoch=2)
     assert target.held.session.cached_len == 12

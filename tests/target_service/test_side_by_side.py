@@ -36,10 +36,10 @@ def test_sessions_side_by_side_say_what_they_say_alone(runner: ModelRunner) -> N
 def test_a_session_that_cannot_draw_fails_alone(target: Target) -> None:
     """All tokens forbidden is a fault of one request, and not of its batch."""
     forbidden = spec_of(PROMPT, 40, eos=range(VOCABULARY_SIZE), temperature=1.0, min_tokens=5)
-    errors = Answers()
+    answers = Answers()
     target.open(spec_of(PROMPT, 40, eos=()))
-    target.sessions.open(Fence(bytes(16), 1, 5), forbidden, Step(EMPTY, 0, 0), errors)
+    target.sessions.open(Fence(bytes(16), 1, 5), forbidden, Step(EMPTY, 0, 0), answers)
     assert len(target.run()) == 1
-    assert [type(error) for error in errors] == [OutriderError]
-    assert "no token can be drawn" in str(errors[0])
+    assert [type(answer.error) for answer in answers] == [OutriderError]
+    assert "no token can be drawn" in str(answers[0].error)
     assert target.table.get(bytes(16)) is None

@@ -4,12 +4,14 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
+from itertools import groupby
 
 import pytest
 from support.basics import PATIENCE_S, Clock, Counting, Machine, eventually
 
 from outrider.engine.worker import DeviceWorker
-from outrider.errors import NotReady
+from outrider.errors import NotReady, OutriderError
 
 
 @asynccontextmanager
@@ -184,3 +186,45 @@ async def test_tasks_that_cannot_step_wait_for_a_job() -> None:
     await eventually(lambda: task.done)
     assert task.made == 3
     await worker.close()
+
+
+async def test_it_rests_behind_the_jobs_and_behind_each_step() -> None:
+    """Not between the jobs that waited together, so that what all of them have to say leaves at once, as of a step."""
+    diary, gate, task = list[str](), threading.Event(), Counting(2)
+    machine = Machine()
+    worker = DeviceWorker[Counting](machine.advance, rest=lambda: diary.append("rest"))
+
+    def begin_step() -> None:
+        diary.append("step")
+        # What comes meanwhile does not hold up what the step has to say.
+        worker.post(partial(diary.append, f"job of step {task.made}"))
+
+    machine.before_step = begin_step
+    blocked = worker.call(gate.wait)
+    for number in range(3):
+        worker.post(partial(diary.append, f"job {number}"))
+    worker.submit(task)
+    gate.set()
+    await blocked
+    await eventually(lambda: task.done)
+    await worker.close()
+    order = [entry for entry, _ in groupby(diary)]
+    first, second = (["step", "rest", f"job of step {number}", "rest"] for number in range(2))
+    assert order == ["job 0", "job 1", "job 2", "rest", *first, *second]
+
+
+async def test_it_rests_behind_what_its_end_has_to_say() -> None:
+    """Tasks that fail because it is closed are heard of."""
+    diary = list[str]()
+
+    class Saying(Counting):
+        def fail(self, error: OutriderError) -> None:
+            super().fail(error)
+            diary.append("failed")
+
+    machine, task = Machine(), Saying(10**9)
+    worker = DeviceWorker[Counting](machine.advance, rest=lambda: diary.append("rest"))
+    worker.submit(task)
+    await eventually(lambda: task.made > 0)
+    await worker.close()
+    assert diary[-2:] == ["failed", "rest"]

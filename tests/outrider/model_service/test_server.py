@@ -32,7 +32,7 @@ def test_a_supervisor_waits_longer() -> None:
 async def test_whoever_stops_a_stuck_device_gets_control_back(
     monkeypatch: pytest.MonkeyPatch, num_sessions: int
 ) -> None:
-    """With a stream that waits for the device, or without; when the device answers again, the stop can be completed."""
+    """With a session that waits for the device, or without; when it answers again, the stop can be completed."""
     monkeypatch.setattr(server, "DEVICE_PATIENCE_S", 0.05)
     running = await start(replace(SETTINGS, kv_tokens=512))
     gate = threading.Event()

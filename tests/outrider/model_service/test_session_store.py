@@ -1,13 +1,23 @@
-"""Tests of outrider.model_service.session_store: leases, owners and who goes first when room is needed."""
+"""Tests of outrider.model_service.session_store: leases, owners, who goes first, and answers that wait on a link."""
 
+import asyncio
+import threading
 from dataclasses import dataclass, field
 
 import pytest
 import structlog
+from support.basics import PATIENCE_S
 
-from outrider.errors import CacheFull
-from outrider.model_service.session_store import LeaseTable
-from outrider.rpc.fencing import Fence
+from outrider.errors import CacheFull, OutriderError, Overloaded
+from outrider.model_service.session_store import (
+    MAX_UNSENT,
+    MAX_UNSENT_OF_SESSION,
+    LeaseTable,
+    Outbox,
+    Outboxes,
+    SessionAnswer,
+)
+from outrider.rpc.fencing import ComputeTimes, Fence
 
 
 @dataclass
@@ -66,10 +76,10 @@ def table(clock: Clock) -> LeaseTable[Lodger]:
 def test_a_lease_ends_when_its_time_has_come(table: LeaseTable[Lodger], beds: list[str], clock: Clock) -> None:
     """Not before, and only for leased sessions."""
     for name in ("a", "b", "c"):
-        taken(table, beds, name)
-    table.lease(b"a")
+        taken(table, beds, name, owner=name)
+    table.leave("a")
     clock.now += 4
-    table.lease(b"b")
+    table.leave("b")
     clock.now += 5.9
     assert table.sweep() == 0
     clock.now += 0.1
@@ -78,23 +88,10 @@ def test_a_lease_ends_when_its_time_has_come(table: LeaseTable[Lodger], beds: li
     assert (len(table), table.num_leased) == (2, 1)
 
 
-def test_a_shorter_lease_ends_earlier(table: LeaseTable[Lodger], beds: list[str], clock: Clock) -> None:
-    """Though it began later; a lease of no time ends at once."""
-    for name in ("a", "b", "c"):
-        taken(table, beds, name, owner="stream")
-    table.leave(b"a", "stream")
-    table.leave(b"b", "stream", 3.0)
-    table.leave(b"c", "stream", 0.0)
-    assert table.sweep() == 1
-    clock.now += 3
-    assert table.sweep() == 1
-    assert beds == ["a"]
-
-
 def test_a_session_taken_up_again_is_not_swept(table: LeaseTable[Lodger], beds: list[str], clock: Clock) -> None:
     """Attaching ends the lease."""
-    taken(table, beds, "a")
-    table.lease(b"a")
+    taken(table, beds, "a", owner="link")
+    table.leave("link")
     table.attach(b"a")
     clock.now += 100
     assert table.sweep() == 0
@@ -102,32 +99,34 @@ def test_a_session_taken_up_again_is_not_swept(table: LeaseTable[Lodger], beds: 
 
 
 def test_leaving_counts_for_the_owner_alone(table: LeaseTable[Lodger], beds: list[str]) -> None:
-    """A stream that was overtaken by another one neither leases nor stops its session."""
-    lodger = taken(table, beds, "a", owner="new stream")
-    assert not table.leave(b"a", "old stream")
-    assert not table.leave(b"unknown", "new stream")
-    assert (table.num_leased, lodger.stopped) == (0, 0)
-    assert table.leave(b"a", "new stream")
-    assert (table.num_leased, lodger.stopped) == (1, 1)
+    """A link leases and stops all of its sessions, and none that another one has taken over."""
+    mine = [taken(table, beds, name, owner="link") for name in ("a", "b")]
+    overtaken = taken(table, beds, "c", owner="new link")
+    assert [table.owns_any(owner) for owner in ("link", "new link", "old link")] == [True, True, False]
+    assert table.leave("old link") == 0
+    assert (table.num_leased, [lodger.stopped for lodger in (*mine, overtaken)]) == (0, [0, 0, 0])
+    assert table.leave("link") == 2
+    assert (table.num_leased, [lodger.stopped for lodger in (*mine, overtaken)]) == (2, [1, 1, 0])
+    assert beds == ["a", "b", "c"]
 
 
 def test_a_close_of_an_older_epoch_has_no_say(table: LeaseTable[Lodger], beds: list[str]) -> None:
     """The session belongs to whoever opened it last."""
-    taken(table, beds, "a", owner="stream").epoch = 3
-    table.close(Fence(b"a", 2, 1), "stream")
-    table.close(Fence(b"a", 3, 1), "another stream")
+    taken(table, beds, "a", owner="link").epoch = 3
+    table.close(Fence(b"a", 2, 1), "link")
+    table.close(Fence(b"a", 3, 1), "another link")
     assert beds == ["a"]
-    table.close(Fence(b"a", 3, 1), "stream")
-    table.close(Fence(b"a", 3, 1), "stream")
+    table.close(Fence(b"a", 3, 1), "link")
+    table.close(Fence(b"a", 3, 1), "link")
     assert beds == []
 
 
 def test_room_is_made_by_the_longest_leases(table: LeaseTable[Lodger], beds: list[str]) -> None:
-    """Leased sessions go one by one, oldest lease first; sessions with a stream never do."""
+    """Leased sessions go one by one, oldest lease first; sessions with a link never do."""
     for name in ("a", "b", "c"):
-        taken(table, beds, name)
-    table.lease(b"c")
-    table.lease(b"a")
+        taken(table, beds, name, owner=name)
+    table.leave("c")
+    table.leave("a")
 
     def bed() -> str:
         if len(beds) > 1:
@@ -141,8 +140,8 @@ def test_room_is_made_by_the_longest_leases(table: LeaseTable[Lodger], beds: lis
 def test_only_as_many_as_needed_are_evicted(table: LeaseTable[Lodger], beds: list[str]) -> None:
     """The others keep their cache."""
     for name in ("a", "b"):
-        taken(table, beds, name)
-        table.lease(name.encode())
+        taken(table, beds, name, owner="link")
+    table.leave("link")
 
     def bed() -> None:
         if len(beds) > 1:
@@ -167,8 +166,8 @@ def test_a_full_pool_without_leases_is_full(table: LeaseTable[Lodger], beds: lis
 def test_clearing_frees_everybody(table: LeaseTable[Lodger], beds: list[str]) -> None:
     """Leased or not."""
     taken(table, beds, "a")
-    taken(table, beds, "b")
-    table.lease(b"b")
+    taken(table, beds, "b", owner="link")
+    table.leave("link")
     table.clear()
     assert (beds, len(table), table.num_leased) == ([], 0, 0)
 
@@ -183,12 +182,12 @@ def test_an_id_is_held_once(table: LeaseTable[Lodger], beds: list[str]) -> None:
 def test_how_leases_end_is_counted(table: LeaseTable[Lodger], beds: list[str], clock: Clock) -> None:
     """Early for want of room, late because nobody came; one that is taken up or closed counts as neither."""
     for name in ("evicted", "expired", "taken up", "closed"):
-        taken(table, beds, name, owner="stream")
-        table.leave(name.encode(), "stream")
+        taken(table, beds, name, owner=name)
+        table.leave(name)
         clock.now += 1
     table.evict_oldest()
     table.attach(b"taken up")
-    table.close(Fence(b"closed", 1, 1), "stream")
+    table.close(Fence(b"closed", 1, 1), "closed")
     clock.now += 100
     table.sweep()
     table.num_preempted += 1
@@ -197,32 +196,34 @@ def test_how_leases_end_is_counted(table: LeaseTable[Lodger], beds: list[str], c
 
 
 def test_leases_give_way_when_there_are_too_many_sessions(beds: list[str], clock: Clock) -> None:
-    """The longest lease first, whatever room its session takes; without a lease, nobody."""
+    """The longest lease first, whatever room its session takes; without a lease, nobody, and no further one is held."""
     table = LeaseTable[Lodger](10.0, clock, max_sessions=3)
     for name in ("a", "b", "c"):
-        taken(table, beds, name)
-    table.lease(b"b")
-    table.lease(b"a")
+        taken(table, beds, name, owner=name)
+    table.leave("b")
+    table.leave("a")
     taken(table, beds, "d")
     assert beds == ["a", "c", "d"]
     taken(table, beds, "e")
-    taken(table, beds, "f")
-    assert beds == ["c", "d", "e", "f"]
-    assert table.num_evicted == 2
+    with pytest.raises(Overloaded, match="3 sessions are held already") as caught:
+        table.add(b"f", Lodger(beds, name="f"))
+    assert caught.value.metadata == {"limit": "3"}
+    assert beds == ["c", "d", "e"]
+    assert (len(table), table.get(b"f"), table.num_evicted) == (3, None, 2)
 
 
 def test_leases_and_their_ends_are_logged(table: LeaseTable[Lodger], beds: list[str], clock: Clock) -> None:
     """Each with enough of the session's id to find it in other logs, and never all of it."""
     name = "0123456789abcdef"
     with structlog.testing.capture_logs() as lines:
-        taken(table, beds, name)
-        table.lease(name.encode())
+        taken(table, beds, name, owner="link")
+        table.leave("link")
         table.attach(name.encode())
-        table.lease(name.encode())
+        table.leave("link")
         clock.now += 10
         table.sweep()
-        taken(table, beds, name)
-        table.lease(name.encode())
+        taken(table, beds, name, owner="link")
+        table.leave("link")
         table.evict_oldest()
     events = [line["event"] for line in lines]
     assert events == [
@@ -234,3 +235,69 @@ def test_leases_and_their_ends_are_logged(table: LeaseTable[Lodger], beds: list[
         "leased session evicted",
     ]
     assert {line["session"] for line in lines} == {name[:4].encode().hex()}
+
+
+def _answer(session_id: bytes, number: int, error: OutriderError | None = None) -> SessionAnswer[None]:
+    return SessionAnswer(Fence(session_id, 1, number), None, 0, 0, ComputeTimes(), error)
+
+
+async def test_answers_come_in_order_from_any_thread() -> None:
+    """Those of another thread wake the loop where it rests, and none is lost between two looks."""
+    outboxes = Outboxes()
+    outbox: Outbox = Outbox(outboxes)
+
+    def fill() -> None:
+        for number in range(2000):
+            outbox.put(_answer(bytes(16), number))
+            if number % 3 == 0:
+                outboxes.flush()
+        outbox.end()
+        outboxes.flush()
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    got = list[int]()
+    async with asyncio.timeout(PATIENCE_S):
+        while answers := await outbox.take():
+            got += [answer.fence.base_len for answer in answers]
+    thread.join()
+    assert got == list(range(2000))
+    assert not outbox.overflow.done()
+
+
+async def test_nobody_is_woken_before_the_device_rests() -> None:
+    """So all of a step is taken at once; a pong does not wait, and takes with it what is there."""
+    outboxes = Outboxes()
+    outbox: Outbox = Outbox(outboxes)
+    taking = asyncio.ensure_future(outbox.take())
+    await asyncio.sleep(0)
+    for number in range(5):
+        outbox.put(_answer(bytes(16), number))
+        await asyncio.sleep(0)
+    assert not taking.done()
+    outboxes.flush()
+    assert [answer.fence.base_len for answer in await asyncio.wait_for(taking, PATIENCE_S)] == [0, 1, 2, 3, 4]
+    taking = asyncio.ensure_future(outbox.take())
+    await asyncio.sleep(0)
+    outbox.put(_answer(bytes(16), 5))
+    outbox.pong(Fence(bytes(16), 1, 9))
+    assert [answer.fence.base_len for answer in await asyncio.wait_for(taking, PATIENCE_S)] == [5, 9]
+
+
+async def test_an_outbox_is_bounded() -> None:
+    """What one session or all have too much is dropped; the session is told once, the link in an error."""
+    outbox: Outbox = Outbox(Outboxes())
+    for number in range(MAX_UNSENT_OF_SESSION + 9):
+        outbox.put(_answer(b"flooded", number))
+    outbox.put(_answer(b"flooded", 0, Overloaded("why")))
+    outbox.put(_answer(b"other", 0))
+    assert (outbox.take_flooded(), outbox.take_flooded()) == ({b"flooded"}, set())
+    answers = await outbox.take()
+    assert [answer.fence.base_len for answer in answers[:-2]] == list(range(MAX_UNSENT_OF_SESSION))
+    assert [answer.error is None for answer in answers[-2:]] == [False, True]
+    for number in range(MAX_UNSENT + 9):
+        outbox.put(_answer(number.to_bytes(16), number))
+    outbox.flush()
+    error = await asyncio.wait_for(outbox.overflow, PATIENCE_S)
+    assert str(error) == f"the client has left {MAX_UNSENT} answers of this link unread"
+    assert len(await outbox.take()) == MAX_UNSENT + 1

@@ -25,7 +25,7 @@ from outrider.v1.target_service_pb2_grpc import (
 )
 
 METHOD = "/outrider.v1.ModelService/GetModelInfo"
-STREAM = "/outrider.v1.TargetService/Verify"
+STREAM = "/outrider.v1.TargetService/Link"
 Handle = Callable[[], Awaitable[None]]
 
 
@@ -47,10 +47,10 @@ class Streamer(TargetServiceServicer):
     def __init__(self, handle: Handle) -> None:
         self.handle = handle
 
-    async def Verify(self, request_iterator: AsyncIterator[object], context: grpc.aio.ServicerContext) -> None:  # noqa: N802
+    async def Link(self, request_iterator: AsyncIterator[object], context: grpc.aio.ServicerContext) -> None:  # noqa: N802
         """Bidirectional."""
         async for _ in request_iterator:
-            await context.write(target_pb.VerifyResponse())
+            await context.write(target_pb.TargetServiceLinkResponse())
             await self.handle()
 
 
@@ -113,9 +113,9 @@ async def unary_error(channel: grpc.aio.Channel) -> grpc.aio.AioRpcError:
 
 async def stream_error(channel: grpc.aio.Channel) -> grpc.aio.AioRpcError:
     """The error of a stream, after an answer that came through."""
-    call = TargetServiceStub(channel).Verify(timeout=10)
-    await call.write(target_pb.VerifyRequest())
-    assert isinstance(await call.read(), target_pb.VerifyResponse)
+    call = TargetServiceStub(channel).Link(timeout=10)
+    await call.write(target_pb.TargetServiceLinkRequest())
+    assert isinstance(await call.read(), target_pb.TargetServiceLinkResponse)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
     return caught.value
@@ -218,8 +218,8 @@ async def test_a_client_that_leaves_is_no_error(
             left.set()
 
     harness.handle = linger
-    call = TargetServiceStub(channel).Verify()
-    await call.write(target_pb.VerifyRequest())
+    call = TargetServiceStub(channel).Link()
+    await call.write(target_pb.TargetServiceLinkRequest())
     await asyncio.wait_for(entered.wait(), 10)
     call.cancel()
     await asyncio.wait_for(left.wait(), 10)

@@ -7,9 +7,19 @@ import pytest
 
 import gateway.__main__ as gateway_main
 import outrider.cli.up as outrider_up
-from outrider.errors import InvalidRequest, OutriderError, PeerLost
+from outrider.errors import (
+    CacheFull,
+    Field,
+    InvalidRequest,
+    NotReady,
+    OutriderError,
+    Overloaded,
+    PeerLost,
+    ProtocolViolation,
+)
 from outrider.rpc import channels, errors
 from outrider.v1 import model_service_pb2 as pb
+from outrider.v1 import types_pb2 as pb_types
 from outrider.v1.model_service_pb2_grpc import (
     ModelServiceServicer,
     ModelServiceStub,
@@ -73,6 +83,32 @@ async def test_other_exhausted_resources_stay_what_they_are() -> None:
     error = errors.error_from(grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, empty, empty, "too many pings"))
     assert type(error) is OutriderError
     assert error.message == "RESOURCE_EXHAUSTED: too many pings"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequest("fence.epoch", -1, "at least 1"),
+        CacheFull("no block: 0 of 4 free", free=0),
+        Overloaded("zu viel", limit=3),
+        NotReady("the service is stopping"),
+        ProtocolViolation(["step of ", Field("prompt"), " is late"], base_len=4),
+        OutriderError("the computation of a step failed"),
+    ],
+)
+def test_what_ends_a_session_arrives_as_it_was_raised(error: OutriderError) -> None:
+    """Class, text, parts and metadata survive in an answer of a link, as they do in the status of a call."""
+    sent = pb_types.SessionError.FromString(errors.session_error(error).SerializeToString())
+    arrived = errors.session_error_from(sent)
+    assert type(arrived) is type(error)
+    assert (sent.message, sent.reason) == (error.message, error.reason)
+    assert (arrived.message, arrived.parts, arrived.metadata) == (error.message, error.parts, error.metadata)
+
+
+def test_a_reason_that_is_not_known_is_an_error_all_the_same() -> None:
+    """A newer service may have more of them."""
+    arrived = errors.session_error_from(pb_types.SessionError(message="why", reason="NEW", metadata={"a": "b"}))
+    assert (type(arrived), arrived.message, arrived.metadata) == (OutriderError, "why", {"a": "b"})
 
 
 class Borrowing(OutriderError):

@@ -9,6 +9,7 @@ from support.basics import spec_of
 from outrider.errors import InvalidRequest
 from outrider.parameters import Acceptance, FinishReason, Rule, SamplingParameters
 from outrider.rpc import messages
+from outrider.rpc.fencing import ComputeTimes
 from outrider.v1 import types_pb2 as pb
 
 SAMPLING = spec_of(
@@ -22,6 +23,7 @@ SPEC = replace(
     banned=((7,), (1, 2, 9)),
     logprob_count=3,
     prompt_logprobs=True,
+    trace_context=(("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),),
 )
 WITH_EOS = spec_of((1, 2, 3), 40, eos=(0, 9))
 
@@ -30,6 +32,23 @@ def test_a_session_arrives_as_it_was_sent() -> None:
     """Every field of the spec survives; the tokens are those of the log, not of the prompt."""
     message = pb.OpenSession.FromString(messages.open_message(SPEC, (1, 2, 3, 8)).SerializeToString())
     assert messages.spec_from(message, base_len=4, vocabulary_size=10) == replace(SPEC, token_ids=(1, 2, 3, 8))
+
+
+def test_tokens_that_came_before_an_open_are_the_first_of_it() -> None:
+    """The spec is that of an open with all tokens, and what is wrong with one is named by its place among all."""
+    whole, later = (messages.open_message(SPEC, token_ids) for token_ids in ((1, 2, 3, 8), (3, 8)))
+    for message, earlier in ((whole, ()), (later, [1, 2])):
+        assert messages.spec_from(message, 4, 10, earlier) == replace(SPEC, token_ids=(1, 2, 3, 8))
+    with pytest.raises(InvalidRequest, match=r"^session\.token_ids is '3 tokens', but must be base_len 4 tokens$"):
+        messages.spec_from(later, 4, 10, [1])
+    with pytest.raises(InvalidRequest, match=r"^session\.token_ids\.1 is 10"):
+        messages.spec_from(later, 4, 10, [1, 10])
+
+
+def test_what_an_answer_cost_arrives_as_it_was_measured() -> None:
+    """Each number under its own name."""
+    times = messages.times_message(ComputeTimes(queue_us=1, compute_us=2, forward_count=3, row_count=4))
+    assert times == pb.ComputeTimes(queue_us=1, compute_us=2, forward_count=3, row_count=4)
 
 
 def test_eos_ids_arrive_as_they_were_sent() -> None:
@@ -62,6 +81,7 @@ def test_absent_parameters_are_neutral() -> None:
         (lambda m: setattr(m.sampling, "top_p", 0.0), "session.sampling.top_p"),
         (lambda m: m.sampling.logit_bias.update({10: 1.0}), "session.sampling.logit_bias key"),
         (lambda m: m.sampling.logit_bias.update({3: 101.0}), "session.sampling.logit_bias"),
+        (lambda m: m.trace_context.update({"tracestate": "x" * 8192}), "session.trace_context"),
     ],
 )
 def test_fields_out_of_range_are_named(change: Callable[[pb.OpenSession], None], field: str) -> None:

@@ -82,10 +82,10 @@ def test_a_session_that_may_say_nothing_fails_alone(target: Target) -> None:
     """All tokens of the vocabulary banned, while its neighbour goes on."""
     banned = tuple((token_id,) for token_id in range(VOCABULARY_SIZE))
     spec = replace(spec_of(PROMPT, 40, eos=(), temperature=1.0), banned=banned)
-    errors = Answers()
+    answers = Answers()
     target.open(spec_of(PROMPT, 40, eos=()))
-    target.sessions.open(Fence(bytes(16), 1, 5), spec, Step(EMPTY, 0, 0), errors)
+    target.sessions.open(Fence(bytes(16), 1, 5), spec, Step(EMPTY, 0, 0), answers)
     assert len(target.run()) == 1
-    assert [type(error) for error in errors] == [OutriderError]
-    assert "no token can be drawn behind 5 tokens" in str(errors[0])
+    assert [type(answer.error) for answer in answers] == [OutriderError]
+    assert "no token can be drawn behind 5 tokens" in str(answers[0].error)
     assert target.table.get(bytes(16)) is None

@@ -54,8 +54,9 @@ def test_a_row_that_the_walk_reaches_fails_as_in_plain_decoding(
     _spoil(target, monkeypatch, {expected[bad_at]})
     target.step(1, 6, expected[6 : bad_at + 3], budget=9)
     target.device.run(target.verifier.advance)
-    assert isinstance(target.answers[-1], OutriderError)
-    assert f"behind {bad_at + 1} tokens" in str(target.answers.pop())
+    error = target.answers.pop().error
+    assert isinstance(error, OutriderError)
+    assert f"behind {bad_at + 1} tokens" in str(error)
     committed = [answer.content.token_ids for answer in target.run() if answer.content]
     assert [token for token_ids in committed for token in token_ids] == expected[6 : bad_at + 1]
 

@@ -1,0 +1,325 @@
+"""The link of a gateway: many sessions in a frame, what is wrong with one, and what bounds a gateway and its end."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+from structlog.testing import capture_logs
+from support.basics import PATIENCE_S, eventually, held, spec_of
+from support.session_clients import TargetClient
+
+from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded
+from outrider.model_service.link import FRAME_BYTES, MAX_OF_SESSION, MAX_UNFINISHED_FRAMES
+from outrider.model_service.server import RunningModelService
+from outrider.model_service.session_store import MAX_UNSENT
+from outrider.rpc.fencing import Fence
+from outrider.rpc.messages import logprobs_from
+from outrider.v1 import target_service_pb2 as target_pb
+from outrider.v1 import types_pb2 as pb
+from target_service.sessions import TargetSessions
+
+SPECS = [spec_of((5, 17, 200, 3, 90, number), 40, seed=number, eos=(), temperature=0.5) for number in range(64)]
+LONG = spec_of([number % 251 + 1 for number in range(300)], 400, eos=())
+
+
+async def tokens_of(client: TargetClient, requests: Sequence[Message]) -> dict[bytes, int]:
+    """Sends a frame and reads the next one: the token of each session in the order of the answers."""
+    await client.send(*requests)
+    return {answer.fence.session_id: answer.verdict.next_token_id for answer in (await client.link.frame()).responses}
+
+
+async def test_the_answers_of_a_step_leave_in_one_frame(client: TargetClient) -> None:
+    """Opens and then steps of 64 sessions: each frame is answered by one, in which each says what it says alone."""
+    alone = []
+    for spec in SPECS:
+        single = client.beside()
+        await single.open(spec)
+        first = (await single.verdict())[2]
+        await single.step(1, 7)
+        alone.append((first, (await single.verdict())[2]))
+        await single.close(1)
+    clients = [client.beside() for _ in SPECS]
+    firsts = await tokens_of(client, [each.opening(spec) for each, spec in zip(clients, SPECS, strict=True)])
+    seconds = await tokens_of(client, [each.stepping(1, 7) for each in clients])
+    assert list(firsts) == list(seconds) == [each.session_id for each in clients]
+    assert list(zip(firsts.values(), seconds.values(), strict=True)) == alone
+
+
+def _with_fence(client: TargetClient, **fields: Any) -> target_pb.VerifyRequest:
+    fence = client.fence(1, 7)
+    for name, value in fields.items():
+        setattr(fence, name, value)
+    return client.request(fence, step=target_pb.TargetStep())
+
+
+BAD_MESSAGES: dict[str, tuple[Callable[[TargetClient], Message], bool]] = {
+    "session id": (lambda client: _with_fence(client, session_id=b"short"), False),
+    "epoch": (lambda client: _with_fence(client, epoch=0), False),
+    "base_len": (lambda client: _with_fence(client, base_len=641), True),
+    "no action": (lambda client: client.request(client.fence(1, 7)), True),
+    "field": (
+        lambda client: client.request(client.fence(1, 7), step=target_pb.TargetStep(plain_budget=-1)),
+        True,
+    ),
+    "open": (lambda client: client.opening(replace(SPECS[0], max_len=641), epoch=2), True),
+    "proposal": (
+        lambda client: client.request(
+            client.fence(1, 7), step=target_pb.TargetStep(proposal=pb.TokenTree(token_ids=[1, 2], parents=[0, 2]))
+        ),
+        True,
+    ),
+    "proposal too deep": (lambda client: client.stepping(1, 7, [1] * 32, 0), True),
+    "part": (
+        lambda client: client.request(client.fence(2, 7), part=pb.OpenPart(token_ids=[1] * 7)),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MESSAGES)
+async def test_a_bad_message_among_good_ones_harms_no_other_session(
+    name: str, client: TargetClient, service: RunningModelService
+) -> None:
+    """It ends the session that it names, if there is one and the epoch is not over; 64 others say what they would."""
+    bad_request, ends_session = BAD_MESSAGES[name]
+    clients, bad = [client.beside() for _ in SPECS], client.beside()
+    openings = [each.opening(spec) for each, spec in zip(clients, SPECS, strict=True)]
+    expected = list((await tokens_of(client, openings)).values())
+    await bad.open(replace(SPECS[0], max_len=20))
+    await bad.verdict()
+    await client.settle(*[each.request(each.fence(1, 1), close=pb.CloseSession()) for each in clients])
+    request = bad_request(bad)
+    await client.send(*openings[:32], request, *openings[32:])
+    tokens = [(await each.verdict())[2] for each in clients]
+    assert tokens == expected
+    error = await client.link.read(request.fence.session_id)
+    assert error.fence == request.fence
+    assert error.error.reason == InvalidRequest.reason
+    assert (service.table.get(bad.session_id) is None) == ends_session
+    seconds = await tokens_of(client, [each.stepping(1, 7) for each in clients])
+    assert len(seconds) == 64
+
+
+async def test_a_bug_ends_the_session_whose_message_met_it(
+    client: TargetClient, service: RunningModelService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it says is logged and not sent; the messages beside it in the frame are taken."""
+    step, other = TargetSessions.step, client.beside()
+
+    def explode(sessions: TargetSessions, fence: Fence, *arguments: Any) -> None:
+        if fence.session_id == client.session_id:
+            raise KeyError("secret of the session")
+        step(sessions, fence, *arguments)
+
+    monkeypatch.setattr(TargetSessions, "step", explode)
+    for each in (client, other):
+        await each.open(SPECS[0])
+        await each.verdict()
+    with capture_logs() as logs:
+        await client.send(client.stepping(1, 7), other.stepping(1, 7))
+        with pytest.raises(OutriderError, match="the message could not be taken"):
+            await client.read()
+    assert [line["event"] for line in logs if line["log_level"] == "error"] == ["a message failed"]
+    assert (await other.verdict())[0] == 7
+    assert service.table.get(client.session_id) is None
+
+
+async def test_messages_of_one_session_in_a_frame_are_bounded(client: TargetClient) -> None:
+    """As many as are allowed are answered; one more ends the session, and the others of the frame are served."""
+    other, ping = client.beside(), client.request(client.fence(1, 7), ping=pb.Ping())
+    for each in (client, other):
+        await each.open(SPECS[0])
+        await each.verdict()
+    for num_pings in (MAX_OF_SESSION, MAX_OF_SESSION + 1):
+        await client.send(*[ping] * num_pings)
+        for _ in range(MAX_OF_SESSION):
+            assert (await client.read()).HasField("pong")
+    with pytest.raises(Overloaded, match="a frame has more than 16 messages of one session"):
+        await client.read()
+    assert (await client.info()).session_count == 1
+    await other.step(1, 7)
+    assert (await other.verdict())[0] == 7
+
+
+async def test_large_answers_do_not_share_a_frame(client: TargetClient) -> None:
+    """What is ready at one time leaves in as few frames as their size allows, in order and whole."""
+    spec = replace(spec_of(LONG.token_ids, 400, eos=()), logprob_count=20, prompt_logprobs=True)
+    await client.open(spec)
+    first = await client.read()
+    assert len(logprobs_from(first.verdict.prompt_logprobs)) == 299
+    await client.send(*[client.stepping(1, 300)] * 15)
+    frames = list[Any]()
+    while sum(len(frame.responses) for frame in frames) < 15:
+        frames.append(await client.link.frame())
+    num_fitting = FRAME_BYTES // first.ByteSize()
+    assert 1 < num_fitting < 8
+    sizes = [min(num_fitting, 15 - taken) for taken in range(0, 15, num_fitting)]
+    assert [len(frame.responses) for frame in frames] == sizes
+    assert all(answer == first for frame in frames for answer in frame.responses)
+
+
+class Gateway:
+    """The other end of a link without gRPC, in the place of its context: it reads only when a test lets it."""
+
+    def __init__(self, service: RunningModelService) -> None:
+        self.frames: asyncio.Queue[Message | None] = asyncio.Queue()
+        self.num_taken = 0
+        self.answers: list[Any] = []
+        self.may_read = asyncio.Event()
+        self.link = asyncio.ensure_future(service.servicer.Link(self._sent(), self))
+
+    async def _sent(self) -> AsyncIterator[Message]:
+        while (frame := await self.frames.get()) is not None:
+            self.num_taken += 1
+            yield frame
+
+    async def write(self, frame: target_pb.TargetServiceLinkResponse) -> None:
+        """Takes a frame."""
+        await self.may_read.wait()
+        self.answers += frame.responses
+
+    def send(self, *requests: Message) -> None:
+        """Sends messages in one frame."""
+        self.frames.put_nowait(target_pb.TargetServiceLinkRequest(requests=requests))
+
+    async def end(self) -> None:
+        """Waits for the end of the link; raises what ended it."""
+        await asyncio.wait_for(self.link, PATIENCE_S)
+
+
+async def test_what_a_message_says_at_once_comes_before_the_end(
+    client: TargetClient, service: RunningModelService
+) -> None:
+    """A gateway that has sent its last frame still gets the answers to it that take no forward."""
+    gateway = Gateway(service)
+    gateway.may_read.set()
+    async with held(service):
+        gateway.send(client.stepping(1, 7), client.opening(replace(SPECS[0], max_len=641)))
+        gateway.frames.put_nowait(None)
+        await eventually(lambda: service.worker.num_waiting == 2)
+    await gateway.end()
+    assert [answer.WhichOneof("answer") for answer in gateway.answers] == ["tokens_wanted", "error"]
+
+
+async def test_a_session_whose_answers_pile_up_ends_and_the_link_goes_on(
+    client: TargetClient, service: RunningModelService
+) -> None:
+    """It gets as many as it may have, and then the error; another session of a gateway that reads again is served."""
+    gateway, other = Gateway(service), client.beside()
+    gateway.may_read.set()
+    gateway.send(client.opening(spec_of(SPECS[0].token_ids, 400, eos=()), plain_budget=255), other.opening(SPECS[1]))
+    await eventually(lambda: len(gateway.answers) == 257)
+    gateway.may_read.clear()
+    gateway.answers.clear()
+    # Each asks for all 256 verdicts again.
+    gateway.send(*[client.stepping(1, 6)] * 15)
+    await eventually(lambda: service.table.get(client.session_id) is None)
+    gateway.send(other.stepping(1, 7))
+    gateway.may_read.set()
+    await eventually(lambda: [answer.fence for answer in gateway.answers[-1:]] == [other.fence(1, 7)])
+    *verdicts, failure, others = gateway.answers
+    assert [answer.fence.base_len for answer in verdicts] == [6 + number % 256 for number in range(2048)]
+    assert failure.fence.session_id == client.session_id
+    assert failure.error.reason == Overloaded.reason
+    assert "the session has 2048 answers that its client has not taken" in failure.error.message
+    assert (others.HasField("verdict"), len(service.table)) == (True, 1)
+    gateway.frames.put_nowait(None)
+    await gateway.end()
+
+
+async def test_a_gateway_that_does_not_read_is_given_up(client: TargetClient, service: RunningModelService) -> None:
+    """Even while the write to it is blocked for ever: its link ends with the reason, its sessions are on leases."""
+    gateway = Gateway(service)
+    gateway.send(*[each.opening(spec) for each, spec in zip((client, client.beside()), SPECS, strict=False)])
+    await eventually(lambda: service.worker.call(lambda: [len(each.verdicts) for each in service.table] == [1, 1]))
+    ids = (pb.Fence(session_id=os.urandom(16), epoch=1, base_len=1) for _ in range(MAX_UNSENT + 1))
+    gateway.send(*[target_pb.VerifyRequest(fence=fence, ping=pb.Ping()) for fence in ids])
+    with pytest.raises(Overloaded, match=f"the client has left {MAX_UNSENT} answers of this link unread"):
+        await gateway.end()
+    assert (gateway.answers, len(service.table), service.table.num_leased) == ([], 2, 2)
+    await client.open(SPECS[0], epoch=2)
+    assert (await client.verdict())[0] == 6
+    assert service.table.num_leased == 1
+
+
+async def test_a_gateway_cannot_fill_the_queue_of_the_device(service: RunningModelService) -> None:
+    """No further frame is taken from a link of which so many wait for the device; it goes on with the device."""
+    gateway = Gateway(service)
+    gateway.may_read.set()
+    async with held(service):
+        for _ in range(40):
+            gateway.send()
+        # The reader goes on until it has to wait for the device.
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert gateway.num_taken == MAX_UNFINISHED_FRAMES
+        assert service.worker.num_waiting == MAX_UNFINISHED_FRAMES
+    await eventually(lambda: gateway.num_taken == 40)
+    gateway.frames.put_nowait(None)
+    await gateway.end()
+
+
+async def test_a_stopped_device_ends_the_link(client: TargetClient, service: RunningModelService) -> None:
+    """With the sentence of the service that is stopping."""
+    await service.stop(0)
+    gateway = Gateway(service)
+    gateway.send(client.opening(SPECS[0]))
+    with pytest.raises(NotReady, match="the service is stopping"):
+        await gateway.end()
+
+
+async def test_a_link_that_breaks_leaves_all_its_sessions_to_the_next_one(
+    client: TargetClient, channel: grpc.aio.Channel, service: RunningModelService
+) -> None:
+    """Their jobs stop and their leases begin; a new link takes them up, and only what is not cached is computed."""
+    clients = [client.beside() for _ in range(3)]
+    specs = [spec_of([number + 1, *LONG.token_ids[1:100]], 400, eos=()) for number in range(3)]
+    for each, spec in zip(clients, specs, strict=True):
+        await each.open(spec)
+        await each.verdict()
+    await clients[0].step(1, 101, plain_budget=255)
+    await clients[0].verdict()
+    client.call.cancel()
+    await eventually(lambda: service.table.num_leased == 3)
+    assert all(state.task is None for state in service.table)
+    num_rows = service.runner.forward_counts.num_rows
+    again = [TargetClient(channel, clients[0].session_id)]
+    again += [again[0].beside(each.session_id) for each in clients[1:]]
+    longer = [
+        replace(spec, token_ids=(*spec.token_ids, service.table.get(each.session_id).session.token_ids[100]))
+        for each, spec in zip(clients, specs, strict=True)
+    ]
+    await again[0].send(*[each.opening(spec, epoch=2) for each, spec in zip(again, longer, strict=True)])
+    assert [(await each.verdict())[0] for each in again] == [101] * 3
+    assert service.runner.forward_counts.num_rows - num_rows == 3
+    assert (len(service.table), service.table.num_leased) == (3, 0)
+
+
+async def test_a_draining_service_ends_each_link_when_it_has_no_session(
+    channel: grpc.aio.Channel, service: RunningModelService
+) -> None:
+    """At once or at its last close, with a good status; opens are refused, and sessions that are open go on."""
+    idle, busy = TargetClient(channel), TargetClient(channel)
+    other, late = busy.beside(), busy.beside()
+    await idle.settle()
+    for each in (busy, other):
+        await each.open(SPECS[0])
+        await each.verdict()
+    for _ in range(2):
+        service.servicer.drain()
+        await idle.drain()
+    await late.open(SPECS[1])
+    with pytest.raises(NotReady, match="the service is stopping"):
+        await late.read()
+    await busy.step(1, 7)
+    assert (await busy.verdict())[0] == 7
+    await other.close(1)
+    await busy.step(1, 8)
+    assert (await busy.verdict())[0] == 8
+    await busy.close(1)
+    await busy.drain()
