@@ -29,7 +29,11 @@ class Session:
         self.tree = EMPTY
         """The tree of the last forward whose rows still lie behind the committed tokens."""
         self.last_forward = 0
-        """Number of the runner's forward that last computed a row of this session."""
+        """Number of the runner's forward that last computed a row of this session, or the last before it was opened."""
+        self.arrival = 0
+        """Place in the order in which the runner opened its sessions."""
+        self.owner: object = None
+        """Whose prompt its tokens are: those of several owners are read by turns; see outrider.engine.sharing."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
