@@ -15,21 +15,20 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
-from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
 
 from bench.common import OPENINGS, machine, markdown, revision, spread, timed
 from bench.house import serving
 from bench.versions import compare, in_turns
-from outrider.client import AsyncClient, Round, Speculation
+from outrider.client import AsyncClient, GenerationOptions, Round, Speculation
 
 SPECULATION = {"auto": Speculation(), "plain": Speculation(enabled=False)}
 TIMEOUT_S = 600.0
 # Of the ids of any model that is served here, without those that end a text.
 TOKEN_IDS = range(10, 4000)
 # Running streams are watched for so long before the prompt comes, behind their first rounds.
-QUIET_S, FIRST_ROUNDS, POLL_S = 3.0, 10, 0.05
+QUIET_S, FIRST_ROUNDS = 3.0, 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +63,18 @@ def prompt_of(seed: int, length: int) -> list[int]:
     return random.Random(seed).choices(TOKEN_IDS, k=length)
 
 
+def options(given: argparse.Namespace, seed: int, max_tokens: int) -> GenerationOptions:
+    """What every request is asked with."""
+    return {
+        "seed": seed,
+        "max_tokens": max_tokens,
+        "temperature": 0.8,
+        "ignore_eos": True,
+        "speculation": SPECULATION[given.speculation],
+        "timeout_s": TIMEOUT_S,
+    }
+
+
 def split(times: Iterable[Sequence[float]], sent_s: float, answered_s: float) -> tuple[list[float], list[float]]:
     """The gaps between the rounds of each stream: those before a prompt was sent, and those beside it."""
     gaps = [pair for each in times for pair in pairwise(each)]
@@ -75,16 +86,8 @@ async def first_tokens(client: AsyncClient, given: argparse.Namespace, seed: int
     """Seconds to the first token of each of the prompts that are sent at once, and the tokens of all in order."""
 
     async def ask(number: int) -> tuple[float, list[int]]:
-        rounds, first_s, _ = await timed(
-            client,
-            prompt_of(seed + number, given.prompt_tokens),
-            seed=number,
-            temperature=0.8,
-            max_tokens=given.tokens,
-            ignore_eos=True,
-            speculation=SPECULATION[given.speculation],
-            timeout_s=TIMEOUT_S,
-        )
+        prompt = prompt_of(seed + number, given.prompt_tokens)
+        rounds, first_s, _ = await timed(client, prompt, **options(given, number, given.tokens))
         return first_s, [token.token_id for each in rounds for token in each.tokens]
 
     answers = await asyncio.gather(*(ask(number) for number in range(given.prompts)))
@@ -93,33 +96,40 @@ async def first_tokens(client: AsyncClient, given: argparse.Namespace, seed: int
 
 async def beside(client: AsyncClient, given: argparse.Namespace, seed: int) -> Beside:
     """Lets streams run, sends a prompt into their midst, and watches them until it has its first token."""
-    speculation = SPECULATION[given.speculation]
-    options = partial(dict[str, object], temperature=0.8, ignore_eos=True, speculation=speculation, timeout_s=TIMEOUT_S)
     times: list[list[float]] = [[] for _ in range(given.streams)]
+    are_warm = asyncio.Event()
 
     async def run(number: int) -> None:
         text = OPENINGS[number % len(OPENINGS)]
-        async with client.generate(text, seed=number, max_tokens=given.stream_tokens, **options()) as stream:
+        async with client.generate(text, **options(given, number, given.stream_tokens)) as stream:
             async for event in stream:
                 if isinstance(event, Round):
                     times[number].append(time.perf_counter())
-        raise RuntimeError(f"a stream has ended before the prompt: more than {given.stream_tokens} tokens are needed")
+                    if min(map(len, times)) == FIRST_ROUNDS:
+                        are_warm.set()
+        raise RuntimeError(f"a stream has ended beside the prompt: it needs more than {given.stream_tokens} tokens")
 
-    streams = asyncio.gather(*(run(number) for number in range(given.streams)))
-    while not streams.done() and min(map(len, times)) < FIRST_ROUNDS:
-        await asyncio.sleep(POLL_S)
-    for each in times:
-        each.clear()
-    await asyncio.wait([streams], timeout=QUIET_S)
-    sent_s = time.perf_counter()
-    prompt = prompt_of(seed, given.beside_tokens)
-    rounds, first_s, _ = await timed(client, prompt, seed=seed, max_tokens=4, **options())
-    if streams.done():
-        streams.result()
-    streams.cancel()
-    await asyncio.wait([streams])
-    quiet, gaps = split(times, sent_s, sent_s + first_s)
-    return Beside(quiet, gaps, first_s, [token.token_id for each in rounds for token in each.tokens])
+    async def watch() -> Beside:
+        await are_warm.wait()
+        for each in times:
+            each.clear()
+        await asyncio.sleep(QUIET_S)
+        sent_s = time.perf_counter()
+        rounds, first_s, _ = await timed(
+            client, prompt_of(seed, given.beside_tokens), seed=seed, max_tokens=4, **options
+        )
+        token_ids = [token.token_id for each in rounds for token in each.tokens]
+        return Beside(*split(times, sent_s, sent_s + first_s), first_s, token_ids)
+
+    watching = asyncio.create_task(watch())
+    tasks = [watching, *(asyncio.create_task(run(number)) for number in range(given.streams))]
+    done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in rest:
+        task.cancel()
+    await asyncio.gather(*rest, return_exceptions=True)
+    for task in done:
+        task.result()
+    return watching.result()
 
 
 async def measure(addresses: dict[str, str], given: argparse.Namespace) -> None:
@@ -129,8 +139,8 @@ async def measure(addresses: dict[str, str], given: argparse.Namespace) -> None:
     async with AsyncExitStack() as exits:
         clients = {name: await exits.enter_async_context(AsyncClient(addresses[name])) for name in addresses}
         seeds = count(1000, 1000)
-        for name in clients:
-            await timed(clients[name], OPENINGS[0], max_tokens=32, speculation=SPECULATION[given.speculation])
+        for client in clients.values():
+            await timed(client, OPENINGS[0], max_tokens=32, speculation=SPECULATION[given.speculation])
         for turn in range(given.turns):
             seed, tokens = next(seeds), {}
             for name in in_turns(clients, turn):
@@ -192,12 +202,12 @@ def main() -> None:
     given = parser.parse_args()
     roots = {"old": given.old.resolve()} if given.old else {}
     roots["new"] = Path(__file__).resolve().parents[1]
-    options = ["--target", given.target] if given.target else []
+    models = ["--target", given.target] if given.target else []
     print(f"{given.target or 'embedded pair'}, speculation {given.speculation}; {machine()};")
     print(f"{given.prompts} prompts of {given.prompt_tokens} tokens at once; {given.beside_tokens} beside", end=" ")
     print(f"{given.streams} streams; commit {revision() or 'unknown'}.\n")
     with ExitStack() as stack:
-        addresses = {name: stack.enter_context(serving(root, options))["gateway"] for name, root in roots.items()}
+        addresses = {name: stack.enter_context(serving(root, models))["gateway"] for name, root in roots.items()}
         asyncio.run(measure(addresses, given))
 
 
