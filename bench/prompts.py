@@ -115,9 +115,8 @@ async def beside(client: AsyncClient, given: argparse.Namespace, seed: int) -> B
             each.clear()
         await asyncio.sleep(QUIET_S)
         sent_s = time.perf_counter()
-        rounds, first_s, _ = await timed(
-            client, prompt_of(seed, given.beside_tokens), seed=seed, max_tokens=4, **options
-        )
+        prompt = prompt_of(seed, given.beside_tokens)
+        rounds, first_s, _ = await timed(client, prompt, **options(given, seed, 4))
         token_ids = [token.token_id for each in rounds for token in each.tokens]
         return Beside(*split(times, sent_s, sent_s + first_s), first_s, token_ids)
 
