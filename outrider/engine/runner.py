@@ -93,7 +93,6 @@ class ModelRunner:
         )
         self.forward_counts = ForwardCounts()
         self._num_forwards = 0
-        self._num_opened = 0
 
     @classmethod
     def load(
@@ -178,8 +177,7 @@ class ModelRunner:
             raise PromptTooLong(message, tokens=len(token_ids), context_len=self.context_len)
         self._check_ids(token_ids)
         session = Session(BlockTable(self.pool, self.cache), token_ids, prompt_len, salt)
-        self._num_opened += 1
-        session.arrival, session.last_forward = self._num_opened, self._num_forwards
+        session.arrival = self._num_forwards
         return session
 
     def forward(self, feeds: Sequence[Feed], max_prompt_rows: int | None = None) -> ForwardResult:

@@ -33,9 +33,9 @@ def share_rows(
 
     Feeds that are no prompts go first, and with them a few rows of the first prompt, whoever waited longest before the
     others; so none starves. Of max_prompt_rows the owners of prompts have equal shares, and of a share, and of what is
-    left of others, the prompt that arrived first gets all that it can use. A tree is never divided from the last
-    committed token, whose logits it continues. At most max_prefix_rows are granted of which feeds want the logits
-    besides, because logits are large.
+    left of others, the prompt that arrived first gets all that it can use; of several that came at once, the first feed.
+    A tree is never divided from the last committed token, whose logits it continues. At most max_prefix_rows are
+    granted of which feeds want the logits besides, because logits are large.
     """
     needs = [feed.num_committed + len(feed.tree) for feed in feeds]
     prefixes = [feed.num_prefix(need) for feed, need in zip(feeds, needs, strict=True)]
@@ -66,7 +66,8 @@ def share_rows(
         queues.setdefault(feeds[index].session.owner, []).append(index)
     heads = [queue[0] for queue in queues.values()]
     steps = [index for index, feed in enumerate(feeds) if not feed.is_prompt]
-    for index in sorted([*steps, *heads], key=lambda index: feeds[index].session.last_forward):
+    waiting = {index: feeds[index].session for index in (*steps, *heads)}
+    for index in sorted(waiting, key=lambda index: max(waiting[index].last_forward, waiting[index].arrival)):
         grant(index, MIN_PROMPT_ROWS if feeds[index].is_prompt else needs[index])
     share = (prompt_left + sum(grants[index] for index in heads)) // max(len(queues), 1)
     for limit in (share, max_rows):

@@ -49,7 +49,6 @@ def make_feeds(
     for number, (num_tokens, cached_len, num_rows) in enumerate(sizes):
         session = Session(BlockTable(pool, cache), range(num_tokens), 1)
         session.advance(cached_len, EMPTY)
-        session.arrival = number
         own_tree = TokenTree.chain(range(num_rows)) if tree is None else tree
         feeds.append(Feed(session, own_tree, number in prefixed))
         session.reserve(len(feeds[-1].tree))
