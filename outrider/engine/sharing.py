@@ -33,7 +33,7 @@ def share_rows(
 
     Feeds that are no prompts go first, and with them a few rows of the first prompt, whoever waited longest before the
     others; so none starves. Of max_prompt_rows the owners of prompts have equal shares, and of a share, and of what is
-    left of others, the prompt that arrived first gets all that it can use; of several that came at once, the first feed.
+    left of others, the prompt that arrived first gets all that it can use; of several that came at once the first feed.
     A tree is never divided from the last committed token, whose logits it continues. At most max_prefix_rows are
     granted of which feeds want the logits besides, because logits are large.
     """
