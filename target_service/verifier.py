@@ -17,6 +17,7 @@ from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draw import DrawInput
 from outrider.engine.sampling.logprobs import row_logprobs
 from outrider.engine.session import Session
+from outrider.engine.sharing import Pace
 from outrider.engine.worker import own_fault
 from outrider.errors import OutriderError
 from outrider.model_service.session_store import LeaseTable
@@ -61,9 +62,12 @@ class VerifyTask:
 class Verifier:
     """Makes one step of all verification tasks at a time."""
 
-    def __init__(self, runner: ModelRunner, table: LeaseTable[Any]) -> None:
-        """The table has all sessions that hold blocks; see target_service.block_allocator."""
+    def __init__(
+        self, runner: ModelRunner, table: LeaseTable[Any], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """The table has all sessions that hold blocks; see target_service.block_allocator. `clock` as in Pace."""
         self._runner = runner
+        self._pace = Pace(clock)
         self._allocator = BlockAllocator(runner, table)
 
     def advance(self, tasks: Sequence[VerifyTask]) -> bool:
@@ -132,7 +136,8 @@ class Verifier:
         Commits nothing, so that it can be done again.
         """
         inputs = [task.draw_input for task in tasks]
-        result = self._runner.forward([each.feed for each in inputs])
+        feeds = [each.feed for each in inputs]
+        result = self._runner.forward(feeds, self._pace.begin(feeds, self._runner.max_rows))
         finished = [number for number, rows in enumerate(result.ranges) if rows is not None]
         ranges = [rows for rows in result.ranges if rows is not None]
         walks = decide(self._runner, [inputs[number] for number in finished], result.logits, ranges)
@@ -146,6 +151,7 @@ class Verifier:
         for number, behind, walk in zip(finished, ranges, walks, strict=True):
             logits = result.logits[behind.start : behind.stop]
             outcomes[number] = walk if isinstance(walk, OutriderError) else self._verdict(tasks[number], walk, logits)
+        self._pace.end(result.grants)
         return outcomes, result.num_rows
 
     def _verdict(self, task: VerifyTask, walk: Walk, logits: Tensor) -> TargetVerdict:

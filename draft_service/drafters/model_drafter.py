@@ -21,6 +21,7 @@ from outrider.engine.runner import Allocate, ModelRunner, reserve
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, quantise
 from outrider.engine.sampling.draw import DrawInput, draw_each, key_column, rows_of, scores_behind
 from outrider.engine.session import Session
+from outrider.engine.sharing import Pace
 from outrider.engine.worker import own_fault
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.parameters import DraftDistribution, Rule, SessionSpec
@@ -138,12 +139,20 @@ class DraftTask:
 class ModelDrafter:
     """Makes one step of all draft tasks at a time, whatever noise each draws with."""
 
-    def __init__(self, runner: ModelRunner, with_room: Callable[[Allocate], None], top_n: int = DEFAULT_TOP_N) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        with_room: Callable[[Allocate], None],
+        top_n: int = DEFAULT_TOP_N,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """`with_room` makes room for an allocation when the pool is full; see outrider.engine.runner.reserve.
 
         top_n is the most tokens of a distribution that is sent; see outrider.engine.sampling.draft_distribution.
+        `clock` as in outrider.engine.sharing.Pace.
         """
         self._runner = runner
+        self._pace = Pace(clock)
         self._with_room = with_room
         self._top_n = top_n
 
@@ -162,10 +171,12 @@ class ModelDrafter:
         tasks = [task for task in tasks if not (task.done or task.stopped)]
         before = [task.session.last_forward for task in tasks]
         started_ns = time.perf_counter_ns()
-        result = self._runner.forward([Feed(task.session) for task in tasks])
+        feeds = [Feed(task.session) for task in tasks]
+        result = self._runner.forward(feeds, self._pace.begin(feeds, self._runner.max_rows))
         ready = [(task, rows) for task, rows in zip(tasks, result.ranges, strict=True) if rows is not None]
         guessing = [task for task, _ in ready]
         guesses = guess_each(self._runner, guessing, result.logits, [rows for _, rows in ready], self._top_n)
+        self._pace.end(result.grants)
         ended_ns = time.perf_counter_ns()
         for task, last_forward in zip(tasks, before, strict=True):
             if task.session.last_forward != last_forward:

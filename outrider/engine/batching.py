@@ -19,8 +19,8 @@ from outrider.engine.cache import Slots
 from outrider.engine.session import Session
 from outrider.token_tree import EMPTY, TokenTree
 
-# What a session gets at least when many wait: fewer rows would not fill the kernels' tiles.
-MIN_SHARE = 16
+# Uncached tokens of a session that goes on: a target's has one, a draft's those of a verdict. More is a prompt to read.
+MAX_STEP_TOKENS = 8
 
 Ints = NDArray[np.int64] | NDArray[np.int32]
 
@@ -83,41 +83,14 @@ class Feed:
         """Committed tokens still to be computed, at least 1."""
         return len(self.session) - self.session.next_position
 
+    @property
+    def is_prompt(self) -> bool:
+        """Whether there are tokens to read first, and not only the next ones to find."""
+        return self.num_committed > MAX_STEP_TOKENS
+
     def num_prefix(self, grant: int) -> int:
         """Of `grant` rows those before the last committed token whose logits are wanted."""
         return min(grant, self.num_committed - 1) if self.wants_prefix else 0
-
-
-def share_rows(feeds: Sequence[Feed], max_rows: int, max_prefix_rows: int) -> list[int]:
-    """Rows that each feed gets of a forward of max_rows: all it needs, or a part of its committed tokens, or none.
-
-    Feeds are served in the order of their last forward, so that none starves; each gets its fair share before the
-    first takes what is left. A tree is never divided from the last committed token, whose logits it continues. At most
-    max_prefix_rows are granted of which feeds want the logits besides, because logits are large.
-    """
-    needs = [feed.num_committed + len(feed.tree) for feed in feeds]
-    prefixes = [feed.num_prefix(need) for feed, need in zip(feeds, needs, strict=True)]
-    if sum(needs) <= max_rows and sum(prefixes) <= max_prefix_rows:
-        return needs
-    order = sorted(range(len(feeds)), key=lambda index: feeds[index].session.last_forward)
-    grants = [0] * len(feeds)
-    left, prefix_left = max_rows, max_prefix_rows
-    for limit in (max(max_rows // max(len(feeds), 1), MIN_SHARE), max_rows):
-        for index in order:
-            feed, granted = feeds[index], grants[index]
-            # A tree comes on top of the share, or a wide one would wait for ever among many small feeds.
-            offer = min(limit + len(feed.tree), granted + left)
-            room = feed.num_prefix(granted) + prefix_left
-            offer = offer if prefixes[index] <= room else min(offer, room)
-            if offer >= needs[index]:
-                usable = needs[index]
-            else:
-                usable = min(offer, feed.num_committed - 1 if len(feed.tree) else feed.num_committed)
-            grant = max(usable, granted)
-            left -= grant - granted
-            prefix_left -= feed.num_prefix(grant) - feed.num_prefix(granted)
-            grants[index] = grant
-    return grants
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """One model on one device with its cache, and the one kind of forward: uncached tokens, then the rows of a tree.
 
-Belongs to the device thread. Nothing here waits for the device: lengths are known to the host, and logits stay on the
-device.
+Belongs to the device thread. Lengths are known to the host, and logits stay on the device: only a forward that leaves
+nothing to draw behind waits for it.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from outrider.engine.batching import Feed, build_batch, share_rows
+from outrider.engine.batching import Feed, build_batch
 from outrider.engine.cache import BLOCK_SIZE, BlockPool, BlockTable, KVCache
 from outrider.engine.models.checkpoints import Checkpoint, find_checkpoint
 from outrider.engine.models.config import DecoderFacts
@@ -22,6 +22,7 @@ from outrider.engine.models.weights import DTYPES
 from outrider.engine.ops import Ops, choose_ops
 from outrider.engine.ops.native import MAX_HEAD_DIM, MAX_THREADS, NativeOps
 from outrider.engine.session import Session
+from outrider.engine.sharing import share_rows
 from outrider.errors import InvalidRequest, ModelRefused, PromptTooLong
 from outrider.token_tree import EMPTY
 
@@ -56,8 +57,13 @@ class ForwardResult:
     None: the feed is not finished, and is to be fed again."""
     prefixes: list[range]
     """For each feed that wants them the rows of logits of the tokens before the root that this forward computed."""
-    num_rows: int = 0
-    """Rows that were computed."""
+    grants: list[int]
+    """How many rows of each feed were computed."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that were computed."""
+        return sum(self.grants)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +181,14 @@ class ModelRunner:
             message = f"{len(token_ids)} tokens are more than the model's context of {self.context_len}"
             raise PromptTooLong(message, tokens=len(token_ids), context_len=self.context_len)
         self._check_ids(token_ids)
-        return Session(BlockTable(self.pool, self.cache), token_ids, prompt_len, salt)
+        session = Session(BlockTable(self.pool, self.cache), token_ids, prompt_len, salt)
+        session.arrival = self._num_forwards
+        return session
 
-    def forward(self, feeds: Sequence[Feed]) -> ForwardResult:
+    def forward(self, feeds: Sequence[Feed], max_prompt_rows: int | None = None) -> ForwardResult:
         """Computes at most max_rows rows of the feeds; afterwards their sessions' committed tokens are cached so far.
 
+        At most max_prompt_rows of them are rows of prompts; see outrider.engine.sharing.
         A session appears once. Blocks are reserved for all feeds before anything is computed: CacheFull and
         InvalidRequest leave every session's tokens and cache as they were. To learn which session does not fit, call
         `check` and `Session.reserve` for each one first; then this raises neither.
@@ -191,10 +200,10 @@ class ModelRunner:
         for feed in feeds:
             feed.session.reserve(len(feed.tree))
         max_prefix_rows = max(1, MAX_PREFIX_LOGITS // self.config.vocab_size)
-        grants = share_rows(feeds, self.max_rows, max_prefix_rows)
+        grants = share_rows(feeds, self.max_rows, max_prefix_rows, max_prompt_rows)
         if not any(grants):
             nothing = torch.empty(0, self.config.vocab_size, device=self.device)
-            return ForwardResult(nothing, [None] * len(feeds), [range(0)] * len(feeds))
+            return ForwardResult(nothing, [None] * len(feeds), [range(0)] * len(feeds), grants)
         batch = build_batch(feeds, grants, self.device)
         for feed in feeds:
             # The rows of an earlier tree are about to be overwritten, whatever comes of this forward.
@@ -208,7 +217,10 @@ class ModelRunner:
                 cached_len = len(session) if finished else session.next_position + grant
                 session.advance(cached_len, feed.tree if finished else EMPTY)
                 session.last_forward = self._num_forwards
-        return ForwardResult(logits, batch.ranges, batch.prefixes, sum(grants))
+        if self.device.type == "cuda" and not len(batch.wanted):
+            # Or chunks of a prompt would pile up on the device, in front of whoever asks for a token meanwhile.
+            torch.cuda.synchronize(self.device)
+        return ForwardResult(logits, batch.ranges, batch.prefixes, grants)
 
     def check(self, feed: Feed) -> None:
         """Raises InvalidRequest when a feed can never run: past the context, too wide, or ids that are not embedded."""

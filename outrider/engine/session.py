@@ -30,6 +30,10 @@ class Session:
         """The tree of the last forward whose rows still lie behind the committed tokens."""
         self.last_forward = 0
         """Number of the runner's forward that last computed a row of this session."""
+        self.arrival = 0
+        """Number of the last forward before the runner opened this session."""
+        self.owner: object = None
+        """Whose prompt its tokens are: those of several owners are read by turns; see outrider.engine.sharing."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

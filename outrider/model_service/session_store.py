@@ -456,6 +456,7 @@ class SessionStore(Generic[StateT]):
             self._num_stopped_jobs += held.stop_job()
         known = None if held is None else held.session
         session = reopen(self._runner, known, spec.token_ids, spec.prompt_len, salt)
+        session.owner = owner
         if held is None:
             trace = SessionTrace(fence.session_id, dict(spec.trace_context))
             held = self._kind(spec, fence.epoch, session, owner, trace)
@@ -478,7 +479,7 @@ class SessionStore(Generic[StateT]):
     def _attach(self, fence: Fence, held: StateT, owner: Outbox) -> None:
         """A link owns the session from now on; its lease ends."""
         self.table.attach(fence.session_id)
-        held.owner = owner
+        held.owner = held.session.owner = owner
 
     def _rewind(self, held: StateT, epoch: int, length: int) -> bool:
         was_stopped = held.rewind(epoch, length)

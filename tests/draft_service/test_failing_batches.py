@@ -61,8 +61,8 @@ async def test_only_the_culprit_gets_no_guesses(
     expected = [fresh_guesses(runner, spec, DRAFT_COUNT) for spec in SPECS]
     forward = runner.forward
 
-    def spoiled(feeds: Sequence[Feed]) -> ForwardResult:
-        result = forward(feeds)
+    def spoiled(feeds: Sequence[Feed], max_prompt_rows: int) -> ForwardResult:
+        result = forward(feeds, max_prompt_rows)
         first_ids = [feed.session.token_ids[2] for feed in feeds]
         if len(feeds) > 1 or (culprit is not None and first_ids == [SPECS[culprit].token_ids[2]]):
             raise RuntimeError("secret of the device")

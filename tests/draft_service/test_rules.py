@@ -117,8 +117,8 @@ def test_a_row_that_cannot_be_drawn_is_a_guess_of_id_0(
     expected = [proposal_of(runner, each, 4) for each in (spec, other)]
     forward = runner.forward
 
-    def spoiled(feeds: Sequence[Feed]) -> ForwardResult:
-        result = forward(feeds)
+    def spoiled(feeds: Sequence[Feed], max_prompt_rows: int) -> ForwardResult:
+        result = forward(feeds, max_prompt_rows)
         for feed, rows in zip(feeds, result.ranges, strict=True):
             if rows is not None and len(feed.session) == 7 and feed.session.token_ids[4] == 90:
                 result.logits[rows.start] = fault

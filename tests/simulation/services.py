@@ -62,6 +62,7 @@ class Process:
         self._num_starts = 0
         self._is_up = False
         self._is_healed = False
+        self._measured_s = 0.0
         self.runner: ModelRunner
         self.table: LeaseTable[Any]
         self.device: InlineDevice
@@ -151,10 +152,15 @@ class Process:
     def _step_s(self) -> float:
         return self._dice.choice(STEPS_S)
 
+    def _measure_s(self) -> float:
+        """The clock of a step's pace: the dice say how long a step seems to take, and so how prompts are cut."""
+        self._measured_s += self._step_s()
+        return self._measured_s
+
     def _advance(self) -> Callable[[Any], None]:
         if self.role == "target":
-            return Verifier(self.runner, self.table).advance
-        return ModelDrafter(self.runner, self.table.with_room).advance
+            return Verifier(self.runner, self.table, self._measure_s).advance
+        return ModelDrafter(self.runner, self.table.with_room, clock=self._measure_s).advance
 
     def _servicer(self, outboxes: Outboxes) -> tuple[LinkServicer[Any, Any], Services]:
         """The service of its role, and ModelService."""

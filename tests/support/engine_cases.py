@@ -1,6 +1,6 @@
 """For tests of the engine: forwards whole, alone and one by one, and random inputs for its operations."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.batching import Feed, RowPlan
+from outrider.engine.cache import BlockPool, BlockTable, KVCache
 from outrider.engine.noise import Floats, Words, numpy_uniforms
 from outrider.engine.ops import Ops
 from outrider.engine.ops.eager import EagerOps
@@ -37,6 +38,21 @@ def finish(runner: ModelRunner, *feeds: Feed) -> list[Tensor]:
             if rows is not None:
                 logits[index] = result.logits[rows.start : rows.stop].clone()
     return [rows for rows in logits if rows is not None]
+
+
+def make_feeds(
+    *sizes: tuple[int, int, int], tree: TokenTree | None = None, prefixed: Collection[int] = ()
+) -> list[Feed]:
+    """Feeds of (tokens, cached tokens, tree rows) over one pool, with slots reserved; those that want a prefix."""
+    pool, cache = BlockPool(400), KVCache(1, 1, 1, 1, torch.float32, torch.device("cpu"))
+    feeds = []
+    for number, (num_tokens, cached_len, num_rows) in enumerate(sizes):
+        session = Session(BlockTable(pool, cache), range(num_tokens), 1)
+        session.advance(cached_len, EMPTY)
+        own_tree = TokenTree.chain(range(num_rows)) if tree is None else tree
+        feeds.append(Feed(session, own_tree, number in prefixed))
+        session.reserve(len(feeds[-1].tree))
+    return feeds
 
 
 def kv_state(runner: ModelRunner, session: Session) -> tuple[Tensor, Tensor]:

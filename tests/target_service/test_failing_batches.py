@@ -104,10 +104,10 @@ def spoil(monkeypatch: pytest.MonkeyPatch, runner: ModelRunner, place: str, fail
             raise RuntimeError("secret of the device")
         return logits
 
-    def spoiled_forward(feeds: Sequence[Feed]) -> ForwardResult:
+    def spoiled_forward(feeds: Sequence[Feed], max_prompt_rows: int) -> ForwardResult:
         nonlocal is_failing
         is_failing = fails(feeds)
-        return forward(feeds)
+        return forward(feeds, max_prompt_rows)
 
     def spoiled_decide(
         runner: ModelRunner, inputs: Sequence[DrawInput], logits: Tensor, ranges: Sequence[range]

@@ -171,9 +171,9 @@ def test_who_gave_way_finds_what_is_left_of_it(folder: Path, monkeypatch: pytest
     fed = []
     forward = target.runner.forward
 
-    def counting(feeds: Sequence[Feed]) -> ForwardResult:
+    def counting(feeds: Sequence[Feed], max_prompt_rows: int) -> ForwardResult:
         fed.extend(feed.num_committed for feed in feeds)
-        return forward(feeds)
+        return forward(feeds, max_prompt_rows)
 
     monkeypatch.setattr(target.runner, "forward", counting)
     target.step(1, length)

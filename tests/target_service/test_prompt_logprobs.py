@@ -50,8 +50,8 @@ def test_logits_of_a_prompt_are_bounded(
     monkeypatch.setattr(runner_module, "MAX_PREFIX_LOGITS", 10 * VOCABULARY_SIZE)
     forward, sizes = target.runner.forward, []
 
-    def measured(feeds):  # noqa: ANN001, ANN202 - as the runner's
-        result = forward(feeds)
+    def measured(feeds, max_prompt_rows):  # noqa: ANN001, ANN202 - as the runner's
+        result = forward(feeds, max_prompt_rows)
         sizes.append(result.logits.shape[0])
         return result
 

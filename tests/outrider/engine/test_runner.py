@@ -70,7 +70,7 @@ def test_chunking_changes_no_bit(runner: ModelRunner, chunks: list[int]) -> None
 
 
 def test_long_prompts_are_chunked_beside_decoding_sessions(runner: ModelRunner) -> None:
-    """max_rows cuts two prompts; the decoding session is served in the first forward; no bit changes."""
+    """The first of two prompts gets what max_rows leaves; the decoding session is served at once; no bit changes."""
     long = [runner.open(random_ids(700, seed=index), 1) for index in (1, 2)]
     short = runner.open(random_ids(12), 1)
     finish(runner, Feed(short))
@@ -78,8 +78,10 @@ def test_long_prompts_are_chunked_beside_decoding_sessions(runner: ModelRunner) 
     first = runner.forward([*(Feed(session) for session in long), Feed(short, TREE)])
     assert first.ranges == [None, None, range(9)]
     assert first.logits.shape == (9, 4096)
-    assert all(session.cached_len > 0 for session in long)
-    assert sum(session.cached_len for session in long) + 9 == runner.max_rows
+    assert first.grants == [runner.max_rows - 9, 0, 9]
+    assert [session.cached_len for session in long] == first.grants[:2]
+    second = runner.forward([Feed(session) for session in long], max_prompt_rows=150)
+    assert second.grants == [150, 0]
     logits = finish(runner, Feed(long[0], TREE), Feed(long[1]))
     for session, tree, rows in zip(long, (TREE, EMPTY), logits, strict=True):
         assert torch.equal(rows, fresh(runner, session.token_ids, tree)[0])

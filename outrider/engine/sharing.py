@@ -1,0 +1,135 @@
+"""Who computes how many rows in a step: whoever is running always, then prompts, first come, first served.
+
+Prompts that share a device evenly all finish late; one after the other, the mean time to a first token is half as long.
+While others run, a step has as many rows of prompts as make it about twice as long (chunked prefill beside decoding,
+Agrawal et al., 2024, Sarathi-Serve, arXiv 2403.02310). How many these are is measured: ten on a CPU, hundreds where
+reading the weights outweighs computing. It decides which rows go together, and never what a row computes.
+"""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from outrider.engine.batching import Feed
+from outrider.engine.session import Session
+
+# Of prompts in every step but for those that measure the others, so that reading comes to an end whatever is measured.
+MIN_PROMPT_ROWS = 4
+# How long a step with rows of prompts may take, in steps without.
+MAX_SLOWDOWN = 2.0
+# Steps whose median counts: one that a busy machine made slow says nothing, and a new load is known soon.
+NUM_SAMPLES = 5
+# Of so many steps one has no rows of prompts, while others run, and tells how long such a step takes now.
+PROBE_STEPS = 16
+# A session that waits for its draft, or for its client, has no part in some steps, and is running all the same.
+GRACE_STEPS = 64
+
+
+def share_rows(
+    feeds: Sequence[Feed], max_rows: int, max_prefix_rows: int, max_prompt_rows: int | None = None
+) -> list[int]:
+    """Rows that each feed gets of a forward of max_rows: all it needs, or a part of its committed tokens, or none.
+
+    Feeds that are no prompts go first, and with them a few rows of the first prompt, whoever waited longest before the
+    others; so none starves. Of max_prompt_rows the owners of prompts have equal shares, and of a share, and of what is
+    left of others, the prompt that arrived first gets all that it can use; of several that came at once the first feed.
+    A tree is never divided from the last committed token, whose logits it continues. At most max_prefix_rows are
+    granted of which feeds want the logits besides, because logits are large.
+    """
+    needs = [feed.num_committed + len(feed.tree) for feed in feeds]
+    prefixes = [feed.num_prefix(need) for feed, need in zip(feeds, needs, strict=True)]
+    prompts = [index for index, feed in enumerate(feeds) if feed.is_prompt]
+    left, prefix_left = max_rows, max_prefix_rows
+    prompt_left = max_rows if max_prompt_rows is None else min(max_prompt_rows, max_rows)
+    if sum(needs) <= left and sum(prefixes) <= prefix_left and sum(needs[index] for index in prompts) <= prompt_left:
+        return needs
+    grants = [0] * len(feeds)
+
+    def grant(index: int, num_more: int) -> int:
+        """Grants up to so many rows more; returns how many."""
+        nonlocal left, prefix_left, prompt_left
+        feed, granted = feeds[index], grants[index]
+        total = granted + min(num_more, left, prompt_left if feed.is_prompt else left)
+        room = feed.num_prefix(granted) + prefix_left
+        total = total if prefixes[index] <= room else min(total, room)
+        undivided = feed.num_committed - 1 if len(feed.tree) else feed.num_committed
+        num_more = max((needs[index] if total >= needs[index] else min(total, undivided)) - granted, 0)
+        grants[index] += num_more
+        left -= num_more
+        prompt_left -= num_more if feed.is_prompt else 0
+        prefix_left -= feed.num_prefix(grants[index]) - feed.num_prefix(granted)
+        return num_more
+
+    queues: dict[object, list[int]] = {}
+    for index in sorted(prompts, key=lambda index: feeds[index].session.arrival):
+        queues.setdefault(feeds[index].session.owner, []).append(index)
+    heads = [queue[0] for queue in queues.values()]
+    steps = [index for index, feed in enumerate(feeds) if not feed.is_prompt]
+    waiting = {index: feeds[index].session for index in (*steps, *heads)}
+    for index in sorted(waiting, key=lambda index: max(waiting[index].last_forward, waiting[index].arrival)):
+        grant(index, MIN_PROMPT_ROWS if feeds[index].is_prompt else needs[index])
+    share = (prompt_left + sum(grants[index] for index in heads)) // max(len(queues), 1)
+    for limit in (share, max_rows):
+        for queue in queues.values():
+            for index in queue:
+                grant(index, limit - sum(grants[each] for each in queue))
+    return grants
+
+
+class Pace:
+    """Says how many rows of prompts a step may have, so that those who run keep their pace.
+
+    Belongs to the device thread, and measures from `begin` to `end`.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        """`clock` counts seconds."""
+        self._clock = clock
+        self._started_s = 0.0
+        self._prompts: list[bool] = []
+        self._rows = MIN_PROMPT_ROWS
+        self._steps_since_probe = 0
+        # Of steps without prompts the seconds, and of others the seconds that a row of a prompt adds.
+        self._plain_s: deque[float] = deque(maxlen=NUM_SAMPLES)
+        self._row_s: deque[float] = deque(maxlen=NUM_SAMPLES)
+        self._recent: deque[list[Session]] = deque(maxlen=GRACE_STEPS)
+
+    def begin(self, feeds: Sequence[Feed], max_rows: int) -> int:
+        """The most rows of prompts in a step of these feeds: max_rows while nobody else runs.
+
+        Else it is at least MIN_PROMPT_ROWS, or 0 where others are in the step, to learn how long it takes without.
+        """
+        self._prompts = [feed.is_prompt for feed in feeds]
+        reading = {feed.session for feed in feeds if feed.is_prompt}
+        steps = [feed.session for feed in feeds if not feed.is_prompt]
+        self._recent.append(steps)
+        self._started_s = self._clock()
+        # Who has ended, or has to read again what it has lost, is not waited for.
+        running = (each for sessions in self._recent for each in sessions if each.cached_len and each not in reading)
+        if not reading or not any(running):
+            return max_rows
+        if steps and (not self._plain_s or self._steps_since_probe >= PROBE_STEPS):
+            return 0
+        if self._row_s:
+            allowed_s = (MAX_SLOWDOWN - 1) * statistics.median(self._plain_s)
+            row_s = statistics.median(self._row_s)
+            # Not too much at once, because the first samples may be wrong.
+            most = min(2 * self._rows, max_rows)
+            self._rows = max(MIN_PROMPT_ROWS, most if row_s * most <= allowed_s else int(allowed_s / row_s))
+        return self._rows
+
+    def end(self, grants: Sequence[int]) -> None:
+        """Learns from the step that was begun, of whose feeds so many rows were computed."""
+        seconds = self._clock() - self._started_s
+        num_rows = sum(grant for grant, is_prompt in zip(grants, self._prompts, strict=True) if is_prompt)
+        if sum(grants) == num_rows:
+            # Nobody but prompts: what a step costs without them cannot be told from what they cost.
+            return
+        if num_rows == 0:
+            self._plain_s.append(seconds)
+            self._steps_since_probe = 0
+        else:
+            self._steps_since_probe += 1
+            if self._plain_s:
+                self._row_s.append((seconds - statistics.median(self._plain_s)) / num_rows)
