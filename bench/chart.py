@@ -39,9 +39,11 @@ def line_chart(title: str, x_title: str, y_title: str, panels: Sequence[Panel], 
     Raises ValueError when there are no points.
     """
     points = [point for panel in panels for line in panel.lines.values() for point in line]
-    places = sorted({x for x, _ in points})
+    places = {x for x, _ in points}
+    nearest, span = min(places), math.log(max(places) / min(places)) or 1.0
     lowest, highest = (
-        pick(reference, *(value for _, each in points for value in (each.low, each.high))) for pick in (min, max)
+        min(reference, *(each.low for _, each in points)),
+        max(reference, *(each.high for _, each in points)),
     )
     step = next((each for each in STEPS if (highest - lowest) / each <= MOST_TICKS - 2), STEPS[-1])
     first, last = math.floor(lowest / step), max(math.ceil(highest / step), math.floor(lowest / step) + 1)
@@ -55,8 +57,7 @@ def line_chart(title: str, x_title: str, y_title: str, panels: Sequence[Panel], 
 
     for number, panel in enumerate(panels):
         left = LEFT + number * (WIDTH + LEFT)
-        span = math.log(places[-1] / places[0]) or 1.0
-        xs = {x: left + WIDTH * (0.06 + 0.88 * math.log(x / places[0]) / span) for x in places}
+        xs = {x: left + WIDTH * (0.06 + 0.88 * math.log(x / nearest) / span) for x in places}
         drawn.append(text(left + WIDTH / 2, TOP - 12, panel.title))
         for tick in range(first, last + 1):
             y, colour = y_of(tick * step), "#777" if math.isclose(tick * step, reference) else "#ddd"
@@ -64,10 +65,13 @@ def line_chart(title: str, x_title: str, y_title: str, panels: Sequence[Panel], 
         drawn += [text(x, TOP + HEIGHT + 16, f"{place:g}") for place, x in xs.items()]
         drawn.append(text(left + WIDTH / 2, TOP + HEIGHT + 36, x_title))
         for name, line in panel.lines.items():
-            drawn.append(path([(xs[x], y_of(each.median)) for x, each in line], colours[name], 2))
-            for x, each in line:
-                drawn.append(path([(xs[x], y_of(each.low)), (xs[x], y_of(each.high))], colours[name], 1))
-                drawn.append(f'<circle cx="{xs[x]:.1f}" cy="{y_of(each.median):.1f}" r="3" fill="{colours[name]}"/>')
+            # Lines are a little aside from one another, so that one interval does not hide the next.
+            aside, colour = 4 * (names.index(name) - (len(names) - 1) / 2), colours[name]
+            drawn.append(path([(xs[x] + aside, y_of(each.median)) for x, each in line], colour, 2))
+            for place, each in line:
+                x, y = xs[place] + aside, y_of(each.median)
+                drawn.append(path([(x, y_of(each.low)), (x, y_of(each.high))], colour, 1))
+                drawn.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>')
     # The legend stands below all panels, each name in the colour of its line.
     for number, name in enumerate(names):
         drawn.append(

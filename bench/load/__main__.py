@@ -30,7 +30,7 @@ from bench.common import (
     stack_of,
     writable,
 )
-from bench.load.driver import Block, Driver, LoadPlan
+from bench.load.driver import LEAST_REQUESTS, Block, Driver, LoadPlan
 from bench.load.report import is_simulated, name_of, plot, render
 from bench.load.summary import summarize
 from outrider.cli import options
@@ -43,8 +43,13 @@ from outrider.rpc.channels import check_address
 
 MOST_STREAMS, MOST_REQUESTS, MOST_TURNS = 4096, 1000, 1000
 MOST_ASKED = MOST_STREAMS * MOST_REQUESTS * MOST_TURNS
-# What the gateway may name, by the options that stand for several values.
-PLURALS = {"max_tokens": "--tokens", "speculation.draft_count": "--draft-counts", "draft_count": "--draft-counts"}
+# What the gateway may name, some by options that hold several values.
+NAMES = {
+    **SHARED_OPTIONS,
+    "max_tokens": "--tokens",
+    "sampling.temperature": "--temperatures",
+    "speculation.draft_count": "--draft-counts",
+}
 
 counted = partial(typer.Option, metavar="N")
 listed = partial(typer.Option, metavar="N,...")
@@ -82,7 +87,11 @@ class LoadOptions:
     temperatures: Temperatures = "0,0.8"
     tokens: Annotated[int, counted(help="Tokens a request.", callback=between(8, INT32_MAX))] = 48
     requests: Annotated[
-        int, counted(help="Requests of a stream in a block, one after the other.", callback=between(2, MOST_REQUESTS))
+        int,
+        counted(
+            help=f"Requests of a stream in a block, which has at least {LEAST_REQUESTS}.",
+            callback=between(2, MOST_REQUESTS),
+        ),
     ] = 3
     turns: Annotated[
         int, counted(help="Measured passes over all settings and loads.", callback=between(2, MOST_TURNS))
@@ -112,13 +121,7 @@ def load(*, wanted: LoadOptions, models: options.Models, cpus: ComputeThreads) -
     """Compares a gateway with itself under loads, with numbers of draft tokens by turns: speed, gaps, CPU, answers."""
     telemetry.configure_logs("warning")
     plan, metrics = plan_of(wanted), metrics_of(wanted)
-    if wanted.address is not None:
-        check_address("--address", wanted.address)
-        refuse_together("--address", wanted.address, options_of(models) | options_of(cpus))
-    elif metrics:
-        raise InvalidRequest(
-            "--metrics", wanted.metrics, "left out without --address: those of a stack of its own are known"
-        )
+    check(wanted, models, cpus)
     # Behind REST the gateway has its metrics.
     stack = None if wanted.address is not None else replace(stack_of(models, cpus), rest_port=0)
 
@@ -131,7 +134,16 @@ def load(*, wanted: LoadOptions, models: options.Models, cpus: ComputeThreads) -
             blocks = await driver.run()
         conclude(driver, wanted, blocks)
 
-    run(measuring, options={**SHARED_OPTIONS, **PLURALS})
+    run(measuring, options=NAMES)
+
+
+def check(wanted: LoadOptions, models: options.Models, cpus: ComputeThreads) -> None:
+    """Raises InvalidRequest about options that have no effect beside others, and about what is no address."""
+    if wanted.address is not None:
+        check_address("--address", wanted.address)
+        refuse_together("--address", wanted.address, options_of(models) | options_of(cpus))
+    elif wanted.metrics:
+        raise InvalidRequest("--metrics", wanted.metrics, "left out without --address: a stack of its own is known")
 
 
 def plan_of(wanted: LoadOptions) -> LoadPlan:

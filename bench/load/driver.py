@@ -10,7 +10,7 @@ block is over.
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -38,6 +38,8 @@ METHOD = f"/{pb.DESCRIPTOR.services_by_name['GenerationService'].full_name}/Gene
 CLIENT = "client"
 CPU, DEVICE_BUSY, MODEL = "process_cpu_seconds_total", "outrider_device_busy_seconds_total", "outrider_model_info"
 SCRAPE_TIMEOUT_S = 10.0
+# Of a block, however few its streams are: what a scrape costs the processes is little beside so many.
+LEAST_REQUESTS = 8
 
 GenerateCall = grpc.aio.UnaryStreamMultiCallable[pb.GenerateRequest, bytes]
 
@@ -60,7 +62,7 @@ class LoadPlan:
     temperatures: tuple[float, ...]
     tokens: int
     requests: int
-    """Of each stream in a block, the first and shorter one among them."""
+    """Of each stream in a block, the first and shorter one among them; one stream has LEAST_REQUESTS at least."""
     turns: int
     connections: int
     seed: int
@@ -163,6 +165,11 @@ class Driver:
                 self._calls.append(channel.unary_stream(METHOD, request_serializer=serialize))
             note("Warming up.")
             for setting in settings:
+                # Alone and whole, so that a refusal is about what was asked for.
+                async for _ in self._messages(
+                    self._calls[0], self._request(0, plan.temperatures[0], setting, plan.tokens)
+                ):
+                    pass
                 await self._block(plan.temperatures[0], max(plan.streams), setting, 0)
             for turn in range(plan.turns):
                 note(f"Turn {turn + 1} of {plan.turns}.")
@@ -173,7 +180,8 @@ class Driver:
         return blocks
 
     async def _block(self, temperature: float, streams: int, setting: str, turn: int) -> Block:
-        first, count = turn * streams * self.plan.requests, streams * self.plan.requests
+        count = max(streams * self.plan.requests, LEAST_REQUESTS)
+        first = turn * count
         numbers, waiting = iter(range(first, first + count)), set(range(first, first + streams))
         all_run, one_ended = asyncio.Event(), asyncio.Event()
         found: list[tuple[int, float, list[tuple[float, bytes]]]] = []
@@ -186,15 +194,11 @@ class Driver:
                     tokens = max(1, tokens * (number - first + 1) // streams)
                 request, messages = self._request(number, temperature, setting, tokens), []
                 asked_s = time.perf_counter()
-                reading = call(request)
-                try:
-                    while isinstance(message := await reading.read(), bytes):
-                        messages.append((time.perf_counter(), message))
-                        waiting.discard(number)
-                        if not waiting:
-                            all_run.set()
-                except grpc.aio.AioRpcError as error:
-                    raise failure(error, self.address, None) from None
+                async for message in self._messages(call, request):
+                    messages.append(message)
+                    waiting.discard(number)
+                    if not waiting:
+                        all_run.set()
                 found.append((number, asked_s, messages))
             one_ended.set()
 
@@ -216,6 +220,14 @@ class Driver:
                 "more --tokens, or fewer --streams."
             )
         return block
+
+    async def _messages(self, call: GenerateCall, request: pb.GenerateRequest) -> AsyncIterator[tuple[float, bytes]]:
+        reading = call(request)
+        try:
+            while isinstance(message := await reading.read(), bytes):
+                yield time.perf_counter(), message
+        except grpc.aio.AioRpcError as error:
+            raise failure(error, self.address, None) from None
 
     def _request(self, number: int, temperature: float, setting: str, tokens: int) -> pb.GenerateRequest:
         return generate_request(

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from support.runs import summary
 
-from bench.rounds.report import render
 from bench.common import PLAIN, fixed
+from bench.rounds.report import render
 from bench.rounds.samples import BARE, DRAFT, MEMORY, READ, TARGET, TimeSample
 
 
