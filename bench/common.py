@@ -1,24 +1,25 @@
-"""What the measurements share: quartiles, provenance, options, the stack that is measured, and prompts."""
+"""What the measurements share: intervals, provenance, options, settings, the stack that is measured, and prompts."""
 
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Annotated, NoReturn, Unpack
+from typing import Annotated, NoReturn, TypeVar, Unpack
 
 import typer
 
 from outrider.cli import options
 from outrider.cli.local_stack import Addresses, Stack, Supervisor, choose_models, start_stack
 from outrider.cli.running import Interrupts, note, service_log
-from outrider.client import AsyncClient, GenerationOptions, Round
+from outrider.client import AsyncClient, GenerationOptions, Round, Speculation
 from outrider.errors import InvalidRequest, ModelRefused, OutriderError
 from outrider.model_service.settings import MAX_THREADS, Dtype, available_cpus
 from outrider.parameters import SamplingParameters, SessionSpec
@@ -29,6 +30,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 DISTRIBUTIONS = {"outrider", "torch", "numpy", "grpcio", "protobuf"}
 # Beginnings of fairy tales, written for tests and measurements; no text of the training corpus.
 OPENINGS = tuple(Path(__file__).with_name("openings.txt").read_text(encoding="utf-8").splitlines())
+PLAIN, AUTO = "plain", "auto"
+RESAMPLES, COVERAGE = 2_000, 0.95
+
+N = TypeVar("N", int, float)
 
 
 class TokensDiffer(OutriderError):
@@ -39,7 +44,7 @@ class TokensDiffer(OutriderError):
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Quartiles of some values."""
+    """The median of some values between their quartiles, or between the bounds of its own interval."""
 
     low: float
     median: float
@@ -47,7 +52,7 @@ class Spread:
     count: int
 
     def show(self, form: str, scale: float = 1.0) -> str:
-        """Median and quartiles, multiplied by a scale, for instance "1.20 (1.15 to 1.31)"."""
+        """All three multiplied by a scale, for instance "1.20 (1.15 to 1.31)"."""
         low, median, high = (f"{value * scale:{form}}" for value in (self.low, self.median, self.high))
         return f"{median} ({low} to {high})"
 
@@ -61,6 +66,18 @@ def spread(values: Iterable[float]) -> Spread:
         return Spread(numbers[0], numbers[0], numbers[0], 1)
     low, median, high = statistics.quantiles(numbers, n=4, method="inclusive")
     return Spread(low, median, high, len(numbers))
+
+
+def interval(values: Iterable[float]) -> Spread:
+    """The median with its interval of 95 %: percentiles of the medians of samples redrawn from the values (bootstrap).
+
+    Raises ValueError when there are no values.
+    """
+    numbers, generator = list(values), random.Random(0)
+    middle = spread(numbers).median
+    medians = sorted(statistics.median(generator.choices(numbers, k=len(numbers))) for _ in range(RESAMPLES))
+    outside = round(RESAMPLES * (1 - COVERAGE) / 2)
+    return Spread(medians[outside], middle, medians[-1 - outside], len(numbers))
 
 
 def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -106,22 +123,49 @@ def run_measurement(app: typer.Typer, name: str) -> NoReturn:
     run_app(lambda: app(prog_name=f"outrider bench {name}", standalone_mode=False), prefix="outrider: ")
 
 
-def writable(file: Path | None) -> Path | None:
+def writable(param: typer.CallbackParam, file: Path | None) -> Path | None:
     """Raises InvalidRequest now where a run of minutes could not be written at its end."""
     if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-        raise InvalidRequest("--save", str(file), "a file in a folder that exists")
+        raise InvalidRequest(param.opts[0], str(file), "a file in a folder that exists")
     return file
+
+
+def parse_numbers(option: str, text: str, kind: Callable[[str], N], minimum: int, maximum: int) -> tuple[N, ...]:
+    """Numbers with commas between, each once. Raises InvalidRequest."""
+    try:
+        numbers = tuple(dict.fromkeys(kind(part) for part in text.split(",")))
+    except ValueError:
+        numbers = ()
+    if not numbers or not all(minimum <= each <= maximum for each in numbers):
+        raise InvalidRequest(option, text, f"numbers in [{minimum}, {maximum}] with commas between")
+    return numbers
 
 
 def parse_temperatures(text: str) -> tuple[float, ...]:
     """Temperatures with commas between, each once. Raises InvalidRequest."""
-    try:
-        temperatures = tuple(dict.fromkeys(float(part) for part in text.split(",")))
-    except ValueError:
-        temperatures = ()
-    if not temperatures or not all(0 <= each <= 100 for each in temperatures):
-        raise InvalidRequest("--temperatures", text, "numbers in [0, 100] with commas between")
-    return temperatures
+    return parse_numbers("--temperatures", text, float, 0, 100)
+
+
+def fixed(draft_count: int) -> str:
+    """Name of the setting with a fixed K, more than 0."""
+    return f"K = {draft_count}"
+
+
+def settings_of(draft_counts: Iterable[int | None]) -> dict[str, Speculation]:
+    """Settings by their names: plain where K is 0, and auto where it is None, so that the gateway chooses."""
+    settings = {}
+    for count in draft_counts:
+        name = AUTO if count is None else fixed(count) if count else PLAIN
+        settings[name] = Speculation(enabled=count != 0, draft_count=count or None)
+    return settings
+
+
+def rotated(names: Sequence[str], turn: int) -> list[str]:
+    """The settings in another order each turn, so that none always follows the same one."""
+    start = turn % len(names)
+    # Stepping backwards through them every other turn changes the neighbours too.
+    turned = [*names[start:], *names[:start]]
+    return turned[::-1] if turn % 2 else turned
 
 
 Temperatures = Annotated[str, typer.Option(help="Temperatures of the requests, with commas between.", metavar="X,...")]

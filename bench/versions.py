@@ -16,17 +16,12 @@ from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 
-from bench.common import OPENINGS, TokensDiffer, machine, markdown, revision, spread
+from bench.common import OPENINGS, TokensDiffer, machine, markdown, revision, settings_of, spread
 from bench.house import environment, outrider, serving
-from outrider.client import Client, Round, Speculation
+from outrider.client import Client, Round
 
 TIMEOUT_S = 120.0
-SETTINGS = {
-    "plain": Speculation(enabled=False),
-    "K = 2": Speculation(draft_count=2),
-    "K = 4": Speculation(draft_count=4),
-    "auto": Speculation(),
-}
+SETTINGS = settings_of((0, 2, 4, None))
 TEMPERATURES = (0.0, 0.8)
 PROGRAMS = ("gateway", "target_service", "draft_service")
 

@@ -28,7 +28,7 @@ from gateway.settings import GatewaySettings
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
 from outrider.errors import NotReady, VocabularyMismatch
-from outrider.process.metrics import RunningMetrics, new_registry, serve_metrics
+from outrider.process.metrics import ProcessTime, RunningMetrics, new_registry, serve_metrics
 from outrider.process.options import listed
 from outrider.rpc import channels
 from outrider.vocabulary import Vocabulary
@@ -82,6 +82,7 @@ async def start(settings: GatewaySettings) -> RunningGateway:
     tokenizer = await asyncio.to_thread(Tokenizer, settings.tokenizer)
     template = await asyncio.to_thread(ChatTemplate.read, settings.tokenizer)
     registry = new_registry()
+    registry.register(ProcessTime())
     async with AsyncExitStack() as undo:
         exposition = None
         if settings.metrics_listen:

@@ -14,14 +14,12 @@ from typing import Any
 import grpc.aio
 from google.protobuf.message import Message
 
-from bench.common import TokensDiffer, spec_of, timed
+from bench.common import TokensDiffer, rotated, settings_of, spec_of, timed
 from bench.rounds.instruments import Instruments
 from bench.rounds.samples import (
-    AUTO,
     BARE,
     DRAFT,
     PING,
-    PLAIN,
     TARGET,
     Measurements,
     RequestSample,
@@ -29,7 +27,6 @@ from bench.rounds.samples import (
     RoundsPlan,
     TimedAnswer,
     TimeSample,
-    fixed,
 )
 from gateway.text.tokenizer import Tokenizer
 from outrider.cli.running import note
@@ -61,8 +58,7 @@ class Campaign:
         self._plan, self._instruments = plan, instruments
         self._gateway, self._target, self._draft = gateway, target, draft
         self._expected: dict[tuple[int, float], tuple[int, ...]] = {}
-        self._settings = {PLAIN: Speculation(enabled=False), AUTO: Speculation()}
-        self._settings |= {fixed(count): Speculation(draft_count=count) for count in plan.draft_counts}
+        self._settings = settings_of((0, *plan.draft_counts, None))
 
     async def run(self) -> Measurements:
         """Takes all turns, after one that warms up and is dropped. Raises TokensDiffer and what services answer."""
@@ -155,11 +151,3 @@ async def pings(
     while await call.read() is not grpc.aio.EOF:
         # An answer that was under way is nobody's any more.
         continue
-
-
-def rotated(names: list[str], turn: int) -> list[str]:
-    """The settings in another order each turn, so that none always follows the same one."""
-    start = turn % len(names)
-    # Stepping backwards through them every other turn changes the neighbours too.
-    turned = names[start:] + names[:start]
-    return turned[::-1] if turn % 2 else turned

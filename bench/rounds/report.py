@@ -1,7 +1,7 @@
 """The report as Markdown: tables of a summary."""
 
-from bench.common import markdown, spread
-from bench.rounds.samples import BARE, CONTEXT_LEN, MEMORY, OPERATORS, PING, PLAIN, ROLES
+from bench.common import PLAIN, markdown, spread
+from bench.rounds.samples import BARE, CONTEXT_LEN, MEMORY, OPERATORS, PING, ROLES
 from bench.rounds.summary import RoundsSummary, acceptance_rate, parts, tokens_per_round
 
 OVERHEAD_MS = 0.25  # what a round may cost beside two pings

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from bench.common import OPENINGS
+from bench.common import AUTO, OPENINGS, PLAIN, fixed
 from outrider.cli.local_stack import Stack
 from outrider.client import RoundFacts
 
@@ -11,16 +11,11 @@ TARGET, DRAFT = "target", "draft"
 ROLES = (TARGET, DRAFT)
 MEMORY, MEMORY_BYTES = "memory", 512 << 20  # the buffer that hardly any cache holds
 CONTEXT_LEN = 128  # at which steps are compared with floors, and c and v are taken
-BARE, PLAIN, AUTO = "bare loop", "plain", "auto"
+BARE = "bare loop"
 # What single times are of: reading a buffer, decoder steps in PyTorch's operators and in the engine, and an empty
 # message there and back on a link.
 READ, OPERATORS, ENGINE, PING = "torch.sum", "operators", "engine", "ping"
 PROMPTS = tuple(OPENINGS[number] for number in (0, 6, 7, 11))
-
-
-def fixed(draft_count: int) -> str:
-    """Name of the setting with a fixed K."""
-    return f"K = {draft_count}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,15 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from bench.common import Spread, spread
+from bench.common import AUTO, PLAIN, Spread, spread
 from bench.rounds.samples import (
-    AUTO,
     BARE,
     DRAFT,
     ENGINE,
     MEMORY,
     PING,
-    PLAIN,
     READ,
     TARGET,
     Measurements,

@@ -28,9 +28,9 @@ def rounds(context: typer.Context) -> None:
 
 
 @app.command(context_settings=PASSING_ON, add_help_option=False)
-def serve(context: typer.Context) -> None:
-    """Compares a gateway with itself, with and without speculation by turns: tokens/s, first tokens and answers."""
-    measure("bench.serve", context.args)
+def load(context: typer.Context) -> None:
+    """Compares a gateway with itself under loads, with numbers of draft tokens by turns: speed, gaps, CPU, answers."""
+    measure("bench.load", context.args)
 
 
 def command(module: str, arguments: Sequence[str]) -> tuple[str, ...]:

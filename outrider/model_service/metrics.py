@@ -19,7 +19,7 @@ from outrider.engine.runner import ForwardCounts
 from outrider.engine.worker import DeviceWorker
 from outrider.model_service.servicer import ServiceFacts
 from outrider.model_service.session_store import ServiceCounts
-from outrider.process.metrics import Tally, new_registry, tally_of
+from outrider.process.metrics import ProcessTime, Tally, new_registry, tally_of
 from outrider.rpc.fencing import ComputeTimes
 
 PREFIX = "outrider_"
@@ -49,6 +49,7 @@ class ServiceMetrics:
         self._queue_s, self._compute_s, self._rollback_s = Tally(JOB_S), Tally(JOB_S), Tally(ROLLBACK_S)
         self.registry = new_registry()
         self.registry.register(self)
+        self.registry.register(ProcessTime())
 
     def observe(self, times: ComputeTimes) -> None:
         """Takes note of what an answer cost; one that needed no forward is no job."""

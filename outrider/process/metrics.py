@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, disable_created_metrics, start_http_server
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -110,3 +111,14 @@ def tally_of(numbers: Mapping[int, int], bounds: Sequence[float]) -> Tally:
     for number, times in numbers.items():
         tally.add(number, times)
     return tally
+
+
+class ProcessTime(Collector):
+    """The CPU time of this process, under the name that Prometheus's own collectors have for it.
+
+    Theirs counts in hundredths of a second, which is too coarse for a measurement of a few.
+    """
+
+    def collect(self) -> Iterable[Metric]:
+        """One family."""
+        yield CounterMetricFamily("process_cpu_seconds", "CPU time of this process.", time.process_time())

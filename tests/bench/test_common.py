@@ -1,10 +1,24 @@
-"""Medians and quartiles of fixed numbers, and how they are shown; options that measurements share."""
+"""Medians of fixed numbers with quartiles and intervals, and how they are shown; what measurements share."""
 
+import random
 from pathlib import Path
 
 import pytest
+import typer
 
-from bench.common import markdown, parse_temperatures, spread, writable
+from bench.common import (
+    AUTO,
+    PLAIN,
+    fixed,
+    interval,
+    markdown,
+    parse_temperatures,
+    rotated,
+    settings_of,
+    spread,
+    writable,
+)
+from outrider.client import Speculation
 from outrider.errors import InvalidRequest
 
 
@@ -46,8 +60,35 @@ def test_what_is_no_temperature_is_refused(text: str) -> None:
 
 def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
     """Not after the minutes of a run."""
-    assert writable(tmp_path / "samples.json") == tmp_path / "samples.json"
-    assert writable(None) is None
+    option = typer.core.TyperOption(param_decls=["--save"], type_descriptor=None)
+    assert writable(option, tmp_path / "samples.json") == tmp_path / "samples.json"
+    assert writable(option, None) is None
     for place in (tmp_path, tmp_path / "absent" / "samples.json"):
         with pytest.raises(InvalidRequest, match="--save"):
-            writable(place)
+            writable(option, place)
+
+
+def test_an_interval_is_where_the_median_would_be_again() -> None:
+    """Of a hundred samples of ten, most have one that holds the median of the source; it narrows with their number."""
+    generator = random.Random(3)
+    samples = [[generator.gauss(1.0, 0.1) for _ in range(10)] for _ in range(100)]
+    found = [interval(sample) for sample in samples]
+    assert sum(each.low <= 1.0 <= each.high for each in found) >= 90
+    whole = interval(value for sample in samples for value in sample)
+    assert whole.low < whole.median < whole.high
+    assert whole.high - whole.low < min(each.high - each.low for each in found)
+    assert interval([2.0, 2.0]).show(".0f") == "2 (2 to 2)"
+
+
+def test_settings_have_the_names_of_reports() -> None:
+    """Plain is no setting of K, and auto names none."""
+    settings = settings_of((0, 4, None))
+    assert list(settings) == [PLAIN, fixed(4), AUTO]
+    assert settings[PLAIN] == Speculation(enabled=False)
+    assert (settings[fixed(4)].draft_count, settings[AUTO]) == (4, Speculation())
+
+
+def test_settings_come_in_another_order_each_turn() -> None:
+    """Each goes first once, and has both of the others behind it."""
+    orders = ["".join(rotated("abc", turn)) for turn in range(3)]
+    assert orders == ["abc", "acb", "cab"]

@@ -30,6 +30,8 @@ MARKER = "swordfish"
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 REST_TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PROMPT = f"Once upon a time there was a {MARKER} who said: open"
+# On every dashboard of processes, and a size that does not change.
+OTHER_EYES = {"process_cpu_seconds_total", "outrider_kv_blocks"}
 METRIC = re.compile(r"\b(outrider_\w+)\b")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -161,7 +163,7 @@ async def test_the_dashboard_asks_only_for_what_there_is(live: Live) -> None:
     parts = {f"{name}_{part}" for name in there for part in ("bucket", "sum", "count")}
     assert asked - there - parts == set()
     shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in asked} | asked
-    assert {name for name in there - shown if not name.startswith("outrider_request_")} == {"outrider_kv_blocks"}
+    assert {name for name in there - shown if not name.startswith("outrider_request_")} == OTHER_EYES
 
 
 async def test_prometheus_scrapes_what_compose_serves() -> None:
@@ -194,7 +196,7 @@ async def test_the_document_lists_every_metric_and_no_other(live: Live) -> None:
     rows = [
         line
         for line in (ROOT / "docs" / "observability.md").read_text().splitlines()
-        if line.startswith("| `outrider_")
+        if line.startswith(("| `outrider_", "| `process_"))
     ]
     listed = [row.split("`")[1] for row in rows]
     assert len(listed) == len(set(listed))

@@ -5,7 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.rounds.samples import AUTO, BARE, DRAFT, ENGINE, MEMORY, OPERATORS, PING, PLAIN, READ, TARGET, fixed
+from bench.common import AUTO, PLAIN, fixed
+from bench.rounds.samples import BARE, DRAFT, ENGINE, MEMORY, OPERATORS, PING, READ, TARGET
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()", "bench", "rounds", "--quick")

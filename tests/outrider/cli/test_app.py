@@ -19,8 +19,8 @@ import draft_service
 import gateway
 import outrider
 import target_service
+from bench.load.__main__ import app as bench_load
 from bench.rounds.__main__ import app as bench_rounds
-from bench.serve import app as bench_serve
 from outrider.cli import app as commands
 from outrider.cli import main
 from outrider.errors import OutriderError
@@ -45,7 +45,7 @@ def walk(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 COMMANDS = dict(walk(typer.main.get_command(commands)))
 # What `outrider bench` passes its arguments on to.
 COMMANDS["bench", "rounds"] = typer.main.get_command(bench_rounds)
-COMMANDS["bench", "serve"] = typer.main.get_command(bench_serve)
+COMMANDS["bench", "load"] = typer.main.get_command(bench_load)
 EACH = pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 
 
@@ -71,7 +71,7 @@ def outcome(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 def test_the_commands_are_these() -> None:
     """A command that goes missing here goes missing in the docs."""
     found = dict(walk(typer.main.get_command(commands)))
-    assert {("up",), ("generate",), ("doctor",), ("version",), ("bench", "rounds"), ("bench", "serve")} <= set(found)
+    assert {("up",), ("generate",), ("doctor",), ("version",), ("bench", "rounds"), ("bench", "load")} <= set(found)
     assert set(found) == set(COMMANDS)
 
 
@@ -181,7 +181,7 @@ def test_completion_scripts(
     ("shell", "line", "wanted"),
     [
         ("bash", "outrider do", "doctor"),
-        ("zsh", "outrider bench se", "serve"),
+        ("zsh", "outrider bench lo", "load"),
         ("fish", "outrider up --draft-d", "--draft-dtype"),
         ("bash", "outrider generate Hi --rule le", "lenient"),
     ],
@@ -284,7 +284,7 @@ def test_an_option_without_an_effect_is_refused(line: str, idle: str, other: str
         ("generate Hi --rule foo", "Invalid value for '--rule': 'foo' is not one of 'match', 'ratio'"),
         ("nope", "No such command 'nope'."),
         ("bench nope", "No such command 'nope'."),
-        ("bench serve --nope", "No such option: --nope"),
+        ("bench load --nope", "No such option: --nope"),
         ("version --json=3", "Option '--json' does not take a value."),
     ],
 )

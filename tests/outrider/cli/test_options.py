@@ -15,8 +15,9 @@ from support.command_line import terminal
 from support.stack import RunningStack, running_stack
 from typer.main import get_command
 
-from bench.serve import ServeOptions
-from bench.serve import app as bench_serve
+from bench.load.__main__ import NAMES as LOAD_NAMES
+from bench.load.__main__ import LoadOptions
+from bench.load.__main__ import app as bench_load
 from outrider.cli.app import app
 from outrider.cli.options import OPTIONS, SHARED_OPTIONS, in_options
 from outrider.client import GenerationOptions, InvalidRequest, OutriderError, Speculation
@@ -110,10 +111,10 @@ async def test_a_conversation_names_it_too(stack: RunningStack) -> None:
 async def test_a_measurement_names_it_too(stack: RunningStack) -> None:
     """By the options that it has, which are not all called as elsewhere."""
     for option, value, sentence in (
-        ("--draft-count", "4000", "--draft-count is 4000, but must be between 0 and"),
+        ("--draft-counts", "0,4000", "--draft-counts is 4000, but must be between 0 and"),
         ("--tokens", "100000", r"a prompt of \d+ tokens and --tokens 100000 do not fit"),
     ):
-        code, output, notes = await outrider("bench", "serve", "--address", stack.address, option, value)
+        code, output, notes = await outrider("bench", "load", "--address", stack.address, option, value)
         assert (code, output) == (64, "")
         assert re.match(f"outrider: {sentence}", notes.splitlines()[-1]), notes
 
@@ -134,10 +135,10 @@ async def test_every_option_is_one() -> None:
     """Of `generate`; and of the others as far as they can say it."""
     assert set(OPTIONS.values()) <= set(flags("generate"))
     assert set(OPTIONS.values()) - {"--samples", "--logprobs", "--echo"} <= set(flags("chat"))
-    load = set(options_of(ServeOptions()))
-    assert load == set(flags(app=bench_serve)) & load
-    asked = {"address", "seed", "sampling.temperature", "speculation.draft_count"}
-    assert {SHARED_OPTIONS[field] for field in asked} <= load
+    load = set(options_of(LoadOptions()))
+    assert load == set(flags(app=bench_load)) & load
+    asked = {"address", "seed", "max_tokens", "sampling.temperature", "speculation.draft_count"}
+    assert {LOAD_NAMES[field] for field in asked} <= load
     assert "--max-tokens" not in {*load, *SHARED_OPTIONS.values()}
 
 

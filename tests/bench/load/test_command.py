@@ -1,0 +1,199 @@
+"""`outrider bench load` on the embedded pair: what it asks, counts, reads and writes, not how fast anything was."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import Counter
+from support.command_line import said, scripted_gateway
+from support.stack import running_stack
+
+from bench.common import AUTO, PLAIN, ComputeThreads, fixed
+from bench.load.__main__ import LoadOptions, check, metrics_of, plan_of
+from bench.load.driver import CLIENT, LEAST_REQUESTS, Driver, LoadPlan, NothingToMeasure
+from outrider.cli.options import Models
+from outrider.errors import InvalidRequest, PeerLost
+from outrider.process.metrics import new_registry, serve_metrics
+from outrider.v1 import generation_service_pb2 as pb
+
+COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()", "bench", "load")
+PLAN = LoadPlan(
+    streams=(1, 4),
+    draft_counts=(0, 3, None),
+    temperatures=(0.8,),
+    tokens=16,
+    requests=3,
+    turns=2,
+    connections=2,
+    seed=30,
+)
+
+
+async def command(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*COMMAND, *arguments, stdout=pipe, stderr=pipe)
+    output, notes = await asyncio.wait_for(process.communicate(), 240)
+    return process.returncode or 0, output.decode(), notes.decode()
+
+
+async def test_a_stack_of_its_own_from_the_command_line(tmp_path: Path) -> None:
+    """All figures of all settings, from every process, and they are those of the messages in the file."""
+    file, picture = tmp_path / "load.json", tmp_path / "load.svg"
+    grid = ("--streams", "1,3", "--draft-counts", "0,4,auto", "--temperatures", "0.8", "--turns", "2", "--tokens", "24")
+    code, output, notes = await command(*grid, "--threads", "1", "--json", "--save", str(file), "--plot", str(picture))
+    assert code == 0, notes
+    told: dict[str, Any] = json.loads(output)
+    assert (told["models"], told["simulated"]) == ({"target": "target", "draft": "draft"}, False)
+    loads = [(each["streams"], each["setting"]) for each in told["figures"]]
+    assert loads == [(streams, setting) for streams in (1, 3) for setting in (PLAIN, fixed(4), AUTO)]
+    kept = json.loads(file.read_text())
+    blocks = kept.pop("blocks")
+    assert kept == told
+    for figures in told["figures"]:
+        assert (
+            figures["equal_answers"] == figures["compared_answers"] == 2 * max(LEAST_REQUESTS, 3 * figures["streams"])
+        )
+        assert set(figures["cpu_per_round_s"]) == {CLIENT, "gateway", "target", "draft"}
+        assert min(figures["cpu_per_round_s"].values()) > 0
+        assert (figures["acceptance_rate"] or 0) > 0 or figures["setting"] != fixed(4)
+        assert figures["p99_gap_s"] >= figures["gap_s"]["median"] > 0
+        check_speed(
+            figures,
+            [each for each in blocks if (each["streams"], each["setting"]) == (figures["streams"], figures["setting"])],
+        )
+    assert picture.read_text().startswith("<svg")
+
+
+def check_speed(figures: dict[str, Any], blocks: list[dict[str, Any]]) -> None:
+    """Tokens of a window over its seconds, counted again from the messages; the median of two turns is their mean."""
+    speeds = []
+    for block in blocks:
+        window_s = block["began"]["at_s"], block["ended"]["at_s"]
+        bursts = [burst for each in block["answers"] for burst in each["bursts"]]
+        tokens = sum(count for at_s, count, *_ in bursts if window_s[0] <= at_s <= window_s[1])
+        assert sum(count for _, count, *_ in bursts) == sum(len(each["token_ids"]) for each in block["answers"])
+        speeds.append(tokens / (window_s[1] - window_s[0]))
+    assert figures["tokens_per_s"]["median"] == pytest.approx(sum(speeds) / 2)
+
+
+async def test_all_settings_are_asked_the_same_in_another_order_each_turn() -> None:
+    """First requests are of rising length, further ones whole; no turn repeats a request of the one before."""
+    async with running_stack() as stack:
+        assert stack.gateway is not None
+        blocks = await Driver(PLAN, stack.gateway.address, {}).run()
+    orders = [[each.setting for each in blocks if (each.streams, each.turn) == (4, turn)] for turn in (0, 1)]
+    assert orders[0] == [PLAIN, fixed(3), AUTO]
+    assert orders[1] == [PLAIN, AUTO, fixed(3)]
+    for streams, count in ((1, LEAST_REQUESTS), (4, 12)):
+        of_load = [each for each in blocks if each.streams == streams]
+        for block in of_load:
+            assert [each.number for each in block.answers] == list(range(block.turn * count, (block.turn + 1) * count))
+            lengths = [len(each.token_ids) for each in block.answers]
+            assert lengths == [16 * (index + 1) // streams for index in range(streams)] + [16] * (count - streams)
+            assert set(block.began.cpu_s) == {CLIENT}
+        for turn in (0, 1):
+            said = [[each.token_ids for each in block.answers] for block in of_load if block.turn == turn]
+            assert said[0] == said[1] == said[2]
+    drafted = {each.setting: sum(burst.drafted for burst in each.bursts) for each in blocks}
+    assert (drafted[PLAIN], drafted[fixed(3)] > 0) == (0, True)
+
+
+async def test_clocks_of_several_workers_are_added() -> None:
+    """A gateway of many processes tells each one's; a device's time only where it is exported."""
+    registry = new_registry()
+    for number, name in enumerate(("process_cpu_seconds", "outrider_device_busy_seconds")):
+        counter = Counter(name, "Time.", ["worker"], registry=registry)
+        for worker in ("one", "two"):
+            counter.labels(worker).inc(2.5 + number)
+    metrics = serve_metrics("127.0.0.1:0", registry)
+    try:
+        async with running_stack(gateway={"metrics_listen": "127.0.0.1:0"}) as stack:
+            assert stack.gateway is not None
+            assert stack.gateway.metrics is not None
+            places = {"others": metrics.address, "gateway": stack.gateway.metrics.address}
+            plan = replace(PLAN, streams=(1,), draft_counts=(0,))
+            block = (await Driver(plan, stack.gateway.address, places).run())[0]
+    finally:
+        await metrics.stop()
+    assert (block.began.cpu_s["others"], block.began.busy_s) == (5.0, {"others": 7.0})
+    assert block.ended.cpu_s["gateway"] > block.began.cpu_s["gateway"]
+
+
+async def test_a_request_says_its_setting() -> None:
+    """With K only where it has an effect; behind a request and a block of each setting to warm up."""
+    async with scripted_gateway() as gateway:
+        await Driver(replace(PLAN, streams=(1,)), gateway.address, {}).run()
+    found, count = [], LEAST_REQUESTS
+    measured = gateway.requests[3 * (1 + count) :]
+    for index, turn in enumerate((0, 0, 0, 1, 1, 1)):
+        block = measured[index * count : (index + 1) * count]
+        assert [each.seed for each in block] == list(range(30 + turn * count, 30 + (turn + 1) * count))
+        assert {(each.max_tokens, each.sampling.ignore_eos) for each in block} == {(16, True)}
+        assert {each.sampling.temperature for each in block} == {0.8}
+        [speculation] = {each.speculation.SerializeToString() for each in block}
+        told = pb.SpeculationSettings.FromString(speculation)
+        found.append((told.enabled, told.draft_count if told.HasField("draft_count") else None))
+    plain, three, auto = (False, None), (True, 3), (True, None)
+    assert found == [plain, three, auto, plain, auto, three]
+    assert len(measured) == 6 * count
+
+
+async def test_too_little_to_measure_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of one message have no gaps."""
+
+    async def one_message(*_: object) -> AsyncIterator[pb.GenerateResponse]:
+        yield said((pb.TOKEN_ORIGIN_PLAIN, "Once"))
+
+    async with scripted_gateway() as gateway:
+        monkeypatch.setattr(gateway, "_answer", one_message)
+        with pytest.raises(NothingToMeasure, match="4 streams did not run side by side long enough under plain"):
+            await Driver(PLAN, gateway.address, {}).run()
+
+
+async def test_nobody_there_is_unavailable() -> None:
+    """Exit code 69 and one sentence, before anything is measured; also of the metrics."""
+    code, output, notes = await command("--address", "127.0.0.1:1")
+    assert (code, output) == (69, "")
+    assert notes.splitlines()[-1].startswith("outrider: Nothing answers on 127.0.0.1:1")
+    with pytest.raises(PeerLost, match="Nothing serves metrics on"):
+        await Driver(PLAN, "127.0.0.1:1", {"gateway": "127.0.0.1:1"}).run()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "models", "cpus", "option"),
+    [
+        (LoadOptions(address="a:1"), Models(target="x"), ComputeThreads(), "--target"),
+        (LoadOptions(address="a:1"), Models(), ComputeThreads(threads=2), "--threads"),
+        (LoadOptions(address="a"), Models(), ComputeThreads(), "--address"),
+        (LoadOptions(metrics=["gateway=a:1"]), Models(), ComputeThreads(), "--metrics"),
+    ],
+)
+def test_what_has_no_effect_or_no_meaning_is_refused(
+    wanted: LoadOptions, models: Models, cpus: ComputeThreads, option: str
+) -> None:
+    """Before a stack is started for it."""
+    with pytest.raises(InvalidRequest, match=f"^{option} is "):
+        check(wanted, models, cpus)
+
+
+@pytest.mark.parametrize("text", ["", "2,auto", "many,0", "0;4"])
+def test_plain_decoding_is_part_of_every_comparison(text: str) -> None:
+    """The others are held against it."""
+    with pytest.raises(InvalidRequest, match=r"--draft-counts is .* 0 among them"):
+        plan_of(LoadOptions(draft_counts=text))
+    assert plan_of(LoadOptions(draft_counts="auto,0,4,0")).draft_counts == (None, 0, 4)
+
+
+@pytest.mark.parametrize("text", ["a:1", "=a:1", "gateway=a"])
+def test_metrics_have_a_name_and_an_address(text: str) -> None:
+    """Each name once."""
+    for texts in ([text], ["target=a:1", "target=b:1"]):
+        with pytest.raises(InvalidRequest, match="--metrics"):
+            metrics_of(LoadOptions(metrics=texts))
+    assert metrics_of(LoadOptions(metrics=["target=a:1"])) == {"target": "a:1"}
