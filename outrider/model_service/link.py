@@ -125,6 +125,7 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
         self._observe = observe
         self._links: set[Outbox] = set()
         self._is_draining = False
+        self._sweep_timer: asyncio.TimerHandle | None = None
 
     @property
     @abstractmethod
@@ -154,6 +155,7 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
             raise Overloaded(f"{len(self._links)} gateways have a link already", limit=MAX_LINKS)
         outbox: Outbox = Outbox(self._outboxes)
         self._links.add(outbox)
+        self._sweep_after(self._sessions.table.lease_s)
         reader = asyncio.create_task(self._read(request_iterator, outbox))
         writer = asyncio.create_task(self._write(context.write, outbox))
         try:
@@ -234,6 +236,7 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
     def _run(self, jobs: Sequence[tuple[Fence, Job]], outbox: Outbox) -> None:
         """On the device thread; what a job raises is about its session alone."""
         for fence, job in jobs:
+            self._sessions.table.hear(fence.session_id, outbox)
             try:
                 job()
             except OutriderError as error:
@@ -296,20 +299,24 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
 
     def _leave(self, outbox: Outbox) -> list[asyncio.Future[Any]]:
         """Queues the leases at once, because a handler may be cancelled a second time; returns what tells of it."""
-        table, loop = self._sessions.table, asyncio.get_running_loop()
-
-        def sweep() -> None:
-            """Ends the leases whose time has come; the device thread decides which."""
-            with suppress(NotReady):
-                self._device.call(table.sweep)
-
-        def sweep_later(leaving: asyncio.Future[int]) -> None:
-            if not leaving.cancelled() and leaving.result():
-                loop.call_later(table.lease_s, sweep)
-
         # A service that has stopped has freed everything.
         with suppress(NotReady):
-            leaving = self._device.call(partial(table.leave, outbox))
-            leaving.add_done_callback(sweep_later)
+            leaving = self._device.call(partial(self._sessions.table.leave, outbox))
+            leaving.add_done_callback(lambda _left: self._sweep_after(self._sessions.table.lease_s))
             return [leaving]
         return []
+
+    def _sweep_after(self, delay_s: float) -> None:
+        """Looks for leases that end and sessions that are idle, again and again while there may be some."""
+        if self._sweep_timer is None:
+            self._sweep_timer = asyncio.get_running_loop().call_later(delay_s, self._sweep)
+
+    def _sweep(self) -> None:
+        self._sweep_timer = None
+        with suppress(NotReady):
+            self._device.call(self._sessions.table.sweep).add_done_callback(self._swept)
+
+    def _swept(self, sweeping: asyncio.Future[float | None]) -> None:
+        due_s = None if sweeping.cancelled() else sweeping.result()
+        if due_s is not None or self._links:
+            self._sweep_after(self._sessions.table.lease_s if due_s is None else due_s)

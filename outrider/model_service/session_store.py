@@ -34,7 +34,7 @@ MAX_UNSENT = 65_536
 MAX_SESSIONS = 4096
 # A Rollback overtakes an open by milliseconds, so a newer one never pushes out one that still matters.
 MAX_REMEMBERED = 1024
-TIMER_S = 1e-6  # a loop's timer may come early by its clock's resolution, and there is one for each link that ended
+TIMER_S = 1e-6  # a loop's timer may come early by its clock's resolution
 # What took longer gets an event of its own; everything else is in the sums.
 SLOW_US = 500_000
 
@@ -236,7 +236,11 @@ StateT = TypeVar("StateT", bound=SessionState[Any])
 
 
 class LeaseTable(Generic[StateT]):
-    """Sessions by id. A leased one is kept `lease_s` seconds for its gateway to come back, unless room is needed."""
+    """Sessions by id. A leased one is kept `lease_s` seconds for its gateway to come back, unless room is needed.
+
+    Leases begin when a link ends, and for a session of which nothing has been heard for as long: a gateway that lost
+    count of it never comes back, and any other one takes it up with its next message.
+    """
 
     def __init__(
         self, lease_s: float, clock: Callable[[], float] = time.monotonic, max_sessions: int = MAX_SESSIONS
@@ -253,6 +257,8 @@ class LeaseTable(Generic[StateT]):
         self._held: dict[bytes, StateT] = {}
         # When each ends, in the order of their beginnings.
         self._leases: dict[bytes, float] = {}
+        # When a message of each came last.
+        self._heard: dict[bytes, float] = {}
 
     def __len__(self) -> int:
         return len(self._held)
@@ -279,9 +285,11 @@ class LeaseTable(Generic[StateT]):
             if not self.evict_oldest():
                 raise Overloaded(f"{len(self._held)} sessions are held already", limit=self._max_sessions)
         self._held[session_id] = held
+        self._heard[session_id] = self._clock()
 
     def attach(self, session_id: bytes) -> None:
         """Ends a lease because a link has taken the session up."""
+        self._heard[session_id] = self._clock()
         if self._leases.pop(session_id, None) is not None:
             log.debug("lease taken up", session=session_prefix(session_id))
 
@@ -290,10 +298,15 @@ class LeaseTable(Generic[StateT]):
         left = [session_id for session_id, held in self._held.items() if held.owner is owner]
         for session_id in left:
             self._held[session_id].stop_job()
-            self._leases.pop(session_id, None)
-            self._leases[session_id] = self._clock() + self.lease_s
-            log.debug("lease begun", session=session_prefix(session_id), lease_s=self.lease_s)
+            self._lease(session_id)
         return len(left)
+
+    def hear(self, session_id: bytes, owner: object) -> None:
+        """A message of a session has come by its own link, so that it is not idle."""
+        held = self._held.get(session_id)
+        if held is not None and held.owner is owner:
+            self._heard[session_id] = self._clock()
+            self._leases.pop(session_id, None)
 
     def owns_any(self, owner: object) -> bool:
         """Whether a link still has a session."""
@@ -308,6 +321,7 @@ class LeaseTable(Generic[StateT]):
     def drop(self, session_id: bytes) -> None:
         """Frees a session; without an effect for an unknown id."""
         self._leases.pop(session_id, None)
+        self._heard.pop(session_id, None)
         held = self._held.pop(session_id, None)
         if held is not None:
             held.free()
@@ -326,15 +340,26 @@ class LeaseTable(Generic[StateT]):
         log.info("leased session evicted", session=session_prefix(oldest), num_leased=self.num_leased)
         return True
 
-    def sweep(self) -> int:
-        """Frees the sessions whose lease has ended; returns their number."""
+    def sweep(self) -> float | None:
+        """Frees the sessions whose lease has ended, and leases those that have been idle for as long as a lease.
+
+        Returns after how many seconds there may be more to do, None when no session is held.
+        """
         now = self._clock() + TIMER_S
-        ended = [session_id for session_id, end in self._leases.items() if end <= now]
-        for session_id in ended:
+        for session_id in [session_id for session_id, end in self._leases.items() if end <= now]:
             self.drop(session_id)
+            self.num_expired += 1
             log.info("lease expired", session=session_prefix(session_id))
-        self.num_expired += len(ended)
-        return len(ended)
+        for session_id, held in self._held.items():
+            if session_id not in self._leases and held.task is None and self._heard[session_id] + self.lease_s <= now:
+                self._lease(session_id)
+        ends = [self._leases.get(session_id, heard + self.lease_s) for session_id, heard in self._heard.items()]
+        return max(min(ends) - now, self.lease_s / 10) if ends else None
+
+    def _lease(self, session_id: bytes) -> None:
+        self._leases.pop(session_id, None)
+        self._leases[session_id] = self._clock() + self.lease_s
+        log.debug("lease begun", session=session_prefix(session_id), lease_s=self.lease_s)
 
     def with_room(self, allocate: Callable[[], T]) -> T:
         """Calls `allocate`, evicting leased sessions as long as it raises CacheFull and there are some."""

@@ -51,7 +51,8 @@ LEASE_S = 60.0
 WINDOW = 6  # so small that requests of a few tokens run into it
 BUDGET_S = 30.0
 LONGEST_S = 900.0
-SETTLE_S = 40.0
+SETTLE_S = LEASE_S + 15.0  # a close that was lost leaves a session that is idle, and only that shows it
+SOON_S = 5.0
 NOTED_EVENTS = 30
 
 
@@ -250,10 +251,17 @@ class World:
         return {status for status, is_excused in excuses.items() if is_excused}
 
     async def _check_leases(self) -> None:
-        """In calm weather, and soon after the last request, services hold nothing but leases."""
+        """In calm weather, and some time after the last request, services hold nothing but leases.
+
+        They hold nothing at all, and that soon, when nothing has gone wrong.
+        """
         self._weather.is_calm = True
         for process in self._processes.values():
             process.heal()
+        await asyncio.sleep(SOON_S)
+        if not self._weather.spells and not self._gateway_died:
+            for address, process in self._processes.items():
+                hold(len(process.table) == 0, f"{address} holds {process.table} though nothing went wrong")
         await asyncio.sleep(SETTLE_S)
         for address, process in self._processes.items():
             table, device = process.table, process.device

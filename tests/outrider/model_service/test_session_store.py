@@ -39,6 +39,7 @@ class Lodger:
     owner: object = None
     name: str = ""
     stopped: int = field(default=0)
+    task: object = None
 
     def stop_job(self) -> bool:
         """Counts."""
@@ -80,12 +81,42 @@ def test_a_lease_ends_when_its_time_has_come(table: LeaseTable[Lodger], beds: li
     table.leave("a")
     clock.now += 4
     table.leave("b")
+    table.hear(b"c", "c")
     clock.now += 5.9
-    assert table.sweep() == 0
+    table.sweep()
+    assert table.num_expired == 0
     clock.now += 0.1
-    assert table.sweep() == 1
+    table.sweep()
+    assert table.num_expired == 1
     assert beds == ["b", "c"]
     assert (len(table), table.num_leased) == (2, 1)
+
+
+def test_a_session_that_is_idle_is_leased(table: LeaseTable[Lodger], beds: list[str], clock: Clock) -> None:
+    """As if its link had ended, unless a job is under way; its next message takes it up again, and not another's."""
+    for name in ("idle", "busy", "talking"):
+        taken(table, beds, name, owner="link")
+    busy = table.get(b"busy")
+    assert busy is not None
+    busy.task = object()
+    clock.now += 8
+    table.hear(b"talking", "link")
+    assert table.sweep() == pytest.approx(2, abs=1e-3)
+    clock.now += 2
+    table.sweep()
+    assert table.num_leased == 1
+    table.hear(b"idle", "another link")
+    assert table.num_leased == 1
+    table.hear(b"idle", "link")
+    assert table.num_leased == 0
+    clock.now += 10
+    table.sweep()
+    assert table.num_leased == 2
+    clock.now += 10
+    assert table.sweep() is not None
+    assert beds == ["busy"]
+    table.clear()
+    assert table.sweep() is None
 
 
 def test_a_session_taken_up_again_is_not_swept(table: LeaseTable[Lodger], beds: list[str], clock: Clock) -> None:
@@ -93,9 +124,10 @@ def test_a_session_taken_up_again_is_not_swept(table: LeaseTable[Lodger], beds: 
     taken(table, beds, "a", owner="link")
     table.leave("link")
     table.attach(b"a")
-    clock.now += 100
-    assert table.sweep() == 0
-    assert beds == ["a"]
+    table.hear(b"a", "link")
+    clock.now += 9
+    table.sweep()
+    assert (beds, table.num_leased) == (["a"], 0)
 
 
 def test_leaving_counts_for_the_owner_alone(table: LeaseTable[Lodger], beds: list[str]) -> None:
@@ -188,7 +220,8 @@ def test_how_leases_end_is_counted(table: LeaseTable[Lodger], beds: list[str], c
     table.evict_oldest()
     table.attach(b"taken up")
     table.close(Fence(b"closed", 1, 1), "closed")
-    clock.now += 100
+    clock.now += 8
+    table.hear(b"taken up", "taken up")
     table.sweep()
     table.num_preempted += 1
     assert (table.num_evicted, table.num_expired, table.num_preempted) == (1, 1, 1)
