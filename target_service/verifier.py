@@ -81,6 +81,7 @@ class Verifier:
         before = [task.session.last_forward for task in tasks]
         started_ns = time.perf_counter_ns()
         outcomes = self._forward_and_decide(tasks)
+        self._runner.finish()
         ended_ns = time.perf_counter_ns()
         for task, last_forward, outcome in zip(tasks, before, outcomes, strict=True):
             if task.session.last_forward != last_forward:

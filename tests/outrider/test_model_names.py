@@ -8,7 +8,7 @@ from outrider import model_names
 from outrider.engine.models.checkpoints import find_checkpoint
 from outrider.engine.models.weights import expected_shapes
 from outrider.errors import ModelRefused
-from outrider.model_names import CONTEXT_LEN, MAX_SEED, PRESETS, VOCAB_SIZE, SizedModel, parse, unsized
+from outrider.model_names import CONTEXT_LEN, MAX_SEED, PRESETS, VOCAB_SIZE, SizedModel, parse, tokenizer_source
 
 
 def test_a_bare_preset_belongs_to_the_role_first() -> None:
@@ -31,7 +31,7 @@ def test_other_models_are_not_sized() -> None:
     """Folders and hub ids are left alone, by the tokenizer's place too."""
     for model in ("models/target", "someone/sized:200m", "./sized:200m", "sized"):
         assert parse(model) is None
-        assert unsized(model) == model
+        assert tokenizer_source(model) == model
 
 
 @pytest.mark.parametrize("model", ["sized:", "sized:7b", "sized:draft-200m", "sized:200M", "sized:200m/x", "sized:-1b"])
@@ -66,7 +66,7 @@ def test_a_missing_model_inside_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(model_names, "REPOSITORY", tmp_path)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelRefused, match=r"no embedded draft model in .*; sized:10m is made of it"):
-        unsized("sized:10m")
+        tokenizer_source("sized:10m")
 
 
 def test_the_working_directory_may_hold_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,4 +74,4 @@ def test_the_working_directory_may_hold_the_models(tmp_path: Path, monkeypatch: 
     repository = model_names.REPOSITORY
     monkeypatch.setattr(model_names, "REPOSITORY", tmp_path / "site-packages")
     monkeypatch.chdir(repository)
-    assert unsized("sized:200m") == str(repository / "models" / "target")
+    assert tokenizer_source("sized:200m") == str(repository / "models" / "target")

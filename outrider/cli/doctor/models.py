@@ -14,7 +14,7 @@ from typing import Any
 from outrider.cli.doctor.report import Finding, failed, gibibytes, ok, skipped, warning
 from outrider.cli.local_stack import Stack
 from outrider.errors import ModelRefused
-from outrider.model_names import CONTEXT_LEN, parse, unsized
+from outrider.model_names import CONTEXT_LEN, parse, tokenizer_source
 from outrider.vocabulary import Vocabulary
 
 VOCABULARY, MEMORY = "vocabulary", "memory"
@@ -80,7 +80,7 @@ def read_model(role: str, model: str) -> ModelFiles | None:
     None for a hub id that is not on this machine.
     """
     sized = parse(model, role)
-    given = Path(unsized(model)).expanduser()
+    given = Path(tokenizer_source(model)).expanduser()
     folder = given if given.is_dir() else downloaded(model)
     if folder is None:
         return None
