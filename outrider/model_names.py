@@ -171,7 +171,7 @@ class SimulatedModel:
         """The name with the options that are not the preset's own."""
         own = SIM_PRESETS[self.preset]
         given = {key: getattr(self, key) for key in SIM_OPTIONS if getattr(self, key) != getattr(own, key)}
-        options = ",".join(f"{key}={value:f}".rstrip("0").rstrip(".") for key, value in given.items())
+        options = ",".join(f"{key}={value:.9f}".rstrip("0").rstrip(".") for key, value in given.items())
         return f"{SIM_PREFIX}{self.preset}" + (f"@{options}" if options else "")
 
     @property
@@ -220,10 +220,10 @@ class SimulatedModel:
         if not low <= value <= high:
             message = f"{model}: {key} is {option['value']}, but must be in [{low:g}, {high:g}]"
             raise ModelRefused(message, model=model)
-        return replace(self, **{key: value})
+        return replace(self, acceptance=value) if key == "acceptance" else replace(self, stretch=value)
 
 
-# Llama 3.1 8B, Llama 3.1 70B and, as a draft, Llama 3.2 1B; each alone on its device. The draft's acceptance is assumed.
+# Llama 3.1 8B, Llama 3.1 70B and, as a draft, Llama 3.2 1B, each alone on its device. The acceptance is assumed.
 SIM_PRESETS: Mapping[str, SimulatedModel] = {
     each.preset: each
     for each in (

@@ -66,7 +66,9 @@ class ModelServiceSettings(ProcessSettings):
     )
     kv_tokens: Annotated[
         int | None,
-        Setting("Tokens that the cache holds.", within(1), default="512 MiB, or one context; of sim its device's memory"),
+        Setting(
+            "Tokens that the cache holds.", within(1), default="512 MiB, or one context; of sim its device's memory"
+        ),
     ] = None
     lease_seconds: Annotated[float, Setting("How long a session outlives a broken stream.", within(0))] = 60.0
     # A forward of 512 rows of a large model on a CPU may take a minute.

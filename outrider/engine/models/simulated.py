@@ -68,9 +68,10 @@ class SimulatedCheckpoint:
 
     def build(self, device: torch.device, dtype: torch.dtype, ops: Ops) -> "SimulatedDecoder":
         if device.type != "cpu":
-            raise ModelRefused(f"{self.name} is served with the device cpu, not {device}", device=device)
+            raise ModelRefused(f"{self.name}: device is {device}, but must be cpu, which simulates another", device=device)
         if dtype is not torch.bfloat16:
-            raise ModelRefused(f"{self.name} stands for weights in bfloat16, not {dtype}", dtype=dtype)
+            given = str(dtype).removeprefix("torch.")
+            raise ModelRefused(f"{self.name}: dtype is {given}, but must be bfloat16, which its law counts", dtype=given)
         return SimulatedDecoder(self.model, self.config, ops)
 
     def digest(self) -> str:

@@ -52,6 +52,16 @@ def test_a_sized_target_takes_the_embedded_draft() -> None:
     assert choose_models("sized:draft-1b", "sized:1b", no_draft=True) == ("sized:draft-1b", None)
     with pytest.raises(ModelRefused, match="200m, 1b, 3b, 8b, 32b for a target") as refusal:
         choose_models(None, "sized:7b", no_draft=False)
+
+
+def test_a_simulated_target_takes_a_simulated_draft() -> None:
+    """The embedded one would be right about nothing; a draft that is named is taken, and wrong names are refused."""
+    assert choose_models("sim:h100-8b", None, no_draft=False) == ("sim:h100-8b", "sim:h100-1b")
+    assert choose_models("sim:h100-8b", None, no_draft=True) == ("sim:h100-8b", None)
+    named = choose_models("sim:h100-70b@stretch=2.0", "sim:h100-1b@acceptance=0.9", no_draft=False)
+    assert named == ("sim:h100-70b@stretch=2", "sim:h100-1b@acceptance=0.9")
+    with pytest.raises(ModelRefused, match="is no simulated model"):
+        choose_models("sim:h100", None, no_draft=False)
     assert refusal.value.exit_code == 78
 
 
