@@ -81,7 +81,6 @@ class Verifier:
         before = [task.session.last_forward for task in tasks]
         started_ns = time.perf_counter_ns()
         outcomes = self._forward_and_decide(tasks)
-        self._runner.finish()
         ended_ns = time.perf_counter_ns()
         for task, last_forward, outcome in zip(tasks, before, outcomes, strict=True):
             if task.session.last_forward != last_forward:
@@ -135,6 +134,7 @@ class Verifier:
         finished = [number for number, rows in enumerate(result.ranges) if rows is not None]
         ranges = [rows for rows in result.ranges if rows is not None]
         walks = decide(self._runner, [inputs[number] for number in finished], result.logits, ranges)
+        self._runner.finish()
         for task, rows in zip(tasks, result.prefixes, strict=True):
             # At once, chunk by chunk, because the logits of a whole prompt may be larger than the model.
             if rows:
