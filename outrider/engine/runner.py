@@ -94,7 +94,7 @@ class ModelRunner:
         )
         self.forward_counts = ForwardCounts()
         self._num_forwards = 0
-        self._started_s = 0.0
+        self._started_s: float | None = None
 
     @classmethod
     def load(
@@ -223,14 +223,17 @@ class ModelRunner:
         return ForwardResult(logits, batch.ranges, batch.prefixes)
 
     def finish(self) -> None:
-        """Counts the time of the last forward, behind which its tokens have been drawn and read.
+        """Counts the time of the last forward, behind which its tokens have been drawn and read; idempotent.
 
         Waits where the device is simulated and would not be done yet.
         """
+        if self._started_s is None:
+            return
         if isinstance(self.model, SimulatedDecoder):
             self.forward_counts.busy_s += self.model.wait()
         else:
             self.forward_counts.busy_s += time.perf_counter() - self._started_s
+        self._started_s = None
 
     def check(self, feed: Feed) -> None:
         """Raises InvalidRequest when a feed can never run: past the context, too wide, or ids that are not embedded."""

@@ -134,8 +134,8 @@ def check_model(role: str, model: str | None, files: ModelFiles | None, dtype: s
     if files.simulated is not None:
         sentence = (
             f"{files.name} is simulated: it takes the time of {files.parameter_count:,} parameters in bfloat16 on "
-            f"{files.simulated.device.name}, {files.simulated.step_s(1, 1, 1) * 1e3:.1f} ms for one row, and its tokens "
-            "come from a hash."
+            f"{files.simulated.device.name}, {files.simulated.step_s(1, 1, 1) * 1e3:.1f} ms for one row, and its "
+            "tokens come from a hash."
         )
         if dtype == files.stored_dtype:
             return ok(check, sentence)

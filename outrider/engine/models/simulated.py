@@ -68,10 +68,12 @@ class SimulatedCheckpoint:
 
     def build(self, device: torch.device, dtype: torch.dtype, ops: Ops) -> "SimulatedDecoder":
         if device.type != "cpu":
-            raise ModelRefused(f"{self.name}: device is {device}, but must be cpu, which simulates another", device=device)
+            message = f"{self.name}: device is {device}, but must be cpu, which simulates another"
+            raise ModelRefused(message, device=device)
         if dtype is not torch.bfloat16:
             given = str(dtype).removeprefix("torch.")
-            raise ModelRefused(f"{self.name}: dtype is {given}, but must be bfloat16, which its law counts", dtype=given)
+            message = f"{self.name}: dtype is {given}, but must be bfloat16, which its law counts"
+            raise ModelRefused(message, dtype=given)
         return SimulatedDecoder(self.model, self.config, ops)
 
     def digest(self) -> str:

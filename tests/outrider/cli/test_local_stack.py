@@ -52,6 +52,7 @@ def test_a_sized_target_takes_the_embedded_draft() -> None:
     assert choose_models("sized:draft-1b", "sized:1b", no_draft=True) == ("sized:draft-1b", None)
     with pytest.raises(ModelRefused, match="200m, 1b, 3b, 8b, 32b for a target") as refusal:
         choose_models(None, "sized:7b", no_draft=False)
+    assert refusal.value.exit_code == 78
 
 
 def test_a_simulated_target_takes_a_simulated_draft() -> None:
@@ -62,7 +63,6 @@ def test_a_simulated_target_takes_a_simulated_draft() -> None:
     assert named == ("sim:h100-70b@stretch=2", "sim:h100-1b@acceptance=0.9")
     with pytest.raises(ModelRefused, match="is no simulated model"):
         choose_models("sim:h100", None, no_draft=False)
-    assert refusal.value.exit_code == 78
 
 
 def test_missing_embedded_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
