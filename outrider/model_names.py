@@ -1,13 +1,18 @@
-"""Models that are known by name: where the embedded pair lies, and the sized models that hold one of the two.
+"""Models that are known by name: where the embedded pair lies, sized models that hold one of the two, simulated ones.
 
 A sized model is an embedded one inside a larger shape. Its name is `sized:PRESET`, `sized:target-PRESET` or
 `sized:draft-PRESET`, with `@SEED` behind it for other random numbers than those of seed 0.
+
+A simulated model computes no matrices: its forward takes as long as a stated law says, and its tokens come from a hash.
+Its name is `sim:PRESET`, with options behind it as in `sim:h100-1b@acceptance=0.8,stretch=4`. docs/simulation.md says
+what each number stands on.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from outrider.errors import ModelRefused
 
@@ -33,9 +38,13 @@ class Shape:
 
     @property
     def parameter_count(self) -> int:
+        return self.parameters(VOCAB_SIZE)
+
+    def parameters(self, vocab_size: int) -> int:
+        """Numbers in all its tensors with a vocabulary of this size."""
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
         layer = self.hidden_size * (attention + 3 * self.intermediate_size + 2)
-        tables = VOCAB_SIZE * (1 if self.tied_embeddings else 2)
+        tables = vocab_size * (1 if self.tied_embeddings else 2)
         return self.num_layers * layer + self.hidden_size * (tables + 1)
 
 
@@ -103,6 +112,146 @@ def parse(model: str, role: str = "target") -> SizedModel | None:
     return SizedModel(found, parts["preset"], seed)
 
 
+SIM_PREFIX = "sim:"
+# What a simulated model stands for: that of Llama 3, in bfloat16. Served are the ids of the embedded tokenizer.
+SIM_VOCAB_SIZE, SIM_CONTEXT_LEN, SIM_ITEM_BYTES = 128_256, 131_072, 2
+# The options behind a name, and what they may be.
+SIM_OPTIONS: Mapping[str, tuple[float, float]] = {"acceptance": (0.0, 1.0), "stretch": (0.001, 1000.0)}
+_SIM_NAME = re.compile(r"(?P<preset>[^@]*)(?:@(?P<options>.*))?", re.DOTALL)
+_SIM_OPTION = re.compile(r"(?P<key>[a-z]+)=(?P<value>[0-9]{1,9}(?:\.[0-9]{1,9})?)")
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """What a device does at best, how much of that a model gets, and what a step costs beside."""
+
+    name: str
+    memory_bytes: float
+    bytes_per_s: float
+    """Of its memory."""
+    flops: float
+    """Products of bfloat16 numbers, dense, a multiplication and an addition each counted."""
+    bandwidth_share: float
+    flops_share: float
+    launch_s: float
+    """Seconds of a step that neither memory nor arithmetic explain: launches, draws, exchange between devices."""
+
+
+# 80 GB, 3.35 TB/s and 989.4 dense TFLOPS: NVIDIA H100 data sheet, column SXM. Share of the bandwidth and launch: chosen
+# so that the 8B preset alone takes the 6.32 ms of SGLang's documentation (158.34 tokens/s on one H100). Share of the
+# arithmetic: assumed.
+H100 = Accelerator("H100 SXM", 80e9, 3.35e12, 989.4e12, bandwidth_share=0.77, flops_share=0.65, launch_s=0.0005)
+# Tensor parallelism: a quarter of each matrix on each, and two exchanges a layer of 12 us, assumed, for 80 layers.
+FOUR_H100 = replace(
+    H100,
+    name="4 x H100 SXM",
+    memory_bytes=4 * H100.memory_bytes,
+    bytes_per_s=4 * H100.bytes_per_s,
+    flops=4 * H100.flops,
+    launch_s=H100.launch_s + 2 * 80 * 12e-6,
+)
+# Of the memory, what weights and cache take together: the default of vLLM.
+USED_MEMORY = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedModel:
+    """A model and the device whose time it takes; acceptance is that of a draft of a target with acceptance 1."""
+
+    preset: str
+    device: Accelerator
+    shape: Shape
+    acceptance: float = 1.0
+    """The probability that it names the token that the law of all simulated models names, position by position."""
+    stretch: float = 1.0
+    """What all times are multiplied with."""
+
+    @property
+    def name(self) -> str:
+        """The name with the options that are not the preset's own."""
+        own = SIM_PRESETS[self.preset]
+        given = {key: getattr(self, key) for key in SIM_OPTIONS if getattr(self, key) != getattr(own, key)}
+        options = ",".join(f"{key}={value:.9f}".rstrip("0").rstrip(".") for key, value in given.items())
+        return f"{SIM_PREFIX}{self.preset}" + (f"@{options}" if options else "")
+
+    @property
+    def parameter_count(self) -> int:
+        return self.shape.parameters(SIM_VOCAB_SIZE)
+
+    @property
+    def multiplied_parameters(self) -> int:
+        """Those that every row is multiplied with: all but an embedding of its own, of which a row reads one line."""
+        lookup = 0 if self.shape.tied_embeddings else SIM_VOCAB_SIZE * self.shape.hidden_size
+        return self.parameter_count - lookup
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of one token."""
+        return 2 * self.shape.num_layers * self.shape.num_kv_heads * self.shape.head_dim * SIM_ITEM_BYTES
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens whose keys and values fit beside the weights."""
+        free = USED_MEMORY * self.device.memory_bytes - self.parameter_count * SIM_ITEM_BYTES
+        return int(free / self.token_bytes)
+
+    def step_s(self, num_rows: int, num_keys: int, num_scores: int) -> float:
+        """Seconds of a forward: what memory or arithmetic take, whichever is longer, and the launch.
+
+        num_keys are the tokens whose keys and values are read, once for all rows of a session; num_scores is the sum
+        over rows of the keys that each one sees.
+        """
+        width = self.shape.num_heads * self.shape.head_dim
+        read_bytes = self.multiplied_parameters * SIM_ITEM_BYTES + self.token_bytes * num_keys
+        # Scores and sums of values, two products of a head's size for each key.
+        flops = 2 * self.multiplied_parameters * num_rows + 4 * self.shape.num_layers * width * num_scores
+        memory_s = read_bytes / (self.device.bytes_per_s * self.device.bandwidth_share)
+        arithmetic_s = flops / (self.device.flops * self.device.flops_share)
+        return self.stretch * (max(memory_s, arithmetic_s) + self.device.launch_s)
+
+    def with_option(self, model: str, text: str) -> Self:
+        """With one KEY=VALUE of the name `model`. Raises ModelRefused."""
+        option = _SIM_OPTION.fullmatch(text)
+        if option is None or option["key"] not in SIM_OPTIONS:
+            kinds = " and ".join(f"{key}=NUMBER" for key in SIM_OPTIONS)
+            raise ModelRefused(f"{model} has {text!r} behind @; there may be {kinds}, separated by commas", model=model)
+        key, value = option["key"], float(option["value"])
+        low, high = SIM_OPTIONS[key]
+        if not low <= value <= high:
+            message = f"{model}: {key} is {option['value']}, but must be in [{low:g}, {high:g}]"
+            raise ModelRefused(message, model=model)
+        return replace(self, acceptance=value) if key == "acceptance" else replace(self, stretch=value)
+
+
+# Llama 3.1 8B, Llama 3.1 70B and, as a draft, Llama 3.2 1B, each alone on its device. The acceptance is assumed.
+SIM_PRESETS: Mapping[str, SimulatedModel] = {
+    each.preset: each
+    for each in (
+        SimulatedModel("h100-8b", H100, PRESETS["target"]["8b"]),
+        SimulatedModel("h100-70b", FOUR_H100, Shape(8192, 28672, 80, 64, 8, 128, tied_embeddings=False)),
+        SimulatedModel("h100-1b", H100, PRESETS["draft"]["1b"], acceptance=0.75),
+    )
+}
+
+
+# The draft of a simulated target that has no other.
+SIM_DRAFT = SIM_PREFIX + "h100-1b"
+
+
+def parse_simulated(model: str) -> SimulatedModel | None:
+    """The simulated model that a name means; None for the name of any other model. Raises ModelRefused."""
+    if not model.startswith(SIM_PREFIX):
+        return None
+    parts = _SIM_NAME.fullmatch(model.removeprefix(SIM_PREFIX))
+    found = SIM_PRESETS.get(parts["preset"]) if parts else None
+    if parts is None or found is None:
+        presets = ", ".join(SIM_PREFIX + preset for preset in SIM_PRESETS)
+        raise ModelRefused(f"{model} is no simulated model; there are {presets}", model=model)
+    for text in parts["options"].split(",") if parts["options"] is not None else ():
+        found = found.with_option(model, text)
+    return found
+
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
@@ -119,10 +268,12 @@ def embedded_model(role: str, way_out: str | None = None) -> str:
     raise ModelRefused(f"There is no embedded {role} model in {folders[0]}; {way_out}.")
 
 
-def unsized(model: str) -> str:
-    """The folder of the embedded model inside a sized one, which has its tokenizer; any other model as it is named.
+def tokenizer_source(model: str) -> str:
+    """The folder of the embedded model inside a sized one, of the embedded target for a simulated one; else `model`.
 
     Raises ModelRefused for an unknown preset, and when the embedded model is missing.
     """
-    sized = parse(model)
+    sized, simulated = parse(model), parse_simulated(model)
+    if simulated is not None:
+        return embedded_model("target", f"{model} speaks its tokens")
     return model if sized is None else embedded_model(sized.role, f"{model} is made of it")

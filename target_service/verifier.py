@@ -141,6 +141,7 @@ class Verifier:
         finished = [number for number, rows in enumerate(result.ranges) if rows is not None]
         ranges = [rows for rows in result.ranges if rows is not None]
         walks = decide(self._runner, [inputs[number] for number in finished], result.logits, ranges)
+        self._runner.finish()
         for task, rows in zip(tasks, result.prefixes, strict=True):
             # At once, chunk by chunk, because the logits of a whole prompt may be larger than the model.
             if rows:

@@ -176,6 +176,7 @@ class ModelDrafter:
         ready = [(task, rows) for task, rows in zip(tasks, result.ranges, strict=True) if rows is not None]
         guessing = [task for task, _ in ready]
         guesses = guess_each(self._runner, guessing, result.logits, [rows for _, rows in ready], self._top_n)
+        self._runner.finish()
         self._pace.end(result.grants)
         ended_ns = time.perf_counter_ns()
         for task, last_forward in zip(tasks, before, strict=True):

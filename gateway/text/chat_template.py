@@ -18,7 +18,7 @@ import huggingface_hub
 
 from gateway.text.template_sandbox import SafeTemplate, TemplateRefusal
 from outrider.errors import InvalidRequest, ModelRefused, Unsupported
-from outrider.model_names import unsized
+from outrider.model_names import tokenizer_source
 
 PATTERNS = ("tokenizer_config.json", "special_tokens_map.json", "*.jinja")
 DEFAULT, TOOL_USE = "default", "tool_use"
@@ -35,7 +35,7 @@ class TemplateFiles:
 
 def find_templates(model: str) -> TemplateFiles:
     """Of a local folder, of a model on the hub, or of the model inside a sized one. Raises ModelRefused."""
-    source = unsized(model)
+    source = tokenizer_source(model)
     try:
         folder = Path(source)
         if not folder.is_dir():

@@ -13,7 +13,7 @@ import tokenizers
 
 from gateway.text.token_pieces import TokenPiece, TokenPieces
 from outrider.errors import ModelRefused
-from outrider.model_names import unsized
+from outrider.model_names import tokenizer_source
 from outrider.vocabulary import Vocabulary
 
 LONG_TEXT = 2_000  # characters; encoding more takes long enough to be felt by other requests
@@ -31,7 +31,7 @@ class Tokenizer:
 
         Raises ModelRefused.
         """
-        source = unsized(model)
+        source = tokenizer_source(model)
         try:
             if Path(source).is_dir():
                 self._tokenizer = tokenizers.Tokenizer.from_file(str(Path(source) / "tokenizer.json"))

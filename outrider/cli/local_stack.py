@@ -20,7 +20,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.errors import OutriderError
-from outrider.model_names import embedded_model, parse
+from outrider.model_names import SIM_DRAFT, embedded_model, parse, parse_simulated
 from outrider.model_service.settings import check_model
 
 HOST = "127.0.0.1"
@@ -422,17 +422,21 @@ class Addresses:
 
 
 def choose_models(target: str | None, draft: str | None, *, no_draft: bool) -> tuple[str, str | None]:
-    """The pair to serve; sized models by their explicit names. Another target than these needs a draft of its own.
+    """The pair to serve; sized and simulated models by their explicit names. Other targets need a draft of their own.
 
-    The embedded draft fits the embedded target and the sized ones, which have its vocabulary. Raises ModelRefused when
-    an embedded model is wanted and missing, and about a path that is no folder.
+    The embedded draft fits the embedded target and the sized ones, which have its vocabulary, and a simulated target
+    has a simulated draft. Raises ModelRefused when an embedded model is wanted and missing, and about a path that is no
+    folder.
     """
     is_own = target is None or parse(target) is not None
+    is_simulated = target is not None and parse_simulated(target) is not None
     target = embedded_model("target") if target is None else check_model("--target", target)
     if draft is not None:
         draft = check_model("--draft", draft, "draft")
     if no_draft:
         return target, None
+    if draft is None and is_simulated:
+        draft = SIM_DRAFT
     return target, draft or (embedded_model("draft") if is_own else None)
 
 

@@ -4,6 +4,7 @@ Belongs to the device thread. Lengths are known to the host, and logits stay on 
 nothing to draw behind waits for it.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -17,6 +18,7 @@ from outrider.engine.models.checkpoints import Checkpoint, find_checkpoint
 from outrider.engine.models.config import DecoderFacts
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.fused import fused
+from outrider.engine.models.simulated import SimulatedDecoder
 from outrider.engine.models.transformer import Transformer
 from outrider.engine.models.weights import DTYPES
 from outrider.engine.ops import Ops, choose_ops
@@ -38,6 +40,8 @@ class ForwardCounts:
     """The forwards of one runner."""
 
     num_rows: int = 0
+    busy_s: float = 0.0
+    """Seconds for which the device was busy with them, and with the draws behind them."""
     batch_sizes: dict[int, int] = field(default_factory=dict)
     """How many forwards had each number of sessions."""
 
@@ -71,7 +75,7 @@ class ModelIdentity:
     """What tells one loaded model from another."""
 
     model_name: str
-    """Last part of the folder or hub id, or the name of a sized model."""
+    """Last part of the folder or hub id, or the name of a sized or simulated model."""
     model_hash: str
     dtype: str
     num_threads: int
@@ -98,6 +102,7 @@ class ModelRunner:
         )
         self.forward_counts = ForwardCounts()
         self._num_forwards = 0
+        self._started_s: float | None = None
 
     @classmethod
     def load(
@@ -110,10 +115,11 @@ class ModelRunner:
         kv_tokens: int | None = None,
         vocabulary_size: int | None = None,
     ) -> Self:
-        """Loads a local folder, a hub id, a sized model (outrider.model_names), or what find_checkpoint found.
+        """Loads a folder, a hub id, a sized or simulated model (outrider.model_names), or what find_checkpoint found.
 
         dtype, "bfloat16" or "float32", is that of the weights in memory, whatever the file holds. kv_tokens is the
-        size of the cache in tokens; by default as many as 512 MiB hold, and at least one full context.
+        size of the cache in tokens; by default as many as 512 MiB hold, and at least one full context, or what the
+        memory of a simulated device would hold.
         vocabulary_size defaults to the width of the logits. Raises ModelRefused and InvalidRequest.
         """
         torch_device = _checked_device(device)
@@ -136,6 +142,8 @@ class ModelRunner:
         decoder = checkpoint.build(torch_device, DTYPES[dtype], ops)
         names = checkpoint.name, checkpoint.digest()
         identity = ModelIdentity(*names, dtype, num_threads, size, checkpoint.modelling)
+        if kv_tokens is None and isinstance(decoder, SimulatedDecoder):
+            kv_tokens = decoder.model.kv_tokens
         return cls(decoder, identity, kv_tokens or default_kv_tokens(config, torch_device, DTYPES[dtype]))
 
     @property
@@ -156,6 +164,11 @@ class ModelRunner:
     def device(self) -> torch.device:
         """Where weights, cache and logits live."""
         return self.model.embedding.device
+
+    @property
+    def device_name(self) -> str:
+        """The device as reports name it: torch's name, or what it stands for where it is simulated."""
+        return self.model.device_name if isinstance(self.model, SimulatedDecoder) else str(self.device)
 
     @property
     def numerics_id(self) -> str:
@@ -208,6 +221,7 @@ class ModelRunner:
         for feed in feeds:
             # The rows of an earlier tree are about to be overwritten, whatever comes of this forward.
             feed.session.tree = EMPTY
+        self._started_s = time.perf_counter()
         logits = self.model.forward(batch.plan, self.cache, batch.wanted)
         self._num_forwards += 1
         self.forward_counts.add(sum(map(bool, grants)), sum(grants))
@@ -221,6 +235,19 @@ class ModelRunner:
             # Or chunks of a prompt would pile up on the device, in front of whoever asks for a token meanwhile.
             torch.cuda.synchronize(self.device)
         return ForwardResult(logits, batch.ranges, batch.prefixes, grants)
+
+    def finish(self) -> None:
+        """Counts the time of the last forward, behind which its tokens have been drawn and read; idempotent.
+
+        Waits where the device is simulated and would not be done yet.
+        """
+        if self._started_s is None:
+            return
+        if isinstance(self.model, SimulatedDecoder):
+            self.forward_counts.busy_s += self.model.wait()
+        else:
+            self.forward_counts.busy_s += time.perf_counter() - self._started_s
+        self._started_s = None
 
     def check(self, feed: Feed) -> None:
         """Raises InvalidRequest when a feed can never run: past the context, too wide, or ids that are not embedded."""

@@ -1,6 +1,6 @@
 """The figures of a service with a model, for Prometheus. Read when somebody asks: nothing is counted for them alone.
 
-What a forward costs for this is two additions; sessions, cache and device are looked at by the scrape. Only the times
+What a forward costs for this is three additions; sessions, cache and device are looked at by the scrape. Only the times
 of jobs are sorted into buckets as they come, where answers are sent and not where they are computed.
 """
 
@@ -88,6 +88,7 @@ class ServiceMetrics:
             ("prefix_cache_hits", "Of these, tokens that were there.", counts.prefix_hit_tokens),
             ("forwards", "Forwards of the model.", batches.count),
             ("forward_rows", "Rows that these computed, one a token.", self._forwards.num_rows),
+            ("device_busy_seconds", "Forwards, and the draws behind them.", self._forwards.busy_s),
         )
         histograms = (
             ("forward_sessions", "Sessions in a forward.", batches),

@@ -40,7 +40,7 @@ class Comparison:
 @app.command()
 def probe(
     *,
-    model: Annotated[str, typer.Option(help="Folder or hub id of the model, or sized:PRESET.")] = "",
+    model: Annotated[str, typer.Option(help="Folder or hub id of the model, sized:PRESET, or sim:PRESET.")] = "",
     dtype: Annotated[Dtype, typer.Option(help="Type of the weights in memory.")] = Dtype.BFLOAT16,
     device: Annotated[str, typer.Option(help="cpu or cuda:N.")] = "cpu",
     threads: Annotated[int, typer.Option(help="Compute threads.", callback=between(1, MAX_THREADS))] = 1,

@@ -127,7 +127,7 @@ def describe(role: str, model: LoadedModel) -> ServiceFacts:
         parameter_count=sum(weight.numel() for weight in weights),
         weight_bytes=sum(weight.nbytes for weight in weights),
         weight_dtype=identity.dtype,
-        device=str(runner.device),
+        device=runner.device_name,
         thread_count=identity.num_threads,
         context_len=runner.context_len,
         vocabulary_size=runner.vocabulary_size,

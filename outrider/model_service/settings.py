@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from outrider.errors import ModelRefused
-from outrider.model_names import parse
+from outrider.model_names import parse, parse_simulated
 from outrider.process.options import Setting, above, addresses, check_settings, within
 from outrider.process.run import ProcessSettings
 
@@ -21,14 +21,14 @@ def available_cpus() -> int:
 
 
 def check_model(option: str, model: str, role: str = "target") -> str:
-    """Returns a model that may be a folder or a hub id, and a sized one of this role by its explicit name.
+    """Returns a model that may be a folder or a hub id, and a sized or simulated one by its explicit name.
 
     Raises ModelRefused about a path that is no folder and an unknown preset. The engine says so too, but knows the
     model only, and not by which option it was named.
     """
-    sized = parse(model, role)
-    if sized is not None:
-        return sized.name
+    known = parse(model, role) or parse_simulated(model)
+    if known is not None:
+        return known.name
     # Unlike Path.expanduser, this leaves the home of a user that does not exist as it is.
     path = Path(os.path.expanduser(model))
     # And os.path finds nothing under a name that is too long, where Path raises.
@@ -50,14 +50,14 @@ Listen = Annotated[str, Setting("Where to serve gRPC; port 0 takes a free one.",
 
 @dataclass(frozen=True, slots=True)
 class ModelServiceSettings(ProcessSettings):
-    """What an operator can set. A sized model of the service's role goes by its explicit name afterwards.
+    """What an operator can set. A sized or simulated model goes by its explicit name afterwards.
 
     Raises InvalidRequest about a value outside its limit, and ModelRefused.
     """
 
     role: ClassVar[str] = "target"
 
-    model: Annotated[str, Setting("Folder or hub id of the model, or sized:PRESET.")]
+    model: Annotated[str, Setting("Folder or hub id of the model, sized:PRESET, or sim:PRESET.")]
     listen: Listen = "127.0.0.1:0"
     device: Annotated[str, Setting("cpu or cuda:N.")] = "cpu"
     dtype: Annotated[Dtype, Setting("Type of the weights in memory.")] = Dtype.BFLOAT16
@@ -65,7 +65,10 @@ class ModelServiceSettings(ProcessSettings):
         default_factory=available_cpus
     )
     kv_tokens: Annotated[
-        int | None, Setting("Tokens that the cache holds.", within(1), default="512 MiB, or one context")
+        int | None,
+        Setting(
+            "Tokens that the cache holds.", within(1), default="512 MiB, or one context; of sim its device's memory"
+        ),
     ] = None
     lease_seconds: Annotated[float, Setting("How long a session outlives a broken link.", within(0))] = 60.0
     # A forward of 512 rows of a large model on a CPU may take a minute.

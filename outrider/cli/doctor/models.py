@@ -14,7 +14,7 @@ from typing import Any
 from outrider.cli.doctor.report import Finding, failed, gibibytes, ok, skipped, warning
 from outrider.cli.local_stack import Stack
 from outrider.errors import ModelRefused
-from outrider.model_names import CONTEXT_LEN, parse, unsized
+from outrider.model_names import CONTEXT_LEN, SIM_CONTEXT_LEN, SimulatedModel, parse, parse_simulated, tokenizer_source
 from outrider.vocabulary import Vocabulary
 
 VOCABULARY, MEMORY = "vocabulary", "memory"
@@ -39,6 +39,7 @@ class ModelFiles:
     context_len: int
     key_value_width: int
     vocabulary: Vocabulary
+    simulated: SimulatedModel | None = None
 
 
 def check_pair(stack: Stack) -> tuple[list[Finding], list[str]]:
@@ -75,12 +76,12 @@ def check_pair(stack: Stack) -> tuple[list[Finding], list[str]]:
 
 
 def read_model(role: str, model: str) -> ModelFiles | None:
-    """Reads a folder, a hub id that was downloaded, or the embedded part of a sized model. Raises ModelRefused.
+    """Reads a folder, a hub id that was downloaded, or the embedded part of a sized or simulated model.
 
-    None for a hub id that is not on this machine.
+    None for a hub id that is not on this machine. Raises ModelRefused.
     """
-    sized = parse(model, role)
-    given = Path(unsized(model)).expanduser()
+    sized, simulated = parse(model, role), parse_simulated(model)
+    given = Path(tokenizer_source(model)).expanduser()
     folder = given if given.is_dir() else downloaded(model)
     if folder is None:
         return None
@@ -99,8 +100,11 @@ def read_model(role: str, model: str) -> ModelFiles | None:
         shape = sized.shape
         count, context_len = shape.parameter_count, CONTEXT_LEN
         width = shape.num_layers * shape.num_kv_heads * shape.head_dim
-    name = sized.name if sized else (given.resolve() if given.is_dir() else given).name
-    return ModelFiles(name, folder, count, stored_dtype, context_len, width, Vocabulary.read(folder))
+    if simulated is not None:
+        count, context_len, stored_dtype = simulated.parameter_count, SIM_CONTEXT_LEN, "bfloat16"
+    known = simulated or sized
+    name = known.name if known else (given.resolve() if given.is_dir() else given).name
+    return ModelFiles(name, folder, count, stored_dtype, context_len, width, Vocabulary.read(folder), simulated)
 
 
 def downloaded(name: str) -> Path | None:
@@ -127,6 +131,15 @@ def check_model(role: str, model: str | None, files: ModelFiles | None, dtype: s
         return skipped(check, f"There is no {role}: the target decodes plainly.", f"Name one with --{role}.")
     if files is None:
         return skipped(check, f"{model} is no folder, and as a hub id not downloaded.", download_fix([model]))
+    if files.simulated is not None:
+        sentence = (
+            f"{files.name} is simulated: it takes the time of {files.parameter_count:,} parameters in bfloat16 on "
+            f"{files.simulated.device.name}, {files.simulated.step_s(1, 1, 1) * 1e3:.1f} ms for one row, and its "
+            "tokens come from a hash."
+        )
+        if dtype == files.stored_dtype:
+            return ok(check, sentence)
+        return failed(check, sentence, f"Leave --dtype at bfloat16: {dtype} is not simulated.")
     sentence = (
         f"{files.name}: {files.parameter_count:,} parameters in {files.stored_dtype}, served in {dtype}, "
         f"context of {files.context_len:,} tokens ({files.folder})."
@@ -160,7 +173,12 @@ def check_fit(target: ModelFiles, draft: ModelFiles) -> list[Finding]:
 
 
 def needed_bytes(model: ModelFiles, dtype: str) -> int:
-    """Weights, cache and process of a service with this model on the CPU, where keys and values are float32."""
+    """Weights, cache and process of a service with this model on the CPU, where keys and values are float32.
+
+    A simulated model has neither weights nor keys.
+    """
+    if model.simulated is not None:
+        return PROCESS_BYTES
     item_bytes = 2 if dtype == "bfloat16" else 4
     token_bytes = 2 * 4 * model.key_value_width
     cache = max(DEFAULT_KV_BYTES, min(model.context_len * token_bytes, MAX_KV_BYTES))

@@ -1,4 +1,4 @@
-"""From a model's name to a decoder in memory: a folder, a hub id, or a sized model."""
+"""From a model's name to a decoder in memory: a folder, a hub id, a sized model, or a simulated one."""
 
 import importlib
 from collections.abc import Callable
@@ -13,11 +13,12 @@ from torch import Tensor
 
 from outrider.engine.models.config import FAMILIES, DecoderFacts, JsonKeys, ModelConfig, read_architecture, read_json
 from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.simulated import SimulatedCheckpoint
 from outrider.engine.models.sized import sized_hash, widen, widened
 from outrider.engine.models.transformer import Transformer
 from outrider.engine.models.weights import expected_shapes, load_tensors, model_hash, resolve
 from outrider.engine.ops import Ops
-from outrider.model_names import Shape, parse, unsized
+from outrider.model_names import Shape, parse, parse_simulated, tokenizer_source
 
 HF_MODELS = "outrider.engine.hf_models.checkpoint"
 
@@ -94,9 +95,11 @@ class SizedCheckpoint(FolderCheckpoint):
 
 def find_checkpoint(model: str) -> Checkpoint:
     """The model that a name means, with its shape read and nothing loaded. Raises ModelRefused."""
-    sized = parse(model)
+    sized, simulated = parse(model), parse_simulated(model)
+    if simulated is not None:
+        return SimulatedCheckpoint.of(simulated)
     if sized is not None:
-        return SizedCheckpoint.of(sized.name, Path(unsized(model)), sized.shape, sized.seed)
+        return SizedCheckpoint.of(sized.name, Path(tokenizer_source(model)), sized.shape, sized.seed)
     folder = resolve(model)
     name = folder.resolve().name if Path(model).expanduser().is_dir() else model.rsplit("/", 1)[-1]
     keys = JsonKeys(folder / "config.json", read_json(folder / "config.json"))

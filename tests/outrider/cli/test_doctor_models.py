@@ -70,6 +70,18 @@ def test_a_sized_model_has_its_shape_and_takes_its_memory() -> None:
     assert models.needed_bytes(sized, "float32") - models.needed_bytes(sized, "bfloat16") == 2 * sized.parameter_count
 
 
+def test_a_simulated_model_is_called_that_and_takes_no_memory() -> None:
+    """With its size, device and time a row; a type that is not simulated is a failure."""
+    simulated = read("target", "sim:h100-8b@stretch=2")
+    assert simulated.vocabulary == read("target", TARGET).vocabulary
+    assert models.needed_bytes(simulated, "bfloat16") == models.PROCESS_BYTES
+    finding = models.check_model("target", simulated.name, simulated, "bfloat16")
+    assert finding.status is Status.OK
+    for words in ("sim:h100-8b@stretch=2 is simulated", "8,030,261,248 parameters", "H100 SXM", "12.6 ms for one row"):
+        assert words in finding.sentence
+    assert models.check_model("target", simulated.name, simulated, "float32").status is Status.FAILED
+
+
 def test_a_hub_id_is_not_looked_at() -> None:
     """Nothing is downloaded for a report."""
     assert models.read_model("target", "someone/something") is None

@@ -55,6 +55,16 @@ def test_a_sized_target_takes_the_embedded_draft() -> None:
     assert refusal.value.exit_code == 78
 
 
+def test_a_simulated_target_takes_a_simulated_draft() -> None:
+    """The embedded one would be right about nothing; a draft that is named is taken, and wrong names are refused."""
+    assert choose_models("sim:h100-8b", None, no_draft=False) == ("sim:h100-8b", "sim:h100-1b")
+    assert choose_models("sim:h100-8b", None, no_draft=True) == ("sim:h100-8b", None)
+    named = choose_models("sim:h100-70b@stretch=2.0", "sim:h100-1b@acceptance=0.9", no_draft=False)
+    assert named == ("sim:h100-70b@stretch=2", "sim:h100-1b@acceptance=0.9")
+    with pytest.raises(ModelRefused, match="is no simulated model"):
+        choose_models("sim:h100", None, no_draft=False)
+
+
 def test_missing_embedded_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sentence says where it was looked for and which option names another."""
     monkeypatch.setattr(model_names, "REPOSITORY", tmp_path)

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -268,3 +269,17 @@ def test_heads_too_wide_for_the_kernels_are_refused_before_loading(tmp_path: Pat
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(ModelRefused, match=r"^tiny has heads of 1024, but at most 512 fit the kernels$"):
         ModelRunner.load(str(folder), kv_tokens=64)
+
+
+def test_the_device_is_busy_from_a_forward_to_its_end(runner: ModelRunner) -> None:
+    """The time between them counts, once; a forward of nothing has none."""
+    session = runner.open(random_ids(9), 1)
+    before, started = runner.forward_counts.busy_s, time.perf_counter()
+    runner.forward([Feed(session)])
+    runner.finish()
+    busy_s = runner.forward_counts.busy_s - before
+    assert 0 < busy_s < time.perf_counter() - started
+    runner.forward([])
+    runner.finish()
+    assert runner.forward_counts.busy_s - before == busy_s
+    close(runner, session)

@@ -59,7 +59,7 @@ def exposition(forwards: ForwardCounts, *answers: ComputeTimes) -> str:
 
 def test_counts_are_told_as_they_are() -> None:
     """Each under its own name; usage is the share of blocks that sessions hold."""
-    text = exposition(ForwardCounts())
+    text = exposition(ForwardCounts(busy_s=0.25))
     assert findings(text) == []
     values = {
         name.removeprefix("outrider_"): family.samples[0].value
@@ -82,6 +82,7 @@ def test_counts_are_told_as_they_are() -> None:
         "prefix_cache_hits_total": 60,
         "forwards_total": 0,
         "forward_rows_total": 0,
+        "device_busy_seconds_total": 0.25,
         "waiting_jobs": 3,
         "device_stalled_seconds": 0.5,
     }

@@ -1,0 +1,146 @@
+"""A model that computes no matrices: a law says how long a forward takes, and a hash which token comes next.
+
+The next token of a row is a hash of its position and of the last tokens that it sees, read from the paged cache by the
+row's own list of slots. So a row has the same logits whoever shares its forward and however its prompt was cut, and
+other ones if a block were lost or mixed up. A draft names the same token where another hash of the same context, as a
+uniform, is below its acceptance, and elsewhere another one.
+"""
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.batching import RowPlan
+from outrider.engine.cache import KVCache
+from outrider.engine.models.config import DecoderFacts, JsonKeys, read_eos_token_ids, read_json
+from outrider.engine.noise import UNIFORM_SHIFT, UNIFORM_STEP, Words, numpy_hash_words
+from outrider.engine.ops import Ops
+from outrider.errors import ModelRefused
+from outrider.model_names import SIM_CONTEXT_LEN, SimulatedModel, tokenizer_source
+
+FORMAT_VERSION = 1
+# Tokens that the next one depends on: two answers that differ meet again only by eight equal tokens in one place.
+WINDOW = 8
+# Odd, so that none loses a bit of its token: one for the position, one for each token.
+WEIGHTS: Words = numpy_hash_words(np.zeros(1, dtype=np.uint64), 1 + WINDOW)[0] | np.uint64(1)
+# Above the others by more than all noise (36.8 to -3.7) at a temperature of 2, so that every seed draws it.
+PEAK = 100.0
+# What a wake-up that came late takes off the next wait, at most: more is a host that has too much to do.
+MAX_CREDIT_S = 0.00025
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedCheckpoint:
+    """A simulated model that can be made, with the tokenizer of the embedded target."""
+
+    model: SimulatedModel
+    folder: Path
+    config: DecoderFacts
+    modelling: str = "simulated"
+
+    @classmethod
+    def of(cls, model: SimulatedModel) -> Self:
+        """Raises ModelRefused when the embedded target is missing."""
+        folder = Path(tokenizer_source(model.name))
+        keys = JsonKeys(folder / "config.json", read_json(folder / "config.json"))
+        config = DecoderFacts(
+            vocab_size=keys.integer("vocab_size"),
+            # One number for a token's id and one for its position: the smallest cache that can be read wrongly.
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=1,
+            context_len=SIM_CONTEXT_LEN,
+            eos_token_ids=read_eos_token_ids(folder, keys),
+        )
+        return cls(model, folder, config)
+
+    @property
+    def name(self) -> str:
+        return self.model.name
+
+    def build(self, device: torch.device, dtype: torch.dtype, ops: Ops) -> "SimulatedDecoder":
+        if device.type != "cpu":
+            message = f"{self.name}: device is {device}, but must be cpu, which simulates another"
+            raise ModelRefused(message, device=device)
+        if dtype is not torch.bfloat16:
+            given = str(dtype).removeprefix("torch.")
+            message = f"{self.name}: dtype is {given}, but must be bfloat16, which its law counts"
+            raise ModelRefused(message, dtype=given)
+        return SimulatedDecoder(self.model, self.config, ops)
+
+    def digest(self) -> str:
+        return hashlib.sha256(f"simulated {FORMAT_VERSION} {self.model}".encode()).hexdigest()[:32]
+
+
+class SimulatedDecoder:
+    """Gives logits at once; `wait` lets pass what the device that it stands for would have taken."""
+
+    def __init__(self, model: SimulatedModel, config: DecoderFacts, ops: Ops) -> None:
+        self.model = model
+        self.config = config
+        self.ops = ops
+        self.embedding = torch.empty(0)
+        # Counted in facts, and held by nobody.
+        self.weights: Sequence[Tensor] = (torch.empty(model.parameter_count, dtype=torch.bfloat16, device="meta"),)
+        # No answer ends by itself, unless its end is asked for.
+        self._ordinary = np.setdiff1d(np.arange(config.vocab_size), list(config.eos_token_ids))
+        # Zero but for one peak a row, which the next forward takes away: to zero all of it would cost more.
+        self._logits = torch.zeros(0, config.vocab_size)
+        self._peaks = torch.empty(0, dtype=torch.int64)
+        self._started_s = self._step_s = self._credit_s = 0.0
+
+    @property
+    def device_name(self) -> str:
+        return f"simulated {self.model.device.name}"
+
+    def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
+        """As a Decoder does; the logits hold until the next forward."""
+        self._started_s = time.perf_counter()
+        self._step_s = self.model.step_s(plan.num_rows, len(plan.key_slots), int(plan.key_counts.sum()))
+        stored = cache.keys[0].view(-1)
+        stored[plan.slots] = plan.token_ids.float()
+        cache.values[0].view(-1)[plan.slots] = plan.positions.float()
+        behind = torch.minimum(torch.arange(WINDOW)[None], plan.key_counts[wanted, None] - 1)
+        places = (plan.key_starts + plan.key_counts - 1)[wanted, None] - behind
+        seen = stored[plan.key_slots[places].long()].numpy().astype(np.uint64)
+        token_ids = torch.from_numpy(self.next_ids(plan.positions[wanted].numpy(), seen))
+        return self._peaked(token_ids)
+
+    def wait(self) -> float:
+        """Waits for the end of the forward's time, and returns that time in seconds.
+
+        Whatever has been done since the forward began, draws among it, counts as done by the device meanwhile.
+        """
+        ends_s = self._started_s + self._step_s - self._credit_s
+        self._credit_s = 0.0
+        if (left_s := ends_s - time.perf_counter()) > 0:
+            time.sleep(left_s)
+            self._credit_s = min(time.perf_counter() - ends_s, MAX_CREDIT_S)
+        return self._step_s
+
+    def next_ids(self, positions: NDArray[np.int64], seen: Words) -> NDArray[np.int64]:
+        """Token ids [R] behind rows at these positions that see these tokens [R, WINDOW], their own first."""
+        keys = positions.astype(np.uint64) * WEIGHTS[0] + (seen * WEIGHTS[1:]).sum(axis=1, dtype=np.uint64)
+        words, count = numpy_hash_words(keys, 3), len(self._ordinary)
+        chosen = words[:, 0] % np.uint64(count)
+        differs = (words[:, 1] >> np.uint64(UNIFORM_SHIFT)).astype(np.float64) * UNIFORM_STEP >= self.model.acceptance
+        other = (chosen + np.uint64(1) + words[:, 2] % np.uint64(count - 1)) % np.uint64(count)
+        return self._ordinary[np.where(differs, other, chosen)]
+
+    def _peaked(self, token_ids: Tensor) -> Tensor:
+        """Logits [R, V] of which each row is PEAK at its token and 0 elsewhere."""
+        num_rows = len(token_ids)
+        self._logits.view(-1)[self._peaks] = 0
+        if num_rows > len(self._logits):
+            self._logits = torch.zeros(num_rows, self.config.vocab_size)
+        self._peaks = torch.arange(num_rows) * self.config.vocab_size + token_ids
+        self._logits.view(-1)[self._peaks] = PEAK
+        return self._logits[:num_rows]
