@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import typer
 
-from outrider.cli.local_stack import ServiceFailed
 from outrider.cli.options import SHARED_OPTIONS, in_options
 from outrider.errors import OutriderError
+from outrider.process.children import ServiceFailed
 
 # The codes of sysexits.h; a child that ended with any other one had an internal fault.
 SYSEXITS = range(64, 79)

@@ -22,20 +22,12 @@ from rich.text import Text
 from outrider.cli.doctor.checks import rest_text
 from outrider.cli.doctor.report import gibibytes
 from outrider.cli.generate import show_generation
-from outrider.cli.local_stack import (
-    Addresses,
-    Change,
-    Stack,
-    State,
-    Supervisor,
-    metrics_address,
-    port_error,
-    start_stack,
-)
+from outrider.cli.local_stack import Addresses, Stack, metrics_address, port_error, start_stack
 from outrider.cli.options import RequestOptions
 from outrider.cli.output import ModelFacts, choose_view, is_rich, model_facts, model_line, model_table, write
 from outrider.cli.running import Interrupts, Work, note, service_log
 from outrider.errors import NotReady, OutriderError
+from outrider.process.children import Change, State, Supervisor
 
 REFRESH_S = 1.0
 MAX_METRICS_BYTES = 1 << 20

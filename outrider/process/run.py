@@ -27,6 +27,7 @@ from outrider.rpc.channels import DRAIN_S
 log = structlog.get_logger()
 
 MAX_DRAIN_S = 86_400.0
+LISTENING = "listening"
 
 
 class LogLevel(StrEnum):
@@ -139,9 +140,9 @@ async def _run(name: str, start: Callable[[Settings], Awaitable[Service]], setti
     gc.collect()
     gc.freeze()
     addresses = {"address": service.address, **service.further_addresses}
-    sys.stdout.write(json.dumps({"event": "listening", "service": name, **addresses, "pid": os.getpid()}) + "\n")
+    sys.stdout.write(json.dumps({"event": LISTENING, "service": name, **addresses, "pid": os.getpid()}) + "\n")
     sys.stdout.flush()
-    log.info("listening", service=name, **addresses)
+    log.info(LISTENING, service=name, **addresses)
     reason = await stopping
     log.info("draining", service=name, reason=reason)
     try:

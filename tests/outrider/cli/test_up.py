@@ -18,7 +18,7 @@ from rich.console import Console
 from support.basics import eventually
 
 from outrider.cli.doctor.checks import rest_text
-from outrider.cli.local_stack import Addresses, Change, State
+from outrider.cli.local_stack import Addresses
 from outrider.cli.output import ModelFacts, is_rich
 from outrider.cli.up import (
     Counts,
@@ -31,6 +31,7 @@ from outrider.cli.up import (
     parse_counts,
     work_line,
 )
+from outrider.process.children import Change, State
 
 FACTS = [ModelFacts("target", "big", 11, "bfloat16", "cpu", 2, "cpu-x", 4096, 100, 16, "127.0.0.1:2")]
 METRICS_PLACES = {"gateway": "127.0.0.1:4", "target": "127.0.0.1:5"}
