@@ -86,13 +86,16 @@ class RunningRest:
         await asyncio.wait(remaining)
 
 
-async def serve_rest(listen: str, app: ASGIApp) -> RunningRest:
-    """Serves an application on HOST:PORT, where port 0 takes a free one. Raises AddressTaken and InvalidRequest."""
+async def serve_rest(listen: str, app: ASGIApp, *, shares_port: bool = False) -> RunningRest:
+    """Serves an application on HOST:PORT, where port 0 takes a free one, alone or beside servers that share it.
+
+    Raises AddressTaken and InvalidRequest.
+    """
     host, _, port = check_address("listen", listen, min_port=0).rpartition(":")
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
         # The send buffer is what accepted connections inherit.
-        listener = socket.create_server(found[0][4][:2], family=found[0][0], backlog=BACKLOG)
+        listener = socket.create_server(found[0][4][:2], family=found[0][0], backlog=BACKLOG, reuse_port=shares_port)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     except OSError:
         message = f"Cannot listen on {listen}: it is taken, or not an address of this machine."

@@ -65,7 +65,7 @@ def failures_as_exits(options: Mapping[str, str]) -> Iterator[None]:
         yield
     except ServiceFailed as error:
         note(f"outrider: {error.message}")
-        raise typer.Exit(error.code if error.code in SYSEXITS else error.exit_code) from None
+        raise typer.Exit(error.code if error.code in SYSEXITS else OutriderError.exit_code) from None
     except OutriderError as error:
         note(f"outrider: {in_options(error, options)}")
         raise typer.Exit(error.exit_code) from None

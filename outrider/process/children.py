@@ -36,7 +36,7 @@ class ServiceFailed(OutriderError):
 
     def __init__(self, message: str, code: int, said: str = "") -> None:
         super().__init__(message, code=code)
-        self.code = code
+        self.code = self.exit_code = code
         self.said = said
 
 
