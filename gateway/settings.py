@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Annotated
 
 from outrider.errors import InvalidRequest, OutriderError
+from outrider.process.children import MAX_WORKERS
 from outrider.process.options import Setting, above, addresses, check_settings, listed, within
 from outrider.process.run import ProcessSettings
 
@@ -101,7 +102,9 @@ class GatewaySettings(ProcessSettings):
             addresses(min_port=0, needed=False),
         ),
     ] = ""
-    workers: Annotated[int, Setting("Processes that serve on these addresses, each a gateway.", within(1, 256))] = 1
+    workers: Annotated[
+        int, Setting("Processes that serve on these addresses, each a gateway.", within(1, MAX_WORKERS))
+    ] = 1
     reflection: Annotated[bool, Setting("Describe the gRPC services to whoever asks.")] = False
     target_wait_seconds: Annotated[float, Setting("How long to wait for the target at start.", within(0))] = 300.0
     draft_wait_seconds: Annotated[float, Setting("How long to wait for the draft at start.", within(0))] = 5.0

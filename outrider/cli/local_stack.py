@@ -45,6 +45,8 @@ class Stack:
     target_port: int = 0
     draft_dtype: str | None = None
     top_n: int | None = None
+    workers: int | None = None
+    """Processes of the gateway; None takes the gateway's own default."""
     prefix_cache: bool = True
     offline: bool = False
     """Downloads nothing: a hub id that is not on this machine is refused."""
@@ -101,6 +103,8 @@ def gateway_launch(stack: Stack, target_address: str, draft_address: str | None)
     # Reflection, because whoever starts a stack by hand wants to look at it with grpcurl.
     draft_address = draft_address or ""
     flags = {"--target": target_address, "--draft": draft_address, "--tokenizer": stack.target, "--reflection": None}
+    if stack.workers is not None:
+        flags["--workers"] = str(stack.workers)
     # REST has the metrics as well.
     further = {"rest": "" if stack.rest_port is None else f"{HOST}:{stack.rest_port}", "metrics": ""}
     return _launch("gateway", "gateway", flags, stack.gateway_port, further, stack)

@@ -21,6 +21,8 @@ from outrider.process.run import LISTENING
 HOST = "127.0.0.1"
 # Longer than a service takes to drain: it ends by itself, killed is only what hangs.
 STOP_GRACE_S = 35.0
+# Processes of one gateway.
+MAX_WORKERS = 256
 MAX_LINE_BYTES = 1 << 20
 # gRPC's core writes lines of its own to stderr, for instance about a taken port; a child's last line is its sentence.
 CHILD_DEFAULTS = {"GRPC_VERBOSITY": "NONE"}

@@ -178,7 +178,7 @@ def words_of(settings: Group) -> list[str]:
     for option in settings_of(type(settings)):
         value = getattr(settings, option.name)
         if not isinstance(value, bool):
-            words += [option.flag, str(value)]
+            words += [option.flag, str(value)] if value is not None else []
         elif value is not option.default:
             words.append(option.flags.split("/")[-1])
     return words

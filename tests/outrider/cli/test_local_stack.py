@@ -69,6 +69,9 @@ def test_command_lines() -> None:
     assert draft[draft.index("--threads") + 1] == "1"
     gateway = gateway_launch(PAIR, "127.0.0.1:7", None).command
     assert gateway[gateway.index("--draft") + 1] == ""
+    assert "--workers" not in gateway
+    gateway = gateway_launch(replace(PAIR, workers=3), "127.0.0.1:7", None).command
+    assert gateway[gateway.index("--workers") + 1] == "3"
 
 
 def test_the_draft_may_have_a_dtype_and_a_top_n_of_its_own() -> None:

@@ -171,6 +171,14 @@ def test_counts_of_a_gateway() -> None:
     assert [parse_counts(text) for text in ("", "python_info 1.0\n", "<html>")] == [None] * 3
 
 
+def test_counts_of_several_workers() -> None:
+    """They add up, but for K, of which the largest is shown."""
+    text = METRICS.format(tokens=100.0)
+    lines = [line for line in text.splitlines() if "{" not in line]
+    both = "".join(f'{name}{{worker="{number}"}} {value}\n' for number in "01" for name, value in map(str.split, lines))
+    assert work_line(None, parse_counts(both) or {}, 1.0) == "6 running, 4 waiting, K 5, 200 tokens"
+
+
 def test_acceptance_is_that_of_the_last_second() -> None:
     """Accepted over evaluated since the counts before; a gateway that began anew has no speed yet."""
     before, now = counts(0, 0, 0), counts(30, 20, 15)
@@ -183,6 +191,14 @@ def test_memory_of_processes() -> None:
     """Our own is something, that of a process that is gone unknown."""
     assert (memory_bytes(1) or 1) > 0
     assert memory_bytes(None) is None
+
+
+async def test_memory_of_workers_is_that_of_their_parent() -> None:
+    """A gateway's row of the table is about all its processes."""
+    alone = memory_bytes(os.getpid()) or 0
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE)
+    await eventually(lambda: (memory_bytes(os.getpid()) or 0) >= alone + (memory_bytes(child.pid) or alone) // 2)
+    await child.communicate(b"\n")
 
 
 class Metrics(BaseHTTPRequestHandler):
