@@ -6,11 +6,12 @@ addresses, and a port without a worker refuses them. A worker that dies takes it
 
 import asyncio
 import http.client
+import socket
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, closing
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -73,9 +74,10 @@ class Workers:
 
     addresses: dict[str, str] = field(default_factory=dict)
     starts: Counter[int] = field(default_factory=Counter)
+    _ports: list[socket.socket] = field(default_factory=list)
     _supervisor: Supervisor = field(init=False)
     _watching: "asyncio.Task[None]" = field(init=False)
-    _held: AsyncExitStack = field(init=False)
+    _life: AsyncExitStack = field(init=False)
 
     def __post_init__(self) -> None:
         # Nobody gives up: the other workers serve on.
@@ -99,7 +101,7 @@ class Workers:
             for what, listen in (("address", settings.listen), ("rest", settings.rest_listen)):
                 if listen:
                     self.addresses[what], held = hold(listen)
-                    undo.enter_context(closing(held))
+                    self._ports.append(undo.enter_context(held))
             registry = new_registry()
             metrics = serve_metrics(settings.metrics_listen or f"{HOST}:0", registry)
             undo.push_async_callback(metrics.stop)
@@ -115,7 +117,7 @@ class Workers:
             places = [self._supervisor.addresses(launch.name)["metrics"] for launch in launches]
             # Not before they serve: a registry asks once what names there are.
             registry.register(WorkerFigures(places, self.starts))
-            self._held = undo.pop_all()
+            self._life = undo.pop_all()
         self._watching = asyncio.create_task(self._supervisor.watch(), name="workers")
         return self
 
@@ -123,8 +125,11 @@ class Workers:
         """Drains all workers at once, each as a gateway does; what is left of them after the grace is killed."""
         self._watching.cancel()
         await asyncio.wait({self._watching})
+        # As a gateway that drains leaves its port to whoever comes next.
+        for port in self._ports:
+            port.close()
         await self._supervisor.stop_together(grace_s + STOP_S)
-        await self._held.aclose()
+        await self._life.aclose()
 
     def kill(self) -> None:
         """Ends all workers at once."""

@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,7 +24,7 @@ from support.stack import TARGET, RunningStack, request_of, running_stack
 from outrider.errors import PeerLost
 from outrider.process.children import Launch, ServiceProcess
 from outrider.process.metrics import scraped
-from outrider.rpc.channels import channel_options
+from outrider.rpc.channels import AddressTaken, channel_options, hold
 from outrider.rpc.errors import error_from
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
@@ -221,6 +222,9 @@ async def test_the_first_signal_drains_all_workers(
     expected = await right(stack)
     await gateway.both_run()
     os.kill(gateway.process.pid, number)
+    # Meanwhile the next gateway can start.
+    await eventually(partial(can_be_held, gateway.address))
+    assert not all(stream.ending.done() for stream in gateway.streams)
     assert [await stream.said() for stream in gateway.streams] == [expected] * len(gateway.streams)
     assert await asyncio.wait_for(gateway.process.wait(), START_S) == 0
     for address in (gateway.address, gateway.rest):
@@ -244,13 +248,24 @@ async def test_a_second_signal_ends_all_at_once(gateway: Gateway) -> None:
 
 
 async def test_no_worker_outlives_a_killed_parent(stack: RunningStack, gateway: Gateway) -> None:
-    """They drain, although nobody reads their log any more: what runs says the same as ever."""
+    """They drain, although nobody reads their log any more: what runs says the same as ever, and the ports are free."""
     expected = await right(stack)
     await gateway.both_run()
     with watched(gateway.workers()) as poll:
         gateway.process.kill()
+        for address in (gateway.address, gateway.rest):
+            await eventually(partial(can_be_held, address))
         assert [await stream.said() for stream in gateway.streams] == [expected] * len(gateway.streams)
         await eventually(lambda: len(poll.poll(0)) == NUM_WORKERS)
+
+
+def can_be_held(address: str) -> bool:
+    """Whether another gateway could start there."""
+    try:
+        hold(address)[1].close()
+    except AddressTaken:
+        return False
+    return True
 
 
 @asynccontextmanager

@@ -63,7 +63,7 @@ class Own(Common):
     ],
 )
 def test_settings_come_from_flags_and_variables(words: str, variables: dict[str, str], expected: Own) -> None:
-    """Called as the fields are, the flag wins, what says nothing to operators is no option; settings make their flags."""
+    """Called as the fields are, the flag wins, a field that says nothing is no option; settings name their flags."""
     seen: list[Own] = []
 
     def serve(*, settings: Own) -> None:
