@@ -17,12 +17,13 @@ from typing import Annotated, NoReturn, TypeVar, Unpack
 import typer
 
 from outrider.cli import options
-from outrider.cli.local_stack import Addresses, Stack, Supervisor, choose_models, start_stack
+from outrider.cli.local_stack import Addresses, Stack, choose_models, start_stack
 from outrider.cli.running import Interrupts, note, service_log
 from outrider.client import AsyncClient, GenerationOptions, Round, Speculation
 from outrider.errors import InvalidRequest, ModelRefused, OutriderError
 from outrider.model_service.settings import MAX_THREADS, Dtype, available_cpus
 from outrider.parameters import SamplingParameters, SessionSpec
+from outrider.process.children import Supervisor
 from outrider.process.options import between, run_app
 
 CPU_INFO = Path("/proc/cpuinfo")

@@ -1,9 +1,14 @@
 """`python -m gateway`: see --help. Never imports torch."""
 
-from gateway.server import start
+from pkgutil import resolve_name
+
 from gateway.settings import GatewaySettings
+from gateway.workers import Workers
 from outrider.process.options import grouped, run_app, service_app
 from outrider.process.run import run_service
+
+# By its name: the process that only starts workers never loads what they serve with.
+GATEWAY = "gateway.server:start"
 
 app = service_app()
 
@@ -12,7 +17,10 @@ app = service_app()
 @grouped
 def serve(*, settings: GatewaySettings) -> None:
     """Serves until it is told to stop."""
-    run_service("gateway", start, settings)
+    if settings.workers == 1:
+        run_service("gateway", resolve_name(GATEWAY), settings)
+    workers = Workers()
+    run_service("gateway", workers.start, settings, urgent=workers.kill)
 
 
 if __name__ == "__main__":

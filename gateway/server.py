@@ -4,8 +4,9 @@ The target must be there before the gateway serves; the draft need not, because 
 """
 
 import asyncio
+import http.client
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +29,15 @@ from gateway.settings import GatewaySettings
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
 from outrider.errors import NotReady, VocabularyMismatch
-from outrider.process.metrics import ProcessTime, RunningMetrics, new_registry, serve_metrics
+from outrider.process.metrics import (
+    SCRAPE_S,
+    ProcessTime,
+    RunningMetrics,
+    exposition,
+    new_registry,
+    scraped,
+    serve_metrics,
+)
 from outrider.process.options import listed
 from outrider.rpc import channels
 from outrider.vocabulary import Vocabulary
@@ -101,7 +110,8 @@ async def start(settings: GatewaySettings) -> RunningGateway:
         model_name = settings.served_model_name or backend.target.present().model_name
         frontend = Frontend(backend, admission, metrics, template, model_name)
         service = generation_service(frontend, settings.client_stall_seconds)
-        server = await channels.serve(settings.listen, service, reflects=settings.reflection)
+        shares_port = bool(settings.figures_of_all)
+        server = await channels.serve(settings.listen, service, reflects=settings.reflection, shares_port=shares_port)
         undo.push_async_callback(server.stop, 0.0)
         rest = None
         if settings.rest_listen:
@@ -111,7 +121,8 @@ async def start(settings: GatewaySettings) -> RunningGateway:
                 sites=settings.sites,
                 grpc_port=int(server.address.rpartition(":")[2]),
             )
-            rest = await serve_rest(settings.rest_listen, build_app(frontend, rest_settings, registry))
+            app = build_app(frontend, rest_settings, registry, partial(_scrape, registry, settings.figures_of_all))
+            rest = await serve_rest(settings.rest_listen, app, shares_port=shares_port)
         undo.pop_all()
     reporting = report_readiness(backend.target, server.health, ("", *service))
     auditing = backend.audit.run(lambda request, target: decode(request, backend, target))
@@ -134,6 +145,17 @@ def _backend(settings: GatewaySettings, tokenizer: Tokenizer, registry: Collecto
         ),
         audit=ShadowAudit(settings.audit_fraction, registry),
     )
+
+
+async def _scrape(registry: CollectorRegistry, figures_of_all: str, names: Sequence[str]) -> tuple[bytes, str]:
+    """The figures of this gateway, and of a worker those of all: else every scrape would show another one's."""
+    if not figures_of_all:
+        return exposition(registry, names)
+    try:
+        # Longer than a worker that does not answer keeps the others' figures.
+        return await asyncio.to_thread(scraped, figures_of_all, names, 2 * SCRAPE_S)
+    except (OSError, http.client.HTTPException):
+        raise NotReady("The figures of all workers are not to be had", address=figures_of_all) from None
 
 
 def _check_vocabulary(vocabulary: Vocabulary, tokenizer: str, info: ModelInfo) -> None:

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Annotated
 
 from outrider.errors import InvalidRequest, OutriderError
+from outrider.process.children import MAX_WORKERS
 from outrider.process.options import Setting, above, addresses, check_settings, listed, within
 from outrider.process.run import ProcessSettings
 
@@ -101,6 +102,9 @@ class GatewaySettings(ProcessSettings):
             addresses(min_port=0, needed=False),
         ),
     ] = ""
+    workers: Annotated[
+        int, Setting("Processes that serve on these addresses, each a gateway.", within(1, MAX_WORKERS))
+    ] = 1
     reflection: Annotated[bool, Setting("Describe the gRPC services to whoever asks.")] = False
     target_wait_seconds: Annotated[float, Setting("How long to wait for the target at start.", within(0))] = 300.0
     draft_wait_seconds: Annotated[float, Setting("How long to wait for the draft at start.", within(0))] = 5.0
@@ -121,8 +125,10 @@ class GatewaySettings(ProcessSettings):
     allowed_hosts: Annotated[
         str, Setting("Names with a dot by which browsers call this gateway, with commas, *.DOMAIN, or *.")
     ] = ""
-    max_requests: Annotated[int, Setting("Samples that run at a time.", within(1))] = 256
-    max_queue: Annotated[int, Setting("Requests that may wait; more are turned away at once.", within(0))] = 64
+    max_requests: Annotated[int, Setting("Samples that run at a time, in each worker.", within(1))] = 256
+    max_queue: Annotated[
+        int, Setting("Requests that may wait, in each worker; more are turned away at once.", within(0))
+    ] = 64
     client_stall_seconds: Annotated[
         float, Setting("How long a client may read nothing before its request ends.", within(0.1))
     ] = 30.0
@@ -132,6 +138,8 @@ class GatewaySettings(ProcessSettings):
     # No options: how long a proposal is worth waiting for is learnt between these.
     draft_deadline_min_s: float = 0.25
     draft_deadline_max_s: float = 5.0
+    # No option either: of one of several workers on the same addresses, HOST:PORT of the figures of all.
+    figures_of_all: str = ""
     sites: Sites = field(init=False)
     """Made of cors_origins and allowed_hosts."""
 

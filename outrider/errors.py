@@ -23,7 +23,8 @@ class OutriderError(Exception):
 
     status: ClassVar[str] = "INTERNAL"
     reason: ClassVar[str] = "UNEXPECTED"
-    exit_code: ClassVar[int] = 70
+    # Of an instance where another process chose it.
+    exit_code: int = 70
 
     def __init__(self, message: str | Sequence[str], **metadata: object) -> None:
         self.parts = (message,) if isinstance(message, str) else tuple(message)

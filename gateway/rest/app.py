@@ -11,14 +11,15 @@ from gateway.generation.frontend import Frontend
 from gateway.rest import chat, completions, page, status
 from gateway.rest.middleware import BodyLimits, RequestIds, RestSettings, SiteGuard
 from gateway.rest.openapi import DocumentedApp
+from gateway.rest.status import Scrape
 from gateway.rest.validation import handle_error
 from outrider.errors import OutriderError
 
 DESCRIPTION = "What OpenAI's clients speak, answered by speculative decoding. docs/rest.md has every field."
 
 
-def build_app(frontend: Frontend, settings: RestSettings, registry: CollectorRegistry) -> FastAPI:
-    """The application: /v1, the routes for operators, and the page."""
+def build_app(frontend: Frontend, settings: RestSettings, registry: CollectorRegistry, scrape: Scrape) -> FastAPI:
+    """The application: /v1, the routes for operators, and the page; it counts in the registry, and shows a scrape."""
     app = DocumentedApp(
         title="Outrider",
         description=DESCRIPTION,
@@ -38,6 +39,6 @@ def build_app(frontend: Frontend, settings: RestSettings, registry: CollectorReg
     app.add_middleware(RequestIds, registry=registry)
     app.include_router(completions.routes(frontend, settings))
     app.include_router(chat.routes(frontend, settings))
-    app.include_router(status.routes(frontend, registry))
+    app.include_router(status.routes(frontend, scrape))
     app.include_router(page.routes(frontend, settings))
     return app

@@ -86,12 +86,15 @@ class RunningRest:
         await asyncio.wait(remaining)
 
 
-async def serve_rest(listen: str, app: ASGIApp) -> RunningRest:
-    """Serves an application on HOST:PORT, where port 0 takes a free one. Raises AddressTaken and InvalidRequest."""
+async def serve_rest(listen: str, app: ASGIApp, *, shares_port: bool = False) -> RunningRest:
+    """Serves an application on HOST:PORT, where port 0 takes a free one, alone or beside servers that share it.
+
+    Raises AddressTaken and InvalidRequest.
+    """
     host, _, port = check_address("listen", listen, min_port=0).rpartition(":")
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-        listener = socket.create_server(found[0][4][:2], family=found[0][0], backlog=BACKLOG)
+        listener = socket.create_server(found[0][4][:2], family=found[0][0], backlog=BACKLOG, reuse_port=shares_port)
         # Accepted connections inherit both. Without the second a chunk waits until the client has acknowledged the one
         # before, which takes up to 40 ms; asyncio sets it only on sockets that were made for TCP by number.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)

@@ -1,10 +1,10 @@
 """Routes that tell about the gateway: models, liveness, readiness, metrics, version."""
 
+from collections.abc import Awaitable, Callable, Sequence
 from importlib.metadata import version
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
-from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 from starlette.responses import Response
 
@@ -12,7 +12,9 @@ from gateway.generation.frontend import Frontend
 from gateway.rest.errors import UnknownModel
 from gateway.rest.openapi import documented
 from outrider.errors import NotReady, OutriderError, PeerLost
-from outrider.process.metrics import exposition
+
+Scrape = Callable[[Sequence[str]], Awaitable[tuple[bytes, str]]]
+"""Gives what a scraper reads, all of it or the series of some names, and its content type."""
 
 
 class Model(BaseModel):
@@ -52,7 +54,7 @@ class Version(BaseModel):
     version: str
 
 
-def routes(frontend: Frontend, registry: CollectorRegistry) -> APIRouter:
+def routes(frontend: Frontend, scrape: Scrape) -> APIRouter:
     router = APIRouter()
 
     def served() -> Model:
@@ -101,7 +103,7 @@ def routes(frontend: Frontend, registry: CollectorRegistry) -> APIRouter:
     @router.get("/metrics", response_class=Response, responses=documented(text="text/plain"))
     async def metrics(names: Annotated[list[str], Query(alias="name[]", default_factory=list)]) -> Response:
         """Figures for Prometheus in its text format, all or those of some names."""
-        body, content_type = exposition(registry, names)
+        body, content_type = await scrape(names)
         return Response(body, headers={"content-type": content_type})
 
     return router

@@ -176,4 +176,5 @@ def _stack(models: options.Models, machine: options.MachineOptions, *, speculati
         target_port=machine.target_port,
         draft_dtype=models.draft_dtype,
         top_n=models.top_n,
+        workers=machine.workers,
     )

@@ -15,6 +15,7 @@ from outrider.client import GenerationOptions, Speculation
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.model_service.settings import MAX_THREADS, Dtype
 from outrider.parameters import MAX_LOGPROB_COUNT, MAX_SAMPLES, SETTINGS, Rule, SamplingParameters
+from outrider.process.children import MAX_WORKERS
 from outrider.process.options import between, grouped
 from outrider.rpc.messages import MAX_SUPPORT
 
@@ -184,6 +185,10 @@ class MachineOptions:
     ] = None
     threads: Threads = None
     draft_threads: Annotated[int, _count(_machine, "Compute threads of the draft.", minimum=1, maximum=MAX_THREADS)] = 1
+    workers: Annotated[
+        Count,
+        _count(_machine, "Processes of the gateway, on the same ports. Default: 1.", minimum=1, maximum=MAX_WORKERS),
+    ] = None
     port: Annotated[int, _port(help="Port of the gateway; 0 takes a free one.")] = GATEWAY_PORT
     rest_port: Annotated[int, _port(help="Port of the gateway's REST and page; 0 takes a free one.")] = REST_PORT
     draft_port: Annotated[int, _port(help="Port of the draft service; 0 takes a free one.")] = DRAFT_PORT

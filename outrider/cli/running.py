@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import typer
 
-from outrider.cli.local_stack import ServiceFailed
 from outrider.cli.options import SHARED_OPTIONS, in_options
 from outrider.errors import OutriderError
+from outrider.process.children import ServiceFailed
 
 # The codes of sysexits.h; a child that ended with any other one had an internal fault.
 SYSEXITS = range(64, 79)
@@ -65,7 +65,7 @@ def failures_as_exits(options: Mapping[str, str]) -> Iterator[None]:
         yield
     except ServiceFailed as error:
         note(f"outrider: {error.message}")
-        raise typer.Exit(error.code if error.code in SYSEXITS else error.exit_code) from None
+        raise typer.Exit(error.code if error.code in SYSEXITS else OutriderError.exit_code) from None
     except OutriderError as error:
         note(f"outrider: {in_options(error, options)}")
         raise typer.Exit(error.exit_code) from None

@@ -22,20 +22,12 @@ from rich.text import Text
 from outrider.cli.doctor.checks import rest_text
 from outrider.cli.doctor.report import gibibytes
 from outrider.cli.generate import show_generation
-from outrider.cli.local_stack import (
-    Addresses,
-    Change,
-    Stack,
-    State,
-    Supervisor,
-    metrics_address,
-    port_error,
-    start_stack,
-)
+from outrider.cli.local_stack import Addresses, Stack, metrics_address, port_error, start_stack
 from outrider.cli.options import RequestOptions
 from outrider.cli.output import ModelFacts, choose_view, is_rich, model_facts, model_line, model_table, write
 from outrider.cli.running import Interrupts, Work, note, service_log
 from outrider.errors import NotReady, OutriderError
+from outrider.process.children import Change, State, Supervisor
 
 REFRESH_S = 1.0
 MAX_METRICS_BYTES = 1 << 20
@@ -80,12 +72,15 @@ class ServiceViews(dict[str, ServiceView]):
 
 
 def memory_bytes(pid: int | None) -> int | None:
-    """Memory that a process has in use, None when it is gone or the system does not say."""
+    """Memory that a process and its workers have in use, None when it is gone or the system does not say."""
     try:
         found = re.search(r"^VmRSS:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        workers = [
+            int(worker) for path in Path(f"/proc/{pid}/task").glob("*/children") for worker in path.read_text().split()
+        ]
     except OSError:
         return None
-    return int(found[1]) * 1024 if found else None
+    return int(found[1]) * 1024 + sum(memory_bytes(worker) or 0 for worker in workers) if found else None
 
 
 def status_table(services: Iterable[ServiceView], lines: Sequence[str], page: str | None) -> RenderableType:
@@ -113,14 +108,15 @@ Counts = Mapping[str, float]
 def parse_counts(text: str) -> Counts | None:
     """Reads the text format of Prometheus, by names without their prefix; None where it is not that of a gateway."""
     try:
-        counts = {
-            sample.name.removeprefix(METRIC_PREFIX): sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if not sample.labels
-        }
+        by_name: dict[str, list[float]] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                # A gateway of several workers has each figure of each.
+                if sample.labels.keys() <= {"worker"}:
+                    by_name.setdefault(sample.name.removeprefix(METRIC_PREFIX), []).append(sample.value)
     except ValueError:
         return None
+    counts = {name: max(values) if name == DRAFT_COUNT else sum(values) for name, values in by_name.items()}
     return counts if counts.keys() >= {RUNNING, WAITING, DRAFT_COUNT, TOKENS, EVALUATED, ACCEPTED} else None
 
 

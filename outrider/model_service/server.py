@@ -32,7 +32,7 @@ from outrider.vocabulary import Vocabulary
 log = structlog.get_logger()
 
 # After the grace at most one forward is under way, and nobody wants it any more. Together with the default grace it is
-# less than outrider.cli.local_stack.STOP_GRACE_S, so that a supervisor hears the reason before it kills.
+# less than outrider.process.children.STOP_GRACE_S, so that a supervisor hears the reason before it kills.
 DEVICE_PATIENCE_S = 3.0
 
 

@@ -1,6 +1,7 @@
 """Figures for Prometheus: a registry of a process, its address of its own, and histograms that are filled elsewhere."""
 
 import asyncio
+import http.client
 import threading
 import time
 from bisect import bisect_left
@@ -8,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Self
+from urllib.parse import urlencode
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, disable_created_metrics, start_http_server
@@ -17,6 +19,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from outrider.rpc.channels import AddressTaken
+
+# A process that answers at all does so in milliseconds.
+SCRAPE_S = 2.0
 
 Buckets = list[tuple[str, float]]
 """Upper bounds as Prometheus writes them, each with the number of values up to it; the last is +Inf."""
@@ -71,6 +76,22 @@ def serve_metrics(listen: str, registry: CollectorRegistry) -> RunningMetrics:
     except OSError:
         raise AddressTaken(f"Cannot listen on {listen}: it is taken, or not an address of this machine.") from None
     return RunningMetrics(f"{host}:{server.server_port}", server, thread)
+
+
+def scraped(address: str, names: Sequence[str] = (), timeout_s: float = SCRAPE_S) -> tuple[bytes, str]:
+    """What the process that serves metrics on HOST:PORT says, all of it or some series, and its content type.
+
+    Raises OSError and http.client.HTTPException.
+    """
+    host, _, port = address.rpartition(":")
+    # Not urllib's opener, which would ask the proxy that the environment names.
+    connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=timeout_s)
+    try:
+        connection.request("GET", f"/metrics?{urlencode({'name[]': list(names)}, doseq=True)}")
+        answer = connection.getresponse()
+        return answer.read(), answer.getheader("content-type", "")
+    finally:
+        connection.close()
 
 
 @dataclass(slots=True)

@@ -172,6 +172,18 @@ def settings_of(settings: type[Group]) -> list[Option]:
     return found
 
 
+def words_of(settings: Group) -> list[str]:
+    """The command line that makes the same settings."""
+    words: list[str] = []
+    for option in settings_of(type(settings)):
+        value = getattr(settings, option.name)
+        if not isinstance(value, bool):
+            words += [option.flag, str(value)] if value is not None else []
+        elif value is not option.default:
+            words.append(option.flags.split("/")[-1])
+    return words
+
+
 def check_settings(settings: Group) -> None:
     """Raises InvalidRequest about the first value outside its limit; for __post_init__."""
     for option in settings_of(type(settings)):

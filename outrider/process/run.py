@@ -9,6 +9,7 @@ import asyncio
 import gc
 import json
 import os
+import select
 import signal
 import sys
 import threading
@@ -27,6 +28,7 @@ from outrider.rpc.channels import DRAIN_S
 log = structlog.get_logger()
 
 MAX_DRAIN_S = 86_400.0
+LISTENING = "listening"
 
 
 class LogLevel(StrEnum):
@@ -73,17 +75,24 @@ class Service(Protocol):
         ...
 
 
-def run_service(name: str, start: Callable[[Settings], Awaitable[Service]], settings: Settings) -> NoReturn:
+def run_service(
+    name: str,
+    start: Callable[[Settings], Awaitable[Service]],
+    settings: Settings,
+    *,
+    worker: int | None = None,
+    urgent: Callable[[], None] = lambda: None,
+) -> NoReturn:
     """Runs what `start` starts with the settings until it has to stop, drains it, and exits with 0.
 
     An OutriderError that keeps it from starting is the last line on stderr, one sentence for the operator, and names
-    the exit code.
+    the exit code. The number of a worker is on every line of its log. `urgent` runs when a second signal came.
     """
-    telemetry.configure_logs(settings.log_level)
+    telemetry.configure_logs(settings.log_level, worker)
     try:
         finish_tracing = telemetry.configure_tracing(name)
         try:
-            asyncio.run(_run(name, start, settings))
+            asyncio.run(_run(name, start, settings, urgent))
         finally:
             # Before the sentence below, which has to be the last line.
             finish_tracing()
@@ -104,7 +113,9 @@ def exit_now(code: int) -> NoReturn:
     os._exit(code)
 
 
-async def _run(name: str, start: Callable[[Settings], Awaitable[Service]], settings: Settings) -> None:
+async def _run(
+    name: str, start: Callable[[Settings], Awaitable[Service]], settings: Settings, urgent: Callable[[], None]
+) -> None:
     loop = asyncio.get_running_loop()
     # Why the service has to stop, once it has to.
     stopping: asyncio.Future[str] = loop.create_future()
@@ -115,12 +126,18 @@ async def _run(name: str, start: Callable[[Settings], Awaitable[Service]], setti
 
     def on_signal(number: signal.Signals) -> None:
         if stopping.done():
+            urgent()
             exit_now(128 + number)
         stop(number.name)
 
     def await_stdin_end() -> None:
         while os.read(sys.stdin.fileno(), 4096):
             pass
+        errors = select.poll()
+        errors.register(sys.stderr.fileno(), 0)
+        if errors.poll(0):
+            # The parent is gone and read the log: writing to it would end the drain.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
         loop.call_soon_threadsafe(stop, "end of stdin")
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -139,9 +156,9 @@ async def _run(name: str, start: Callable[[Settings], Awaitable[Service]], setti
     gc.collect()
     gc.freeze()
     addresses = {"address": service.address, **service.further_addresses}
-    sys.stdout.write(json.dumps({"event": "listening", "service": name, **addresses, "pid": os.getpid()}) + "\n")
+    sys.stdout.write(json.dumps({"event": LISTENING, "service": name, **addresses, "pid": os.getpid()}) + "\n")
     sys.stdout.flush()
-    log.info("listening", service=name, **addresses)
+    log.info(LISTENING, service=name, **addresses)
     reason = await stopping
     log.info("draining", service=name, reason=reason)
     try:

@@ -33,13 +33,17 @@ from outrider.errors import OutriderError
 SHOWN_ID_LEN = 4
 
 
-def configure_logs(level: str) -> None:
-    """Sets up structlog and the standard library's logging, which grpc uses; `level` as in LogLevel."""
+def configure_logs(level: str, worker: int | None = None) -> None:
+    """Sets up structlog and the standard library's logging, which grpc uses; `level` as in LogLevel.
+
+    The number of a worker is on every line.
+    """
     number = getattr(logging, level.upper())
     gathering: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
+        lambda _logger, _method, line: line if worker is None else {**line, "worker": worker},
     ]
     rendering: list[Processor] = [
         structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),

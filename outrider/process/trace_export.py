@@ -14,7 +14,7 @@ from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-# The exporter's own is ten, which a service that has to stop does not have: see STOP_GRACE_S of cli.local_stack.
+# The exporter's own is ten, which a service that has to stop does not have: see STOP_GRACE_S of process.children.
 FINISH_S = 1.0
 
 

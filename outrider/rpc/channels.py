@@ -5,6 +5,7 @@ caller to say, because a process that hangs still answers pings.
 """
 
 import re
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -51,6 +52,33 @@ class AddressTaken(OutriderError):
     exit_code = 69
 
 
+def hold(listen: str) -> tuple[str, socket.socket]:
+    """Reserves HOST:PORT for servers that share it, where port 0 takes a free one; returns the address, and a socket.
+
+    Until the socket is closed nobody else can listen there, but for processes of the same user that share it too. The
+    socket takes no connections. Raises AddressTaken and InvalidRequest.
+    """
+    host, _, port = check_address("listen", listen, min_port=0).rpartition(":")
+    held = None
+    try:
+        family, *_, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        held = socket.socket(family)
+        # Connections that ended a moment ago are no owners.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(place)
+        # Who has bound it as loosely as this socket is found by listening alone.
+        socket.create_server(held.getsockname()[:2], family=family).close()
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        # Not before: whoever shares the port would not be in the way.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    except OSError:
+        if held is not None:
+            held.close()
+        message = f"Cannot listen on {listen}: it is taken, or not an address of this machine."
+        raise AddressTaken(message, listen=listen) from None
+    return f"{host}:{held.getsockname()[1]}", held
+
+
 # Of every channel and every server. Without the ping timeout a frozen peer goes unnoticed for a minute.
 OPTIONS: Options = (
     ("grpc.keepalive_time_ms", 10_000),
@@ -67,11 +95,11 @@ def channel_options() -> Options:
     return (*OPTIONS, ("grpc.max_reconnect_backoff_ms", 2_000), ("grpc.initial_reconnect_backoff_ms", 100))
 
 
-def server_options() -> Options:
-    """Options of every server; a port has one owner, so a second service on it fails instead of sharing its calls."""
+def server_options(*, shares_port: bool = False) -> Options:
+    """Options of every server. Unless it shares its port, which somebody holds, a second service there fails."""
     return (
         *OPTIONS,
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(shares_port)),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
     )
@@ -105,12 +133,13 @@ def service(file: FileDescriptor, name: str, add: Callable[[grpc.aio.Server], No
     return {file.services_by_name[name].full_name: add}
 
 
-async def serve(listen: str, services: Services, *, reflects: bool = False) -> RunningServer:
+async def serve(listen: str, services: Services, *, reflects: bool = False, shares_port: bool = False) -> RunningServer:
     """Starts a server of the given services with health, and with reflection if it `reflects`.
 
-    `listen` is HOST:PORT, and port 0 takes a free one. Raises AddressTaken and InvalidRequest.
+    `listen` is HOST:PORT, and port 0 takes a free one; of servers that share a port each connection has one. Raises
+    AddressTaken and InvalidRequest.
     """
-    server = grpc.aio.server(interceptors=[Guard()], options=server_options())
+    server = grpc.aio.server(interceptors=[Guard()], options=server_options(shares_port=shares_port))
     for add in services.values():
         add(server)
     health_servicer = health.aio.HealthServicer()

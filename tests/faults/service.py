@@ -14,7 +14,7 @@ from typing import Self
 from support.network import ChaosProxy
 from support.stack import DRAFT, TARGET, until_quiet
 
-from outrider.cli.local_stack import Launch, ServiceProcess
+from outrider.process.children import Launch, ServiceProcess
 from outrider.rpc.channels import open_channel
 
 MODELS = {"target": TARGET, "draft": DRAFT}

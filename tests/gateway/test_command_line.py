@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from outrider.cli.local_stack import Launch, ServiceFailed, ServiceProcess
+from outrider.process.children import Launch, ServiceFailed, ServiceProcess
 
 NEEDED = ("--target", "127.0.0.1:1", "--tokenizer", "models/target", "--target-wait-seconds", "0.1")
 

@@ -21,6 +21,7 @@ try:
 finally:
     heavy = {"torch", "numpy", "transformers", "safetensors"} | {"outrider.engine"}
     sys.stdout.write(f"heavy: {sorted(heavy & set(sys.modules))}\\n")
+    sys.stdout.write(f"serving: {sorted({'fastapi', 'tokenizers', 'uvicorn'} & set(sys.modules))}\\n")
 """
 
 
@@ -33,18 +34,22 @@ async def gateway_process(target: str, *flags: str) -> asyncio.subprocess.Proces
     )
 
 
-async def test_says_where_it_listens_and_ends_with_its_stdin() -> None:
-    """One line of JSON when it serves, exit code 0 when stdin ends, and nothing heavy was ever imported."""
+@pytest.mark.parametrize(("workers", "serving_with"), [(1, ["fastapi", "tokenizers", "uvicorn"]), (2, [])])
+async def test_says_where_it_listens_and_ends_with_its_stdin(workers: int, serving_with: list[str]) -> None:
+    """One line of JSON when it serves, exit code 0 when stdin ends, and nothing heavy was ever imported.
+
+    The parent of workers does not even import what they serve with.
+    """
     target = TargetServicer(model_pb.SERVICE_ROLE_TARGET, MarkovModel(), Vocabulary.read(TOKENIZER).digests)
     target.vocabulary_size = 4096
     async with serving(target) as address:
-        process = await gateway_process(address)
+        process = await gateway_process(address, "--rest-listen", "127.0.0.1:0", "--workers", str(workers))
         assert process.stdout is not None
         event = json.loads(await asyncio.wait_for(process.stdout.readline(), 30))
         assert event["event"] == "listening"
         assert event["address"].startswith("127.0.0.1:")
         output, _ = await asyncio.wait_for(process.communicate(b""), 30)
-        assert output.decode() == "heavy: []\n"
+        assert output.decode() == f"heavy: []\nserving: {serving_with}\n"
         assert process.returncode == 0
 
 

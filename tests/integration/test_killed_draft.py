@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager, suppress
 
 from support.stack import request_of, until_quiet
 
-from outrider.cli.local_stack import RestartPolicy, Stack, Supervisor, start_stack
+from outrider.cli.local_stack import Stack, start_stack
 from outrider.model_names import embedded_model
+from outrider.process.children import RestartPolicy, Supervisor
 from outrider.rpc.channels import open_channel
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub

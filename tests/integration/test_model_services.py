@@ -11,7 +11,7 @@ from support.basics import PATIENCE_S
 from support.session_clients import DraftClient, TargetClient, channel_to
 from support.tiny_models import TARGET, write_tiny_model
 
-from outrider.cli.local_stack import Launch, ServiceProcess
+from outrider.process.children import Launch, ServiceProcess
 
 Start = Callable[..., "asyncio.Future[ServiceProcess]"]
 

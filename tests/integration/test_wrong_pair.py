@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from support.tiny_models import TARGET, write_tiny_model
 
-from outrider.cli.local_stack import ServiceFailed, Stack, Supervisor, start_stack
+from outrider.cli.local_stack import Stack, start_stack
+from outrider.process.children import ServiceFailed, Supervisor
 
 
 async def test_a_draft_of_another_vocabulary_is_refused_in_one_sentence(tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ from rich.console import Console
 
 from outrider.cli.chat.conversation import COMMANDS, Conversation, Turn, help_text, parse_line
 from outrider.cli.chat.terminal import Reader, Screen, choose_ends
-from outrider.cli.local_stack import Stack, Supervisor, start_stack
+from outrider.cli.local_stack import Stack, start_stack
 from outrider.cli.options import OPTIONS, in_options
 from outrider.cli.running import failures_as_exits, note, service_log
 from outrider.client import Client, GenerationOptions, OutriderError, Stream
+from outrider.process.children import Supervisor
 
 HINT = "Ctrl-C again leaves, and so does /quit."
 

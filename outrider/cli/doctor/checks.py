@@ -25,11 +25,12 @@ from outrider.cli.doctor.report import (
     skipped,
     warning,
 )
-from outrider.cli.local_stack import HOST, OFFLINE, port_error
+from outrider.cli.local_stack import OFFLINE, port_error
 from outrider.cli.output import model_facts
 from outrider.client import AsyncClient, Speculation
 from outrider.client.events import Sample
 from outrider.errors import OutriderError
+from outrider.process.children import HOST
 from outrider.rpc.channels import open_channel
 
 PORTS, KERNELS, CUDA, ROWS, GATEWAY, REST = "ports", "kernels", "cuda", "row invariance", "gateway", "REST"

@@ -8,10 +8,11 @@ from importlib.metadata import version
 from outrider.cli.doctor.checks import check_engine, check_gateway, check_ports, self_test
 from outrider.cli.doctor.models import check_pair, download_fix
 from outrider.cli.doctor.report import SELF_TEST, SOFTWARE, Finding, Report, exit_code, failed, ok, skipped
-from outrider.cli.local_stack import ServiceFailed, Stack, Supervisor, start_stack
+from outrider.cli.local_stack import Stack, start_stack
 from outrider.cli.output import installed_versions
 from outrider.cli.running import SYSEXITS, Interrupts, note, run
 from outrider.errors import ModelRefused
+from outrider.process.children import ServiceFailed, Supervisor
 
 
 def examine_machine(stack: Stack | ModelRefused, *, quick: bool, as_json: bool) -> int:

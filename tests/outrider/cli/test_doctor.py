@@ -29,9 +29,9 @@ from outrider.cli.doctor.checks import (
     who_answers,
 )
 from outrider.cli.doctor.report import Finding, Report, Status, exit_code, failed, ok, skipped, summary, warning
-from outrider.cli.local_stack import Launch, ServiceFailed, ServiceProcess
 from outrider.client import GeneratedToken, Origin, Result, Round, SpeculationFigures
 from outrider.client.events import Sample
+from outrider.process.children import Launch, ServiceFailed, ServiceProcess
 from outrider.v1 import model_service_pb2 as model_pb
 
 FREE_PORTS = ("--port", "0", "--rest-port", "0", "--draft-port", "0", "--target-port", "0")

@@ -18,7 +18,7 @@ from rich.console import Console
 from support.basics import eventually
 
 from outrider.cli.doctor.checks import rest_text
-from outrider.cli.local_stack import Addresses, Change, State
+from outrider.cli.local_stack import Addresses
 from outrider.cli.output import ModelFacts, is_rich
 from outrider.cli.up import (
     Counts,
@@ -31,6 +31,7 @@ from outrider.cli.up import (
     parse_counts,
     work_line,
 )
+from outrider.process.children import Change, State
 
 FACTS = [ModelFacts("target", "big", 11, "bfloat16", "cpu", 2, "cpu-x", 4096, 100, 16, "127.0.0.1:2")]
 METRICS_PLACES = {"gateway": "127.0.0.1:4", "target": "127.0.0.1:5"}
@@ -170,6 +171,14 @@ def test_counts_of_a_gateway() -> None:
     assert [parse_counts(text) for text in ("", "python_info 1.0\n", "<html>")] == [None] * 3
 
 
+def test_counts_of_several_workers() -> None:
+    """They add up, but for K, of which the largest is shown."""
+    text = METRICS.format(tokens=100.0)
+    lines = [line for line in text.splitlines() if "{" not in line]
+    both = "".join(f'{name}{{worker="{number}"}} {value}\n' for number in "01" for name, value in map(str.split, lines))
+    assert work_line(None, parse_counts(both) or {}, 1.0) == "6 running, 4 waiting, K 5, 200 tokens"
+
+
 def test_acceptance_is_that_of_the_last_second() -> None:
     """Accepted over evaluated since the counts before; a gateway that began anew has no speed yet."""
     before, now = counts(0, 0, 0), counts(30, 20, 15)
@@ -182,6 +191,14 @@ def test_memory_of_processes() -> None:
     """Our own is something, that of a process that is gone unknown."""
     assert (memory_bytes(1) or 1) > 0
     assert memory_bytes(None) is None
+
+
+async def test_memory_of_workers_is_that_of_their_parent() -> None:
+    """A gateway's row of the table is about all its processes."""
+    alone = memory_bytes(os.getpid()) or 0
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE)
+    await eventually(lambda: (memory_bytes(os.getpid()) or 0) >= alone + (memory_bytes(child.pid) or alone) // 2)
+    await child.communicate(b"\n")
 
 
 class Metrics(BaseHTTPRequestHandler):

@@ -13,10 +13,10 @@ from support.basics import PATIENCE_S, check_empty, eventually, spec_of
 from support.session_clients import TargetClient, channel_to
 from support.tiny_models import PROMPT, SETTINGS
 
-from outrider.cli.local_stack import STOP_GRACE_S
 from outrider.errors import OutriderError
 from outrider.model_service import server
 from outrider.model_service.server import DEVICE_PATIENCE_S
+from outrider.process.children import STOP_GRACE_S
 from outrider.rpc.channels import DRAIN_S, AddressTaken
 from target_service.server import start
 

@@ -25,6 +25,7 @@ from outrider.process.options import (
     run_app,
     service_app,
     within,
+    words_of,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -62,7 +63,7 @@ class Own(Common):
     ],
 )
 def test_settings_come_from_flags_and_variables(words: str, variables: dict[str, str], expected: Own) -> None:
-    """Both are called as the fields are, the flag wins, and a field that says nothing to operators is no option."""
+    """Called as the fields are, the flag wins, a field that says nothing is no option; settings name their flags."""
     seen: list[Own] = []
 
     def serve(*, settings: Own) -> None:
@@ -71,7 +72,8 @@ def test_settings_come_from_flags_and_variables(words: str, variables: dict[str,
     app = service_app()
     app.command()(grouped(serve))
     assert CliRunner().invoke(app, words.split(), env=variables).exit_code == 0
-    assert seen == [expected]
+    assert CliRunner().invoke(app, words_of(expected)).exit_code == 0
+    assert seen == [expected] * 2
 
 
 @pytest.mark.parametrize(

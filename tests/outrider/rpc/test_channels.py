@@ -1,6 +1,7 @@
 """Tests of outrider.rpc.channels: what goes wrong in a handler arrives as itself, and nothing else of it does."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
@@ -247,6 +248,35 @@ async def test_an_address_has_one_owner(server: channels.RunningServer, harness:
         await harness.start(server.address)
     with pytest.raises(channels.AddressTaken):
         await harness.start("not.an.address.invalid:1")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
+async def test_a_held_port_is_for_those_who_share_it(host: str) -> None:
+    """Several servers have it beside each other, and nobody else, even while none of them is there."""
+    address, held = channels.hold(f"{host}:0")
+    name, _, port = address.rpartition(":")
+    place, family = (name.strip("[]"), int(port)), held.family
+    with held:
+        for _ in range(2):
+            with pytest.raises(OSError, match="in use"):
+                socket.create_server(place, family=family)
+            with pytest.raises(channels.AddressTaken, match=port):
+                channels.hold(address)
+            servers = [await channels.serve(address, {}, shares_port=True) for _ in range(2)]
+            assert {server.address for server in servers} == {address}
+            with pytest.raises(channels.AddressTaken):
+                await channels.serve(address, {})
+            for server in servers:
+                await server.stop(0)
+    socket.create_server(place, family=family).close()
+
+
+async def test_a_shared_port_cannot_be_held() -> None:
+    """Whoever shares it already would take a part of the connections."""
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as listener, pytest.raises(channels.AddressTaken):
+        channels.hold(f"127.0.0.1:{listener.getsockname()[1]}")
+    with pytest.raises(channels.AddressTaken):
+        channels.hold("192.0.2.1:0")
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1", "127.0.0.1:", ":5", "127.0.0.1:65536", "127.0.0.1:http", ""])

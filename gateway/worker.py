@@ -1,0 +1,29 @@
+"""`python -m gateway.worker`: one of several gateways on the same addresses, as `gateway.workers` starts it."""
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from gateway.server import start
+from gateway.settings import GatewaySettings
+from outrider.process.options import grouped, run_app, service_app
+from outrider.process.run import run_service
+
+app = service_app()
+
+
+@app.command(help="Runs one worker of a gateway.")
+@grouped
+def serve(
+    *,
+    settings: GatewaySettings,
+    number: Annotated[int, typer.Option(help="Which worker it is, from 0.")],
+    figures: Annotated[str, typer.Option(help="Where the figures of all workers are.")],
+) -> None:
+    """Serves until it is told to stop."""
+    run_service("gateway", start, replace(settings, figures_of_all=figures), worker=number)
+
+
+if __name__ == "__main__":
+    run_app(app)
