@@ -1,6 +1,6 @@
 /* x times the transpose of weight, plus bias. Not a matrix library: rows are few, weights are read once from memory.
  *
- * Every output element is one dot product: sixteen partial sums, step sixteen along k, summed by sum4. Tiles only
+ * Every output element is one dot product: sixteen partial sums, step sixteen along k, summed as sum4 does. Tiles only
  * decide how many dot products advance together, so the same bits come out for any number of rows, tile and thread. */
 #include "kernels.h"
 #include "lanes.h"
@@ -63,11 +63,17 @@ static __attribute__((noinline)) void add_tails(const linear_job *job, int64_t r
     }
 }
 
-INLINE void finish(const linear_job *job, int64_t row, int64_t output, int num_outputs, const lanes16 sums[4]) {
-    const floats4 totals = sum4(sums[0], sums[1], sums[2], sums[3]);
-    float *to = job->output + row * job->num_outputs + output;
+INLINE void finish(const linear_job *job, int64_t row, int64_t output, int num_rows, int num_outputs,
+                   const lanes16 sums[][4]) {
+    floats4 totals[4];
+    sum4x4(sums, num_rows, totals);
     UNROLL
-    for (int o = 0; o < num_outputs; o++) to[o] = job->bias == 0 ? totals[o] : totals[o] + job->bias[output + o];
+    for (int r = 0; r < num_rows; r++) {
+        float *to = job->output + (row + r) * job->num_outputs + output;
+        UNROLL
+        for (int o = 0; o < num_outputs; o++)
+            to[o] = job->bias == 0 ? totals[r][o] : totals[r][o] + job->bias[output + o];
+    }
 }
 
 /* One register of weights for each output, multiplied with one register of each row. */
@@ -127,7 +133,8 @@ INLINE void tile(const linear_job *job, int64_t row, int64_t output, int num_row
         memcpy(sums, copy, sizeof copy);
     }
     UNROLL
-    for (int r = 0; r < num_rows; r++) finish(job, row + r, output, num_outputs, sums[r]);
+    for (int r = 0; r < num_rows; r += 4)
+        finish(job, row + r, output, num_rows - r < 4 ? num_rows - r : 4, num_outputs, sums + r);
 }
 
 /* Returns what is left to be fetched after these tiles. */
