@@ -22,8 +22,10 @@
 /* Weights that all rows of a block pass before the next ones: two panels, the one in use and the one that is fetched
  * meanwhile, stay in the second-level cache. */
 #define PANEL_BYTES 131072
-/* Rows beyond these read an item's weights again, which then stay in the second-level cache as well. */
-#define BLOCK_ROWS 48
+/* Rows of a block, and bytes of their inputs, which stay there as well. More rows than a block has read an item's weights
+ * again, which are then few enough to have stayed, too. */
+#define MAX_BLOCK_ROWS 48
+#define MAX_BLOCK_BYTES 524288
 #define MAX_REREAD_ITEM_BYTES 262144
 #define LINE_BYTES 64
 
@@ -32,7 +34,7 @@ typedef struct {
     const void *weight;
     const float *bias;
     float *output;
-    int64_t num_rows, num_inputs, num_outputs, num_large, large_outputs, small_outputs, num_threads;
+    int64_t num_rows, num_inputs, num_outputs, num_threads, num_blocks, num_large, large_outputs, small_outputs;
 } linear_job;
 
 INLINE const char *weight_at(const linear_job *job, int64_t output, int64_t k, int is_bf16) {
@@ -198,7 +200,7 @@ INLINE void item(const linear_job *job, uint32_t index, int is_bf16) {
     const int64_t from = item_start(job, index), to = item_start(job, (int64_t)index + 1);
     const int64_t after = item_start(job, (int64_t)index + job->num_threads);
     int64_t row = 0;
-    for (int64_t left = (job->num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS; left > 0; left--) {
+    for (int64_t left = job->num_blocks; left > 0; left--) {
         const int64_t num_rows = (job->num_rows - row + left - 1) / left;
         block(job, row, num_rows, from, to, left == 1 ? after : from, is_bf16);
         row += num_rows;
@@ -209,8 +211,14 @@ static void item_bf16(const void *job, uint32_t index) { item(job, index, 1); }
 
 static void item_f32(const void *job, uint32_t index) { item(job, index, 0); }
 
+static int64_t num_blocks(int64_t num_rows, int64_t num_inputs) {
+    const int64_t fitting = MAX_BLOCK_BYTES / (num_inputs * (int64_t)sizeof(float));
+    const int64_t rows = fitting < TILE_ROWS ? TILE_ROWS : fitting < MAX_BLOCK_ROWS ? fitting : MAX_BLOCK_ROWS;
+    return (num_rows + rows - 1) / rows;
+}
+
 static int64_t outputs_of_a_large_item(const linear_job *job, int64_t row_bytes) {
-    const int64_t most = job->num_rows > BLOCK_ROWS ? MAX_REREAD_ITEM_BYTES : MAX_ITEM_BYTES;
+    const int64_t most = job->num_blocks > 1 ? MAX_REREAD_ITEM_BYTES : MAX_ITEM_BYTES;
     const int64_t bytes = job->num_outputs * row_bytes / (LARGE_ITEMS_PER_THREAD * job->num_threads);
     return whole_tiles((bytes < MIN_ITEM_BYTES ? MIN_ITEM_BYTES : bytes > most ? most : bytes) / row_bytes);
 }
@@ -218,7 +226,8 @@ static int64_t outputs_of_a_large_item(const linear_job *job, int64_t row_bytes)
 /* x [num_rows, num_inputs], weight [num_outputs, num_inputs] bfloat16 or float32, bias [num_outputs] or NULL. */
 void outrider_linear(pool *threads, const float *x, const void *weight, int is_bf16, const float *bias, float *output,
                      int64_t num_rows, int64_t num_inputs, int64_t num_outputs) {
-    linear_job job = {x, weight, bias, output, num_rows, num_inputs, num_outputs, 0, 0, 0, pool_num_threads(threads)};
+    linear_job job = {x, weight, bias, output, num_rows, num_inputs, num_outputs, pool_num_threads(threads), 0, 0, 0, 0};
+    job.num_blocks = num_blocks(num_rows, num_inputs);
     job.large_outputs = outputs_of_a_large_item(&job, num_inputs * (is_bf16 ? 2 : 4));
     job.small_outputs = whole_tiles(job.large_outputs / SMALL_ITEMS_OF_A_LARGE);
     job.num_large = num_outputs * 3 / 4 / job.large_outputs;
