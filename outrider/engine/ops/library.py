@@ -7,6 +7,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 CPU_INFO = Path("/proc/cpuinfo")
+FOLDER = Path(__file__).parent
 # The features of the psABI's levels, as Linux spells them.
 V3_FLAGS = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
 V4_FLAGS = V3_FLAGS | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
@@ -93,11 +94,14 @@ def processor_levels() -> tuple[str, ...]:
     return tuple(name for name, needed in levels.items() if needed <= flags)
 
 
-def load_kernels(*names: str) -> Kernels | None:
-    """The fastest kernels that are built and run here, or the first of `names`; None where there are none."""
+def load_kernels(*names: str, folder: Path = FOLDER) -> Kernels | None:
+    """The fastest kernels that are built and run here, or the first of `names`; None where there are none.
+
+    Another folder is one of another version whose functions have the same arguments.
+    """
     for name in names or processor_levels():
         stem = "_" + name.replace("-", "_")
-        paths = (Path(__file__).with_name(stem + suffix) for suffix in EXTENSION_SUFFIXES)
+        paths = (folder / (stem + suffix) for suffix in EXTENSION_SUFFIXES)
         path = next((path for path in paths if path.exists()), None)
         if path is not None and name in processor_levels():
             functions = ctypes.CDLL(str(path))

@@ -10,8 +10,15 @@
 
 #define CHUNK 64
 #define MAX_HEAD_DIM 512
-/* Heads that read the same keys and values advance together: alone, one waits for its own last addition. */
+/* Heads that read the same keys and values advance together: alone, one waits for its own last addition, and reads for
+ * itself what serves all. How many scores are summed together is up to the registers. */
+#if REGISTER_BYTES == 64
+#define TOGETHER 4
+#define SCORED_TOGETHER 4
+#else
 #define TOGETHER 2
+#define SCORED_TOGETHER 1
+#endif
 
 typedef struct {
     const float *query;
@@ -20,39 +27,55 @@ typedef struct {
     const int64_t *key_starts;
     const int32_t *key_counts;
     float *output;
-    int64_t num_heads, num_groups, head_dim;
+    int64_t num_rows, num_heads, num_groups, head_dim, items_of_a_group;
     float scale;
 } attention_job;
 
-INLINE floats4 dot4(const float *query, const float *const keys[4], int64_t head_dim) {
-    const int64_t whole = head_dim / LANES * LANES;
-    lanes16 sums[4] = {0};
-    for (int64_t d = 0; d < whole; d += LANES) {
-        UNROLL
-        for (int key = 0; key < 4; key++) sums[key] = add_products(sums[key], query + d, keys[key] + d);
-    }
-    if (whole < head_dim) {
-        UNROLL
-        for (int key = 0; key < 4; key++)
-            sums[key] = add_last_products(sums[key], query + whole, keys[key] + whole, head_dim - whole);
-    }
-    return sum4(sums[0], sums[1], sums[2], sums[3]);
-}
+/* What one head has gathered so far. */
+typedef struct {
+    float total[MAX_HEAD_DIM], scores[CHUNK];
+    float highest, weight_sum, keep;
+} head_state;
 
-/* Scores of `count` keys; the rest of the chunk becomes -inf, whose weight is exactly zero. */
+/* Scores of `count` keys for heads whose queries lie side by side; the rest of the chunk becomes -inf, whose weight is
+ * exactly zero. */
 INLINE void score_chunk(const attention_job *job, const float *query, const float *base, const int32_t *slots,
-                        int count, float scores[CHUNK]) {
-    const int64_t stride = job->num_groups * job->head_dim;
+                        int count, head_state *heads, int num_heads) {
+    const int64_t head_dim = job->head_dim, whole = head_dim / LANES * LANES, stride = job->num_groups * head_dim;
     for (int first = 0; first < count; first += 4) {
         const float *keys[4];
+        lanes16 sums[4][4] = {0};
         for (int key = 0; key < 4; key++) {
             const int within = first + key < count ? first + key : count - 1;
             keys[key] = base + slots[within] * stride;
         }
-        const floats4 dots = dot4(query, keys, job->head_dim) * job->scale;
-        memcpy(scores + first, &dots, sizeof dots);
+        for (int64_t d = 0; d < whole; d += LANES) {
+            UNROLL
+            for (int key = 0; key < 4; key++) {
+                UNROLL
+                for (int head = 0; head < num_heads; head++)
+                    sums[head][key] = add_products(sums[head][key], query + head * head_dim + d, keys[key] + d);
+            }
+        }
+        if (whole < head_dim) {
+            UNROLL
+            for (int key = 0; key < 4; key++) {
+                UNROLL
+                for (int head = 0; head < num_heads; head++)
+                    sums[head][key] = add_last_products(sums[head][key], query + head * head_dim + whole,
+                                                        keys[key] + whole, head_dim - whole);
+            }
+        }
+        floats4 dots[4];
+        sum4x4((const lanes16(*)[4])sums, num_heads, dots);
+        UNROLL
+        for (int head = 0; head < num_heads; head++) {
+            dots[head] *= job->scale;
+            memcpy(heads[head].scores + first, &dots[head], sizeof dots[head]);
+        }
     }
-    for (int key = count; key < CHUNK; key++) scores[key] = -INFINITY;
+    for (int head = 0; head < num_heads; head++)
+        for (int key = count; key < CHUNK; key++) heads[head].scores[key] = -INFINITY;
 }
 
 /* Turns scores into weights e^(score - highest) in place and returns their sum. */
@@ -69,12 +92,6 @@ INLINE float weigh(float scores[CHUNK], float highest) {
     }
     return sum(total);
 }
-
-/* What one head has gathered so far. */
-typedef struct {
-    float total[MAX_HEAD_DIM], scores[CHUNK];
-    float highest, weight_sum, keep;
-} head_state;
 
 /* total[d] = total[d] * keep + sum over keys of weight * value[d], keys in order, for four registers of elements. */
 INLINE void add_values(head_state *heads, int num_heads, int64_t d, const float *base, const int32_t *slots, int count,
@@ -135,11 +152,11 @@ INLINE void attend_heads(const attention_job *job, int64_t row, int64_t head, in
     for (int64_t start = 0; start < job->key_counts[row]; start += CHUNK) {
         const int64_t left = job->key_counts[row] - start;
         const int count = left < CHUNK ? (int)left : CHUNK;
-        for (int each = 0; each < num_heads; each++) {
+        UNROLL
+        for (int each = 0; each < num_heads; each += SCORED_TOGETHER)
             score_chunk(job, job->query + place + each * head_dim, job->keys + offset, slots + start, count,
-                        heads[each].scores);
-            weigh_chunk(&heads[each]);
-        }
+                        heads + each, num_heads < SCORED_TOGETHER ? num_heads : SCORED_TOGETHER);
+        for (int each = 0; each < num_heads; each++) weigh_chunk(&heads[each]);
         add_heads_values(job, heads, num_heads, job->values + offset, slots + start, count);
     }
     for (int each = 0; each < num_heads; each++) {
@@ -149,18 +166,21 @@ INLINE void attend_heads(const attention_job *job, int64_t row, int64_t head, in
     }
 }
 
-static int64_t items_of_a_group(int64_t num_heads, int64_t num_groups) {
-    return (num_heads / num_groups + TOGETHER - 1) / TOGETHER;
-}
-
+/* Rows one after the other for the same heads: those of one session find keys and values in the cache. */
 static void attend(const void *argument, uint32_t index) {
     const attention_job *job = argument;
-    const int64_t heads_of_a_group = job->num_heads / job->num_groups;
-    const int64_t items = items_of_a_group(job->num_heads, job->num_groups), item = index % items;
-    const int64_t group = index / items % job->num_groups, row = index / items / job->num_groups;
-    const int64_t head = group * heads_of_a_group + item * TOGETHER;
-    if (item * TOGETHER + TOGETHER <= heads_of_a_group) attend_heads(job, row, head, TOGETHER);
-    else attend_heads(job, row, head, 1);
+    const int64_t heads_of_a_group = job->num_heads / job->num_groups, items = job->items_of_a_group;
+    const int64_t row = index % job->num_rows, item = index / job->num_rows % items;
+    const int64_t first = heads_of_a_group * item / items, end = heads_of_a_group * (item + 1) / items;
+    const int64_t head = index / job->num_rows / items * heads_of_a_group + first;
+    switch (end - first) {
+#if TOGETHER > 2
+    case 4: attend_heads(job, row, head, 4); break;
+    case 3: attend_heads(job, row, head, 3); break;
+#endif
+    case 2: attend_heads(job, row, head, 2); break;
+    default: attend_heads(job, row, head, 1); break;
+    }
 }
 
 /* query [num_rows, num_heads, head_dim], caches [slots, num_groups, head_dim], output like query. */
@@ -168,8 +188,12 @@ void outrider_attention(pool *threads, const float *query, const float *keys, co
                         const int32_t *key_slots, const int64_t *key_starts, const int32_t *key_counts, float *output,
                         int64_t num_rows, int64_t num_heads, int64_t num_groups, int64_t head_dim,
                         int64_t max_key_count, float scale) {
-    const attention_job job = {query,     keys,       values,   key_slots, key_starts, key_counts, output,
-                               num_heads, num_groups, head_dim, scale};
-    const uint32_t num_items = (uint32_t)(num_rows * num_groups * items_of_a_group(num_heads, num_groups));
-    pool_run_costing(threads, attend, &job, num_items, 2.0 * (double)(num_rows * num_heads * head_dim * max_key_count));
+    const int64_t heads_of_a_group = num_heads / num_groups;
+    int64_t items = (heads_of_a_group + TOGETHER - 1) / TOGETHER;
+    /* Few rows are cut finer, so that every thread has some. */
+    while (num_rows * num_groups * items < pool_num_threads(threads) && items < heads_of_a_group) items++;
+    const attention_job job = {query,    keys,      values,     key_slots, key_starts, key_counts, output,
+                               num_rows, num_heads, num_groups, head_dim,  items,      scale};
+    pool_run_costing(threads, attend, &job, (uint32_t)(num_rows * num_groups * items),
+                     2.0 * (double)(num_rows * num_heads * head_dim * max_key_count));
 }

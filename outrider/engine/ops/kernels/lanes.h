@@ -208,6 +208,43 @@ INLINE floats4 sum4(lanes16 a, lanes16 b, lanes16 c, lanes16 d) {
 }
 #endif
 
+/* Four sums of each row, at most four rows: the same additions for all of them at once. */
+INLINE void sum4x4(const lanes16 sums[][4], int num_rows, floats4 totals[4]) {
+#if PARTS == 1
+    /* Each step halves the registers, and the sums of a row come to lie in a quarter of the last one. */
+    if (num_rows > 2) {
+        floats fours[4], twos[2], ones;
+        UNROLL
+        for (int column = 0; column < 4; column++) {
+            floats pairs[2];
+            UNROLL
+            for (int pair = 0; pair < 2; pair++) {
+                const int row = 2 * pair, next = row + 1 < num_rows ? row + 1 : row;
+                const floats a = sums[row][column].part[0], b = sums[next][column].part[0];
+                pairs[pair] = SHUFFLE16(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+                              SHUFFLE16(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+            }
+            fours[column] =
+                SHUFFLE16(pairs[0], pairs[1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+                SHUFFLE16(pairs[0], pairs[1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+        }
+        UNROLL
+        for (int half = 0; half < 2; half++) {
+            const floats a = fours[2 * half], b = fours[2 * half + 1];
+            twos[half] = SHUFFLE16(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+                         SHUFFLE16(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+        }
+        ones = SHUFFLE16(twos[0], twos[1], 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
+               SHUFFLE16(twos[0], twos[1], 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
+        memcpy(totals, &ones, sizeof ones);
+        return;
+    }
+#endif
+    UNROLL
+    for (int row = 0; row < num_rows; row++)
+        totals[row] = sum4(sums[row][0], sums[row][1], sums[row][2], sums[row][3]);
+}
+
 INLINE float sum(lanes16 a) { return sum4(a, a, a, a)[0]; }
 
 /* The greatest of `count` values, -inf of none; NaN is passed over. */

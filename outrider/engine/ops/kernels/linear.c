@@ -1,6 +1,6 @@
 /* x times the transpose of weight, plus bias. Not a matrix library: rows are few, weights are read once from memory.
  *
- * Every output element is one dot product: sixteen partial sums, step sixteen along k, summed by sum4. Tiles only
+ * Every output element is one dot product: sixteen partial sums, step sixteen along k, summed as sum4 does. Tiles only
  * decide how many dot products advance together, so the same bits come out for any number of rows, tile and thread. */
 #include "kernels.h"
 #include "lanes.h"
@@ -8,26 +8,33 @@
 /* Sums of a tile, its weights and one x must fit the registers: 32 of 64 bytes with AVX-512, less elsewhere. */
 #if REGISTER_BYTES == 64
 #define TILE_OUTPUTS 4
-#define TILE_ROWS 5
+#define TILE_ROWS 6
 #else
 #define TILE_OUTPUTS 2
 #define TILE_ROWS 3
 #endif
 /* The first three quarters of the outputs come in large items, because reading starts anew with each one; the rest in
- * small ones, so that no thread waits long for the last. Where the weights are read again for the next block of rows, an
- * item of them stays in the second-level cache. */
+ * small ones, so that no thread waits long for the last. */
 #define LARGE_ITEMS_PER_THREAD 4
 #define SMALL_ITEMS_OF_A_LARGE 4
 #define MIN_ITEM_BYTES 16384
 #define MAX_ITEM_BYTES 1048576
+/* Weights that all rows of a block pass before the next ones: two panels, the one in use and the one that is fetched
+ * meanwhile, stay in the second-level cache. */
+#define PANEL_BYTES 131072
+/* Rows of a block, and bytes of their inputs, which stay there as well. More rows than a block has read an item's weights
+ * again, which are then few enough to have stayed, too. */
+#define MAX_BLOCK_ROWS 48
+#define MAX_BLOCK_BYTES 524288
 #define MAX_REREAD_ITEM_BYTES 262144
+#define LINE_BYTES 64
 
 typedef struct {
     const float *x;
     const void *weight;
     const float *bias;
     float *output;
-    int64_t num_rows, num_inputs, num_outputs, num_large, large_outputs, small_outputs;
+    int64_t num_rows, num_inputs, num_outputs, num_threads, num_blocks, num_large, large_outputs, small_outputs;
 } linear_job;
 
 INLINE const char *weight_at(const linear_job *job, int64_t output, int64_t k, int is_bf16) {
@@ -58,11 +65,17 @@ static __attribute__((noinline)) void add_tails(const linear_job *job, int64_t r
     }
 }
 
-INLINE void finish(const linear_job *job, int64_t row, int64_t output, int num_outputs, const lanes16 sums[4]) {
-    const floats4 totals = sum4(sums[0], sums[1], sums[2], sums[3]);
-    float *to = job->output + row * job->num_outputs + output;
+INLINE void finish(const linear_job *job, int64_t row, int64_t output, int num_rows, int num_outputs,
+                   const lanes16 sums[][4]) {
+    floats4 totals[4];
+    sum4x4(sums, num_rows, totals);
     UNROLL
-    for (int o = 0; o < num_outputs; o++) to[o] = job->bias == 0 ? totals[o] : totals[o] + job->bias[output + o];
+    for (int r = 0; r < num_rows; r++) {
+        float *to = job->output + (row + r) * job->num_outputs + output;
+        UNROLL
+        for (int o = 0; o < num_outputs; o++)
+            to[o] = job->bias == 0 ? totals[r][o] : totals[r][o] + job->bias[output + o];
+    }
 }
 
 /* One register of weights for each output, multiplied with one register of each row. */
@@ -80,13 +93,25 @@ INLINE void step(const linear_job *job, const float *x, int64_t output, int64_t 
     }
 }
 
-/* num_rows, num_outputs and is_bf16 are constants at every call, so the loops over them disappear. */
-INLINE void tile(const linear_job *job, int64_t row, int64_t output, int num_rows, int num_outputs, int is_bf16) {
+/* A multiple of TILE_OUTPUTS, at least one tile. */
+static int64_t whole_tiles(int64_t outputs) {
+    return outputs < 2 * TILE_OUTPUTS ? TILE_OUTPUTS : outputs / TILE_OUTPUTS * TILE_OUTPUTS;
+}
+
+/* What tiles fetch for later ones: `bytes` each, from `next` on. */
+typedef struct {
+    const char *next;
+    int64_t bytes;
+} fetch;
+
+/* num_rows, num_outputs, is_bf16 and alone are constants at every call, so the loops over them disappear. */
+INLINE void tile(const linear_job *job, int64_t row, int64_t output, int num_rows, int num_outputs, int is_bf16,
+                 int alone, fetch ahead) {
     const int64_t num_inputs = job->num_inputs, whole = num_inputs / LANES * LANES;
-    const int size = is_bf16 ? 2 : 4;
+    const int step_bytes = TILE_OUTPUTS * LANES * (is_bf16 ? 2 : 4);
+    const int pace = alone || step_bytes < 2 * LINE_BYTES ? step_bytes : step_bytes / 2;
     const float *x = job->x + row * num_inputs;
-    /* The next tile's weights are fetched meanwhile, in the order of memory: hardware loses four short rows. */
-    const char *next = weight_at(job, output + num_outputs, 0, is_bf16);
+    const char *next = ahead.next, *end = next + ahead.bytes;
     lanes16 sums[TILE_ROWS][4];
     UNROLL
     for (int r = 0; r < num_rows; r++) {
@@ -94,9 +119,10 @@ INLINE void tile(const linear_job *job, int64_t row, int64_t output, int num_row
         for (int o = 0; o < 4; o++) sums[r][o] = (lanes16){0};
     }
     for (int64_t k = 0; k < whole; k += LANES) {
-        UNROLL
-        for (int o = 0; o < num_outputs; o++)
-            if (o * LANES * size % 64 == 0) __builtin_prefetch(next + (k * num_outputs + o * LANES) * size, 0, 2);
+        if (alone || next < end) {
+            for (int at = 0; at < pace; at += LINE_BYTES) __builtin_prefetch(next + at, 0, 2);
+            next += pace;
+        }
         UNROLL
         for (int part = 0; part < PARTS; part++)
             step(job, x, output, k + part * WIDTH, part, num_rows, num_outputs, is_bf16, sums);
@@ -109,29 +135,75 @@ INLINE void tile(const linear_job *job, int64_t row, int64_t output, int num_row
         memcpy(sums, copy, sizeof copy);
     }
     UNROLL
-    for (int r = 0; r < num_rows; r++) finish(job, row + r, output, num_outputs, sums[r]);
+    for (int r = 0; r < num_rows; r += 4)
+        finish(job, row + r, output, num_rows - r < 4 ? num_rows - r : 4, num_outputs, sums + r);
 }
 
-INLINE void tiles(const linear_job *job, int64_t row, int64_t from, int64_t to, int num_rows, int is_bf16) {
-    for (; from + TILE_OUTPUTS <= to; from += TILE_OUTPUTS) tile(job, row, from, num_rows, TILE_OUTPUTS, is_bf16);
-    for (; from < to; from++) tile(job, row, from, num_rows, 1, is_bf16);
+/* Returns what is left to be fetched after these tiles. */
+INLINE fetch tiles(const linear_job *job, int64_t row, int64_t from, int64_t to, int num_rows, int is_bf16, int alone,
+                   fetch ahead) {
+    for (; from + TILE_OUTPUTS <= to; from += TILE_OUTPUTS) {
+        tile(job, row, from, num_rows, TILE_OUTPUTS, is_bf16, alone, ahead);
+        ahead.next += ahead.bytes;
+    }
+    for (; from < to; from++) tile(job, row, from, num_rows, 1, is_bf16, 0, (fetch){0, 0});
+    return ahead;
+}
+
+INLINE fetch strip(const linear_job *job, int64_t row, int64_t from, int64_t to, int64_t num_rows, int is_bf16,
+                   int alone, fetch ahead) {
+    switch (num_rows) {
+#if TILE_ROWS > 3
+    case 6: return tiles(job, row, from, to, 6, is_bf16, alone, ahead);
+    case 5: return tiles(job, row, from, to, 5, is_bf16, alone, ahead);
+    case 4: return tiles(job, row, from, to, 4, is_bf16, alone, ahead);
+#endif
+    case 3: return tiles(job, row, from, to, 3, is_bf16, alone, ahead);
+    case 2: return tiles(job, row, from, to, 2, is_bf16, alone, ahead);
+    default: return tiles(job, row, from, to, 1, is_bf16, alone, ahead);
+    }
+}
+
+/* Some rows, and the outputs from..to; `after` is the output at which this thread will probably go on.
+ *
+ * A single strip of rows reads each weight once, and fetches those of the next tile meanwhile in the order of memory:
+ * hardware loses four short rows. More rows are cut into strips as equal as possible, since a low one would widen its
+ * weights for few rows. They take turns on a panel, and each fetches an equal part of the next one: so memory is read
+ * all the time, and not by the first strip alone while the others only compute. */
+INLINE void block(const linear_job *job, int64_t row, int64_t num_rows, int64_t from, int64_t to, int64_t after,
+                  int is_bf16) {
+    const int64_t row_bytes = job->num_inputs * (is_bf16 ? 2 : 4), tile_bytes = TILE_OUTPUTS * row_bytes;
+    const int64_t num_strips = (num_rows + TILE_ROWS - 1) / TILE_ROWS, panel = whole_tiles(PANEL_BYTES / row_bytes);
+    if (num_strips == 1) {
+        const fetch ahead = {weight_at(job, from + TILE_OUTPUTS, 0, is_bf16), tile_bytes};
+        strip(job, row, from, to, num_rows, is_bf16, 1, ahead);
+        return;
+    }
+    for (; from < to; from += panel) {
+        const int64_t stop = from + panel < to ? from + panel : to, next = stop < to ? stop : after;
+        fetch ahead = {weight_at(job, next, 0, is_bf16), next < job->num_outputs ? tile_bytes / num_strips : 0};
+        for (int64_t at = row, left = num_strips; left > 0; left--) {
+            const int64_t height = (row + num_rows - at + left - 1) / left;
+            ahead = strip(job, at, from, stop, height, is_bf16, 0, ahead);
+            at += height;
+        }
+    }
+}
+
+static int64_t item_start(const linear_job *job, int64_t index) {
+    const int64_t num_small = index < job->num_large ? 0 : index - job->num_large;
+    const int64_t start = (index - num_small) * job->large_outputs + num_small * job->small_outputs;
+    return start < job->num_outputs ? start : job->num_outputs;
 }
 
 INLINE void item(const linear_job *job, uint32_t index, int is_bf16) {
-    const int64_t num_small = index < job->num_large ? 0 : index - job->num_large;
-    const int64_t size = index < job->num_large ? job->large_outputs : job->small_outputs;
-    const int64_t from = (index - num_small) * job->large_outputs + num_small * job->small_outputs;
-    const int64_t to = from + size < job->num_outputs ? from + size : job->num_outputs;
+    const int64_t from = item_start(job, index), to = item_start(job, (int64_t)index + 1);
+    const int64_t after = item_start(job, (int64_t)index + job->num_threads);
     int64_t row = 0;
-    for (; row + TILE_ROWS <= job->num_rows; row += TILE_ROWS) tiles(job, row, from, to, TILE_ROWS, is_bf16);
-    switch (job->num_rows - row) {
-#if TILE_ROWS > 3
-    case 4: tiles(job, row, from, to, 4, is_bf16); break;
-    case 3: tiles(job, row, from, to, 3, is_bf16); break;
-#endif
-    case 2: tiles(job, row, from, to, 2, is_bf16); break;
-    case 1: tiles(job, row, from, to, 1, is_bf16); break;
-    default: break;
+    for (int64_t left = job->num_blocks; left > 0; left--) {
+        const int64_t num_rows = (job->num_rows - row + left - 1) / left;
+        block(job, row, num_rows, from, to, left == 1 ? after : from, is_bf16);
+        row += num_rows;
     }
 }
 
@@ -139,22 +211,24 @@ static void item_bf16(const void *job, uint32_t index) { item(job, index, 1); }
 
 static void item_f32(const void *job, uint32_t index) { item(job, index, 0); }
 
-/* A multiple of TILE_OUTPUTS, at least one tile. */
-static int64_t whole_tiles(int64_t outputs) {
-    return outputs < 2 * TILE_OUTPUTS ? TILE_OUTPUTS : outputs / TILE_OUTPUTS * TILE_OUTPUTS;
+static int64_t num_blocks(int64_t num_rows, int64_t num_inputs) {
+    const int64_t fitting = MAX_BLOCK_BYTES / (num_inputs * (int64_t)sizeof(float));
+    const int64_t rows = fitting < TILE_ROWS ? TILE_ROWS : fitting < MAX_BLOCK_ROWS ? fitting : MAX_BLOCK_ROWS;
+    return (num_rows + rows - 1) / rows;
 }
 
-static int64_t outputs_of_a_large_item(const pool *threads, const linear_job *job, int64_t row_bytes) {
-    const int64_t most = job->num_rows > TILE_ROWS ? MAX_REREAD_ITEM_BYTES : MAX_ITEM_BYTES;
-    const int64_t bytes = job->num_outputs * row_bytes / (LARGE_ITEMS_PER_THREAD * pool_num_threads(threads));
+static int64_t outputs_of_a_large_item(const linear_job *job, int64_t row_bytes) {
+    const int64_t most = job->num_blocks > 1 ? MAX_REREAD_ITEM_BYTES : MAX_ITEM_BYTES;
+    const int64_t bytes = job->num_outputs * row_bytes / (LARGE_ITEMS_PER_THREAD * job->num_threads);
     return whole_tiles((bytes < MIN_ITEM_BYTES ? MIN_ITEM_BYTES : bytes > most ? most : bytes) / row_bytes);
 }
 
 /* x [num_rows, num_inputs], weight [num_outputs, num_inputs] bfloat16 or float32, bias [num_outputs] or NULL. */
 void outrider_linear(pool *threads, const float *x, const void *weight, int is_bf16, const float *bias, float *output,
                      int64_t num_rows, int64_t num_inputs, int64_t num_outputs) {
-    linear_job job = {x, weight, bias, output, num_rows, num_inputs, num_outputs, 0, 0, 0};
-    job.large_outputs = outputs_of_a_large_item(threads, &job, num_inputs * (is_bf16 ? 2 : 4));
+    linear_job job = {x, weight, bias, output, num_rows, num_inputs, num_outputs, pool_num_threads(threads), 0, 0, 0, 0};
+    job.num_blocks = num_blocks(num_rows, num_inputs);
+    job.large_outputs = outputs_of_a_large_item(&job, num_inputs * (is_bf16 ? 2 : 4));
     job.small_outputs = whole_tiles(job.large_outputs / SMALL_ITEMS_OF_A_LARGE);
     job.num_large = num_outputs * 3 / 4 / job.large_outputs;
     const int64_t rest = num_outputs - job.num_large * job.large_outputs;

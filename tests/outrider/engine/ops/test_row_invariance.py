@@ -65,6 +65,29 @@ def test_rows_of_compiled_kernels_are_independent(operation: Operation, name: st
     assert_invariant(operation, native(name, num_threads), whole)
 
 
+@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_number_of_rows_gives_the_bits_of_one(name: str, num_threads: int, dtype: torch.dtype) -> None:
+    """1 to 50 rows over more weights than one panel, with a tail: strips of every height, and blocks of rows."""
+    generator = torch.Generator().manual_seed(5)
+    x, weight = torch.randn(50, 1043, generator=generator), torch.randn(601, 1043, generator=generator).to(dtype)
+    ops = native(name, num_threads)
+    one_by_one = torch.cat([ops.linear(row, weight) for row in x.split(1)])
+    for num_rows in range(1, 51):
+        assert torch.equal(ops.linear(x[:num_rows], weight), one_by_one[:num_rows])
+
+
+@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("heads_of_a_group", [1, 2, 3, 4, 5, 8])
+def test_heads_that_advance_together_are_independent(name: str, heads_of_a_group: int) -> None:
+    """Eight threads cut the heads of a single row finer than one thread does those of many rows."""
+    case = attention_case(20, 2 * heads_of_a_group, 2, 72)
+    whole = attend(native(name, 1), case)
+    for row in range(20):
+        assert torch.equal(attend(native(name, 8), rows_of(case, slice(row, row + 1))), whole[row : row + 1])
+
+
 @EACH
 def test_rows_of_the_reference_are_independent(operation: Operation) -> None:
     """The same law without compiled kernels."""

@@ -1,0 +1,137 @@
+"""What a forward costs by its rows: a chain or a tree of one session, or one row each of many sessions.
+
+    python -m bench.rows [--model sized:200m] [--old DIR] [--rows 1,2,4] [--context 128] [--turns 12] [--threads 2]
+
+Prints a Markdown table in milliseconds. With --old another checkout, whose kernels are built and have the same
+functions, computes the same forwards in this process, in turns, and every logit of both is compared bit by bit. Ratios
+are of neighbours: below 1 this checkout is faster. Nothing fails by how fast anything is.
+"""
+
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from bench.common import REPOSITORY, TokensDiffer, machine, markdown, revision, spread
+from bench.versions import in_turns
+from outrider.engine.batching import Feed
+from outrider.engine.models.checkpoints import Checkpoint, find_checkpoint
+from outrider.engine.models.weights import DTYPES
+from outrider.engine.ops.library import FOLDER, load_kernels
+from outrider.engine.ops.native import NativeOps
+from outrider.engine.runner import ModelIdentity, ModelRunner
+from outrider.errors import ModelRefused
+from outrider.model_service.settings import available_cpus
+from outrider.token_tree import EMPTY, TokenTree
+
+ROWS = (*range(1, 17), 20, 24, 28, 32)
+CHAIN, TREE, SESSIONS = SHAPES = ("chain", "tree", "sessions")
+# The first of them brings back what the other checkout's forward took from the caches.
+STEPS_IN_A_ROW = 4
+
+RowTimes = dict[int, dict[str, dict[str, list[float]]]]
+"""Milliseconds of a forward by rows, shape and checkout."""
+
+
+class Forwards:
+    """One model on one version's kernels, with a session for each row of the largest batch, contexts cached."""
+
+    def __init__(
+        self, folder: Path, checkpoint: Checkpoint, dtype: str, num_threads: int, context: int, most: int
+    ) -> None:
+        """Loads the model; takes seconds, and raises ModelRefused where the folder has no kernels for this machine."""
+        kernels = load_kernels(folder=folder)
+        if kernels is None:
+            raise ModelRefused(f"{folder} has no kernels that are built and run here", model=checkpoint.name)
+        decoder = checkpoint.build(torch.device("cpu"), DTYPES[dtype], NativeOps(kernels, num_threads))
+        identity = ModelIdentity(checkpoint.name, "", dtype, num_threads, checkpoint.config.vocab_size)
+        self._runner = ModelRunner(decoder, identity, kv_tokens=2 * (most + 1) * (context + most))
+        token_ids = [(7 * index + 11) % checkpoint.config.vocab_size for index in range(context + most)]
+        self._proposed = token_ids[context:]
+        self._sessions = [self._runner.open(token_ids[:context], context) for _ in range(most)]
+        for session in self._sessions:
+            while session.cached_len < context:
+                self._runner.forward([Feed(session)])
+
+    def step(self, shape: str, num_rows: int) -> tuple[float, Tensor]:
+        """Milliseconds of a forward over the last cached token of one session or of each, and its logits."""
+        tree = EMPTY
+        if shape != SESSIONS and num_rows > 1:
+            parents = [row if shape == CHAIN else row // 2 for row in range(num_rows - 1)]
+            tree = TokenTree(tuple(self._proposed[: num_rows - 1]), tuple(parents))
+        feeds = [Feed(session, tree) for session in self._sessions[: num_rows if shape == SESSIONS else 1]]
+        times_ms = []
+        for _ in range(STEPS_IN_A_ROW):
+            started_ns = time.perf_counter_ns()
+            result = self._runner.forward(feeds)
+            times_ms.append((time.perf_counter_ns() - started_ns) / 1e6)
+        return median(times_ms[1:]), result.logits
+
+
+def measure(versions: Mapping[str, Forwards], row_counts: Sequence[int], turns: int) -> RowTimes:
+    """Raises TokensDiffer where a bit of a logit differs between versions."""
+    found: RowTimes = {
+        num_rows: {shape: {name: [] for name in versions} for shape in SHAPES} for num_rows in row_counts
+    }
+    # The first turn is to warm up.
+    for turn, shape, num_rows in product(range(turns + 1), SHAPES, row_counts):
+        logits = {}
+        for name in in_turns(versions, turn):
+            taken_ms, logits[name] = versions[name].step(shape, num_rows)
+            if turn:
+                found[num_rows][shape][name].append(taken_ms)
+        first, *others = logits.values()
+        if not all(torch.equal(first, other) for other in others):
+            raise TokensDiffer(f"{num_rows} rows, {shape}: logits differ between {' and '.join(logits)}")
+    return found
+
+
+def render(found: RowTimes) -> str:
+    """Medians with quartiles of this checkout, and of its ratios to the other one where there are two."""
+    names = list(found[min(found)][CHAIN])
+    header, lines = ["rows"], []
+    for shape in SHAPES:
+        header += [f"{shape}, {name}" for name in names] + [f"{shape}, new over old"] * (len(names) > 1)
+    for num_rows, shapes in found.items():
+        line = [str(num_rows)]
+        for times in shapes.values():
+            line += [f"{spread(times[name]).median:.2f}" for name in names[:-1]] + [
+                spread(times[names[-1]]).show(".2f")
+            ]
+            if len(names) > 1:
+                line.append(spread(new / old for old, new in zip(*times.values(), strict=True)).show(".2f"))
+        lines.append(line)
+    return markdown(header, lines)
+
+
+def main() -> None:
+    """Measures, and prints."""
+    parser = argparse.ArgumentParser(prog="python -m bench.rows", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", default="models/target", help="folder or sized:PRESET; default: the embedded target")
+    parser.add_argument("--old", type=Path, help="another checkout, with its kernels built")
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="numbers of rows, with commas between")
+    parser.add_argument("--context", type=int, default=128, help="tokens before the first row")
+    parser.add_argument("--turns", type=int, default=12, help="measured passes over all shapes, rows and checkouts")
+    parser.add_argument("--threads", type=int, default=available_cpus(), help="compute threads")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="type of the weights in memory")
+    given = parser.parse_args()
+    row_counts = sorted({int(count) for count in given.rows.split(",")})
+    folders = {"old": given.old.resolve() / FOLDER.relative_to(REPOSITORY)} if given.old else {}
+    checkpoint = find_checkpoint(given.model)
+    torch.set_num_threads(1)
+    versions = {
+        name: Forwards(folder, checkpoint, given.dtype, given.threads, given.context, row_counts[-1])
+        for name, folder in {**folders, "new": FOLDER}.items()
+    }
+    print(f"{checkpoint.name}, {given.dtype}, {given.context} tokens of context, {given.threads} threads; {machine()};")
+    print(f"{given.turns} turns; medians in ms, in brackets quartiles; commit {revision() or 'unknown'}.\n")
+    print(render(measure(versions, row_counts, given.turns)))
+
+
+if __name__ == "__main__":
+    main()
