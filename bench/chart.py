@@ -16,7 +16,7 @@ MOST_TICKS = 8
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Lines by their names, each of points: a place on a logarithmic axis, and a value with its interval."""
+    """Lines by their names, each of points: a place on the axis, and a value with its interval."""
 
     title: str
     lines: Mapping[str, Sequence[tuple[float, Spread]]]
@@ -33,14 +33,27 @@ def path(points: Sequence[tuple[float, float]], colour: str, width: float) -> st
     return f'<path d="M{places}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
 
 
-def line_chart(title: str, x_title: str, y_title: str, panels: Sequence[Panel], reference: float = 1.0) -> str:
+def line_chart(
+    title: str,
+    x_title: str,
+    y_title: str,
+    panels: Sequence[Panel],
+    reference: float = 1.0,
+    *,
+    is_logarithmic: bool = True,
+) -> str:
     """The chart as an SVG document; all panels have the same axes, and the reference has a line of its own.
 
-    Raises ValueError when there are no points.
+    A logarithmic x axis names every place, another one a few whole numbers. Raises ValueError when there are no points.
     """
     points = [point for panel in panels for line in panel.lines.values() for point in line]
     places = {x for x, _ in points}
-    nearest, span = min(places), math.log(max(places) / min(places)) or 1.0
+    nearest, farthest = min(places), max(places)
+    scale = math.log if is_logarithmic else float
+    span = scale(farthest) - scale(nearest) or 1.0
+    named = (
+        sorted(places) if is_logarithmic else range(math.ceil(nearest), math.floor(farthest) + 1, 1 + int(span / 10))
+    )
     lowest, highest = (
         min(reference, *(each.low for _, each in points)),
         max(reference, *(each.high for _, each in points)),
@@ -57,12 +70,12 @@ def line_chart(title: str, x_title: str, y_title: str, panels: Sequence[Panel], 
 
     for number, panel in enumerate(panels):
         left = LEFT + number * (WIDTH + LEFT)
-        xs = {x: left + WIDTH * (0.06 + 0.88 * math.log(x / nearest) / span) for x in places}
+        xs = {x: left + WIDTH * (0.06 + 0.88 * (scale(x) - scale(nearest)) / span) for x in (*places, *named)}
         drawn.append(text(left + WIDTH / 2, TOP - 12, panel.title))
         for tick in range(first, last + 1):
             y, colour = y_of(tick * step), "#777" if math.isclose(tick * step, reference) else "#ddd"
             drawn += [path([(left, y), (left + WIDTH, y)], colour, 1), text(left - 6, y + 4, f"{tick * step:g}", "end")]
-        drawn += [text(x, TOP + HEIGHT + 16, f"{place:g}") for place, x in xs.items()]
+        drawn += [text(xs[place], TOP + HEIGHT + 16, f"{place:g}") for place in named]
         drawn.append(text(left + WIDTH / 2, TOP + HEIGHT + 36, x_title))
         for name, line in panel.lines.items():
             # Lines are a little aside from one another, so that one interval does not hide the next.
