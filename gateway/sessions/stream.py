@@ -25,6 +25,7 @@ from outrider.v1 import draft_service_pb2, target_service_pb2, types_pb2
 CLOSE_TIMEOUT_S = 2.0
 # What gRPC itself says of a call whose connection or process is gone, by the version and by what lies between.
 LOST_STATUSES = frozenset({"UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "UNKNOWN"})
+LONGEST_SILENCE_S = 15.0  # as long as gRPC takes to notice that nobody answers its pings
 MAX_UNREAD = 1024  # answers of one session that may wait here; no service may send more before it is asked again
 PART_TOKENS = 4096  # tokens of an open that are sent at a time
 FRAME_BYTES = 256 << 10  # larger frames would make small messages wait; a single message may be larger
@@ -84,8 +85,9 @@ class LinkStream:
             self.send(session_id, [close])
 
     def suspect(self, since_s: float) -> None:
-        """The service works, and yet a session has waited in vain since then; a stream that is silent is given up."""
-        if self.heard_s < since_s and self.end is None:
+        """The service works, and yet a session has waited in vain since then; a stream long silent is given up."""
+        silent_s = asyncio.get_running_loop().time() - self.heard_s
+        if self.heard_s < since_s and silent_s > LONGEST_SILENCE_S and self.end is None:
             log.warning("link silent", service=self._peer)
             self._call.cancel()
 

@@ -25,6 +25,7 @@ from outrider.engine.worker import DeviceWorker
 from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded
 from outrider.model_service.servicer import ServiceFacts
 from outrider.model_service.session_store import (
+    IDLE_S,
     MAX_SESSIONS,
     MAX_UNSENT_OF_SESSION,
     PONG,
@@ -155,7 +156,7 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
             raise Overloaded(f"{len(self._links)} gateways have a link already", limit=MAX_LINKS)
         outbox: Outbox = Outbox(self._outboxes)
         self._links.add(outbox)
-        self._sweep_after(self._sessions.table.lease_s)
+        self._sweep_after(IDLE_S)
         reader = asyncio.create_task(self._read(request_iterator, outbox))
         writer = asyncio.create_task(self._write(context.write, outbox))
         try:
@@ -308,8 +309,12 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
 
     def _sweep_after(self, delay_s: float) -> None:
         """Looks for leases that end and sessions that are idle, again and again while there may be some."""
-        if self._sweep_timer is None:
-            self._sweep_timer = asyncio.get_running_loop().call_later(delay_s, self._sweep)
+        loop, timer = asyncio.get_running_loop(), self._sweep_timer
+        if timer is not None and timer.when() <= loop.time() + delay_s:
+            return
+        if timer is not None:
+            timer.cancel()
+        self._sweep_timer = loop.call_later(delay_s, self._sweep)
 
     def _sweep(self) -> None:
         self._sweep_timer = None
@@ -319,4 +324,4 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
     def _swept(self, sweeping: asyncio.Future[float | None]) -> None:
         due_s = None if sweeping.cancelled() else sweeping.result()
         if due_s is not None or self._links:
-            self._sweep_after(self._sessions.table.lease_s if due_s is None else due_s)
+            self._sweep_after(IDLE_S if due_s is None else due_s)

@@ -34,6 +34,7 @@ MAX_UNSENT = 65_536
 MAX_SESSIONS = 4096
 # A Rollback overtakes an open by milliseconds, so a newer one never pushes out one that still matters.
 MAX_REMEMBERED = 1024
+IDLE_S = 60.0  # without a word from a session's gateway, which then has lost count of it or has a slow client
 TIMER_S = 1e-6  # a loop's timer may come early by its clock's resolution
 # What took longer gets an event of its own; everything else is in the sums.
 SLOW_US = 500_000
@@ -238,14 +239,19 @@ StateT = TypeVar("StateT", bound=SessionState[Any])
 class LeaseTable(Generic[StateT]):
     """Sessions by id. A leased one is kept `lease_s` seconds for its gateway to come back, unless room is needed.
 
-    Leases begin when a link ends, and for a session of which nothing has been heard for as long: a gateway that lost
+    Leases begin when a link ends, and for a session of which nothing has been heard for `idle_s`: a gateway that lost
     count of it never comes back, and any other one takes it up with its next message.
     """
 
     def __init__(
-        self, lease_s: float, clock: Callable[[], float] = time.monotonic, max_sessions: int = MAX_SESSIONS
+        self,
+        lease_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        max_sessions: int = MAX_SESSIONS,
+        idle_s: float = IDLE_S,
     ) -> None:
         self.lease_s = lease_s
+        self._idle_s = idle_s
         self.num_evicted = 0
         """Leased sessions that were ended early to make room."""
         self.num_expired = 0
@@ -341,7 +347,7 @@ class LeaseTable(Generic[StateT]):
         return True
 
     def sweep(self) -> float | None:
-        """Frees the sessions whose lease has ended, and leases those that have been idle for as long as a lease.
+        """Frees the sessions whose lease has ended, and leases those that have been idle for too long.
 
         Returns after how many seconds there may be more to do, None when no session is held.
         """
@@ -351,9 +357,9 @@ class LeaseTable(Generic[StateT]):
             self.num_expired += 1
             log.info("lease expired", session=session_prefix(session_id))
         for session_id, held in self._held.items():
-            if session_id not in self._leases and held.task is None and self._heard[session_id] + self.lease_s <= now:
+            if session_id not in self._leases and held.task is None and self._heard[session_id] + self._idle_s <= now:
                 self._lease(session_id)
-        ends = [self._leases.get(session_id, heard + self.lease_s) for session_id, heard in self._heard.items()]
+        ends = [self._leases.get(session_id, heard + self._idle_s) for session_id, heard in self._heard.items()]
         return max(min(ends) - now, self.lease_s / 10) if ends else None
 
     def _lease(self, session_id: bytes) -> None:

@@ -25,7 +25,7 @@ async def test_an_idle_stream_is_not_cut_for_its_pings(monkeypatch: pytest.Monke
     """A call on which nothing is said for many keepalive intervals stays up."""
     server_options = hasty(channels.server_options(), INTERVALS["server"])
     channel_options = hasty(channels.channel_options(), INTERVALS["channel"])
-    monkeypatch.setattr(channels, "server_options", lambda: server_options)
+    monkeypatch.setattr(channels, "server_options", lambda shares_port: server_options)
     monkeypatch.setattr(channels, "channel_options", lambda: channel_options)
     server = await channels.serve("127.0.0.1:0", {})
     try:

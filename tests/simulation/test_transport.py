@@ -15,6 +15,7 @@ from outrider.errors import InvalidRequest
 from outrider.rpc.errors import error_from
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import target_service_pb2 as pb
+from outrider.v1 import types_pb2
 from outrider.v1.model_service_pb2_grpc import ModelServiceServicer, ModelServiceStub
 from outrider.v1.model_service_pb2_grpc import add_ModelServiceServicer_to_server as add_models
 from outrider.v1.target_service_pb2_grpc import TargetServiceServicer, TargetServiceStub
@@ -41,13 +42,14 @@ class Echo(TargetServiceServicer, ModelServiceServicer):
     def __init__(self) -> None:
         self.ends: list[str] = []
 
-    async def Verify(self, requests: AsyncIterator[pb.VerifyRequest], context: Any) -> None:  # type: ignore[override]  # noqa: N802
+    async def Link(self, requests: AsyncIterator[pb.TargetServiceLinkRequest], context: Any) -> None:  # type: ignore[override]  # noqa: N802
         """Notes how it ends."""
         try:
-            async for request in requests:
+            async for frame in requests:
+                [request] = frame.requests
                 if request.fence.base_len == 10:
                     raise InvalidRequest("base_len", 10, "less")
-                await context.write(pb.VerifyResponse(cached_len=request.fence.base_len))
+                await context.write(pb.TargetServiceLinkResponse(session_count=request.fence.base_len))
             self.ends.append("returned")
         except asyncio.CancelledError:
             self.ends.append("cancelled")
@@ -75,21 +77,19 @@ def live(check: Callable[[Network, Channel, Echo], Awaitable[None]]) -> None:
     assert not loop.faults
 
 
-def request(base_len: int) -> pb.VerifyRequest:
-    """A message."""
-    message = pb.VerifyRequest()
-    message.fence.base_len = base_len
-    return message
+def request(base_len: int) -> pb.TargetServiceLinkRequest:
+    """A frame of one message."""
+    return pb.TargetServiceLinkRequest(requests=[pb.VerifyRequest(fence=types_pb2.Fence(base_len=base_len))])
 
 
 def test_messages_arrive_in_order_and_a_half_close_ends_the_call_well() -> None:
     """Two messages, two answers, EOF, OK; a write behind the end raises InvalidStateError."""
 
     async def check(network: Network, channel: Channel, echo: Echo) -> None:
-        call: Any = TargetServiceStub(channel).Verify()  # type: ignore[arg-type]
+        call: Any = TargetServiceStub(channel).Link()  # type: ignore[arg-type]
         for base_len in (1, 2):
             await call.write(request(base_len))
-        assert [(await call.read()).cached_len for _ in range(2)] == [1, 2]
+        assert [(await call.read()).session_count for _ in range(2)] == [1, 2]
         await call.done_writing()
         assert await call.read() is grpc.aio.EOF
         assert await call.code() is grpc.StatusCode.OK
@@ -104,7 +104,7 @@ def test_an_error_of_the_handler_comes_as_its_status() -> None:
     """The guard of real servers translates it."""
 
     async def check(network: Network, channel: Channel, echo: Echo) -> None:
-        call: Any = TargetServiceStub(channel).Verify()  # type: ignore[arg-type]
+        call: Any = TargetServiceStub(channel).Link()  # type: ignore[arg-type]
         await call.write(request(10))
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await call.read()
@@ -117,7 +117,7 @@ def test_cancelling_a_read_cancels_the_call_and_its_handler() -> None:
     """As in grpc.aio."""
 
     async def check(network: Network, channel: Channel, echo: Echo) -> None:
-        call: Any = TargetServiceStub(channel).Verify()  # type: ignore[arg-type]
+        call: Any = TargetServiceStub(channel).Link()  # type: ignore[arg-type]
         await call.write(request(1))
         await call.read()
         reading = asyncio.ensure_future(call.read())
@@ -134,7 +134,7 @@ def test_a_broken_connection_is_unavailable_and_changes_the_state() -> None:
     """Calls end, the channel is not ready, and the handler is cancelled."""
 
     async def check(network: Network, channel: Channel, echo: Echo) -> None:
-        call: Any = TargetServiceStub(channel).Verify()  # type: ignore[arg-type]
+        call: Any = TargetServiceStub(channel).Link()  # type: ignore[arg-type]
         await call.write(request(1))
         await call.read()
         network.cut("echo")

@@ -102,8 +102,8 @@ async def test_what_is_said_in_one_turn_of_the_loop_leaves_in_one_frame() -> Non
 @pytest.fixture
 def _small_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """A service that reads nothing is sent little."""
-    options = (*channels.server_options(), *SMALL_WINDOW)
-    monkeypatch.setattr(channels, "server_options", lambda: options)
+    options = (*channels.server_options(shares_port=False), *SMALL_WINDOW)
+    monkeypatch.setattr(channels, "server_options", lambda shares_port: options)
 
 
 @pytest.mark.usefixtures("_small_window")

@@ -71,7 +71,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def table(clock: Clock) -> LeaseTable[Lodger]:
-    return LeaseTable(10.0, clock)
+    return LeaseTable(10.0, clock, idle_s=10.0)
 
 
 def test_a_lease_ends_when_its_time_has_come(table: LeaseTable[Lodger], beds: list[str], clock: Clock) -> None:
