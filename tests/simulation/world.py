@@ -34,6 +34,7 @@ from gateway.rounds.policy import Choice, SpeculationPolicy
 from gateway.sessions.link import BREAKERS, CircuitBreaker, Replicas, ServiceLink
 from gateway.sessions.session import DraftDeadline, TargetTimeouts
 from gateway.text.chat_template import ChatTemplate
+from outrider.model_service.session_store import IDLE_S
 from outrider.parameters import Rule
 from outrider.rpc.errors import error_from
 from outrider.rpc.messages import RULES
@@ -51,7 +52,8 @@ LEASE_S = 60.0
 WINDOW = 6  # so small that requests of a few tokens run into it
 BUDGET_S = 30.0
 LONGEST_S = 900.0
-SETTLE_S = LEASE_S + 15.0  # a close that was lost leaves a session that is idle, and only that shows it
+# A close that was lost, or an open that comes again behind it, leaves a session that is idle, and only that shows it.
+SETTLE_S = max(DURATIONS_S) + IDLE_S + 15.0
 SOON_S = 5.0
 NOTED_EVENTS = 30
 
