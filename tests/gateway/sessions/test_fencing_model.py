@@ -4,7 +4,6 @@ A few hundred worlds at a time, the same every time; OUTRIDER_FENCING_EXAMPLES a
 """
 
 import os
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,9 +13,10 @@ from simulation.loop import Deadlock, Livelock
 from simulation.scenarios import rough_ways, scenarios
 from simulation.world import Scenario, simulate
 
+from gateway.sessions.stream import LinkStream
 from gateway.sessions.target import TargetOpening
 from outrider.model_service.session_store import LeaseTable
-from outrider.rpc.fencing import Fence, MessageStatus, SessionView, classify, classify_open
+from outrider.rpc.fencing import Fence, MessageStatus, SessionView, classify
 from outrider.v1 import target_service_pb2 as pb
 
 USUAL_EXAMPLES = 500
@@ -40,11 +40,6 @@ def test_no_weather_changes_a_token_or_leaves_anything_behind(scenario: Scenario
     simulate(scenario)
 
 
-def opening_any_epoch(fence: Fence, known: SessionView | None, min_epoch: int = 0) -> MessageStatus:
-    """A classifier that takes an open of any epoch for one of the present."""
-    return classify_open(replace(fence, epoch=known.epoch) if known else fence, known)
-
-
 def taking_repetitions(
     fence: Fence, known: SessionView | None, num_new: int = 0, *, is_owner: bool = True
 ) -> MessageStatus:
@@ -61,13 +56,18 @@ async def receive_in_order(self: TargetOpening, timeout_s: float) -> pb.VerifyRe
     return response
 
 
+def end_silently(self: LinkStream, session_id: bytes, mailbox: object, close: object) -> None:
+    """A gateway that forgets a session without a word to the service."""
+    self._mailboxes.pop(session_id, None)
+
+
 def leave_nothing(self: LeaseTable[object], owner: object) -> int:
     """A table that does not notice that a link has ended."""
     return 0
 
 
 PLANTS = {
-    "an open's epoch is ignored": ("outrider.model_service.session_store.classify_open", opening_any_epoch),
+    "a session ends without a word": ("gateway.sessions.stream.LinkStream.detach", end_silently),
     "the target takes repetitions": ("target_service.sessions.classify", taking_repetitions),
     "the gateway matches by order": ("gateway.sessions.target.TargetOpening.receive", receive_in_order),
     "a broken link frees nothing": ("outrider.model_service.session_store.LeaseTable.leave", leave_nothing),
