@@ -304,12 +304,11 @@ class Frontend:
     async def _events(
         self, contexts: Sequence[RequestContext], places: Places, record: RequestLog
     ) -> AsyncGenerator[tuple[int, Event], None]:
-        samples = self._samples(contexts, places)
         if sum(context.request.sample_count for context in contexts) == 1:
-            async with aclosing(samples):
+            async with aclosing(self._samples(contexts, places)) as samples:
                 stream = await anext(samples)
         else:
-            stream = merged(samples)
+            stream = merged(self._samples(contexts, places))
         async with aclosing(stream) as events:
             async for number, event in events:
                 record.observe(event)

@@ -74,7 +74,7 @@ class _Automaton:
         return length + (self.stop[length] == character)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GeneratedToken:
     """A token of the output and the text that was final with it."""
 

@@ -159,7 +159,9 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         if response.cached_len != committed_len - 1 and self._num_repairs < MAX_DRIFT_REPAIRS:
             self._has_drifted = True
             self._log_event("cache drift", cached_len=response.cached_len, committed_len=committed_len)
-        if self._spec.logprob_count is not None and not verdict.logprobs:
+        # Nobody reads log-probabilities that nobody asked for.
+        wants_logprobs = self._spec.logprob_count is not None
+        if wants_logprobs and not verdict.logprobs:
             raise ProtocolViolation("a verdict came without the log-probabilities that the session asked for")
         return Verdict(
             base_len=response.fence.base_len,
@@ -175,8 +177,8 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
             hop=HopCost(times.queue_us, wait_us, opening.take_bytes()),
             reopens=self._num_opens - opens,
             drift_repairs=self._num_repairs - repairs,
-            logprobs=logprobs_from(verdict.logprobs),
-            prompt_logprobs=logprobs_from(verdict.prompt_logprobs),
+            logprobs=logprobs_from(verdict.logprobs) if wants_logprobs else (),
+            prompt_logprobs=logprobs_from(verdict.prompt_logprobs) if wants_logprobs else (),
             prefix_len=verdict.prefix_len,
         )
 
