@@ -50,13 +50,10 @@ class GatewayMetrics:
         self.registry = registry
         self._rejected_rows = 0
         figures = Figures(PREFIX)
-        counter, counters = figures.counter, figures.counters
+        counter, counters, histogram = figures.counter, figures.counters, figures.histogram
 
-        def histogram(name: str, meaning: str, bounds: Sequence[float] = REQUEST_S) -> Tally:
-            return figures.histogram(name, meaning, bounds)
-
-        def times(name: str, meaning: str) -> Tally:
-            return figures.histogram(f"{name}_seconds", meaning, ROUND_S)
+        def times(name: str, meaning: str, bounds: Sequence[float] = ROUND_S) -> Tally:
+            return histogram(f"{name}_seconds", meaning, bounds)
 
         name = "spec_decode_num_"
         self.drafts = counter(name + "drafts", "Verdicts on at least one draft token.")
@@ -93,13 +90,13 @@ class GatewayMetrics:
         self.generation_tokens = counter("generation_tokens", "Tokens sent to clients.")
         self.success = counters("request_success", "Samples that ended, by how they ended.", "finished_reason")
         self.rejections = counters("admission_rejections", "Requests that were turned away at once.", "reason")
-        self.first_token = histogram("time_to_first_token_seconds", "From a request's arrival to its first token.")
+        self.first_token = times("time_to_first_token", "From a request's arrival to its first token.", REQUEST_S)
         self.per_token = times("request_time_per_output_token", "Mean time of a token behind the first one.")
-        self.total = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.")
-        self.queue = histogram("request_queue_time_seconds", "Waiting of a sample for its place.")
-        self.prefill = histogram("request_prefill_time_seconds", "From the place to the first token.")
-        self.decode = histogram("request_decode_time_seconds", "From the first token to the end.")
-        self.inference = histogram("request_inference_time_seconds", "From the place to the end.")
+        self.total = times("e2e_request_latency", "From a request's arrival to its end.", REQUEST_S)
+        self.queue = times("request_queue_time", "Waiting of a sample for its place.", REQUEST_S)
+        self.prefill = times("request_prefill_time", "From the place to the first token.", REQUEST_S)
+        self.decode = times("request_decode_time", "From the first token to the end.", REQUEST_S)
+        self.inference = times("request_inference_time", "From the place to the end.", REQUEST_S)
         self.prompt_size = histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self.answer_size = histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
         self.params_n = histogram("request_params_n", "Samples that a request asked for.", SAMPLES)

@@ -311,12 +311,9 @@ class Frontend:
             stream = merged(self._samples(contexts, places))
         async with aclosing(stream) as events:
             async for number, event in events:
+                self.metrics.observe(event)
                 record.observe(event)
-                try:
-                    yield number, event
-                finally:
-                    # Counting takes a while, and tokens go first.
-                    self.metrics.observe(event)
+                yield number, event
 
     async def _samples(
         self, contexts: Sequence[RequestContext], places: Places

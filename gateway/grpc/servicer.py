@@ -26,7 +26,7 @@ MAX_LEAVING = 4  # messages of a call; the next round waits for one of them
 
 
 class ClientWriter:
-    """Writes to a call, in order; a message may take stall_s seconds. Leaving the context gives up what has not left."""
+    """Writes to a call, in order; a message may take stall_s seconds. Leaving it gives up what is still on its way."""
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], stall_s: float) -> None:
         self._context = context
