@@ -9,7 +9,7 @@ an accepted token ended.
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from gateway.generation.frontend import Admission
@@ -19,7 +19,7 @@ from gateway.rounds.round import FallbackReason, Round, TokenOrigin
 from gateway.sessions.link import ROLLBACK_S
 from outrider.errors import OutriderError
 from outrider.parameters import FinishReason
-from outrider.process.metrics import Tally
+from outrider.process.metrics import Count, Figures, Tally
 
 PREFIX = "outrider_"
 # What happens in a round takes between tens of microseconds and some seconds; half of it is below 10 ms.
@@ -49,35 +49,31 @@ class GatewayMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         self._rejected_rows = 0
+        figures = Figures(PREFIX)
+        counter, counters, histogram = figures.counter, figures.counters, figures.histogram
 
-        def counter(name: str, meaning: str, *labels: str) -> Counter:
-            return Counter(PREFIX + name, meaning, labels, registry=registry)
-
-        def histogram(name: str, meaning: str, buckets: tuple[float, ...] = REQUEST_S) -> Histogram:
-            return Histogram(PREFIX + name, meaning, buckets=buckets, registry=registry)
-
-        def times(name: str, meaning: str) -> Histogram:
-            return histogram(f"{name}_seconds", meaning, ROUND_S)
+        def times(name: str, meaning: str, bounds: Sequence[float] = ROUND_S) -> Tally:
+            return histogram(f"{name}_seconds", meaning, bounds)
 
         name = "spec_decode_num_"
         self.drafts = counter(name + "drafts", "Verdicts on at least one draft token.")
         self.draft_tokens = counter(name + "draft_tokens", "Draft tokens that were proposed to the target.")
         self.accepted_tokens = counter(name + "accepted_tokens", "Draft tokens that the target accepted.")
         meaning = "Accepted draft tokens by their position in a proposal."
-        self._accepted_at = counter(name + "accepted_tokens_per_pos", meaning, "position")
+        self._accepted_at = counters(name + "accepted_tokens_per_pos", meaning, "position")
         meaning = "Draft tokens that the target tested; behind a rejection nothing is."
         self.evaluated_tokens = counter(name + "evaluated_tokens", meaning)
-        # A counter behind its labels is looked up once: that takes longer than counting.
-        outcomes = counter("round_outcomes", "Verdicts by how they ended.", "outcome")
-        self.outcomes = {outcome: outcomes.labels(outcome) for outcome in ("fallback", *OUTCOMES.values())}
-        fallbacks = counter("fallback_rounds", "Rounds that were to be speculative and had no draft.", "reason")
-        self.fallbacks = {reason: fallbacks.labels(reason.value) for reason in FallbackReason}
-        wire_bytes = counter("wire_bytes", "Bytes of the messages of sessions, both ways.", "peer")
-        self.draft_bytes, self.target_bytes = wire_bytes.labels("draft"), wire_bytes.labels("target")
+        outcomes = counters("round_outcomes", "Verdicts by how they ended.", "outcome")
+        self.fallback_outcome = outcomes["fallback"]
+        self.outcomes = {origin: outcomes[outcome] for origin, outcome in OUTCOMES.items()}
+        fallbacks = counters("fallback_rounds", "Rounds that were to be speculative and had no draft.", "reason")
+        self.fallbacks = {reason: fallbacks[reason.value] for reason in FallbackReason}
+        wire_bytes = counters("wire_bytes", "Bytes of the messages of sessions, both ways.", "peer")
+        self.draft_bytes, self.target_bytes = wire_bytes["draft"], wire_bytes["target"]
         self.reopens = counter("target_reopens", "Sessions that were opened again on a target.")
         self.drift_repairs = counter("drift_repairs", "Caches that did not hold what they should, and were redone.")
         self.dropped_tokens = counter("dropped_tokens", "Tokens that were decoded behind a stop string and not sent.")
-        self._positions: list[Counter] = []
+        self._positions: list[Count] = []
         # Where the time of a round goes. Those of the prompt's own pass are in no family but the last.
         self.round = times("round", "A round with a draft, from its begin to its commit.")
         self.draft_compute = times("draft_compute", "Computing of a proposal, as the draft measured it.")
@@ -92,19 +88,20 @@ class GatewayMetrics:
         self.prompt_tokens = counter("prompt_tokens", "Tokens of answered prompts.")
         self.cached_tokens = counter("cached_prompt_tokens", "Of these, tokens found in the target's prefix cache.")
         self.generation_tokens = counter("generation_tokens", "Tokens sent to clients.")
-        self.success = counter("request_success", "Samples that ended, by how they ended.", "finished_reason")
-        self.rejections = counter("admission_rejections", "Requests that were turned away at once.", "reason")
-        self.first_token = histogram("time_to_first_token_seconds", "From a request's arrival to its first token.")
+        self.success = counters("request_success", "Samples that ended, by how they ended.", "finished_reason")
+        self.rejections = counters("admission_rejections", "Requests that were turned away at once.", "reason")
+        self.first_token = times("time_to_first_token", "From a request's arrival to its first token.", REQUEST_S)
         self.per_token = times("request_time_per_output_token", "Mean time of a token behind the first one.")
-        self.total = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.")
-        self.queue = histogram("request_queue_time_seconds", "Waiting of a sample for its place.")
-        self.prefill = histogram("request_prefill_time_seconds", "From the place to the first token.")
-        self.decode = histogram("request_decode_time_seconds", "From the first token to the end.")
-        self.inference = histogram("request_inference_time_seconds", "From the place to the end.")
+        self.total = times("e2e_request_latency", "From a request's arrival to its end.", REQUEST_S)
+        self.queue = times("request_queue_time", "Waiting of a sample for its place.", REQUEST_S)
+        self.prefill = times("request_prefill_time", "From the place to the first token.", REQUEST_S)
+        self.decode = times("request_decode_time", "From the first token to the end.", REQUEST_S)
+        self.inference = times("request_inference_time", "From the place to the end.", REQUEST_S)
         self.prompt_size = histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self.answer_size = histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
         self.params_n = histogram("request_params_n", "Samples that a request asked for.", SAMPLES)
         self.params_max_tokens = histogram("request_params_max_tokens", "Most tokens that a request allowed.", TOKENS)
+        registry.register(figures)
 
     def watch(self, admission: Admission, backend: Backend) -> None:
         """Tells at every scrape who runs and waits, which services are there, and what was rolled back."""
@@ -112,14 +109,14 @@ class GatewayMetrics:
 
     def admitted(self, requests: Sequence[CheckedRequest]) -> None:
         for request in requests:
-            self.params_n.observe(request.sample_count)
-            self.params_max_tokens.observe(request.spec.max_len - request.spec.prompt_len)
+            self.params_n.add(request.sample_count)
+            self.params_max_tokens.add(request.spec.max_len - request.spec.prompt_len)
 
     def placed(self, waited_s: float) -> None:
-        self.queue.observe(waited_s)
+        self.queue.add(waited_s)
 
     def rejected(self, error: OutriderError) -> None:
-        self.rejections.labels(error.reason.lower()).inc()
+        self.rejections[error.reason.lower()].total += 1
 
     def observe(self, event: Event) -> None:
         if isinstance(event, CompletionEvent):
@@ -128,76 +125,71 @@ class GatewayMetrics:
         self._count(event)
         self._time(event.committed)
         if event.committed.is_first:
-            self.first_token.observe(event.elapsed_us / 1e6)
+            self.first_token.add(event.elapsed_us / 1e6)
 
     def ended(self, error: BaseException | None) -> None:
         if error is not None:
             reason = ABORTED if isinstance(error, asyncio.CancelledError | GeneratorExit) else FAILED
-            self.success.labels(reason).inc()
+            self.success[reason].total += 1
 
     def _count(self, event: RoundEvent) -> None:
         committed, proposal, verdict = event.committed, event.committed.proposal, event.committed.verdict
-        self.generation_tokens.inc(len(event.tokens))
-        self.target_bytes.inc(verdict.hop.num_bytes)
+        self.generation_tokens.total += len(event.tokens)
+        self.target_bytes.total += verdict.hop.num_bytes
         if proposal.fallback_reason is not None:
-            self.fallbacks[proposal.fallback_reason].inc()
-            self.outcomes["fallback"].inc()
+            self.fallbacks[proposal.fallback_reason].total += 1
+            self.fallback_outcome.total += 1
         else:
-            self.outcomes[OUTCOMES[committed.origins[-1]]].inc()
+            self.outcomes[committed.origins[-1]].total += 1
         if proposal.tree:
-            self.drafts.inc()
-            self.draft_tokens.inc(committed.draft_count)
-            self.accepted_tokens.inc(committed.accepted_count)
-            self.evaluated_tokens.inc(verdict.evaluated_count)
+            self.drafts.total += 1
+            self.draft_tokens.total += committed.draft_count
+            self.accepted_tokens.total += committed.accepted_count
+            self.evaluated_tokens.total += verdict.evaluated_count
             while len(self._positions) < committed.accepted_count:
                 # A position has a counter from when it is first reached.
-                self._positions.append(self._accepted_at.labels(len(self._positions)))
+                self._positions.append(self._accepted_at[str(len(self._positions))])
             for position in self._positions[: committed.accepted_count]:
-                position.inc()
-            self.draft_bytes.inc(proposal.hop.num_bytes)
+                position.total += 1
+            self.draft_bytes.total += proposal.hop.num_bytes
             self._rejected_rows += committed.draft_count - committed.accepted_count
-        rare = (
-            (self.dropped_tokens, len(committed.token_ids) - len(event.tokens)),
-            (self.reopens, verdict.reopens),
-            (self.drift_repairs, committed.drift_repairs),
-        )
-        for counter, number in rare:
-            if number:
-                counter.inc(number)
+        self.dropped_tokens.total += len(committed.token_ids) - len(event.tokens)
+        self.reopens.total += verdict.reopens
+        self.drift_repairs.total += committed.drift_repairs
 
     def _time(self, committed: Round) -> None:
         proposal, verdict = committed.proposal, committed.verdict
         if committed.is_first:
-            self.prompt_compute.observe(verdict.compute_us / 1e6)
+            self.prompt_compute.add(verdict.compute_us / 1e6)
             return
-        self.burst.observe(committed.gap_us / 1e6)
-        self.verify_compute.observe(verdict.compute_us / 1e6)
+        self.burst.add(committed.gap_us / 1e6)
+        self.verify_compute.add(verdict.compute_us / 1e6)
         if not proposal.tree:
             return
         # Of a round with a draft, because a verdict that comes unasked has not been waited for as an answer is.
         draft, verify = proposal.hop, verdict.hop
-        self.round.observe(committed.round_us / 1e6)
-        self.draft_compute.observe(proposal.compute_us / 1e6)
-        self.draft_rpc.observe(draft.wait_us / 1e6)
-        self.draft_overhead.observe(max(0, draft.wait_us - draft.queue_us - proposal.compute_us) / 1e6)
-        self.verify_rpc.observe(verify.wait_us / 1e6)
-        self.verify_overhead.observe(max(0, verify.wait_us - verify.queue_us - verdict.compute_us) / 1e6)
+        self.round.add(committed.round_us / 1e6)
+        self.draft_compute.add(proposal.compute_us / 1e6)
+        self.draft_rpc.add(draft.wait_us / 1e6)
+        self.draft_overhead.add(max(0, draft.wait_us - draft.queue_us - proposal.compute_us) / 1e6)
+        self.verify_rpc.add(verify.wait_us / 1e6)
+        self.verify_overhead.add(max(0, verify.wait_us - verify.queue_us - verdict.compute_us) / 1e6)
 
     def _complete(self, event: CompletionEvent) -> None:
         num_tokens = event.completion_tokens
-        self.success.labels(FINISHED.get(event.finish_reason, STOPPED)).inc()
+        self.success[FINISHED.get(event.finish_reason, STOPPED)].total += 1
         if event.sample_index == 0:
             # The samples of a request share its prompt.
-            self.prompt_tokens.inc(event.prompt_tokens)
-            self.cached_tokens.inc(event.cached_prompt_tokens)
-            self.prompt_size.observe(event.prompt_tokens)
-        self.answer_size.observe(num_tokens)
-        self.total.observe(event.total_us / 1e6)
-        self.prefill.observe(max(0, event.first_token_us - event.queue_us) / 1e6)
-        self.decode.observe((event.total_us - event.first_token_us) / 1e6)
-        self.inference.observe(max(0, event.total_us - event.queue_us) / 1e6)
+            self.prompt_tokens.total += event.prompt_tokens
+            self.cached_tokens.total += event.cached_prompt_tokens
+            self.prompt_size.add(event.prompt_tokens)
+        self.answer_size.add(num_tokens)
+        self.total.add(event.total_us / 1e6)
+        self.prefill.add(max(0, event.first_token_us - event.queue_us) / 1e6)
+        self.decode.add((event.total_us - event.first_token_us) / 1e6)
+        self.inference.add(max(0, event.total_us - event.queue_us) / 1e6)
         if num_tokens > 1:
-            self.per_token.observe((event.total_us - event.first_token_us) / 1e6 / (num_tokens - 1))
+            self.per_token.add((event.total_us - event.first_token_us) / 1e6 / (num_tokens - 1))
 
 
 class Watched:

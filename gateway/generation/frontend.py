@@ -13,10 +13,10 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import structlog
 
@@ -32,8 +32,6 @@ RETRY_AFTER_S = (1.0, 60.0)
 SMOOTHING = 0.2
 
 log = structlog.get_logger()
-
-ValueT = TypeVar("ValueT")
 
 
 class ClientStalled(OutriderError):
@@ -291,7 +289,7 @@ class Frontend:
                 end = error
                 raise
             finally:
-                _soon(self.metrics.ended, end)
+                self.metrics.ended(end)
                 record.ended(end)
 
     async def _prepared(self, requests: Sequence[GenerationRequest], number: int) -> RequestContext:
@@ -306,15 +304,14 @@ class Frontend:
     async def _events(
         self, contexts: Sequence[RequestContext], places: Places, record: RequestLog
     ) -> AsyncGenerator[tuple[int, Event], None]:
-        samples = self._samples(contexts, places)
         if sum(context.request.sample_count for context in contexts) == 1:
-            async with aclosing(samples):
+            async with aclosing(self._samples(contexts, places)) as samples:
                 stream = await anext(samples)
         else:
-            stream = merged(samples)
+            stream = merged(self._samples(contexts, places))
         async with aclosing(stream) as events:
             async for number, event in events:
-                _soon(self.metrics.observe, event)
+                self.metrics.observe(event)
                 record.observe(event)
                 yield number, event
 
@@ -339,8 +336,3 @@ class Frontend:
                     yield number, event
         finally:
             self.admission.give_back(places)
-
-
-def _soon(observe: Callable[[ValueT], None], value: ValueT) -> None:
-    """Lets the observer know, in order, in a later turn of the loop: counting takes a while, and tokens go first."""
-    asyncio.get_running_loop().call_soon(observe, value)

@@ -48,7 +48,7 @@ class Backend:
     audit: ShadowAudit
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RoundEvent:
     """A round was committed, by a target of new numerics when new_numerics_id is not empty. The prompt's tokens come
     with the first round of the first sample, if they were asked for.
@@ -192,7 +192,7 @@ def decode(request: CheckedRequest, backend: Backend, target: ModelInfo) -> Asyn
     planner = RoundPlanner(backend.policy, request.draft_count, spec.max_len, target.max_draft_count, request.drafter)
     timeouts, model_hash = backend.target_timeouts, target.model_hash
     verifying = RemoteTargetSession(backend.target, timeouts, spec, log, session_id, model_hash)
-    if backend.draft is None:
+    if backend.draft is None or request.draft_count == 0:
         return speculate(log, planner, verifying, AbsentDraftSession())
     warm, drafter = planner.expects_draft(), request.drafter
     drafting = RemoteDraftSession(backend.draft, backend.draft_deadline, spec, log, session_id, warm, drafter)

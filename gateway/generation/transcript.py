@@ -8,7 +8,6 @@ length of the longest prefix that the text ends with, so the cost per character 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 from gateway.rounds.round import Round, TokenOrigin
@@ -75,7 +74,7 @@ class _Automaton:
         return length + (self.stop[length] == character)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GeneratedToken:
     """A token of the output and the text that was final with it."""
 
@@ -192,20 +191,18 @@ class Transcript:
         else:
             self.figures.add(committed)
         tokens: list[GeneratedToken] = []
-        logprobs: Sequence[TokenLogprob | None] = verdict.logprobs or (None,) * len(committed.token_ids)
         # The target's own token has none, and without an answer of the draft no token has.
         draft_logprobs = [tree.logprobs[row - 1] for row in verdict.accepted_rows] if tree.logprobs else []
-        for token_id, origin, logprob, draft_logprob in zip_longest(
-            committed.token_ids, committed.origins, logprobs, draft_logprobs
-        ):
+        self.finish_reason = verdict.finish_reason
+        for index, token_id in enumerate(committed.token_ids):
             text = self.scanner.push(self.detokenizer.push(token_id))
-            tokens.append(GeneratedToken(token_id, origin, text, logprob, draft_logprob))
+            logprob = verdict.logprobs[index] if verdict.logprobs else None
+            draft_logprob = draft_logprobs[index] if index < len(draft_logprobs) else None
+            tokens.append(GeneratedToken(token_id, committed.origins[index], text, logprob, draft_logprob))
+            self.token_ids.append(token_id)
             if self.scanner.found is not None:
                 self.finish_reason = FinishReason.STOP_STRING
                 break
-        else:
-            self.finish_reason = verdict.finish_reason
-        self.token_ids += [token.token_id for token in tokens]
         return tuple(tokens)
 
     def finish(self) -> str:

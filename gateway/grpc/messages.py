@@ -8,11 +8,9 @@ from gateway.generation.transcript import round_facts
 from gateway.rounds.round import FallbackReason, TokenOrigin
 from gateway.text.chat_template import ChatTemplate
 from outrider.errors import InvalidRequest, check_count
-from outrider.parameters import TokenLogprob
 from outrider.rpc import messages
 from outrider.rpc.messages import RULES, acceptance_from, logprob_message, settings_message
 from outrider.v1 import generation_service_pb2 as pb
-from outrider.v1 import types_pb2
 
 ORIGINS = {origin: pb.TokenOrigin.Value(f"TOKEN_ORIGIN_{origin.name}") for origin in TokenOrigin}
 FALLBACKS = {reason.value: pb.FallbackReason.Value(f"FALLBACK_REASON_{reason.name}") for reason in FallbackReason}
@@ -91,33 +89,32 @@ def event_message(event: RoundEvent | CompletionEvent) -> pb.GenerateResponse:
             acceptance=settings_message(event.acceptance),
         )
         return pb.GenerateResponse(completion=completion)
+    response = pb.GenerateResponse()
+    _write_round(response.round, event)
+    return response
+
+
+def _write_round(message: pb.Round, event: RoundEvent) -> None:
+    """Fills a new message in place, field by field, because a message that is put into another one is copied."""
+    for token in event.tokens:
+        each = message.tokens.add(token_id=token.token_id, origin=ORIGINS[token.origin], text=token.text)
+        if token.logprob is not None:
+            each.logprob.CopyFrom(logprob_message(token.logprob))
+        if token.draft_logprob is not None:
+            each.draft_logprob = token.draft_logprob
+    message.text_delta = "".join([token.text for token in event.tokens])
+    message.sample_index = event.sample_index
     facts = round_facts(event.committed)
-    facts["fallback_reason"] = FALLBACKS.get(facts["fallback_reason"], pb.FALLBACK_REASON_UNSPECIFIED)
-    committed = pb.Round(
-        tokens=[
-            pb.GeneratedToken(
-                token_id=token.token_id,
-                origin=ORIGINS[token.origin],
-                text=token.text,
-                logprob=_logprob(token.logprob),
-                draft_logprob=token.draft_logprob,
-            )
-            for token in event.tokens
-        ],
-        text_delta="".join(token.text for token in event.tokens),
-        facts=pb.RoundFacts(**facts, new_numerics_id=event.new_numerics_id),
-        sample_index=event.sample_index,
-        prompt_tokens=[
-            pb.PromptToken(token_id=token.token_id, text=token.text, logprob=_logprob(token.logprob))
-            for token in event.prompt_tokens
-        ],
-        rejected=[
-            pb.RejectedToken(token_id=token.token_id, text=token.text, draft_logprob=token.draft_logprob)
-            for token in event.rejected
-        ],
-    )
-    return pb.GenerateResponse(round=committed)
-
-
-def _logprob(logprob: TokenLogprob | None) -> types_pb2.TokenLogprob | None:
-    return None if logprob is None else logprob_message(logprob)
+    facts["fallback_reason"] = FALLBACKS.get(facts["fallback_reason"])
+    facts["new_numerics_id"] = event.new_numerics_id
+    for name, value in facts.items():
+        if value:
+            setattr(message.facts, name, value)
+    for prompt_token in event.prompt_tokens:
+        message.prompt_tokens.add(
+            token_id=prompt_token.token_id,
+            text=prompt_token.text,
+            logprob=None if prompt_token.logprob is None else logprob_message(prompt_token.logprob),
+        )
+    for guess in event.rejected:
+        message.rejected.add(token_id=guess.token_id, text=guess.text, draft_logprob=guess.draft_logprob)

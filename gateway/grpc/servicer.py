@@ -5,6 +5,7 @@ anything.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any, Self
@@ -21,15 +22,18 @@ from outrider.v1.generation_service_pb2_grpc import GenerationServiceServicer, a
 
 Context = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 ChatContext = grpc.aio.ServicerContext[pb.ChatRequest, pb.GenerateResponse]
+MAX_LEAVING = 4  # messages of a call; the next round waits for one of them
 
 
 class ClientWriter:
-    """Writes to a call; a message may take stall_s seconds. Leaving the context gives up what has not left."""
+    """Writes to a call, in order; a message may take stall_s seconds. Leaving it gives up what is still on its way."""
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], stall_s: float) -> None:
         self._context = context
         self._stall_s = stall_s
+        self._messages: deque[Message] = deque()
         self._writing: asyncio.Task[None] | None = None
+        self._moved: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -44,21 +48,47 @@ class ClientWriter:
                 writing.exception()
 
     async def write(self, message: Message) -> None:
-        """Puts a message on its way as soon as the one before has left; raises ClientStalled about that one."""
-        await self.flush()
-        self._writing = asyncio.ensure_future(self._context.write(message))
+        """Puts a message on its way; waits while several before it have not left.
+
+        Raises ClientStalled when none of these leaves, and what a write raises when its client left.
+        """
+        if len(self._messages) >= MAX_LEAVING:
+            await self._move()
+        self._messages.append(message)
+        if self._writing is None or self._writing.done():
+            if self._writing is not None:
+                self._writing.result()
+            self._writing = asyncio.create_task(self._write(), name="client writer")
 
     async def flush(self) -> None:
-        """Waits until the last message has left. Raises ClientStalled, and what a write raises when its client left."""
-        writing = self._writing
-        if writing is None:
-            return
-        if not writing.done():
-            await asyncio.wait({writing}, timeout=self._stall_s)
-        if not writing.done():
-            raise ClientStalled(f"The client read nothing for {self._stall_s:g} seconds")
-        self._writing = None
-        writing.result()
+        """Waits until all messages have left; raises as `write`."""
+        while self._messages:
+            await self._move()
+
+    async def _move(self) -> None:
+        """Waits until one more message has left."""
+        if self._writing is not None and self._writing.done():
+            self._writing.result()
+        self._moved = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await self._moved
+        except TimeoutError:
+            raise ClientStalled(f"The client read nothing for {self._stall_s:g} seconds") from None
+
+    async def _write(self) -> None:
+        """Writes what is there; a task does it, because the next round does not wait for it."""
+        try:
+            while self._messages:
+                await self._context.write(self._messages[0])
+                self._messages.popleft()
+                self._wake()
+        finally:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._moved is not None and not self._moved.done():
+            self._moved.set_result(None)
 
 
 class GenerationServicer(GenerationServiceServicer):

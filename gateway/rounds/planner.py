@@ -72,8 +72,9 @@ class RoundPlanner:
             # Nothing is sent in the first half of a stretch, so there is nothing to choose at every token.
             self._unasked = True
             return RoundPlan(0, 0, self._plain_plan.fallback_reason)
-        is_first, limit = len(log) == log.prompt_len, min(self._max_draft_count, self._max_len - len(log) - 1)
-        past_context = draft.context_len is not None and len(log) + 1 > draft.context_len
+        log_len = len(log)
+        is_first, limit = log_len == log.prompt_len, min(self._max_draft_count, self._max_len - log_len - 1)
+        past_context = draft.context_len is not None and log_len + 1 > draft.context_len
         ready = not (is_first or outstanding or past_context or draft.obstacle)
         choice = self._next or self._choose(limit, ready=ready)
         self._next, self._unasked = None, outstanding > 0
@@ -89,7 +90,7 @@ class RoundPlanner:
             return RoundPlan(0, 0, None if is_first else self._plain_plan.fallback_reason)
         if choice.rounds > 1:
             self._next = replace(choice, rounds=choice.rounds - 1)
-        room = limit if draft.context_len is None else draft.context_len - len(log)
+        room = limit if draft.context_len is None else draft.context_len - log_len
         return RoundPlan(min(choice.draft_count, limit, room), 0)
 
     def observe(self, committed: Round) -> None:

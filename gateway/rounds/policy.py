@@ -15,7 +15,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean as mean
+from functools import cache
 from statistics import median
 
 from gateway.rounds.round import Round
@@ -77,16 +77,15 @@ class RowTable:
     """
 
     def __init__(self, model: "RowTable | None" = None) -> None:
+        self.known = False
+        """Whether there is an entry that is more than a first impression."""
         self._model = model
         self._rows: list[int] = []
-        self._entries: dict[int, Average] = {}
-        self._slope: float | None = 0.0
+        self._entries: dict[float, Average] = {}
         self._scale = 1.0
-
-    @property
-    def known(self) -> bool:
-        """Whether there is an entry that is more than a first impression."""
-        return any(entry.known for entry in self._entries.values())
+        # Over all entries, without the scale: what a straight line through them is made of.
+        self._sum_rows = self._sum_squares = 0
+        self._sum_costs = self._sum_products = 0.0
 
     def add(self, rows: float, cost: float) -> None:
         """Adds the cost of a forward."""
@@ -99,17 +98,25 @@ class RowTable:
         if entry is None:
             entry = self._entries[key] = Average()
             insort(self._rows, key)
+            self._sum_rows += key
+            self._sum_squares += key**2
+        before = entry.mean
         entry.add(cost / self._scale)
-        self._slope = None
+        self.known = self.known or entry.known
+        self._sum_costs += entry.mean - before
+        self._sum_products += key * (entry.mean - before)
 
     def at(self, rows: float) -> float:
         """Expected cost of a forward; 0 before the first sample."""
+        entry = self._entries.get(rows)
+        if entry is not None:
+            return self._scale * entry.mean
         if not self._rows:
             return 0.0
         index = bisect_left(self._rows, rows)
         above = self._rows[min(index, len(self._rows) - 1)]
         below = self._rows[max(index - 1, 0)]
-        cost_above, cost_below = (self._scale * self._entries[key].mean for key in (above, below))
+        cost_above, cost_below = self._scale * self._entries[above].mean, self._scale * self._entries[below].mean
         if rows >= above:
             return cost_above + self._row_cost() * (rows - above)
         if rows <= below:
@@ -119,22 +126,17 @@ class RowTable:
     @property
     def row_share(self) -> float:
         """Cost of one more row, as a share of a forward."""
-        costs = [self._scale * entry.mean for entry in self._entries.values()]
-        return self._row_cost() / mean(costs) if any(costs) else 0.1
+        mean_cost = self._scale * self._sum_costs / max(len(self._rows), 1)
+        return self._row_cost() / mean_cost if mean_cost > 0 else 0.1
 
     def _row_cost(self) -> float:
         """Cost of one more row by least squares over all entries, at least 0."""
-        if self._slope is None:
-            costs = [self._scale * self._entries[rows].mean for rows in self._rows]
-            mean_rows, mean_cost = mean(self._rows), mean(costs)
-            spread = sum((rows - mean_rows) ** 2 for rows in self._rows)
-            together = sum(
-                (rows - mean_rows) * (cost - mean_cost) for rows, cost in zip(self._rows, costs, strict=True)
-            )
-            share = min(0.1, 1 / mean_rows) if self._model is None else self._model.row_share
-            first = share * mean_cost
-            self._slope = max(0.0, (together + SLOPE_WEIGHT * first) / (spread + SLOPE_WEIGHT))
-        return self._slope
+        num_entries = len(self._rows)
+        mean_rows, mean_cost = self._sum_rows / num_entries, self._sum_costs / num_entries
+        spread = self._sum_squares - mean_rows * self._sum_rows
+        together = self._sum_products - mean_rows * self._sum_costs
+        share = min(0.1, 1 / mean_rows) if self._model is None else self._model.row_share
+        return self._scale * max(0.0, (together + SLOPE_WEIGHT * share * mean_cost) / (spread + SLOPE_WEIGHT))
 
     def renew(self) -> None:
         """What was learnt is old; see Average."""
@@ -160,7 +162,9 @@ class ByLoad:
     def add(self, load: int, sample: float, now: int = 0) -> None:
         """Adds a sample; `now` counts whatever samples grow old by."""
         key = _load_key(load)
-        self._averages.setdefault(key, Average()).add(sample)
+        if key not in self._averages:
+            self._averages[key] = Average()
+        self._averages[key].add(sample)
         self._added[key] = now
 
     def known(self, load: int) -> bool:
@@ -178,10 +182,14 @@ class ByLoad:
     def at(self, load: int, unknown: float = 0.0) -> float:
         """The average at this load, or at the one that is nearest to it; `unknown` before the first sample."""
         key = _load_key(load)
-        nearest = min(self._averages, key=lambda each: (abs(each - key), -each), default=None)
-        return unknown if nearest is None else self._averages[nearest].mean
+        if key not in self._averages:
+            if not self._averages:
+                return unknown
+            key = min(self._averages, key=lambda each: (abs(each - key), -each))
+        return self._averages[key].mean
 
 
+@cache
 def _load_key(load: int) -> int:
     return round(2 * math.log2(max(load, 1)))
 
@@ -200,9 +208,10 @@ class AcceptanceRates:
     def observe(self, accepted_count: int, evaluated_count: int) -> None:
         """Adds a chain of which so many guesses were tested, and so many of these accepted."""
         # Each round that tests a depth takes a fiftieth off the weight of its past.
+        evaluated, accepted = self._evaluated, self._accepted
         for depth in range(min(evaluated_count, MAX_DRAFT_COUNT)):
-            self._evaluated[depth] = 0.98 * self._evaluated[depth] + 1
-            self._accepted[depth] = 0.98 * self._accepted[depth] + (depth < accepted_count)
+            evaluated[depth] = 0.98 * evaluated[depth] + 1
+            accepted[depth] = 0.98 * accepted[depth] + (depth < accepted_count)
 
     @property
     def rates(self) -> list[float]:

@@ -55,8 +55,10 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
             messages = [pb.ProposeRequest(fence=fence, part=part) for part in parts]
             self.send(*messages, pb.ProposeRequest(fence=fence, open=opening))
         else:
-            advance = pb.DraftAdvance(token_ids=self._log.tokens(self.known_len), draft_count=draft_count)
-            self.send(pb.ProposeRequest(fence=fence, advance=advance))
+            message = pb.ProposeRequest(fence=fence)
+            message.advance.token_ids.extend(self._log.tokens(self.known_len))
+            message.advance.draft_count = draft_count
+            self.send(message)
         self.known_len = len(self._log)
 
     async def answer(self, fence: types_pb2.Fence, until_s: float) -> pb.ProposeResponse:

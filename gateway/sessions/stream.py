@@ -191,6 +191,9 @@ class Mailbox(Generic[Received]):
         self._session_id = session_id
         self._unread: deque[Received] = deque()
         self._changed: asyncio.Future[None] | None = None
+        # Until when a read waits. The timer may be an earlier read's, which is cheaper than a timer for each.
+        self._until_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
         self._num_bytes = 0
         self._is_flooded = False
         stream.attach(session_id, self)
@@ -203,12 +206,10 @@ class Mailbox(Generic[Received]):
         """Next message; raises TimeoutError when it takes longer, and what ended the link."""
         if not self._unread and self.stream.end is None:
             loop = asyncio.get_running_loop()
-            self._changed = loop.create_future()
-            timer = loop.call_later(timeout_s, self.wake)
-            try:
-                await self._changed
-            finally:
-                timer.cancel()
+            self._changed, self._until_s = loop.create_future(), loop.time() + timeout_s
+            if self._timer is None or self._until_s < self._timer.when():
+                self._set_timer()
+            await self._changed
         if self._is_flooded:
             raise ProtocolViolation(f"{self._peer} sent {MAX_UNREAD} answers that nobody has asked for")
         if not self._unread:
@@ -230,6 +231,19 @@ class Mailbox(Generic[Received]):
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
 
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(self._until_s, self._time_is_up)
+
+    def _time_is_up(self) -> None:
+        """It may have been an earlier read's time."""
+        self._timer = None
+        if asyncio.get_running_loop().time() >= self._until_s:
+            self.wake()
+        elif self._changed is not None and not self._changed.done():
+            self._set_timer()
+
     def take_bytes(self) -> int:
         """Bytes of the messages, both ways, since the last call."""
         num_bytes, self._num_bytes = self._num_bytes, 0
@@ -237,6 +251,8 @@ class Mailbox(Generic[Received]):
 
     def close(self, message: Request) -> None:
         """Says the session's last word."""
+        if self._timer is not None:
+            self._timer.cancel()
         self.stream.detach(self._session_id, self, message)
 
 

@@ -20,7 +20,7 @@ from outrider.process import telemetry
 from outrider.process.telemetry import session_prefix
 from outrider.rpc import messages
 from outrider.rpc.errors import session_error_from
-from outrider.rpc.messages import logprobs_from, tree_message
+from outrider.rpc.messages import logprobs_from, write_tree
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1 import types_pb2
 
@@ -61,20 +61,21 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
         if self.is_opening or not self.outstanding:
             self.send_step(proposal, plain_budget)
         elif budget and 2 * self.outstanding <= budget:
-            fence = self._next_fence(budget)
-            self.send(pb.VerifyRequest(fence=fence, acknowledge=pb.Acknowledge(plain_budget=budget)))
+            message = self._next_message(budget)
+            message.acknowledge.plain_budget = budget
+            self.send(message)
 
     def send_step(self, proposal: Proposal, plain_budget: int) -> None:
         """Opens, or asks for the verdict on the log's length, which a target that has given it gives once more."""
         budget = min(plain_budget, self._max_budget)
-        fence = self._next_fence(budget)
-        step = pb.TargetStep(proposal=tree_message(proposal.tree), plain_budget=budget)
+        message = self._next_message(budget)
+        step, parts = message.open.step if self.is_opening else message.step, list[types_pb2.OpenPart]()
+        step.plain_budget = budget
+        write_tree(step.proposal, proposal.tree)
         if self.is_opening:
             session, parts = opening_of(self._spec, self._log)
-            opening = pb.VerifyRequest(fence=fence, open=pb.TargetOpen(session=session, step=step))
-            self.send(*(pb.VerifyRequest(fence=fence, part=part) for part in parts), opening)
-        else:
-            self.send(pb.VerifyRequest(fence=fence, step=step))
+            message.open.session.CopyFrom(session)
+        self.send(*(pb.VerifyRequest(fence=message.fence, part=part) for part in parts), message)
 
     async def receive(self, timeout_s: float) -> pb.VerifyResponse:
         """The answer on the log's length. Raises TimeoutError, PeerLost, and what the target says."""
@@ -99,11 +100,13 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
     def end(self, fence: types_pb2.Fence) -> None:
         self.close(pb.VerifyRequest(fence=fence, close=types_pb2.CloseSession()))
 
-    def _next_fence(self, plain_budget: int) -> types_pb2.Fence:
-        """The fence of a message on the log's length; notes how far the message lets the target go."""
-        base_len = len(self._log)
+    def _next_message(self, plain_budget: int) -> pb.VerifyRequest:
+        """A message on the log's length, to be filled in place; notes how far it lets the target go."""
+        message, base_len = pb.VerifyRequest(), len(self._log)
         self._limit = base_len + 1 + plain_budget
-        return types_pb2.Fence(session_id=self._session_id, epoch=self._epoch, base_len=base_len)
+        fence = message.fence
+        fence.session_id, fence.epoch, fence.base_len = self._session_id, self._epoch, base_len
+        return message
 
 
 class Unanswered(OutriderError):
@@ -148,31 +151,34 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         opens, repairs = max(self._num_opens, 1), self._num_repairs
         opening, response = await self._exchange(proposal, plain_budget)
         wait_us = int(1e6 * (loop.time() - started_s))
-        verdict = response.verdict
+        verdict, times = response.verdict, response.times
+        accepted_rows = tuple(verdict.accepted_rows[:])
         next_token_id = verdict.next_token_id if verdict.HasField("next_token_id") else None
         # After a verdict a target has cached all committed tokens but the last one.
-        committed_len = len(self._log) + len(verdict.accepted_rows) + (next_token_id is not None)
+        committed_len = len(self._log) + len(accepted_rows) + (next_token_id is not None)
         if response.cached_len != committed_len - 1 and self._num_repairs < MAX_DRIFT_REPAIRS:
             self._has_drifted = True
             self._log_event("cache drift", cached_len=response.cached_len, committed_len=committed_len)
-        if self._spec.logprob_count is not None and not verdict.logprobs:
+        # Nobody reads log-probabilities that nobody asked for.
+        wants_logprobs = self._spec.logprob_count is not None
+        if wants_logprobs and not verdict.logprobs:
             raise ProtocolViolation("a verdict came without the log-probabilities that the session asked for")
         return Verdict(
             base_len=response.fence.base_len,
-            accepted_rows=tuple(verdict.accepted_rows),
+            accepted_rows=accepted_rows,
             next_token_id=next_token_id,
             finish_reason=messages.finish_reason(verdict.finish_reason),
             evaluated_count=verdict.evaluated_count,
-            compute_us=response.times.compute_us,
-            forward_count=response.times.forward_count,
-            row_count=response.times.row_count,
+            compute_us=times.compute_us,
+            forward_count=times.forward_count,
+            row_count=times.row_count,
             session_count=opening.stream.session_count,
             numerics_id=opening.stream.numerics_id,
-            hop=HopCost(response.times.queue_us, wait_us, opening.take_bytes()),
+            hop=HopCost(times.queue_us, wait_us, opening.take_bytes()),
             reopens=self._num_opens - opens,
             drift_repairs=self._num_repairs - repairs,
-            logprobs=logprobs_from(verdict.logprobs),
-            prompt_logprobs=logprobs_from(verdict.prompt_logprobs),
+            logprobs=logprobs_from(verdict.logprobs) if wants_logprobs else (),
+            prompt_logprobs=logprobs_from(verdict.prompt_logprobs) if wants_logprobs else (),
             prefix_len=verdict.prefix_len,
         )
 

@@ -5,6 +5,7 @@ import http.client
 import threading
 import time
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -14,7 +15,7 @@ from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, disable_created_metrics, start_http_server
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -124,6 +125,51 @@ class Tally:
     def buckets(self) -> Buckets:
         names = [*map(floatToGoString, self.bounds), "+Inf"]
         return list(zip(names, map(float, accumulate(list(self._counts))), strict=True))
+
+
+@dataclass(slots=True)
+class Count:
+    """A counter that one thread adds to and any thread reads."""
+
+    total: float = 0
+
+
+class Figures(Collector):
+    """Counters and histograms that one thread fills, without a lock, for whoever scrapes them."""
+
+    def __init__(self, prefix: str) -> None:
+        """The prefix is that of all names."""
+        self._prefix = prefix
+        self._families: list[tuple[str, str, str, Tally | dict[str, Count]]] = []
+
+    def counter(self, name: str, meaning: str) -> Count:
+        """A new counter."""
+        count = Count()
+        self._families.append((name, meaning, "", {"": count}))
+        return count
+
+    def counters(self, name: str, meaning: str, label: str) -> defaultdict[str, Count]:
+        """New counters by the values of a label; each is there from when it is first looked up."""
+        counts: defaultdict[str, Count] = defaultdict(Count)
+        self._families.append((name, meaning, label, counts))
+        return counts
+
+    def histogram(self, name: str, meaning: str, bounds: Sequence[float]) -> Tally:
+        """A new histogram."""
+        tally = Tally(bounds)
+        self._families.append((name, meaning, "", tally))
+        return tally
+
+    def collect(self) -> Iterable[Metric]:
+        """The families, in the order in which they were made; see prometheus_client.registry."""
+        for name, meaning, label, values in self._families:
+            if isinstance(values, Tally):
+                yield HistogramMetricFamily(self._prefix + name, meaning, values.buckets, values.total)
+                continue
+            family = CounterMetricFamily(self._prefix + name, meaning, labels=[label] if label else [])
+            for value, count in list(values.items()):
+                family.add_metric([value] if label else [], count.total)
+            yield family
 
 
 def tally_of(numbers: Mapping[int, int], bounds: Sequence[float]) -> Tally:

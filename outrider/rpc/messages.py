@@ -43,6 +43,7 @@ FINISH_REASONS = {
     FinishReason.STOP_STRING: pb.FINISH_REASON_STOP_STRING,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
 }
+FINISH_REASONS_BY_NUMBER = {number: reason for reason, number in FINISH_REASONS.items()}
 SESSION = "session."
 MAX_SUPPORT = 256
 MAX_WEIGHT = 65535
@@ -157,7 +158,7 @@ def times_message(times: ComputeTimes) -> pb.ComputeTimes:
 
 def finish_reason(message: pb.FinishReason.ValueType) -> FinishReason | None:
     """Why a request ended, None while it goes on or for a reason of a newer protocol."""
-    return next((reason for reason, value in FINISH_REASONS.items() if value == message), None)
+    return FINISH_REASONS_BY_NUMBER.get(message)
 
 
 def finish_reason_message(reason: FinishReason | None) -> pb.FinishReason.ValueType:
@@ -236,7 +237,7 @@ def tree_from(message: pb.TokenTree, vocabulary_size: int, max_rows: int, *, wit
     for row, logprob in enumerate(logprobs):
         if not -math.inf < logprob <= 0:
             raise InvalidRequest(f"proposal.logprobs.{row}", logprob, "finite and at most 0")
-    return TokenTree(token_ids, tuple(message.parents) or tuple(range(num_rows)), distributions, logprobs)
+    return TokenTree(token_ids, tuple(message.parents[:]) or tuple(range(num_rows)), distributions, logprobs)
 
 
 def _distribution_from(
@@ -261,11 +262,17 @@ def _distribution_from(
 
 def tree_message(tree: TokenTree, *, with_logprobs: bool = False) -> pb.TokenTree:
     """A proposal to send; a chain travels without its parents, and the draft's log-probabilities only if asked."""
-    return pb.TokenTree(
-        token_ids=tree.token_ids,
-        parents=() if tree.is_chain else tree.parents,
-        distributions=[
-            pb.DraftDistribution(token_ids=each.token_ids, weights=each.weights) for each in tree.distributions
-        ],
-        logprobs=tree.logprobs if with_logprobs else (),
-    )
+    message = pb.TokenTree()
+    write_tree(message, tree, with_logprobs=with_logprobs)
+    return message
+
+
+def write_tree(message: pb.TokenTree, tree: TokenTree, *, with_logprobs: bool = False) -> None:
+    """As tree_message, into a message that is empty: one that is put into another is copied."""
+    message.token_ids.extend(tree.token_ids)
+    if not tree.is_chain:
+        message.parents.extend(tree.parents)
+    for each in tree.distributions:
+        message.distributions.add(token_ids=each.token_ids, weights=each.weights)
+    if with_logprobs:
+        message.logprobs.extend(tree.logprobs)
