@@ -24,6 +24,8 @@ class TokenTree:
     logprobs: tuple[float, ...] = ()
     depths: tuple[int, ...] = field(init=False, repr=False, compare=False)
     """Distance of each row from the root, the root's 0 first; len(tree) + 1 entries."""
+    is_chain: bool = field(init=False, repr=False, compare=False)
+    """Whether every row's parent is the row before it; the empty tree is a chain."""
 
     def __post_init__(self) -> None:
         if len(self.parents) != len(self.token_ids):
@@ -32,6 +34,12 @@ class TokenTree:
             if len(entries) not in {0, len(self.token_ids)}:
                 limit = f"empty or {len(self.token_ids)} entries"
                 raise InvalidRequest(f"tree.{name}", f"{len(entries)} entries", limit)
+        is_chain = self.parents == tuple(range(len(self.parents)))
+        object.__setattr__(self, "is_chain", is_chain)
+        if is_chain and min(self.token_ids, default=0) >= 0:
+            # As nearly all are, in every round.
+            object.__setattr__(self, "depths", tuple(range(len(self.token_ids) + 1)))
+            return
         depths = [0]
         for index, (token_id, parent) in enumerate(zip(self.token_ids, self.parents, strict=True)):
             if token_id < 0:
@@ -40,11 +48,6 @@ class TokenTree:
                 raise InvalidRequest(f"tree.parents[{index}]", parent, f"in [0, {index}]")
             depths.append(depths[parent] + 1)
         object.__setattr__(self, "depths", tuple(depths))
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether every row's parent is the row before it; the empty tree is a chain."""
-        return self.parents == tuple(range(len(self.parents)))
 
     @classmethod
     def chain(
@@ -66,6 +69,8 @@ class TokenTree:
 
     def children(self, row: int) -> tuple[int, ...]:
         """Rows whose parent is `row`, in row order."""
+        if self.is_chain:
+            return (row + 1,) if row < len(self.token_ids) else ()
         return tuple(child for child, parent in enumerate(self.parents, start=1) if parent == row)
 
     def leaves(self) -> tuple[int, ...]:

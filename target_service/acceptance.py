@@ -94,7 +94,10 @@ def walk(tree: TokenTree, drawn: Sequence[int], substitutes: Sequence[int] = ())
 
 def child_with(tree: TokenTree, row: int, token_id: int) -> int:
     """The first child with this token, 0 for none: the root is nobody's child."""
-    return next((child for child in tree.children(row) if tree.token_ids[child - 1] == token_id), 0)
+    for child in tree.children(row):
+        if tree.token_ids[child - 1] == token_id:
+            return child
+    return 0
 
 
 def commit_walk(tree: TokenTree, walked: Walk, spec: SessionSpec, base_len: int) -> TargetVerdict:

@@ -81,7 +81,7 @@ class Feed:
     @property
     def num_committed(self) -> int:
         """Committed tokens still to be computed, at least 1."""
-        return len(self.session) - self.session.next_position
+        return max(len(self.session.token_ids) - self.session.cached_len, 1)
 
     @property
     def is_prompt(self) -> bool:
@@ -120,29 +120,33 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
         tree = feed.tree if is_complete else EMPTY
         if grant:
             start = session.next_position
-            stop = start + grant - len(tree)
-            slots = session.table.slots(0, stop + len(tree))
+            end = start + grant
+            stop = end - len(tree)
+            slots = session.table.slots(0, end)
             token_ids += session.token_ids[start:stop]
             token_ids += tree.token_ids
-            positions += range(start, stop)
-            positions += [stop - 1 + depth for depth in tree.depths[1:]]
             row_slots.append(slots[start:])
             # The slots of a chain lie in a row, and need no gathering.
             if tree.is_chain:
+                positions += range(start, end)
                 key_starts += [num_keys] * grant
-                lists = [slots]
+                key_lists.append(slots)
+                num_keys += end
             else:
+                positions += range(start, stop)
+                positions += [stop - 1 + depth for depth in tree.depths[1:]]
                 key_starts += [num_keys] * (stop - start)
                 lists, starts = _leaf_lists(tree, slots, stop)
                 key_starts += [num_keys + each for each in starts]
-            key_lists += lists
-            num_keys += sum(map(len, lists))
-        num_prefix, num_last = feed.num_prefix(grant), len(tree) + 1
-        prefixes.append(range(len(wanted), len(wanted) + num_prefix))
+                key_lists += lists
+                num_keys += sum(map(len, lists))
+        num_prefix = feed.num_prefix(grant)
+        begin = len(wanted) + num_prefix
+        prefixes.append(range(begin - num_prefix, begin))
         wanted += range(first, first + num_prefix)
-        ranges.append(range(len(wanted), len(wanted) + num_last) if is_complete else None)
         if is_complete:
-            wanted += range(len(token_ids) - num_last, len(token_ids))
+            wanted += range(len(token_ids) - len(tree) - 1, len(token_ids))
+        ranges.append(range(begin, len(wanted)) if is_complete else None)
     # Those of one type travel together, because each tensor costs as much as many rows.
     num_rows = len(token_ids)
     longs = np.array(token_ids + positions + key_starts + wanted, dtype=np.int64)
