@@ -11,6 +11,7 @@ session that cannot be served fails alone.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,8 +41,7 @@ from target_service.rules.ratio import ratio
 from target_service.rules.typical import exp_entropies, typical_children
 
 
-@dataclass(frozen=True, slots=True)
-class Walk:
+class Walk(NamedTuple):
     """A walk down a proposal: what is kept of it, the token behind that, and how many draft tokens were tested."""
 
     accepted_rows: tuple[int, ...]

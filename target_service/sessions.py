@@ -6,6 +6,7 @@ Everything here runs on the device thread, between two forwards, so that no sess
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest, ProtocolViolation
@@ -19,8 +20,7 @@ from target_service.verifier import VerifyTask
 UNACKNOWLEDGED_WINDOW = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """What a step asks for. `arrived_ns` is when its message came, on time.perf_counter_ns."""
 
     tree: TokenTree

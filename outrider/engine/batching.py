@@ -8,7 +8,7 @@ list, and prefill, decode and a tree of proposals are the same plan with other l
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -69,8 +69,7 @@ class RowPlan:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Feed:
+class Feed(NamedTuple):
     """What a session feeds into a forward: its uncached tokens, then its tree."""
 
     session: Session

@@ -5,8 +5,9 @@ that cannot be drawn fails nobody: it may be one that plain decoding would never
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +22,7 @@ from outrider.errors import OutriderError
 from outrider.parameters import SessionSpec
 
 
-@dataclass(frozen=True, slots=True)
-class DrawInput:
+class DrawInput(NamedTuple):
     """What one session wants of a forward: its feed, and the parameters to draw with."""
 
     feed: Feed
@@ -121,7 +121,7 @@ def before_argmax(draw_input: DrawInput) -> DrawInput:
         return draw_input
     neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     sampling = draw_input.spec.sampling.model_copy(update=neutral)
-    return replace(draw_input, spec=replace(draw_input.spec, sampling=sampling))
+    return draw_input._replace(spec=replace(draw_input.spec, sampling=sampling))
 
 
 def key_column(runner: ModelRunner, keys: Sequence[int] | Keys) -> Tensor:
