@@ -133,7 +133,12 @@ class DeviceWorker(Generic[TaskT]):
 
     def submit(self, task: TaskT) -> None:
         """Lets a task take part from the next forward on; from any thread. Raises NotReady after `close`."""
-        self.post(lambda: self._active.append(task))
+        if threading.current_thread() is not self._thread:
+            self.post(lambda: self._active.append(task))
+        elif self._closed:
+            raise NotReady("the service is stopping")
+        else:
+            self._active.append(task)
 
     async def close(self) -> None:
         """Ends the thread behind the jobs that are queued; active tasks fail. Idempotent."""

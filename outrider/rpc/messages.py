@@ -25,7 +25,7 @@ from outrider.parameters import (
     SessionSpec,
     TokenLogprob,
 )
-from outrider.rpc.fencing import ComputeTimes, Fence, check_fence
+from outrider.rpc.fencing import ComputeTimes, Fence
 from outrider.token_tree import TokenTree
 from outrider.v1 import types_pb2 as pb
 
@@ -48,9 +48,13 @@ MAX_SUPPORT = 256
 MAX_WEIGHT = 65535
 
 
-def fence_from(message: pb.Fence, context_len: int) -> Fence:
-    """The fence of a request; raises InvalidRequest."""
-    return check_fence(Fence(message.session_id, message.epoch, message.base_len), context_len)
+def fence_from(message: pb.Fence) -> Fence:
+    """The fence of a request, whatever it says."""
+    return Fence(message.session_id, message.epoch, message.base_len)
+
+
+def write_fence(message: pb.Fence, fence: Fence) -> None:
+    message.session_id, message.epoch, message.base_len = fence.session_id, fence.epoch, fence.base_len
 
 
 def fence_message(fence: Fence) -> pb.Fence:
@@ -146,13 +150,15 @@ def _banned(message: pb.OpenSession, vocabulary_size: int) -> tuple[tuple[int, .
     )
 
 
+def write_times(message: pb.ComputeTimes, times: ComputeTimes) -> None:
+    message.queue_us, message.compute_us = times.queue_us, times.compute_us
+    message.forward_count, message.row_count = times.forward_count, times.row_count
+
+
 def times_message(times: ComputeTimes) -> pb.ComputeTimes:
-    return pb.ComputeTimes(
-        queue_us=times.queue_us,
-        compute_us=times.compute_us,
-        forward_count=times.forward_count,
-        row_count=times.row_count,
-    )
+    message = pb.ComputeTimes()
+    write_times(message, times)
+    return message
 
 
 def finish_reason(message: pb.FinishReason.ValueType) -> FinishReason | None:
@@ -261,11 +267,18 @@ def _distribution_from(
 
 def tree_message(tree: TokenTree, *, with_logprobs: bool = False) -> pb.TokenTree:
     """A proposal to send; a chain travels without its parents, and the draft's log-probabilities only if asked."""
-    return pb.TokenTree(
-        token_ids=tree.token_ids,
-        parents=() if tree.is_chain else tree.parents,
-        distributions=[
-            pb.DraftDistribution(token_ids=each.token_ids, weights=each.weights) for each in tree.distributions
-        ],
-        logprobs=tree.logprobs if with_logprobs else (),
-    )
+    message = pb.TokenTree()
+    write_tree(message, tree, with_logprobs=with_logprobs)
+    return message
+
+
+def write_tree(message: pb.TokenTree, tree: TokenTree, *, with_logprobs: bool = False) -> None:
+    """Makes a new message that of `tree_message`."""
+    message.SetInParent()
+    message.token_ids.extend(tree.token_ids)
+    if not tree.is_chain:
+        message.parents.extend(tree.parents)
+    for each in tree.distributions:
+        message.distributions.add(token_ids=each.token_ids, weights=each.weights)
+    if with_logprobs:
+        message.logprobs.extend(tree.logprobs)
