@@ -16,7 +16,7 @@ from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1.draft_service_pb2_grpc import DraftServiceServicer, add_DraftServiceServicer_to_server
 
 
-class DraftServicer(LinkServicer[pb.ProposeRequest, pb.ProposeResponse, DraftSessions], DraftServiceServicer):  # type: ignore[misc]
+class DraftServicer(LinkServicer[pb.ProposeRequest, DraftSessions], DraftServiceServicer):  # type: ignore[misc]
     """Serves DraftService over the sessions of one model."""
 
     answer_type = pb.DraftServiceLinkResponse

@@ -20,7 +20,7 @@ MAX_PLAIN_BUDGET = 4096
 OTHER_VERDICT_BYTES = 64 << 10
 
 
-class TargetServicer(LinkServicer[pb.VerifyRequest, pb.VerifyResponse, TargetSessions], TargetServiceServicer):  # type: ignore[misc]
+class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServiceServicer):  # type: ignore[misc]
     """Serves TargetService over the sessions of one model."""
 
     answer_type = pb.TargetServiceLinkResponse

@@ -63,7 +63,6 @@ FRAME_BYTES = 256 << 10
 log = structlog.get_logger()
 
 RequestT = TypeVar("RequestT", ProposeRequest, VerifyRequest)
-AnswerT = TypeVar("AnswerT", ProposeResponse, VerifyResponse)
 Frame = DraftServiceLinkRequest | TargetServiceLinkRequest
 AnswerFrame = DraftServiceLinkResponse | TargetServiceLinkResponse
 StoreT = TypeVar("StoreT", bound=SessionStore[Any])
@@ -114,7 +113,7 @@ class OpenParts:
         self._num_tokens -= len(self._parts.pop(session_id, (None, ()))[1])
 
 
-class LinkServicer(ABC, Generic[RequestT, AnswerT, StoreT]):
+class LinkServicer(ABC, Generic[RequestT, StoreT]):
     """Carries the links of one service; a subclass says what its messages mean."""
 
     answer_type: ClassVar[type[DraftServiceLinkResponse] | type[TargetServiceLinkResponse]]
@@ -151,7 +150,7 @@ class LinkServicer(ABC, Generic[RequestT, AnswerT, StoreT]):
         """
 
     @abstractmethod
-    def fill(self, response: AnswerT, answer: Any) -> None:  # noqa: ANN401 - a proposal or a verdict
+    def fill(self, response: Any, answer: Any) -> None:  # noqa: ANN401 - with a proposal or a verdict
         """Sets the field of a response that carries what a session has computed."""
 
     async def Link(  # noqa: N802 - the name is the protocol's
@@ -276,7 +275,9 @@ class LinkServicer(ABC, Generic[RequestT, AnswerT, StoreT]):
 
     def _frames(self, answers: Sequence[SessionAnswer[Any]]) -> Iterator[AnswerFrame]:
         """All answers in as few frames as FRAME_BYTES allows."""
-        new_frame = partial(self.answer_type, instance_id=self._facts.instance_id, numerics_id=self._facts.numerics_id)
+        new_frame: Callable[[], Any] = partial(
+            self.answer_type, instance_id=self._facts.instance_id, numerics_id=self._facts.numerics_id
+        )
         whole = new_frame()
         for answer in answers:
             self._fill(whole.responses.add(), answer)
@@ -293,7 +294,7 @@ class LinkServicer(ABC, Generic[RequestT, AnswerT, StoreT]):
             size += num_bytes
         yield part
 
-    def _fill(self, response: AnswerT, answer: SessionAnswer[Any]) -> None:
+    def _fill(self, response: ProposeResponse | VerifyResponse, answer: SessionAnswer[Any]) -> None:
         # In place, because a message that is made of others copies each of them.
         write_fence(response.fence, answer.fence)
         if answer.error is not None:

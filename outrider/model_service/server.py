@@ -58,7 +58,7 @@ class RunningModelService:
     table: LeaseTable[Any]
     runner: ModelRunner
     facts: ServiceFacts
-    servicer: LinkServicer[Any, Any, Any]
+    servicer: LinkServicer[Any, Any]
     watching: asyncio.Task[None]
     metrics: RunningMetrics | None = None
 
@@ -144,7 +144,7 @@ async def serve_model(
     facts: ServiceFacts,
     worker: DeviceWorker[Any],
     sessions: SessionStore[Any],
-    serving: Callable[[Callable[[ComputeTimes], None]], LinkServicer[Any, Any, Any]],
+    serving: Callable[[Callable[[ComputeTimes], None]], LinkServicer[Any, Any]],
 ) -> RunningModelService:
     """Serves on the settings' addresses; raises AddressTaken, and then ends the device thread.
 

@@ -67,7 +67,7 @@ class Process:
         self.table: LeaseTable[Any]
         self.device: InlineDevice
         self.server: Server
-        self.servicer: LinkServicer[Any, Any, Any]
+        self.servicer: LinkServicer[Any, Any]
 
     @property
     def hosts(self) -> tuple[str, str]:
@@ -162,7 +162,7 @@ class Process:
             return Verifier(self.runner, self.table, self._measure_s).advance
         return ModelDrafter(self.runner, self.table.with_room, clock=self._measure_s).advance
 
-    def _servicer(self, outboxes: Outboxes) -> tuple[LinkServicer[Any, Any, Any], Services]:
+    def _servicer(self, outboxes: Outboxes) -> tuple[LinkServicer[Any, Any], Services]:
         """The service of its role, and ModelService."""
         model, device = LoadedModel(self.runner, self._weights.vocabulary), cast("DeviceWorker[Any]", self.device)
         if self.role == "target":
