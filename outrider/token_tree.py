@@ -31,7 +31,7 @@ class TokenTree:
         if len(self.parents) != len(self.token_ids):
             raise InvalidRequest("tree.parents", self.parents, f"one entry for each of {len(self.token_ids)} tokens")
         for name, entries in (("distributions", self.distributions), ("logprobs", self.logprobs)):
-            if len(entries) not in {0, len(self.token_ids)}:
+            if entries and len(entries) != len(self.token_ids):
                 limit = f"empty or {len(self.token_ids)} entries"
                 raise InvalidRequest(f"tree.{name}", f"{len(entries)} entries", limit)
         is_chain = self.parents == tuple(range(len(self.parents)))

@@ -10,7 +10,6 @@ session that cannot be served fails alone.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -49,8 +48,7 @@ class Walk(NamedTuple):
     evaluated_count: int
 
 
-@dataclass(frozen=True, slots=True)
-class TargetVerdict:
+class TargetVerdict(NamedTuple):
     """What the target commits on top of the first `base_len` tokens.
 
     `token_ids` are the tokens of the accepted rows, then `next_token_id` unless that is None because the request ended

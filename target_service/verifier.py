@@ -7,7 +7,7 @@ and, where wanted, of its prompt come from the logits of the same steps.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -165,7 +165,7 @@ class Verifier:
         # Each token follows the row before it, the first one the root; the bonus follows the last accepted row.
         rows = [root + row for row in (0, *verdict.accepted_rows)][: len(verdict.token_ids)]
         entries = self._logprobs(task, logits[rows], verdict.token_ids)
-        return replace(verdict, logprobs=tuple(entries), prompt_logprobs=tuple(task.prompt_logprobs))
+        return verdict._replace(logprobs=tuple(entries), prompt_logprobs=tuple(task.prompt_logprobs))
 
     def _logprobs(self, task: VerifyTask, logits: Tensor, token_ids: Sequence[int]) -> list[TokenLogprob]:
         runner = self._runner

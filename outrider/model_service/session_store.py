@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import structlog
 
@@ -46,8 +46,7 @@ T = TypeVar("T")
 PONG = object()
 
 
-@dataclass(frozen=True, slots=True)
-class SessionAnswer(Generic[ContentT]):
+class SessionAnswer(NamedTuple, Generic[ContentT]):
     """What a session says about a message: a proposal or verdict on the fence's length, or that it lacks tokens."""
 
     fence: Fence

@@ -224,25 +224,32 @@ def tree_from(message: pb.TokenTree, vocabulary_size: int, max_rows: int, *, wit
     """
     num_rows = len(message.token_ids)
     check_count("proposal.token_ids", num_rows, max_rows, "rows")
-    if len(message.parents) not in {0, num_rows}:
-        raise InvalidRequest("proposal.parents", f"{len(message.parents)} entries", f"empty or {num_rows} entries")
-    for row, parent in enumerate(message.parents):
-        check_range(f"proposal.parents.{row}", parent, 0, row)
+    # Most proposals are chains without distributions, and what is absent is not gone through.
+    if message.parents:
+        _check_rows("parents", len(message.parents), num_rows)
+        for row, parent in enumerate(message.parents):
+            check_range(f"proposal.parents.{row}", parent, 0, row)
     token_ids = check_token_ids("proposal.token_ids", message.token_ids, vocabulary_size)
-    if len(message.distributions) not in {0, num_rows}:
-        entries = f"{len(message.distributions)} entries"
-        raise InvalidRequest("proposal.distributions", entries, f"empty or {num_rows} entries")
-    distributions = tuple(
-        _distribution_from(each, f"proposal.distributions.{row}", token_ids[row], vocabulary_size)
-        for row, each in enumerate(message.distributions)
-    )
-    logprobs = tuple(message.logprobs) if with_logprobs else ()
-    if len(logprobs) not in {0, num_rows}:
-        raise InvalidRequest("proposal.logprobs", f"{len(logprobs)} entries", f"empty or {num_rows} entries")
-    for row, logprob in enumerate(logprobs):
-        if not -math.inf < logprob <= 0:
-            raise InvalidRequest(f"proposal.logprobs.{row}", logprob, "finite and at most 0")
+    distributions: tuple[DraftDistribution, ...] = ()
+    if message.distributions:
+        _check_rows("distributions", len(message.distributions), num_rows)
+        distributions = tuple(
+            _distribution_from(each, f"proposal.distributions.{row}", token_ids[row], vocabulary_size)
+            for row, each in enumerate(message.distributions)
+        )
+    logprobs: tuple[float, ...] = ()
+    if with_logprobs and message.logprobs:
+        logprobs = tuple(message.logprobs)
+        _check_rows("logprobs", len(logprobs), num_rows)
+        for row, logprob in enumerate(logprobs):
+            if not -math.inf < logprob <= 0:
+                raise InvalidRequest(f"proposal.logprobs.{row}", logprob, "finite and at most 0")
     return TokenTree(token_ids, tuple(message.parents) or tuple(range(num_rows)), distributions, logprobs)
+
+
+def _check_rows(name: str, num_entries: int, num_rows: int) -> None:
+    if num_entries != num_rows:
+        raise InvalidRequest(f"proposal.{name}", f"{num_entries} entries", f"empty or {num_rows} entries")
 
 
 def _distribution_from(
