@@ -115,10 +115,11 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
     ranges: list[range | None] = []
     for feed, grant in zip(feeds, grants, strict=True):
         session, first = feed.session, len(token_ids)
-        is_complete = grant == feed.num_committed + len(feed.tree)
+        num_committed = feed.num_committed
+        is_complete = grant == num_committed + len(feed.tree)
         tree = feed.tree if is_complete else EMPTY
         if grant:
-            start = session.next_position
+            start = len(session.token_ids) - num_committed
             end = start + grant
             stop = end - len(tree)
             slots = session.table.slots(0, end)
@@ -139,13 +140,14 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
                 key_starts += [num_keys + each for each in starts]
                 key_lists += lists
                 num_keys += sum(map(len, lists))
-        num_prefix = feed.num_prefix(grant)
-        begin = len(wanted) + num_prefix
-        prefixes.append(range(begin - num_prefix, begin))
-        wanted += range(first, first + num_prefix)
+        num_wanted = len(wanted)
+        if feed.wants_prefix:
+            wanted += range(first, first + feed.num_prefix(grant))
+        prefixes.append(range(num_wanted, len(wanted)))
+        num_wanted = len(wanted)
         if is_complete:
             wanted += range(len(token_ids) - len(tree) - 1, len(token_ids))
-        ranges.append(range(begin, len(wanted)) if is_complete else None)
+        ranges.append(range(num_wanted, len(wanted)) if is_complete else None)
     # Those of one type travel together, because each tensor costs as much as many rows.
     num_rows = len(token_ids)
     longs = np.array(token_ids + positions + key_starts + wanted, dtype=np.int64)

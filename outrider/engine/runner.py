@@ -228,7 +228,7 @@ class ModelRunner:
         for feed, grant, rows in zip(feeds, grants, batch.ranges, strict=True):
             if grant:
                 session, finished = feed.session, rows is not None
-                cached_len = len(session) if finished else session.next_position + grant
+                cached_len = len(session.token_ids) if finished else session.next_position + grant
                 session.advance(cached_len, feed.tree if finished else EMPTY)
                 session.last_forward = self._num_forwards
         if self.device.type == "cuda" and not len(batch.wanted):
