@@ -14,7 +14,6 @@ from outrider.rpc.fencing import Fence
 from outrider.token_tree import TokenTree
 from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1.draft_service_pb2_grpc import DraftServiceServicer, add_DraftServiceServicer_to_server
-from outrider.v1.types_pb2 import TokenTree as TokenTreeMessage
 
 
 class DraftServicer(LinkServicer[pb.ProposeRequest, DraftSessions], DraftServiceServicer):  # type: ignore[misc]
@@ -44,5 +43,5 @@ class DraftServicer(LinkServicer[pb.ProposeRequest, DraftSessions], DraftService
         draft_count = check_range("advance.draft_count", message.draft_count, 0, MAX_DRAFT_COUNT)
         return partial(self._sessions.advance, fence, token_ids, Wanted(draft_count, arrived_ns), owner)
 
-    def content(self, answer: TokenTree) -> dict[str, TokenTreeMessage]:
-        return {"proposal": messages.tree_message(answer, with_logprobs=True)}
+    def fill(self, response: pb.ProposeResponse, answer: TokenTree) -> None:
+        messages.write_tree(response.proposal, answer, with_logprobs=True)

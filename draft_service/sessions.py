@@ -6,6 +6,7 @@ Everything here runs on the device thread, between two steps, so that no session
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from draft_service.drafters.model_drafter import MODEL, DraftTask, noise_of
 from outrider.engine.runner import ModelRunner
@@ -15,8 +16,7 @@ from outrider.rpc.fencing import Fence, MessageStatus, Meter, classify
 from outrider.token_tree import TokenTree
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """How many guesses a message asks for. `arrived_ns` is when it came, on time.perf_counter_ns."""
 
     draft_count: int

@@ -4,6 +4,7 @@ Ranges are those of proto/outrider/v1/types.proto. Validation errors are transla
 the field, the value and the limit.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -69,6 +70,17 @@ class SamplingParameters(Parameters):
     min_tokens: int = Field(default=0, ge=0, lt=2**31)
     ignore_eos: bool = False
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether any token that occurred is penalised."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a temperature is all that is wanted, behind min_tokens of output."""
+        cuts = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return not self.logit_bias and not self.has_penalties and (self.temperature == 0 or not cuts)
+
 
 class Rule(StrEnum):
     """How the target decides which draft tokens to keep; see types.proto."""
@@ -79,10 +91,11 @@ class Rule(StrEnum):
     LENIENT = "lenient"
     TYPICAL = "typical"
 
-    @property
-    def needs_distributions(self) -> bool:
-        """Whether a proposal must say which distributions its tokens were drawn from, with noise of their own."""
-        return self in {Rule.RATIO, Rule.BLOCK, Rule.LENIENT}
+    needs_distributions: bool
+    """Whether a proposal must say which distributions its tokens were drawn from, with noise of their own."""
+
+    def __init__(self, name: str) -> None:
+        self.needs_distributions = name in {"ratio", "block", "lenient"}
 
     @property
     def is_exact(self) -> bool:
@@ -141,6 +154,13 @@ class SessionSpec:
     """Cached prefixes are shared only among sessions of the same salt."""
     trace_context: tuple[tuple[str, str], ...] = ()
     """The trace that the request belongs to, as W3C's headers; see outrider.process.telemetry."""
+    plain_len: int = field(init=False, repr=False, compare=False)
+    """Length from which on a temperature is all that changes the logits behind a prefix; sys.maxsize for never."""
+
+    def __post_init__(self) -> None:
+        is_plain = self.sampling.is_plain and not self.banned
+        held_back_len = self.sampling.min_tokens if self.eos_token_ids or self.stop_token_ids else 0
+        object.__setattr__(self, "plain_len", self.prompt_len + held_back_len if is_plain else sys.maxsize)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,14 +31,14 @@ class TokenTree:
         if len(self.parents) != len(self.token_ids):
             raise InvalidRequest("tree.parents", self.parents, f"one entry for each of {len(self.token_ids)} tokens")
         for name, entries in (("distributions", self.distributions), ("logprobs", self.logprobs)):
-            if len(entries) not in {0, len(self.token_ids)}:
+            if entries and len(entries) != len(self.token_ids):
                 limit = f"empty or {len(self.token_ids)} entries"
                 raise InvalidRequest(f"tree.{name}", f"{len(entries)} entries", limit)
-        num_rows = len(self.token_ids)
-        object.__setattr__(self, "is_chain", self.parents == tuple(range(num_rows)))
-        if self.is_chain and min(self.token_ids, default=0) >= 0:
-            # Most trees, each made once a round: a chain needs no look at its rows.
-            object.__setattr__(self, "depths", tuple(range(num_rows + 1)))
+        is_chain = self.parents == tuple(range(len(self.parents)))
+        object.__setattr__(self, "is_chain", is_chain)
+        if is_chain and min(self.token_ids, default=0) >= 0:
+            # As nearly all are, in every round.
+            object.__setattr__(self, "depths", tuple(range(len(self.token_ids) + 1)))
             return
         depths = [0]
         for index, (token_id, parent) in enumerate(zip(self.token_ids, self.parents, strict=True)):
@@ -72,7 +72,7 @@ class TokenTree:
     def children(self, row: int) -> tuple[int, ...]:
         """Rows whose parent is `row`, in row order."""
         if self.is_chain:
-            return (row + 1,) if row < len(self) else ()
+            return (row + 1,) if row < len(self.token_ids) else ()
         return tuple(child for child, parent in enumerate(self.parents, start=1) if parent == row)
 
     def leaves(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ session that cannot be served fails alone.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,8 +40,7 @@ from target_service.rules.ratio import ratio
 from target_service.rules.typical import exp_entropies, typical_children
 
 
-@dataclass(frozen=True, slots=True)
-class Walk:
+class Walk(NamedTuple):
     """A walk down a proposal: what is kept of it, the token behind that, and how many draft tokens were tested."""
 
     accepted_rows: tuple[int, ...]
@@ -49,8 +48,7 @@ class Walk:
     evaluated_count: int
 
 
-@dataclass(frozen=True, slots=True)
-class TargetVerdict:
+class TargetVerdict(NamedTuple):
     """What the target commits on top of the first `base_len` tokens.
 
     `token_ids` are the tokens of the accepted rows, then `next_token_id` unless that is None because the request ended
@@ -94,7 +92,10 @@ def walk(tree: TokenTree, drawn: Sequence[int], substitutes: Sequence[int] = ())
 
 def child_with(tree: TokenTree, row: int, token_id: int) -> int:
     """The first child with this token, 0 for none: the root is nobody's child."""
-    return next((child for child in tree.children(row) if tree.token_ids[child - 1] == token_id), 0)
+    for child in tree.children(row):
+        if tree.token_ids[child - 1] == token_id:
+            return child
+    return 0
 
 
 def commit_walk(tree: TokenTree, walked: Walk, spec: SessionSpec, base_len: int) -> TargetVerdict:

@@ -42,17 +42,15 @@ class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServi
         budget = check_range("acknowledge.plain_budget", request.acknowledge.plain_budget, 0, MAX_PLAIN_BUDGET)
         return partial(self._sessions.acknowledge, fence, budget, arrived_ns, owner)
 
-    def content(self, answer: TargetVerdict) -> dict[str, pb.Verdict]:
-        verdict = pb.Verdict(
-            accepted_rows=answer.accepted_rows,
-            next_token_id=answer.next_token_id,
-            finish_reason=messages.finish_reason_message(answer.finish_reason),
-            evaluated_count=answer.evaluated_count,
-            logprobs=map(messages.logprob_message, answer.logprobs),
-            prompt_logprobs=map(messages.logprob_message, answer.prompt_logprobs),
-            prefix_len=answer.prefix_len,
-        )
-        return {"verdict": verdict}
+    def fill(self, response: pb.VerifyResponse, answer: TargetVerdict) -> None:
+        verdict = response.verdict
+        verdict.accepted_rows.extend(answer.accepted_rows)
+        if answer.next_token_id is not None:
+            verdict.next_token_id = answer.next_token_id
+        verdict.finish_reason = messages.finish_reason_message(answer.finish_reason)
+        verdict.evaluated_count, verdict.prefix_len = answer.evaluated_count, answer.prefix_len
+        verdict.logprobs.extend(map(messages.logprob_message, answer.logprobs))
+        verdict.prompt_logprobs.extend(map(messages.logprob_message, answer.prompt_logprobs))
 
     def _check_lengths(self, spec: SessionSpec) -> None:
         """Raises InvalidRequest about a request that the model or a message cannot hold, PromptTooLong as the cache."""

@@ -4,8 +4,9 @@ Everything here runs on the device thread, between two forwards, so that no sess
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest, ProtocolViolation
@@ -19,8 +20,7 @@ from target_service.verifier import VerifyTask
 UNACKNOWLEDGED_WINDOW = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """What a step asks for. `arrived_ns` is when its message came, on time.perf_counter_ns."""
 
     tree: TokenTree
@@ -190,7 +190,7 @@ class TargetSessions(SessionStore[TargetState]):
     def _on_verdict(self, session_id: bytes, held: TargetState, verdict: TargetVerdict, times: ComputeTimes) -> None:
         fence = Fence(session_id, held.epoch, verdict.base_len)
         if held.prefix_len:
-            verdict, held.prefix_len = replace(verdict, prefix_len=held.prefix_len), 0
+            verdict, held.prefix_len = verdict._replace(prefix_len=held.prefix_len), 0
         answer = SessionAnswer(fence, verdict, verdict.base_len, held.cached_len, times)
         held.verdicts.append(answer)
         held.finish_reason = verdict.finish_reason
@@ -204,9 +204,9 @@ class TargetSessions(SessionStore[TargetState]):
 
 def _check_proposal(tree: TokenTree, spec: SessionSpec, base_len: int) -> None:
     """Raises InvalidRequest unless a proposal fits the request: no row past its end, and what its rule needs."""
-    room = spec.max_len - base_len
-    if max(tree.depths) > room:
-        raise InvalidRequest("proposal", f"{max(tree.depths)} tokens deep", f"at most {room} deep here, up to max_len")
+    room, depth = spec.max_len - base_len, max(tree.depths)
+    if depth > room:
+        raise InvalidRequest("proposal", f"{depth} tokens deep", f"at most {room} deep here, up to max_len")
     rule, num_distributions = spec.acceptance.rule, len(tree.distributions)
     if num_distributions and not rule.needs_distributions:
         raise InvalidRequest("proposal.distributions", f"{num_distributions} entries", f"empty under the rule {rule}")

@@ -7,7 +7,7 @@ and, where wanted, of its prompt come from the logits of the same steps.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -82,12 +82,11 @@ class Verifier:
         tasks = [task for task in served if not (task.done or task.stopped)]
         if not tasks:
             return False
-        before = [task.session.last_forward for task in tasks]
         started_ns = time.perf_counter_ns()
-        outcomes, num_rows = self._forward_and_decide(tasks)
-        ended_ns = time.perf_counter_ns()
-        for task, last_forward, outcome in zip(tasks, before, outcomes, strict=True):
-            if task.session.last_forward != last_forward:
+        outcomes, grants = self._forward_and_decide(tasks)
+        ended_ns, num_rows = time.perf_counter_ns(), sum(grants)
+        for task, grant, outcome in zip(tasks, grants, outcomes, strict=True):
+            if grant:
                 task.meter.add(started_ns, ended_ns, num_rows)
             # A verdict that was given must not be given again, so what fails from here on fails alone.
             with own_fault(task):
@@ -130,8 +129,8 @@ class Verifier:
 
     def _forward_and_decide(
         self, tasks: Sequence[VerifyTask]
-    ) -> tuple[list[TargetVerdict | OutriderError | None], int]:
-        """Computes and decides for all tasks, None for one whose tokens are not all computed yet; and the rows of it.
+    ) -> tuple[list[TargetVerdict | OutriderError | None], list[int]]:
+        """Computes and decides for all tasks, None for one whose tokens are not all computed yet; and rows of each.
 
         Commits nothing, so that it can be done again.
         """
@@ -150,20 +149,23 @@ class Verifier:
                 task.prompt_logprobs += self._logprobs(task, result.logits[rows.start : rows.stop], token_ids)
         outcomes: list[TargetVerdict | OutriderError | None] = [None] * len(tasks)
         for number, behind, walk in zip(finished, ranges, walks, strict=True):
-            logits = result.logits[behind.start : behind.stop]
-            outcomes[number] = walk if isinstance(walk, OutriderError) else self._verdict(tasks[number], walk, logits)
+            outcomes[number] = (
+                walk
+                if isinstance(walk, OutriderError)
+                else self._verdict(tasks[number], walk, result.logits, behind.start)
+            )
         self._pace.end(result.grants)
-        return outcomes, result.num_rows
+        return outcomes, result.grants
 
-    def _verdict(self, task: VerifyTask, walk: Walk, logits: Tensor) -> TargetVerdict:
-        """What a walk commits, with one entry for each token where wanted, from the logits of the root and rows."""
+    def _verdict(self, task: VerifyTask, walk: Walk, logits: Tensor, root: int) -> TargetVerdict:
+        """What a walk commits, with one entry for each token where wanted; the logits of its root are logits[root]."""
         verdict = commit_walk(task.tree, walk, task.spec, len(task.session))
         if task.spec.logprob_count is None:
             return verdict
         # Each token follows the row before it, the first one the root; the bonus follows the last accepted row.
-        rows = [0, *verdict.accepted_rows][: len(verdict.token_ids)]
+        rows = [root + row for row in (0, *verdict.accepted_rows)][: len(verdict.token_ids)]
         entries = self._logprobs(task, logits[rows], verdict.token_ids)
-        return replace(verdict, logprobs=tuple(entries), prompt_logprobs=tuple(task.prompt_logprobs))
+        return verdict._replace(logprobs=tuple(entries), prompt_logprobs=tuple(task.prompt_logprobs))
 
     def _logprobs(self, task: VerifyTask, logits: Tensor, token_ids: Sequence[int]) -> list[TokenLogprob]:
         runner = self._runner

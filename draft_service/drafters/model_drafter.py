@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,8 +65,7 @@ def noise_of(drafter: str, rule: Rule) -> Purpose:
     return Purpose.DRAFT if drafter == SAMPLED or rule.needs_distributions else Purpose.TOKEN
 
 
-@dataclass(frozen=True, slots=True)
-class Guess:
+class Guess(NamedTuple):
     """A token, the distribution that it was drawn from where the rule needs it, and its log-probability if wanted."""
 
     token_id: int
@@ -87,17 +87,15 @@ class DraftTask:
     on_failure: Callable[[OutriderError], None]
     base_len: int = field(init=False)
     """Committed tokens that the guesses build on."""
+    draw_input: DrawInput = field(init=False)
+    """What each of its forwards computes, and how a token is drawn behind it."""
     guesses: list[Guess] = field(default_factory=list)
     done: bool = False
     stopped: bool = False
 
     def __post_init__(self) -> None:
         self.base_len = len(self.session)
-
-    @property
-    def draw_input(self) -> DrawInput:
-        """What its next forward computes, and how a token is drawn behind it."""
-        return DrawInput(Feed(self.session), self.spec)
+        self.draw_input = DrawInput(Feed(self.session), self.spec)
 
     @property
     def needs_distribution(self) -> bool:
@@ -122,8 +120,8 @@ class DraftTask:
         if self.draft_count:
             self.guesses.append(guess)
             self.session.extend([guess.token_id])
-        ends = self.spec.eos_token_ids | self.spec.stop_token_ids
-        if len(self.guesses) == self.draft_count or (guess.token_id in ends and not self.needs_distribution):
+        is_end = guess.token_id in self.spec.eos_token_ids or guess.token_id in self.spec.stop_token_ids
+        if len(self.guesses) == self.draft_count or (is_end and not self.needs_distribution):
             self.finish()
 
     def fail(self, error: OutriderError) -> None:
@@ -164,14 +162,13 @@ class ModelDrafter:
         for task in tasks:
             if not task.stopped:
                 try:
-                    reserve(self._runner, Feed(task.session), self._with_room)
+                    reserve(self._runner, task.draw_input.feed, self._with_room)
                 except OutriderError as error:
                     task.fail(error)
         # Whoever made room for another has no part in this forward.
         tasks = [task for task in tasks if not (task.done or task.stopped)]
-        before = [task.session.last_forward for task in tasks]
         started_ns = time.perf_counter_ns()
-        feeds = [Feed(task.session) for task in tasks]
+        feeds = [task.draw_input.feed for task in tasks]
         result = self._runner.forward(feeds, self._pace.begin(feeds, self._runner.max_rows))
         ready = [(task, rows) for task, rows in zip(tasks, result.ranges, strict=True) if rows is not None]
         guessing = [task for task, _ in ready]
@@ -179,17 +176,19 @@ class ModelDrafter:
         self._runner.finish()
         self._pace.end(result.grants)
         ended_ns = time.perf_counter_ns()
-        for task, last_forward in zip(tasks, before, strict=True):
-            if task.session.last_forward != last_forward:
-                task.meter.add(started_ns, ended_ns, result.num_rows)
-        for task, guess in zip(guessing, guesses, strict=True):
+        num_rows, found = result.num_rows, iter(guesses)
+        for task, grant, rows in zip(tasks, result.grants, result.ranges, strict=True):
+            if grant:
+                task.meter.add(started_ns, ended_ns, num_rows)
             # A guess that was made must not be made again, so what fails from here on fails alone.
             with own_fault(task):
-                task.fail(guess) if isinstance(guess, OutriderError) else task.take(guess)
-        for task in tasks:
-            with own_fault(task):
+                guess = None if rows is None else next(found)
                 # Only what is committed; the guesses behind it are nobody's but this session's.
                 task.session.publish(task.base_len)
+                if isinstance(guess, OutriderError):
+                    task.fail(guess)
+                elif guess is not None:
+                    task.take(guess)
         return True
 
 
@@ -200,6 +199,8 @@ def guess_each(
 
     Distributions have at most top_n tokens.
     """
+    if all(task.noise is Purpose.TOKEN for task in tasks):
+        return _coupled(runner, tasks, logits, rows, top_n)
     guesses: dict[int, Guess | OutriderError] = {}
     for noise, guess in ((Purpose.TOKEN, _coupled), (Purpose.DRAFT, _sampled)):
         numbers = [number for number, task in enumerate(tasks) if task.noise is noise]
@@ -215,6 +216,8 @@ def _coupled(
 ) -> list[Guess | OutriderError]:
     """Guesses drawn with the shared noise."""
     drawn = draw_each(runner, logits, [task.draw_input for task in tasks], rows)
+    if not any(task.wants_logprob for task in tasks):
+        return [each if isinstance(each, OutriderError) else Guess(each[0]) for each in drawn]
     asked = {n: each[0] for n, each in enumerate(drawn) if tasks[n].wants_logprob and isinstance(each, list)}
     # At temperature 0 the distribution is the one token.
     hot = [number for number in asked if tasks[number].spec.sampling.temperature]

@@ -8,7 +8,7 @@ list, and prefill, decode and a tree of proposals are the same plan with other l
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -69,8 +69,7 @@ class RowPlan:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Feed:
+class Feed(NamedTuple):
     """What a session feeds into a forward: its uncached tokens, then its tree."""
 
     session: Session
@@ -81,7 +80,7 @@ class Feed:
     @property
     def num_committed(self) -> int:
         """Committed tokens still to be computed, at least 1."""
-        return len(self.session) - self.session.next_position
+        return max(len(self.session.token_ids) - self.session.cached_len, 1)
 
     @property
     def is_prompt(self) -> bool:
@@ -116,33 +115,39 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
     ranges: list[range | None] = []
     for feed, grant in zip(feeds, grants, strict=True):
         session, first = feed.session, len(token_ids)
-        is_complete = grant == feed.num_committed + len(feed.tree)
+        num_committed = feed.num_committed
+        is_complete = grant == num_committed + len(feed.tree)
         tree = feed.tree if is_complete else EMPTY
         if grant:
-            start = session.next_position
-            stop = start + grant - len(tree)
-            slots = session.table.slots(0, stop + len(tree))
+            start = len(session.token_ids) - num_committed
+            end = start + grant
+            stop = end - len(tree)
+            slots = session.table.slots(0, end)
             token_ids += session.token_ids[start:stop]
             token_ids += tree.token_ids
-            positions += range(start, stop)
-            positions += [stop - 1 + depth for depth in tree.depths[1:]]
             row_slots.append(slots[start:])
             # The slots of a chain lie in a row, and need no gathering.
             if tree.is_chain:
+                positions += range(start, end)
                 key_starts += [num_keys] * grant
-                lists = [slots]
+                key_lists.append(slots)
+                num_keys += end
             else:
+                positions += range(start, stop)
+                positions += [stop - 1 + depth for depth in tree.depths[1:]]
                 key_starts += [num_keys] * (stop - start)
                 lists, starts = _leaf_lists(tree, slots, stop)
                 key_starts += [num_keys + each for each in starts]
-            key_lists += lists
-            num_keys += sum(map(len, lists))
-        num_prefix, num_last = feed.num_prefix(grant), len(tree) + 1
-        prefixes.append(range(len(wanted), len(wanted) + num_prefix))
-        wanted += range(first, first + num_prefix)
-        ranges.append(range(len(wanted), len(wanted) + num_last) if is_complete else None)
+                key_lists += lists
+                num_keys += sum(map(len, lists))
+        num_wanted = len(wanted)
+        if feed.wants_prefix:
+            wanted += range(first, first + feed.num_prefix(grant))
+        prefixes.append(range(num_wanted, len(wanted)))
+        num_wanted = len(wanted)
         if is_complete:
-            wanted += range(len(token_ids) - num_last, len(token_ids))
+            wanted += range(len(token_ids) - len(tree) - 1, len(token_ids))
+        ranges.append(range(num_wanted, len(wanted)) if is_complete else None)
     # Those of one type travel together, because each tensor costs as much as many rows.
     num_rows = len(token_ids)
     longs = np.array(token_ids + positions + key_starts + wanted, dtype=np.int64)

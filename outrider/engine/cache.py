@@ -98,6 +98,10 @@ class BlockPool:
         """Whether more than one holder reads the block, so that nobody may write to it."""
         return self._holders[block] > 1
 
+    def is_writable(self, block: int) -> bool:
+        """Whether a block has one holder, and is not published."""
+        return self._holders[block] == 1 and block not in self.prefixes
+
     def check_integrity(self) -> None:
         """Raises RuntimeError unless every block is free, cached or held, none is two of them, and names agree."""
         free = set(self._free)
@@ -263,6 +267,11 @@ class BlockTable:
         return len(self._blocks) * self.pool.block_size
 
     @property
+    def next_publishable(self) -> int:
+        """Length from which on there is a full block that has not been published."""
+        return (self._num_published + 1) * self.pool.block_size
+
+    @property
     def shared_blocks(self) -> tuple[int, ...]:
         """Blocks that other tables hold as well. They lead, because whoever shares a block shares those before it."""
         return tuple(takewhile(self.pool.is_shared, self._blocks))
@@ -273,6 +282,10 @@ class BlockTable:
         Raises CacheFull, and then nothing has changed.
         """
         size = self.pool.block_size
+        if length <= self.capacity and all(
+            map(self.pool.is_writable, self._blocks[written_from // size : -(-length // size)])
+        ):
+            return
         written = range(written_from // size, min(-(-length // size), len(self._blocks)))
         shared = [index for index in written if self.pool.is_shared(self._blocks[index])]
         num_new = max(-(-length // size) - len(self._blocks), 0)

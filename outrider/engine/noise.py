@@ -21,12 +21,18 @@ MASK = 2**64 - 1
 GAMMA = 0x9E3779B97F4A7C15
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 SHIFTS = (30, 27, 31)
+# The same as numpy's own numbers, because making one takes as long as using it.
+NUMPY_MULTIPLIERS = tuple(map(np.uint64, MULTIPLIERS))
+NUMPY_SHIFTS = tuple(map(np.uint64, SHIFTS))
 # 52 bits and a half: both ends of the range stay inside (0, 1), where -log(-log(u)) is finite.
 UNIFORM_SHIFT = 12
 UNIFORM_STEP = 2.0**-52
 
+# Of fewer numpy takes longer to begin than Python to end.
 FEW_KEYS = 32
+FEW_DRAWS = 10
 
+Keys = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float64]
 
@@ -97,10 +103,7 @@ def gumbel(keys: Tensor, num_tokens: int) -> Tensor:
 def numpy_hash_words(keys: Words, num_tokens: int) -> Words:
     """The words of `hash_words` as uint64, for keys [R] uint64; needs no torch and no signed arithmetic."""
     ids = np.arange(1, num_tokens + 1, dtype=np.uint64)
-    word = keys[:, None] + ids * np.uint64(GAMMA)
-    for shift, multiplier in zip(SHIFTS, (*MULTIPLIERS, 1), strict=True):
-        word = (word ^ (word >> np.uint64(shift))) * np.uint64(multiplier)
-    return word
+    return numpy_mix(keys[:, None] + ids * np.uint64(GAMMA))
 
 
 def numpy_uniforms(keys: Words, num_tokens: int) -> Floats:
@@ -113,9 +116,26 @@ def first_uniforms(keys: Sequence[int]) -> Floats:
     """The uniforms [R] of id 0 alone, for keys [R] as noise_key makes them: all that a test needs."""
     if len(keys) > FEW_KEYS:
         return numpy_uniforms(np.array(keys, dtype=np.int64).view(np.uint64), 1)[:, 0]
-    # In Python, because numpy takes longer to begin than this to end.
     words = (_mix((key + GAMMA) & MASK) for key in keys)
     return np.array([((word >> UNIFORM_SHIFT) + 0.5) * UNIFORM_STEP for word in words])
+
+
+def token_keys(seeds: Sequence[int], positions: Sequence[int]) -> Keys:
+    """`noise_key` of purpose TOKEN for many draws, [R] int64: draw r has seeds[r] and positions[r]."""
+    if len(seeds) < FEW_DRAWS:
+        keys = [noise_key(*draw, Purpose.TOKEN) for draw in zip(seeds, positions, strict=True)]
+        return np.array(keys, dtype=np.int64)
+    seed_words = np.array([*map(_seed_word, seeds)], dtype=np.uint64)
+    steps = np.array(positions, dtype=np.uint64) + np.uint64(1)
+    word = numpy_mix(seed_words + steps * np.uint64(GAMMA))
+    return numpy_mix(word + np.uint64(GAMMA * (Purpose.TOKEN + 1))).view(np.int64)
+
+
+def numpy_mix(word: Words) -> Words:
+    """The finaliser of `_mix` for many words."""
+    for shift, multiplier in zip(NUMPY_SHIFTS, NUMPY_MULTIPLIERS, strict=False):
+        word = (word ^ (word >> shift)) * multiplier
+    return word ^ (word >> NUMPY_SHIFTS[-1])
 
 
 def _mix(word: int) -> int:

@@ -25,7 +25,7 @@ from outrider.engine.ops import Ops, choose_ops
 from outrider.engine.ops.native import MAX_HEAD_DIM, MAX_THREADS, NativeOps
 from outrider.engine.session import Session
 from outrider.engine.sharing import share_rows
-from outrider.errors import InvalidRequest, ModelRefused, PromptTooLong
+from outrider.errors import CacheFull, InvalidRequest, ModelRefused, PromptTooLong
 from outrider.token_tree import EMPTY
 
 MAX_ROWS = 512
@@ -228,7 +228,7 @@ class ModelRunner:
         for feed, grant, rows in zip(feeds, grants, batch.ranges, strict=True):
             if grant:
                 session, finished = feed.session, rows is not None
-                cached_len = len(session) if finished else session.next_position + grant
+                cached_len = len(session.token_ids) if finished else session.next_position + grant
                 session.advance(cached_len, feed.tree if finished else EMPTY)
                 session.last_forward = self._num_forwards
         if self.device.type == "cuda" and not len(batch.wanted):
@@ -251,17 +251,19 @@ class ModelRunner:
 
     def check(self, feed: Feed) -> None:
         """Raises InvalidRequest when a feed can never run: past the context, too wide, or ids that are not embedded."""
-        length, tree = len(feed.session), feed.tree
+        session, tree = feed.session, feed.tree
+        length = len(session)
         if length + max(tree.depths) > self.context_len:
             raise InvalidRequest("tree", f"{max(tree.depths)} deep", f"at most {self.context_len - length} deep here")
         if len(tree) >= self.max_rows:
             raise InvalidRequest("tree", f"{len(tree)} rows", f"at most {self.max_rows - 1} rows")
-        self._check_ids(feed.session.token_ids[feed.session.next_position :])
-        self._check_ids(tree.token_ids)
+        self._check_ids((*session.token_ids[session.next_position :], *tree.token_ids))
 
     def _check_ids(self, token_ids: Sequence[int]) -> None:
         # An id without a row in the embedding would stop an accelerator for all sessions, not only for this one.
-        for extreme in (min(token_ids), max(token_ids)) if token_ids else ():
+        if not token_ids or 0 <= min(token_ids) <= max(token_ids) < self.config.vocab_size:
+            return
+        for extreme in (min(token_ids), max(token_ids)):
             if not 0 <= extreme < self.config.vocab_size:
                 raise InvalidRequest("token_ids", extreme, f"in [0, {self.config.vocab_size})")
 
@@ -294,7 +296,10 @@ def reserve(runner: ModelRunner, feed: Feed, with_room: Callable[[Allocate], Non
     `with_room` calls what it is given, and may make room and call it again when it raises CacheFull.
     """
     runner.check(feed)
-    with_room(lambda: feed.session.reserve(len(feed.tree)))
+    try:
+        feed.session.reserve(len(feed.tree))
+    except CacheFull:
+        with_room(lambda: feed.session.reserve(len(feed.tree)))
 
 
 def reopen(

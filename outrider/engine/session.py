@@ -60,7 +60,7 @@ class Session:
 
         They must be committed: what is found here is believed by sessions that end at these tokens.
         """
-        if self.salt is not None:
+        if self.salt is not None and length >= self.table.next_publishable:
             self.table.publish(self.salt, self.token_ids, min(length, self.cached_len))
 
     def take_prefix(self) -> int:

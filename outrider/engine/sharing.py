@@ -38,7 +38,7 @@ def share_rows(
     granted of which feeds want the logits besides, because logits are large.
     """
     needs = [feed.num_committed + len(feed.tree) for feed in feeds]
-    prefixes = [feed.num_prefix(need) for feed, need in zip(feeds, needs, strict=True)]
+    prefixes = [feed.num_prefix(need) if feed.wants_prefix else 0 for feed, need in zip(feeds, needs, strict=True)]
     prompts = [index for index, feed in enumerate(feeds) if feed.is_prompt]
     left, prefix_left = max_rows, max_prefix_rows
     prompt_left = max_rows if max_prompt_rows is None else min(max_prompt_rows, max_rows)
@@ -101,8 +101,9 @@ class Pace:
         Else it is at least MIN_PROMPT_ROWS, or 0 where others are in the step, to learn how long it takes without.
         """
         self._prompts = [feed.is_prompt for feed in feeds]
-        reading = {feed.session for feed in feeds if feed.is_prompt}
-        steps = [feed.session for feed in feeds if not feed.is_prompt]
+        pairs = list(zip(feeds, self._prompts, strict=True))
+        reading = {feed.session for feed, is_prompt in pairs if is_prompt}
+        steps = [feed.session for feed, is_prompt in pairs if not is_prompt]
         self._recent.append(steps)
         self._started_s = self._clock()
         # Who has ended, or has to read again what it has lost, is not waited for.

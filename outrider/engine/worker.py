@@ -9,8 +9,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -42,16 +41,26 @@ class Task(Protocol):
 TaskT = TypeVar("TaskT", bound=Task)
 
 
-@contextmanager
-def own_fault(task: Task) -> Iterator[None]:
+class own_fault:  # noqa: N801 - a context manager, read as a phrase
     """Ends a task with the unexpected error that is raised inside; nobody else's step is touched by it."""
-    try:
-        yield
-    except Exception:
+
+    # Not of contextlib, whose generators take longer than most of what stands inside.
+    __slots__ = ("_task",)
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
         # The thread serves every session, and what a bug says is for the log and not for a client.
-        log.exception("a step failed")
-        if not (task.done or task.stopped):
-            task.fail(OutriderError("the computation of a step failed"))
+        log.error("a step failed", exc_info=error)
+        if not (self._task.done or self._task.stopped):
+            self._task.fail(OutriderError("the computation of a step failed"))
+        return True
 
 
 class DeviceWorker(Generic[TaskT]):
@@ -124,7 +133,12 @@ class DeviceWorker(Generic[TaskT]):
 
     def submit(self, task: TaskT) -> None:
         """Lets a task take part from the next forward on; from any thread. Raises NotReady after `close`."""
-        self.post(lambda: self._active.append(task))
+        if threading.current_thread() is not self._thread:
+            self.post(lambda: self._active.append(task))
+        elif self._closed:
+            raise NotReady("the service is stopping")
+        else:
+            self._active.append(task)
 
     async def close(self) -> None:
         """Ends the thread behind the jobs that are queued; active tasks fail. Idempotent."""

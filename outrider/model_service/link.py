@@ -12,8 +12,7 @@ was cut looks the same, so nothing may depend on which it was: what it leaves be
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
@@ -36,11 +35,21 @@ from outrider.model_service.session_store import (
 )
 from outrider.rpc import channels
 from outrider.rpc.errors import session_error
-from outrider.rpc.fencing import ComputeTimes, Fence
-from outrider.rpc.messages import fence_from, fence_message, times_message
-from outrider.v1.draft_service_pb2 import DraftServiceLinkRequest, DraftServiceLinkResponse, ProposeRequest
-from outrider.v1.target_service_pb2 import TargetServiceLinkRequest, TargetServiceLinkResponse, VerifyRequest
-from outrider.v1.types_pb2 import OpenPart, Pong, TokensWanted
+from outrider.rpc.fencing import ComputeTimes, Fence, check_fence
+from outrider.rpc.messages import fence_from, write_fence, write_times
+from outrider.v1.draft_service_pb2 import (
+    DraftServiceLinkRequest,
+    DraftServiceLinkResponse,
+    ProposeRequest,
+    ProposeResponse,
+)
+from outrider.v1.target_service_pb2 import (
+    TargetServiceLinkRequest,
+    TargetServiceLinkResponse,
+    VerifyRequest,
+    VerifyResponse,
+)
+from outrider.v1.types_pb2 import OpenPart
 
 # A link has a handler, two tasks and some jobs, so this bounds all of them.
 MAX_LINKS = 256
@@ -142,8 +151,8 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
         """
 
     @abstractmethod
-    def content(self, answer: Any) -> Mapping[str, Any]:  # noqa: ANN401 - a proposal or a verdict
-        """The field of a response that carries what a session has computed."""
+    def fill(self, response: Any, answer: Any) -> None:  # noqa: ANN401 - with a proposal or a verdict
+        """Sets the field of a response that carries what a session has computed."""
 
     async def Link(  # noqa: N802 - the name is the protocol's
         self, request_iterator: AsyncIterator[Frame], context: grpc.aio.ServicerContext[Any, Any]
@@ -188,15 +197,15 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
         parts, num_frames = OpenParts(), 0
         async for frame in frames:
             arrived_ns = time.perf_counter_ns()
-            counts: Counter[bytes] = Counter()
+            counts: dict[bytes, int] = {}
             jobs = []
             for request in frame.requests:
-                fence = Fence(request.fence.session_id, request.fence.epoch, request.fence.base_len)
-                counts[fence.session_id] += 1
+                fence = fence_from(request.fence)
+                counts[fence.session_id] = count = counts.get(fence.session_id, 0) + 1
                 try:
-                    if counts[fence.session_id] > MAX_OF_SESSION:
+                    if count > MAX_OF_SESSION:
                         raise Overloaded(f"a frame has more than {MAX_OF_SESSION} messages of one session")
-                    job = self._job(request, arrived_ns, parts, outbox)
+                    job = self._job(request, fence, arrived_ns, parts, outbox)
                 except OutriderError as error:
                     job = partial(self._sessions.refuse, fence, error, outbox)
                 if job is not None:
@@ -210,9 +219,9 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
             else:
                 await self._device.call(run)
 
-    def _job(self, request: RequestT, arrived_ns: int, parts: OpenParts, outbox: Outbox) -> Job | None:
+    def _job(self, request: RequestT, fence: Fence, arrived_ns: int, parts: OpenParts, outbox: Outbox) -> Job | None:
         """What the device thread does for a message, None for nothing; raises what the message is refused for."""
-        fence = fence_from(request.fence, self._facts.context_len)
+        check_fence(fence, self._facts.context_len)
         earlier: Sequence[int] = ()
         match request.WhichOneof("action"):
             case None:
@@ -267,36 +276,39 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
 
     def _frames(self, answers: Sequence[SessionAnswer[Any]]) -> Iterator[AnswerFrame]:
         """All answers in as few frames as FRAME_BYTES allows."""
-        new_frame = partial(self.answer_type, instance_id=self._facts.instance_id, numerics_id=self._facts.numerics_id)
-        frame, size = new_frame(), 0
+        new_frame: Callable[[], Any] = partial(
+            self.answer_type, instance_id=self._facts.instance_id, numerics_id=self._facts.numerics_id
+        )
+        whole = new_frame()
         for answer in answers:
-            response = frame.responses.add(**self._response(answer))
+            self._fill(whole.responses.add(), answer)
+        if whole.ByteSize() <= FRAME_BYTES:
+            yield whole
+            return
+        part, size = new_frame(), 0
+        for response in whole.responses:
             num_bytes = response.ByteSize()
             if size and size + num_bytes > FRAME_BYTES:
-                frame.responses.pop()
-                yield frame
-                frame, size = new_frame(), 0
-                frame.responses.add(**self._response(answer))
+                yield part
+                part, size = new_frame(), 0
+            part.responses.append(response)
             size += num_bytes
-        yield frame
+        yield part
 
-    def _response(self, answer: SessionAnswer[Any]) -> dict[str, Any]:
-        fence = fence_message(answer.fence)
+    def _fill(self, response: ProposeResponse | VerifyResponse, answer: SessionAnswer[Any]) -> None:
+        # In place, because a message that is made of others copies each of them.
+        write_fence(response.fence, answer.fence)
         if answer.error is not None:
-            return {"fence": fence, "error": session_error(answer.error)}
-        if answer.content is PONG:
-            return {"fence": fence, "pong": Pong()}
-        content: Mapping[str, Any]
-        if answer.content is None:
-            content = {"tokens_wanted": TokensWanted(known_len=answer.known_len)}
+            response.error.CopyFrom(session_error(answer.error))
+        elif answer.content is PONG:
+            response.pong.SetInParent()
         else:
-            content = self.content(answer.content)
-        return {
-            "fence": fence,
-            "cached_len": answer.cached_len,
-            "times": times_message(answer.times),
-            **content,
-        }
+            response.cached_len = answer.cached_len
+            write_times(response.times, answer.times)
+            if answer.content is None:
+                response.tokens_wanted.known_len = answer.known_len
+            else:
+                self.fill(response, answer.content)
 
     def _leave(self, outbox: Outbox) -> list[asyncio.Future[Any]]:
         """Queues the leases at once, because a handler may be cancelled a second time; returns what tells of it."""

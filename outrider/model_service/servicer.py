@@ -18,6 +18,7 @@ from outrider.parameters import Rule
 from outrider.process import telemetry
 from outrider.process.telemetry import session_prefix
 from outrider.rpc import channels, messages
+from outrider.rpc.fencing import check_fence
 from outrider.rpc.messages import RULES
 from outrider.v1 import model_service_pb2 as pb
 from outrider.v1.model_service_pb2_grpc import ModelServiceServicer, add_ModelServiceServicer_to_server
@@ -93,7 +94,7 @@ class ModelServicer(ModelServiceServicer):
         self, request: pb.RollbackRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.RollbackResponse:
         """Takes a session back to a length; raises Overloaded when much waits for the device."""
-        fence = messages.fence_from(request.fence, self._facts.context_len)
+        fence = check_fence(messages.fence_from(request.fence), self._facts.context_len)
 
         def rollback() -> RolledBack:
             started_s = time.perf_counter()

@@ -9,10 +9,9 @@ import asyncio
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import structlog
 
@@ -48,8 +47,7 @@ T = TypeVar("T")
 PONG = object()
 
 
-@dataclass(frozen=True, slots=True)
-class SessionAnswer(Generic[ContentT]):
+class SessionAnswer(NamedTuple, Generic[ContentT]):
     """What a session says about a message: a proposal or verdict on the fence's length, or that it lacks tokens."""
 
     fence: Fence
@@ -92,7 +90,7 @@ class Outbox:
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._answers: list[SessionAnswer[Any]] = []
-        self._counts: Counter[bytes] = Counter()
+        self._counts: dict[bytes, int] = {}
         self._has_ended = False
         self._is_waking = False
         self._wanted: asyncio.Future[None] | None = None
@@ -103,10 +101,11 @@ class Outbox:
         """Adds an answer, which leaves when the device rests."""
         session_id = answer.fence.session_id
         with self._lock:
-            if answer.error is None and self._counts[session_id] >= MAX_UNSENT_OF_SESSION:
+            count = self._counts.get(session_id, 0)
+            if answer.error is None and count >= MAX_UNSENT_OF_SESSION:
                 self._flooded.add(session_id)
             elif len(self._answers) <= MAX_UNSENT:
-                self._counts[session_id] += 1
+                self._counts[session_id] = count + 1
                 self._answers.append(answer)
         self._outboxes.add(self)
 

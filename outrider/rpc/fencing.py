@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 from outrider.errors import InvalidRequest
 
@@ -23,8 +24,7 @@ class Fence:
     base_len: int
 
 
-@dataclass(frozen=True, slots=True)
-class SessionView:
+class SessionView(NamedTuple):
     """What a service knows of a session.
 
     Requests on the lengths in `answerable` have been taken in this epoch, and their answers are kept or under way.
@@ -95,8 +95,7 @@ def classify_open(fence: Fence, view: SessionView | None, min_epoch: int = 0) ->
     return MessageStatus.REPEAT if repeated else MessageStatus.STALE
 
 
-@dataclass(frozen=True, slots=True)
-class ComputeTimes:
+class ComputeTimes(NamedTuple):
     """Plain form of the message: waiting and device time in microseconds and rows, shared batches counted whole."""
 
     queue_us: int = 0

@@ -25,7 +25,7 @@ from outrider.parameters import (
     SessionSpec,
     TokenLogprob,
 )
-from outrider.rpc.fencing import ComputeTimes, Fence, check_fence
+from outrider.rpc.fencing import ComputeTimes, Fence
 from outrider.token_tree import TokenTree
 from outrider.v1 import types_pb2 as pb
 
@@ -49,9 +49,13 @@ MAX_SUPPORT = 256
 MAX_WEIGHT = 65535
 
 
-def fence_from(message: pb.Fence, context_len: int) -> Fence:
-    """The fence of a request; raises InvalidRequest."""
-    return check_fence(Fence(message.session_id, message.epoch, message.base_len), context_len)
+def fence_from(message: pb.Fence) -> Fence:
+    """The fence of a request, whatever it says."""
+    return Fence(message.session_id, message.epoch, message.base_len)
+
+
+def write_fence(message: pb.Fence, fence: Fence) -> None:
+    message.session_id, message.epoch, message.base_len = fence.session_id, fence.epoch, fence.base_len
 
 
 def fence_message(fence: Fence) -> pb.Fence:
@@ -147,13 +151,15 @@ def _banned(message: pb.OpenSession, vocabulary_size: int) -> tuple[tuple[int, .
     )
 
 
+def write_times(message: pb.ComputeTimes, times: ComputeTimes) -> None:
+    message.queue_us, message.compute_us = times.queue_us, times.compute_us
+    message.forward_count, message.row_count = times.forward_count, times.row_count
+
+
 def times_message(times: ComputeTimes) -> pb.ComputeTimes:
-    return pb.ComputeTimes(
-        queue_us=times.queue_us,
-        compute_us=times.compute_us,
-        forward_count=times.forward_count,
-        row_count=times.row_count,
-    )
+    message = pb.ComputeTimes()
+    write_times(message, times)
+    return message
 
 
 def finish_reason(message: pb.FinishReason.ValueType) -> FinishReason | None:
@@ -219,25 +225,32 @@ def tree_from(message: pb.TokenTree, vocabulary_size: int, max_rows: int, *, wit
     """
     num_rows = len(message.token_ids)
     check_count("proposal.token_ids", num_rows, max_rows, "rows")
-    if len(message.parents) not in {0, num_rows}:
-        raise InvalidRequest("proposal.parents", f"{len(message.parents)} entries", f"empty or {num_rows} entries")
-    for row, parent in enumerate(message.parents):
-        check_range(f"proposal.parents.{row}", parent, 0, row)
+    # Most proposals are chains without distributions, and what is absent is not gone through.
+    if message.parents:
+        _check_rows("parents", len(message.parents), num_rows)
+        for row, parent in enumerate(message.parents):
+            check_range(f"proposal.parents.{row}", parent, 0, row)
     token_ids = check_token_ids("proposal.token_ids", message.token_ids, vocabulary_size)
-    if len(message.distributions) not in {0, num_rows}:
-        entries = f"{len(message.distributions)} entries"
-        raise InvalidRequest("proposal.distributions", entries, f"empty or {num_rows} entries")
-    distributions = tuple(
-        _distribution_from(each, f"proposal.distributions.{row}", token_ids[row], vocabulary_size)
-        for row, each in enumerate(message.distributions)
-    )
-    logprobs = tuple(message.logprobs) if with_logprobs else ()
-    if len(logprobs) not in {0, num_rows}:
-        raise InvalidRequest("proposal.logprobs", f"{len(logprobs)} entries", f"empty or {num_rows} entries")
-    for row, logprob in enumerate(logprobs):
-        if not -math.inf < logprob <= 0:
-            raise InvalidRequest(f"proposal.logprobs.{row}", logprob, "finite and at most 0")
+    distributions: tuple[DraftDistribution, ...] = ()
+    if message.distributions:
+        _check_rows("distributions", len(message.distributions), num_rows)
+        distributions = tuple(
+            _distribution_from(each, f"proposal.distributions.{row}", token_ids[row], vocabulary_size)
+            for row, each in enumerate(message.distributions)
+        )
+    logprobs: tuple[float, ...] = ()
+    if with_logprobs and message.logprobs:
+        logprobs = tuple(message.logprobs)
+        _check_rows("logprobs", len(logprobs), num_rows)
+        for row, logprob in enumerate(logprobs):
+            if not -math.inf < logprob <= 0:
+                raise InvalidRequest(f"proposal.logprobs.{row}", logprob, "finite and at most 0")
     return TokenTree(token_ids, tuple(message.parents[:]) or tuple(range(num_rows)), distributions, logprobs)
+
+
+def _check_rows(name: str, num_entries: int, num_rows: int) -> None:
+    if num_entries != num_rows:
+        raise InvalidRequest(f"proposal.{name}", f"{num_entries} entries", f"empty or {num_rows} entries")
 
 
 def _distribution_from(
@@ -268,7 +281,8 @@ def tree_message(tree: TokenTree, *, with_logprobs: bool = False) -> pb.TokenTre
 
 
 def write_tree(message: pb.TokenTree, tree: TokenTree, *, with_logprobs: bool = False) -> None:
-    """As tree_message, into a message that is empty: one that is put into another is copied."""
+    """Makes a new message that of `tree_message`."""
+    message.SetInParent()
     message.token_ids.extend(tree.token_ids)
     if not tree.is_chain:
         message.parents.extend(tree.parents)

@@ -5,28 +5,34 @@ that cannot be drawn fails nobody: it may be one that plain decoding would never
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from outrider.engine.batching import Feed
-from outrider.engine.noise import Purpose, first_uniforms, noise_key
+from outrider.engine.noise import Keys, first_uniforms, token_keys
 from outrider.engine.ops.temperature import apply_temperature, argmax_mask
 from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling.transforms import RowContext, divisor, is_plain, transform
+from outrider.engine.sampling.transforms import RowContext, divisor, transform
 from outrider.errors import OutriderError
 from outrider.parameters import SessionSpec
 
 
-@dataclass(frozen=True, slots=True)
-class DrawInput:
+class DrawInput(NamedTuple):
     """What one session wants of a forward: its feed, and the parameters to draw with."""
 
     feed: Feed
     spec: SessionSpec
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a temperature is all that changes the logits of its rows; then `Ops.choose` draws from them."""
+        # Every row behind the root stands on more output than the root, so it is as plain.
+        return len(self.feed.session.token_ids) >= self.spec.plain_len
 
 
 # Stands for the draw of a tree's row that has none; no vocabulary has it.
@@ -43,7 +49,7 @@ def draw_each(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInput], 
     """
     groups: dict[bool, list[int]] = {}
     for number, draw_input in enumerate(inputs):
-        groups.setdefault(_is_plain(draw_input), []).append(number)
+        groups.setdefault(draw_input.is_plain, []).append(number)
     drawn: dict[int, Drawn] = {}
     try:
         if len(groups) == 1:
@@ -79,7 +85,7 @@ def scores_behind(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInpu
     if (
         logits.shape[1] > runner.vocabulary_size
         or len({each.spec.sampling.temperature for each in inputs}) > 1
-        or not all(map(_is_plain, inputs))
+        or not all(draw_input.is_plain for draw_input in inputs)
     ):
         contexts = [context for draw_input in inputs for context in row_contexts(draw_input)]
         return transform(logits, contexts, runner.vocabulary_size, runner.ops)
@@ -115,13 +121,13 @@ def before_argmax(draw_input: DrawInput) -> DrawInput:
         return draw_input
     neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     sampling = draw_input.spec.sampling.model_copy(update=neutral)
-    return replace(draw_input, spec=replace(draw_input.spec, sampling=sampling))
+    return draw_input._replace(spec=replace(draw_input.spec, sampling=sampling))
 
 
-def key_column(runner: ModelRunner, keys: Sequence[int]) -> Tensor:
+def key_column(runner: ModelRunner, keys: Sequence[int] | Keys) -> Tensor:
     """Keys [R] int64 where the runner computes."""
     # By way of numpy, because torch takes ten times as long to read a short list.
-    return torch.from_numpy(np.array(keys, dtype=np.int64)).to(runner.device)
+    return torch.from_numpy(np.asarray(keys, dtype=np.int64)).to(runner.device)
 
 
 def undrawable(prefix_len: int, cause: ValueError) -> OutriderError:
@@ -129,32 +135,27 @@ def undrawable(prefix_len: int, cause: ValueError) -> OutriderError:
     return OutriderError(f"no token can be drawn behind {prefix_len} tokens: {cause}")
 
 
-def _is_plain(draw_input: DrawInput) -> bool:
-    spec = draw_input.spec
-    has_ends = bool(spec.eos_token_ids or spec.stop_token_ids)
-    # Every row behind the root stands on more output than the root, so it is as plain.
-    return is_plain(spec.sampling, len(draw_input.feed.session) - spec.prompt_len, has_ends, bool(spec.banned))
-
-
 def _draw_group(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInput], plain: bool) -> list[Drawn]:
     """Drawn tokens of each input, whose rows follow each other in logits; raises ValueError."""
-    keys = [key for each in inputs for key in _keys(each)]
+    keys = _keys(inputs)
     if plain:
-        temperatures = [divisor(each.spec.sampling) for each in inputs for _ in each.feed.tree.depths]
+        temperatures: list[float] = []
+        for each in inputs:
+            temperatures += [divisor(each.spec.sampling)] * len(each.feed.tree.depths)
         column = torch.from_numpy(np.array(temperatures, dtype=np.float64)).to(runner.device)
         ids = runner.ops.choose(logits, column, key_column(runner, keys), runner.vocabulary_size)
         drawn: list[int] = ids.tolist()
     else:
         drawn = _draw(runner, logits, [context for each in inputs for context in row_contexts(each)], keys)
-    rest = iter(drawn)
-    return [list(islice(rest, len(each.feed.tree) + 1)) for each in inputs]
+    ends = accumulate(len(each.feed.tree.depths) for each in inputs)
+    return [drawn[start:end] for start, end in pairwise([0, *ends])]
 
 
 def _draw_alone(runner: ModelRunner, logits: Tensor, draw_input: DrawInput) -> Drawn:
     drawn: list[int] = []
-    for row, (context, key) in enumerate(zip(row_contexts(draw_input), _keys(draw_input), strict=True)):
+    for row, (context, key) in enumerate(zip(row_contexts(draw_input), _keys([draw_input]), strict=True)):
         try:
-            drawn += _draw(runner, logits[row : row + 1], [context], [key])
+            drawn += _draw(runner, logits[row : row + 1], [context], [int(key)])
         except ValueError as error:
             if not row:
                 return undrawable(len(context.committed), error)
@@ -162,16 +163,21 @@ def _draw_alone(runner: ModelRunner, logits: Tensor, draw_input: DrawInput) -> D
     return drawn
 
 
-def _draw(runner: ModelRunner, logits: Tensor, contexts: Sequence[RowContext], keys: Sequence[int]) -> list[int]:
+def _draw(runner: ModelRunner, logits: Tensor, contexts: Sequence[RowContext], keys: Sequence[int] | Keys) -> list[int]:
     scores = transform(logits, contexts, runner.vocabulary_size, runner.ops)
     drawn: list[int] = runner.ops.draw(scores, key_column(runner, keys)).tolist()
     return drawn
 
 
-def _keys(draw_input: DrawInput) -> list[int]:
+def _keys(inputs: Sequence[DrawInput]) -> Keys:
     """Draft and target draw a position with one key, whichever row of whichever proposal it is."""
-    length = len(draw_input.feed.session)
-    return [noise_key(draw_input.spec.seed, length + depth, Purpose.TOKEN) for depth in draw_input.feed.tree.depths]
+    seeds: list[int] = []
+    positions: list[int] = []
+    for each in inputs:
+        length, depths = len(each.feed.session), each.feed.tree.depths
+        seeds += [each.spec.seed] * len(depths)
+        positions += [length + depth for depth in depths]
+    return token_keys(seeds, positions)
 
 
 def forward_and_draw(runner: ModelRunner, inputs: Sequence[DrawInput]) -> list[Drawn | None]:

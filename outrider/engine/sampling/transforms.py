@@ -78,7 +78,7 @@ class RowContext:
 
 def is_edited(row: RowContext) -> bool:
     """Whether `edit` would change anything but the temperature of a row."""
-    return bool(row.sampling.logit_bias or row.held_back) or has_penalties(row.sampling)
+    return bool(row.sampling.logit_bias or row.held_back) or row.sampling.has_penalties
 
 
 def edit(scores: Tensor, rows: Sequence[RowContext]) -> Tensor:
@@ -90,7 +90,7 @@ def edit(scores: Tensor, rows: Sequence[RowContext]) -> Tensor:
     _bias(wide, rows)
     sessions: dict[tuple[int, int], list[int]] = {}
     for number, row in enumerate(rows):
-        if has_penalties(row.sampling):
+        if row.sampling.has_penalties:
             sessions.setdefault((id(row.committed), row.prompt_len), []).append(number)
     for numbers in sessions.values():
         _penalise(wide, numbers, [rows[number] for number in numbers])
@@ -149,11 +149,6 @@ def column(values: Sequence[float], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
 
 
-def has_penalties(wanted: SamplingParameters) -> bool:
-    """Whether any token that occurred is penalised."""
-    return wanted.repetition_penalty != 1 or wanted.presence_penalty != 0 or wanted.frequency_penalty != 0
-
-
 def transform(logits: Tensor, rows: Sequence[RowContext], vocabulary_size: int, ops: Ops) -> Tensor:
     """Scores [R, V] float32 of logits [R, V] float32: log-probabilities up to a constant, -inf outside the support.
 
@@ -178,18 +173,6 @@ def transform(logits: Tensor, rows: Sequence[RowContext], vocabulary_size: int, 
             changed = change(scores[chosen], [rows[number] for number in chosen], ops)
             scores = scores.index_copy(0, torch.tensor(chosen, device=scores.device), changed)
     return scores
-
-
-def is_plain(sampling: SamplingParameters, output_len: int, has_ends: bool, has_bans: bool) -> bool:
-    """Whether `transform` would apply a temperature and nothing else; then `Ops.choose` draws the same without it.
-
-    output_len counts the tokens of the row's prefix that are output; has_ends tells whether min_tokens holds any back,
-    and has_bans whether any sequence is banned, be it behind this prefix or another one.
-    """
-    cuts = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-    is_short = has_ends and output_len < sampling.min_tokens
-    edits = is_short or has_bans or bool(sampling.logit_bias) or has_penalties(sampling)
-    return not edits and (sampling.temperature == 0 or not cuts)
 
 
 def divisor(sampling: SamplingParameters) -> float:

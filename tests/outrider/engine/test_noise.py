@@ -93,6 +93,15 @@ def test_torch_and_numpy_agree_on_random_keys(device: torch.device) -> None:
     assert np.all(np.abs(noise.gumbel(on_device, 1000).cpu().numpy() - gumbel) <= 2 * unit(gumbel))
 
 
+@pytest.mark.parametrize("count", [1, noise.FEW_DRAWS - 1, noise.FEW_DRAWS, 200])
+def test_token_keys_are_those_of_each_draw(count: int) -> None:
+    """Whether few or many are made at once, with seeds and positions of any size."""
+    seeds = [-5, 0, 2**63, 2**64 - 1, 77] * 40
+    positions = [0, 1, 4095, 2**31 - 1, 7, 12, 100] * 30
+    expected = [noise_key(seeds[draw], positions[draw], Purpose.TOKEN) for draw in range(count)]
+    assert noise.token_keys(seeds[:count], positions[:count]).tolist() == expected
+
+
 @pytest.mark.parametrize("count", [0, 1, 32, 33, 500])
 def test_first_uniforms_are_those_of_id_0(count: int) -> None:
     """However many are asked for at once, and with whichever arithmetic."""

@@ -1,12 +1,13 @@
 """One forward and a draw behind every row: whoever shares it, each session draws what it would draw alone."""
 
+from dataclasses import replace
+
 import pytest
 from support.tiny_models import TARGET
 
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draw import DrawInput, forward_and_draw
-from outrider.engine.sampling.transforms import is_plain
 from outrider.parameters import SamplingParameters, SessionSpec
 from outrider.token_tree import EMPTY, TokenTree
 
@@ -54,6 +55,9 @@ def test_sessions_draw_as_if_alone() -> None:
 )
 def test_only_a_temperature_is_plain(wanted: SamplingParameters, expected: bool) -> None:
     """With two output tokens so far: min_tokens 2 is reached, and temperature 0 leaves nothing to cut."""
-    assert is_plain(wanted, 2, has_ends=True, has_bans=False) is expected
-    assert is_plain(wanted, 2, has_ends=False, has_bans=False) is (expected or wanted.min_tokens == 3)
-    assert not is_plain(wanted, 2, has_ends=True, has_bans=True)
+    for ends, stops in ((frozenset({0}), frozenset[int]()), (frozenset[int](), frozenset({0}))):
+        spec = SessionSpec(tuple(range(6)), 4, wanted, 77, 500, ends, stops)
+        assert (spec.plain_len <= 6) is expected
+        assert replace(spec, banned=((7,),)).plain_len > 500
+    endless = SessionSpec(tuple(range(6)), 4, wanted, 77, 500, frozenset(), frozenset())
+    assert (endless.plain_len <= 6) is (expected or wanted.min_tokens == 3)
