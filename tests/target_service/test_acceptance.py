@@ -211,7 +211,7 @@ def test_an_off_by_one_walk_is_found() -> None:
 
     def shifted(tree: TokenTree, drawn: list[int]) -> Walk:
         way = walk(tree, drawn)
-        return replace(way, next_token_id=drawn[(0, 0, *way.accepted_rows)[-2]])
+        return way._replace(next_token_id=drawn[(0, 0, *way.accepted_rows)[-2]])
 
     spec = replace(SPEC, max_len=40)
     results = [speculate(seed, spec, shifted) == plain(spec.token_ids, seed, spec) for seed in range(50)]
