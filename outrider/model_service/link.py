@@ -276,8 +276,12 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
 
     def _frames(self, answers: Sequence[SessionAnswer[Any]]) -> Iterator[AnswerFrame]:
         """All answers in as few frames as FRAME_BYTES allows."""
+        table = self._sessions.table
         new_frame: Callable[[], Any] = partial(
-            self.answer_type, instance_id=self._facts.instance_id, numerics_id=self._facts.numerics_id
+            self.answer_type,
+            instance_id=self._facts.instance_id,
+            numerics_id=self._facts.numerics_id,
+            session_count=len(table) - table.num_leased,
         )
         whole = new_frame()
         for answer in answers:

@@ -61,16 +61,16 @@ def end_silently(self: LinkStream, session_id: bytes, mailbox: object, close: ob
     self._mailboxes.pop(session_id, None)
 
 
-def leave_nothing(self: LeaseTable[object], owner: object) -> int:
-    """A table that does not notice that a link has ended."""
-    return 0
+def free_nothing(self: LeaseTable[object]) -> float:
+    """A table in which no lease ends."""
+    return self.lease_s
 
 
 PLANTS = {
     "a session ends without a word": ("gateway.sessions.stream.LinkStream.detach", end_silently),
     "the target takes repetitions": ("target_service.sessions.classify", taking_repetitions),
     "the gateway matches by order": ("gateway.sessions.target.TargetOpening.receive", receive_in_order),
-    "a broken link frees nothing": ("outrider.model_service.session_store.LeaseTable.leave", leave_nothing),
+    "no lease ends": ("outrider.model_service.session_store.LeaseTable.sweep", free_nothing),
     "a close frees no blocks": ("outrider.engine.session.Session.free", lambda self: None),
 }
 

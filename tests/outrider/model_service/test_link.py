@@ -81,6 +81,28 @@ BAD_MESSAGES: dict[str, tuple[Callable[[TargetClient], Message], bool]] = {
 }
 
 
+async def test_a_frame_tells_how_many_sessions_the_service_has(client: TargetClient, channel: grpc.aio.Channel) -> None:
+    """Those of other gateways too, and none that was closed or whose link is gone."""
+    other = TargetClient(channel)
+    others = [other.beside() for _ in range(3)]
+    await tokens_of(other, [each.opening(spec) for each, spec in zip(others, SPECS, strict=False)])
+    await client.send(client.opening(SPECS[5]))
+    assert (await client.link.frame()).session_count == 4
+    await others[0].close(1)
+    await client.send(client.stepping(1, 7))
+    assert (await client.link.frame()).session_count == 3
+    other.call.cancel()
+
+    async def count() -> int:
+        await client.send(client.request(client.fence(1, 7), ping=pb.Ping()))
+        return int((await client.link.frame()).session_count)
+
+    async def is_alone() -> bool:
+        return await count() == 1
+
+    await eventually(is_alone)
+
+
 @pytest.mark.parametrize("name", BAD_MESSAGES)
 async def test_a_bad_message_among_good_ones_harms_no_other_session(
     name: str, client: TargetClient, service: RunningModelService
