@@ -53,7 +53,7 @@ async def test_blocks_prefixes_and_preemption_are_the_real_ones() -> None:
     prompts = [OPENINGS[0] * 6 + opening for opening in PROMPTS]
     async with running_stack(*PAIR, gateway=PATIENT) as stack:
         expected = token_ids(await answers(stack, prompts, temperature=0.0, max_tokens=40, draft_count=0))
-    async with running_stack(*PAIR, gateway=PATIENT, kv_tokens=1024) as stack:
+    async with running_stack(*PAIR, gateway=PATIENT, kv_tokens=512) as stack:
         fields = {"temperature": 0.0, "max_tokens": 40, "cache_salt": "one"}
         for draft_count in (0, 4):
             assert token_ids(await answers(stack, prompts, draft_count=draft_count, **fields)) == expected

@@ -111,7 +111,7 @@ async def narrow() -> AsyncIterator[RestStack]:
 def tokens_sent(rest: RestStack) -> float:
     """Tokens that all requests together have been given."""
     assert rest.stack.gateway is not None
-    value = rest.stack.gateway.frontend.metrics.generation_tokens._value.get()
+    value = rest.stack.gateway.frontend.metrics.generation_tokens.total
     return float(value)
 
 
