@@ -32,6 +32,7 @@ async def test_a_conversation_says_the_same_with_and_without_the_cache() -> None
     """Under `match`, with and without a draft, and sent twice; both services find most of what is sent again."""
     async with running_stack(target_options=OFF, draft_options=OFF) as stack:
         expected, answers = await conversation(stack)
+        await stack.quiet()
         assert [(info.prefix_query_tokens, info.cached_block_count) for info in await infos(stack)] == [(0, 0)] * 2
         assert [answer.completion.usage.cached_prompt_tokens for answer in answers] == [0, 0, 0]
     async with running_stack() as stack:
@@ -42,6 +43,8 @@ async def test_a_conversation_says_the_same_with_and_without_the_cache() -> None
         for answer in answers:
             usage = answer.completion.usage
             assert usage.cached_prompt_tokens == (usage.prompt_tokens - 1) // 16 * 16
+        # The last close is on its way while the answer is.
+        await stack.quiet()
         for info in await infos(stack):
             assert info.prefix_hit_tokens > info.prefix_query_tokens / 2
             assert info.cached_block_count > 0

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,12 @@ class Up:
 
     def children(self) -> list[int]:
         """Process ids of its services."""
-        lists = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        return [int(pid) for path in lists for pid in path.read_text().split()]
+        found = []
+        for path in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
+            # A thread may end while it is looked at.
+            with suppress(FileNotFoundError):
+                found += [int(pid) for pid in path.read_text().split()]
+        return found
 
     async def await_children(self, count: int) -> list[int]:
         """Process ids of its services, once it has started so many."""
