@@ -6,8 +6,8 @@ from bench.chart import Panel, line_chart
 from bench.common import PLAIN, markdown
 from bench.load.driver import Block
 from bench.load.summary import LoadFigures, client_share
+from outrider.model_names import SIM_PREFIX
 
-SIMULATED = "sim:"
 SYMBOLS = """\
 Streams: requests side by side; each stream asks its next when its last has ended. Figures are of the time in which all
 streams run. Over plain, over the best fixed one (plain among them) and p99 over plain: medians of the ratios of blocks
@@ -19,7 +19,7 @@ a device computed."""
 
 def is_simulated(models: Mapping[str, str]) -> bool:
     """Whether any of the models only waits as long as a real one would take."""
-    return any(name.startswith(SIMULATED) for name in models.values())
+    return any(name.startswith(SIM_PREFIX) for name in models.values())
 
 
 def name_of(models: Mapping[str, str]) -> str:

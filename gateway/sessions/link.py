@@ -31,7 +31,7 @@ from outrider.errors import OutriderError, PeerLost
 from outrider.parameters import Rule
 from outrider.process import telemetry
 from outrider.process.metrics import Tally
-from outrider.rpc.channels import open_channel
+from outrider.rpc.channels import PROTOCOL_VERSION, open_channel
 from outrider.rpc.errors import error_from
 from outrider.rpc.messages import rules_from
 from outrider.v1 import model_service_pb2 as pb
@@ -44,7 +44,6 @@ from outrider.v1.target_service_pb2_grpc import TargetServiceStub
 
 # Bounds of the time of a Rollback, which waits for the step that is running; the last is longer than its timeout.
 ROLLBACK_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-PROTOCOL_VERSION = 2
 ROLES = {pb.SERVICE_ROLE_DRAFT: "draft", pb.SERVICE_ROLE_TARGET: "target"}
 # What begins a call of each role on a channel, and its frames.
 CALLS: Mapping[str, tuple[Callable[[grpc.aio.Channel], Any], Frame]] = {

@@ -18,6 +18,7 @@ import structlog
 from gateway.rounds.round import TokenLog
 from outrider.errors import PeerLost, ProtocolViolation
 from outrider.parameters import SessionSpec
+from outrider.rpc.channels import FRAME_BYTES
 from outrider.rpc.errors import error_from, said_by_peer
 from outrider.rpc.messages import open_message
 from outrider.v1 import draft_service_pb2, target_service_pb2, types_pb2
@@ -28,7 +29,6 @@ LOST_STATUSES = frozenset({"UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED", "INT
 LONGEST_SILENCE_S = 15.0  # as long as gRPC takes to notice that nobody answers its pings
 MAX_UNREAD = 1024  # answers of one session that may wait here; no service may send more before it is asked again
 PART_TOKENS = 4096  # tokens of an open that are sent at a time
-FRAME_BYTES = 256 << 10  # larger frames would make small messages wait; a single message may be larger
 
 log = structlog.get_logger()
 

@@ -34,6 +34,7 @@ from outrider.model_service.session_store import (
     SessionStore,
 )
 from outrider.rpc import channels
+from outrider.rpc.channels import FRAME_BYTES
 from outrider.rpc.errors import session_error
 from outrider.rpc.fencing import ComputeTimes, Fence, check_fence
 from outrider.rpc.messages import fence_from, write_fence, write_times
@@ -58,8 +59,6 @@ MAX_UNFINISHED_FRAMES = 16
 MAX_OF_SESSION = 16
 # Tokens of opens that are on their way in parts, of one link.
 MAX_PART_TOKENS = 4 << 20
-# Larger frames would make small answers wait; a single answer may be larger.
-FRAME_BYTES = 256 << 10
 
 log = structlog.get_logger()
 

@@ -23,7 +23,6 @@ from outrider.rpc.messages import RULES
 from outrider.v1 import model_service_pb2 as pb
 from outrider.v1.model_service_pb2_grpc import ModelServiceServicer, add_ModelServiceServicer_to_server
 
-PROTOCOL_VERSION = 2
 MAX_DRAFT_COUNT = 32
 MAX_WAITING_JOBS = 4096
 
@@ -81,7 +80,7 @@ class ModelServicer(ModelServiceServicer):
         described |= {"drafters": list(facts.drafters)}
         return pb.GetModelInfoResponse(
             **described,
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=channels.PROTOCOL_VERSION,
             max_draft_count=MAX_DRAFT_COUNT,
             stalled_us=self._device.stalled_us,
             drafter_offers=[

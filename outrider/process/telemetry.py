@@ -182,8 +182,3 @@ def parent_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, s
 def event(name: str, **attributes: AttributeValue) -> None:
     """Notes on the open span that something happened now, which is worth it only for what is rare or slow."""
     trace.get_current_span().add_event(name, attributes)
-
-
-def note(**attributes: AttributeValue) -> None:
-    """Sets attributes of the open span."""
-    trace.get_current_span().set_attributes(attributes)

@@ -23,6 +23,10 @@ ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(?P<port>[0-9]
 
 # A prompt of a million tokens takes 4 bytes for each of them at most.
 MAX_MESSAGE_BYTES = 4 << 20
+# Of a link's frame: larger ones would make small messages wait. A single message may be larger.
+FRAME_BYTES = 256 << 10
+# Of the messages between gateway and services; both sides need the same.
+PROTOCOL_VERSION = 2
 # Under 20 % packet loss a ping timeout of 2 s cuts healthy connections; 5 s does not.
 PING_TIMEOUT_MS = 5_000
 DRAIN_S = 30.0

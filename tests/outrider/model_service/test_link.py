@@ -14,9 +14,10 @@ from support.basics import PATIENCE_S, eventually, held, spec_of
 from support.session_clients import TargetClient
 
 from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded
-from outrider.model_service.link import FRAME_BYTES, MAX_OF_SESSION, MAX_UNFINISHED_FRAMES
+from outrider.model_service.link import MAX_OF_SESSION, MAX_UNFINISHED_FRAMES
 from outrider.model_service.server import RunningModelService
 from outrider.model_service.session_store import MAX_UNSENT
+from outrider.rpc.channels import FRAME_BYTES
 from outrider.rpc.fencing import Fence
 from outrider.rpc.messages import logprobs_from
 from outrider.v1 import target_service_pb2 as target_pb
