@@ -31,7 +31,7 @@ from outrider.errors import OutriderError, PeerLost
 from outrider.parameters import Rule
 from outrider.process import telemetry
 from outrider.process.metrics import Tally
-from outrider.rpc.channels import PROTOCOL_VERSION, open_channel
+from outrider.rpc.channels import PROTOCOL_VERSION, open_link_channel
 from outrider.rpc.errors import error_from
 from outrider.rpc.messages import rules_from
 from outrider.v1 import model_service_pb2 as pb
@@ -115,7 +115,7 @@ class ServiceLink:
         """
         self.role = role
         self.address = address
-        self.channel = channel or open_channel(address)
+        self.channel = channel or open_link_channel(address)
         self.mismatch: OutriderError | None = None
         self.breaker = CircuitBreaker(*BREAKERS[role])
         self.rollback_seconds = Tally(ROLLBACK_S)

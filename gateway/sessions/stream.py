@@ -1,9 +1,10 @@
 """The one call to a service that carries the messages of all sessions, and a session's part in it.
 
 What the sessions say in one turn of the loop leaves in one frame, and so does what comes while a frame is on its way:
-batching never waits. An open with many tokens is cut, and a frame takes one piece of one open at a time, so that nobody
-waits behind a prompt. Cancelling a read or a write of grpc.aio cancels the whole call, so both happen in tasks of the
-link's own, and whoever leaves only takes its mailbox away.
+batching never waits. Nor does a service wait for all that follows from a large frame: a turn handles a part of it.
+An open with many tokens is cut, and a frame takes one piece of one open at a time, so that nobody waits behind a
+prompt. Cancelling a read or a write of grpc.aio cancels the whole call, so both happen in tasks of the link's own, and
+whoever leaves only takes its mailbox away.
 """
 
 import asyncio
@@ -29,6 +30,7 @@ LOST_STATUSES = frozenset({"UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED", "INT
 LONGEST_SILENCE_S = 15.0  # as long as gRPC takes to notice that nobody answers its pings
 MAX_UNREAD = 1024  # answers of one session that may wait here; no service may send more before it is asked again
 PART_TOKENS = 4096  # tokens of an open that are sent at a time
+TURN_ANSWERS = 16  # of one frame that a turn of the loop handles
 
 log = structlog.get_logger()
 
@@ -148,13 +150,7 @@ class LinkStream:
                     raise PeerLost(f"{self._peer} sent a message that is not valid")
                 if frame.instance_id != self.instance_id:
                     raise PeerLost(f"{self._peer} is another one than the handshake was made with")
-                self.heard_s = asyncio.get_running_loop().time()
-                self.numerics_id, self.session_count = frame.numerics_id, frame.session_count
-                for response in frame.responses:
-                    mailbox = self._mailboxes.get(response.fence.session_id)
-                    # An answer to a session that has ended is late.
-                    if mailbox is not None:
-                        mailbox.put(response)
+                await self._hand_out(frame)
         except PeerLost as error:
             self.end = error
             self._call.cancel()
@@ -170,6 +166,19 @@ class LinkStream:
             self._writing.cancel()
             for mailbox in self._mailboxes.values():
                 mailbox.wake()
+
+    async def _hand_out(self, frame: Any) -> None:  # noqa: ANN401 - of either service
+        self.heard_s = asyncio.get_running_loop().time()
+        self.numerics_id, self.session_count = frame.numerics_id, frame.session_count
+        for number, response in enumerate(frame.responses):
+            if number and number % TURN_ANSWERS == 0:
+                # What these sessions say now leaves before the others hear anything, so that the services work
+                # meanwhile.
+                await asyncio.sleep(0)
+            mailbox = self._mailboxes.get(response.fence.session_id)
+            # An answer to a session that has ended is late.
+            if mailbox is not None:
+                mailbox.put(response)
 
     def _failure(self, error: grpc.aio.AioRpcError) -> PeerLost:
         """A loss whatever it is, because no session is at fault, in a sentence that names the peer and what it said."""

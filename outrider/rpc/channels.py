@@ -93,6 +93,10 @@ OPTIONS: Options = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
 
+# Bytes of a stream that may be on their way to a reader. With gRPC's own, which grow, a service that is faster than its
+# gateway has hundreds of small frames there, and each session waits for all of them.
+UNREAD_OPTIONS: Options = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 16 << 10))
+
 
 def channel_options() -> Options:
     """Options of every channel."""
@@ -112,6 +116,11 @@ def server_options(*, shares_port: bool = False) -> Options:
 def open_channel(address: str) -> grpc.aio.Channel:
     """A channel to a service; the connection is made by the first call."""
     return grpc.aio.insecure_channel(address, options=channel_options())
+
+
+def open_link_channel(address: str) -> grpc.aio.Channel:
+    """A channel for a link: its service sends little that has not been read, and puts the rest into larger frames."""
+    return grpc.aio.insecure_channel(address, options=(*channel_options(), *UNREAD_OPTIONS))
 
 
 @dataclass(frozen=True, slots=True)

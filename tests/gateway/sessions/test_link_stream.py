@@ -14,7 +14,7 @@ from support.markov_services import Mischief, TargetServicer, linked
 from gateway.rounds.round import NOTHING, TokenLog
 from gateway.sessions.link import Replicas, ServiceLink
 from gateway.sessions.session import TargetTimeouts
-from gateway.sessions.stream import MAX_UNREAD, PART_TOKENS
+from gateway.sessions.stream import MAX_UNREAD, PART_TOKENS, TURN_ANSWERS
 from gateway.sessions.target import RemoteTargetSession
 from outrider.errors import Overloaded, ProtocolViolation
 from outrider.parameters import SamplingParameters, SessionSpec
@@ -97,6 +97,23 @@ async def test_what_is_said_in_one_turn_of_the_loop_leaves_in_one_frame() -> Non
         await eventually(lambda: service.closed == 8)
         frames = [[message.WhichOneof("action") for message in frame.requests] for frame in service.frames]
         assert frames == [["open"] * 8, ["step"] * 8, ["close"] * 8]
+
+
+async def test_a_large_frame_is_answered_in_parts() -> None:
+    """The first sessions of a frame say what comes next before the last ones have been heard."""
+    service = target()
+    async with linked(service) as link, AsyncExitStack() as life:
+        requests = [await life.enter_async_context(Request(link, seed)) for seed in range(2 * TURN_ANSWERS + 3)]
+
+        async def two_rounds(request: Request) -> None:
+            for _ in range(2):
+                await request.round()
+
+        await asyncio.gather(*map(two_rounds, requests))
+        counts = [len(frame.requests) for frame in service.frames]
+        # What comes while a frame is on its way shares the next one.
+        assert counts[:2] == [len(requests), TURN_ANSWERS]
+        assert sum(counts) == 2 * len(requests)
 
 
 @pytest.fixture

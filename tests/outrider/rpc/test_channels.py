@@ -51,7 +51,7 @@ class Streamer(TargetServiceServicer):
     async def Link(self, request_iterator: AsyncIterator[object], context: grpc.aio.ServicerContext) -> None:  # noqa: N802
         """Bidirectional."""
         async for _ in request_iterator:
-            await context.write(target_pb.TargetServiceLinkResponse())
+            await context.write(target_pb.TargetServiceLinkResponse(numerics_id="n" * 1024))
             await self.handle()
 
 
@@ -226,6 +226,39 @@ async def test_a_client_that_leaves_is_no_error(
     await asyncio.wait_for(left.wait(), 10)
     captured = capsys.readouterr()
     assert "unexpected" not in captured.out + captured.err
+
+
+@pytest.mark.parametrize(
+    ("opened", "least", "most"), [(channels.open_link_channel, 4, 40), (channels.open_channel, 60, 200)]
+)
+async def test_a_service_sends_little_that_is_not_read_on_a_link(
+    server: channels.RunningServer,
+    harness: Harness,
+    opened: Callable[[str], grpc.aio.Channel],
+    least: int,
+    most: int,
+) -> None:
+    """About 16 frames of 1 KiB; on other channels as many as gRPC likes."""
+    num_written, num_frames = 0, 200
+
+    async def count() -> None:
+        nonlocal num_written
+        num_written += 1
+
+    harness.handle = count
+    async with opened(server.address) as channel:
+        call = TargetServiceStub(channel).Link()
+        for _ in range(num_frames):
+            await call.write(target_pb.TargetServiceLinkRequest())
+        before, num_same = -1, 0
+        # The server answers these between two writes, so it waits with a write when so many of them see no other.
+        while num_same < 50:
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            before, num_same = num_written, num_same + 1 if num_written == before else 0
+        assert least <= num_written <= most
+        for _ in range(num_frames):
+            assert (await call.read()).numerics_id
+        assert num_written >= num_frames - 1
 
 
 async def test_nobody_there_is_a_lost_peer(server: channels.RunningServer) -> None:
