@@ -26,6 +26,7 @@ from outrider.rpc.fencing import ComputeTimes, Meter
 from outrider.token_tree import TokenTree
 from target_service.acceptance import TargetVerdict, Walk, commit_walk, decide
 from target_service.block_allocator import BlockAllocator
+from target_service.gathering import Gathering
 
 
 @dataclass(slots=True, eq=False)
@@ -68,13 +69,20 @@ class Verifier:
         """The table has all sessions that hold blocks; see target_service.block_allocator. `clock` as in Pace."""
         self._runner = runner
         self._pace = Pace(clock)
+        self._gathering = Gathering(clock)
         self._allocator = BlockAllocator(runner, table)
 
     def advance(self, tasks: Sequence[VerifyTask]) -> bool:
-        """One ragged forward over all tasks that have room, and the verdicts that it allows; False when none has.
+        """One ragged forward over all tasks that have room, and the verdicts that it allows.
 
-        When it raises, no session has changed but for what is cached: see outrider.engine.worker.
+        False when none has, or when it is better to wait a moment for others. When it raises, no session has changed
+        but for what is cached: see outrider.engine.worker.
         """
+        for task in tasks:
+            self._gathering.came(task.session, task.meter.arrived_ns / 1e9)
+        here, num_rows = [task.session for task in tasks], sum(len(task.tree) + 1 for task in tasks)
+        if self._gathering.is_worth_waiting(here, num_rows):
+            return False
         ages = self._allocator.begin_step()
         in_order = sorted(tasks, key=lambda task: ages.get(task.session, len(ages)))
         served = [task for task in in_order if self._reserve(task)]
@@ -85,6 +93,9 @@ class Verifier:
         started_ns = time.perf_counter_ns()
         outcomes, grants = self._forward_and_decide(tasks)
         ended_ns, num_rows = time.perf_counter_ns(), sum(grants)
+        if num_rows == sum(len(task.tree) + 1 for task in tasks):
+            # Nobody read a prompt.
+            self._gathering.costs.add(num_rows, (ended_ns - started_ns) / 1e9)
         for task, grant, outcome in zip(tasks, grants, outcomes, strict=True):
             if grant:
                 task.meter.add(started_ns, ended_ns, num_rows)
@@ -96,6 +107,10 @@ class Verifier:
                     commit(task.session, outcome)
                     task.prompt_logprobs = []
                     task.on_verdict(outcome, task.meter.times())
+                    if not task.done:
+                        self._gathering.stayed(task.session)
+                    elif outcome.finish_reason is None:
+                        self._gathering.left(task.session)
                 task.session.publish(len(task.session))
         return True
 

@@ -36,9 +36,10 @@ FIRST_RATE, FIRST_WEIGHT = 0.7, 4.0  # of a guess, before any was tested, and it
 POOL_WEIGHT = 16.0  # of the pool's rate in that of a session, in tested tokens
 SLOPE_WEIGHT = 0.5  # of what is believed of the cost of a row before there are two entries, in squared rows
 DRIFT = 0.02  # how much of a sample's surprise about one number of rows is believed of all others
-LEAST_SHARE = 0.5  # a target that takes all that waits for it serves two groups in turn; more do not last
+LEAST_SHARE = 0.5  # a target that waits for groups which are almost there serves two in turn; more do not last
 ONE_GROUP = 0.8
 MEMORY_ROUNDS = 1000  # of each session, behind which half of what was measured is forgotten
+TRUST_ROUNDS = 4  # of each session, behind which half of what was measured is believed
 EXACT_ROWS = 32  # larger numbers of rows share an entry with their neighbours
 
 
@@ -158,6 +159,7 @@ class ByLoad:
     def __init__(self) -> None:
         self._averages: dict[int, Average] = {}
         self._added: dict[int, int] = {}
+        self._counts: dict[int, int] = {}
 
     def add(self, load: int, sample: float, now: int = 0) -> None:
         """Adds a sample; `now` counts whatever samples grow old by."""
@@ -166,17 +168,22 @@ class ByLoad:
             self._averages[key] = Average()
         self._averages[key].add(sample)
         self._added[key] = now
+        self._counts[key] = self._counts.get(key, 0) + 1
 
     def known(self, load: int) -> bool:
         """Whether this very load has been seen."""
         return _load_key(load) in self._averages
 
     def blend(self, load: int, model: float, now: int) -> float:
-        """The average at this very load where there is one; the older it is, the more of what a model says instead."""
+        """The average at this very load where there is one; of what a model says the more, the older it is, and the
+        fewer rounds each session has had: while a load changes, rounds are like nothing that lasts.
+        """
         key = _load_key(load)
         if key not in self._averages:
             return model
-        weight = MEMORY_ROUNDS / (MEMORY_ROUNDS + (now - self._added[key]) / max(load, 1))
+        each = max(load, 1)
+        weight = MEMORY_ROUNDS / (MEMORY_ROUNDS + (now - self._added[key]) / each)
+        weight *= self._counts[key] / (self._counts[key] + TRUST_ROUNDS * each)
         return weight * self._averages[key].mean + (1 - weight) * model
 
     def at(self, load: int, unknown: float = 0.0) -> float:
@@ -259,8 +266,8 @@ class DrafterEstimates:
     def ramp(self, num_sessions: int) -> None:
         """Lets twice as many sessions draft when those that do have had two rounds each."""
         self.rounds_allowed += 1
-        if self.rounds_allowed >= 2 * self.allowed:
-            self.rounds_allowed, self.allowed = 0, min(2 * self.allowed, max(1, num_sessions))
+        if self.allowed < num_sessions and self.rounds_allowed >= 2 * self.allowed:
+            self.rounds_allowed, self.allowed = 0, 2 * self.allowed
 
     def judge(self, costs: Sequence[float]) -> None:
         """Looks whether guesses are worth it at the present costs of K; where not, the next time begins with one."""

@@ -14,8 +14,10 @@ from gateway.rounds.planner import DraftOutlook, RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import HopCost, Proposal, TokenLog, Verdict
 from outrider.token_tree import TokenTree
+from target_service.gathering import Gathering
 
 PROMPT_LEN = 8
+LOOK_AGAIN_US = 100
 CostLaw = Callable[[int], float]
 """Microseconds of a forward over so many rows."""
 
@@ -29,16 +31,23 @@ class Device:
     waiting: dict["SimulatedSession", int] = field(default_factory=dict)
     since_us: dict["SimulatedSession", float] = field(default_factory=dict)
     is_busy: bool = False
+    gathering: Gathering | None = None
+    """Of a target."""
 
     def put(self, session: "SimulatedSession", rows: int) -> None:
         """A session waits for the next step."""
         self.waiting[session] = rows
         self.since_us[session] = self.world.now_us
+        if self.gathering is not None:
+            self.gathering.came(session, self.world.now_us / 1e6)
         self.world.after(0.0, self.begin)
 
     def begin(self) -> None:
         """Begins a step, unless there is one or nothing to do."""
         if self.is_busy or not self.waiting:
+            return
+        if self.gathering is not None and self.gathering.is_worth_waiting(self.waiting, sum(self.waiting.values())):
+            self.world.after(LOOK_AGAIN_US, self.begin)
             return
         self.is_busy = True
         batch, self.waiting = self.waiting, {}
@@ -50,8 +59,12 @@ class Device:
 
     def _end(self, batch: dict["SimulatedSession", int], cost_us: float, rows: int) -> None:
         self.is_busy = False
+        if self.gathering is not None:
+            self.gathering.costs.add(rows, cost_us / 1e6)
         for session in batch:
             session.stepped(self, cost_us, rows)
+            if self.gathering is not None:
+                (self.gathering.stayed if session in self.waiting else self.gathering.left)(session)
         self.begin()
 
 
@@ -143,6 +156,7 @@ class Devices:
         self.dice = random.Random(seed)
         self.policy = SpeculationPolicy()
         self.target, self.draft = Device(self, target_us), Device(self, draft_us)
+        self.target.gathering = Gathering(lambda: self.now_us / 1e6)
         self.message_us, self.alpha = message_us, alpha
         self.now_us = 0.0
         self.sessions: list[SimulatedSession] = []
