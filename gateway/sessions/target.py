@@ -60,7 +60,7 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
         budget = min(plain_budget, self._max_budget)
         if self.is_opening or not self.outstanding:
             self.send_step(proposal, plain_budget)
-        elif budget and 2 * self.outstanding <= budget:
+        elif budget and 2 * self.outstanding <= budget and self._limit < self._spec.max_len:
             message = self._next_message(budget)
             message.acknowledge.plain_budget = budget
             self.send(message)

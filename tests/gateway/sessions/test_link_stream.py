@@ -99,6 +99,15 @@ async def test_what_is_said_in_one_turn_of_the_loop_leaves_in_one_frame() -> Non
         assert frames == [["open"] * 8, ["step"] * 8, ["close"] * 8]
 
 
+async def test_a_target_that_may_go_on_to_the_end_is_not_told_so_again() -> None:
+    """A request of 48 tokens in stretches of 32 is an open, and one message that lets the target go on."""
+    service = target()
+    async with linked(service) as link, Request(link, 1) as request:
+        while request.log.finish_reason is None:
+            await request.round(plain_budget=32)
+        assert kinds(service, request) == ["open", "acknowledge"]
+
+
 async def test_a_large_frame_is_answered_in_parts() -> None:
     """The first sessions of a frame say what comes next before the last ones have been heard."""
     service = target()
