@@ -100,12 +100,12 @@ async def test_what_is_said_in_one_turn_of_the_loop_leaves_in_one_frame() -> Non
 
 
 async def test_a_target_that_may_go_on_to_the_end_is_not_told_so_again() -> None:
-    """A request of 48 tokens in stretches of 32 is an open, and one message that lets the target go on."""
+    """A request of 48 tokens in stretches of 15 is an open and four messages that let the target go on."""
     service = target()
     async with linked(service) as link, Request(link, 1) as request:
         while request.log.finish_reason is None:
-            await request.round(plain_budget=32)
-        assert kinds(service, request) == ["open", "acknowledge"]
+            await request.round(plain_budget=15)
+        assert kinds(service, request) == ["open", *["acknowledge"] * 4]
 
 
 async def test_a_large_frame_is_answered_in_parts() -> None:
