@@ -1,7 +1,7 @@
 """Who computes how many rows in a step: whoever is running always, then prompts, first come, first served.
 
 Prompts that share a device evenly all finish late; one after the other, the mean time to a first token is half as long.
-While others run, a step has as many rows of prompts as make it about twice as long (chunked prefill beside decoding,
+While others run, a step has as many rows of prompts as make it about half as long again (chunked prefill beside decoding,
 Agrawal et al., 2024, Sarathi-Serve, arXiv 2403.02310). How many these are is measured: ten on a CPU, hundreds where
 reading the weights outweighs computing. It decides which rows go together, and never what a row computes.
 """
@@ -17,7 +17,7 @@ from outrider.engine.session import Session
 # Of prompts in every step but for those that measure the others, so that reading comes to an end whatever is measured.
 MIN_PROMPT_ROWS = 4
 # How long a step with rows of prompts may take, in steps without.
-MAX_SLOWDOWN = 2.0
+MAX_SLOWDOWN = 1.5
 # Steps whose median counts: one that a busy machine made slow says nothing, and a new load is known soon.
 NUM_SAMPLES = 5
 # Of so many steps one has no rows of prompts, while others run, and tells how long such a step takes now.
