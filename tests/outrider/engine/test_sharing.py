@@ -199,21 +199,23 @@ def test_a_prompt_alone_takes_the_whole_step() -> None:
     assert [device.step(prompts())[0] for _ in range(3)] == [512] * 3
 
 
-def test_a_step_with_rows_of_prompts_takes_twice_as_long() -> None:
-    """On a device where a row costs a millisecond, beside 14 ms for those who run: fourteen rows."""
+def test_a_step_with_rows_of_prompts_takes_half_as_long_again() -> None:
+    """On a device where a row costs a millisecond, beside 14 ms for those who run: seven rows."""
     device, feeds = Device(cpu), runners()
     device.step(feeds)
     steps = [device.step([*feeds, *prompts()]) for _ in range(100)]
-    assert all(seconds <= 28 for _, seconds in steps)
-    assert {num_rows for num_rows, _ in steps[5:]} == {14, 0}
+    assert all(seconds <= 21 for _, seconds in steps)
+    assert {num_rows for num_rows, _ in steps[5:]} == {7, 0}
 
 
 def test_where_rows_are_cheap_chunks_are_large() -> None:
-    """On an accelerator 512 rows take 10.4 ms, less than twice the 6 ms of the weights."""
+    """On an accelerator 450 rows take 9 ms, half as long again as the 6 ms of the weights: chunks are around that."""
     device, feeds = Device(accelerator), runners()
     device.step(feeds)
     steps = [device.step([*feeds, *prompts()]) for _ in range(100)]
-    assert steps[-1] == (504, pytest.approx(10.24))
+    late = [seconds for num_rows, seconds in steps[-48:] if num_rows]
+    assert sum(late) / len(late) == pytest.approx(9.0, rel=0.05)
+    assert min(num_rows for num_rows, _ in steps[-48:] if num_rows) > 300
 
 
 def test_the_first_step_beside_others_measures_them() -> None:
@@ -231,7 +233,7 @@ def test_another_load_is_followed(factor: float) -> None:
         device.step(feeds)
     device.law = lambda num_prompt, num_others: factor * (10 + 0.5 * num_others) + num_prompt
     steps = [device.step(feeds) for _ in range((NUM_SAMPLES + 1) * (PROBE_STEPS + 1))]
-    assert steps[-1][0] == max(int(factor * 14), MIN_PROMPT_ROWS)
+    assert steps[-1][0] == max(int(factor * 7), MIN_PROMPT_ROWS)
 
 
 def test_a_step_that_a_busy_machine_made_slow_changes_nothing() -> None:
@@ -245,7 +247,7 @@ def test_a_step_that_a_busy_machine_made_slow_changes_nothing() -> None:
         device.law = lambda num_prompt, num_others: 500.0
         device.step(slow)
         device.law = cpu
-        assert device.step([*feeds, *prompts()]) == (14, 28.0)
+        assert device.step([*feeds, *prompts()]) == (7, 21.0)
 
 
 def test_reading_goes_on_whatever_is_measured() -> None:
@@ -266,4 +268,4 @@ def test_who_waits_for_its_draft_is_running_until_it_ends() -> None:
             for feed in feeds:
                 feed.session.free()
         read = [device.step(prompts())[0] for _ in range(GRACE_STEPS + 1)]
-        assert read == [512] * len(read) if ends else read == [14] * (GRACE_STEPS - 1) + [512] * 2
+        assert read == [512] * len(read) if ends else read == [7] * (GRACE_STEPS - 1) + [512] * 2
