@@ -61,6 +61,7 @@ class Process:
         self._lease_s = lease_s
         self._num_starts = 0
         self._is_up = False
+        self._is_draining = False
         self._is_healed = False
         self._measured_s = 0.0
         self.runner: ModelRunner
@@ -80,6 +81,7 @@ class Process:
         if self._is_up:
             return
         self._is_up = True
+        self._is_draining = False
         self._num_starts += 1
         host, device_host = self.hosts
         self.runner = self._weights.runner(self._kv_tokens)
@@ -107,6 +109,7 @@ class Process:
             self._later(fault.duration_s, self.device.recover)
         elif fault.kind is Kind.DRAIN:
             self.server.accepts = False
+            self._is_draining = True
             self.servicer.drain()
             self._network.go_away(self.address)
             self._later(min(fault.duration_s, GRACE_S), partial(self._kill_if, self._num_starts, fault.duration_s))
@@ -134,6 +137,9 @@ class Process:
         self.server.accepts = self._is_up
         if not self._is_up:
             self._restart()
+        elif self._is_draining:
+            # It takes no sessions any more, and never will.
+            self.kill(0.0)
 
     def _restart(self) -> None:
         self._loop.create_task(self.start(), context=context_of(""))
