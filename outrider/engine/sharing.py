@@ -1,9 +1,10 @@
 """Who computes how many rows in a step: whoever is running always, then prompts, first come, first served.
 
 Prompts that share a device evenly all finish late; one after the other, the mean time to a first token is half as long.
-While others run, a step has as many rows of prompts as make it about half as long again (chunked prefill beside decoding,
-Agrawal et al., 2024, Sarathi-Serve, arXiv 2403.02310). How many these are is measured: ten on a CPU, hundreds where
-reading the weights outweighs computing. It decides which rows go together, and never what a row computes.
+While others run, a step has as many rows of prompts as make it about half as long again (chunked prefill beside
+decoding, Agrawal et al., 2024, Sarathi-Serve, arXiv 2403.02310). How many these are is measured: some on a CPU,
+hundreds where reading the weights outweighs computing. It decides which rows go together, and never what a row
+computes.
 """
 
 import statistics
