@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import distributions
+from itertools import product
 from pathlib import Path
 from typing import Annotated, NoReturn, TypeVar, Unpack
 
@@ -152,12 +153,19 @@ def fixed(draft_count: int) -> str:
     return f"K = {draft_count}"
 
 
-def settings_of(draft_counts: Iterable[int | None]) -> dict[str, Speculation]:
-    """Settings by their names: plain where K is 0, and auto where it is None, so that the gateway chooses."""
+def settings_of(draft_counts: Iterable[int | None], drafters: Iterable[str] = ("",)) -> dict[str, Speculation]:
+    """Settings by their names: plain where K is 0, and auto where it is None, so that the gateway chooses.
+
+    All but plain with each of the drafters; an empty one leaves that to the gateway too.
+    """
     settings = {}
-    for count in draft_counts:
+    for count, drafter in product(draft_counts, drafters):
         name = AUTO if count is None else fixed(count) if count else PLAIN
-        settings[name] = Speculation(enabled=count != 0, draft_count=count or None)
+        if count != 0 and drafter:
+            name = f"{name}, {drafter}"
+        settings[name] = Speculation(
+            enabled=count != 0, draft_count=count or None, drafter=drafter if count != 0 else ""
+        )
     return settings
 
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, ClassVar
 
-from draft_service.drafters.model_drafter import DRAFTERS, DraftTask, ModelDrafter
 from draft_service.servicer import DraftServicer
 from draft_service.sessions import DraftSessions, DraftState
+from outrider.drafters.model_drafter import DRAFTERS, DraftTask, ModelDrafter
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, MAX_TOP_N
 from outrider.engine.worker import DeviceWorker
 from outrider.model_service.server import LoadedModel, RunningModelService, describe, load_model_aside, serve_model

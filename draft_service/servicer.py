@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from functools import partial
 
-from draft_service.drafters.model_drafter import choose_drafter
 from draft_service.sessions import DraftSessions, Wanted
+from outrider.drafters.model_drafter import choose_drafter
 from outrider.errors import InvalidRequest, check_range, check_token_ids
 from outrider.model_service.link import Job, LinkServicer
 from outrider.model_service.servicer import MAX_DRAFT_COUNT

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from draft_service.drafters.model_drafter import MODEL, DraftTask, noise_of
+from outrider.drafters.model_drafter import MODEL, DraftTask, noise_of
 from outrider.engine.runner import ModelRunner
 from outrider.model_service.session_store import LeaseTable, Outbox, SessionAnswer, SessionState, SessionStore
 from outrider.parameters import SessionSpec
@@ -68,7 +68,7 @@ class DraftSessions(SessionStore[DraftState]):
     def open(self, fence: Fence, spec: SessionSpec, wanted: Wanted, owner: Outbox, drafter: str = MODEL) -> None:
         """Opens a session, or opens it again with a newer epoch, and asks for guesses.
 
-        `drafter` is one that serves the spec's rule; see draft_service.drafters.model_drafter.
+        `drafter` is one that serves the spec's rule; see outrider.drafters.model_drafter.
         """
         status, held = self._classify_open(fence)
         if status is MessageStatus.CURRENT:

@@ -33,6 +33,7 @@ from outrider.engine.sampling.transforms import transform
 from outrider.errors import OutriderError
 from outrider.parameters import Acceptance, FinishReason, Rule, SessionSpec, TokenLogprob
 from outrider.token_tree import TokenTree
+from target_service.own_drafts import NO_PROPOSAL, OwnProposal
 from target_service.rules.block import block
 from target_service.rules.lenient import lenient_greedy
 from target_service.rules.outcome import ChainOutcome
@@ -68,6 +69,8 @@ class TargetVerdict(NamedTuple):
     """One entry for each token of the prompt but the first, where the request asked for them and this comes first."""
     prefix_len: int = 0
     """Tokens found in the prefix cache, where this is the first verdict of an opening."""
+    own: OwnProposal = NO_PROPOSAL
+    """What the session's own drafter had proposed; accepted_rows counts its rows."""
 
 
 def walk(tree: TokenTree, drawn: Sequence[int], substitutes: Sequence[int] = ()) -> Walk:

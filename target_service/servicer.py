@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 
+from outrider.drafters.model_drafter import choose_drafter
 from outrider.errors import InvalidRequest, PromptTooLong, check_range
 from outrider.model_service.link import Job, LinkServicer
 from outrider.model_service.servicer import MAX_DRAFT_COUNT
@@ -10,6 +11,7 @@ from outrider.model_service.session_store import Outbox
 from outrider.parameters import SessionSpec
 from outrider.rpc import channels, messages
 from outrider.rpc.fencing import Fence
+from outrider.rpc.messages import write_times, write_tree
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1.target_service_pb2_grpc import TargetServiceServicer, add_TargetServiceServicer_to_server
 from target_service.acceptance import TargetVerdict
@@ -36,14 +38,23 @@ class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServi
         if request.HasField("open"):
             spec = messages.spec_from(request.open.session, fence.base_len, self._facts.vocabulary_size, earlier)
             self._check_lengths(spec)
-            return partial(self._sessions.open, fence, spec, self._step(request.open.step, arrived_ns), owner)
+            step, drafter = self._step(request.open.step, arrived_ns), request.open.drafter
+            if drafter:
+                choose_drafter(drafter, spec.acceptance.rule, self._facts.drafters, "open.drafter")
+            return partial(self._sessions.open, fence, spec, step, owner, drafter)
         if request.HasField("step"):
             return partial(self._sessions.step, fence, self._step(request.step, arrived_ns), owner)
-        budget = check_range("acknowledge.plain_budget", request.acknowledge.plain_budget, 0, MAX_PLAIN_BUDGET)
-        return partial(self._sessions.acknowledge, fence, budget, arrived_ns, owner)
+        message = request.acknowledge
+        budget = check_range("acknowledge.plain_budget", message.plain_budget, 0, MAX_PLAIN_BUDGET)
+        own_count = check_range("acknowledge.own_draft_count", message.own_draft_count, 0, MAX_DRAFT_COUNT)
+        return partial(self._sessions.acknowledge, fence, budget, arrived_ns, owner, own_count)
 
     def fill(self, response: pb.VerifyResponse, answer: TargetVerdict) -> None:
-        verdict = response.verdict
+        verdict, own = response.verdict, answer.own
+        if own.tree:
+            write_tree(verdict.proposal, own.tree, with_logprobs=True, with_distributions=False)
+            write_times(response.draft_times, own.times)
+            response.caught_up_count = own.caught_up_count
         verdict.accepted_rows.extend(answer.accepted_rows)
         if answer.next_token_id is not None:
             verdict.next_token_id = answer.next_token_id
@@ -74,4 +85,5 @@ class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServi
     def _step(self, message: pb.TargetStep, arrived_ns: int) -> Step:
         tree = messages.tree_from(message.proposal, self._facts.vocabulary_size, MAX_DRAFT_COUNT)
         budget = check_range("step.plain_budget", message.plain_budget, 0, MAX_PLAIN_BUDGET)
-        return Step(tree, budget, arrived_ns)
+        own_count = check_range("step.own_draft_count", message.own_draft_count, 0, MAX_DRAFT_COUNT)
+        return Step(tree, budget, arrived_ns, own_count)

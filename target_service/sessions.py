@@ -3,10 +3,10 @@
 Everything here runs on the device thread, between two forwards, so that no session changes under one.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest, ProtocolViolation
@@ -15,6 +15,7 @@ from outrider.parameters import FinishReason, SessionSpec
 from outrider.rpc.fencing import ComputeTimes, Fence, MessageStatus, Meter, classify
 from outrider.token_tree import EMPTY, TokenTree
 from target_service.acceptance import TargetVerdict
+from target_service.own_drafts import Hosting, OwnSession
 from target_service.verifier import VerifyTask
 
 UNACKNOWLEDGED_WINDOW = 256
@@ -26,6 +27,7 @@ class Step(NamedTuple):
     tree: TokenTree
     plain_budget: int
     arrived_ns: int
+    own_draft_count: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +42,10 @@ class TargetState(SessionState[VerifyTask]):
     finish_reason: FinishReason | None = None
     verdicts: list[SessionAnswer[TargetVerdict]] = field(default_factory=list)
     """The unacknowledged ones, in order."""
+    own: OwnSession | None = None
+    """Its drafter in this process, where it has one."""
+    own_draft_count: int = 0
+    """Guesses that this is asked for."""
 
     def __post_init__(self) -> None:
         self.acknowledged_len = len(self.session)
@@ -60,8 +66,24 @@ class TargetState(SessionState[VerifyTask]):
     @property
     def may_go_on(self) -> bool:
         """Whether the next token may be committed unasked."""
-        end = min(self.limit, self.acknowledged_len + UNACKNOWLEDGED_WINDOW)
-        return self.finish_reason is None and len(self.session) < end
+        return self.finish_reason is None and len(self.session) < self._unasked_end
+
+    @property
+    def _unasked_end(self) -> int:
+        return min(self.limit, self.acknowledged_len + UNACKNOWLEDGED_WINDOW)
+
+    @property
+    def next_own_count(self) -> int:
+        """Guesses of its own drafter for the next verdict; none while the prompt is read.
+
+        They depend on lengths and never on tokens: rules that test with uniforms would otherwise be biased.
+        """
+        length = len(self.session)
+        if self.own is None or length == self.spec.prompt_len:
+            return 0
+        # An unasked verdict commits no more than its budget.
+        end = self.spec.max_len if length == self.asked_len else min(self._unasked_end, self.spec.max_len)
+        return max(0, min(self.own_draft_count, end - length - 1))
 
     def acknowledge(self, base_len: int) -> None:
         """Forgets the verdicts below base_len."""
@@ -81,7 +103,14 @@ class TargetState(SessionState[VerifyTask]):
             self.session.truncate(length)
         self.epoch, self.acknowledged_len, self.limit = epoch, len(self.session), 0
         self.asked_len, self.verdicts = 0, []
+        if self.own is not None:
+            self.own.draft.truncate(len(self.session))
         return was_stopped
+
+    def free(self) -> None:
+        SessionState.free(self)  # super() does not know a class with slots that dataclass has made anew
+        if self.own is not None:
+            self.own.draft.free()
 
 
 class TargetSessions(SessionStore[TargetState]):
@@ -94,18 +123,28 @@ class TargetSessions(SessionStore[TargetState]):
         submit: Callable[[VerifyTask], None],
         *,
         prefix_cache: bool = True,
+        hostings: Sequence[Hosting[Any]] = (),
     ) -> None:
-        """`submit` hands a task to the device worker that advances it; prefix_cache as in SessionStore."""
+        """`submit` hands a task to the device worker that advances it; prefix_cache as in SessionStore.
+
+        `hostings` are the drafters that sessions may have in this process.
+        """
         super().__init__(runner, table, TargetState, prefix_cache=prefix_cache)
         self._submit = submit
+        self._hostings = {hosting.name: hosting for hosting in hostings}
 
-    def open(self, fence: Fence, spec: SessionSpec, step: Step, owner: Outbox) -> None:
-        """Opens a session, or opens it again with a newer epoch, and takes its first step."""
+    def open(self, fence: Fence, spec: SessionSpec, step: Step, owner: Outbox, drafter: str = "") -> None:
+        """Opens a session, or opens it again with a newer epoch, and takes its first step.
+
+        `drafter` is one of the hostings, or empty.
+        """
         status, held = self._classify_open(fence)
         if status is MessageStatus.CURRENT:
             _check_proposal(step.tree, spec, fence.base_len)
+            _check_own(drafter, step.own_draft_count, "step.own_draft_count")
             held = self._open(fence, spec, owner)
             held.finish_reason = None
+            self._host(held, drafter)
             self._accept(held, fence, step)
         elif status is MessageStatus.REPEAT and held is not None:
             self._attach(fence, held, owner)
@@ -123,12 +162,15 @@ class TargetSessions(SessionStore[TargetState]):
             self._repeat(held, fence, step)
         elif status is not MessageStatus.STALE:
             _check_proposal(step.tree, held.spec, fence.base_len)
+            _check_own(held.own, step.own_draft_count, "step.own_draft_count")
             if status is MessageStatus.REWIND:
                 self._rewind(held, fence.epoch, fence.base_len)
             held.acknowledge(fence.base_len)
             self._accept(held, fence, step)
 
-    def acknowledge(self, fence: Fence, plain_budget: int, arrived_ns: int, owner: Outbox) -> None:
+    def acknowledge(
+        self, fence: Fence, plain_budget: int, arrived_ns: int, owner: Outbox, own_draft_count: int = 0
+    ) -> None:
         """Forgets verdicts, and lets the target go on unasked; never answered."""
         held = self.table.get(fence.session_id)
         if held is None or held.owner is not owner:
@@ -139,9 +181,19 @@ class TargetSessions(SessionStore[TargetState]):
             self._rewind(held, fence.epoch, fence.base_len)
         if fence.base_len < held.acknowledged_len:
             return
+        _check_own(held.own, own_draft_count, "acknowledge.own_draft_count")
         held.acknowledge(fence.base_len)
         held.allow(fence.base_len, plain_budget)
+        held.own_draft_count = own_draft_count
         self._go_on(fence.session_id, held, arrived_ns)
+
+    def _host(self, held: TargetState, drafter: str) -> None:
+        """Gives a session its drafter, which finds what it has read of the tokens in its own prefix cache."""
+        if held.own is not None:
+            held.own.draft.free()
+        hosting = self._hostings.get(drafter)
+        salt = held.spec.cache_salt if self._prefix_cache else None
+        held.own = None if hosting is None else OwnSession(hosting, hosting.open(held.spec, salt))
 
     def _repeat(self, held: TargetState, fence: Fence, step: Step) -> None:
         """Sends the verdicts from a length on once more, and goes on as far as the repetition allows.
@@ -169,12 +221,13 @@ class TargetSessions(SessionStore[TargetState]):
             )
         is_repeat = fence.base_len == held.asked_len
         held.allow(fence.base_len, step.plain_budget, is_repeat=is_repeat)
-        held.asked_len = fence.base_len
+        held.asked_len, held.own_draft_count = fence.base_len, step.own_draft_count
         if held.task is None:
             self._start(fence.session_id, held, step)
-        elif not is_repeat:
-            # A verdict on just this length is under way, because the budget allowed it: it becomes the step's own.
-            held.task.tree, held.task.meter = step.tree, Meter(step.arrived_ns)
+        elif not is_repeat and (step.tree or held.task.own_proposal is None):
+            # A verdict on just this length is under way, because the budget allowed it: it becomes the step's own. Only
+            # guesses that have been made for it stay.
+            held.task.next_verdict(step.tree, Meter(step.arrived_ns), held.next_own_count)
 
     def _start(self, session_id: bytes, held: TargetState, step: Step) -> None:
         held.task = VerifyTask(
@@ -184,7 +237,14 @@ class TargetSessions(SessionStore[TargetState]):
             meter=Meter(step.arrived_ns),
             on_verdict=partial(self._on_verdict, session_id, held),
             on_failure=partial(self.fail, session_id, held),
+            own=held.own,
+            own_draft_count=held.next_own_count,
         )
+        if held.own is not None:
+            held.own.is_drafting = False
+            if held.own_draft_count and len(held.session) == held.spec.prompt_len:
+                # The drafter reads the prompt while the target does.
+                held.own.begin(held.session.token_ids, 0)
         self._submit(held.task)
 
     def _on_verdict(self, session_id: bytes, held: TargetState, verdict: TargetVerdict, times: ComputeTimes) -> None:
@@ -197,9 +257,15 @@ class TargetSessions(SessionStore[TargetState]):
         task = held.task
         if task is not None:
             # Prepared before the reply, so that whoever has the answer finds the session at rest.
-            task.tree, task.meter, task.done = EMPTY, Meter(), not held.may_go_on
+            task.next_verdict(EMPTY, Meter(), held.next_own_count)
+            task.done = not held.may_go_on
             held.task = None if task.done else task
         held.answer(answer)
+
+
+def _check_own(own: object, own_draft_count: int, field: str) -> None:
+    if own_draft_count and not own:
+        raise InvalidRequest(field, own_draft_count, "0 for a session that was opened without a drafter")
 
 
 def _check_proposal(tree: TokenTree, spec: SessionSpec, base_len: int) -> None:

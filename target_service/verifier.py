@@ -23,10 +23,11 @@ from outrider.errors import OutriderError
 from outrider.model_service.session_store import LeaseTable
 from outrider.parameters import SessionSpec, TokenLogprob
 from outrider.rpc.fencing import ComputeTimes, Meter
-from outrider.token_tree import TokenTree
+from outrider.token_tree import EMPTY, TokenTree
 from target_service.acceptance import TargetVerdict, Walk, commit_walk, decide
 from target_service.block_allocator import BlockAllocator
 from target_service.gathering import Gathering
+from target_service.own_drafts import OwnProposal, OwnSession, guess
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +41,12 @@ class VerifyTask:
     on_verdict: Callable[[TargetVerdict, ComputeTimes], None]
     """Called with each verdict, when the session holds its tokens; prepares the task for the next one, or ends it."""
     on_failure: Callable[[OutriderError], None]
+    own: OwnSession | None = None
+    """Drafts where the tree is empty."""
+    own_draft_count: int = 0
+    """Guesses that it is to make for the next verdict."""
+    own_proposal: OwnProposal | None = None
+    """What it has made for the next verdict."""
     done: bool = False
     stopped: bool = False
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -54,6 +61,18 @@ class VerifyTask:
     def draw_input(self) -> DrawInput:
         """What its next forward computes, and how tokens are drawn behind it."""
         return DrawInput(Feed(self.session, self.tree, self.wants_prompt), self.spec)
+
+    @property
+    def wants_own(self) -> bool:
+        """Whether guesses are to be made before its next forward; they are made once for each verdict."""
+        return bool(self.own_draft_count) and not self.tree and self.own_proposal is None
+
+    def next_verdict(self, tree: TokenTree, meter: Meter, own_draft_count: int) -> None:
+        """Prepares the task for what follows the session's tokens now."""
+        self.tree, self.meter = tree, meter
+        self.own_draft_count, self.own_proposal = own_draft_count, None
+        if self.own is not None:
+            self.own.is_drafting = False
 
     def fail(self, error: OutriderError) -> None:
         self.done = True
@@ -78,6 +97,9 @@ class Verifier:
         False when none has, or when it is better to wait a moment for others. When it raises, no session has changed
         but for what is cached: see outrider.engine.worker.
         """
+        tasks = _with_proposals(tasks)
+        if not tasks:
+            return True
         for task in tasks:
             self._gathering.came(task.session, task.meter.arrived_ns / 1e9)
         here, num_rows = [task.session for task in tasks], sum(len(task.tree) + 1 for task in tasks)
@@ -175,6 +197,8 @@ class Verifier:
     def _verdict(self, task: VerifyTask, walk: Walk, logits: Tensor, root: int) -> TargetVerdict:
         """What a walk commits, with one entry for each token where wanted; the logits of its root are logits[root]."""
         verdict = commit_walk(task.tree, walk, task.spec, len(task.session))
+        if task.own_proposal is not None and task.tree:
+            verdict = verdict._replace(own=task.own_proposal)
         if task.spec.logprob_count is None:
             return verdict
         # Each token follows the row before it, the first one the root; the bonus follows the last accepted row.
@@ -185,6 +209,22 @@ class Verifier:
     def _logprobs(self, task: VerifyTask, logits: Tensor, token_ids: Sequence[int]) -> list[TokenLogprob]:
         runner = self._runner
         return row_logprobs(logits, token_ids, task.spec.logprob_count or 0, runner.vocabulary_size, runner.ops)
+
+
+def _with_proposals(tasks: Sequence[VerifyTask]) -> list[VerifyTask]:
+    """Lets the sessions guess that are to; returns the tasks that need not wait for that any longer."""
+    guessing = [task for task in tasks if task.own is not None and not task.stopped]
+    if not guessing:
+        return list(tasks)
+    for task in guessing:
+        if task.own is not None and task.wants_own and not task.own.is_drafting:
+            task.own.begin(task.session.token_ids, task.own_draft_count)
+    guess([task.own for task in guessing if task.own is not None])
+    for task in guessing:
+        if task.own is not None and task.own.is_drafting:
+            task.own_proposal = task.own.take()
+            task.tree = EMPTY if task.own_proposal is None else task.own_proposal.tree
+    return [task for task in tasks if not task.wants_own]
 
 
 def commit(session: Session, verdict: TargetVerdict) -> None:

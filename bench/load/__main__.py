@@ -57,6 +57,9 @@ listed = partial(typer.Option, metavar="N,...")
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
+ANY = "any"
+
+
 def writable_svg(param: typer.CallbackParam, file: Path | None) -> Path | None:
     """Raises InvalidRequest about a file that is no SVG, or that cannot be written."""
     if file is not None and file.suffix != ".svg":
@@ -84,6 +87,13 @@ class LoadOptions:
             help="Draft tokens a round; 0 is plain decoding, auto is the gateway's choice.", metavar="N|auto,..."
         ),
     ] = "0,2,4,auto"
+    drafters: Annotated[
+        str,
+        typer.Option(
+            help=f"Whose draft tokens, by turns: names of drafters, or {ANY} for the gateway's choice.",
+            metavar="NAME,...",
+        ),
+    ] = ANY
     temperatures: Temperatures = "0,0.8"
     tokens: Annotated[int, counted(help="Tokens a request.", callback=between(8, INT32_MAX))] = 48
     requests: Annotated[
@@ -117,13 +127,24 @@ class LoadOptions:
 
 @app.command()
 @grouped
-def load(*, wanted: LoadOptions, models: options.Models, cpus: ComputeThreads) -> None:
+def load(
+    *,
+    wanted: LoadOptions,
+    models: options.Models,
+    cpus: ComputeThreads,
+    draft_in_target: Annotated[
+        bool, typer.Option("--draft-in-target", help="Let the draft guess in the target's process too: drafter hosted.")
+    ] = False,
+) -> None:
     """Compares a gateway with itself under loads, with numbers of draft tokens by turns: speed, gaps, CPU, answers."""
     telemetry.configure_logs("warning")
     plan, metrics = plan_of(wanted), metrics_of(wanted)
-    check(wanted, models, cpus)
+    check(wanted, models, cpus, draft_in_target=draft_in_target)
     # Behind REST the gateway has its metrics.
-    stack = None if wanted.address is not None else replace(stack_of(models, cpus), rest_port=0)
+    stack = None
+    if wanted.address is None:
+        stack = replace(stack_of(models, cpus), rest_port=0)
+        stack = replace(stack, hosted_draft=stack.draft if draft_in_target else None)
 
     async def measuring(interrupts: Interrupts) -> None:
         async with AsyncExitStack() as exits:
@@ -137,11 +158,12 @@ def load(*, wanted: LoadOptions, models: options.Models, cpus: ComputeThreads) -
     run(measuring, options=NAMES)
 
 
-def check(wanted: LoadOptions, models: options.Models, cpus: ComputeThreads) -> None:
+def check(wanted: LoadOptions, models: options.Models, cpus: ComputeThreads, *, draft_in_target: bool = False) -> None:
     """Raises InvalidRequest about options that have no effect beside others, and about what is no address."""
     if wanted.address is not None:
         check_address("--address", wanted.address)
-        refuse_together("--address", wanted.address, options_of(models) | options_of(cpus))
+        own = options_of(models) | options_of(cpus) | {"--draft-in-target": draft_in_target or None}
+        refuse_together("--address", wanted.address, own)
     elif wanted.metrics:
         raise InvalidRequest("--metrics", wanted.metrics, "left out without --address: a stack of its own is known")
 
@@ -158,6 +180,7 @@ def plan_of(wanted: LoadOptions) -> LoadPlan:
     return LoadPlan(
         streams=parse_numbers("--streams", wanted.streams, int, 1, MOST_STREAMS),
         draft_counts=draft_counts,
+        drafters=tuple("" if name == ANY else name for name in wanted.drafters.split(",")),
         temperatures=parse_temperatures(wanted.temperatures),
         tokens=wanted.tokens,
         requests=wanted.requests,

@@ -59,6 +59,8 @@ class LoadPlan:
     streams: tuple[int, ...]
     draft_counts: tuple[int | None, ...]
     """Draft tokens a round; 0 is plain decoding, and None leaves it to the gateway."""
+    drafters: tuple[str, ...] = ("",)
+    """Whose; an empty name leaves it to the gateway."""
     temperatures: tuple[float, ...]
     tokens: int
     requests: int
@@ -151,7 +153,7 @@ class Driver:
 
     async def run(self) -> list[Block]:
         """All blocks. Raises what the gateway answers, PeerLost where /metrics is not read, and NothingToMeasure."""
-        plan, settings, blocks = self.plan, list(settings_of(self.plan.draft_counts)), []
+        plan, settings, blocks = self.plan, list(settings_of(self.plan.draft_counts, self.plan.drafters)), []
         samples = await asyncio.gather(*(scrape(place, MODEL) for place in self.metrics.values()))
         for process, found in zip(self.metrics, samples, strict=True):
             self.models.update((process, sample.labels["model_name"]) for sample in found)
@@ -237,7 +239,7 @@ class Driver:
                 "ignore_eos": True,
                 "temperature": temperature,
                 "seed": self.plan.seed + number,
-                "speculation": settings_of(self.plan.draft_counts)[setting],
+                "speculation": settings_of(self.plan.draft_counts, self.plan.drafters)[setting],
             },
         )
 

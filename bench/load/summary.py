@@ -85,7 +85,7 @@ def summarize(blocks: Sequence[Block]) -> list[LoadFigures]:
         for block in blocks:
             if (block.temperature, block.streams) == load:
                 settings.setdefault(block.setting, []).append(block)
-        fixed = [name for name in settings if name != AUTO]
+        fixed = [name for name in settings if not name.startswith(AUTO)]
         best = max(fixed, key=lambda name: spread(each.tokens_per_s for each in settings[name]).median)
         found += [figures_of(each, settings[PLAIN], settings[best]) for each in settings.values()]
     return found

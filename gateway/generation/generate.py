@@ -115,7 +115,10 @@ async def prepare(request: GenerationRequest, backend: Backend) -> RequestContex
     """Checks a request. Raises InvalidRequest, PromptTooLong, and what is said of a target that is away."""
     started_ns = time.perf_counter_ns()
     target = await backend.target.after_handshake(backend.target_timeouts.rebuild_budget_s)
-    drafters = backend.draft.info.drafters if backend.draft and backend.draft.info else {}
+    drafters = dict(target.drafters)
+    if backend.draft is not None:
+        # Nobody knows those of a draft that is away.
+        drafters = {**drafters, **backend.draft.info.drafters} if backend.draft.info else {}
     checked = await check_request(request, backend.tokenizer, target, drafters)
     return RequestContext(checked, backend, target, started_ns)
 
@@ -189,14 +192,26 @@ def decode(request: CheckedRequest, backend: Backend, target: ModelInfo) -> Asyn
     """
     spec = replace(request.spec, trace_context=telemetry.carrier())
     log, session_id = TokenLog(spec.token_ids), secrets.token_bytes(16)
-    planner = RoundPlanner(backend.policy, request.draft_count, spec.max_len, target.max_draft_count, request.drafter)
+    drafter, own = _drafters(request, backend, target)
+    planner = RoundPlanner(backend.policy, request.draft_count, spec.max_len, target.max_draft_count, drafter, own)
     timeouts, model_hash = backend.target_timeouts, target.model_hash
-    verifying = RemoteTargetSession(backend.target, timeouts, spec, log, session_id, model_hash)
-    if backend.draft is None or request.draft_count == 0:
+    verifying = RemoteTargetSession(backend.target, timeouts, spec, log, session_id, model_hash, own)
+    if backend.draft is None or drafter is None:
         return speculate(log, planner, verifying, AbsentDraftSession())
-    warm, drafter = planner.expects_draft(), request.drafter
+    warm = planner.expects_draft()
     drafting = RemoteDraftSession(backend.draft, backend.draft_deadline, spec, log, session_id, warm, drafter)
     return speculate(log, planner, verifying, drafting)
+
+
+def _drafters(request: CheckedRequest, backend: Backend, target: ModelInfo) -> tuple[str | None, str]:
+    """What the draft service is asked for, None if nothing; and the drafter in the target's process, if it has one."""
+    if request.draft_count == 0:
+        return None, ""
+    if request.drafter in target.drafters:
+        return None, request.drafter
+    rule = request.spec.acceptance.rule
+    own = "" if request.drafter else next((name for name, rules in target.drafters.items() if rule in rules), "")
+    return None if backend.draft is None else request.drafter, own
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,7 +214,7 @@ def status_view(frontend: Frontend, grpc_port: int) -> dict[str, Any]:
     """Which services answer at this moment, and the draft length of the policy, from what the gateway knows already."""
     target, draft, policy = frontend.backend.target, frontend.backend.draft, frontend.backend.policy
     limit = MAX_DRAFT_COUNT if target.info is None else min(MAX_DRAFT_COUNT, target.info.max_draft_count)
-    has_draft = draft is not None and draft.info is not None
+    has_draft = (draft is not None and draft.info is not None) or bool(target.info and target.info.drafters)
     return {
         "gateway": {
             "up": True,

@@ -13,7 +13,7 @@ is remembered for the next time. Estimates move, and no outlier rules them, not 
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import median
@@ -29,6 +29,7 @@ PROBE_COST = 0.005  # share of the time that probes, which look for a faster dra
 PROBE_TOKENS = (32, 2048)  # minimum of plain tokens between two probes, and maximum for each session
 PROBE_ROUNDS = 4  # a draft that has to catch up in the first one is warm in the others
 LARGE_CATCH_UP = 16  # a draft that had to read more than this says nothing about the cost of a step
+OTHER_PROBE_ROUNDS = 256  # speculative rounds between two looks at what another drafter costs
 PLAIN_BUDGET = 32  # tokens committed unasked while plain decoding is what is wanted
 SHORT_BUDGET = 8  # the same while that may soon be otherwise
 WORTH_CHANGING = 1.03  # how much faster guesses must look before sessions that decode plainly begin with them
@@ -259,6 +260,8 @@ class DrafterEstimates:
         self.share = ByLoad()
         # By K, what rounds have cost in fact when most sessions had some: how groups form cannot be foretold.
         self.round_us = [ByLoad() for _ in range(MAX_DRAFT_COUNT + 1)]
+        self.is_unasked = False  # its rounds come without a message from here, but for the first of a stretch
+        self.explorer: SessionEstimates | None = None  # that finds out what it costs
         self.is_worth = True  # whether guesses were worth it when costs were last looked at
         self.allowed = 1  # sessions that may draft, while it has not been tried what that is like for more of them
         self.rounds_allowed = 0  # since that number grew
@@ -280,20 +283,24 @@ class DrafterEstimates:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How to go on: K, for how many rounds, and for K = 0 how many tokens the target may commit unasked."""
+    """How to go on: K, whose guesses, for how many rounds, and for K = 0 how many tokens may be committed unasked."""
 
     draft_count: int
     plain_budget: int = 0
     rounds: int = 1
+    drafter: str = ""
 
 
 class SessionEstimates:
-    """What is known of one session, beside what the pool knows."""
+    """What is known of one session, beside what the pool knows: of each drafter that it may have."""
 
-    def __init__(self, drafter: str, pool: AcceptanceRates) -> None:
-        self.drafter = drafter
-        self.acceptance = AcceptanceRates(pool)
+    def __init__(self, pools: Mapping[str, AcceptanceRates]) -> None:
+        self.acceptance = {drafter: AcceptanceRates(pool) for drafter, pool in pools.items()}
         self.is_drafting = False
+
+    @property
+    def drafters(self) -> Collection[str]:
+        return self.acceptance
 
 
 class SpeculationPolicy:
@@ -312,10 +319,17 @@ class SpeculationPolicy:
         self._costs: dict[str, list[float]] = {}
         self._num_observed = 0
         self._num_rounds = 0
+        self._rounds_since_other = 0
 
-    def session(self, drafter: str = "") -> SessionEstimates:
-        """A session that begins with what is known of all."""
-        return SessionEstimates(drafter, self._estimates(drafter).acceptance)
+    def session(self, *drafters: str) -> SessionEstimates:
+        """A session that may have these drafters, of which it begins with what is known of all."""
+        return SessionEstimates({each: self._estimates(each).acceptance for each in drafters or ("",)})
+
+    def change(self, session: SessionEstimates, *drafters: str) -> None:
+        """The session may have other drafters from now on."""
+        session.acceptance = {
+            each: session.acceptance.get(each) or AcceptanceRates(self._estimates(each).acceptance) for each in drafters
+        }
 
     def enter(self, session: SessionEstimates) -> None:
         """A session is at work until it leaves."""
@@ -326,6 +340,9 @@ class SpeculationPolicy:
         if session in self._sessions:
             self.note(session, is_drafting=False)
             del self._sessions[session]
+            for estimates in self._drafters.values():
+                if estimates.explorer is session:
+                    estimates.explorer = None
 
     @property
     def acceptance_rate(self) -> float:
@@ -339,38 +356,14 @@ class SpeculationPolicy:
         rows = verdict.row_count / max(verdict.forward_count, 1) or draft_count + 1
         self._verify_us.add(rows, verdict.compute_us / max(verdict.forward_count, 1))
         if draft_count:
-            estimates = self._estimates(session.drafter if session else "")
-            self._plain_tokens = 0
-            self._rounds_without_plain += 1
-            estimates.ramp(len(self._sessions))
-            for acceptance in (estimates.acceptance, *([session.acceptance] if session else [])):
-                acceptance.observe(committed.accepted_count, verdict.evaluated_count)
-            if proposal.caught_up_count <= LARGE_CATCH_UP:
-                num_forwards = max(proposal.forward_count, draft_count)
-                draft_rows = proposal.row_count / num_forwards or 1
-                estimates.step_us.add(draft_rows, proposal.compute_us / num_forwards)
-            overhead_us = max(0, committed.round_us - proposal.compute_us - verdict.compute_us)
-            if self._load > 1:
-                # Waiting for the forwards of others is in their number; see cost_us.
-                overhead_us = max(0, overhead_us - verdict.hop.queue_us)
-            # What one session finds among others that decode plainly is not what all would find.
-            is_usual = 2 * self._num_drafting >= len(self._sessions)
-            if is_usual or not estimates.overhead_us.known(self._load):
-                estimates.overhead_us.add(self._load, overhead_us)
-            if is_usual:
-                num_sessions = max(len(self._sessions), 1)
-                own_rows = self._num_drafting * draft_count + num_sessions
-                share = rows * num_sessions / (own_rows * self._load)
-                count = min(draft_count, MAX_DRAFT_COUNT)
-                estimates.round_us[count].add(self._load, max(committed.round_us, 1), self._num_rounds)
-                estimates.share.add(self._load, min(max(share, LEAST_SHARE), 1.0))
+            self._observe_draft(committed, session, rows, unasked=unasked)
         elif unasked:
             self._plain_tokens += 1
             self._rounds_without_plain = 0
             self._plain_overhead_us.add(self._load, max(0, committed.round_us - verdict.compute_us))
         # What a round with a draft, or with one that failed, lost against plain decoding; plain tokens pay for it.
         plain_us = self.cost_us(0)
-        if unasked:
+        if unasked and not draft_count:
             self._lost_us -= PROBE_COST * plain_us
         elif draft_count or proposal.fallback_reason:
             # Of the other sessions each had to wait for the rows of the guesses.
@@ -381,6 +374,41 @@ class SpeculationPolicy:
         self._num_observed += 1
         if self._num_observed >= max(4, self._load):
             self._forget_costs()
+
+    def _observe_draft(self, committed: Round, session: SessionEstimates | None, rows: float, *, unasked: bool) -> None:
+        """Learns about the drafter of a round, whose verdict came from a forward of so many rows."""
+        proposal, verdict, draft_count = committed.proposal, committed.verdict, committed.draft_count
+        estimates = self._estimates(proposal.drafter)
+        self._plain_tokens = 0
+        self._rounds_without_plain += 1
+        self._rounds_since_other += 1
+        estimates.ramp(len(self._sessions))
+        own = session.acceptance.get(proposal.drafter) if session else None
+        for acceptance in (estimates.acceptance, *([own] if own else [])):
+            acceptance.observe(committed.accepted_count, verdict.evaluated_count)
+        if proposal.caught_up_count <= LARGE_CATCH_UP:
+            num_forwards = max(proposal.forward_count, draft_count)
+            draft_rows = proposal.row_count / num_forwards or 1
+            estimates.step_us.add(draft_rows, proposal.compute_us / num_forwards)
+        if unasked and not estimates.is_unasked:
+            # What was learnt from asked rounds says nothing about these.
+            estimates.is_unasked, estimates.overhead_us = True, ByLoad()
+        overhead_us = max(0, committed.round_us - proposal.compute_us - verdict.compute_us)
+        if self._load > 1:
+            # Waiting for the forwards of others is in their number; see cost_us.
+            overhead_us = max(0, overhead_us - verdict.hop.queue_us)
+        # What one session finds among others that decode plainly is not what all would find.
+        is_usual = 2 * self._num_drafting >= len(self._sessions)
+        # And the first round of a stretch is not what the others are.
+        if estimates.is_unasked == unasked and (is_usual or not estimates.overhead_us.known(self._load)):
+            estimates.overhead_us.add(self._load, overhead_us)
+        if is_usual:
+            num_sessions = max(len(self._sessions), 1)
+            own_rows = self._num_drafting * draft_count + num_sessions
+            share = rows * num_sessions / (own_rows * self._load)
+            count = min(draft_count, MAX_DRAFT_COUNT)
+            estimates.round_us[count].add(self._load, max(committed.round_us, 1), self._num_rounds)
+            estimates.share.add(self._load, min(max(share, LEAST_SHARE), 1.0))
 
     def choose(self, limit: int, session: SessionEstimates | None = None, *, ready: bool = True) -> Choice:
         """The best K in [0, limit], or now and then one that keeps the estimates of the other side alive.
@@ -395,34 +423,58 @@ class SpeculationPolicy:
         return choice
 
     def _choose(self, most: int, session: SessionEstimates | None, *, ready: bool) -> Choice:
-        drafter = session.drafter if session else ""
-        estimates = self._estimates(drafter)
-        if not estimates.step_us.known:
-            # One session finds out, and the others need not pay for it.
-            is_first = not self._num_drafting or (session is not None and session.is_drafting)
-            return Choice(min(FIRST_GUESS, most)) if is_first else Choice(0, SHORT_BUDGET)
-        costs = self._costs_of(drafter)
-        tokens = (session or estimates).acceptance.tokens()
-        best = max(range(1, most + 1), key=lambda count: tokens[count] / costs[count])
+        drafters = list(session.drafters) if session else [self._usual_drafter]
+        unknown = self._unknown(drafters, session)
+        known = [drafter for drafter in drafters if self._estimates(drafter).step_us.known]
+        if unknown is not None and ready:
+            self._estimates(unknown).explorer = session
+        if unknown is not None or not known:
+            return Choice(0, SHORT_BUDGET) if unknown is None else Choice(min(FIRST_GUESS, most), drafter=unknown)
+        worths = {drafter: self._best(drafter, most, session) for drafter in known}
+        drafter = max(known, key=lambda each: worths[each][0])
+        others = [each for each in known if each != drafter]
+        if others and ready and self._rounds_since_other >= OTHER_PROBE_ROUNDS * self._load:
+            self._rounds_since_other = 0
+            other = others[0]
+            return Choice(worths[other][1], rounds=PROBE_ROUNDS, drafter=other)
+        estimates, costs, best = self._estimates(drafter), self._costs_of(drafter), worths[drafter][1]
+        tokens = self._tokens(drafter, session)
         if estimates.is_worth:
             may_draft = session is None or session.is_drafting or self._num_drafting < estimates.allowed
             if not may_draft or tokens[best] * costs[0] <= costs[best]:
                 return Choice(0, SHORT_BUDGET)
             if not ready or self._rounds_without_plain < PLAIN_PROBE_ROUNDS * self._load:
-                return Choice(best)
+                return Choice(best, drafter=drafter)
             self._rounds_without_plain = 0
             return Choice(0, 2)  # the unasked tokens are what measures plain decoding
-        return self._plain_or_probe(estimates, best, ready=ready)
+        return self._plain_or_probe(drafter, best, ready=ready)
 
-    def _plain_or_probe(self, estimates: DrafterEstimates, best: int, *, ready: bool) -> Choice:
+    def _unknown(self, drafters: Sequence[str], session: SessionEstimates | None) -> str | None:
+        """A drafter of which nothing is known, for this session to find out; the others need not pay for it."""
+        for drafter in drafters:
+            estimates = self._estimates(drafter)
+            if not estimates.step_us.known and (estimates.explorer is None or estimates.explorer is session):
+                return drafter
+        return None
+
+    def _tokens(self, drafter: str, session: SessionEstimates | None) -> list[float]:
+        own = session.acceptance.get(drafter) if session else None
+        return (own or self._estimates(drafter).acceptance).tokens()
+
+    def _best(self, drafter: str, most: int, session: SessionEstimates | None) -> tuple[float, int]:
+        """The most tokens a microsecond with some guesses of a drafter, and how many these are."""
+        costs, tokens = self._costs_of(drafter), self._tokens(drafter, session)
+        return max((tokens[count] / costs[count], count) for count in range(1, most + 1))
+
+    def _plain_or_probe(self, drafter: str, best: int, *, ready: bool) -> Choice:
         """Plain decoding, while guesses are not worth it; now and then some rounds that look whether they are."""
         minimum, maximum = PROBE_TOKENS
         if self._plain_tokens < minimum or (self._plain_tokens < maximum * self._load and self._lost_us > 0):
             return Choice(0, PLAIN_BUDGET)
         if ready:
             self._plain_tokens = 0
-            estimates.step_us.renew()
-        return Choice(best, rounds=PROBE_ROUNDS)
+            self._estimates(drafter).step_us.renew()
+        return Choice(best, rounds=PROBE_ROUNDS, drafter=drafter)
 
     @property
     def best_count(self) -> int:
@@ -453,7 +505,11 @@ class SpeculationPolicy:
         # Groups are of unequal size, and most answers come from the larger ones.
         num_groups = 1 if share > ONE_GROUP else 2
         model_us = max(draft_us + verify_us + estimates.overhead_us.at(load), num_groups * verify_us, 1.0)
-        return estimates.round_us[draft_count].blend(load, model_us, self._num_rounds)
+        return (
+            model_us
+            if estimates.is_unasked
+            else estimates.round_us[draft_count].blend(load, model_us, self._num_rounds)
+        )
 
     def _costs_of(self, drafter: str) -> list[float]:
         costs = self._costs.get(drafter)

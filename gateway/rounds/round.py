@@ -54,6 +54,7 @@ class Proposal:
     caught_up_count: int = 0  # committed tokens that the draft had to read before it could guess
     hop: HopCost = HopCost()
     drift_repairs: int = 0
+    drafter: str = ""  # that made it; empty for the draft service's own choice
 
 
 NOTHING = Proposal()
@@ -79,6 +80,7 @@ class Verdict:
     logprobs: tuple[TokenLogprob, ...] = ()  # of the committed tokens, when asked for
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of all tokens of the prompt but the first
     prefix_len: int = 0  # tokens that the target found in its prefix cache when it opened the session
+    own: Proposal | None = None  # what the target had proposed to itself, which accepted_rows is about then
 
 
 @dataclass(slots=True)
@@ -134,9 +136,11 @@ class TokenLog:
         self._started_ns = self._clock_ns()
 
     def commit(self, proposal: Proposal, verdict: Verdict) -> Round:
-        """Appends what a verdict commits. Raises ProtocolViolation for a verdict that cannot be about this proposal, or
-        behind which the request cannot go on.
+        """Appends what a verdict commits; of two proposals the target's own is the one that it is about.
+
+        Raises ProtocolViolation for a verdict that cannot be about it, or behind which the request cannot go on.
         """
+        proposal = verdict.own or proposal
         if self.finish_reason is not None or verdict.base_len != len(self):
             raise ProtocolViolation(f"a verdict on length {verdict.base_len} came for a log of {len(self)} tokens")
         tree, rows, next_token_id = proposal.tree, verdict.accepted_rows, verdict.next_token_id

@@ -103,6 +103,7 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
             row_count=times.row_count,
             caught_up_count=caught_up_count,
             hop=HopCost(times.queue_us, wait_us, self.take_bytes()),
+            drafter=self._drafter,
         )
 
     def end(self, fence: types_pb2.Fence) -> None:

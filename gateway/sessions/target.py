@@ -14,13 +14,13 @@ from gateway.rounds.round import HopCost, Proposal, TokenLog, Verdict
 from gateway.sessions.link import Need, Replicas, ServiceLink
 from gateway.sessions.session import MAX_DRIFT_REPAIRS, RemoteSession, RetryBudget, TargetTimeouts
 from gateway.sessions.stream import Mailbox, opening_of
-from outrider.errors import NotReady, OutriderError, PeerLost, ProtocolViolation
+from outrider.errors import InvalidRequest, NotReady, OutriderError, PeerLost, ProtocolViolation
 from outrider.parameters import SessionSpec
 from outrider.process import telemetry
 from outrider.process.telemetry import session_prefix
 from outrider.rpc import messages
 from outrider.rpc.errors import session_error_from
-from outrider.rpc.messages import logprobs_from, write_tree
+from outrider.rpc.messages import logprobs_from, tree_from, write_tree
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1 import types_pb2
 
@@ -37,15 +37,24 @@ log = structlog.get_logger()
 class TargetOpening(Mailbox[pb.VerifyResponse]):
     """One opening of a session on a target, with how far the target may go on unasked."""
 
-    def __init__(self, link: ServiceLink, spec: SessionSpec, token_log: TokenLog, fence: types_pb2.Fence) -> None:
-        """`fence` names the session and its epoch here. Raises PeerLost when the target is away."""
+    def __init__(
+        self, link: ServiceLink, spec: SessionSpec, token_log: TokenLog, fence: types_pb2.Fence, drafter: str = ""
+    ) -> None:
+        """`fence` names the session and its epoch here; `drafter` guesses in the target's process, where it has that.
+
+        Raises PeerLost when the target is away.
+        """
         super().__init__(link.stream(), str(link), fence.session_id)
         self.link = link
         self.is_opening = True  # the open has no answer yet
         self._spec = spec
         self._log = token_log
         self._session_id, self._epoch = fence.session_id, fence.epoch
-        self._max_budget = max(0, link.present().unacknowledged_window - 1)
+        info = link.present()
+        self._max_budget = max(0, info.unacknowledged_window - 1)
+        self._max_own_count = info.max_draft_count
+        self.drafter = drafter if drafter in info.drafters else ""
+        self.vocabulary_size = info.vocabulary_size
         self._limit = 0  # committed length up to which the target may go on its own
         self._early: dict[int, pb.VerifyResponse] = {}
 
@@ -55,24 +64,26 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
         finished = self._log.finish_reason is not None
         return 0 if finished else max(0, min(self._limit, self._spec.max_len) - len(self._log))
 
-    def send_next(self, proposal: Proposal, plain_budget: int) -> None:
-        """Opens, steps, or extends a stretch of plain tokens, or sends nothing within one."""
+    def send_next(self, proposal: Proposal, plain_budget: int, own_draft_count: int) -> None:
+        """Opens, steps, or extends a stretch of unasked tokens, or sends nothing within one."""
         budget = min(plain_budget, self._max_budget)
         if self.is_opening or not self.outstanding:
-            self.send_step(proposal, plain_budget)
+            self.send_step(proposal, plain_budget, own_draft_count)
         elif budget and 2 * self.outstanding <= budget and self._limit < self._spec.max_len:
             message = self._next_message(budget)
             message.acknowledge.plain_budget = budget
+            message.acknowledge.own_draft_count = self._own_count(own_draft_count)
             self.send(message)
 
-    def send_step(self, proposal: Proposal, plain_budget: int) -> None:
+    def send_step(self, proposal: Proposal, plain_budget: int, own_draft_count: int) -> None:
         """Opens, or asks for the verdict on the log's length, which a target that has given it gives once more."""
         budget = min(plain_budget, self._max_budget)
         message = self._next_message(budget)
         step, parts = message.open.step if self.is_opening else message.step, list[types_pb2.OpenPart]()
-        step.plain_budget = budget
+        step.plain_budget, step.own_draft_count = budget, self._own_count(own_draft_count)
         write_tree(step.proposal, proposal.tree)
         if self.is_opening:
+            message.open.drafter = self.drafter
             session, parts = opening_of(self._spec, self._log)
             message.open.session.CopyFrom(session)
         self.send(*(pb.VerifyRequest(fence=message.fence, part=part) for part in parts), message)
@@ -97,8 +108,31 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
             self._early = {early: response for early, response in self._early.items() if early > base_len}
         return answer
 
+    def own_proposal(self, response: pb.VerifyResponse) -> Proposal | None:
+        """What the target has proposed to itself; raises ProtocolViolation about what no drafter may say."""
+        if not response.verdict.proposal.token_ids:
+            return None
+        try:
+            # Nobody reads log-probabilities that nobody asked for.
+            wanted = self._spec.draft_logprobs
+            tree = tree_from(response.verdict.proposal, self.vocabulary_size, self._max_own_count, with_logprobs=wanted)
+        except InvalidRequest as error:
+            raise ProtocolViolation(f"{self.link} named a malformed proposal of its own: {error.message}") from None
+        times = response.draft_times
+        return Proposal(
+            tree,
+            compute_us=times.compute_us,
+            forward_count=times.forward_count,
+            row_count=times.row_count,
+            caught_up_count=response.caught_up_count,
+            drafter=self.drafter,
+        )
+
     def end(self, fence: types_pb2.Fence) -> None:
         self.close(pb.VerifyRequest(fence=fence, close=types_pb2.CloseSession()))
+
+    def _own_count(self, own_draft_count: int) -> int:
+        return min(own_draft_count, self._max_own_count) if self.drafter else 0
 
     def _next_message(self, plain_budget: int) -> pb.VerifyRequest:
         """A message on the log's length, to be filled in place; notes how far it lets the target go."""
@@ -126,9 +160,14 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         token_log: TokenLog,
         session_id: bytes,
         model_hash: str,
+        drafter: str = "",
     ) -> None:
-        """`model_hash` names the weights with which the request began; no others go on with it."""
+        """`model_hash` names the weights with which the request began; no others go on with it.
+
+        `drafter` guesses in the target's process wherever a target has it.
+        """
         super().__init__(replicas, spec, token_log, session_id)
+        self._drafter = drafter
         self._timeouts = timeouts
         self._need = Need(model_hash, spec.max_len)
         self._failed: ServiceLink | None = None  # the target that served the session last, and no longer does
@@ -141,7 +180,12 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
     def outstanding(self) -> int:
         return self._opening.outstanding if self._opening is not None else 0
 
-    async def verify(self, proposal: Proposal, plain_budget: int) -> Verdict:
+    @property
+    def drafter(self) -> str:
+        """The drafter that guesses in the target's process; empty where there is none."""
+        return self._opening.drafter if self._opening is not None else self._drafter
+
+    async def verify(self, proposal: Proposal, plain_budget: int, own_draft_count: int = 0) -> Verdict:
         """Returns the verdict on the log's length, whatever happens to targets within the budget for that.
 
         Raises PeerLost after it, and CacheFull and the like when a target says so.
@@ -149,7 +193,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         loop = asyncio.get_running_loop()
         started_s = loop.time()
         opens, repairs = max(self._num_opens, 1), self._num_repairs
-        opening, response = await self._exchange(proposal, plain_budget)
+        opening, response = await self._exchange(proposal, plain_budget, own_draft_count)
         wait_us = int(1e6 * (loop.time() - started_s))
         verdict, times = response.verdict, response.times
         accepted_rows = tuple(verdict.accepted_rows[:])
@@ -180,9 +224,12 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
             logprobs=logprobs_from(verdict.logprobs) if wants_logprobs else (),
             prompt_logprobs=logprobs_from(verdict.prompt_logprobs) if wants_logprobs else (),
             prefix_len=verdict.prefix_len,
+            own=opening.own_proposal(response),
         )
 
-    async def _exchange(self, proposal: Proposal, plain_budget: int) -> tuple[TargetOpening, pb.VerifyResponse]:
+    async def _exchange(
+        self, proposal: Proposal, plain_budget: int, own_draft_count: int
+    ) -> tuple[TargetOpening, pb.VerifyResponse]:
         """The answer of the first target that gives a verdict, and the opening that it came by.
 
         An attempt on one opening ends in one of four ways:
@@ -200,7 +247,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
                 await self._drop_cache()
             opening = self._opening or await self._open(budget.until_s)
             try:
-                response = await self._attempt(opening, proposal, plain_budget)
+                response = await self._attempt(opening, proposal, plain_budget, own_draft_count)
                 if response.WhichOneof("answer") == "verdict":  # 1
                     self._num_unanswered = 0
                     opening.link.breaker.answered()
@@ -226,12 +273,14 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         link = await self._replicas.wait(self._session_id, self._need, until_s, self._failed)
         link.breaker.enter(self._session_id)
         self._epoch += 1
-        self._opening = TargetOpening(link, self._spec, self._log, self._fence())
+        self._opening = TargetOpening(link, self._spec, self._log, self._fence(), self._drafter)
         self._num_opens += 1
         self._has_worked = False
         return self._opening
 
-    async def _attempt(self, opening: TargetOpening, proposal: Proposal, plain_budget: int) -> pb.VerifyResponse:
+    async def _attempt(
+        self, opening: TargetOpening, proposal: Proposal, plain_budget: int, own_draft_count: int
+    ) -> pb.VerifyResponse:
         """One request and its answer. The request is repeated ever more seldom, which fencing makes safe.
 
         Whenever the deadline of a round passes without an answer, the target is looked at:
@@ -249,7 +298,8 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         while True:
             try:
                 if loop.time() >= ask_at_s:
-                    (opening.send_step if num_asked else opening.send_next)(proposal, plain_budget)
+                    send = opening.send_step if num_asked else opening.send_next
+                    send(proposal, plain_budget, own_draft_count)
                     ask_at_s, num_asked = loop.time() + 2**num_asked * allowance_s, num_asked + 1
                 response = await opening.receive(min(deadline_s, max(ask_at_s - loop.time(), MIN_WAIT_S)))
             except TimeoutError:

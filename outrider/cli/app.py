@@ -59,14 +59,16 @@ def up(
     models: options.Models,
     machine: options.MachineOptions,
     no_draft: options.NoDraft = False,
+    draft_in_target: options.DraftInTarget = False,
     story: options.Story = False,
     as_json: options.JsonEvents = False,
 ) -> None:
     """Starts draft service, target service and gateway, and restarts what dies, until Ctrl-C."""
     idle = options_of(models, *DRAFT_OPTIONS) | options_of(machine, "draft_device")
-    refuse_together("--no-draft", no_draft or None, idle)
+    refuse_together("--no-draft", no_draft or None, idle | {"--draft-in-target": draft_in_target or None})
+    _check_hosted(models, draft_in_target=draft_in_target, draft_device=machine.draft_device)
     refuse_together("--json", as_json or None, {"--story": story or None})
-    stack = _stack(models, machine, speculation=not no_draft)
+    stack = _stack(models, machine, speculation=not no_draft, draft_in_target=draft_in_target)
     run(serving(stack, choose_display(as_json=as_json), story=story), serves=True)
 
 
@@ -77,14 +79,15 @@ def generate(
     *,
     request: options.RequestOptions,
     models: options.Models,
+    draft_in_target: options.DraftInTarget = False,
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:
     """Continues PROMPT; under the default rule with the target's own tokens, whatever the draft does."""
-    _check_idle(models, request, address)
+    _check_idle(models, request, address, draft_in_target=draft_in_target)
     text = read_prompt(prompt)
     check_request(text, request)
-    stack = None if address is not None else _stack_alone(models, request)
+    stack = None if address is not None else _stack_alone(models, request, draft_in_target=draft_in_target)
     run(generation(text, request, choose_view(as_json=as_json), address, stack), options=options.OPTIONS)
 
 
@@ -95,30 +98,42 @@ def chat(
     system: options.SystemMessage = "",
     turn: options.TurnOptions,
     models: options.Models,
+    draft_in_target: options.DraftInTarget = False,
     address: options.Address = None,
     as_json: options.JsonTurns = False,
 ) -> None:
     """Talks with the target turn by turn; without a terminal each line of standard input is one turn."""
-    _check_idle(models, turn, address)
+    _check_idle(models, turn, address, draft_in_target=draft_in_target)
     settings = options.settings_of(turn)
     check_chat(system, settings)
-    stack = None if address is not None else _stack_alone(models, turn)
+    stack = None if address is not None else _stack_alone(models, turn, draft_in_target=draft_in_target)
     chatting(Chat(settings, system, address, stack, as_json=as_json, rejected=bool(turn.show_rejected)))
 
 
-def _check_idle(models: options.Models, turn: options.TurnOptions, address: str | None) -> None:
+def _check_idle(
+    models: options.Models, turn: options.TurnOptions, address: str | None, *, draft_in_target: bool
+) -> None:
     """Raises InvalidRequest about options of a request that have no effect beside others, and a wrong address."""
+    hosted = {"--draft-in-target": draft_in_target or None}
     idle = options_of(models, *DRAFT_OPTIONS) | options_of(turn, *SPECULATION_OPTIONS)
-    refuse_together("--no-speculation", turn.no_speculation or None, idle)
-    refuse_together("--address", address, options_of(models))
+    refuse_together("--no-speculation", turn.no_speculation or None, idle | hosted)
+    refuse_together("--address", address, options_of(models) | hosted)
+    _check_hosted(models, draft_in_target=draft_in_target)
     if address is not None:
         check_address("--address", address)
 
 
-def _stack_alone(models: options.Models, turn: options.TurnOptions) -> Stack:
+def _check_hosted(models: options.Models, *, draft_in_target: bool, draft_device: str | None = None) -> None:
+    """Raises InvalidRequest about options of a draft service where there is none; a hosted draft is as the target."""
+    service = options_of(models, "draft_dtype", "top_n") | {"--draft-device": draft_device}
+    refuse_together("--draft-in-target", draft_in_target or None, service)
+
+
+def _stack_alone(models: options.Models, turn: options.TurnOptions, *, draft_in_target: bool) -> Stack:
     """The stack that one command starts for itself, on free ports."""
     alone = options.MachineOptions(port=0, draft_port=0, target_port=0)
-    return replace(_stack(models, alone, speculation=not turn.no_speculation), rest_port=None)
+    stack = _stack(models, alone, speculation=not turn.no_speculation, draft_in_target=draft_in_target)
+    return replace(stack, rest_port=None)
 
 
 @app.command()
@@ -157,14 +172,17 @@ def version(*, as_json: options.JsonReport = False) -> None:
     tell_version(as_json=as_json)
 
 
-def _stack(models: options.Models, machine: options.MachineOptions, *, speculation: bool) -> Stack:
+def _stack(
+    models: options.Models, machine: options.MachineOptions, *, speculation: bool, draft_in_target: bool = False
+) -> Stack:
     """The stack to start. Without speculation there is no use for a draft. Raises ModelRefused."""
     target, draft = choose_models(models.target, models.draft, no_draft=not speculation)
     if draft is None and speculation:
         note(f"No draft was named for {target}, so it decodes plainly; name one with --draft.")
     return Stack(
         target=target,
-        draft=draft,
+        draft=None if draft_in_target else draft,
+        hosted_draft=draft if draft_in_target else None,
         dtype=models.dtype or Dtype.BFLOAT16,
         device=machine.device,
         draft_device=machine.draft_device or machine.device,

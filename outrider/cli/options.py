@@ -128,6 +128,13 @@ SystemMessage = Annotated[
 JsonReport = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 JsonEvents = Annotated[bool, typer.Option("--json", help="Print one JSON object for each event instead of text.")]
 NoDraft = Annotated[bool, typer.Option("--no-draft", help="Start no draft service: plain decoding.")]
+DraftInTarget = Annotated[
+    bool,
+    typer.Option(
+        "--draft-in-target",
+        help="Start no draft service: the draft guesses in the target's process, on its device, and costs no message.",
+    ),
+]
 Story = Annotated[bool, typer.Option("--story", help="Stream one story when everything is up, as a proof of life.")]
 Target = Annotated[
     Text,

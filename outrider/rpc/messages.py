@@ -280,13 +280,15 @@ def tree_message(tree: TokenTree, *, with_logprobs: bool = False) -> pb.TokenTre
     return message
 
 
-def write_tree(message: pb.TokenTree, tree: TokenTree, *, with_logprobs: bool = False) -> None:
-    """Makes a new message that of `tree_message`."""
+def write_tree(
+    message: pb.TokenTree, tree: TokenTree, *, with_logprobs: bool = False, with_distributions: bool = True
+) -> None:
+    """Makes a new message that of `tree_message`, without distributions where nobody tests with them."""
     message.SetInParent()
     message.token_ids.extend(tree.token_ids)
     if not tree.is_chain:
         message.parents.extend(tree.parents)
-    for each in tree.distributions:
+    for each in tree.distributions if with_distributions else ():
         message.distributions.add(token_ids=each.token_ids, weights=each.weights)
     if with_logprobs:
         message.logprobs.extend(tree.logprobs)

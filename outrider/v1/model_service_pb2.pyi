@@ -173,11 +173,11 @@ class GetModelInfoResponse(_message.Message):
 
     @_builtins.property
     def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of the drafters that a draft service offers; empty from a target service."""
+        """Names of the drafters that a service offers; those of a target service draft in its own process."""
 
     @_builtins.property
     def drafter_offers(self) -> _containers.RepeatedCompositeFieldContainer[Global___DrafterOffer]:
-        """The drafters again, each with the rules that it can serve; empty from a target service."""
+        """The drafters again, each with the rules that it can serve."""
 
     def __init__(
         self,

@@ -151,6 +151,9 @@ class TargetOpen(_message.Message):
 
     SESSION_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    DRAFTER_FIELD_NUMBER: _builtins.int
+    drafter: _builtins.str
+    """Drafter in this process that guesses where a step asks for it, one of GetModelInfoResponse.drafters. Empty: none."""
     @_builtins.property
     def session(self) -> _types_pb2.OpenSession:
         """The session."""
@@ -164,10 +167,11 @@ class TargetOpen(_message.Message):
         *,
         session: _types_pb2.OpenSession | None = ...,
         step: Global___TargetStep | None = ...,
+        drafter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "session", b"session", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -181,10 +185,15 @@ class TargetStep(_message.Message):
 
     PROPOSAL_FIELD_NUMBER: _builtins.int
     PLAIN_BUDGET_FIELD_NUMBER: _builtins.int
+    OWN_DRAFT_COUNT_FIELD_NUMBER: _builtins.int
     plain_budget: _builtins.int
     """Tokens that the target may commit unasked after this step's verdict: it goes on decoding plainly while its
     committed length is below base_len + 1 + plain_budget, and never further than unacknowledged_window past the last
     acknowledged length. Range [0, 4096]; 0 for none.
+    """
+    own_draft_count: _builtins.int
+    """Guesses that the session's drafter makes first, if the proposal is empty: for this verdict and, within plain_budget,
+    for each unasked one behind it, as far as the budget reaches. Range [0, max_draft_count]; 0 without a drafter.
     """
     @_builtins.property
     def proposal(self) -> _types_pb2.TokenTree:
@@ -195,10 +204,11 @@ class TargetStep(_message.Message):
         *,
         proposal: _types_pb2.TokenTree | None = ...,
         plain_budget: _builtins.int = ...,
+        own_draft_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["proposal", b"proposal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["plain_budget", b"plain_budget", "proposal", b"proposal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["own_draft_count", b"own_draft_count", "plain_budget", b"plain_budget", "proposal", b"proposal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -211,16 +221,20 @@ class Acknowledge(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PLAIN_BUDGET_FIELD_NUMBER: _builtins.int
+    OWN_DRAFT_COUNT_FIELD_NUMBER: _builtins.int
     plain_budget: _builtins.int
     """As in TargetStep, counted from this message's base_len."""
+    own_draft_count: _builtins.int
+    """As in TargetStep, for the unasked verdicts from now on."""
     def __init__(
         self,
         *,
         plain_budget: _builtins.int = ...,
+        own_draft_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["plain_budget", b"plain_budget"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["own_draft_count", b"own_draft_count", "plain_budget", b"plain_budget"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -239,8 +253,12 @@ class VerifyResponse(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     CACHED_LEN_FIELD_NUMBER: _builtins.int
     TIMES_FIELD_NUMBER: _builtins.int
+    DRAFT_TIMES_FIELD_NUMBER: _builtins.int
+    CAUGHT_UP_COUNT_FIELD_NUMBER: _builtins.int
     cached_len: _builtins.int
     """Tokens whose keys and values are cached, in [0, committed length)."""
+    caught_up_count: _builtins.int
+    """Committed tokens that the session's own drafter had to read before it could propose."""
     @_builtins.property
     def fence(self) -> _types_pb2.Fence:
         """Session, epoch and base_len that the answer builds on."""
@@ -265,6 +283,10 @@ class VerifyResponse(_message.Message):
     def times(self) -> _types_pb2.ComputeTimes:
         """What the answer cost."""
 
+    @_builtins.property
+    def draft_times(self) -> _types_pb2.ComputeTimes:
+        """What the proposal of the session's own drafter cost; not in `times`."""
+
     def __init__(
         self,
         *,
@@ -275,10 +297,12 @@ class VerifyResponse(_message.Message):
         error: _types_pb2.SessionError | None = ...,
         cached_len: _builtins.int = ...,
         times: _types_pb2.ComputeTimes | None = ...,
+        draft_times: _types_pb2.ComputeTimes | None = ...,
+        caught_up_count: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "error", b"error", "fence", b"fence", "pong", b"pong", "times", b"times", "tokens_wanted", b"tokens_wanted", "verdict", b"verdict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "draft_times", b"draft_times", "error", b"error", "fence", b"fence", "pong", b"pong", "times", b"times", "tokens_wanted", b"tokens_wanted", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "cached_len", b"cached_len", "error", b"error", "fence", b"fence", "pong", b"pong", "times", b"times", "tokens_wanted", b"tokens_wanted", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "cached_len", b"cached_len", "caught_up_count", b"caught_up_count", "draft_times", b"draft_times", "error", b"error", "fence", b"fence", "pong", b"pong", "times", b"times", "tokens_wanted", b"tokens_wanted", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["verdict", "tokens_wanted", "pong", "error"]  # noqa: Y015
     _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
@@ -301,6 +325,7 @@ class Verdict(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PREFIX_LEN_FIELD_NUMBER: _builtins.int
+    PROPOSAL_FIELD_NUMBER: _builtins.int
     next_token_id: _builtins.int
     """The target's own token behind the accepted rows: a correction when a draft token was rejected there, a bonus when
     the proposal ended there. Absent when the request ended within the accepted rows.
@@ -323,6 +348,12 @@ class Verdict(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprob]:
         """One entry for each token of the prompt but the first, on the first verdict, when the request asked for them."""
 
+    @_builtins.property
+    def proposal(self) -> _types_pb2.TokenTree:
+        """What the session's own drafter had proposed, whose rows accepted_rows counts then; without distributions. Empty where
+        the step brought a proposal, or nobody made one.
+        """
+
     def __init__(
         self,
         *,
@@ -333,10 +364,11 @@ class Verdict(_message.Message):
         logprobs: _abc.Iterable[_types_pb2.TokenLogprob] | None = ...,
         prompt_logprobs: _abc.Iterable[_types_pb2.TokenLogprob] | None = ...,
         prefix_len: _builtins.int = ...,
+        proposal: _types_pb2.TokenTree | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id", "next_token_id", b"next_token_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id", "next_token_id", b"next_token_id", "proposal", b"proposal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id", "accepted_rows", b"accepted_rows", "evaluated_count", b"evaluated_count", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "next_token_id", b"next_token_id", "prefix_len", b"prefix_len", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id", "accepted_rows", b"accepted_rows", "evaluated_count", b"evaluated_count", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "next_token_id", b"next_token_id", "prefix_len", b"prefix_len", "prompt_logprobs", b"prompt_logprobs", "proposal", b"proposal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__next_token_id: _TypeAlias = _typing.Literal["next_token_id"]  # noqa: Y015
     _WhichOneofArgType__next_token_id: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id"]  # noqa: Y015

@@ -8,8 +8,8 @@ import pytest
 from support.rules import logits_behind, ruled
 from support.stepped_draft import PROMPT, SPEC, Draft
 
-from draft_service.drafters.model_drafter import DRAFTERS, MODEL, SAMPLED, ModelDrafter, noise_of
 from draft_service.sessions import Wanted
+from outrider.drafters.model_drafter import DRAFTERS, MODEL, SAMPLED, ModelDrafter, noise_of
 from outrider.engine.batching import Feed
 from outrider.engine.noise import Purpose
 from outrider.engine.runner import ModelRunner

@@ -7,8 +7,8 @@ from structlog.testing import capture_logs
 from support.basics import Answers, check_empty, eventually, spec_of
 from support.stepped_draft import fresh_guesses
 
-from draft_service.drafters.model_drafter import DraftTask, ModelDrafter
 from draft_service.sessions import DraftSessions, DraftState, Wanted
+from outrider.drafters.model_drafter import DraftTask, ModelDrafter
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ForwardResult, ModelRunner
 from outrider.engine.worker import DeviceWorker

@@ -7,8 +7,8 @@ from support.basics import Answers, spec_of
 from support.stepped_draft import SPEC, Draft, continued, fresh_guesses
 from support.tiny_models import write_tiny_model
 
-from draft_service.drafters.model_drafter import ModelDrafter
 from draft_service.sessions import Wanted
+from outrider.drafters.model_drafter import ModelDrafter
 from outrider.engine.runner import ModelRunner
 from outrider.rpc.fencing import Fence
 

@@ -14,9 +14,9 @@ from support.stepped_draft import PROMPT, SPEC, Draft, continued, fresh_guesses
 from typer.testing import CliRunner
 
 from draft_service.__main__ import app
-from draft_service.drafters import model_drafter
-from draft_service.drafters.model_drafter import DRAFTERS, MODEL, SAMPLED, ModelDrafter
 from draft_service.sessions import Wanted
+from outrider.drafters import model_drafter
+from outrider.drafters.model_drafter import DRAFTERS, MODEL, SAMPLED, ModelDrafter
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ForwardResult, ModelRunner
 from outrider.parameters import DraftDistribution, Rule, SessionSpec

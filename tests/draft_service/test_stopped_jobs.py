@@ -8,8 +8,8 @@ import pytest
 from support.basics import Answers, SteppedDevice, spec_of
 from support.tiny_models import write_tiny_model
 
-from draft_service.drafters.model_drafter import DraftTask, ModelDrafter
 from draft_service.sessions import DraftSessions, DraftState, Wanted
+from outrider.drafters.model_drafter import DraftTask, ModelDrafter
 from outrider.engine.runner import ModelRunner
 from outrider.model_service.session_store import LeaseTable
 from outrider.rpc.fencing import Fence

@@ -77,6 +77,52 @@ async def test_no_fault_of_the_draft_changes_a_token(
     assert all(committed.draft_count == 0 for committed in rounds if committed.proposal.fallback_reason)
 
 
+@QUIET
+@given(
+    st.integers(1, 8) | st.none(),
+    st.integers(0, 999),
+    st.integers(3, 160),
+    st.floats(0, 5),
+    st.booleans(),
+    st.frozensets(st.integers(2, 60)),
+)
+async def test_a_target_that_drafts_for_itself_says_the_same(
+    count: int | None, seed: int, max_len: int, noise: float, has_draft: bool, bare: frozenset[int]
+) -> None:
+    """Alone or beside a draft, also where some targets lack the drafter; and what it proposed is in the rounds."""
+    request = Request(count, seed, max_len)
+    request.target.own, request.target.own_model, request.target.bare = "own", MarkovModel(noise=noise), bare
+    drafter = "" if has_draft else None
+    request.planner = RoundPlanner(SpeculationPolicy(), count, max_len, 8, drafter, "own")
+    rounds = await request.run()
+    for committed in rounds:
+        tree = committed.proposal.tree
+        assert [tree.token_ids[row - 1] for row in committed.verdict.accepted_rows] == list(
+            committed.token_ids[: committed.accepted_count]
+        )
+    if has_draft and count is not None:
+        assert {committed.proposal.drafter for committed in rounds} <= {""}
+    elif not bare and len(rounds) > 3:
+        assert any(committed.proposal.drafter == "own" for committed in rounds)
+    assert has_draft or not request.draft.asked
+
+
+async def test_a_target_that_drafts_for_itself_is_hardly_asked() -> None:
+    """Stretches of 64 tokens, most of which come unasked with four guesses that are always right: 5 tokens a pass."""
+    request = Request(4, 5, 400, model=MarkovModel())
+    request.target.own, request.target.own_model = "own", MarkovModel()
+    for row in request.target.model._rows:
+        row[EOS] = 1e-12
+    for row in request.target.own_model._rows:
+        row[EOS] = 1e-12
+    request.planner = RoundPlanner(SpeculationPolicy(), 4, 400, 8, None, "own")
+    rounds = await request.run()
+    num_tokens = sum(len(committed.token_ids) for committed in rounds)
+    assert num_tokens == 398
+    assert len(rounds) <= 1 + -(-397 // 5) + 2
+    assert request.target.steps + request.target.acknowledged <= 2 + -(-398 // 32)
+
+
 async def test_trees_equal_plain_decoding_too() -> None:
     """A proposal with branches commits the same tokens, and its wrong siblings are never accepted."""
     rounds = await Request(4, 7, branching=True, model=MarkovModel()).run()
@@ -165,7 +211,7 @@ async def test_both_sessions_close_when_the_target_fails() -> None:
     """An error of the target reaches the caller after both sessions were left."""
     request = Request(4, 2)
 
-    async def fail(proposal: Proposal, plain_budget: int) -> Verdict:
+    async def fail(proposal: Proposal, plain_budget: int, own_draft_count: int) -> Verdict:
         """Loses the target."""
         raise PeerLost("gone")
 

@@ -43,6 +43,7 @@ scenarios = st.builds(
     seed=st.integers(0, 2**32 - 1),
     kv_tokens=st.sampled_from((256, 64)),
     draft_kv_tokens=st.sampled_from((256, 48)),
+    hosts=st.sampled_from(((), TARGETS, TARGETS[:1])),
     gateway_dies_s=st.sampled_from((None, None, None, None, None, 0.01, 0.05, 3.0)),
 )
 # Worlds in which a fault of the targets shows soon: long answers side by side, and a rough way to the targets.
@@ -58,5 +59,6 @@ rough_ways = st.builds(
     ),
     storm=st.just(0.15),
     storm_places=st.just(TARGETS),
+    hosts=st.sampled_from(((), TARGETS, TARGETS[:1])),
     seed=st.integers(0, 2**32 - 1),
 )

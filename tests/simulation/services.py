@@ -16,9 +16,9 @@ from simulation.models import Weights
 from simulation.transport import Network, Server
 from simulation.weather import Fault, Kind
 
-from draft_service.drafters.model_drafter import DRAFTERS, ModelDrafter
 from draft_service.servicer import DraftServicer
 from draft_service.sessions import DraftSessions
+from outrider.drafters.model_drafter import DRAFTERS, ModelDrafter
 from outrider.engine.runner import ModelRunner
 from outrider.engine.worker import DeviceWorker
 from outrider.model_service.link import LinkServicer
@@ -27,6 +27,7 @@ from outrider.model_service.servicer import model_service
 from outrider.model_service.session_store import LeaseTable, Outboxes
 from outrider.rpc.channels import Services
 from target_service import sessions as target_sessions
+from target_service.own_drafts import HOSTED, HostedDraft, HostedModel, Hosting
 from target_service.servicer import TargetServicer
 from target_service.sessions import TargetSessions
 from target_service.verifier import Verifier
@@ -50,7 +51,10 @@ class Process:
         weights: Weights,
         kv_tokens: int,
         lease_s: float,
+        *,
+        hosted: Weights | None = None,
     ) -> None:
+        """`hosted` is a draft model in a target's process, with a cache as large as the target's."""
         self.address = address
         self.role = role
         self._loop = loop
@@ -59,6 +63,8 @@ class Process:
         self._weights = weights
         self._kv_tokens = kv_tokens
         self._lease_s = lease_s
+        self._hosted = hosted
+        self.hosted_runner: ModelRunner | None = None
         self._num_starts = 0
         self._is_up = False
         self._is_draining = False
@@ -173,8 +179,13 @@ class Process:
         model, device = LoadedModel(self.runner, self._weights.vocabulary), cast("DeviceWorker[Any]", self.device)
         if self.role == "target":
             window = target_sessions.UNACKNOWLEDGED_WINDOW
-            facts = replace(describe("target", model), unacknowledged_window=window)
-            targets = TargetSessions(self.runner, self.table, self.device.submit)
+            hostings = []
+            if self._hosted is not None:
+                self.hosted_runner = self._hosted.runner(self._kv_tokens)
+                hostings = [Hosting[HostedDraft](HOSTED, HostedModel(self.hosted_runner))]
+            drafters = {hosting.name: hosting.rules for hosting in hostings}
+            facts = replace(describe("target", model), unacknowledged_window=window, drafters=drafters)
+            targets = TargetSessions(self.runner, self.table, self.device.submit, hostings=hostings)
             return TargetServicer(facts, targets, device, outboxes), model_service(facts, targets, device)
         facts = replace(describe("draft", model), drafters=DRAFTERS)
         drafts = DraftSessions(self.runner, self.table, self.device.submit)

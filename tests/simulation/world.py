@@ -30,7 +30,7 @@ from gateway.generation.frontend import Admission, Frontend
 from gateway.generation.generate import Backend
 from gateway.grpc.servicer import generation_service
 from gateway.metrics import GatewayMetrics
-from gateway.rounds.policy import Choice, SpeculationPolicy
+from gateway.rounds.policy import Choice, SessionEstimates, SpeculationPolicy
 from gateway.sessions.link import BREAKERS, CircuitBreaker, Replicas, ServiceLink
 from gateway.sessions.session import DraftDeadline, TargetTimeouts
 from gateway.text.chat_template import ChatTemplate
@@ -71,6 +71,8 @@ class Scenario:
     kv_tokens: int = 256
     """Size of each target's cache."""
     draft_kv_tokens: int = 256
+    hosts: tuple[str, ...] = ()
+    """Targets that have the draft's model in their own process too."""
     gateway_dies_s: float | None = None
     """Seconds after the first request at which the gateway is killed."""
 
@@ -85,12 +87,13 @@ class DicePolicy(SpeculationPolicy):
     def observe(self, committed: object, session: object = None, *, unasked: bool) -> None:
         """What a round took by a real clock would make a run irreproducible."""
 
-    def choose(self, limit: int, session: object = None, *, ready: bool = True) -> Choice:
-        """Any K, or a stretch of plain decoding."""
+    def choose(self, limit: int, session: SessionEstimates | None = None, *, ready: bool = True) -> Choice:
+        """Any K of any drafter, or a stretch of plain decoding."""
         draft_count = min(limit, self._dice.choice((0, 0, 1, 2, 4, 8)))
         if draft_count < 1:
             return Choice(0, self._dice.choice((0, 1, 4, 32)))
-        return Choice(draft_count, rounds=self._dice.choice((1, 1, 3)))
+        drafter = self._dice.choice(sorted(session.drafters)) if session else ""
+        return Choice(draft_count, rounds=self._dice.choice((1, 1, 3)), drafter=drafter)
 
 
 def simulate(scenario: Scenario) -> list[Outcome]:
@@ -143,7 +146,8 @@ class World:
         else:
             weights, kv_tokens = models().target, self._scenario.kv_tokens
         role = "draft" if address == DRAFT else "target"
-        return Process(self._loop, self._network, dice, role, address, weights, kv_tokens, LEASE_S)
+        hosted = models().draft if address in self._scenario.hosts else None
+        return Process(self._loop, self._network, dice, role, address, weights, kv_tokens, LEASE_S, hosted=hosted)
 
     async def live(self) -> list[Outcome]:
         """Everything from the start of the processes to the end of the last lease."""
@@ -279,6 +283,8 @@ class World:
             hold(len(process.table) == 0, f"{address} still holds {process.table}")
             try:
                 check_empty(process.runner.pool)
+                if process.hosted_runner is not None:
+                    check_empty(process.hosted_runner.pool)
             except AssertionError as error:
                 raise Broken(f"{address} has lost blocks: {process.runner.pool} {error}") from error
 

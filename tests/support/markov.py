@@ -62,7 +62,10 @@ class Session:
 
 @dataclass
 class MarkovTarget(Session):
-    """Verifies by drawing, row by row, and goes on alone within its plain budget."""
+    """Verifies by drawing, row by row, and goes on alone within its budget, with guesses of its own where asked for.
+
+    It guesses with `own_model` if it has a drafter; at the lengths in `bare` it has none.
+    """
 
     model: MarkovModel = field(default_factory=MarkovModel)
     log: TokenLog = field(default_factory=lambda: TokenLog((1,)))
@@ -71,23 +74,49 @@ class MarkovTarget(Session):
     steps: int = 0
     acknowledged: int = 0
     limit: int = 0
+    own: str = ""
+    own_model: MarkovModel = field(default_factory=lambda: MarkovModel(noise=0.3))
+    own_count: int = 0
+    bare: frozenset[int] = frozenset()
+
+    @property
+    def drafter(self) -> str:
+        """The drafter in its process, at this length."""
+        return "" if len(self.log) in self.bare else self.own
 
     @property
     def outstanding(self) -> int:
         """Tokens that may still come unasked."""
         return max(0, min(self.limit, self.max_len) - len(self.log))
 
-    async def verify(self, proposal: Proposal, plain_budget: int) -> Verdict:
+    async def verify(self, proposal: Proposal, plain_budget: int, own_draft_count: int = 0) -> Verdict:
         """Follows the tree along the target's own draws; a proposal on top of unasked tokens is a test's failure."""
+        asked = not self.outstanding
+        if plain_budget or asked:
+            self.own_count = own_draft_count if self.drafter else 0
         assert not (proposal.tree and self.outstanding)
         assert len(self.log) + max(proposal.tree.depths) < self.max_len
         if self.outstanding:
-            self.acknowledged += plain_budget > 0
+            self.acknowledged += plain_budget > 0 and self.limit < self.max_len
         else:
             self.steps += 1
         if plain_budget or not self.outstanding:
             self.limit = len(self.log) + 1 + plain_budget
-        return self._walk(proposal)
+        own = None if proposal.tree else self._guess(asked)
+        verdict = self._walk(own or proposal)
+        verdict.own = own
+        return verdict
+
+    def _guess(self, asked: bool) -> Proposal | None:
+        end = self.max_len if asked else min(self.limit, self.max_len)
+        count = min(self.own_count, end - len(self.log) - 1)
+        if count < 1 or len(self.log) == self.log.prompt_len:
+            return None
+        prefix = list(self.log.tokens())
+        for _ in range(count):
+            prefix.append(self.own_model.draw(prefix, self.seed))
+        tree = TokenTree.chain(prefix[len(self.log) :])
+        return Proposal(tree, compute_us=10 * count, forward_count=count, row_count=count, drafter=self.own)
 
     def _walk(self, proposal: Proposal) -> Verdict:
         prefix, rows, row = list(self.log.tokens()), [], 0

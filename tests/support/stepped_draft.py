@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from draft_service.drafters.model_drafter import DraftTask, ModelDrafter
 from draft_service.sessions import DraftSessions, DraftState, Wanted
+from outrider.drafters.model_drafter import DraftTask, ModelDrafter
 from outrider.engine.runner import ModelRunner
 from outrider.model_service.session_store import LeaseTable, SessionAnswer
 from outrider.parameters import SessionSpec

@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from outrider.model_service.settings import ModelServiceSettings
+from target_service.server import TargetSettings
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 TARGET = MODELS / "target"
@@ -116,5 +116,5 @@ def write_drafts(folder: Path) -> dict[str, Path]:
     }
 
 
-SETTINGS = ModelServiceSettings(str(TARGET), threads=1, kv_tokens=8192)
+SETTINGS = TargetSettings(str(TARGET), listen="127.0.0.1:0", threads=1, kv_tokens=8192)
 PROMPT = (0, 401, 913, 260, 555, 12)

@@ -11,8 +11,7 @@ from support.tiny_models import PROMPT, SETTINGS, write_tiny_model
 
 from outrider.errors import PromptTooLong
 from outrider.model_service.server import LoadedModel, RunningModelService
-from outrider.model_service.settings import ModelServiceSettings
-from target_service.server import start, start_with
+from target_service.server import TargetSettings, start, start_with
 
 
 @pytest.mark.parametrize("end", ["cancel", "half-close"])
@@ -69,7 +68,7 @@ async def test_a_link_that_was_overtaken_does_no_harm(client: TargetClient, chan
 async def test_a_full_pool_ends_no_session(tmp_path: Path) -> None:
     """What was leased is evicted first; then the sessions take turns, and only what never fits is refused."""
     folder = write_tiny_model(tmp_path / "tiny", "llama", vocab_size=257)
-    running = await start(ModelServiceSettings(str(folder), dtype="float32", threads=1, kv_tokens=96))
+    running = await start(TargetSettings(str(folder), dtype="float32", threads=1, kv_tokens=96))
     async with channel_to(running.address) as channel:
         leased = TargetClient(channel)
         first = TargetClient(channel)

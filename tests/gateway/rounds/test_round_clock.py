@@ -15,10 +15,10 @@ class SlowTarget(MarkovTarget):
 
     now_us: int = 0
 
-    async def verify(self, proposal: Proposal, plain_budget: int) -> Verdict:
+    async def verify(self, proposal: Proposal, plain_budget: int, own_draft_count: int) -> Verdict:
         """The verdict, a millisecond later."""
         self.now_us += 1000
-        return await super().verify(proposal, plain_budget)
+        return await super().verify(proposal, plain_budget, own_draft_count)
 
 
 async def test_a_client_that_takes_its_time_is_in_no_round() -> None:

@@ -1,0 +1,108 @@
+"""Plans and the choice of a drafter where the target has one in its own process."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from gateway.rounds.planner import OWN_BUDGET, WAITING_BUDGET, DraftOutlook, RoundPlan, RoundPlanner
+from gateway.rounds.policy import SpeculationPolicy
+from gateway.rounds.round import FallbackReason, Proposal, Round, TokenLog, Verdict
+from outrider.token_tree import TokenTree
+
+AWAY = DraftOutlook(FallbackReason.DRAFT_ABSENT)
+
+
+def planner_of(draft_count: int | None, remote: str | None = None, max_len: int = 500) -> RoundPlanner:
+    return RoundPlanner(SpeculationPolicy(), draft_count, max_len, 8, remote, "own")
+
+
+def log_of(length: int) -> TokenLog:
+    """A log of a prompt of two tokens and an output."""
+    log = TokenLog((1,) * length)
+    log.prompt_len = 2
+    return log
+
+
+def test_the_drafter_reads_the_prompt_along() -> None:
+    """The prompt's own pass asks for guesses, of which it has none, and for no unasked token."""
+    assert planner_of(4).plan(log_of(2), 0, AWAY, "own") == RoundPlan(0, 0, own_draft_count=4)
+
+
+def test_stretches_are_extended_in_their_second_half() -> None:
+    """With K for what comes; in their first half nothing is said."""
+    planner, stretch = planner_of(4), RoundPlan(0, OWN_BUDGET, own_draft_count=4)
+    assert planner.plan(log_of(3), 0, AWAY, "own") == stretch
+    assert planner.plan(log_of(8), OWN_BUDGET - 5, AWAY, "own") == RoundPlan(0, 0)
+    assert planner.plan(log_of(40), OWN_BUDGET // 2, AWAY, "own") == stretch
+    assert planner.plan(log_of(497), 0, AWAY, "own") == RoundPlan(0, OWN_BUDGET, own_draft_count=2)
+
+
+def test_a_target_without_the_drafter_decodes_plainly() -> None:
+    """After a fail-over, say: with the reason why there are no guesses, and with guesses again on the next target."""
+    planner = planner_of(4)
+    lacking = RoundPlan(0, WAITING_BUDGET, FallbackReason.DRAFT_ABSENT)
+    assert planner.plan(log_of(9), 0, AWAY, "") == lacking
+    assert planner.plan(log_of(30), 0, AWAY, "own").own_draft_count == 4
+
+
+@pytest.mark.parametrize(("own", "expected"), [("own", RoundPlan(4, 0)), ("", RoundPlan(4, 0))])
+def test_a_fixed_count_is_the_draft_services(own: str, expected: RoundPlan) -> None:
+    """Where there is one, unless the request names another."""
+    assert planner_of(4, "").plan(log_of(9), 0, DraftOutlook(), own) == expected
+
+
+class Machine:
+    """Rounds of a draft service and of the target's own drafter, whose costs in microseconds may change."""
+
+    def __init__(self, message_us: float) -> None:
+        self.message_us = message_us
+        self.policy = SpeculationPolicy()
+        self.session = self.policy.session("own", "")
+        self.policy.enter(self.session)
+        self.noise = random.Random(3)
+        self.chosen: list[tuple[str, int]] = []
+
+    def round(self, draft_count: int, drafter: str, unasked: bool) -> None:
+        """One round, with guesses that are right two times in three."""
+        accepted = 0
+        while accepted < draft_count and self.noise.random() < 0.66:
+            accepted += 1
+        way_us = (0 if unasked else 50) if drafter == "own" or not draft_count else self.message_us
+        # The target's device is the slower one for drafts.
+        step_us = 300 if drafter == "own" else 100
+        verdict = Verdict(5, tuple(range(1, accepted + 1)), 1, None, min(accepted + 1, draft_count), 2000, 1, 1)
+        proposal = Proposal(
+            TokenTree.chain((1,) * draft_count),
+            compute_us=step_us * draft_count,
+            forward_count=draft_count,
+            row_count=draft_count,
+            drafter=drafter,
+        )
+        round_us = int(2000 + step_us * draft_count + way_us)
+        committed = Round(proposal, verdict, (1,) * (accepted + 1), (), round_us, round_us)
+        self.policy.observe(committed, self.session, unasked=unasked)
+
+    def run(self, num_choices: int) -> Counter[str]:
+        """How often each drafter was chosen of those times that one was."""
+        counts: Counter[str] = Counter()
+        for _ in range(num_choices):
+            choice = self.policy.choose(8, self.session)
+            counts[choice.drafter if choice.draft_count else "plain"] += choice.rounds
+            for _ in range(choice.rounds):
+                self.round(choice.draft_count, choice.drafter, unasked=choice.drafter == "own")
+            for _ in range(choice.plain_budget):
+                self.round(0, "", unasked=True)
+        return counts
+
+
+def test_the_faster_drafter_is_chosen_and_the_other_one_looked_at() -> None:
+    """A quick own draft beats a slow way, a quick way beats the target's slow own drafting; a change is noticed."""
+    machine = Machine(message_us=3000)
+    counts = machine.run(1500)
+    assert counts["own"] > 0.9 * sum(counts.values())
+    assert counts[""] > 3
+    machine.message_us = 100
+    machine.run(3000)
+    counts = machine.run(500)
+    assert counts[""] > 0.9 * sum(counts.values())
