@@ -29,7 +29,7 @@ from gateway.rest.generate import TEXT_NAMES, check_prompt_len, generation_reque
 from gateway.rest.middleware import ParsedBodyRoute, RestSettings
 from gateway.rest.schemas import GenerationFields, Seed, Text, Unserved
 from gateway.rest.sse import EventStream, typed
-from gateway.rounds.policy import MAX_DRAFT_COUNT
+from gateway.rounds.estimates import MAX_DRAFT_COUNT
 from gateway.sessions.link import Replicas
 from outrider.errors import OutriderError
 

@@ -1,6 +1,6 @@
 """Estimates and outliers."""
 
-from gateway.rounds.policy import AcceptanceRates, Average, ByLoad, RowTable
+from gateway.rounds.estimates import AcceptanceRates, Average, ByLoad, RowTable
 
 
 def test_an_average_begins_with_a_median() -> None:
