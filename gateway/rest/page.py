@@ -253,5 +253,7 @@ def _service_view(replicas: Replicas | None) -> dict[str, Any]:
         "numerics_id": info.numerics_id if info else "",
         "context_len": info.context_len if info else 0,
         "max_draft_count": info.max_draft_count if info else 0,
+        # Those of a target draft in its own process.
+        "drafters": list(info.drafters) if info else [],
         "reason": reason,
     }

@@ -41,11 +41,15 @@ class Alive(BaseModel):
 
 
 class Ready(BaseModel):
-    """The target is there. The draft need not be: without it answers are the same, later."""
+    """The target is there. The draft need not be: without it answers are the same, later.
+
+    `hosted` are the drafters in the target's own process.
+    """
 
     status: Literal["ready"] = "ready"
     target: Literal["present"] = "present"
     draft: Literal["present", "absent", "none"]
+    hosted: list[str] = []
 
 
 class Version(BaseModel):
@@ -88,12 +92,15 @@ def routes(frontend: Frontend, scrape: Scrape) -> APIRouter:
     async def ready() -> Ready:
         """Whether requests can be served now; an error while the target is away."""
         try:
-            frontend.backend.target.present()
+            target = frontend.backend.target.present()
         except OutriderError as error:
             # What answers and does not fit is no target either, and another may come.
             raise error if isinstance(error, PeerLost) else NotReady(error.message) from None
         draft = frontend.backend.draft
-        return Ready(draft="none" if draft is None else "absent" if draft.info is None else "present")
+        state: Literal["present", "absent", "none"] = (
+            "none" if draft is None else "absent" if draft.info is None else "present"
+        )
+        return Ready(draft=state, hosted=list(target.drafters))
 
     @router.get("/version", responses=documented())
     async def show_version() -> Version:

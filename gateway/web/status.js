@@ -41,7 +41,9 @@ export class Status {
     const { gateway, target, draft, policy } = now;
     this.service("gateway", true, "up", `${gateway.running} running, ${gateway.waiting} waiting`);
     this.service("target", target.up, target.up ? "up" : "away", target.up ? `${target.model}, ${target.numerics_id}` : target.reason);
-    this.service("draft", draft.up, !draft.configured ? "none" : draft.up ? "up" : "away", draft.up ? draft.model : draft.reason);
+    const hosted = !draft.configured && target.drafters.length > 0;
+    if (hosted) this.service("draft", true, "in the target", target.drafters.join(", "));
+    else this.service("draft", draft.up, !draft.configured ? "none" : draft.up ? "up" : "away", draft.up ? draft.model : draft.reason);
     const choice = policy.draft_count === 0 ? "0, plain" : plural(policy.draft_count, "guess");
     this.service("policy", null, choice, `of late ${percent(policy.acceptance_rate)} accepted`);
     this.tell(this.warning());
@@ -50,6 +52,7 @@ export class Status {
   warning() {
     const { target, draft } = this.now;
     if (!target.up) return "The target is away. New requests wait for it, and running ones go on when it is back.";
+    if (!draft.configured && target.drafters.length > 0) return "";
     if (!draft.configured) return "No draft is configured: every answer is decoded plainly.";
     if (!draft.up) return "Degraded: the draft is away. Answers go on without it, only slower, and speculation comes back when the draft does.";
     return "";

@@ -5,7 +5,7 @@ import re
 import pytest
 from page.browser import PATIENCE_MS, ended, fill, spoken, visit
 from playwright.async_api import Browser, Page, Request, expect
-from support.stack import RunningStack, running_stack
+from support.stack import DRAFT, RunningStack, running_stack
 
 pytestmark = [pytest.mark.page, pytest.mark.asyncio(loop_scope="module")]
 
@@ -114,6 +114,22 @@ async def test_a_lost_target_breaks_the_answer_off_in_one_sentence(browser: Brow
         await expect(page.locator("#failure")).to_contain_text("cannot be reached")
         assert await spoken(page) != ""
         await expect(page.locator("#banner")).to_contain_text("The target is away")
+
+
+async def test_a_draft_in_the_target_is_a_draft(browser: Browser) -> None:
+    """Without a draft service the page says where the guesses come from, and marks them as any others."""
+    async with (
+        running_stack(
+            draft=None, gateway={"rest_listen": "127.0.0.1:0"}, target_options={"draft_model": DRAFT}
+        ) as stack,
+        visit(browser, stack.gateway.rest_address) as page,
+    ):
+        await expect(page.locator('[data-service="draft"] b')).to_have_text("in the target")
+        await expect(page.locator("#banner")).to_be_hidden()
+        await fill(page, draft_count="4")
+        await begin(page, 48)
+        assert (await ended(page)).startswith("Done: 48 tokens")
+        assert await page.locator("#lane-main .t.accepted").count() > 8
 
 
 async def test_a_link_fills_the_form_and_runs_nothing(browser: Browser, stack: RunningStack) -> None:

@@ -29,7 +29,12 @@ async def test_probes_answer(http: httpx.AsyncClient, markov: MarkovStack, monke
     assert (await http.get("/live")).json() == {"status": "alive"}
     assert (await http.get("/version")).json().keys() == {"version"}
     for path in ("/ready", "/health"):
-        assert (await http.get(path)).json() == {"status": "ready", "target": "present", "draft": "present"}
+        assert (await http.get(path)).json() == {
+            "status": "ready",
+            "target": "present",
+            "draft": "present",
+            "hosted": [],
+        }
         assert (await http.head(path)).status_code == 200
     link = markov.gateway.backend.target.links[0]
     monkeypatch.setattr(link, "_info", None)
