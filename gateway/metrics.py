@@ -170,6 +170,9 @@ class GatewayMetrics:
         draft, verify = proposal.hop, verdict.hop
         self.round.add(committed.round_us / 1e6)
         self.draft_compute.add(proposal.compute_us / 1e6)
+        if verdict.own is not None:
+            # Nobody waited for a proposal that the target made for itself, and its verdict may have come unasked.
+            return
         self.draft_rpc.add(draft.wait_us / 1e6)
         self.draft_overhead.add(max(0, draft.wait_us - draft.queue_us - proposal.compute_us) / 1e6)
         self.verify_rpc.add(verify.wait_us / 1e6)

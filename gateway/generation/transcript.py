@@ -122,6 +122,7 @@ def round_facts(committed: Round) -> dict[str, Any]:
         "draft_bytes": proposal.hop.num_bytes,
         "verify_bytes": verdict.hop.num_bytes,
         "target_reopens": verdict.reopens,
+        "drafter": proposal.drafter,
     }
 
 

@@ -75,6 +75,8 @@ class RoundFacts:
     verify_bytes: int = 0
     target_reopens: int = 0
     new_numerics_id: str = ""
+    drafter: str = ""
+    """That made the proposal: "hosted" in the target's process; empty for the draft service's own choice."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,11 @@ def test_where_the_time_of_a_round_goes() -> None:
     assert found["round_seconds_count"] == found["verify_rpc_seconds_count"] == 1
     assert found["verify_compute_seconds_count"] == found["inter_token_latency_seconds_count"] == 2
     assert (found["prompt_compute_seconds_count"], found["prompt_compute_seconds_sum"]) == (1, 0.009)
+    own = round_event([ACCEPTED, BONUS], draft_count=1, evaluated_count=1)
+    own.committed.verdict.own = own.committed.proposal
+    hosted = counted(own)
+    assert hosted["draft_compute_seconds_count"] == hosted["round_seconds_count"] == 1
+    assert hosted["draft_rpc_seconds_count"] == hosted["verify_rpc_seconds_count"] == 0
     gaps = counted(round_event([PLAIN], gap_us=7_000))
     assert gaps["inter_token_latency_seconds_sum"] == pytest.approx(0.007)
     early = counted(round_event([ACCEPTED, BONUS], draft_count=1, verify_hop=HopCost(0, 10, 0)))

@@ -72,6 +72,7 @@ async def test_tokens_are_those_of_plain_decoding(alone: Stack) -> None:
                     assert completion.speculation.drafts > 0.8 * completion.speculation.rounds
                     assert completion.speculation.acceptance_rate > 0.4
                     assert {each.facts.draft_bytes for each in rounds} == {0}
+                    assert {each.facts.drafter for each in rounds if each.facts.draft_count} == {"hosted"}
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await answer(stub, drafter="model")
         refused = error_from(caught.value)

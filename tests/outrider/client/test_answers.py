@@ -10,6 +10,8 @@ from outrider.client.events import AnswerBuilder, event_from
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
 
+NAMES = {"new_numerics_id": "cuda", "drafter": "hosted"}
+
 
 def test_samples_in_order_whatever_came_first() -> None:
     """Mixed events are sorted by sample, and an answer speaks for its first one."""
@@ -37,13 +39,13 @@ def test_half_an_answer_is_none(count: int) -> None:
 
 def test_a_round_tells_everything() -> None:
     """Every field of the facts has its place, and so have rejected guesses and log-probabilities of the draft."""
-    facts = {field.name: 3 for field in pb.RoundFacts.DESCRIPTOR.fields if field.name != "new_numerics_id"}
-    message = pb.Round(text_delta=" a", sample_index=2, facts=pb.RoundFacts(new_numerics_id="cuda", **facts))
+    facts = {field.name: 3 for field in pb.RoundFacts.DESCRIPTOR.fields if field.name not in NAMES}
+    message = pb.Round(text_delta=" a", sample_index=2, facts=pb.RoundFacts(**NAMES, **facts))
     message.tokens.add(token_id=4, origin=pb.TOKEN_ORIGIN_BONUS, text=" a", draft_logprob=-0.5)
     message.rejected.add(token_id=5, text=" b")
     event = event_from(pb.GenerateResponse(round=message))
     assert isinstance(event, Round)
-    expected = RoundFacts(**{**facts, "fallback_reason": "draft_late"}, new_numerics_id="cuda")  # type: ignore[arg-type]
+    expected = RoundFacts(**{**facts, "fallback_reason": "draft_late"}, **NAMES)  # type: ignore[arg-type]
     assert (event.facts, event.sample_index, event.text) == (expected, 2, " a")
     assert (event.tokens[0].draft_logprob, event.rejected) == (-0.5, (RejectedToken(5, " b"),))
 
