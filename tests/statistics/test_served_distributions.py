@@ -14,7 +14,10 @@ from support.rules import Floats, chance
 from support.stack import Answer, reference_model, running_stack
 from support.tiny_models import write_tiny_model
 
+from outrider.parameters import DraftDistribution
+from outrider.token_tree import TokenTree
 from outrider.v1 import types_pb2
+from target_service.own_drafts import OwnProposal, OwnSession
 
 NUM_TOKENS = 16
 AT_A_TIME = 32
@@ -51,11 +54,18 @@ def probs_behind(model: Path, prefixes: list[list[int]]) -> Floats:
     return probs
 
 
-async def check_requests(pair: tuple[Path, Path], rule: str, num_requests: int) -> None:
-    """Asks with the seeds 0, 1, 2, ..., some at a time, and compares; the draft's own must not pass for it."""
+async def chance_of_answers(
+    pair: tuple[Path, Path], rule: str, num_requests: int, *, hosted: bool = False
+) -> tuple[float, float]:
+    """Asks with the seeds 0, 1, 2, ..., some at a time; how likely the answers are by the target's law and the draft's.
+
+    The draft is a service, or `hosted` in the target's process.
+    """
     number = getattr(types_pb2, f"ACCEPTANCE_RULE_{rule.upper()}")
     slots = asyncio.Semaphore(AT_A_TIME)
-    async with running_stack(*map(str, pair), dtype="float32") as stack:
+    target, draft = map(str, pair)
+    own = {"draft_model": draft} if hosted else {}
+    async with running_stack(target, None if hosted else draft, dtype="float32", target_options=own) as stack:
 
         async def answer(seed: int) -> Answer:
             async with slots:
@@ -64,19 +74,46 @@ async def check_requests(pair: tuple[Path, Path], rule: str, num_requests: int) 
         answers = await asyncio.gather(*(answer(seed) for seed in range(num_requests)))
     tokens = torch.tensor([each.token_ids[1:3] for each in answers])
     target_distribution, draft_distribution = map(distribution_of_two, pair)
-    assert chance(tokens, target_distribution, CELLS) > 1e-4
-    assert chance(tokens, draft_distribution, CELLS) < 1e-6
     drafted, accepted = (
         sum(getattr(each.completion.speculation, name) for each in answers)
         for name in ("draft_tokens", "accepted_tokens")
     )
     assert 0.1 * drafted < accepted < 0.9 * drafted
+    return chance(tokens, target_distribution, CELLS), chance(tokens, draft_distribution, CELLS)
+
+
+async def check_requests(pair: tuple[Path, Path], rule: str, num_requests: int, *, hosted: bool = False) -> None:
+    """Compares the answers with both laws; the draft's own must not pass for the target's."""
+    by_target, by_draft = await chance_of_answers(pair, rule, num_requests, hosted=hosted)
+    assert by_target > 1e-4
+    assert by_draft < 1e-6
 
 
 @pytest.mark.parametrize("rule", ["match", "ratio", "block"])
-async def test_served_tokens_follow_the_distribution_of_the_target(pair: tuple[Path, Path], rule: str) -> None:
-    """A thousand requests under each exact rule: chi-square of two tokens, p > 1e-4."""
-    await check_requests(pair, rule, 1000)
+@pytest.mark.parametrize("hosted", [False, True])
+async def test_served_tokens_follow_the_distribution_of_the_target(
+    pair: tuple[Path, Path], rule: str, hosted: bool
+) -> None:
+    """A thousand requests under each exact rule: chi-square of two tokens, p > 1e-4. The draft is a bad one."""
+    await check_requests(pair, rule, 1000, hosted=hosted)
+
+
+async def test_guesses_that_are_tested_with_another_law_are_found(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hosted draft whose guesses come with the even law instead of that which they were drawn from."""
+    even, take = DraftDistribution(tuple(range(NUM_TOKENS)), (1,) * NUM_TOKENS), OwnSession.take
+
+    def take_falsely(self: OwnSession) -> OwnProposal | None:
+        proposal = take(self)
+        if proposal is None or not proposal.tree:
+            return proposal
+        token_ids = proposal.tree.token_ids
+        return proposal._replace(tree=TokenTree.chain(token_ids, [even] * len(token_ids)))
+
+    monkeypatch.setattr(OwnSession, "take", take_falsely)
+    by_target, _ = await chance_of_answers(pair, "ratio", 1000, hosted=True)
+    assert by_target < 1e-4
 
 
 @pytest.mark.grid
