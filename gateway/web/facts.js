@@ -14,6 +14,7 @@ function rows(run, token) {
     ["Draft probability", probability(token.draft_logprob) ?? (token.origin === "accepted" ? "not told" : "none: not its guess")],
     ["Time", `${time(round.time_us)} after the request`],
     ["Round took", time(round.round_us)],
+    ...(round.draft_count > 0 && round.drafter ? [["Guesses by", round.drafter === "hosted" ? "the draft in the target's process" : `the drafter ${round.drafter}`]] : []),
   ];
   return token.text === "" ? [...found, ["Text", "part of a character, or of a stop string"]] : found;
 }

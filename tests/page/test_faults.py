@@ -130,6 +130,8 @@ async def test_a_draft_in_the_target_is_a_draft(browser: Browser) -> None:
         await begin(page, 48)
         assert (await ended(page)).startswith("Done: 48 tokens")
         assert await page.locator("#lane-main .t.accepted").count() > 8
+        await page.locator("#lane-main .t.accepted").first.click()
+        await expect(page.locator("#facts")).to_contain_text("the draft in the target's process")
 
 
 async def test_a_link_fills_the_form_and_runs_nothing(browser: Browser, stack: RunningStack) -> None:
