@@ -335,6 +335,8 @@ class ModelFacts:
     address: str
     free_blocks: int = 0
     sessions: int = 0
+    drafters: tuple[str, ...] = ()
+    """That guess in this process."""
 
 
 async def model_facts(address: str) -> ModelFacts:
@@ -360,6 +362,7 @@ async def model_facts(address: str) -> ModelFacts:
         address=address,
         free_blocks=info.free_block_count,
         sessions=info.session_count,
+        drafters=tuple(info.drafters),
     )
 
 
@@ -374,6 +377,7 @@ def model_table(facts: Sequence[ModelFacts], metrics: Mapping[str, str]) -> Tabl
     table.add_row("numerics id", *(fact.numerics_id for fact in facts))
     table.add_row("context", *(f"{fact.context_len:,} tokens" for fact in facts))
     table.add_row("KV blocks", *(f"{fact.blocks:,} of {fact.block_size} tokens" for fact in facts))
+    table.add_row("drafters", *(", ".join(fact.drafters) for fact in facts))
     table.add_row("address", *(fact.address for fact in facts))
     table.add_row("metrics", *(metrics.get(fact.role, "") for fact in facts))
     return table
@@ -388,6 +392,7 @@ def model_line(fact: ModelFacts, metrics: str | None) -> str:
         f"numerics {fact.numerics_id}",
         f"context of {fact.context_len:,} tokens",
         f"{fact.blocks:,} KV blocks of {fact.block_size} tokens",
+        *([f"drafters: {', '.join(fact.drafters)}"] if fact.drafters else []),
         f"answers on {fact.address}",
     ]
     return ", ".join([*parts, f"metrics on {metrics}"] if metrics else parts)
