@@ -236,7 +236,8 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         1. The target gives a verdict.
         2. The attempt raises Unanswered: the target is there, and the session is better off with a new opening at once.
         3. The target is lost or hangs: another one takes the session over, after a pause and within a retry budget.
-           Where the lost one was found working in between, the budget begins anew: it is for the time without a target.
+           Where the target that is left was found working in between, in 2 as well, the budget begins anew: it is for
+           the time without a target.
         4. The target lacks tokens, because it has forgotten the session: it is given all of them again, a few times.
         """
         loop = asyncio.get_running_loop()
@@ -252,16 +253,15 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
                     self._num_unanswered = 0
                     opening.link.breaker.answered()
                     return opening, response
-            except Unanswered as error:  # 2
+            except (Unanswered, PeerLost, NotReady) as error:
                 self._abandon(error)
-            except (PeerLost, NotReady) as error:  # 3
-                self._abandon(error)
-                # Another session may try this target, wherever this one goes on.
-                opening.link.breaker.left(self._session_id)
-                opening.link.report_lost(opening.stream)
                 if self._has_worked and num_budgets < MAX_BUDGETS:
                     budget, num_budgets = RetryBudget(self._timeouts.rebuild_budget_s, loop.time()), num_budgets + 1
-                await asyncio.sleep(budget.pause_s(error, loop.time()))
+                if not isinstance(error, Unanswered):  # 3
+                    # Another session may try this target, wherever this one goes on.
+                    opening.link.breaker.left(self._session_id)
+                    opening.link.report_lost(opening.stream)
+                    await asyncio.sleep(budget.pause_s(error, loop.time()))
             else:  # 4
                 num_refusals += 1
                 if num_refusals > MAX_REFUSALS:

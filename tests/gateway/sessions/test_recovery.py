@@ -114,6 +114,17 @@ async def test_the_budget_is_for_the_time_without_a_target() -> None:
             assert (await waiting).reopens == 2
 
 
+async def test_a_target_that_leaves_a_session_unanswered_was_there_too() -> None:
+    """A lost link begins the budget, a target that works for longer without an answer ends it: the next loss has one."""
+    async with Links() as links:
+        service = target(mischief={2: Mischief.BROKEN, 3: Mischief.FROZEN, 4: Mischief.BROKEN})
+        link, _ = await links.to(service)
+        log, timeouts = TokenLog(PROMPT), TargetTimeouts(RoundDeadline(0.1, 0.1), rebuild_budget_s=0.5, answer_s=0.7)
+        async with session([link], log, timeouts) as one:
+            log.commit(NOTHING, await one.verify(NOTHING, 0))
+            assert (await one.verify(NOTHING, 0)).reopens == 3
+
+
 async def test_a_draft_that_sends_no_valid_message_costs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rounds are plain, and the tokens are those of plain decoding."""
 
