@@ -115,7 +115,7 @@ async def test_the_budget_is_for_the_time_without_a_target() -> None:
 
 
 async def test_a_target_that_leaves_a_session_unanswered_was_there_too() -> None:
-    """A lost link begins the budget, a target that works for longer without an answer ends it: the next loss has one."""
+    """A lost link begins the budget, and a target that works for longer without an answer ends it; the next has one."""
     async with Links() as links:
         service = target(mischief={2: Mischief.BROKEN, 3: Mischief.FROZEN, 4: Mischief.BROKEN})
         link, _ = await links.to(service)
