@@ -6,7 +6,6 @@ tokens, K, noise and sampling alone, and never on what was computed before. All 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import structlog
@@ -188,36 +187,22 @@ def _without_room(allocate: Allocate) -> None:
     allocate()
 
 
-@dataclass(slots=True)
-class OwnSession:
-    """One session's own drafting."""
+class OwnSession(NamedTuple):
+    """One session's part in a drafter."""
 
     hosting: Hosting[Any]
     draft: OwnDraft
-    is_drafting: bool = False
-    """Whether the next forward waits for a proposal."""
-
-    def begin(self, token_ids: Sequence[int], draft_count: int) -> None:
-        """Begins a proposal for the next forward, or lets the drafter read along for 0 guesses."""
-        self.draft.begin(token_ids, draft_count)
-        self.is_drafting = draft_count > 0
-
-    def take(self) -> OwnProposal | None:
-        """The proposal for the next forward, once; None while it is on its way."""
-        if self.draft.proposal is not None:
-            self.is_drafting = False
-        return self.draft.proposal
 
 
-def guess(sessions: Sequence[OwnSession]) -> None:
-    """Lets drafters go on until all sessions have their proposals, but for those that have much to read.
+def guess(sessions: Sequence[OwnSession], awaited: Sequence[OwnDraft]) -> None:
+    """Lets drafters go on until all awaited proposals are there, but for those that have much to read first.
 
-    Such a one gets one step of its drafter, with as many rows as that reads at a time, and then its turn again.
+    Such a one gets one step of its drafter, with as many rows as that reads at a time, and then its turn again; so
+    does a session that is not awaited.
     """
     hostings = {each.hosting.name: each.hosting for each in sessions}
     while True:
         for name, hosting in hostings.items():
             hosting.advance([each.draft for each in sessions if each.hosting.name == name])
-        drafts = [each.draft for each in sessions if each.is_drafting]
-        if not any(draft.proposal is None and not draft.is_reading for draft in drafts):
+        if not any(draft.proposal is None and not draft.is_reading for draft in awaited):
             return

@@ -1,9 +1,8 @@
 """The target service: its settings, and how it is put together."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import ModelRefused
@@ -49,13 +48,6 @@ async def start_with(
 ) -> RunningModelService:
     """Serves models that are loaded already; those of the settings are not looked at."""
     hostings = [] if draft is None else [Hosting[HostedDraft](HOSTED, HostedModel(draft.runner))]
-    return await start_hosting(model, settings, hostings)
-
-
-async def start_hosting(
-    model: LoadedModel, settings: ModelServiceSettings, hostings: Sequence[Hosting[Any]]
-) -> RunningModelService:
-    """Serves a model, for whose sessions these drafters guess in this process."""
     table, outboxes = LeaseTable[TargetState](settings.lease_seconds), Outboxes()
     verifier = Verifier(model.runner, table)
     worker = DeviceWorker[VerifyTask](verifier.advance, model.set_threads, "target device", outboxes.flush)

@@ -240,11 +240,9 @@ class TargetSessions(SessionStore[TargetState]):
             own=held.own,
             own_draft_count=held.next_own_count,
         )
-        if held.own is not None:
-            held.own.is_drafting = False
-            if held.own_draft_count and len(held.session) == held.spec.prompt_len:
-                # The drafter reads the prompt while the target does.
-                held.own.begin(held.session.token_ids, 0)
+        if held.own is not None and held.own_draft_count and len(held.session) == held.spec.prompt_len:
+            # The drafter reads the prompt while the target does.
+            held.own.draft.begin(held.session.token_ids, 0)
         self._submit(held.task)
 
     def _on_verdict(self, session_id: bytes, held: TargetState, verdict: TargetVerdict, times: ComputeTimes) -> None:

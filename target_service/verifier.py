@@ -23,7 +23,7 @@ from outrider.errors import OutriderError
 from outrider.model_service.session_store import LeaseTable
 from outrider.parameters import SessionSpec, TokenLogprob
 from outrider.rpc.fencing import ComputeTimes, Meter
-from outrider.token_tree import EMPTY, TokenTree
+from outrider.token_tree import TokenTree
 from target_service.acceptance import TargetVerdict, Walk, commit_walk, decide
 from target_service.block_allocator import BlockAllocator
 from target_service.gathering import Gathering
@@ -47,6 +47,8 @@ class VerifyTask:
     """Guesses that it is to make for the next verdict."""
     own_proposal: OwnProposal | None = None
     """What it has made for the next verdict."""
+    is_drafting: bool = False
+    """Whether it is about to make that."""
     done: bool = False
     stopped: bool = False
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -70,9 +72,7 @@ class VerifyTask:
     def next_verdict(self, tree: TokenTree, meter: Meter, own_draft_count: int) -> None:
         """Prepares the task for what follows the session's tokens now."""
         self.tree, self.meter = tree, meter
-        self.own_draft_count, self.own_proposal = own_draft_count, None
-        if self.own is not None:
-            self.own.is_drafting = False
+        self.own_draft_count, self.own_proposal, self.is_drafting = own_draft_count, None, False
 
     def fail(self, error: OutriderError) -> None:
         self.done = True
@@ -213,17 +213,18 @@ class Verifier:
 
 def _with_proposals(tasks: Sequence[VerifyTask]) -> list[VerifyTask]:
     """Lets the sessions guess that are to; returns the tasks that need not wait for that any longer."""
-    guessing = [task for task in tasks if task.own is not None and not task.stopped]
+    guessing = [(task, task.own) for task in tasks if task.own is not None and not task.stopped]
     if not guessing:
         return list(tasks)
-    for task in guessing:
-        if task.own is not None and task.wants_own and not task.own.is_drafting:
-            task.own.begin(task.session.token_ids, task.own_draft_count)
-    guess([task.own for task in guessing if task.own is not None])
-    for task in guessing:
-        if task.own is not None and task.own.is_drafting:
-            task.own_proposal = task.own.take()
-            task.tree = EMPTY if task.own_proposal is None else task.own_proposal.tree
+    for task, own in guessing:
+        if task.wants_own and not task.is_drafting:
+            own.draft.begin(task.session.token_ids, task.own_draft_count)
+            task.is_drafting = True
+    guess([own for _, own in guessing], [own.draft for task, own in guessing if task.is_drafting])
+    for task, own in guessing:
+        if task.is_drafting and own.draft.proposal is not None:
+            task.is_drafting, task.own_proposal = False, own.draft.proposal
+            task.tree = task.own_proposal.tree
     return [task for task in tasks if not task.wants_own]
 
 

@@ -221,11 +221,10 @@ class SpeculationPolicy:
             self._rounds_since_other = 0
             other = others[0]
             return Choice(worths[other][1], rounds=PROBE_ROUNDS, drafter=other)
-        estimates, costs, best = self._estimates(drafter), self._costs_of(drafter), worths[drafter][1]
-        tokens = self._tokens(drafter, session)
+        estimates, (speed, best) = self._estimates(drafter), worths[drafter]
         if estimates.is_worth:
             may_draft = session is None or session.is_drafting or self._num_drafting < estimates.allowed
-            if not may_draft or tokens[best] * costs[0] <= costs[best]:
+            if not may_draft or speed * self._costs_of(drafter)[0] <= 1:
                 return Choice(0, SHORT_BUDGET)
             if not ready or self._rounds_without_plain < PLAIN_PROBE_ROUNDS * self._load:
                 return Choice(best, drafter=drafter)
@@ -241,13 +240,10 @@ class SpeculationPolicy:
                 return drafter
         return None
 
-    def _tokens(self, drafter: str, session: SessionEstimates | None) -> list[float]:
-        own = session.acceptance.get(drafter) if session else None
-        return (own or self._estimates(drafter).acceptance).tokens()
-
     def _best(self, drafter: str, most: int, session: SessionEstimates | None) -> tuple[float, int]:
         """The most tokens a microsecond with some guesses of a drafter, and how many these are."""
-        costs, tokens = self._costs_of(drafter), self._tokens(drafter, session)
+        own = session.acceptance.get(drafter) if session else None
+        costs, tokens = self._costs_of(drafter), (own or self._estimates(drafter).acceptance).tokens()
         return max((tokens[count] / costs[count], count) for count in range(1, most + 1))
 
     def _plain_or_probe(self, drafter: str, best: int, *, ready: bool) -> Choice:
@@ -289,11 +285,10 @@ class SpeculationPolicy:
         # Groups are of unequal size, and most answers come from the larger ones.
         num_groups = 1 if share > ONE_GROUP else 2
         model_us = max(draft_us + verify_us + estimates.overhead_us.at(load), num_groups * verify_us, 1.0)
-        return (
-            model_us
-            if estimates.is_unasked
-            else estimates.round_us[draft_count].blend(load, model_us, self._num_rounds)
-        )
+        if estimates.is_unasked:
+            # How long such a round took here says nothing, because its verdict may have waited for its reader.
+            return model_us
+        return estimates.round_us[draft_count].blend(load, model_us, self._num_rounds)
 
     def _costs_of(self, drafter: str) -> list[float]:
         costs = self._costs.get(drafter)

@@ -17,7 +17,7 @@ from support.tiny_models import write_tiny_model
 from outrider.parameters import DraftDistribution
 from outrider.token_tree import TokenTree
 from outrider.v1 import types_pb2
-from target_service.own_drafts import OwnProposal, OwnSession
+from target_service.own_drafts import HostedDraft, OwnProposal
 
 NUM_TOKENS = 16
 AT_A_TIME = 32
@@ -102,16 +102,13 @@ async def test_guesses_that_are_tested_with_another_law_are_found(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hosted draft whose guesses come with the even law instead of that which they were drawn from."""
-    even, take = DraftDistribution(tuple(range(NUM_TOKENS)), (1,) * NUM_TOKENS), OwnSession.take
+    even, end = DraftDistribution(tuple(range(NUM_TOKENS)), (1,) * NUM_TOKENS), HostedDraft._end
 
-    def take_falsely(self: OwnSession) -> OwnProposal | None:
-        proposal = take(self)
-        if proposal is None or not proposal.tree:
-            return proposal
+    def end_falsely(self: HostedDraft, proposal: OwnProposal) -> None:
         token_ids = proposal.tree.token_ids
-        return proposal._replace(tree=TokenTree.chain(token_ids, [even] * len(token_ids)))
+        end(self, proposal._replace(tree=TokenTree.chain(token_ids, [even] * len(token_ids))))
 
-    monkeypatch.setattr(OwnSession, "take", take_falsely)
+    monkeypatch.setattr(HostedDraft, "_end", end_falsely)
     by_target, _ = await chance_of_answers(pair, "ratio", 1000, hosted=True)
     assert by_target < 1e-4
 
