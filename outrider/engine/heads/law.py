@@ -1,0 +1,85 @@
+"""What every drafting head has in common: a state behind each token, and one step from a state and a token to the next.
+
+A row is a token x_j together with the state behind the token before it: of a committed token that is what the target
+knew there (its features), of a guess what the head itself made of it. Row j has position j, and the first token of a
+text has no row that anything reads. A guess drawn behind row j is for position j + 1.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from outrider.engine.batching import RowPlan
+from outrider.engine.cache import KVCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadFacts:
+    """Sizes of a head, and what it reads of the target."""
+
+    method: str
+    """"eagle1", "eagle3", "mtp", "mlp_speculator", "hydra", "medusa" or "bpd"."""
+    taps: tuple[int, ...]
+    """Boundaries of the target whose residuals it reads, side by side in this order: b is what enters layer b, and N,
+    the number of layers, is what leaves the final norm."""
+    state_size: int
+    num_kv_layers: int
+    """Layers with keys and values of their own: 1 or 0."""
+    num_kv_heads: int
+    head_dim: int
+    context_len: int
+    """Longest text that it guesses behind; the target's, or fewer tokens where its own positions end."""
+    max_draft_count: int | None = None
+    """Most guesses that it has heads for; None for one that goes on as long as it is asked."""
+
+
+class HeadRows(NamedTuple):
+    """R rows of one step. The lists of the plan name no slot of a text's first token, except that row's own."""
+
+    plan: RowPlan
+    cache: KVCache
+    states: Tensor
+    """[R, state_size] float32, behind the token before each row's own."""
+    depths: Sequence[int]
+    """0 for a row whose state is the target's own, d for one behind d guesses."""
+
+
+class Head(Protocol):
+    """One head on one device, op by op, so that a row's bits depend on nothing but the row where the ops promise it."""
+
+    @property
+    def facts(self) -> HeadFacts: ...
+
+    @property
+    def weights(self) -> Sequence[Tensor]:
+        """Its own tensors, without those that are the target's."""
+
+    def states_of(self, features: Tensor) -> Tensor:
+        """States [R, state_size] that the target's features [R, sum of the taps' sizes] mean."""
+
+    def step(self, rows: HeadRows) -> tuple[Tensor, Tensor]:
+        """What `logits` reads of each row [R, any], and the state behind each row [R, state_size]."""
+
+    def logits(self, outputs: Tensor, depths: Sequence[int]) -> Tensor:
+        """Logits [W, V] over the target's ids of outputs [W, any] of rows of these depths; -inf where it has none."""
+
+
+class TargetParts(NamedTuple):
+    """What a head shares with its target, or is checked against."""
+
+    embedding: Tensor
+    """[V, H], in the type of the weights."""
+    output: Tensor
+    """[V, H]: the matrix that makes logits of f."""
+    num_layers: int
+    context_len: int
+
+    @property
+    def hidden_size(self) -> int:
+        return self.embedding.shape[1]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.embedding.shape[0]
