@@ -9,13 +9,16 @@ from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import structlog
+import torch
 
 from outrider.drafters.model_drafter import MODEL, DraftTask, ModelDrafter, noise_of
 from outrider.engine.batching import MAX_STEP_TOKENS
+from outrider.engine.cache import KVCache
+from outrider.engine.heads.law import Head
 from outrider.engine.runner import Allocate, ModelRunner
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N
 from outrider.engine.session import Session
-from outrider.errors import OutriderError
+from outrider.errors import CacheFull, OutriderError
 from outrider.parameters import Rule, SessionSpec
 from outrider.rpc.fencing import ComputeTimes, Meter
 from outrider.token_tree import EMPTY, TokenTree
@@ -24,6 +27,8 @@ log = structlog.get_logger()
 
 HOSTED = "hosted"
 """Name of the ordinary draft model in the target's process."""
+# States that are copied at a time, so that what they are made of stays small.
+COPIED_ROWS = 512
 
 
 class OwnProposal(NamedTuple):
@@ -47,8 +52,15 @@ class OwnDraft(Protocol):
     def is_reading(self) -> bool:
         """Whether many tokens are to be read first, for which other sessions need not wait."""
 
-    def begin(self, token_ids: Sequence[int], draft_count: int) -> None:
-        """Begins a proposal behind these committed tokens, or just reads them for 0; whatever was begun before ends."""
+    @property
+    def reads_features(self) -> bool:
+        """Whether it needs the target's features of all committed tokens but the last."""
+
+    def begin(self, session: Session, draft_count: int) -> None:
+        """Begins a proposal behind the tokens of the target's session, or just reads them for 0.
+
+        Whatever was begun before ends. What reads features must find all but the last token cached.
+        """
 
     def truncate(self, length: int) -> None:
         """Committed tokens from here on are no longer so, and what was begun ends."""
@@ -101,55 +113,125 @@ class Hosting(Generic[DraftT]):
                 draft.proposal = NO_PROPOSAL
 
 
-class HostedDraft:
-    """A session of the draft model, which follows a session of the target."""
+class FeatureCopy:
+    """Makes states of a head from what the target has stored of its tokens."""
 
-    def __init__(self, runner: ModelRunner, spec: SessionSpec, salt: bytes | None) -> None:
+    def __init__(self, target: KVCache, head: Head) -> None:
+        """`target` taps all boundaries that the head reads."""
+        self._target = target
+        self.head = head
+        size = target.features.shape[1] // len(target.taps)
+        places = [target.taps.index(tap) * size for tap in head.facts.taps]
+        self._columns = torch.cat([torch.arange(place, place + size) for place in places])
+
+    def __call__(self, source: Session, session: Session, start: int, end: int) -> None:
+        """Writes the states of tokens [start, end), which the target has cached in `source`, into `session`."""
+        own = session.table.cache.features
+        for first in range(start, end, COPIED_ROWS):
+            last = min(first + COPIED_ROWS, end)
+            slots = torch.from_numpy(source.table.slots(first, last)).to(own.device)
+            features = self._target.features.index_select(0, slots).float()
+            states = self.head.states_of(features.index_select(1, self._columns.to(own.device)))
+            # Behind a committed token stand no guesses.
+            states = torch.cat((states, states.new_zeros(len(states), 1)), 1).to(own.dtype)
+            own.index_copy_(0, torch.from_numpy(session.table.slots(first, last)).to(own.device), states)
+
+
+class HostedDraft:
+    """A session of a model in this process, which follows a session of the target."""
+
+    def __init__(
+        self, runner: ModelRunner, spec: SessionSpec, salt: bytes | None, copy: FeatureCopy | None = None
+    ) -> None:
+        """With `copy` the model is a head, which reads the target's features beside the tokens."""
         self.proposal: OwnProposal | None = NO_PROPOSAL
         self.task: DraftTask | None = None
         self._runner = runner
         self._spec = spec
-        self._salt = salt
+        self._copy = copy
+        # Without keys and values there is nothing that sessions could share.
+        self._salt = salt if runner.config.num_layers else None
         self._session: Session | None = None
         self._known_len = 0  # committed tokens that its session holds
+        self._stated_len = 0  # tokens behind which the target's own state stands in the cache of a head
 
     @property
     def is_reading(self) -> bool:
         return self.task is not None and self.task.draw_input.feed.num_committed > MAX_STEP_TOKENS
 
-    def begin(self, token_ids: Sequence[int], draft_count: int) -> None:
+    @property
+    def reads_features(self) -> bool:
+        return self._copy is not None
+
+    def begin(self, session: Session, draft_count: int) -> None:
         self._stop()
+        token_ids = session.token_ids
         # The last token of a request is the target's alone, and no guess may lie past the draft's context.
         room = min(self._spec.max_len - 1, self._runner.context_len) - len(token_ids)
         if room < 0:
             return
-        if self._session is None:
-            self._session = self._runner.open(token_ids, self._spec.prompt_len, self._salt)
-            self._session.take_prefix()
-        else:
-            self._session.replace_tail(self._known_len, token_ids[self._known_len :])
-        self._known_len = len(token_ids)
-        caught_up_count = len(token_ids) - self._session.cached_len
+        draft_count = min(draft_count, room)
+        if self._copy is not None:
+            draft_count = min(draft_count, self._copy.head.facts.max_draft_count or draft_count)
+            if not draft_count:
+                # What it would read is kept by the target, and read when a guess is wanted.
+                return
+        own = self._follow(token_ids)
+        if self._copy is not None:
+            try:
+                self._state(self._copy, session, own)
+            except CacheFull as error:
+                self._fail(error)
+                return
+        caught_up_count = len(token_ids) - own.cached_len
         self.proposal = None
         self.task = DraftTask(
-            session=self._session,
+            session=own,
             spec=self._spec,
             noise=noise_of(MODEL, self._spec.acceptance.rule),
-            draft_count=max(0, min(draft_count, room)),
+            draft_count=draft_count,
             meter=Meter(),
             on_done=lambda task: self._end(OwnProposal(task.proposal, task.meter.times(), caught_up_count)),
             on_failure=self._fail,
+            # Of the last token a head knows its own guess of a state only, until the target has read it.
+            num_private=1 if self._copy is not None else 0,
         )
+
+    def _follow(self, token_ids: Sequence[int]) -> Session:
+        """Its session of just these tokens, with what is cached of them."""
+        if self._session is None:
+            self._session = self._runner.open(token_ids, self._spec.prompt_len, self._salt)
+            self._session.take_prefix()
+            self._stated_len = self._session.cached_len
+        else:
+            if self._copy is not None:
+                # What a head has cached of guesses stands on guesses, also where they were right.
+                self._session.truncate(self._known_len)
+            self._session.replace_tail(self._known_len, token_ids[self._known_len :])
+        self._known_len = len(token_ids)
+        return self._session
+
+    def _state(self, copy: FeatureCopy, session: Session, own: Session) -> None:
+        """Gives a head the states that it reads next; raises CacheFull."""
+        end = len(own) - 1
+        if not self._runner.config.num_layers:
+            # Nothing of earlier tokens is needed but the one state that the last one stands on.
+            own.advance(end, EMPTY)
+            self._stated_len = end - 1
+        own.table.reserve(len(own), min(own.next_position, self._stated_len))
+        copy(session, own, self._stated_len, end)
+        self._stated_len = end
 
     def truncate(self, length: int) -> None:
         self._stop()
         self._known_len = min(self._known_len, length)
+        self._stated_len = min(self._stated_len, length)
 
     def free(self) -> None:
         self._stop()
         if self._session is not None:
             self._session.free()
-        self._session, self._known_len = None, 0
+        self._session, self._known_len, self._stated_len = None, 0, 0
 
     def _stop(self) -> None:
         if self.task is not None:
@@ -160,24 +242,27 @@ class HostedDraft:
         self.task, self.proposal = None, proposal
 
     def _fail(self, error: OutriderError) -> None:
-        log.info("no guesses", drafter=HOSTED, reason=error.message)
+        log.info("no guesses", model=self._runner.identity.model_name, reason=error.message)
         self.free()
 
 
 class HostedModel:
-    """The ordinary draft model; its proposals are those of a draft service with the same model, bit for bit.
+    """A model in this process that guesses for the target: an ordinary draft model, or a head.
 
-    It has a cache of its own. A session for which that has no room has no guesses, and takes nothing from others.
+    The proposals of an ordinary one are those of a draft service with the same model, bit for bit. It has a cache of
+    its own. A session for which that has no room has no guesses, and takes nothing from others.
     """
 
     rules = frozenset(Rule)
 
-    def __init__(self, runner: ModelRunner, top_n: int = DEFAULT_TOP_N) -> None:
+    def __init__(self, runner: ModelRunner, top_n: int = DEFAULT_TOP_N, copy: FeatureCopy | None = None) -> None:
+        """`copy` as in HostedDraft."""
         self._runner = runner
         self._drafter = ModelDrafter(runner, _without_room, top_n)
+        self._copy = copy
 
     def open(self, spec: SessionSpec, salt: bytes | None) -> HostedDraft:
-        return HostedDraft(self._runner, spec, salt)
+        return HostedDraft(self._runner, spec, salt, self._copy)
 
     def advance(self, drafts: Sequence[HostedDraft]) -> None:
         self._drafter.advance([draft.task for draft in drafts if draft.task is not None])

@@ -62,7 +62,8 @@ class VerifyTask:
     @property
     def draw_input(self) -> DrawInput:
         """What its next forward computes, and how tokens are drawn behind it."""
-        return DrawInput(Feed(self.session, self.tree, self.wants_prompt), self.spec)
+        # A drafter that reads features has to have those of all tokens before the last.
+        return DrawInput(Feed(self.session, self.tree, self.wants_prompt, self.wants_own), self.spec)
 
     @property
     def wants_own(self) -> bool:
@@ -212,20 +213,25 @@ class Verifier:
 
 
 def _with_proposals(tasks: Sequence[VerifyTask]) -> list[VerifyTask]:
-    """Lets the sessions guess that are to; returns the tasks that need not wait for that any longer."""
+    """Lets the sessions guess that are to; returns the tasks that need not wait for that any longer.
+
+    Or not yet, because their drafters read features that are still to be computed.
+    """
     guessing = [(task, task.own) for task in tasks if task.own is not None and not task.stopped]
     if not guessing:
         return list(tasks)
     for task, own in guessing:
-        if task.wants_own and not task.is_drafting:
-            own.draft.begin(task.session.token_ids, task.own_draft_count)
+        session = task.session
+        has_features = not own.draft.reads_features or session.cached_len >= len(session) - 1
+        if task.wants_own and not task.is_drafting and has_features:
+            own.draft.begin(session, task.own_draft_count)
             task.is_drafting = True
     guess([own for _, own in guessing], [own.draft for task, own in guessing if task.is_drafting])
     for task, own in guessing:
         if task.is_drafting and own.draft.proposal is not None:
             task.is_drafting, task.own_proposal = False, own.draft.proposal
             task.tree = task.own_proposal.tree
-    return [task for task in tasks if not task.wants_own]
+    return [task for task in tasks if not task.is_drafting]
 
 
 def commit(session: Session, verdict: TargetVerdict) -> None:

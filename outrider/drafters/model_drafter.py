@@ -85,6 +85,8 @@ class DraftTask:
     meter: Meter
     on_done: Callable[["DraftTask"], None]
     on_failure: Callable[[OutriderError], None]
+    num_private: int = 0
+    """Committed tokens at the end of which other sessions must not find what is cached."""
     base_len: int = field(init=False)
     """Committed tokens that the guesses build on."""
     draw_input: DrawInput = field(init=False)
@@ -184,7 +186,7 @@ class ModelDrafter:
             with own_fault(task):
                 guess = None if rows is None else next(found)
                 # Only what is committed; the guesses behind it are nobody's but this session's.
-                task.session.publish(task.base_len)
+                task.session.publish(task.base_len - task.num_private)
                 if isinstance(guess, OutriderError):
                     task.fail(guess)
                 elif guess is not None:

@@ -76,11 +76,13 @@ class Feed(NamedTuple):
     tree: TokenTree = EMPTY
     wants_prefix: bool = False
     """Whether the logits of all committed tokens that are computed are wanted, and not of the last one only."""
+    without_last: bool = False
+    """Whether the last committed token, of at least two that are not cached, is left to a later forward."""
 
     @property
     def num_committed(self) -> int:
-        """Committed tokens still to be computed, at least 1."""
-        return max(len(self.session.token_ids) - self.session.cached_len, 1)
+        """Committed tokens to be computed, at least 1."""
+        return max(len(self.session.token_ids) - self.session.cached_len, 1) - self.without_last
 
     @property
     def is_prompt(self) -> bool:
@@ -116,10 +118,10 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
     for feed, grant in zip(feeds, grants, strict=True):
         session, first = feed.session, len(token_ids)
         num_committed = feed.num_committed
-        is_complete = grant == num_committed + len(feed.tree)
+        is_complete = grant == num_committed + len(feed.tree) and not feed.without_last
         tree = feed.tree if is_complete else EMPTY
         if grant:
-            start = len(session.token_ids) - num_committed
+            start = session.next_position
             end = start + grant
             stop = end - len(tree)
             slots = session.table.slots(0, end)

@@ -216,7 +216,7 @@ def digest(before: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 class KVCache:
-    """Rotated keys and values of every slot: per layer two tensors [num_slots, G, D]."""
+    """Rotated keys and values of every slot: per layer two tensors [num_slots, G, D]; and features, where wanted."""
 
     def __init__(
         self,
@@ -231,13 +231,30 @@ class KVCache:
         shape = (num_slots, num_kv_heads, head_dim)
         self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.features = torch.empty(num_slots, 0, dtype=dtype, device=device)
+        """[num_slots, F]: what is kept of the token in each slot beside keys and values."""
+        self.taps: tuple[int, ...] = ()
+        """Boundaries of a model whose residuals its forwards store as features, side by side: b is what enters layer b,
+        and N, the number of layers, is what leaves the final norm."""
+
+    def keep_features(self, size: int, taps: tuple[int, ...] = ()) -> None:
+        """Keeps `size` numbers of every slot from now on; with taps every forward writes them."""
+        self.features = self.features.new_empty(self.features.shape[0], size)
+        self.taps = taps
+
+    def store_tap(self, boundary: int, slots: Tensor, rows: Tensor) -> None:
+        """Stores rows [R, H] of a boundary at slots [R], wherever it is among the taps."""
+        size = rows.shape[1]
+        for place, tap in enumerate(self.taps):
+            if tap == boundary:
+                self.features[:, place * size : (place + 1) * size].index_copy_(0, slots, rows.to(self.features.dtype))
 
     def copy(self, source_slots: Slots, destination_slots: Slots) -> None:
         """Copies slots to slots in every layer; the two lists may overlap, since all is read before it is written."""
-        device = self.keys[0].device
+        device = self.features.device
         source = torch.from_numpy(source_slots).to(device)
         destination = torch.from_numpy(destination_slots).to(device)
-        for tensor in (*self.keys, *self.values):
+        for tensor in (*self.keys, *self.values, *((self.features,) if self.features.shape[1] else ())):
             tensor.index_copy_(0, destination, tensor.index_select(0, source))
 
     def gather(self, slots: Slots) -> tuple[Tensor, Tensor]:

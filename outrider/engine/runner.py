@@ -146,6 +146,19 @@ class ModelRunner:
             kv_tokens = decoder.model.kv_tokens
         return cls(decoder, identity, kv_tokens or default_kv_tokens(config, torch_device, DTYPES[dtype]))
 
+    def tap(self, boundaries: Sequence[int]) -> None:
+        """Lets every forward from now on store the residuals at these boundaries in the cache; see KVCache.taps.
+
+        Raises ModelRefused for a simulated model, which has none, and InvalidRequest for boundaries outside [0, N].
+        """
+        if isinstance(self.model, SimulatedDecoder):
+            raise ModelRefused(f"{self.identity.model_name} is simulated and has no state that a head could read")
+        stray = next((each for each in boundaries if not 0 <= each <= self.config.num_layers), None)
+        if stray is not None:
+            raise InvalidRequest("taps", stray, f"in [0, {self.config.num_layers}]")
+        taps = tuple(sorted(set(boundaries)))
+        self.cache.keep_features(len(taps) * self.model.embedding.shape[1], taps)
+
     @property
     def config(self) -> DecoderFacts:
         return self.model.config

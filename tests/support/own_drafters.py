@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from outrider.engine.session import Session
 from outrider.parameters import DraftDistribution, Rule, SessionSpec
 from outrider.rpc.fencing import ComputeTimes
 from outrider.token_tree import TokenTree
@@ -26,12 +27,14 @@ class ToyDraft:
     left: int = 0
     tree: TokenTree = field(default_factory=TokenTree)
 
+    reads_features = False
+
     @property
     def is_reading(self) -> bool:
         return self.left > 3
 
-    def begin(self, token_ids: Sequence[int], draft_count: int) -> None:
-        token_ids = self.guesses(self.spec, tuple(token_ids), draft_count) if draft_count else ()
+    def begin(self, session: Session, draft_count: int) -> None:
+        token_ids = self.guesses(self.spec, tuple(session.token_ids), draft_count) if draft_count else ()
         rule = self.spec.acceptance.rule
         distributions = [DraftDistribution((token_id,), (1,)) for token_id in token_ids]
         self.tree = TokenTree.chain(token_ids, distributions if rule.needs_distributions else ())

@@ -254,7 +254,7 @@ def test_a_storm_changes_no_token_and_no_proposal(
     assert len(proposals) > 5
     for before, tree in proposals:
         fresh = hosting.open(spec, None)
-        fresh.begin(before, len(tree))
+        fresh.begin(runner.open(before, len(PROMPT)), len(tree))
         while fresh.proposal is None:
             hosting.advance([fresh])
         assert fresh.proposal.tree == tree
@@ -273,7 +273,7 @@ def test_the_hosted_model_proposes_what_a_draft_service_would(
     draft.open(spec, 4)
     for length in (5, 6, 9, 13):
         [answer] = draft.run()
-        hosted.begin(tokens[:length], 4)
+        hosted.begin(runner.open(tokens[:length], len(PROMPT)), 4)
         while hosted.proposal is None:
             HostedModel(small).advance([hosted])
         assert hosted.proposal.tree == answer.content

@@ -233,7 +233,11 @@ class HfDecoder:
                 position_ids=pad_index(plan.positions, num_padded)[None],
                 use_cache=False,
                 logits_to_keep=kept,
+                output_hidden_states=bool(cache.taps),
                 outrider=Pages(plan, cache, self.ops).attend,
             )
+        for boundary in set(cache.taps):
+            # The last of transformers' hidden states has gone through the final norm.
+            cache.store_tap(boundary, plan.slots, output.hidden_states[boundary][0, :num_rows])
         logits: Tensor = output.logits[0, :num_wanted].float()
         return logits

@@ -31,5 +31,7 @@ class Decoder(Protocol):
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
         """Computes the rows of the plan, stores their keys and values, returns logits [len(wanted), V] float32.
 
+        Stores what the cache taps of every row, too.
+
         wanted [W] int64 names the rows whose logits are asked for, which may hold until the next forward only.
         """

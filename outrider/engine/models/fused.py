@@ -13,7 +13,7 @@ from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.transformer import Layer, Linear, Transformer
-from outrider.engine.ops.library import DecoderFields, LayerFields, MatrixFields, PlanFields
+from outrider.engine.ops.library import DecoderFields, LayerFields, MatrixFields, PlanFields, TapFields
 from outrider.engine.ops.native import MAX_HEAD_DIM, NativeOps, expect
 
 
@@ -35,6 +35,7 @@ class FusedTransformer:
         self._plans_type = PlanFields * len(places)
         self._decoder = _decoder(model, ctypes.addressof(self._layers))
         self._cache: KVCache | None = None
+        self._features = torch.empty(0)
         self._scratch = torch.empty(0)
 
     @property
@@ -42,7 +43,7 @@ class FusedTransformer:
         return self._model.weights
 
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
-        if cache is not self._cache:
+        if cache is not self._cache or cache.features is not self._features:
             self._bind(cache)
         decoder, functions = ctypes.addressof(self._decoder), self.ops.functions
         num_floats = functions.outrider_forward_floats(decoder, plan.num_rows)
@@ -52,7 +53,8 @@ class FusedTransformer:
         # Kept until the call is over: the fields hold addresses.
         plans = [plan, *(plan.windowed(window) for window in self._windows)]
         fields = self._plans_type(*[_plan(each, wanted) for each in plans])
-        places = ctypes.addressof(fields), self._keys, self._values, self._scratch.data_ptr(), logits.data_ptr()
+        taps = ctypes.addressof(self._taps)
+        places = ctypes.addressof(fields), self._keys, self._values, taps, self._scratch.data_ptr(), logits.data_ptr()
         functions.outrider_forward(self.ops.pool, decoder, *places)
         return logits
 
@@ -63,7 +65,11 @@ class FusedTransformer:
                 expect(name, tensor, torch.float32, shape)
         self._keys = (ctypes.c_void_p * len(cache.keys))(*(tensor.data_ptr() for tensor in cache.keys))
         self._values = (ctypes.c_void_p * len(cache.values))(*(tensor.data_ptr() for tensor in cache.values))
-        self._cache = cache
+        num_slots, num_taps = cache.features.shape[0], len(cache.taps)
+        expect("features", cache.features, torch.float32, (num_slots, num_taps * self.config.hidden_size))
+        self._boundaries = (ctypes.c_int64 * num_taps)(*cache.taps)
+        self._taps = TapFields(ctypes.addressof(self._boundaries), cache.features.data_ptr(), num_taps)
+        self._cache, self._features = cache, cache.features
 
 
 def _plan(plan: RowPlan, wanted: Tensor) -> PlanFields:

@@ -99,10 +99,14 @@ class Transformer:
         ops, epsilon = self.ops, self.config.norm_epsilon
         x = self.embedding.index_select(0, plan.token_ids).float()  # [R, hidden]
         views = {window: plan.windowed(window) for window in set(self.config.windows)}
-        for layer, window, keys, values in zip(self.layers, self.config.windows, cache.keys, cache.values, strict=True):
+        each = zip(self.layers, self.config.windows, cache.keys, cache.values, strict=True)
+        for boundary, (layer, window, keys, values) in enumerate(each):
+            cache.store_tap(boundary, plan.slots, x)
             x = x + self._attend(layer, ops.rms_norm(x, layer.input_norm, epsilon), views[window], keys, values)
             gate_up = self._linear(layer.gate_up, ops.rms_norm(x, layer.post_norm, epsilon))  # [R, 2M]
             x = x + self._linear(layer.down, ops.silu_multiply(gate_up))
+        if self.config.num_layers in cache.taps:
+            cache.store_tap(self.config.num_layers, plan.slots, ops.rms_norm(x, self.norm, epsilon))
         if not wanted.shape[0]:
             return x.new_empty(0, self.config.vocab_size)
         x = ops.rms_norm(x.index_select(0, wanted), self.norm, epsilon)

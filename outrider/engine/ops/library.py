@@ -26,7 +26,7 @@ _ARGUMENTS: dict[str, list[type]] = {
     "outrider_draw_stretch": [],
     "outrider_softmax": [*[_POINTER] * 4, *[_SIZE] * 2],
     "outrider_forward_floats": [_POINTER, _SIZE],
-    "outrider_forward": [*[_POINTER] * 7],
+    "outrider_forward": [*[_POINTER] * 8],
 }
 _RESULTS: dict[str, type] = {
     "outrider_pool_create": _POINTER,
@@ -62,6 +62,12 @@ class DecoderFields(ctypes.Structure):
         *((name, _SIZE) for name in ("num_layers", "num_heads", "num_groups", "head_dim")),
         *((name, _FLOAT) for name in ("epsilon", "scale")),
     )
+
+
+class TapFields(ctypes.Structure):
+    """`taps` of kernels/forward.c."""
+
+    _fields_ = (*((name, _POINTER) for name in ("boundaries", "features")), ("num_taps", _SIZE))
 
 
 class PlanFields(ctypes.Structure):

@@ -36,6 +36,14 @@ typedef struct {
     int64_t num_rows, max_key_count, num_wanted;
 } row_plan;
 
+/* What of every row is stored beside its key and value: boundary b is the residual that enters layer b, and the number of
+ * layers stands for what leaves the final norm. A slot has num_taps times the hidden size of floats. */
+typedef struct {
+    const int64_t *boundaries;
+    float *features;
+    int64_t num_taps;
+} taps;
+
 /* Activations of all rows, in one piece of memory that the caller keeps. */
 typedef struct {
     float *x, *normed, *qkv, *query, *attended, *gate_up, *gated, *product;
@@ -142,11 +150,25 @@ static void run_layer(pool *threads, const decoder *model, const layer *layer, c
     add(at->x, at->product, num_rows * hidden);
 }
 
+static void store_taps(const decoder *model, const taps *taps, const row_plan *plan, int64_t boundary, const float *x) {
+    const int64_t hidden = hidden_size(model);
+    for (int64_t tap = 0; tap < taps->num_taps; tap++) {
+        if (taps->boundaries[tap] != boundary) continue;
+        for (int64_t row = 0; row < plan->num_rows; row++) {
+            float *place = taps->features + (plan->slots[row] * taps->num_taps + tap) * hidden;
+            if (boundary == model->num_layers)
+                norm_one(x + row * hidden, model->norm, place, hidden, model->epsilon);
+            else
+                memcpy(place, x + row * hidden, (size_t)hidden * sizeof(float));
+        }
+    }
+}
+
 /* Plans of the same rows, which differ in the keys that a row sees. keys and values [num_layers] point to caches
  * [slots, num_groups, head_dim]; scratch holds as many floats as outrider_forward_floats says; logits [num_wanted,
  * vocabulary]. */
 void outrider_forward(pool *threads, const decoder *model, const row_plan *plans, float *const *keys,
-                      float *const *values, float *scratch, float *logits) {
+                      float *const *values, const taps *taps, float *scratch, float *logits) {
     const row_plan *plan = &plans[0];
     const int64_t hidden = hidden_size(model);
     activations at;
@@ -154,8 +176,10 @@ void outrider_forward(pool *threads, const decoder *model, const row_plan *plans
     embed(model, plan, at.x);
     for (int64_t index = 0; index < model->num_layers; index++) {
         const layer *each = &model->layers[index];
+        store_taps(model, taps, plan, index, at.x);
         run_layer(threads, model, each, &plans[each->plan], &at, keys[index], values[index]);
     }
+    store_taps(model, taps, plan, model->num_layers, at.x);
     for (int64_t row = 0; row < plan->num_wanted; row++)
         memcpy(at.product + row * hidden, at.x + plan->wanted[row] * hidden, (size_t)hidden * sizeof(float));
     outrider_rms_norm(threads, at.product, model->norm, at.normed, plan->num_wanted, hidden, model->epsilon);

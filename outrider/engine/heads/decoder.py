@@ -1,0 +1,65 @@
+"""A drafting head as a model that a runner computes: its states lie in its cache, beside keys and values.
+
+The features of a slot are the state behind the token in it, and the number of guesses that it stands on. For committed
+tokens whoever drafts copies them from the target; for the last token of a text and for guesses the forward writes what
+the head makes of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from outrider.engine.batching import RowPlan
+from outrider.engine.cache import KVCache
+from outrider.engine.heads.law import Head, HeadRows, TargetParts
+from outrider.engine.models.config import DecoderFacts
+from outrider.engine.ops import Ops
+
+
+class HeadDecoder:
+    """Rows of a head; its cache has keep_features(state_size + 1)."""
+
+    def __init__(self, head: Head, target: TargetParts, ops: Ops) -> None:
+        """`ops` are those that the head computes with."""
+        self.head = head
+        self.ops = ops
+        self.embedding = target.embedding
+        facts = head.facts
+        self.config = DecoderFacts(
+            vocab_size=target.vocab_size,
+            num_layers=facts.num_kv_layers,
+            num_kv_heads=facts.num_kv_heads,
+            head_dim=facts.head_dim,
+            context_len=facts.context_len,
+            eos_token_ids=frozenset(),
+        )
+
+    @property
+    def weights(self) -> Sequence[Tensor]:
+        return self.head.weights
+
+    def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
+        """As of any Decoder. Only behind wanted rows are states written: those of the others are the target's."""
+        # The second last of a row's list; the first token of a text has none before it, and nobody reads its row.
+        before = plan.key_slots.index_select(0, plan.key_starts + (plan.key_counts - 2).clamp_min(0))
+        found = cache.features.index_select(0, before.long()).float()
+        depths = [int(depth) for depth in found[:, -1].tolist()]
+        rows = HeadRows(_without_first(plan), cache, found[:, :-1].contiguous(), depths)
+        outputs, states = self.head.step(rows)
+        kept = wanted.tolist()
+        behind = torch.cat((states.index_select(0, wanted), found[:, -1:].index_select(0, wanted) + 1), 1)
+        cache.features.index_copy_(0, plan.slots.index_select(0, wanted), behind.to(cache.features.dtype))
+        return self.head.logits(outputs.index_select(0, wanted), [depths[row] for row in kept])
+
+
+def _without_first(plan: RowPlan) -> RowPlan:
+    """The same rows, which do not see the first token of their text; that one's own row sees itself."""
+    is_later = plan.key_counts > 1
+    return replace(
+        plan,
+        key_starts=plan.key_starts + is_later,
+        key_counts=plan.key_counts - is_later.int(),
+        max_key_count=max(plan.max_key_count - 1, 1),
+    )
