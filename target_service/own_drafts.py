@@ -6,6 +6,7 @@ tokens, K, noise and sampling alone, and never on what was computed before. All 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import structlog
@@ -14,6 +15,7 @@ import torch
 from outrider.drafters.model_drafter import MODEL, DraftTask, ModelDrafter, noise_of
 from outrider.engine.batching import MAX_STEP_TOKENS
 from outrider.engine.cache import KVCache
+from outrider.engine.heads.decoder import HeadDecoder
 from outrider.engine.heads.law import Head
 from outrider.engine.runner import Allocate, ModelRunner
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N
@@ -266,6 +268,19 @@ class HostedModel:
 
     def advance(self, drafts: Sequence[HostedDraft]) -> None:
         self._drafter.advance([draft.task for draft in drafts if draft.task is not None])
+
+
+def host_head(target: ModelRunner, head: Head, digest: str) -> Hosting[HostedDraft]:
+    """The drafter of a head, named as its method; from now on the target keeps what it reads.
+
+    Its cache has room for as many tokens as the target's. `digest` names the head's weights in what it logs.
+    """
+    target.tap(head.facts.taps)
+    identity = replace(target.identity, model_name=head.facts.method, model_hash=digest)
+    decoder = HeadDecoder(head, target.parts, target.ops)
+    runner = ModelRunner(decoder, identity, target.pool.num_blocks * target.pool.block_size)
+    runner.cache.keep_features(head.facts.state_size + 1)
+    return Hosting(head.facts.method, HostedModel(runner, copy=FeatureCopy(target.cache, head)))
 
 
 def _without_room(allocate: Allocate) -> None:

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from outrider.engine.batching import Feed, build_batch
 from outrider.engine.cache import BLOCK_SIZE, BlockPool, BlockTable, KVCache
+from outrider.engine.heads.law import TargetParts
 from outrider.engine.models.checkpoints import Checkpoint, find_checkpoint
 from outrider.engine.models.config import DecoderFacts
-from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.decoder import Decoder, TappedDecoder
 from outrider.engine.models.fused import fused
 from outrider.engine.models.simulated import SimulatedDecoder
 from outrider.engine.models.transformer import Transformer
@@ -146,13 +147,21 @@ class ModelRunner:
             kv_tokens = decoder.model.kv_tokens
         return cls(decoder, identity, kv_tokens or default_kv_tokens(config, torch_device, DTYPES[dtype]))
 
+    @property
+    def parts(self) -> TargetParts:
+        """What a head shares with this model; raises ModelRefused for one without a state that a head could read."""
+        if not isinstance(self.model, TappedDecoder):
+            message = f"{self.identity.model_name} has no state that a head could read"
+            raise ModelRefused(message, model=self.identity.model_name)
+        return TargetParts(self.model.embedding, self.model.head, self.config.num_layers, self.context_len)
+
     def tap(self, boundaries: Sequence[int]) -> None:
         """Lets every forward from now on store the residuals at these boundaries in the cache; see KVCache.taps.
 
-        Raises ModelRefused for a simulated model, which has none, and InvalidRequest for boundaries outside [0, N].
+        Raises InvalidRequest for boundaries outside [0, N], and ValueError behind a forward.
         """
-        if isinstance(self.model, SimulatedDecoder):
-            raise ModelRefused(f"{self.identity.model_name} is simulated and has no state that a head could read")
+        if self._num_forwards:
+            raise ValueError("what has been computed already has no features")
         stray = next((each for each in boundaries if not 0 <= each <= self.config.num_layers), None)
         if stray is not None:
             raise InvalidRequest("taps", stray, f"in [0, {self.config.num_layers}]")

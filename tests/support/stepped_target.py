@@ -1,11 +1,14 @@
 """The sessions of a target and their device, without thread and server: tasks advance when a test says so."""
 
 import os
+import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
+from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner
 from outrider.model_service.session_store import LeaseTable, SessionAnswer
 from outrider.parameters import SessionSpec
@@ -13,6 +16,7 @@ from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
 from support.basics import Answers, SteppedDevice, spec_of
 from support.engine_cases import kv_state
+from target_service.own_drafts import Hosting
 from target_service.sessions import Step, TargetSessions, TargetState
 from target_service.verifier import Verifier, VerifyTask
 
@@ -66,6 +70,42 @@ class Target:
         return self.held.session.token_ids
 
 
+class OwnTarget(Target):
+    """A target whose sessions have one drafter in its process."""
+
+    def __init__(self, runner: ModelRunner, hosting: Hosting) -> None:
+        super().__init__(runner)
+        self.sessions = TargetSessions(runner, self.table, self.device.submit, hostings=[hosting])
+        self.drafter = hosting.name
+
+    def ask(self, spec: SessionSpec, count: int, budget: int = 0, epoch: int = 1) -> None:
+        """Opens the session with all tokens of the spec."""
+        fence = self.fence(epoch, len(spec.token_ids))
+        self.sessions.open(fence, spec, Step(EMPTY, budget, 0, count), self.answers, self.drafter)
+
+    def go_on(self, count: int, budget: int = 0, epoch: int = 1, tree: TokenTree = EMPTY) -> None:
+        fence = self.fence(epoch, len(self.tokens))
+        self.sessions.step(fence, Step(tree, budget, 0, count), self.answers)
+
+    def to_the_end(self, spec: SessionSpec, count: int, budget: int = 0) -> list[SessionAnswer]:
+        """All answers of a request, and none that does not follow from the tokens and the proposal that it names."""
+        self.ask(spec, count, budget)
+        answers = self.run()
+        while self.held.finish_reason is None:
+            self.go_on(count, budget)
+            answers += self.run()
+        said = list(spec.token_ids)
+        for answer in answers:
+            verdict = answer.content
+            assert answer.fence.base_len == len(said)
+            assert [verdict.own.tree.token_ids[row - 1] for row in verdict.accepted_rows] == list(
+                verdict.token_ids[: len(verdict.accepted_rows)]
+            )
+            said += verdict.token_ids
+        assert said == self.tokens
+        return answers
+
+
 def plain(runner: ModelRunner, spec: SessionSpec) -> list[int]:
     """Plain decoding to the end, one step at a time, in a session of its own."""
     alone = Target(runner, prefix_cache=False)
@@ -93,3 +133,65 @@ def assert_like_fresh(target: Target) -> None:
     fresh.table.clear()
     assert torch.equal(keys, fresh_keys[:, : session.cached_len])
     assert torch.equal(values, fresh_values[:, : session.cached_len])
+
+
+Proposals = list[tuple[list[int], TokenTree]]
+"""What a drafter proposed behind which tokens."""
+
+
+def storm(own: OwnTarget, spec: SessionSpec, chance: random.Random) -> tuple[list[list[int]], Proposals]:
+    """A request to its end, with all that can happen to a session on the way.
+
+    Returns what was committed after each event, and all proposals.
+    """
+    said: list[list[int]] = []
+    proposals: Proposals = []
+    epoch = 1
+
+    def take() -> None:
+        for answer in own.run():
+            if answer.content is not None and answer.content.own.tree:
+                proposals.append((own.tokens[: answer.fence.base_len], answer.content.own.tree))
+
+    own.ask(spec, 3)
+    take()
+    while own.held.finish_reason is None:
+        event, count = chance.randrange(7), chance.choice((0, 1, 3, 5))
+        length = chance.randrange(len(PROMPT), len(own.tokens) + 1)
+        if event == 0:
+            epoch += 1
+            own.sessions.rollback(Fence(own.session_id, epoch, length))
+            own.go_on(count, chance.choice((0, 9)), epoch)
+        elif event == 1:
+            epoch += 1
+            own.ask(replace(spec, token_ids=tuple(own.tokens[:length])), count, chance.choice((0, 9)), epoch)
+        elif event == 2:
+            own.held.session.free()
+            own.go_on(count, 0, epoch)
+        elif event == 3:
+            assert own.held.own is not None
+            own.held.own.draft.free()
+            own.go_on(count, 5, epoch)
+        else:
+            own.go_on(count, chance.choice((0, 4)), epoch)
+            if event == 4:
+                own.device.step(own.verifier.advance)
+                if own.held.finish_reason is None:
+                    own.go_on(count, 0, epoch)
+        take()
+        said.append(list(own.tokens))
+    return said, proposals
+
+
+def check_pure(runner: ModelRunner, hosting: Hosting, spec: SessionSpec, proposals: Proposals) -> None:
+    """Fresh sessions of target and drafter propose the same behind the same tokens, bit for bit."""
+    for before, tree in proposals:
+        session = runner.open(before, spec.prompt_len)
+        runner.forward([Feed(session, without_last=True)])
+        fresh = hosting.open(spec, None)
+        fresh.begin(session, len(tree))
+        while fresh.proposal is None:
+            hosting.advance([fresh])
+        assert fresh.proposal.tree == tree
+        fresh.free()
+        session.free()

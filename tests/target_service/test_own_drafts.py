@@ -8,20 +8,19 @@ from pathlib import Path
 
 import pytest
 from support.basics import Answers, check_empty, spec_of
+from support.heads import random_head
 from support.own_drafters import Guesses, ToyDrafter, adversary, dice, oracle
 from support.rules import ruled
 from support.stepped_draft import Draft
-from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target, plain
+from support.stepped_target import PROMPT, VOCABULARY_SIZE, OwnTarget, check_pure, plain, storm
 from support.tiny_models import write_tiny_model
 
+from outrider.engine.heads.feature_head import Fuse
 from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest
-from outrider.model_service.session_store import SessionAnswer
 from outrider.parameters import Rule, SessionSpec
-from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
-from target_service.own_drafts import HOSTED, HostedModel, Hosting
-from target_service.sessions import Step, TargetSessions
+from target_service.own_drafts import HOSTED, HostedModel, Hosting, host_head
 
 SPEC = spec_of(PROMPT, 60, seed=3, eos=(), temperature=1.0)
 GREEDY = spec_of(PROMPT, 60, seed=3, eos=())
@@ -36,46 +35,19 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     return ModelRunner.load(str(folder), dtype="float32", kv_tokens=4096)
 
 
+HEADS = {"eagle3": Fuse.WIDE, "eagle1": Fuse.PAIR}
+
+
+def hosting_of(drafter: str, runner: ModelRunner, small: ModelRunner) -> Hosting:
+    if drafter == HOSTED:
+        return Hosting(HOSTED, HostedModel(small))
+    return host_head(runner, random_head(runner, HEADS[drafter]), "")
+
+
 @pytest.fixture(autouse=True)
 def _empty(small: ModelRunner) -> Iterator[None]:
     yield
     check_empty(small.pool)
-
-
-class Own(Target):
-    """A target whose sessions have one drafter in its process."""
-
-    def __init__(self, runner: ModelRunner, hosting: Hosting) -> None:
-        super().__init__(runner)
-        self.sessions = TargetSessions(runner, self.table, self.device.submit, hostings=[hosting])
-        self.drafter = hosting.name
-
-    def ask(self, spec: SessionSpec, count: int, budget: int = 0, epoch: int = 1) -> None:
-        """Opens the session with all tokens of the spec."""
-        fence = self.fence(epoch, len(spec.token_ids))
-        self.sessions.open(fence, spec, Step(EMPTY, budget, 0, count), self.answers, self.drafter)
-
-    def go_on(self, count: int, budget: int = 0, epoch: int = 1, tree: TokenTree = EMPTY) -> None:
-        fence = self.fence(epoch, len(self.tokens))
-        self.sessions.step(fence, Step(tree, budget, 0, count), self.answers)
-
-    def to_the_end(self, spec: SessionSpec, count: int, budget: int = 0) -> list[SessionAnswer]:
-        """All answers of a request, and none that does not follow from the tokens and the proposal that it names."""
-        self.ask(spec, count, budget)
-        answers = self.run()
-        while self.held.finish_reason is None:
-            self.go_on(count, budget)
-            answers += self.run()
-        said = list(spec.token_ids)
-        for answer in answers:
-            verdict = answer.content
-            assert answer.fence.base_len == len(said)
-            assert [verdict.own.tree.token_ids[row - 1] for row in verdict.accepted_rows] == list(
-                verdict.token_ids[: len(verdict.accepted_rows)]
-            )
-            said += verdict.token_ids
-        assert said == self.tokens
-        return answers
 
 
 def toy(guesses: Guesses, steps: int = 1) -> tuple[ToyDrafter, Hosting]:
@@ -98,7 +70,7 @@ def test_tokens_are_those_of_plain_decoding(
         "dice": dice(VOCABULARY_SIZE),
     }[kind]
     drafter, hosting = toy(guesses)
-    own = Own(runner, hosting)
+    own = OwnTarget(runner, hosting)
     answers = own.to_the_end(spec, count, budget)
     assert own.tokens == tokens
     drafted = [answer.content for answer in answers if answer.content.own.tree]
@@ -116,7 +88,7 @@ def test_a_budget_is_a_length(runner: ModelRunner) -> None:
     """Unasked verdicts with guesses commit as many tokens as plain ones would, in fewer passes, and not one more."""
     tokens = plain(runner, GREEDY)
     _, hosting = toy(oracle(tokens))
-    own = Own(runner, hosting)
+    own = OwnTarget(runner, hosting)
     own.ask(GREEDY, 4, budget=20)
     answers = own.run()
     assert len(own.tokens) == len(PROMPT) + 1 + 20
@@ -131,7 +103,7 @@ def test_a_proposal_of_the_step_wins(runner: ModelRunner) -> None:
     """And nothing is drafted; without guesses asked for a round is plain."""
     tokens = plain(runner, GREEDY)
     drafter, hosting = toy(oracle(tokens))
-    own = Own(runner, hosting)
+    own = OwnTarget(runner, hosting)
     own.ask(GREEDY, 4)
     own.run()
     own.go_on(4, tree=TokenTree.chain(tokens[6:8]))
@@ -147,7 +119,7 @@ def test_a_proposal_of_the_step_wins(runner: ModelRunner) -> None:
 
 def test_guesses_need_a_drafter(runner: ModelRunner) -> None:
     """A step that asks for some is refused where the session was opened without one."""
-    own = Own(runner, toy(dice(9))[1])
+    own = OwnTarget(runner, toy(dice(9))[1])
     own.drafter = ""
     with pytest.raises(InvalidRequest, match=r"step\.own_draft_count is 2, but must be 0"):
         own.ask(GREEDY, 2)
@@ -164,7 +136,7 @@ def test_others_do_not_wait_for_a_drafter_that_reads(runner: ModelRunner) -> Non
     """A session whose drafter has much to read has no part in steps until that is done; others go on meanwhile."""
     tokens = plain(runner, GREEDY)
     drafter, hosting = toy(oracle(tokens), steps=10)
-    own = Own(runner, hosting)
+    own = OwnTarget(runner, hosting)
     own.ask(GREEDY, 0)
     own.run()
     reader, other = own.session_id, os.urandom(16)
@@ -196,7 +168,7 @@ class Broken(ToyDrafter):
 def test_a_drafter_that_fails_costs_no_token(runner: ModelRunner) -> None:
     """Its sessions decode plainly."""
     tokens = plain(runner, GREEDY)
-    own = Own(runner, Hosting("toy", Broken(oracle(tokens))))
+    own = OwnTarget(runner, Hosting("toy", Broken(oracle(tokens))))
     answers = own.to_the_end(GREEDY, 3, budget=9)
     assert own.tokens == tokens
     assert not any(answer.content.own.tree for answer in answers)
@@ -205,61 +177,28 @@ def test_a_drafter_that_fails_costs_no_token(runner: ModelRunner) -> None:
 
 @pytest.mark.parametrize("rule", [Rule.MATCH, Rule.RATIO, Rule.BLOCK])
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("drafter", ["hosted", *HEADS])
 def test_a_storm_changes_no_token_and_no_proposal(
-    runner: ModelRunner, small: ModelRunner, seed: int, rule: Rule
+    folder: Path, small: ModelRunner, drafter: str, seed: int, rule: Rule
 ) -> None:
     """Rollbacks, opens with newer epochs, repeats, lost caches of both models, K that changes: tokens are plain's.
 
     And a proposal is a function of tokens, K and noise alone: behind the same tokens it is a fresh session's, with the
     distributions that it was drawn from. (Under rules with uniforms, what is committed depends on K.)
     """
-    chance = random.Random(seed)
+    runner = ModelRunner.load(str(folder), dtype="float32", kv_tokens=4096)
+    hosting = hosting_of(drafter, runner, small)
     spec = ruled(replace(SPEC, seed=seed), rule)
-    tokens, hosting = plain(runner, spec), Hosting(HOSTED, HostedModel(small))
-    own, epoch = Own(runner, hosting), 1
-    own.ask(spec, 3)
-    proposals: list[tuple[list[int], TokenTree]] = []
-
-    def take() -> None:
-        for answer in own.run():
-            if answer.content is not None and answer.content.own.tree:
-                proposals.append((own.tokens[: answer.fence.base_len], answer.content.own.tree))
-
-    take()
-    while own.held.finish_reason is None:
-        event, count = chance.randrange(7), chance.choice((0, 1, 3, 5))
-        length = chance.randrange(len(PROMPT), len(own.tokens) + 1)
-        if event == 0:
-            epoch += 1
-            own.sessions.rollback(Fence(own.session_id, epoch, length))
-            own.go_on(count, chance.choice((0, 9)), epoch)
-        elif event == 1:
-            epoch += 1
-            own.ask(replace(spec, token_ids=tuple(own.tokens[:length])), count, chance.choice((0, 9)), epoch)
-        elif event == 2:
-            own.held.session.free()
-            own.go_on(count, 0, epoch)
-        elif event == 3:
-            own.held.own.draft.free()
-            own.go_on(count, 5, epoch)
-        else:
-            own.go_on(count, chance.choice((0, 4)), epoch)
-            if event == 4:
-                own.device.step(own.verifier.advance)
-                if own.held.finish_reason is None:
-                    own.go_on(count, 0, epoch)
-        take()
-        assert rule is not Rule.MATCH or own.tokens == tokens[: len(own.tokens)]
-    assert rule is not Rule.MATCH or own.tokens == tokens
+    tokens = plain(runner, spec)
+    own = OwnTarget(runner, hosting)
+    said, proposals = storm(own, spec, random.Random(seed))
+    if rule is Rule.MATCH:
+        assert own.tokens == tokens
+        assert all(each == tokens[: len(each)] for each in said)
     assert len(proposals) > 5
-    for before, tree in proposals:
-        fresh = hosting.open(spec, None)
-        fresh.begin(runner.open(before, len(PROMPT)), len(tree))
-        while fresh.proposal is None:
-            hosting.advance([fresh])
-        assert fresh.proposal.tree == tree
-        fresh.free()
+    check_pure(runner, hosting, spec, proposals)
     own.table.clear()
+    check_empty(runner.pool)
 
 
 @pytest.mark.parametrize("rule", [Rule.MATCH, Rule.RATIO, Rule.BLOCK])
@@ -288,7 +227,7 @@ def test_the_hosted_model_proposes_what_a_draft_service_would(
 def test_a_session_without_room_at_the_drafter_decodes_plainly(runner: ModelRunner, folder: Path) -> None:
     """A hosted model's cache is its own; who finds none there takes nothing from others."""
     small = ModelRunner.load(str(folder), dtype="float32", kv_tokens=32)
-    own = Own(runner, Hosting(HOSTED, HostedModel(small)))
+    own = OwnTarget(runner, Hosting(HOSTED, HostedModel(small)))
     answers = own.to_the_end(GREEDY, 3)
     assert own.tokens == plain(runner, GREEDY)
     drafted = [answer.fence.base_len for answer in answers if answer.content.own.tree]

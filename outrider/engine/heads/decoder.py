@@ -23,7 +23,7 @@ class HeadDecoder:
 
     def __init__(self, head: Head, target: TargetParts, ops: Ops) -> None:
         """`ops` are those that the head computes with."""
-        self.head = head
+        self._drafting = head
         self.ops = ops
         self.embedding = target.embedding
         facts = head.facts
@@ -38,20 +38,20 @@ class HeadDecoder:
 
     @property
     def weights(self) -> Sequence[Tensor]:
-        return self.head.weights
+        return self._drafting.weights
 
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
         """As of any Decoder. Only behind wanted rows are states written: those of the others are the target's."""
         # The second last of a row's list; the first token of a text has none before it, and nobody reads its row.
         before = plan.key_slots.index_select(0, plan.key_starts + (plan.key_counts - 2).clamp_min(0))
-        found = cache.features.index_select(0, before.long()).float()
+        found = cache.features.index_select(0, before.long()).float().masked_fill((plan.key_counts == 1)[:, None], 0)
         depths = [int(depth) for depth in found[:, -1].tolist()]
         rows = HeadRows(_without_first(plan), cache, found[:, :-1].contiguous(), depths)
-        outputs, states = self.head.step(rows)
+        outputs, states = self._drafting.step(rows)
         kept = wanted.tolist()
         behind = torch.cat((states.index_select(0, wanted), found[:, -1:].index_select(0, wanted) + 1), 1)
         cache.features.index_copy_(0, plan.slots.index_select(0, wanted), behind.to(cache.features.dtype))
-        return self.head.logits(outputs.index_select(0, wanted), [depths[row] for row in kept])
+        return self._drafting.logits(outputs.index_select(0, wanted), [depths[row] for row in kept])
 
 
 def _without_first(plan: RowPlan) -> RowPlan:

@@ -204,7 +204,7 @@ class HfDecoder:
         self.config = config
         self.ops = ops
         self._model = model
-        self._head: Tensor = model.get_output_embeddings().weight
+        self.head: Tensor = model.get_output_embeddings().weight
         self._company = Company()
         for module in model.modules():
             # To transformers' experts, which get nothing but rows.
@@ -227,7 +227,7 @@ class HfDecoder:
         # More rows of logits where the width of one leaves something over behind whole vectors.
         is_whole = num_wanted and self.config.vocab_size % STEP == 0
         kept = wanted if is_whole else pad_index(wanted, padded(num_wanted, wanted.device))
-        with Products(self.ops, self._head, num_rows, num_padded, num_wanted), one_thread():
+        with Products(self.ops, self.head, num_rows, num_padded, num_wanted), one_thread():
             output = self._model(
                 input_ids=pad_index(plan.token_ids, num_padded)[None],
                 position_ids=pad_index(plan.positions, num_padded)[None],

@@ -1,7 +1,7 @@
 """What the runner asks of a model, be it our own transformer or transformers' code."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -35,3 +35,12 @@ class Decoder(Protocol):
 
         wanted [W] int64 names the rows whose logits are asked for, which may hold until the next forward only.
         """
+
+
+@runtime_checkable
+class TappedDecoder(Decoder, Protocol):
+    """A decoder whose forwards store what the cache taps; see KVCache.taps."""
+
+    @property
+    def head(self) -> Tensor:
+        """The matrix that makes logits of what leaves the final norm, [V, H]."""

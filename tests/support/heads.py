@@ -1,0 +1,38 @@
+"""Drafting heads with random weights, for targets that tests make."""
+
+import torch
+
+from outrider.engine.heads.feature_head import FeatureHead, FeatureLaw, Fuse, feature_tensors
+from outrider.engine.models.rope import Rope
+from outrider.engine.runner import ModelRunner
+
+
+def random_head(target: ModelRunner, fuse: Fuse = Fuse.WIDE, seed: int = 0, context_len: int = 640) -> FeatureHead:
+    """An EAGLE-3 head over two taps with half of the target's vocabulary, or the EAGLE-1 or MTP layer of a fuse."""
+    parts = target.parts
+    is_wide = fuse is Fuse.WIDE
+    law = FeatureLaw(
+        method="eagle3" if is_wide else "eagle1",
+        taps=(1, 2) if is_wide else (parts.num_layers,),
+        hidden_size=24 if is_wide else parts.hidden_size,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        norm_epsilon=1e-6,
+        rope=Rope(theta=300.0),
+        context_len=context_len,
+        fuse=fuse,
+    )
+    vocab_size = parts.vocab_size
+    required, optional = feature_tensors(law, 40, parts.hidden_size, vocab_size, vocab_size // 2)
+    wanted = ("embedding.", "embedding_norm", "state_norm", "features.weight", "out_norm", "head.") if is_wide else ()
+    shapes = required | {name: shape for name, shape in optional.items() if name.startswith(wanted or "-")}
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: torch.randn(shape, generator=generator) * (0.3 if len(shape) > 1 else 0.1) + (len(shape) == 1)
+        for name, shape in shapes.items()
+    }
+    if is_wide:
+        # Every other id: which of them the head means must not be what it counts.
+        tensors["target_ids"] = torch.arange(vocab_size // 2) * 2 + 1
+    return FeatureHead(law, tensors, parts, target.ops)
