@@ -15,7 +15,7 @@ import torch
 from outrider.drafters.model_drafter import MODEL, DraftTask, ModelDrafter, noise_of
 from outrider.engine.batching import MAX_STEP_TOKENS
 from outrider.engine.cache import KVCache
-from outrider.engine.heads.decoder import HeadDecoder
+from outrider.engine.heads.fused import head_decoder
 from outrider.engine.heads.law import Head
 from outrider.engine.runner import Allocate, ModelRunner
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N
@@ -277,7 +277,7 @@ def host_head(target: ModelRunner, head: Head, digest: str) -> Hosting[HostedDra
     """
     target.tap(head.facts.taps)
     identity = replace(target.identity, model_name=head.facts.method, model_hash=digest)
-    decoder = HeadDecoder(head, target.parts, target.ops)
+    decoder = head_decoder(head, target.parts, target.ops)
     runner = ModelRunner(decoder, identity, target.pool.num_blocks * target.pool.block_size)
     runner.cache.keep_features(head.facts.state_size + 1)
     return Hosting(head.facts.method, HostedModel(runner, copy=FeatureCopy(target.cache, head)))

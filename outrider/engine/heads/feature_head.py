@@ -75,34 +75,34 @@ class FeatureHead:
             return tensors.pop(f"{name}.weight", None)
 
         own_embedding, own_head = tensors.pop("embedding.weight", None), matrix("head")
-        self._embedding = target.embedding if own_embedding is None else own_embedding
-        self._embedding_norm, self._state_norm = norm("embedding_norm"), norm("state_norm")
+        self.embedding = target.embedding if own_embedding is None else own_embedding
+        self.embedding_norm, self.state_norm = norm("embedding_norm"), norm("state_norm")
         self._tap_norms = [norm(f"features.norms.{index}") for index in range(len(law.taps))]
         self._feature_norm, self._features = norm("features.norm"), matrix("features")
-        self._fuse, self._fuse_bias = matrix("fuse"), tensors.pop("fuse.bias", None)
-        self._input_norm, self._post_norm = norm("layer.input_layernorm"), norm("layer.post_attention_layernorm")
-        self._qkv = Linear.take(ops, tensors, "layer.self_attn.", "q_proj", "k_proj", "v_proj")
-        self._query_norm, self._key_norm = norm("layer.self_attn.q_norm"), norm("layer.self_attn.k_norm")
-        self._output = Linear.take(ops, tensors, "layer.self_attn.", "o_proj")
-        self._gate_up = Linear.take(ops, tensors, "layer.mlp.", "gate_proj", "up_proj")
-        self._down = Linear.take(ops, tensors, "layer.mlp.", "down_proj")
-        self._out_norm = norm("out_norm")
-        self._head = target.output if own_head is None else own_head
-        self._target_ids = tensors.pop("target_ids", None)
-        self._vocab_size = target.vocab_size
+        self.fuse, self.fuse_bias = matrix("fuse"), tensors.pop("fuse.bias", None)
+        self.input_norm, self.post_norm = norm("layer.input_layernorm"), norm("layer.post_attention_layernorm")
+        self.qkv = Linear.take(ops, tensors, "layer.self_attn.", "q_proj", "k_proj", "v_proj")
+        self.query_norm, self.key_norm = norm("layer.self_attn.q_norm"), norm("layer.self_attn.k_norm")
+        self.output = Linear.take(ops, tensors, "layer.self_attn.", "o_proj")
+        self.gate_up = Linear.take(ops, tensors, "layer.mlp.", "gate_proj", "up_proj")
+        self.down = Linear.take(ops, tensors, "layer.mlp.", "down_proj")
+        self.out_norm = norm("out_norm")
+        self.head = target.output if own_head is None else own_head
+        self.target_ids = tensors.pop("target_ids", None)
+        self.vocab_size = target.vocab_size
         if tensors:
             raise ValueError(f"nothing reads {', '.join(sorted(tensors))}")
         self._own = [
             tensor
             for tensor in (
-                *(own_embedding, self._embedding_norm, self._state_norm, *self._tap_norms, self._feature_norm),
-                *(self._features, self._fuse, self._fuse_bias, self._input_norm, *self._qkv.weights),
-                *(self._query_norm, self._key_norm, *self._output.weights, self._post_norm),
-                *(*self._gate_up.weights, *self._down.weights, self._out_norm, own_head),
+                *(own_embedding, self.embedding_norm, self.state_norm, *self._tap_norms, self._feature_norm),
+                *(self._features, self.fuse, self.fuse_bias, self.input_norm, *self.qkv.weights),
+                *(self.query_norm, self.key_norm, *self.output.weights, self.post_norm),
+                *(*self.gate_up.weights, *self.down.weights, self.out_norm, own_head),
             )
             if tensor is not None
         ]
-        self._cos, self._sin = rotary_tables(law.rope, law.head_dim, law.context_len, self._embedding.device)
+        self.cos, self.sin = rotary_tables(law.rope, law.head_dim, law.context_len, self.embedding.device)
         self.facts = HeadFacts(
             method=law.method,
             taps=law.taps,
@@ -127,38 +127,38 @@ class FeatureHead:
 
     def step(self, rows: HeadRows) -> tuple[Tensor, Tensor]:
         ops, law = self._ops, self.law
-        embedded = self._norm(self._embedding.index_select(0, rows.plan.token_ids).float(), self._embedding_norm)
-        state = self._norm(rows.states, self._state_norm)
+        embedded = self._norm(self.embedding.index_select(0, rows.plan.token_ids).float(), self.embedding_norm)
+        state = self._norm(rows.states, self.state_norm)
         parts = (state, embedded) if law.fuse is Fuse.REVERSED else (embedded, state)
         x = torch.cat(parts, 1)
-        if self._fuse is None:
+        if self.fuse is None:
             residual = state if law.normed_residual else rows.states
         else:
-            residual = ops.linear(x, self._fuse, self._fuse_bias)
-            x = self._norm(residual, self._input_norm)
+            residual = ops.linear(x, self.fuse, self.fuse_bias)
+            x = self._norm(residual, self.input_norm)
         x = residual + self._attend(x, rows)
-        gate_up = ops.linear(self._norm(x, self._post_norm), self._gate_up.weight, self._gate_up.bias)
-        x = x + ops.linear(ops.silu_multiply(gate_up), self._down.weight, self._down.bias)
-        output = self._norm(x, self._out_norm)
+        gate_up = ops.linear(self._norm(x, self.post_norm), self.gate_up.weight, self.gate_up.bias)
+        x = x + ops.linear(ops.silu_multiply(gate_up), self.down.weight, self.down.bias)
+        output = self._norm(x, self.out_norm)
         return output, output if law.feeds_normed else x
 
     def logits(self, outputs: Tensor, depths: Sequence[int]) -> Tensor:
-        own = self._ops.linear(outputs, self._head)
-        if self._target_ids is None:
+        own = self._ops.linear(outputs, self.head)
+        if self.target_ids is None:
             return own
-        logits = own.new_full((own.shape[0], self._vocab_size), -torch.inf)
-        return logits.index_copy_(1, self._target_ids, own)
+        logits = own.new_full((own.shape[0], self.vocab_size), -torch.inf)
+        return logits.index_copy_(1, self.target_ids, own)
 
     def _attend(self, x: Tensor, rows: HeadRows) -> Tensor:
         law, ops, cache = self.law, self._ops, rows.cache
-        heads = ops.linear(x, self._qkv.weight, self._qkv.bias).view(x.shape[0], -1, law.head_dim)
+        heads = ops.linear(x, self.qkv.weight, self.qkv.bias).view(x.shape[0], -1, law.head_dim)
         query, key, value = heads.split_with_sizes((law.num_heads, law.num_kv_heads, law.num_kv_heads), 1)
-        if self._query_norm is not None and self._key_norm is not None:
-            query, key = self._norm_heads(query, self._query_norm), self._norm_heads(key, self._key_norm)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self._norm_heads(query, self.query_norm), self._norm_heads(key, self.key_norm)
         keys, values = cache.keys[0], cache.values[0]
-        query = ops.rotate_and_store(query, key, value, rows.plan, self._cos, self._sin, keys, values)
+        query = ops.rotate_and_store(query, key, value, rows.plan, self.cos, self.sin, keys, values)
         attended = ops.attention(query, rows.plan, keys, values, law.head_dim**-0.5)
-        return ops.linear(attended, self._output.weight, self._output.bias)
+        return ops.linear(attended, self.output.weight, self.output.bias)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return x if weight is None else self._ops.rms_norm(x, weight, self.law.norm_epsilon)

@@ -52,7 +52,7 @@ class FusedTransformer:
         logits = torch.empty(wanted.shape[0], self.config.vocab_size)
         # Kept until the call is over: the fields hold addresses.
         plans = [plan, *(plan.windowed(window) for window in self._windows)]
-        fields = self._plans_type(*[_plan(each, wanted) for each in plans])
+        fields = self._plans_type(*[plan_fields(each, wanted) for each in plans])
         taps = ctypes.addressof(self._taps)
         places = ctypes.addressof(fields), self._keys, self._values, taps, self._scratch.data_ptr(), logits.data_ptr()
         functions.outrider_forward(self.ops.pool, decoder, *places)
@@ -72,7 +72,8 @@ class FusedTransformer:
         self._cache, self._features = cache, cache.features
 
 
-def _plan(plan: RowPlan, wanted: Tensor) -> PlanFields:
+def plan_fields(plan: RowPlan, wanted: Tensor) -> PlanFields:
+    """Addresses in the plan's tensors, which must live as long; raises ValueError for what C would misread."""
     num_rows, num_wanted = plan.num_rows, wanted.shape[0]
     for name in ("token_ids", "positions", "slots", "key_starts"):
         expect(name, getattr(plan, name), torch.int64, (num_rows,))
@@ -91,11 +92,11 @@ def _decoder(model: Transformer, layers: int) -> DecoderFields:
     if config.head_dim > MAX_HEAD_DIM:
         raise ValueError(f"heads of {config.head_dim} do not fit the kernels")
     return DecoderFields(
-        _matrix("embedding", Linear(model.embedding, None), shape),
-        _matrix("head", Linear(model.head, None), shape),
-        _vector("norm", model.norm, (config.hidden_size,)),
-        _vector("cos", model.cos, tables),
-        _vector("sin", model.sin, tables),
+        matrix_fields("embedding", Linear(model.embedding, None), shape),
+        matrix_fields("head", Linear(model.head, None), shape),
+        address_of("norm", model.norm, (config.hidden_size,)),
+        address_of("cos", model.cos, tables),
+        address_of("sin", model.sin, tables),
         layers,
         *(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim),
         *(config.norm_epsilon, model.scale),
@@ -105,26 +106,28 @@ def _decoder(model: Transformer, layers: int) -> DecoderFields:
 def _layer(layer: Layer, plan: int, config: ModelConfig) -> LayerFields:
     hidden, mlp, query = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
     return LayerFields(
-        _vector("input_norm", layer.input_norm, (hidden,)),
-        _vector("query_norm", layer.query_norm, (config.head_dim,)),
-        _vector("key_norm", layer.key_norm, (config.head_dim,)),
-        _vector("post_norm", layer.post_norm, (hidden,)),
-        _matrix("qkv", layer.qkv, (query + 2 * config.num_kv_heads * config.head_dim, hidden)),
-        _matrix("output", layer.output, (hidden, query)),
-        _matrix("gate_up", layer.gate_up, (2 * mlp, hidden)),
-        _matrix("down", layer.down, (hidden, mlp)),
+        address_of("input_norm", layer.input_norm, (hidden,)),
+        address_of("query_norm", layer.query_norm, (config.head_dim,)),
+        address_of("key_norm", layer.key_norm, (config.head_dim,)),
+        address_of("post_norm", layer.post_norm, (hidden,)),
+        matrix_fields("qkv", layer.qkv, (query + 2 * config.num_kv_heads * config.head_dim, hidden)),
+        matrix_fields("output", layer.output, (hidden, query)),
+        matrix_fields("gate_up", layer.gate_up, (2 * mlp, hidden)),
+        matrix_fields("down", layer.down, (hidden, mlp)),
         plan,
     )
 
 
-def _matrix(name: str, linear: Linear, shape: tuple[int, int]) -> MatrixFields:
+def matrix_fields(name: str, linear: Linear, shape: tuple[int, int]) -> MatrixFields:
+    """A matrix of this shape with its bias; raises ValueError for any other."""
     is_bf16 = linear.weight.dtype is torch.bfloat16
     expect(name, linear.weight, torch.bfloat16 if is_bf16 else torch.float32, shape)
-    bias = _vector(f"bias of {name}", linear.bias, shape[:1])
+    bias = address_of(f"bias of {name}", linear.bias, shape[:1])
     return MatrixFields(linear.weight.data_ptr(), bias, shape[1], shape[0], is_bf16)
 
 
-def _vector(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> int | None:
+def address_of(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> int | None:
+    """Where a float32 tensor of this shape lies, None for none; raises ValueError for any other."""
     if tensor is None:
         return None
     expect(name, tensor, torch.float32, shape)

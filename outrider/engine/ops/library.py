@@ -27,10 +27,19 @@ _ARGUMENTS: dict[str, list[type]] = {
     "outrider_softmax": [*[_POINTER] * 4, *[_SIZE] * 2],
     "outrider_forward_floats": [_POINTER, _SIZE],
     "outrider_forward": [*[_POINTER] * 8],
+    "outrider_head_floats": [_POINTER, _SIZE, _SIZE],
+    "outrider_head_forward": [*[_POINTER] * 8],
 }
+_SIZED = (
+    "outrider_draw",
+    "outrider_choose",
+    "outrider_draw_stretch",
+    "outrider_forward_floats",
+    "outrider_head_floats",
+)
 _RESULTS: dict[str, type] = {
     "outrider_pool_create": _POINTER,
-    **dict.fromkeys(("outrider_draw", "outrider_choose", "outrider_draw_stretch", "outrider_forward_floats"), _SIZE),
+    **dict.fromkeys(_SIZED, _SIZE),
 }
 
 
@@ -68,6 +77,17 @@ class TapFields(ctypes.Structure):
     """`taps` of kernels/forward.c."""
 
     _fields_ = (*((name, _POINTER) for name in ("boundaries", "features")), ("num_taps", _SIZE))
+
+
+class HeadFields(ctypes.Structure):
+    """`feature_head` of kernels/forward.c."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("model", "embedding_norm", "state_norm")),
+        ("fuse", MatrixFields),
+        ("target_ids", _POINTER),
+        *((name, _SIZE) for name in ("vocab_size", "is_reversed", "has_normed_residual", "feeds_normed")),
+    )
 
 
 class PlanFields(ctypes.Structure):

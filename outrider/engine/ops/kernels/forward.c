@@ -55,6 +55,17 @@ typedef struct {
     float *qkv;
 } head_norm_job;
 
+/* A drafting head, of which outrider/engine/heads/feature_head.py says what it computes. The decoder has its one layer,
+ * and matrices of its own or the target's; a null norm is none, and a null fuse makes the attention read both parts. */
+typedef struct {
+    const decoder *model;
+    const float *embedding_norm, *state_norm;
+    matrix fuse;
+    /* For each output of the head's matrix the id that it stands for; null: its number. */
+    const int64_t *target_ids;
+    int64_t vocab_size, is_reversed, has_normed_residual, feeds_normed;
+} feature_head;
+
 static int64_t hidden_size(const decoder *model) { return model->embedding.num_inputs; }
 
 static int64_t query_size(const decoder *model) { return model->num_heads * model->head_dim; }
@@ -67,10 +78,11 @@ static int64_t mlp_size(const decoder *model) {
 
 static int64_t qkv_size(const decoder *model) { return (model->num_heads + 2 * model->num_groups) * model->head_dim; }
 
-/* Cuts `floats` into the activations of num_rows rows; returns how many floats they take. */
-static int64_t lay_out(const decoder *model, int64_t num_rows, float *floats, activations *parts) {
+/* Cuts `floats` into the activations of num_rows rows, of which `normed` has so many columns; returns how many floats
+ * they take. */
+static int64_t lay_out(const decoder *model, int64_t normed, int64_t num_rows, float *floats, activations *parts) {
     const int64_t hidden = hidden_size(model), mlp = mlp_size(model), query = query_size(model);
-    const int64_t sizes[] = {hidden, hidden, qkv_size(model), query, query, 2 * mlp, mlp, hidden};
+    const int64_t sizes[] = {hidden, normed, qkv_size(model), query, query, 2 * mlp, mlp, hidden};
     float **const places[] = {&parts->x,        &parts->normed,  &parts->qkv,   &parts->query,
                               &parts->attended, &parts->gate_up, &parts->gated, &parts->product};
     int64_t used = 0;
@@ -83,7 +95,7 @@ static int64_t lay_out(const decoder *model, int64_t num_rows, float *floats, ac
 
 int64_t outrider_forward_floats(const decoder *model, int64_t num_rows) {
     activations parts;
-    return lay_out(model, num_rows, 0, &parts);
+    return lay_out(model, hidden_size(model), num_rows, 0, &parts);
 }
 
 static void embed(const decoder *model, const row_plan *plan, float *x) {
@@ -135,10 +147,10 @@ static void attend(pool *threads, const decoder *model, const layer *layer, cons
                        model->scale);
 }
 
-static void run_layer(pool *threads, const decoder *model, const layer *layer, const row_plan *plan,
-                      const activations *at, float *keys, float *values) {
+/* What a layer does with what its input norm has left in `normed`; adds it to x. */
+static void run_behind_norm(pool *threads, const decoder *model, const layer *layer, const row_plan *plan,
+                            const activations *at, float *keys, float *values) {
     const int64_t hidden = hidden_size(model), num_rows = plan->num_rows;
-    outrider_rms_norm(threads, at->x, layer->input_norm, at->normed, num_rows, hidden, model->epsilon);
     multiply(threads, &layer->qkv, at->normed, at->qkv, num_rows);
     attend(threads, model, layer, plan, at, keys, values);
     multiply(threads, &layer->output, at->attended, at->product, num_rows);
@@ -148,6 +160,13 @@ static void run_layer(pool *threads, const decoder *model, const layer *layer, c
     outrider_silu_multiply(threads, at->gate_up, at->gated, num_rows, layer->down.num_inputs);
     multiply(threads, &layer->down, at->gated, at->product, num_rows);
     add(at->x, at->product, num_rows * hidden);
+}
+
+static void run_layer(pool *threads, const decoder *model, const layer *layer, const row_plan *plan,
+                      const activations *at, float *keys, float *values) {
+    outrider_rms_norm(threads, at->x, layer->input_norm, at->normed, plan->num_rows, hidden_size(model),
+                      model->epsilon);
+    run_behind_norm(threads, model, layer, plan, at, keys, values);
 }
 
 static void store_taps(const decoder *model, const taps *taps, const row_plan *plan, int64_t boundary, const float *x) {
@@ -172,7 +191,7 @@ void outrider_forward(pool *threads, const decoder *model, const row_plan *plans
     const row_plan *plan = &plans[0];
     const int64_t hidden = hidden_size(model);
     activations at;
-    lay_out(model, plan->num_rows, scratch, &at);
+    lay_out(model, hidden, plan->num_rows, scratch, &at);
     embed(model, plan, at.x);
     for (int64_t index = 0; index < model->num_layers; index++) {
         const layer *each = &model->layers[index];
@@ -184,4 +203,95 @@ void outrider_forward(pool *threads, const decoder *model, const row_plan *plans
         memcpy(at.product + row * hidden, at.x + plan->wanted[row] * hidden, (size_t)hidden * sizeof(float));
     outrider_rms_norm(threads, at.product, model->norm, at.normed, plan->num_wanted, hidden, model->epsilon);
     multiply(threads, &model->head, at.normed, logits, plan->num_wanted);
+}
+
+/* Activations of the head, and before them lists of keys without the first token of a text. */
+static int64_t lay_out_head(const feature_head *head, int64_t num_rows, float *floats, activations *parts) {
+    const int64_t ints = 4 * num_rows, normed = 2 * hidden_size(head->model);
+    return ints + lay_out(head->model, normed, num_rows, floats == 0 ? 0 : floats + ints, parts);
+}
+
+int64_t outrider_head_floats(const feature_head *head, int64_t num_rows, int64_t num_wanted) {
+    activations parts;
+    return lay_out_head(head, num_rows, 0, &parts) + num_wanted * head->model->head.num_outputs;
+}
+
+static void norm_or_copy(const float *x, const float *weight, float *output, int64_t width, float epsilon) {
+    if (weight != 0)
+        norm_one(x, weight, output, width, epsilon);
+    else
+        memcpy(output, x, (size_t)width * sizeof(float));
+}
+
+/* Leaves in x what the layer's output is added to, and in `normed` what its attention reads. */
+static void enter_head(pool *threads, const feature_head *head, const row_plan *plan, const float *features,
+                       const activations *at) {
+    const decoder *model = head->model;
+    const int64_t hidden = hidden_size(model), is_wide = head->fuse.weight == 0;
+    embed(model, plan, at->product);
+    for (int64_t row = 0; row < plan->num_rows; row++) {
+        float *pair = at->normed + row * 2 * hidden, *x = at->x + row * hidden;
+        float *embedded = pair + (head->is_reversed ? hidden : 0), *state = pair + (head->is_reversed ? 0 : hidden);
+        norm_or_copy(at->product + row * hidden, head->embedding_norm, embedded, hidden, model->epsilon);
+        if (plan->key_counts[row] > 1) {
+            const int64_t before = plan->key_slots[plan->key_starts[row] + plan->key_counts[row] - 2];
+            memcpy(x, features + before * (hidden + 1), (size_t)hidden * sizeof(float));
+        } else {
+            memset(x, 0, (size_t)hidden * sizeof(float));
+        }
+        norm_or_copy(x, head->state_norm, state, hidden, model->epsilon);
+        if (is_wide && head->has_normed_residual) memcpy(x, state, (size_t)hidden * sizeof(float));
+    }
+    if (is_wide) return;
+    multiply(threads, &head->fuse, at->normed, at->x, plan->num_rows);
+    for (int64_t row = 0; row < plan->num_rows; row++)
+        norm_or_copy(at->x + row * hidden, model->layers[0].input_norm, at->normed + row * hidden, hidden,
+                     model->epsilon);
+}
+
+/* One step of a head whose states, and behind each the number of guesses that it stands on, are the features [slots,
+ * hidden + 1] of its cache: reads those before all rows, and writes those behind the wanted ones; logits [num_wanted,
+ * vocab_size]. scratch holds as many floats as outrider_head_floats says, at the beginning of a cache line. */
+void outrider_head_forward(pool *threads, const feature_head *head, const row_plan *whole, float *keys, float *values,
+                           float *features, float *scratch, float *logits) {
+    const decoder *model = head->model;
+    const int64_t hidden = hidden_size(model), num_rows = whole->num_rows, num_wanted = whole->num_wanted;
+    activations at;
+    float *own = scratch + lay_out_head(head, num_rows, scratch, &at);
+    enter_head(threads, head, whole, features, &at);
+    int64_t *starts = (int64_t *)scratch;
+    int32_t *counts = (int32_t *)(scratch + 2 * num_rows);
+    row_plan plan = *whole;
+    for (int64_t row = 0; row < num_rows; row++) {
+        const int64_t is_later = whole->key_counts[row] > 1;
+        starts[row] = whole->key_starts[row] + is_later;
+        counts[row] = (int32_t)(whole->key_counts[row] - is_later);
+    }
+    plan.key_starts = starts, plan.key_counts = counts;
+    run_behind_norm(threads, model, &model->layers[0], &plan, &at, keys, values);
+    for (int64_t index = 0; index < num_wanted; index++) {
+        const int64_t row = whole->wanted[index];
+        const float *x = at.x + row * hidden;
+        float *output = at.product + index * hidden;
+        norm_or_copy(x, model->norm, output, hidden, model->epsilon);
+        float depth = 1;
+        if (whole->key_counts[row] > 1) {
+            const int64_t before = whole->key_slots[whole->key_starts[row] + whole->key_counts[row] - 2];
+            depth += features[before * (hidden + 1) + hidden];
+        }
+        float *behind = features + whole->slots[row] * (hidden + 1);
+        memcpy(behind, head->feeds_normed ? output : x, (size_t)hidden * sizeof(float));
+        behind[hidden] = depth;
+    }
+    if (head->target_ids == 0) {
+        multiply(threads, &model->head, at.product, logits, num_wanted);
+        return;
+    }
+    multiply(threads, &model->head, at.product, own, num_wanted);
+    for (int64_t index = 0; index < num_wanted; index++) {
+        float *row = logits + index * head->vocab_size;
+        for (int64_t id = 0; id < head->vocab_size; id++) row[id] = -INFINITY;
+        for (int64_t id = 0; id < model->head.num_outputs; id++)
+            row[head->target_ids[id]] = own[index * model->head.num_outputs + id];
+    }
 }

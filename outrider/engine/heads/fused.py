@@ -1,0 +1,114 @@
+"""A feature head's step as one call of the compiled kernels, with the bits of its step op by op.
+
+A step of a small head is over sooner than Python has called its operations one by one.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.engine.batching import RowPlan
+from outrider.engine.cache import KVCache
+from outrider.engine.heads.decoder import HeadDecoder
+from outrider.engine.heads.feature_head import FeatureHead, Fuse
+from outrider.engine.heads.law import Head, TargetParts
+from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.fused import address_of, matrix_fields, plan_fields
+from outrider.engine.models.transformer import Linear
+from outrider.engine.ops import Ops
+from outrider.engine.ops.library import DecoderFields, HeadFields, LayerFields, MatrixFields
+from outrider.engine.ops.native import MAX_HEAD_DIM, NativeOps, expect
+
+
+class FusedHead:
+    """Computes what a HeadDecoder of its head would; belongs to one thread."""
+
+    def __init__(self, head: FeatureHead, target: TargetParts, ops: NativeOps) -> None:
+        """Raises ValueError for tensors that the kernels would misread."""
+        self.config = HeadDecoder(head, target, ops).config
+        self.embedding = target.embedding
+        self.ops = ops
+        self._head = head
+        self._scratch = torch.empty(0)
+        self._layer = _layer(head)
+        self._model = _model(head, ctypes.addressof(self._layer))
+        self._fields = _fields(head, ctypes.addressof(self._model))
+
+    @property
+    def weights(self) -> Sequence[Tensor]:
+        return self._head.weights
+
+    def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
+        """As of a HeadDecoder."""
+        num_slots, law = cache.features.shape[0], self._head.law
+        expect("features", cache.features, torch.float32, (num_slots, law.hidden_size + 1))
+        for name, tensor in (("keys", cache.keys[0]), ("values", cache.values[0])):
+            expect(name, tensor, torch.float32, (num_slots, law.num_kv_heads, law.head_dim))
+        functions, fields = self.ops.functions, ctypes.addressof(self._fields)
+        num_floats = functions.outrider_head_floats(fields, plan.num_rows, wanted.shape[0])
+        if num_floats > self._scratch.shape[0]:
+            self._scratch = torch.empty(num_floats)
+        logits = torch.empty(wanted.shape[0], self.config.vocab_size)
+        rows = plan_fields(plan, wanted)
+        places = (cache.keys[0], cache.values[0], cache.features, self._scratch, logits)
+        addresses = (tensor.data_ptr() for tensor in places)
+        functions.outrider_head_forward(self.ops.pool, fields, ctypes.addressof(rows), *addresses)
+        return logits
+
+
+def head_decoder(head: Head, target: TargetParts, ops: Ops) -> Decoder:
+    """The head as a model: its step in one call where that is compiled, and op by op elsewhere."""
+    if isinstance(head, FeatureHead) and isinstance(ops, NativeOps):
+        return FusedHead(head, target, ops)
+    return HeadDecoder(head, target, ops)
+
+
+def _layer(head: FeatureHead) -> LayerFields:
+    law = head.law
+    h, query, key = law.hidden_size, law.num_heads * law.head_dim, law.num_kv_heads * law.head_dim
+    mlp = head.down.weight.shape[1]
+    if law.head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"heads of {law.head_dim} do not fit the kernels")
+    return LayerFields(
+        address_of("input_norm", head.input_norm, (h,)),
+        address_of("query_norm", head.query_norm, (law.head_dim,)),
+        address_of("key_norm", head.key_norm, (law.head_dim,)),
+        address_of("post_norm", head.post_norm, (h,)),
+        matrix_fields("qkv", head.qkv, (query + 2 * key, h * (2 if law.fuse is Fuse.WIDE else 1))),
+        matrix_fields("output", head.output, (h, query)),
+        matrix_fields("gate_up", head.gate_up, (2 * mlp, h)),
+        matrix_fields("down", head.down, (h, mlp)),
+        0,
+    )
+
+
+def _model(head: FeatureHead, layer: int) -> DecoderFields:
+    law = head.law
+    h, tables = law.hidden_size, (law.context_len, law.head_dim // 2)
+    return DecoderFields(
+        matrix_fields("embedding", Linear(head.embedding, None), (head.vocab_size, h)),
+        matrix_fields("head", Linear(head.head, None), (head.head.shape[0], h)),
+        address_of("out_norm", head.out_norm, (h,)),
+        address_of("cos", head.cos, tables),
+        address_of("sin", head.sin, tables),
+        layer,
+        *(1, law.num_heads, law.num_kv_heads, law.head_dim),
+        *(law.norm_epsilon, law.head_dim**-0.5),
+    )
+
+
+def _fields(head: FeatureHead, model: int) -> HeadFields:
+    law, ids = head.law, head.target_ids
+    h = law.hidden_size
+    if ids is not None:
+        expect("target_ids", ids, torch.int64, (head.head.shape[0],))
+    return HeadFields(
+        model,
+        address_of("embedding_norm", head.embedding_norm, (h,)),
+        address_of("state_norm", head.state_norm, (h,)),
+        MatrixFields() if head.fuse is None else matrix_fields("fuse", Linear(head.fuse, head.fuse_bias), (h, 2 * h)),
+        None if ids is None else ids.data_ptr(),
+        *(head.vocab_size, law.fuse is Fuse.REVERSED, law.normed_residual, law.feeds_normed),
+    )
