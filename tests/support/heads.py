@@ -7,12 +7,19 @@ from outrider.engine.models.rope import Rope
 from outrider.engine.runner import ModelRunner
 
 
-def random_head(target: ModelRunner, fuse: Fuse = Fuse.WIDE, seed: int = 0, context_len: int = 640) -> FeatureHead:
-    """An EAGLE-3 head over two taps with half of the target's vocabulary, or the EAGLE-1 or MTP layer of a fuse."""
+def random_head(
+    target: ModelRunner,
+    fuse: Fuse = Fuse.WIDE,
+    seed: int = 0,
+    context_len: int = 640,
+    normed_residual: bool = False,
+    feeds_normed: bool = False,
+) -> FeatureHead:
+    """An EAGLE-3 head over two taps with half of the target's vocabulary, an EAGLE-1 head, or an MTP layer."""
     parts = target.parts
     is_wide = fuse is Fuse.WIDE
     law = FeatureLaw(
-        method="eagle3" if is_wide else "eagle1",
+        method={Fuse.WIDE: "eagle3", Fuse.PAIR: "eagle1", Fuse.REVERSED: "mtp"}[fuse],
         taps=(1, 2) if is_wide else (parts.num_layers,),
         hidden_size=24 if is_wide else parts.hidden_size,
         num_heads=2,
@@ -22,11 +29,19 @@ def random_head(target: ModelRunner, fuse: Fuse = Fuse.WIDE, seed: int = 0, cont
         rope=Rope(theta=300.0),
         context_len=context_len,
         fuse=fuse,
+        normed_residual=normed_residual,
+        feeds_normed=feeds_normed,
     )
     vocab_size = parts.vocab_size
     required, optional = feature_tensors(law, 40, parts.hidden_size, vocab_size, vocab_size // 2)
-    wanted = ("embedding.", "embedding_norm", "state_norm", "features.weight", "out_norm", "head.") if is_wide else ()
-    shapes = required | {name: shape for name, shape in optional.items() if name.startswith(wanted or "-")}
+    norms = ("embedding_norm", "state_norm", "out_norm")
+    wanted = {
+        Fuse.WIDE: (*norms, "embedding.", "features.weight", "head."),
+        Fuse.PAIR: ("fuse.bias",),
+        # With everything that there may be.
+        Fuse.REVERSED: (*norms, "layer."),
+    }[fuse]
+    shapes = required | {name: shape for name, shape in optional.items() if name.startswith(wanted)}
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         name: torch.randn(shape, generator=generator) * (0.3 if len(shape) > 1 else 0.1) + (len(shape) == 1)

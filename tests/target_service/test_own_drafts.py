@@ -35,7 +35,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     return ModelRunner.load(str(folder), dtype="float32", kv_tokens=4096)
 
 
-HEADS = {"eagle3": Fuse.WIDE, "eagle1": Fuse.PAIR}
+HEADS = {"eagle3": Fuse.WIDE, "eagle1": Fuse.PAIR, "mtp": Fuse.REVERSED}
 
 
 def hosting_of(drafter: str, runner: ModelRunner, small: ModelRunner) -> Hosting:
