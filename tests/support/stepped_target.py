@@ -186,12 +186,13 @@ def storm(own: OwnTarget, spec: SessionSpec, chance: random.Random) -> tuple[lis
 def check_pure(runner: ModelRunner, hosting: Hosting, spec: SessionSpec, proposals: Proposals) -> None:
     """Fresh sessions of target and drafter propose the same behind the same tokens, bit for bit."""
     for before, tree in proposals:
-        session = runner.open(before, spec.prompt_len)
-        runner.forward([Feed(session, without_last=True)])
-        fresh = hosting.open(spec, None)
-        fresh.begin(session, len(tree))
-        while fresh.proposal is None:
-            hosting.advance([fresh])
-        assert fresh.proposal.tree == tree
-        fresh.free()
-        session.free()
+        session, fresh = runner.open(before, spec.prompt_len), hosting.open(spec, None)
+        try:
+            runner.forward([Feed(session, without_last=True)])
+            fresh.begin(session, len(tree))
+            while fresh.proposal is None:
+                hosting.advance([fresh])
+            assert fresh.proposal.tree == tree
+        finally:
+            fresh.free()
+            session.free()
