@@ -27,7 +27,7 @@ from outrider.engine.hf_models.config import (
 )
 from outrider.engine.hf_models.decoder import HfDecoder
 from outrider.engine.models.config import DecoderFacts, JsonKeys, read_eos_token_ids, read_json
-from outrider.engine.models.weights import Shapes, StoredTensor, check_tensors, model_hash, stored_tensors
+from outrider.engine.models.weights import Shapes, StoredTensor, check_tensors, model_hash, stored_tensors, weight_files
 from outrider.engine.ops import Ops
 from outrider.errors import ModelRefused
 
@@ -95,7 +95,7 @@ class HfCheckpoint:
 
     def build(self, device: torch.device, dtype: torch.dtype, ops: Ops) -> HfDecoder:
         """Reads the files; raises ModelRefused before it does where their headers do not fit."""
-        stored = self.tensors.check(self.folder, stored_tensors(self.folder))
+        stored = self.tensors.check(self.folder, stored_tensors(weight_files(self.folder)))
         model = load(self.kind, self.configuration, self.folder, stored, (device, dtype, ops))
         decoder = HfDecoder(self.config, model, ops)
         if device.type == "cpu" and not rows_are_independent(decoder):

@@ -223,6 +223,8 @@ class Family:
     default_head_dim: int | None = None
     windows: WindowRule = no_windows
     default_context_len: int = 32768
+    foreign_tensors: tuple[str, ...] = ()
+    """Beginnings of the names of tensors that lie beside the model's own and are not its."""
 
 
 FAMILIES = {
@@ -230,7 +232,11 @@ FAMILIES = {
     "Qwen2ForCausalLM": Family(qkv_bias=True, windows=switched_by_layer),
     "Qwen3ForCausalLM": Family(qkv_bias=None, qk_norm=True, default_head_dim=128, windows=switched_by_layer),
     "MistralForCausalLM": Family(qkv_bias=False, windows=same_in_every_layer, default_context_len=131072),
+    # Qwen 2 with a layer for multi-token prediction beside it.
+    "MiMoForCausalLM": Family(qkv_bias=True, windows=switched_by_layer, foreign_tensors=("model.mtp_layers.",)),
 }
+# Architectures whose files bring code of their own, which is not run: what it computes is known here.
+KNOWN_CODE = ("MiMoForCausalLM",)
 # Beginnings of architectures whose layers carry a running state, which cannot be truncated to an earlier length.
 STATE_SPACE = (
     "Mamba", "FalconMamba", "Rwkv", "RWKV", "Jamba", "Zamba", "Bamba", "FalconH1", "NemotronH", "GraniteMoeHybrid",
@@ -330,7 +336,7 @@ def read_architecture(keys: JsonKeys) -> str:
     if names[0].startswith(STATE_SPACE):
         fault = f"is {names[0]}, whose running state cannot be rolled back to an earlier token"
         raise keys.refuse("architectures", fault)
-    if keys.values.get("auto_map"):
+    if keys.values.get("auto_map") and names[0] not in KNOWN_CODE:
         raise keys.refuse("auto_map", "asks for code from the model's repository, which is never run")
     if keys.values.get("quantization_config") is not None:
         raise keys.refuse("quantization_config", "is set, but only unquantized weights are served")

@@ -7,7 +7,7 @@ wrong is found in the files' headers, before anything large is allocated, and is
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from outrider.engine.models.config import JsonKeys, ModelConfig, read_json
+from outrider.engine.models.config import FAMILIES, JsonKeys, ModelConfig, read_json
 from outrider.errors import ModelRefused
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -167,13 +167,13 @@ class StoredTensor:
         return ModelRefused(f"{self.file}: {self.name} {fault}", file=self.file, tensor=self.name)
 
 
-def stored_tensors(folder: Path) -> list[StoredTensor]:
+def stored_tensors(files: Sequence[Path]) -> list[StoredTensor]:
     """What the headers of a model's files say, without the rotary frequencies of old files, which are computed anew.
 
     Raises ModelRefused for files that are truncated or otherwise unsound.
     """
     stored: dict[str, StoredTensor] = {}
-    for file in weight_files(folder):
+    for file in files:
         try:
             with safe_open(file, framework="pt") as tensor_file:
                 for name in tensor_file.keys():  # noqa: SIM118 - not a mapping
@@ -213,7 +213,10 @@ def load_tensors(folder: Path, config: ModelConfig, device: torch.device, dtype:
     A bar on stderr shows progress when it is a terminal. Raises ModelRefused for missing, unexpected, misshapen or
     quantized tensors, before any is read. "lm_head.weight" of a tied model may be absent, and is used if it is there.
     """
-    stored = {tensor.name: tensor for tensor in stored_tensors(folder)}
+    # What other models of the same folder hold, a head's layers for instance, is theirs.
+    foreign = FAMILIES[config.architecture].foreign_tensors
+    found = stored_tensors(weight_files(folder))
+    stored = {tensor.name: tensor for tensor in found if not tensor.name.startswith(foreign)}
     shapes = expected_shapes(config)
     check_tensors(folder, stored, shapes, {"lm_head.weight": shapes["model.embed_tokens.weight"]})
     console = Console(stderr=True)
@@ -237,8 +240,13 @@ def model_hash(folder: Path) -> str:
     header (tensor names, types, shapes) and 64 evenly spaced samples of 4 KiB: fast for any size, and enough to tell
     apart models that anyone trained; it is no protection against someone who forges a model.
     """
-    digest = hashlib.sha256(json.dumps(read_json(folder / "config.json"), sort_keys=True).encode())
-    for file in weight_files(folder):
+    return files_hash(read_json(folder / "config.json"), weight_files(folder))
+
+
+def files_hash(config: Mapping[str, Any], files: Sequence[Path]) -> str:
+    """The same over what config.json holds, or should hold, and these weight files."""
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for file in files:
         size = file.stat().st_size
         digest.update(f"\0{file.name}\0{size}\0".encode())
         with file.open("rb") as stream:
