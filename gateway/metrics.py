@@ -43,6 +43,10 @@ OUTCOMES = {
 }
 
 
+# The draft service's own choice, which has no name of its own here.
+USUAL_DRAFTER = "default"
+
+
 class GatewayMetrics:
     """Counts what a frontend's Observer gets: speculation and times by the round, and what users feel by the sample."""
 
@@ -59,10 +63,15 @@ class GatewayMetrics:
         self.drafts = counter(name + "drafts", "Verdicts on at least one draft token.")
         self.draft_tokens = counter(name + "draft_tokens", "Draft tokens that were proposed to the target.")
         self.accepted_tokens = counter(name + "accepted_tokens", "Draft tokens that the target accepted.")
-        meaning = "Accepted draft tokens by their position in a proposal."
-        self._accepted_at = counters(name + "accepted_tokens_per_pos", meaning, "position")
-        meaning = "Draft tokens that the target tested; behind a rejection nothing is."
-        self.evaluated_tokens = counter(name + "evaluated_tokens", meaning)
+        self._accepted_at = counters(
+            name + "accepted_tokens_per_pos", "Accepted draft tokens by their position in a proposal.", "position"
+        )
+        self.evaluated_tokens = counter(
+            name + "evaluated_tokens", "Draft tokens that the target tested; behind a rejection nothing is."
+        )
+        # Each drafter's part of the two figures above, by the name that rounds say.
+        self._drafted = counters("drafter_draft_tokens", "Draft tokens that were proposed, by drafter.", "drafter")
+        self._kept = counters("drafter_accepted_tokens", "Of these, tokens that the target accepted.", "drafter")
         outcomes = counters("round_outcomes", "Verdicts by how they ended.", "outcome")
         self.fallback_outcome = outcomes["fallback"]
         self.outcomes = {origin: outcomes[outcome] for origin, outcome in OUTCOMES.items()}
@@ -146,6 +155,9 @@ class GatewayMetrics:
             self.draft_tokens.total += committed.draft_count
             self.accepted_tokens.total += committed.accepted_count
             self.evaluated_tokens.total += verdict.evaluated_count
+            drafter = proposal.drafter or USUAL_DRAFTER
+            self._drafted[drafter].total += committed.draft_count
+            self._kept[drafter].total += committed.accepted_count
             while len(self._positions) < committed.accepted_count:
                 # A position has a counter from when it is first reached.
                 self._positions.append(self._accepted_at[str(len(self._positions))])

@@ -89,8 +89,10 @@ class OwnDrafter(Protocol[DraftT]):
 class Hosting(Generic[DraftT]):
     """A drafter, and the proposals that sessions make with it."""
 
-    def __init__(self, name: str, drafter: OwnDrafter[DraftT]) -> None:
+    def __init__(self, name: str, drafter: OwnDrafter[DraftT], runner: ModelRunner | None = None) -> None:
+        """`runner` is what computes the drafter, if that is a model."""
         self.name = name
+        self.runner = runner
         self._drafter = drafter
 
     @property
@@ -273,14 +275,14 @@ class HostedModel:
 def host_head(target: ModelRunner, head: Head, digest: str) -> Hosting[HostedDraft]:
     """The drafter of a head, named as its method; from now on the target keeps what it reads.
 
-    Its cache has room for as many tokens as the target's. `digest` names the head's weights in what it logs.
+    Its cache has room for as many tokens as the target's. `digest` names the head's weights.
     """
     target.tap(head.facts.taps)
     identity = replace(target.identity, model_name=head.facts.method, model_hash=digest)
     decoder = head_decoder(head, target.parts, target.ops)
     runner = ModelRunner(decoder, identity, target.pool.num_blocks * target.pool.block_size)
     runner.cache.keep_features(head.facts.state_size + 1)
-    return Hosting(head.facts.method, HostedModel(runner, copy=FeatureCopy(target.cache, head)))
+    return Hosting(head.facts.method, HostedModel(runner, copy=FeatureCopy(target.cache, head)), runner)
 
 
 def _without_room(allocate: Allocate) -> None:

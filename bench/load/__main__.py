@@ -132,19 +132,18 @@ def load(
     wanted: LoadOptions,
     models: options.Models,
     cpus: ComputeThreads,
-    draft_in_target: Annotated[
-        bool, typer.Option("--draft-in-target", help="Let the draft guess in the target's process too: drafter hosted.")
-    ] = False,
+    hosted: options.HostedOptions,
 ) -> None:
     """Compares a gateway with itself under loads, with numbers of draft tokens by turns: speed, gaps, CPU, answers."""
     telemetry.configure_logs("warning")
     plan, metrics = plan_of(wanted), metrics_of(wanted)
-    check(wanted, models, cpus, draft_in_target=draft_in_target)
+    check(wanted, models, hosted, cpus)
     # Behind REST the gateway has its metrics.
     stack = None
     if wanted.address is None:
         stack = replace(stack_of(models, cpus), rest_port=0)
-        stack = replace(stack, hosted_draft=stack.draft if draft_in_target else None)
+        # Beside the draft service, so that drafters can be compared.
+        stack = replace(stack, hosted_draft=stack.draft if hosted.draft_in_target else None, head=hosted.head)
 
     async def measuring(interrupts: Interrupts) -> None:
         async with AsyncExitStack() as exits:
@@ -158,11 +157,11 @@ def load(
     run(measuring, options=NAMES)
 
 
-def check(wanted: LoadOptions, models: options.Models, cpus: ComputeThreads, *, draft_in_target: bool = False) -> None:
+def check(wanted: LoadOptions, models: options.Models, hosted: options.HostedOptions, cpus: ComputeThreads) -> None:
     """Raises InvalidRequest about options that have no effect beside others, and about what is no address."""
     if wanted.address is not None:
         check_address("--address", wanted.address)
-        own = options_of(models) | options_of(cpus) | {"--draft-in-target": draft_in_target or None}
+        own = options_of(models) | options_of(cpus) | options_of(hosted)
         refuse_together("--address", wanted.address, own)
     elif wanted.metrics:
         raise InvalidRequest("--metrics", wanted.metrics, "left out without --address: a stack of its own is known")

@@ -210,7 +210,8 @@ def _drafters(request: CheckedRequest, backend: Backend, target: ModelInfo) -> t
     if request.drafter in target.drafters:
         return None, request.drafter
     rule = request.spec.acceptance.rule
-    own = "" if request.drafter else next((name for name, rules in target.drafters.items() if rule in rules), "")
+    fitting = [name for name, rules in target.drafters.items() if rule in rules]
+    own = backend.policy.pick(fitting) if fitting and not request.drafter else ""
     return None if backend.draft is None else request.drafter, own
 
 

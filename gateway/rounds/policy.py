@@ -24,6 +24,7 @@ PROBE_TOKENS = (32, 2048)  # minimum of plain tokens between two probes, and max
 PROBE_ROUNDS = 4  # a draft that has to catch up in the first one is warm in the others
 LARGE_CATCH_UP = 16  # a draft that had to read more than this says nothing about the cost of a step
 OTHER_PROBE_ROUNDS = 256  # speculative rounds between two looks at what another drafter costs
+OTHER_PICK = 16  # of so many sessions one has another drafter of the target's process than the fastest
 PLAIN_BUDGET = 32  # tokens committed unasked while plain decoding is what is wanted
 SHORT_BUDGET = 8  # the same while that may soon be otherwise
 WORTH_CHANGING = 1.03  # how much faster guesses must look before sessions that decode plainly begin with them
@@ -104,10 +105,24 @@ class SpeculationPolicy:
         self._num_observed = 0
         self._num_rounds = 0
         self._rounds_since_other = 0
+        self._num_picked = 0
 
     def session(self, *drafters: str) -> SessionEstimates:
         """A session that may have these drafters, of which it begins with what is known of all."""
         return SessionEstimates({each: self._estimates(each).acceptance for each in drafters or ("",)})
+
+    def pick(self, drafters: Sequence[str]) -> str:
+        """Which of several that a target has in its process a session should have; it has one until its end.
+
+        One of which nothing is known goes first, then the fastest, and now and then another one, to be looked at again.
+        """
+        unknown = next((each for each in drafters if not self._estimates(each).step_us.known), None)
+        if unknown is not None or len(drafters) == 1:
+            return unknown or drafters[0]
+        self._num_picked += 1
+        if self._num_picked % OTHER_PICK == 0:
+            return drafters[self._num_picked // OTHER_PICK % len(drafters)]
+        return max(drafters, key=lambda each: self._best(each, MAX_DRAFT_COUNT, None)[0])
 
     def change(self, session: SessionEstimates, *drafters: str) -> None:
         """The session may have other drafters from now on."""

@@ -16,7 +16,7 @@ from outrider.cli.output import choose_view, installed_versions
 from outrider.cli.running import note, run
 from outrider.cli.up import choose_display, serving
 from outrider.errors import InvalidRequest, ModelRefused
-from outrider.model_service.settings import Dtype, available_cpus
+from outrider.model_service.settings import Dtype, available_cpus, check_model
 from outrider.process.options import grouped, options_of, refuse_together
 from outrider.rpc.channels import check_address
 
@@ -57,18 +57,18 @@ def main(*, version: Version = False) -> None:
 def up(
     *,
     models: options.Models,
+    hosted: options.HostedOptions,
     machine: options.MachineOptions,
     no_draft: options.NoDraft = False,
-    draft_in_target: options.DraftInTarget = False,
     story: options.Story = False,
     as_json: options.JsonEvents = False,
 ) -> None:
     """Starts draft service, target service and gateway, and restarts what dies, until Ctrl-C."""
     idle = options_of(models, *DRAFT_OPTIONS) | options_of(machine, "draft_device")
-    refuse_together("--no-draft", no_draft or None, idle | {"--draft-in-target": draft_in_target or None})
-    _check_hosted(models, draft_in_target=draft_in_target, draft_device=machine.draft_device)
+    refuse_together("--no-draft", no_draft or None, idle | options_of(hosted, "draft_in_target"))
+    _check_hosted(models, hosted, draft_device=machine.draft_device)
     refuse_together("--json", as_json or None, {"--story": story or None})
-    stack = _stack(models, machine, speculation=not no_draft, draft_in_target=draft_in_target)
+    stack = _stack(models, machine, hosted, has_draft=not no_draft)
     run(serving(stack, choose_display(as_json=as_json), story=story), serves=True)
 
 
@@ -79,15 +79,15 @@ def generate(
     *,
     request: options.RequestOptions,
     models: options.Models,
-    draft_in_target: options.DraftInTarget = False,
+    hosted: options.HostedOptions,
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:
     """Continues PROMPT; under the default rule with the target's own tokens, whatever the draft does."""
-    _check_idle(models, request, address, draft_in_target=draft_in_target)
+    _check_idle(models, hosted, request, address)
     text = read_prompt(prompt)
     check_request(text, request)
-    stack = None if address is not None else _stack_alone(models, request, draft_in_target=draft_in_target)
+    stack = None if address is not None else _stack_alone(models, hosted, request)
     run(generation(text, request, choose_view(as_json=as_json), address, stack), options=options.OPTIONS)
 
 
@@ -98,41 +98,40 @@ def chat(
     system: options.SystemMessage = "",
     turn: options.TurnOptions,
     models: options.Models,
-    draft_in_target: options.DraftInTarget = False,
+    hosted: options.HostedOptions,
     address: options.Address = None,
     as_json: options.JsonTurns = False,
 ) -> None:
     """Talks with the target turn by turn; without a terminal each line of standard input is one turn."""
-    _check_idle(models, turn, address, draft_in_target=draft_in_target)
+    _check_idle(models, hosted, turn, address)
     settings = options.settings_of(turn)
     check_chat(system, settings)
-    stack = None if address is not None else _stack_alone(models, turn, draft_in_target=draft_in_target)
+    stack = None if address is not None else _stack_alone(models, hosted, turn)
     chatting(Chat(settings, system, address, stack, as_json=as_json, rejected=bool(turn.show_rejected)))
 
 
 def _check_idle(
-    models: options.Models, turn: options.TurnOptions, address: str | None, *, draft_in_target: bool
+    models: options.Models, hosted: options.HostedOptions, turn: options.TurnOptions, address: str | None
 ) -> None:
     """Raises InvalidRequest about options of a request that have no effect beside others, and a wrong address."""
-    hosted = {"--draft-in-target": draft_in_target or None}
-    idle = options_of(models, *DRAFT_OPTIONS) | options_of(turn, *SPECULATION_OPTIONS)
-    refuse_together("--no-speculation", turn.no_speculation or None, idle | hosted)
-    refuse_together("--address", address, options_of(models) | hosted)
-    _check_hosted(models, draft_in_target=draft_in_target)
+    idle = options_of(models, *DRAFT_OPTIONS) | options_of(hosted) | options_of(turn, *SPECULATION_OPTIONS)
+    refuse_together("--no-speculation", turn.no_speculation or None, idle)
+    refuse_together("--address", address, options_of(models) | options_of(hosted))
+    _check_hosted(models, hosted)
     if address is not None:
         check_address("--address", address)
 
 
-def _check_hosted(models: options.Models, *, draft_in_target: bool, draft_device: str | None = None) -> None:
+def _check_hosted(models: options.Models, hosted: options.HostedOptions, draft_device: str | None = None) -> None:
     """Raises InvalidRequest about options of a draft service where there is none; a hosted draft is as the target."""
     service = options_of(models, "draft_dtype", "top_n") | {"--draft-device": draft_device}
-    refuse_together("--draft-in-target", draft_in_target or None, service)
+    refuse_together("--draft-in-target", hosted.draft_in_target, service)
 
 
-def _stack_alone(models: options.Models, turn: options.TurnOptions, *, draft_in_target: bool) -> Stack:
+def _stack_alone(models: options.Models, hosted: options.HostedOptions, turn: options.TurnOptions) -> Stack:
     """The stack that one command starts for itself, on free ports."""
     alone = options.MachineOptions(port=0, draft_port=0, target_port=0)
-    stack = _stack(models, alone, speculation=not turn.no_speculation, draft_in_target=draft_in_target)
+    stack = _stack(models, alone, hosted, has_draft=not turn.no_speculation)
     return replace(stack, rest_port=None)
 
 
@@ -153,7 +152,7 @@ def doctor(
         if rest_address is not None:
             raise InvalidRequest("--rest-address", rest_address, "given with --address")
         try:
-            examined: Stack | ModelRefused = _stack(models, machine, speculation=not no_draft)
+            examined: Stack | ModelRefused = _stack(models, machine, options.HostedOptions(), has_draft=not no_draft)
         except ModelRefused as error:
             # One of the findings.
             examined = error
@@ -173,16 +172,17 @@ def version(*, as_json: options.JsonReport = False) -> None:
 
 
 def _stack(
-    models: options.Models, machine: options.MachineOptions, *, speculation: bool, draft_in_target: bool = False
+    models: options.Models, machine: options.MachineOptions, hosted: options.HostedOptions, *, has_draft: bool
 ) -> Stack:
-    """The stack to start. Without speculation there is no use for a draft. Raises ModelRefused."""
-    target, draft = choose_models(models.target, models.draft, no_draft=not speculation)
-    if draft is None and speculation:
+    """The stack to start; without speculation there is no use for a draft. Raises ModelRefused."""
+    target, draft = choose_models(models.target, models.draft, no_draft=not has_draft)
+    if draft is None and has_draft and hosted.head is None:
         note(f"No draft was named for {target}, so it decodes plainly; name one with --draft.")
     return Stack(
         target=target,
-        draft=None if draft_in_target else draft,
-        hosted_draft=draft if draft_in_target else None,
+        draft=None if hosted.draft_in_target else draft,
+        hosted_draft=draft if hosted.draft_in_target else None,
+        head=None if hosted.head is None else check_model("--head", hosted.head),
         dtype=models.dtype or Dtype.BFLOAT16,
         device=machine.device,
         draft_device=machine.draft_device or machine.device,

@@ -128,13 +128,6 @@ SystemMessage = Annotated[
 JsonReport = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 JsonEvents = Annotated[bool, typer.Option("--json", help="Print one JSON object for each event instead of text.")]
 NoDraft = Annotated[bool, typer.Option("--no-draft", help="Start no draft service: plain decoding.")]
-DraftInTarget = Annotated[
-    bool,
-    typer.Option(
-        "--draft-in-target",
-        help="Start no draft service: the draft guesses in the target's process, on its device, and costs no message.",
-    ),
-]
 Story = Annotated[bool, typer.Option("--story", help="Stream one story when everything is up, as a proof of life.")]
 Target = Annotated[
     Text,
@@ -178,6 +171,28 @@ class Models:
             "the draft service's own.",
             minimum=1,
             maximum=MAX_SUPPORT,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostedOptions:
+    """What guesses in the target's process."""
+
+    draft_in_target: Annotated[
+        Switch,
+        _models(
+            "--draft-in-target",
+            help="Start no draft service: the draft guesses in the target's process, on its device, without a message.",
+            show_default=False,
+        ),
+    ] = None
+    head: Annotated[
+        Text,
+        _models(
+            help="Folder of a head that reads the target's own state and guesses in its process: EAGLE, MTP, Medusa...",
+            metavar="DIR",
+            show_default=False,
         ),
     ] = None
 

@@ -101,6 +101,14 @@ class ServiceMetrics:
                 family = kind(PREFIX + name, meaning, labels=["service"])
                 family.add_metric([facts.role], value)
                 yield family
+        for name, meaning, column in (
+            ("drafter_kv_blocks", "Blocks of the cache of a drafter in this process.", "num_blocks"),
+            ("drafter_kv_blocks_free", "Of these, blocks that no session holds.", "num_free"),
+        ):
+            family = GaugeMetricFamily(PREFIX + name, meaning, labels=["service", "drafter"])
+            for drafter, runner in facts.hosted.items():
+                family.add_metric([facts.role, drafter], getattr(runner.pool, column))
+            yield family
         for name, meaning, tally in histograms:
             histogram = HistogramMetricFamily(PREFIX + name, meaning, labels=["service"])
             histogram.add_metric([facts.role], tally.buckets, tally.total)

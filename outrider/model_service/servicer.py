@@ -5,12 +5,13 @@ Rollback is decided by the service's sessions, on the device thread, between two
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import Any
 
 import grpc
 
+from outrider.engine.runner import ModelRunner
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import Overloaded
 from outrider.model_service.session_store import RolledBack, SessionStore
@@ -52,6 +53,18 @@ class ServiceFacts:
     unacknowledged_window: int = 0
     drafters: Mapping[str, frozenset[Rule]] = field(default_factory=dict)
     """The rules that each can serve, by name."""
+    hosted: Mapping[str, ModelRunner] = field(default_factory=dict)
+    """What computes those drafters that have a model of their own in this process."""
+
+    def offer(self, drafter: str) -> pb.DrafterOffer:
+        """A drafter as it stands now."""
+        offer = pb.DrafterOffer(name=drafter, rules=[RULES[rule] for rule in Rule if rule in self.drafters[drafter]])
+        runner = self.hosted.get(drafter)
+        if runner is not None:
+            offer.model_name, offer.model_hash = runner.identity.model_name, runner.identity.model_hash
+            offer.weight_bytes = sum(weight.nbytes for weight in runner.model.weights)
+            offer.block_count, offer.free_block_count = runner.pool.num_blocks, runner.pool.num_free
+        return offer
 
 
 class ModelServicer(ModelServiceServicer):
@@ -75,18 +88,16 @@ class ModelServicer(ModelServiceServicer):
     ) -> pb.GetModelInfoResponse:
         """Describes the service, without waiting for the device: a long forward must not look like an absence."""
         facts = self._facts
-        described = asdict(facts) | asdict(self._sessions.counts())
+        described = {each.name: getattr(facts, each.name) for each in fields(facts)} | asdict(self._sessions.counts())
         described |= {"role": ROLES[facts.role], "eos_token_ids": sorted(facts.eos_token_ids)}
         described |= {"drafters": list(facts.drafters)}
+        del described["hosted"]
         return pb.GetModelInfoResponse(
             **described,
             protocol_version=channels.PROTOCOL_VERSION,
             max_draft_count=MAX_DRAFT_COUNT,
             stalled_us=self._device.stalled_us,
-            drafter_offers=[
-                pb.DrafterOffer(name=name, rules=[RULES[rule] for rule in Rule if rule in rules])
-                for name, rules in facts.drafters.items()
-            ],
+            drafter_offers=[facts.offer(name) for name in facts.drafters],
         )
 
     async def Rollback(  # noqa: N802 - the name is the protocol's

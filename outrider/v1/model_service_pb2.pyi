@@ -231,8 +231,22 @@ class DrafterOffer(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     RULES_FIELD_NUMBER: _builtins.int
+    MODEL_NAME_FIELD_NUMBER: _builtins.int
+    MODEL_HASH_FIELD_NUMBER: _builtins.int
+    WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
+    BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    FREE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
+    model_name: _builtins.str
+    """What computes it, where that is not the service's own model: a draft model or a head in the target's process. Its
+    name and digest, the bytes of its weights, and the blocks of its own cache.
+    """
+    model_hash: _builtins.str
+    weight_bytes: _builtins.int
+    block_count: _builtins.int
+    free_block_count: _builtins.int
+    """Blocks that no session holds."""
     @_builtins.property
     def rules(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.AcceptanceRule.ValueType]:
         """The rules that its proposals fit. A session that asks for another one is refused."""
@@ -242,10 +256,15 @@ class DrafterOffer(_message.Message):
         *,
         name: _builtins.str = ...,
         rules: _abc.Iterable[_types_pb2.AcceptanceRule.ValueType] | None = ...,
+        model_name: _builtins.str = ...,
+        model_hash: _builtins.str = ...,
+        weight_bytes: _builtins.int = ...,
+        block_count: _builtins.int = ...,
+        free_block_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "rules", b"rules"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "free_block_count", b"free_block_count", "model_hash", b"model_hash", "model_name", b"model_name", "name", b"name", "rules", b"rules", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
