@@ -7,7 +7,7 @@ wrong is found in the files' headers, before anything large is allocated, and is
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,31 +35,35 @@ FILE_DTYPES = ("BF16", "F16", "F32")
 HASH_SAMPLES, HASH_SAMPLE_BYTES = 64, 4096
 # What a hub is asked for; Mistral's own format repeats the weights under other names.
 PATTERNS, IGNORED = ["*.json", "*.safetensors", "*.jinja"], ["consolidated*", "*/*"]
+# What the one file of a model may be called, and that of a drafting head: the first that is there is read, so that a
+# head may lie beside its model.
+MODEL_FILES = ("model.safetensors",)
+HEAD_FILES = ("medusa_lm_head.safetensors", "hydra_lm_head.safetensors", *MODEL_FILES)
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def resolve(name_or_path: str) -> Path:
+def resolve(name_or_path: str, single: Sequence[str] = MODEL_FILES) -> Path:
     """The local folder of a model: the folder itself, or the snapshot of a hub id, downloaded when it is not cached.
 
-    A hub id is `org/name` or `org/name@revision`. Raises ModelRefused when there is none of these, or when it has no
-    safetensors weights.
+    A hub id is `org/name` or `org/name@revision`; single is weight_files'. Raises ModelRefused when there is none of
+    these, or when it has no safetensors weights.
     """
     folder = Path(name_or_path).expanduser()
     # Path's own questions raise where a name is too long for the file system.
     if not os.path.isdir(folder):
         if folder.is_absolute() or name_or_path.startswith((".", "~")) or os.path.exists(folder):
             raise ModelRefused(f"{name_or_path} is not a folder", model=name_or_path)
-        folder = _cached(name_or_path) or _downloaded(name_or_path)
-    weight_files(folder)
+        folder = _cached(name_or_path, single) or _downloaded(name_or_path)
+    weight_files(folder, single)
     return folder
 
 
-def _cached(name: str) -> Path | None:
+def _cached(name: str, single: Sequence[str]) -> Path | None:
     try:
         folder = _snapshot(name, local_files_only=True)
         # A download that broke off leaves a folder too.
-        weight_files(folder)
+        weight_files(folder, single)
     except (LocalEntryNotFoundError, ModelRefused):
         return None
     except HFValidationError:
@@ -98,11 +102,15 @@ def _snapshot(name: str, local_files_only: bool) -> Path:
     return Path(snapshot_download(model_id, revision=revision or None, local_files_only=local_files_only, **kept))
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model, one or as many as its index names, in name order; raises ModelRefused."""
+def weight_files(folder: Path, single: Sequence[str] = MODEL_FILES) -> list[Path]:
+    """The safetensors files of a model, one or as many as its index names, in name order; raises ModelRefused.
+
+    single are the names that the one file may have.
+    """
     index = folder / "model.safetensors.index.json"
+    found = next((name for name in single if (folder / name).is_file()), None)
     # As in transformers the single file goes first where a folder has both; hf_models must not read another one.
-    if index.exists() and not (folder / "model.safetensors").is_file():
+    if index.exists() and found is None:
         keys = JsonKeys(index, read_json(index))
         weight_map = keys.values.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -113,7 +121,7 @@ def weight_files(folder: Path) -> list[Path]:
         if stray is not None:
             raise keys.refuse("weight_map", f"names {stray!r}, which is not a safetensors file of this folder")
     else:
-        names = ["model.safetensors"]
+        names = [found or single[-1]]
     missing = next((name for name in names if not (folder / name).is_file()), None)
     if missing is not None:
         pickled = any(path.suffix in (".bin", ".pt", ".pth") for path in folder.iterdir())
@@ -167,13 +175,13 @@ class StoredTensor:
         return ModelRefused(f"{self.file}: {self.name} {fault}", file=self.file, tensor=self.name)
 
 
-def stored_tensors(folder: Path) -> list[StoredTensor]:
+def stored_tensors(folder: Path, single: Sequence[str] = MODEL_FILES) -> list[StoredTensor]:
     """What the headers of a model's files say, without the rotary frequencies of old files, which are computed anew.
 
-    Raises ModelRefused for files that are truncated or otherwise unsound.
+    single is weight_files'. Raises ModelRefused for files that are truncated or otherwise unsound.
     """
     stored: dict[str, StoredTensor] = {}
-    for file in weight_files(folder):
+    for file in weight_files(folder, single):
         try:
             with safe_open(file, framework="pt") as tensor_file:
                 for name in tensor_file.keys():  # noqa: SIM118 - not a mapping
@@ -187,18 +195,24 @@ def stored_tensors(folder: Path) -> list[StoredTensor]:
     return [tensor for name, tensor in stored.items() if not name.endswith("rotary_emb.inv_freq")]
 
 
-def check_tensors(folder: Path, stored: Mapping[str, StoredTensor], expected: Shapes, optional: Shapes) -> None:
+def check_tensors(
+    folder: Path,
+    stored: Mapping[str, StoredTensor],
+    expected: Shapes,
+    optional: Shapes,
+    source: str = "config.json",
+) -> None:
     """Raises ModelRefused unless the files hold all expected tensors, and besides them only optional ones.
 
-    stored has the names of expected, which need not be those in the files.
+    stored has the names of expected, which need not be those in the files. source is where the shapes come from.
     """
     for name, tensor in stored.items():
         wanted = expected.get(name, optional.get(name))
         if wanted is None:
-            message = f"{tensor.file} holds the tensor {tensor.name}, which config.json does not ask for"
+            message = f"{tensor.file} holds the tensor {tensor.name}, which {source} does not ask for"
             raise ModelRefused(message, file=tensor.file, tensor=tensor.name)
         if tensor.shape != wanted:
-            raise tensor.refuse(f"has the shape {list(tensor.shape)}, but config.json asks for {list(wanted)}")
+            raise tensor.refuse(f"has the shape {list(tensor.shape)}, but {source} asks for {list(wanted)}")
         if tensor.dtype not in FILE_DTYPES:
             raise tensor.refuse(f"has the type {tensor.dtype}, but must have one of {', '.join(FILE_DTYPES)}")
     missing = sorted(expected.keys() - stored.keys())
@@ -216,29 +230,40 @@ def load_tensors(folder: Path, config: ModelConfig, device: torch.device, dtype:
     stored = {tensor.name: tensor for tensor in stored_tensors(folder)}
     shapes = expected_shapes(config)
     check_tensors(folder, stored, shapes, {"lm_head.weight": shapes["model.embed_tokens.weight"]})
+    return read_tensors(stored, folder.name, device, dtype)
+
+
+def read_tensors(
+    stored: Mapping[str, StoredTensor], title: str, device: torch.device, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The tensors by the names in stored: matrices in dtype, vectors in float32, integers in int64.
+
+    A bar with the title shows progress on stderr when that is a terminal.
+    """
     console = Console(stderr=True)
     tensors: dict[str, Tensor] = {}
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         files = sorted({tensor.file for tensor in stored.values()})
-        for file in progress.track(files, description=f"Loading {folder.name}"):
+        for file in progress.track(files, description=f"Loading {title}"):
             with safe_open(file, framework="pt") as tensor_file:
                 for name in sorted(name for name, tensor in stored.items() if tensor.file == file):
-                    tensor = tensor_file.get_tensor(name)
+                    tensor = tensor_file.get_tensor(stored[name].name)
                     # Always a copy: the file's memory is mapped, unaligned, and changes if someone overwrites it.
                     kept = dtype if tensor.ndim > 1 else torch.float32
+                    kept = kept if tensor.is_floating_point() else torch.int64
                     tensors[name] = tensor.to(device=device, dtype=kept, copy=True)
     return tensors
 
 
-def model_hash(folder: Path) -> str:
+def model_hash(folder: Path, single: Sequence[str] = MODEL_FILES) -> str:
     """Thirty-two hexadecimal digits that name a model: SHA-256 over config.json and samples of the weight files.
 
     config.json enters with sorted keys, so that only its meaning counts. Of each file enter the name, the size, the
     header (tensor names, types, shapes) and 64 evenly spaced samples of 4 KiB: fast for any size, and enough to tell
-    apart models that anyone trained; it is no protection against someone who forges a model.
+    apart models that anyone trained; it is no protection against someone who forges a model. single is weight_files'.
     """
     digest = hashlib.sha256(json.dumps(read_json(folder / "config.json"), sort_keys=True).encode())
-    for file in weight_files(folder):
+    for file in weight_files(folder, single):
         size = file.stat().st_size
         digest.update(f"\0{file.name}\0{size}\0".encode())
         with file.open("rb") as stream:
