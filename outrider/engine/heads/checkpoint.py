@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
+from outrider.engine.heads.chain_layouts import CHAIN_LAYOUTS
 from outrider.engine.heads.law import Head, TargetParts
 from outrider.engine.heads.layouts import LAYER_CONFIG, bare, read_eagle1, read_eagle3, read_mtp
 from outrider.engine.models.config import FLOAT32_MAX, JsonKeys, read_json
@@ -18,6 +19,8 @@ from outrider.engine.models.weights import StoredTensor, stored_tensors, weight_
 from outrider.engine.ops import Ops
 from outrider.errors import ModelRefused
 
+# What a head's file is called that lies beside its model.
+HEAD_FILES = ("medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
 PICKLED = (".bin", ".pt", ".pth")
 
 
@@ -92,8 +95,9 @@ def head_files(folder: Path) -> list[Path]:
             raise ModelRefused(f"{folder} has no safetensors files", folder=folder)
         advice = f"`outrider convert-head {folder} OUT` writes what is in it as safetensors"
         raise ModelRefused(f"{folder / pickled} is pickled, which can run code: {advice}", file=folder / pickled)
+    own = [name for name in found if name in HEAD_FILES]
     is_alone = len(found) == 1 and "model.safetensors.index.json" not in names
-    return [folder / found[0]] if is_alone else weight_files(folder)
+    return [folder / (own or found)[0]] if own or is_alone else weight_files(folder)
 
 
 def with_theta(config: Mapping[str, Any], theta: float) -> dict[str, Any]:
@@ -116,6 +120,11 @@ def refuse(reason: str) -> Reader:
         raise ModelRefused(f"{folder} holds {reason}", folder=folder)
 
     return read
+
+
+def says(fits: Callable[[Mapping[str, Any]], bool]) -> Callable[[Mapping[str, Any], Collection[str]], bool]:
+    """Of a checkpoint whose config.json alone tells."""
+    return lambda config, _: fits(config)
 
 
 def is_type(*names: str) -> Callable[[Mapping[str, Any], Collection[str]], bool]:
@@ -159,6 +168,7 @@ LAYOUTS: tuple[Layout, ...] = (
         lambda config, _: config.get("speculators_model_type") is not None,
         refuse("a speculators_model_type that is not served: it must be one of eagle, eagle3, mtp"),
     ),
+    *(Layout(says(fits), read) for fits, read in CHAIN_LAYOUTS),
     Layout(lambda config, _: config.get("dflash_config") is not None, refuse(BLOCKS)),
     Layout(names_match(r"mask_hidden$|markov_head\."), refuse(BLOCKS)),
     Layout(_has_other_cells, refuse("a Gumiho or Arctic speculator, whose cells are others than their names say")),

@@ -187,18 +187,24 @@ def stored_tensors(files: Sequence[Path]) -> list[StoredTensor]:
     return [tensor for name, tensor in stored.items() if not name.endswith("rotary_emb.inv_freq")]
 
 
-def check_tensors(folder: Path, stored: Mapping[str, StoredTensor], expected: Shapes, optional: Shapes) -> None:
+def check_tensors(
+    folder: Path,
+    stored: Mapping[str, StoredTensor],
+    expected: Shapes,
+    optional: Shapes,
+    source: str = "config.json",
+) -> None:
     """Raises ModelRefused unless the files hold all expected tensors, and besides them only optional ones.
 
-    stored has the names of expected, which need not be those in the files.
+    stored has the names of expected, which need not be those in the files. source is where the shapes come from.
     """
     for name, tensor in stored.items():
         wanted = expected.get(name, optional.get(name))
         if wanted is None:
-            message = f"{tensor.file} holds the tensor {tensor.name}, which config.json does not ask for"
+            message = f"{tensor.file} holds the tensor {tensor.name}, which {source} does not ask for"
             raise ModelRefused(message, file=tensor.file, tensor=tensor.name)
         if tensor.shape != wanted:
-            raise tensor.refuse(f"has the shape {list(tensor.shape)}, but config.json asks for {list(wanted)}")
+            raise tensor.refuse(f"has the shape {list(tensor.shape)}, but {source} asks for {list(wanted)}")
         if tensor.dtype not in FILE_DTYPES:
             raise tensor.refuse(f"has the type {tensor.dtype}, but must have one of {', '.join(FILE_DTYPES)}")
     missing = sorted(expected.keys() - stored.keys())
@@ -219,16 +225,27 @@ def load_tensors(folder: Path, config: ModelConfig, device: torch.device, dtype:
     stored = {tensor.name: tensor for tensor in found if not tensor.name.startswith(foreign)}
     shapes = expected_shapes(config)
     check_tensors(folder, stored, shapes, {"lm_head.weight": shapes["model.embed_tokens.weight"]})
+    return read_tensors(stored, folder.name, device, dtype)
+
+
+def read_tensors(
+    stored: Mapping[str, StoredTensor], title: str, device: torch.device, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The tensors by the names in stored: matrices in dtype, vectors in float32, integers in int64.
+
+    A bar with the title shows progress on stderr when that is a terminal.
+    """
     console = Console(stderr=True)
     tensors: dict[str, Tensor] = {}
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         files = sorted({tensor.file for tensor in stored.values()})
-        for file in progress.track(files, description=f"Loading {folder.name}"):
+        for file in progress.track(files, description=f"Loading {title}"):
             with safe_open(file, framework="pt") as tensor_file:
                 for name in sorted(name for name, tensor in stored.items() if tensor.file == file):
-                    tensor = tensor_file.get_tensor(name)
+                    tensor = tensor_file.get_tensor(stored[name].name)
                     # Always a copy: the file's memory is mapped, unaligned, and changes if someone overwrites it.
                     kept = dtype if tensor.ndim > 1 else torch.float32
+                    kept = kept if tensor.is_floating_point() else torch.int64
                     tensors[name] = tensor.to(device=device, dtype=kept, copy=True)
     return tensors
 
