@@ -137,16 +137,17 @@ def check_feature_head(files: FeatureFiles, target: TargetParts) -> FeatureCheck
     """The head of these files on this target; raises ModelRefused about anything that does not fit."""
     notes = list(files.notes)
     law, intermediate_size = _read_law(files, target, notes)
+    is_narrow = law.hidden_size != target.hidden_size
+    if is_narrow and "features.weight" not in files.tensors:
+        fault = f"is {law.hidden_size}, but the target's is {target.hidden_size}, and no tensor leads to the head's"
+        raise files.keys.refuse("hidden_size", fault)
     draft_vocab_size = _draft_vocab_size(files, target, law)
     sizes = law, intermediate_size, target.hidden_size, target.vocab_size, draft_vocab_size
     required, optional = feature_tensors(*sizes)
     required |= {name: optional[name] for name in files.needed}
-    if law.hidden_size != target.hidden_size:
-        if "features.weight" not in files.tensors:
-            fault = f"is {law.hidden_size}, but the target's is {target.hidden_size}, and no tensor leads to the head's"
-            raise files.keys.refuse("hidden_size", fault)
-        # What the target cannot lend.
-        required |= {name: optional[name] for name in ("embedding.weight", "head.weight")}
+    if is_narrow:
+        # The target cannot lend it; nor the other matrix, which is there already.
+        required["embedding.weight"] = optional["embedding.weight"]
     _check_tensors(files, required, optional)
     _check_map(files, draft_vocab_size, target.vocab_size)
     for name, called in (("embedding.weight", "embed_tokens"), ("head.weight", "lm_head")):
