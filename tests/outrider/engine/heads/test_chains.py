@@ -442,5 +442,5 @@ def test_pickled_heads_stay_closed(tmp_path: Path) -> None:
     """The authors publish Medusa and Hydra as .pt files."""
     write_chain(tmp_path, CHAINS["medusa"]())
     (tmp_path / "medusa_lm_head.safetensors").rename(tmp_path / "medusa_lm_head.pt")
-    with pytest.raises(ModelRefused, match="pickled weights are not loaded because they can run code"):
+    with pytest.raises(ModelRefused, match="is pickled, which can run code: `outrider convert-head"):
         read_head(tmp_path, tiny_target(native()))
