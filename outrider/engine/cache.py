@@ -259,7 +259,7 @@ class KVCache:
 
     def gather(self, slots: Slots) -> tuple[Tensor, Tensor]:
         """Copies of keys and values [num_layers, len(slots), G, D]."""
-        index = torch.from_numpy(slots).to(self.keys[0].device)
+        index = torch.from_numpy(slots).to(self.features.device)
         keys = torch.stack([tensor.index_select(0, index) for tensor in self.keys])
         return keys, torch.stack([tensor.index_select(0, index) for tensor in self.values])
 
