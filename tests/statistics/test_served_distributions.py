@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.rules import Floats, chance
 from support.stack import Answer, reference_model, running_stack
+from support.tiny_heads import change, eagle1
 from support.tiny_models import write_tiny_model
 
 from outrider.parameters import DraftDistribution
@@ -55,17 +57,16 @@ def probs_behind(model: Path, prefixes: list[list[int]]) -> Floats:
 
 
 async def chance_of_answers(
-    pair: tuple[Path, Path], rule: str, num_requests: int, *, hosted: bool = False
+    pair: tuple[Path, Path], rule: str, num_requests: int, own: dict[str, str] | None = None
 ) -> tuple[float, float]:
     """Asks with the seeds 0, 1, 2, ..., some at a time; how likely the answers are by the target's law and the draft's.
 
-    The draft is a service, or `hosted` in the target's process.
+    The draft is a service; with `own` options of the target, what guesses in the target's process.
     """
     number = getattr(types_pb2, f"ACCEPTANCE_RULE_{rule.upper()}")
     slots = asyncio.Semaphore(AT_A_TIME)
     target, draft = map(str, pair)
-    own = {"draft_model": draft} if hosted else {}
-    async with running_stack(target, None if hosted else draft, dtype="float32", target_options=own) as stack:
+    async with running_stack(target, None if own else draft, dtype="float32", target_options=own or {}) as stack:
 
         async def answer(seed: int) -> Answer:
             async with slots:
@@ -82,20 +83,27 @@ async def chance_of_answers(
     return chance(tokens, target_distribution, CELLS), chance(tokens, draft_distribution, CELLS)
 
 
-async def check_requests(pair: tuple[Path, Path], rule: str, num_requests: int, *, hosted: bool = False) -> None:
+async def check_requests(
+    pair: tuple[Path, Path], rule: str, num_requests: int, own: dict[str, str] | None = None
+) -> None:
     """Compares the answers with both laws; the draft's own must not pass for the target's."""
-    by_target, by_draft = await chance_of_answers(pair, rule, num_requests, hosted=hosted)
+    by_target, by_draft = await chance_of_answers(pair, rule, num_requests, own)
     assert by_target > 1e-4
     assert by_draft < 1e-6
 
 
 @pytest.mark.parametrize("rule", ["match", "ratio", "block"])
-@pytest.mark.parametrize("hosted", [False, True])
+@pytest.mark.parametrize("drafter", ["service", "hosted", "head"])
 async def test_served_tokens_follow_the_distribution_of_the_target(
-    pair: tuple[Path, Path], rule: str, hosted: bool
+    pair: tuple[Path, Path], tmp_path: Path, rule: str, drafter: str
 ) -> None:
-    """A thousand requests under each exact rule: chi-square of two tokens, p > 1e-4. The draft is a bad one."""
-    await check_requests(pair, rule, 1000, hosted=hosted)
+    """A thousand requests under each exact rule: chi-square of two tokens, p > 1e-4. Whoever guesses is bad at it."""
+    head = eagle1(tmp_path / "head")
+    # With smaller weights it hesitates, and is right now and then.
+    smaller = {name: 0.3 * tensor for name, tensor in load_file(head / "model.safetensors").items()}
+    change(head, config={"vocab_size": NUM_TOKENS}, tensors=smaller)
+    own = {"service": None, "hosted": {"draft_model": str(pair[1])}, "head": {"head": str(head)}}
+    await check_requests(pair, rule, 1000, own[drafter])
 
 
 async def test_guesses_that_are_tested_with_another_law_are_found(
@@ -109,7 +117,7 @@ async def test_guesses_that_are_tested_with_another_law_are_found(
         end(self, proposal._replace(tree=TokenTree.chain(token_ids, [even] * len(token_ids))))
 
     monkeypatch.setattr(HostedDraft, "_end", end_falsely)
-    by_target, _ = await chance_of_answers(pair, "ratio", 1000, hosted=True)
+    by_target, _ = await chance_of_answers(pair, "ratio", 1000, {"draft_model": str(pair[1])})
     assert by_target < 1e-4
 
 
