@@ -1,10 +1,11 @@
 """What a forward costs by its rows: a chain or a tree of one session, or one row each of many sessions.
 
-    python -m bench.rows [--model sized:200m] [--old DIR] [--rows 1,2,4] [--context 128] [--turns 12] [--threads 2]
+    python -m bench.rows [--model sized:200m] [--old DIR | --taps 1,3,5] [--rows 1,2,4] [--turns 12] [--threads 2]
 
 Prints a Markdown table in milliseconds. With --old another checkout, whose kernels are built and have the same
 functions, computes the same forwards in this process, in turns, and every logit of both is compared bit by bit. Ratios
-are of neighbours: below 1 this checkout is faster. Nothing fails by how fast anything is.
+are of neighbours: below 1 this checkout is faster. With --taps the other one is this checkout without what a head would
+read, so that the ratio is what keeping it costs. Nothing fails by how fast anything is.
 """
 
 import argparse
@@ -42,7 +43,14 @@ class Forwards:
     """One model on one version's kernels, with a session for each row of the largest batch, contexts cached."""
 
     def __init__(
-        self, folder: Path, checkpoint: Checkpoint, dtype: str, num_threads: int, context: int, most: int
+        self,
+        folder: Path,
+        checkpoint: Checkpoint,
+        dtype: str,
+        num_threads: int,
+        context: int,
+        most: int,
+        taps: Sequence[int] = (),
     ) -> None:
         """Loads the model; takes seconds, and raises ModelRefused where the folder has no kernels for this machine."""
         kernels = load_kernels(folder=folder)
@@ -51,6 +59,7 @@ class Forwards:
         decoder = checkpoint.build(torch.device("cpu"), DTYPES[dtype], NativeOps(kernels, num_threads))
         identity = ModelIdentity(checkpoint.name, "", dtype, num_threads, checkpoint.config.vocab_size)
         self._runner = ModelRunner(decoder, identity, kv_tokens=2 * (most + 1) * (context + most))
+        self._runner.tap(taps)
         token_ids = [(7 * index + 11) % checkpoint.config.vocab_size for index in range(context + most)]
         self._proposed = token_ids[context:]
         self._sessions = [self._runner.open(token_ids[:context], context) for _ in range(most)]
@@ -114,6 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.rows", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="models/target", help="folder or sized:PRESET; default: the embedded target")
     parser.add_argument("--old", type=Path, help="another checkout, with its kernels built")
+    parser.add_argument("--taps", default="", help="boundaries whose residuals are kept, with commas between")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="numbers of rows, with commas between")
     parser.add_argument("--context", type=int, default=128, help="tokens before the first row")
     parser.add_argument("--turns", type=int, default=12, help="measured passes over all shapes, rows and checkouts")
@@ -122,12 +132,16 @@ def main() -> None:
     given = parser.parse_args()
     row_counts = sorted({int(count) for count in given.rows.split(",")})
     folders = {"old": given.old.resolve() / FOLDER.relative_to(REPOSITORY)} if given.old else {}
+    taps = tuple(int(tap) for tap in given.taps.split(",")) if given.taps else ()
+    if given.old and taps:
+        parser.error("--taps is left out with --old")
+    if taps:
+        folders = {"without": FOLDER}
     checkpoint = find_checkpoint(given.model)
     torch.set_num_threads(1)
-    versions = {
-        name: Forwards(folder, checkpoint, given.dtype, given.threads, given.context, row_counts[-1])
-        for name, folder in {**folders, "new": FOLDER}.items()
-    }
+    sizes = given.dtype, given.threads, given.context, row_counts[-1]
+    versions = {name: Forwards(folder, checkpoint, *sizes) for name, folder in folders.items()}
+    versions["new"] = Forwards(FOLDER, checkpoint, *sizes, taps)
     print(f"{checkpoint.name}, {given.dtype}, {given.context} tokens of context, {given.threads} threads; {machine()};")
     print(f"{given.turns} turns; medians in ms, in brackets quartiles; commit {revision() or 'unknown'}.\n")
     print(render(measure(versions, row_counts, given.turns)))
