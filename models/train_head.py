@@ -20,7 +20,7 @@ from outrider.errors import InvalidRequest
 from outrider.process.options import between, grouped, options_of, run_app, service_app
 from train import checked_device
 from training.data import END_OF_TEXT, END_OF_TEXT_ID, digest, encode, read_documents
-from training.head_run import HeadRun, HeadSettings
+from training.head_run import HeadRun, HeadSettings, files_of
 from training.model import trained_model
 from training.run import COUNT, RunSettings, held_out_of
 from training.storage import Storage
@@ -60,7 +60,8 @@ def train_head(
     storage = Storage(out, checkpoint_every)
     goes_on = storage.holds(identity)
     held_out = held_out_of(encode(tokenizer, documents), RunSettings(preset=settings.preset, seed=settings.seed))
-    run = HeadRun(settings, held_out, model, str(target), storage, Console(highlight=False))
+    files = files_of(settings, held_out, model, str(target))
+    run = HeadRun(settings, files, held_out, model, storage, Console(highlight=False))
     # Only now, so that what is refused leaves no folder behind.
     storage.claim(identity, tokenizer.to_str())
     run.console.print(f"{'Going on with' if goes_on else 'Making'} a head in {out}:")

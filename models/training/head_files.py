@@ -117,7 +117,7 @@ class HeadFiles:
         named = {prefix + name: tensor.to("cpu", torch.bfloat16) for name, tensor in weights.items()}
         if self.method == "medusa":
             named["lm_heads.0.weight"] = output.to("cpu", torch.bfloat16)
-        vocab_size, draft_ids = self.target_config.vocab_size, self.draft_ids.cpu()
+        vocab_size, draft_ids = self.target_config.vocab_size, self.draft_ids
         if len(draft_ids) < vocab_size:
             named["d2t"] = draft_ids - torch.arange(len(draft_ids))
             named["t2d"] = torch.isin(torch.arange(vocab_size), draft_ids)

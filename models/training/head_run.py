@@ -146,37 +146,42 @@ def draft_ids_of(learnt: Tensor, size: int | None, vocab_size: int) -> Tensor:
     return counts.argsort(descending=True, stable=True)[:size].sort().values
 
 
+def files_of(settings: HeadSettings, held_out: HeldOut, target: LlamaForCausalLM, name: str) -> HeadFiles:
+    """All that is decided about a head before it learns. Raises InvalidRequest about what does not fit."""
+    config = target.config
+    learnt = targets_of(held_out.token_ids, held_out.blocks, held_out.block_len)
+    return HeadFiles(
+        method=settings.method,
+        shape=shape_of(settings, target),
+        taps=taps_of(settings, config.num_hidden_layers),
+        draft_ids=draft_ids_of(learnt, settings.draft_vocab, config.vocab_size),
+        target=name,
+        target_config=config,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class HeadRun:
     """One training of a head, from wherever its storage says that it stands."""
 
     settings: HeadSettings
+    files: HeadFiles
     held_out: HeldOut
     target: LlamaForCausalLM
-    target_name: str
     storage: Storage
     console: Console
 
     def make(self) -> Table:
         """Writes the head into the folder `head` of the storage's; returns what it reached."""
-        settings, text = self.settings, self.held_out
-        config, device = self.target.config, self.target.device
+        settings, files, text, device = self.settings, self.files, self.held_out, self.target.device
         frozen(self.target)
         targets = targets_of(text.token_ids, text.blocks, text.block_len)
-        files = HeadFiles(
-            method=settings.method,
-            shape=shape_of(settings, self.target),
-            taps=taps_of(settings, config.num_hidden_layers),
-            draft_ids=draft_ids_of(targets, settings.draft_vocab, config.vocab_size).to(device),
-            target=self.target_name,
-            target_config=config,
-        )
         embedding, output = (
             each.weight.detach().cpu()
             for each in (self.target.get_input_embeddings(), self.target.get_output_embeddings())
         )
         head = new_head(files, embedding, output, settings.seed).to(device)
-        teacher = Teacher(self.target, files.taps, files.draft_ids)
+        teacher = Teacher(self.target, files.taps, files.draft_ids.to(device))
         unseen = text.token_ids[targets == IGNORED].to(device)
         covered = float(teacher.knows(unseen).double().mean())
         count = sum(each.numel() for each in head.parameters())
@@ -266,7 +271,7 @@ def new_head(files: HeadFiles, embedding: Tensor, output: Tensor, seed: int) -> 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if files.method == "eagle3":
-            return Eagle3(shape, len(files.taps), embedding, output, files.draft_ids.cpu())
+            return Eagle3(shape, len(files.taps), embedding, output, files.draft_ids)
         if files.method == "mtp":
             return Mtp(shape, embedding, output)
         if files.method == "medusa":
