@@ -80,7 +80,7 @@ def imitation(teacher: Teacher, *, overlap: bool = False) -> Loss:
                 if overlap:
                     losses = -torch.minimum(wanted, logits.softmax(-1)).sum(-1).log()
                 else:
-                    losses = -torch.linalg.vecdot(wanted, logits.log_softmax(-1))
+                    losses = -(wanted * logits.log_softmax(-1)).sum(-1)
                 weight = STEP_WEIGHT**step
                 total = total + weight * (losses * is_learnt[:, 1 + step :]).sum()
                 weights += weight
