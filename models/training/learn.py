@@ -20,6 +20,8 @@ from training.storage import Storage
 MICRO_TOKENS = 4096
 MAX_GRADIENT_NORM = 1.0
 FINAL_RATE = 0.03  # of the learning rate, at the last step
+# Modules with a vector for each token, which are no matrices to Muon.
+TABLES = {"embed_tokens", "lm_head", "emb", "head"}
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """The sum over all targets [B, L] but the IGNORED ones, given the inputs [B, L]."""
@@ -90,9 +92,9 @@ def learn(
 
     After every step `report` is told how many are done, and the loss in nats a token.
     """
-    # The embedding is a table of vectors, and the output matrix is tied to it.
-    matrices = [own for name, own in model.named_parameters() if own.ndim == 2 and "embed_tokens" not in name]
-    others = [own for name, own in model.named_parameters() if own.ndim != 2 or "embed_tokens" in name]
+    named = list(model.named_parameters())
+    matrices = [own for name, own in named if own.ndim == 2 and not TABLES & set(name.split("."))]
+    others = [own for name, own in named if own.ndim != 2 or TABLES & set(name.split("."))]
     optimisers: tuple[torch.optim.Optimizer, ...] = (
         torch.optim.Muon(matrices, momentum=0.95, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.01),

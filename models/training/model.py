@@ -64,27 +64,27 @@ def new_model(preset: Preset, role: str, seed: int) -> LlamaForCausalLM:
         return LlamaForCausalLM(config)
 
 
-def pair_model(pair: Path, role: str, extended_to: Preset | None = None) -> LlamaForCausalLM:
-    """A trained model of another pair in float32, as it is. Raises InvalidRequest.
+def trained_model(option: str, folder: Path, extended_to: Preset | None = None) -> LlamaForCausalLM:
+    """A trained model in float32, as it is. Raises InvalidRequest about the option that names its folder.
 
     Or extended to the context and rotary base of a preset, unless it has more of them.
     """
     # Another architecture would be read as Llama without a word.
     try:
-        architecture = ModelConfig.read(pair / role).architecture
-        config = LlamaConfig.from_pretrained(pair / role, local_files_only=True)
+        architecture = ModelConfig.read(folder).architecture
+        config = LlamaConfig.from_pretrained(folder, local_files_only=True)
     except (ModelRefused, OSError, ValueError) as error:
-        raise InvalidRequest("--from-pair", str(pair), f"a folder of a target and a draft: {error}") from error
+        raise InvalidRequest(option, str(folder), f"a folder of a model: {error}") from error
     rope = dict(config.rope_parameters or {})
     if architecture != "LlamaForCausalLM" or rope.get("rope_type") != "default":
-        raise InvalidRequest("--from-pair", str(pair), "a pair of Llama models without rope scaling")
+        raise InvalidRequest(option, str(folder), "a Llama model without rope scaling")
     if extended_to is not None:
         config.rope_parameters = {**rope, "rope_theta": max(extended_to.rope_base, rope["rope_theta"])}
         config.max_position_embeddings = max(extended_to.context_len, config.max_position_embeddings)
     try:
-        return LlamaForCausalLM.from_pretrained(pair / role, config=config, dtype=torch.float32, local_files_only=True)
+        return LlamaForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError, RuntimeError) as error:
-        raise InvalidRequest("--from-pair", str(pair), f"a pair whose weights can be read: {error}") from error
+        raise InvalidRequest(option, str(folder), f"a model whose weights can be read: {error}") from error
 
 
 def write_model(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:

@@ -24,7 +24,7 @@ from outrider.errors import InvalidRequest
 from outrider.process.options import between
 from training.data import HeldOut, TrainingBlocks, held_out_blocks, targets_of
 from training.learn import Lesson, Loss, Stage, distillation, learn, measure, next_token
-from training.model import PRESETS, ROLES, Preset, new_model, pair_model, write_model
+from training.model import PRESETS, ROLES, Preset, new_model, trained_model, write_model
 from training.storage import Storage, write_whole
 
 COUNT = between(1, 1_000_000_000)
@@ -112,8 +112,8 @@ class Run:
             if self.from_pair is None:
                 model = before = new_model(self.settings.sizes, role, self.settings.seed)
             else:
-                model = pair_model(self.from_pair, role, extended_to=self.settings.sizes)
-                before = frozen(pair_model(self.from_pair, role))
+                model = trained_model("--from-pair", self.from_pair / role, self.settings.sizes)
+                before = frozen(trained_model("--from-pair", self.from_pair / role))
             for each in (model, before):
                 # Through the base class, because the library's own methods are untyped.
                 nn.Module.to(each, self.device)

@@ -1,4 +1,4 @@
-"""A measured run with invented samples, to be followed by hand, and models/train.py run as a user does."""
+"""A measured run with invented samples, to be followed by hand, and the training commands run as a user does."""
 
 import os
 import subprocess
@@ -77,25 +77,30 @@ def summary() -> RoundsSummary:
     return RoundsSummary(found, SIZES)
 
 
-TRAIN = Path(__file__).resolve().parents[2] / "models" / "train.py"
+MODELS = Path(__file__).resolve().parents[2] / "models"
 ROLES = ("target", "draft")
 TINY = (
     "--preset", "tiny", "--threads", "1", "--checkpoint-every", "2",
     "--target-steps", "9", "--long-target-steps", "5", "--draft-steps", "7", "--long-draft-steps", "5",
 )  # fmt: skip
+TINY_HEAD = ("--preset", "tiny", "--threads", "1", "--checkpoint-every", "2", "--steps", "7", "--batch", "3")
 
 
-def start_training(*options: str | Path) -> subprocess.Popen[str]:
-    """The command in a process of its own, with stdout and stderr in one pipe."""
+def start_training(*options: str | Path, command: str = "train.py") -> subprocess.Popen[str]:
+    """The command of models/ in a process of its own, with stdout and stderr in one pipe."""
     environment = os.environ | {"COLUMNS": "160"}
     return subprocess.Popen(
-        [sys.executable, TRAIN, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        [sys.executable, MODELS / command, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
     )
 
 
-def train(*options: str | Path) -> tuple[int, str]:
+def train(*options: str | Path, command: str = "train.py") -> tuple[int, str]:
     """Runs the command to its end; returns exit code and output."""
-    with start_training(*options) as process:
+    with start_training(*options, command=command) as process:
         output, _ = process.communicate()
     return process.returncode, output
 
