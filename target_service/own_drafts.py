@@ -126,7 +126,9 @@ class FeatureCopy:
         self.head = head
         size = target.features.shape[1] // len(target.taps)
         places = [target.taps.index(tap) * size for tap in head.facts.taps]
-        self._columns = torch.cat([torch.arange(place, place + size) for place in places])
+        columns = torch.cat([torch.arange(place, place + size) for place in places]).to(target.features.device)
+        # Mostly nobody else taps anything.
+        self._columns = None if columns.tolist() == list(range(target.features.shape[1])) else columns
 
     def __call__(self, source: Session, session: Session, start: int, end: int) -> None:
         """Writes the states of tokens [start, end), which the target has cached in `source`, into `session`."""
@@ -135,7 +137,7 @@ class FeatureCopy:
             last = min(first + COPIED_ROWS, end)
             slots = torch.from_numpy(source.table.slots(first, last)).to(own.device)
             features = self._target.features.index_select(0, slots).float()
-            states = self.head.states_of(features.index_select(1, self._columns.to(own.device)))
+            states = self.head.states_of(features if self._columns is None else features.index_select(1, self._columns))
             # Behind a committed token stand no guesses.
             states = torch.cat((states, states.new_zeros(len(states), 1)), 1).to(own.dtype)
             own.index_copy_(0, torch.from_numpy(session.table.slots(first, last)).to(own.device), states)

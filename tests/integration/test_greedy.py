@@ -4,7 +4,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from support.stack import answers, first_difference_is_near_tie, greedy_reference, running_stack, token_ids
+from support.stack import PATIENT, answers, first_difference_is_near_tie, greedy_reference, running_stack, token_ids
 from support.tiny_models import TARGET, write_drafts
 
 from bench.common import OPENINGS
@@ -26,7 +26,7 @@ async def check_float32(
 ) -> None:
     """Compares some draft counts with transformers, and the acceptance with what the draft must reach."""
     reference = greedy_reference(TARGET, prompts, max_tokens)
-    async with running_stack(str(TARGET), str(folder), dtype="float32") as stack:
+    async with running_stack(str(TARGET), str(folder), dtype="float32", gateway=PATIENT) as stack:
         for draft_count in draft_counts:
             results = await answers(stack, prompts, temperature=0.0, max_tokens=max_tokens, draft_count=draft_count)
             assert token_ids(results) == reference, f"{draft} with {draft_count} draft tokens"

@@ -31,10 +31,8 @@ from support.grid import (
     plain_of,
     rows,
 )
-from support.stack import RunningStack, running_stack
+from support.stack import PATIENT, RunningStack, running_stack
 
-# A draft that is late on a busy machine would change what these rules say, as it may.
-PATIENT = {"draft_deadline_min_s": 60.0, "draft_deadline_max_s": 60.0}
 AT_A_TIME = 8
 # Each needs another parameter to have an effect.
 LIKELY_EOS = {"logit_bias": {EOS: 9.0}}

@@ -3,15 +3,13 @@
 from collections.abc import Sequence
 
 import pytest
-from support.stack import Answer, answers, running_stack, token_ids
+from support.stack import PATIENT, Answer, answers, running_stack, token_ids
 
 from bench.common import OPENINGS
 from outrider.v1 import types_pb2
 
 PROMPTS = OPENINGS[:16]
 FAST = "stretch=0.01"
-# A draft that the machine holds up for a moment must not be left out for the rest of a test.
-PATIENT = {"draft_deadline_min_s": 60.0, "draft_deadline_max_s": 60.0}
 PAIR = (f"sim:h100-8b@{FAST}", f"sim:h100-1b@{FAST}")
 
 
