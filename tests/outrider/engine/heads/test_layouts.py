@@ -1,7 +1,6 @@
 """Every layout and switch of feature heads against numpy: logits of true rows, then of drafted ones."""
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from support.tiny_heads import (
     LLAMA3_SCALING,
     NUM_LAYERS,
     VOCAB,
+    Writer,
     change,
     eagle1,
     eagle1_speculators,
@@ -37,12 +37,12 @@ from outrider.engine.heads.checkpoint import read_head
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.weights import load_tensors, model_hash
 from outrider.engine.ops import Ops
+from outrider.engine.ops.eager import EagerOps
 from outrider.engine.ops.reference import ReferenceOps
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-5
 LENGTH, DRAFTED = 11, 4
-Writer = Callable[[Path], Path]
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def boundaries(length: int, num_layers: int = NUM_LAYERS, hidden: int = HIDDEN) 
 
 def computed(folder: Path, ops: Ops | None = None, length: int = LENGTH, theta: float | None = None) -> Tensor:
     """Our logits."""
-    target, ops = tiny_target(), ops or ReferenceOps()
+    target, ops = tiny_target(), ops or EagerOps()
     head = read_head(folder, target, theta).load(target, CPU, torch.float32, ops)
     token_ids = random_ids(length + DRAFTED, VOCAB)
     return run_head(head, token_ids[:length], boundaries(length), token_ids[length:])
@@ -157,8 +157,8 @@ def test_logits_are_those_of_the_oracle(tmp_path: Path, case: Case) -> None:
 
 
 @EACH
-def test_bfloat16_stays_close(tmp_path: Path, case: Case) -> None:
-    """Matrices take the wanted type and vectors stay float32."""
+def test_matrices_take_the_wanted_type(tmp_path: Path, case: Case) -> None:
+    """And norms and biases stay float32."""
     folder, target = case.write(tmp_path / "head"), tiny_target()
     head = read_head(folder, target).load(target, CPU, torch.bfloat16, ReferenceOps())
     floats = [tensor for tensor in head.weights if tensor.dtype is not torch.int64]

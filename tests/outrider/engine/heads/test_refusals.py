@@ -1,7 +1,6 @@
 """Heads that are refused: what is no head here, and what does not fit, each in one sentence and before it is loaded."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from support.tiny_heads import (
     FLAT,
     HIDDEN,
     VOCAB,
+    Writer,
     change,
     eagle1,
     eagle1_speculators,
@@ -36,7 +36,6 @@ from outrider.errors import ModelRefused
 
 CPU = torch.device("cpu")
 Json = dict[str, object]
-Writer = Callable[[Path], Path]
 
 
 def refusal(folder: Path, theta: float | None = None) -> str:
