@@ -177,6 +177,10 @@ SENTENCES: dict[str, tuple[Writer, str]] = {
         with_eagle_config(eagle_aux_hidden_state_layer_ids=[-1, 2, 3]),
         f'{CONFIG}eagle_config.eagle_aux_hidden_state_layer_ids" is [-1, 2, 3], but must be a list of layers',
     ),
+    "twice-counted": (
+        with_config(specforge, eagle_aux_hidden_state_layer_ids=[1, 3, 5]),
+        f'{CONFIG}eagle_aux_hidden_state_layer_ids" stands inside eagle_config too, and counts otherwise there',
+    ),
     "other-count": (
         with_eagle_config(eagle_aux_hidden_state_layer_ids=[1, 2]),
         f"{FILE}fc.weight has the shape [48, 144], but config.json and the target ask for [48, 96]",
@@ -198,6 +202,10 @@ SENTENCES: dict[str, tuple[Writer, str]] = {
     "add-para-norm": (
         with_config(eagle1, add_para_norm=True),
         f'{CONFIG}add_para_norm" is true, but the files do not hold what it switches on',
+    ),
+    "no-fusion": (
+        with_tensors(eagle1_speculators, fusion_fc__weight=None),
+        "{folder} lacks the tensor fusion_fc.weight",
     ),
     "half-a-para-norm": (
         with_tensors(lambda folder: eagle1(folder, para_norm=True), embedding_layernorm__weight=None),
