@@ -2,7 +2,7 @@
 
 from outrider.cli.modules import run_module
 
-CONVERTER = "outrider.engine.heads.convert"
+CONVERTER = "outrider.model_service.convert_head"
 
 
 def run_converter(folder: str, out: str, theta: float | None, *, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""`python -m outrider.engine.heads.convert FOLDER OUT`: a pickled drafting head as safetensors.
+"""Writes a pickled drafting head as safetensors, which is all that is ever loaded.
 
 Heads of the EAGLE family are written in the layout of speculators, which says what other layouts leave to whoever reads
 them; all others keep their names and their config.json. Nothing but tensors is unpickled.
@@ -6,14 +6,12 @@ them; all others keep their names and their config.json. Nothing but tensors is 
 
 import json
 import pickle
-import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -29,7 +27,6 @@ from outrider.engine.heads.layouts import (
 )
 from outrider.engine.models.config import FLOAT32_MAX, JsonKeys, read_json, read_rope
 from outrider.errors import InvalidRequest, ModelRefused
-from outrider.process.options import run_app, service_app
 
 Json = Mapping[str, Any]
 
@@ -53,8 +50,6 @@ RENAMED = {
     "hidden_layernorm.": "transformer.input_layernorm.",
     "lm_head_layernorm.": "pre_lm_head_layernorm.",
 }
-
-app = service_app()
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,22 +182,3 @@ def _proposals(algorithm: str) -> dict[str, Any]:
         "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}],
         "verifier": {"name_or_path": None, "architectures": []},
     }
-
-
-@app.command()
-def convert(
-    folder: Annotated[Path, typer.Argument()],
-    out: Annotated[Path, typer.Argument()],
-    *,
-    theta: Annotated[float | None, typer.Option()] = None,
-    as_json: Annotated[bool, typer.Option("--json")] = False,
-) -> None:
-    """What `outrider convert-head` runs, with the same arguments."""
-    written = convert_head(folder, out, theta)
-    base = "" if written.theta is None else f", rope_theta {written.theta:g}"
-    sentence = f"{out}: {written.tensors} tensors, {written.bytes} bytes, layout {written.layout}{base}"
-    sys.stdout.write((json.dumps(asdict(written)) if as_json else sentence) + "\n")
-
-
-if __name__ == "__main__":
-    run_app(app, prefix="outrider: ")

@@ -30,7 +30,9 @@ from support.tiny_heads import (
 )
 from torch import Tensor
 
+from outrider.engine.heads import checkpoint
 from outrider.engine.heads.checkpoint import read_head
+from outrider.engine.heads.layouts import read_eagle1
 from outrider.engine.ops.reference import ReferenceOps
 from outrider.errors import ModelRefused
 
@@ -415,9 +417,9 @@ IDS = GOOD["d2t"] + torch.arange(DRAFT_VOCAB)
 def test_a_map_must_fit_its_marks(tmp_path: Path, write: Writer, sentence: str) -> None:
     """Values are looked at when the head is loaded, before anything large."""
     folder, target = write(tmp_path / "head"), tiny_target()
-    checkpoint = read_head(folder, target)
+    found = read_head(folder, target)
     with pytest.raises(ModelRefused) as caught:
-        checkpoint.load(target, CPU, torch.float32, ReferenceOps())
+        found.load(target, CPU, torch.float32, ReferenceOps())
     assert caught.value.message.replace(str(folder), "{folder}") == sentence
 
 
@@ -459,3 +461,10 @@ def test_one_layer_targets_have_no_inner_boundary(tmp_path: Path) -> None:
         read_head(folder, tiny_target(num_layers=1))
     words = '"eagle_aux_hidden_state_layer_ids" is missing, and a target of one layer has no boundary inside'
     assert caught.value.message == f"{folder}/config.json: {words}"
+
+
+def test_theta_needs_a_layout_with_positions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would change nothing."""
+    monkeypatch.setattr(checkpoint, "LAYOUTS", (checkpoint.Layout(lambda _, __: True, read_eagle1),))
+    words = "(eagle1) has no rotary embedding, so theta must be left out"
+    assert refusal(eagle1(tmp_path / "head"), 5.0) == f"{{folder}} {words}"
