@@ -34,7 +34,8 @@ Json = Mapping[str, Any]
 LAYER_KEYS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
     "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "vocab_size",
-    "attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window",
+    "original_max_position_embeddings", "partial_rotary_factor", "attention_bias", "mlp_bias", "tie_word_embeddings",
+    "use_sliding_window",
 )  # fmt: skip
 # Of a head; NVIDIA's are in an object of their own.
 HEAD_KEYS = (
@@ -109,7 +110,7 @@ def unpickled(folder: Path) -> dict[str, Tensor]:
     files = [path for path in found if path.name.startswith("pytorch_model")] or found
     if not files:
         raise ModelRefused(f"{folder} has no {', '.join(PICKLED)} to convert", folder=folder)
-    if files == found and len(files) > 1 and not all(path.name.startswith("pytorch_model") for path in files):
+    if len(files) > 1 and not files[0].name.startswith("pytorch_model"):
         names = ", ".join(path.name for path in files)
         raise ModelRefused(f"{folder} has {names}, and nobody can tell which one is the head", folder=folder)
     tensors: dict[str, Tensor] = {}
