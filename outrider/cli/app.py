@@ -9,6 +9,7 @@ import typer
 
 from outrider.cli import bench, options
 from outrider.cli.chat.command import Chat, chatting
+from outrider.cli.convert_head import run_converter
 from outrider.cli.doctor.command import examine_gateway, examine_machine
 from outrider.cli.generate import check_chat, check_request, generation, read_prompt
 from outrider.cli.local_stack import Stack, choose_models
@@ -163,6 +164,18 @@ def doctor(
     if rest_address is not None:
         check_address("--rest-address", rest_address)
     raise typer.Exit(examine_gateway(address, rest_address, as_json=as_json))
+
+
+@app.command("convert-head")
+def convert_head(
+    folder: options.PickledHead,
+    out: options.ConvertedHead,
+    *,
+    theta: options.Theta = None,
+    as_json: options.JsonReport = False,
+) -> None:
+    """Writes a pickled drafting head as safetensors, those of EAGLE in the layout of speculators."""
+    run_converter(folder, out, theta, as_json=as_json)
 
 
 @app.command()

@@ -127,6 +127,25 @@ SystemMessage = Annotated[
 ]
 JsonReport = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 JsonEvents = Annotated[bool, typer.Option("--json", help="Print one JSON object for each event instead of text.")]
+PickledHead = Annotated[
+    str,
+    typer.Argument(
+        help="Folder with config.json and a pytorch_model.bin or a .pt file; nothing but tensors is read from it.",
+        metavar="FOLDER",
+        show_default=False,
+    ),
+]
+ConvertedHead = Annotated[
+    str, typer.Argument(help="Folder to write; it must be empty, or not there yet.", metavar="OUT", show_default=False)
+]
+Theta = Annotated[
+    Number,
+    typer.Option(
+        help="Base of the head's rotary embedding, instead of what config.json says. Default: that, or 10000.",
+        metavar="X",
+        show_default=False,
+    ),
+]
 NoDraft = Annotated[bool, typer.Option("--no-draft", help="Start no draft service: plain decoding.")]
 Story = Annotated[bool, typer.Option("--story", help="Stream one story when everything is up, as a proof of life.")]
 Target = Annotated[

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -102,6 +103,17 @@ def test_rounds_are_counted_as_vllm_counts_them() -> None:
     assert found["fallback_rounds_total draft_late"] == 1
     assert found["generation_tokens_total"] == 9
     assert (found["wire_bytes_total draft"], found["wire_bytes_total target"]) == (120, 420)
+
+
+def test_each_drafter_has_its_part_of_what_was_drafted() -> None:
+    """By the name that its rounds have; one without a name is the draft service's own choice."""
+    named = round_event([ACCEPTED, CORRECTION], draft_count=3, evaluated_count=2)
+    named.committed.proposal = replace(named.committed.proposal, drafter="eagle3")
+    found = counted(named, named, round_event([ACCEPTED, BONUS], draft_count=1, evaluated_count=1))
+    name = "drafter_draft_tokens_total"
+    assert (found[f"{name} eagle3"], found[f"{name} default"]) == (6, 1)
+    name = "drafter_accepted_tokens_total"
+    assert (found[f"{name} eagle3"], found[f"{name} default"]) == (2, 1)
 
 
 def test_tokens_behind_a_stop_string_are_counted_apart() -> None:

@@ -1,6 +1,7 @@
 """A tiny random drafting head in each public layout, as its publisher would write it, and a target for all of them."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ NARROW, INNER, HEADS, GROUPS, HEAD_DIM, DRAFT_VOCAB = 36, 88, 4, 2, 16, 33
 
 Shapes = dict[str, tuple[int, ...]]
 Json = dict[str, Any]
+Writer = Callable[[Path], Path]
 
 SIZES: Json = {
     "hidden_size": HIDDEN,

@@ -1,28 +1,40 @@
 """Heads that read the target's features, in the places where other engines went wrong; each fault is planted once."""
 
+import asyncio
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.basics import check_empty, spec_of
 from support.heads import random_head
+from support.observability import families
+from support.session_clients import channel_to
 from support.stepped_target import PROMPT, OwnTarget, Proposals, check_pure, plain
+from support.tiny_chains import CHAINS, VOCAB, write_chain
+from support.tiny_models import write_tiny_model
 from torch import Tensor
 
 from outrider.engine.batching import Feed
 from outrider.engine.cache import KVCache, Slots
+from outrider.engine.heads.checkpoint import HEAD_FILES
 from outrider.engine.heads.decoder import HeadDecoder
 from outrider.engine.heads.feature_head import FeatureHead
 from outrider.engine.heads.law import HeadRows
 from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
+from outrider.model_service.settings import Dtype
 from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import TokenTree
+from outrider.v1 import model_service_pb2 as model_pb
+from outrider.v1.model_service_pb2_grpc import ModelServiceStub
 from target_service import own_drafts
 from target_service.own_drafts import FeatureCopy, HostedDraft, Hosting, host_head
+from target_service.server import TargetSettings, start
 
 SPEC = spec_of(PROMPT, 90, seed=3, eos=(), temperature=1.0)
 BUSHY = TokenTree(token_ids=(11, 22, 33, 44, 55, 66, 77, 88), parents=(0, 0, 1, 1, 2, 5, 6, 3))
@@ -245,6 +257,26 @@ def test_a_token_stands_with_the_state_before_it(target: ModelRunner, monkeypatc
     assert set(depths[3]) == {0}
     session.free()
     story.own.table.clear()
+
+
+async def test_a_service_says_what_its_head_is_and_holds(tmp_path: Path) -> None:
+    """By GetModelInfo and its metrics: name, digest and weights, and the blocks that sessions of its own cache hold."""
+    model = write_tiny_model(tmp_path / "model", "llama", vocab_size=VOCAB)
+    head = write_chain(tmp_path / "head", CHAINS["medusa-shared"]())
+    running = await start(TargetSettings(str(model), head=str(head), dtype=Dtype.FLOAT32, metrics_listen="127.0.0.1:0"))
+    try:
+        async with channel_to(running.address) as channel:
+            info = await ModelServiceStub(channel).GetModelInfo(model_pb.GetModelInfoRequest())
+        [offer] = info.drafter_offers
+        assert (offer.name, offer.model_name, len(offer.model_hash)) == ("medusa", "medusa", 32)
+        assert offer.weight_bytes == 4 * sum(tensor.numel() for tensor in load_file(head / HEAD_FILES[0]).values())
+        assert offer.block_count == offer.free_block_count == info.block_count
+        assert running.metrics is not None
+        answer = await asyncio.to_thread(urllib.request.urlopen, f"http://{running.metrics.address}/metrics")
+        found = families(answer.read().decode())["outrider_drafter_kv_blocks_free"].samples
+        assert [(each.labels["drafter"], each.value) for each in found] == [("medusa", info.block_count)]
+    finally:
+        await running.stop(0)
 
 
 def test_nothing_is_guessed_past_the_head_s_positions(target: ModelRunner) -> None:

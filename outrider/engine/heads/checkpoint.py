@@ -75,12 +75,14 @@ def read_head(folder: Path, target: TargetParts, theta: float | None = None) -> 
     stored = {tensor.name: tensor for tensor in stored_tensors(head_files(folder))}
     layout = next(layout for layout in LAYOUTS if layout.detects(config, stored.keys()))
     if theta is not None:
-        if not layout.is_rotary:
-            raise ModelRefused(f"{folder} has no rotary embedding, so theta is {theta:g} for nothing", folder=folder)
         if not 0 < theta <= FLOAT32_MAX:
             raise ModelRefused(f"theta is {theta:g}, but must be a positive number", theta=theta)
         config = with_theta(config, theta)
-    return layout.read(folder, config, stored, target)
+    checkpoint = layout.read(folder, config, stored, target)
+    if theta is not None and not layout.is_rotary:
+        fault = f"({checkpoint.method}) has no rotary embedding, so theta must be left out"
+        raise ModelRefused(f"{folder} {fault}", folder=folder, theta=theta)
+    return checkpoint
 
 
 def head_files(folder: Path) -> list[Path]:

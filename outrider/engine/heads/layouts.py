@@ -112,9 +112,10 @@ class _Reading:
         if kind not in LAYER_KINDS:
             fault = f"is {kind!r}, whose layers a head does not have here: it must be one of {', '.join(LAYER_KINDS)}"
             raise inner.refuse("model_type", fault)
-        if inner.values.get("num_attention_heads") is None:
-            self.notes.append(f"num_attention_heads: {DEFAULT_NUM_HEADS} (default)")
-        return JsonKeys(inner.path, {"num_attention_heads": DEFAULT_NUM_HEADS, **inner.values}, inner.prefix)
+        if inner.values.get("num_attention_heads") is not None:
+            return inner
+        self.notes.append(f"num_attention_heads: {DEFAULT_NUM_HEADS} (default)")
+        return JsonKeys(inner.path, inner.values | {"num_attention_heads": DEFAULT_NUM_HEADS}, inner.prefix)
 
     def has(self, name: str) -> bool:
         return name in self.tensors
@@ -135,18 +136,33 @@ class _Reading:
         self.notes.append(f"{name}: {str(found).lower()}{' (tensors)' if source is None else ''}")
         return found
 
-    def checked(self, target: TargetParts, **laws: Any) -> FeatureCheckpoint:  # noqa: ANN401 - fields of FeatureFiles
-        spelling = {after: before for before, after in reversed(list(self.names.items()))}
-        files = FeatureFiles(
+    def found(
+        self,
+        keys: JsonKeys,
+        method: str,
+        taps: tuple[int, ...],
+        fuse: Fuse,
+        needed: Collection[str],
+        *,
+        normed_residual: bool = False,
+        feeds_normed: bool = False,
+    ) -> FeatureFiles:
+        """What is to be checked against the target."""
+        return FeatureFiles(
             folder=self.folder,
             config=self.config,
+            keys=keys,
             files=self.files,
             tensors=self.tensors,
-            spelling=spelling,
+            spelling={after: before for before, after in reversed(list(self.names.items()))},
+            method=method,
+            taps=taps,
+            fuse=fuse,
+            needed=frozenset(needed),
+            normed_residual=normed_residual,
+            feeds_normed=feeds_normed,
             notes=tuple(self.notes),
-            **laws,
         )
-        return check_feature_head(files, target)
 
 
 def one_layer(stored: Mapping[str, StoredTensor]) -> None:
@@ -165,32 +181,27 @@ def read_eagle1(
 ) -> FeatureCheckpoint:
     """EAGLE 1 and 2, HASS: as their authors publish them, or as speculators once converted them."""
     one_layer(stored)
-    layer = layer_of(stored)
-    reading = _Reading.of(folder, config, stored, PAIR | {layer + name: known for name, known in LAYER.items()})
+    is_speculators = "speculators_model_type" in config
+    layer = {layer_of(stored) + name: known for name, known in LAYER.items()}
+    reading = _Reading.of(folder, config, stored, ({"fusion_fc.": "fuse."} if is_speculators else {}) | PAIR | layer)
     keys, sources = reading.keys, (reading.keys,)
-    has_three = reading.has("out_norm.weight")
-    if "speculators_model_type" in config:
+    needed: set[str] = set()
+    has_norm = reading.has("out_norm.weight")
+    if is_speculators:
         keys = reading.layer_keys()
         reading.agreed(sources, "fusion_bias", reading.has("fuse.bias"))
-        reading.agreed(sources, "layernorms", has_three)
-        needed = {"embedding_norm.weight", "layer.input_layernorm.weight"} if has_three else set()
+        if reading.agreed(sources, "layernorms", has_norm):
+            needed = {"embedding_norm.weight", "layer.input_layernorm.weight"}
     else:
         # Whatever "bias" says: its default is true, and heads without one leave it out all the same.
         reading.notes.append(f"bias: {str(reading.has('fuse.bias')).lower()} (tensors)")
-        needed = set()
     if reading.agreed(sources, "add_para_norm", reading.has("state_norm.weight")):
         needed |= {"embedding_norm.weight", "state_norm.weight"}
-    reading.notes.append(f"input_layernorm: {str(reading.has('layer.input_layernorm.weight')).lower()} (tensors)")
+    reading.notes.append(f"input norm: {str(reading.has('layer.input_layernorm.weight')).lower()} (tensors)")
     # A state stands for what leaves the target's last norm; so what leaves the head's does, where it has one.
-    return reading.checked(
-        target,
-        keys=keys,
-        method="eagle1",
-        taps=(target.num_layers,),
-        fuse=Fuse.PAIR,
-        needed=frozenset(needed),
-        feeds_normed=has_three,
-    )
+    reading.notes.append(f"last norm, and fed back from there: {str(has_norm).lower()} (tensors)")
+    files = reading.found(keys, "eagle1", (target.num_layers,), Fuse.PAIR, needed, feeds_normed=has_norm)
+    return check_feature_head(files, target)
 
 
 def read_eagle3(
@@ -223,17 +234,17 @@ def read_eagle3(
         reading.agreed(sources, "use_input_layernorm_in_first_layer", reading.has("layer.input_layernorm.weight"))
         if reading.agreed(sources, "use_mtp_layernorm", reading.has("state_norm.weight")):
             needed |= {"embedding_norm.weight", "state_norm.weight"}
-    return reading.checked(
-        target,
-        keys=keys,
-        method="eagle3",
-        taps=taps,
-        fuse=Fuse.WIDE if is_wide else Fuse.PAIR,
-        needed=frozenset(needed),
+    files = reading.found(
+        keys,
+        "eagle3",
+        taps,
+        Fuse.WIDE if is_wide else Fuse.PAIR,
+        needed,
         normed_residual=is_wide and reading.switch(sources, "norm_before_residual"),
         # As for EAGLE 1, a state that stands for f is what leaves a norm.
         feeds_normed=reading.switch(sources, "norm_output", default=not is_wide and reading.has("out_norm.weight")),
     )
+    return check_feature_head(files, target)
 
 
 def _wide_norms(reading: _Reading, sources: Sequence[JsonKeys], *, reads_taps: bool) -> set[str]:
@@ -254,6 +265,8 @@ def _taps(reading: _Reading, num_layers: int) -> tuple[int, ...]:
     nested = reading.inside(EAGLE_CONFIG)
     source, shift = (nested, 1) if nested.values.get(LAYER_IDS) is not None else (reading.keys, 0)
     ids = source.values.get(LAYER_IDS)
+    if shift and reading.config.get(LAYER_IDS) is not None:
+        raise reading.keys.refuse(LAYER_IDS, f"stands inside {EAGLE_CONFIG} too, and counts otherwise there")
     if ids is None:
         if num_layers < 2:
             raise source.refuse(LAYER_IDS, "is missing, and a target of one layer has no boundary inside")
@@ -293,12 +306,6 @@ def read_mtp(
     order = Fuse.PAIR if is_speculators else Fuse.REVERSED
     reading.notes.append(f"order: {'[embedding; state]' if is_speculators else '[state; embedding]'}")
     reading.notes.append("state: what leaves the final norm, of the target and of the head (default)")
-    return reading.checked(
-        target,
-        keys=keys,
-        method="mtp",
-        taps=(target.num_layers,),
-        fuse=order,
-        needed=NORMS | {"layer.input_layernorm.weight"},
-        feeds_normed=True,
-    )
+    needed = NORMS | {"layer.input_layernorm.weight"}
+    files = reading.found(keys, "mtp", (target.num_layers,), order, needed, feeds_normed=True)
+    return check_feature_head(files, target)

@@ -2,7 +2,7 @@
 
 import sys
 
-from outrider.cli.bench import command
+from outrider.cli.modules import command
 
 
 def test_the_child_gets_the_arguments_as_they_were_typed() -> None:

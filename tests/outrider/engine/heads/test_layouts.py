@@ -1,7 +1,7 @@
 """Every layout and switch of feature heads against numpy: logits of true rows, then of drafted ones."""
 
 import json
-from collections.abc import Callable
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +12,14 @@ from support import tiny_heads
 from support.engine_cases import every_ops
 from support.head_oracle import HeadOracle, Target
 from support.head_rows import run_head
-from support.model_cases import random_ids
+from support.model_cases import all_logits, random_ids
 from support.tiny_heads import (
     CONTEXT_LEN,
     HIDDEN,
     LLAMA3_SCALING,
     NUM_LAYERS,
     VOCAB,
+    Writer,
     change,
     eagle1,
     eagle1_speculators,
@@ -37,12 +38,13 @@ from outrider.engine.heads.checkpoint import read_head
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.weights import load_tensors, model_hash
 from outrider.engine.ops import Ops
+from outrider.engine.ops.eager import EagerOps
 from outrider.engine.ops.reference import ReferenceOps
+from outrider.engine.runner import ModelRunner
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-5
 LENGTH, DRAFTED = 11, 4
-Writer = Callable[[Path], Path]
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def boundaries(length: int, num_layers: int = NUM_LAYERS, hidden: int = HIDDEN) 
 
 def computed(folder: Path, ops: Ops | None = None, length: int = LENGTH, theta: float | None = None) -> Tensor:
     """Our logits."""
-    target, ops = tiny_target(), ops or ReferenceOps()
+    target, ops = tiny_target(), ops or EagerOps()
     head = read_head(folder, target, theta).load(target, CPU, torch.float32, ops)
     token_ids = random_ids(length + DRAFTED, VOCAB)
     return run_head(head, token_ids[:length], boundaries(length), token_ids[length:])
@@ -157,8 +159,8 @@ def test_logits_are_those_of_the_oracle(tmp_path: Path, case: Case) -> None:
 
 
 @EACH
-def test_bfloat16_stays_close(tmp_path: Path, case: Case) -> None:
-    """Matrices take the wanted type and vectors stay float32."""
+def test_matrices_take_the_wanted_type(tmp_path: Path, case: Case) -> None:
+    """And norms and biases stay float32."""
     folder, target = case.write(tmp_path / "head"), tiny_target()
     head = read_head(folder, target).load(target, CPU, torch.bfloat16, ReferenceOps())
     floats = [tensor for tensor in head.weights if tensor.dtype is not torch.int64]
@@ -375,6 +377,18 @@ def test_notes_name_every_switch(tmp_path: Path) -> None:
     assert wanted <= set(notes)
 
 
+def test_what_speculators_leaves_out_the_tensors_say(tmp_path: Path) -> None:
+    """It writes no key that has its default: 32 heads, and sizes that the matrices show."""
+    folder = eagle3_speculators(tmp_path / "head")
+    whole = computed(
+        change(folder, config={"transformer_layer_config": {"num_attention_heads": 4, "rms_norm_eps": 1e-5}})
+    )
+    assert difference(whole, expected(eagle3_speculators(tmp_path / "stated"), "eagle3", "layers.0.")) < TOLERANCE
+    notes = read_head(change(folder, config={"transformer_layer_config": {}}), tiny_target()).notes
+    sizes = {"num_key_value_heads: 16", "head_dim: 2", "hidden_size: 48", "intermediate_size: 88"}
+    assert {"num_attention_heads: 32 (default)", *(f"{size} (tensors)" for size in sizes)} <= set(notes)
+
+
 def test_a_digest_is_the_models_hash(tmp_path: Path) -> None:
     """Equal heads share it, and other weights do not."""
     folder = eagle3(tmp_path / "head")
@@ -392,6 +406,16 @@ def test_mimo_is_qwen2_with_a_layer_beside_it(tmp_path: Path) -> None:
     assert (config.architecture, config.qkv_bias, config.num_layers) == ("MiMoForCausalLM", True, NUM_LAYERS)
     tensors = load_tensors(folder, config, CPU, torch.float32)
     assert not any("mtp_layers" in name for name in tensors)
+    twin = tmp_path / "qwen2"
+    shutil.copytree(folder, twin)
+    index = json.loads((twin / "model.safetensors.index.json").read_text())
+    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if "mtp_layers" not in name}
+    (twin / "model.safetensors.index.json").write_text(json.dumps(index))
+    known = json.loads((twin / "config.json").read_text()) | {"architectures": ["Qwen2ForCausalLM"], "auto_map": None}
+    (twin / "config.json").write_text(json.dumps(known))
+    runners = [ModelRunner.load(str(each), dtype="float32", kv_tokens=512) for each in (folder, twin)]
+    logits = [all_logits(runner, random_ids(9, VOCAB), 5)[0] for runner in runners]
+    assert torch.equal(*logits)
     target = tiny_target()
     head = read_head(folder, target).load(target, CPU, torch.float32, ReferenceOps())
     assert sum(tensor.numel() for tensor in head.weights) == sum(

@@ -1,7 +1,6 @@
 """Heads that are refused: what is no head here, and what does not fit, each in one sentence and before it is loaded."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from support.tiny_heads import (
     FLAT,
     HIDDEN,
     VOCAB,
+    Writer,
     change,
     eagle1,
     eagle1_speculators,
@@ -30,13 +30,14 @@ from support.tiny_heads import (
 )
 from torch import Tensor
 
+from outrider.engine.heads import checkpoint
 from outrider.engine.heads.checkpoint import read_head
+from outrider.engine.heads.layouts import read_eagle1
 from outrider.engine.ops.reference import ReferenceOps
 from outrider.errors import ModelRefused
 
 CPU = torch.device("cpu")
 Json = dict[str, object]
-Writer = Callable[[Path], Path]
 
 
 def refusal(folder: Path, theta: float | None = None) -> str:
@@ -178,6 +179,10 @@ SENTENCES: dict[str, tuple[Writer, str]] = {
         with_eagle_config(eagle_aux_hidden_state_layer_ids=[-1, 2, 3]),
         f'{CONFIG}eagle_config.eagle_aux_hidden_state_layer_ids" is [-1, 2, 3], but must be a list of layers',
     ),
+    "twice-counted": (
+        with_config(specforge, eagle_aux_hidden_state_layer_ids=[1, 3, 5]),
+        f'{CONFIG}eagle_aux_hidden_state_layer_ids" stands inside eagle_config too, and counts otherwise there',
+    ),
     "other-count": (
         with_eagle_config(eagle_aux_hidden_state_layer_ids=[1, 2]),
         f"{FILE}fc.weight has the shape [48, 144], but config.json and the target ask for [48, 96]",
@@ -199,6 +204,10 @@ SENTENCES: dict[str, tuple[Writer, str]] = {
     "add-para-norm": (
         with_config(eagle1, add_para_norm=True),
         f'{CONFIG}add_para_norm" is true, but the files do not hold what it switches on',
+    ),
+    "no-fusion": (
+        with_tensors(eagle1_speculators, fusion_fc__weight=None),
+        "{folder} lacks the tensor fusion_fc.weight",
     ),
     "half-a-para-norm": (
         with_tensors(lambda folder: eagle1(folder, para_norm=True), embedding_layernorm__weight=None),
@@ -408,9 +417,9 @@ IDS = GOOD["d2t"] + torch.arange(DRAFT_VOCAB)
 def test_a_map_must_fit_its_marks(tmp_path: Path, write: Writer, sentence: str) -> None:
     """Values are looked at when the head is loaded, before anything large."""
     folder, target = write(tmp_path / "head"), tiny_target()
-    checkpoint = read_head(folder, target)
+    found = read_head(folder, target)
     with pytest.raises(ModelRefused) as caught:
-        checkpoint.load(target, CPU, torch.float32, ReferenceOps())
+        found.load(target, CPU, torch.float32, ReferenceOps())
     assert caught.value.message.replace(str(folder), "{folder}") == sentence
 
 
@@ -452,3 +461,10 @@ def test_one_layer_targets_have_no_inner_boundary(tmp_path: Path) -> None:
         read_head(folder, tiny_target(num_layers=1))
     words = '"eagle_aux_hidden_state_layer_ids" is missing, and a target of one layer has no boundary inside'
     assert caught.value.message == f"{folder}/config.json: {words}"
+
+
+def test_theta_needs_a_layout_with_positions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would change nothing."""
+    monkeypatch.setattr(checkpoint, "LAYOUTS", (checkpoint.Layout(lambda _, __: True, read_eagle1),))
+    words = "(eagle1) has no rotary embedding, so theta must be left out"
+    assert refusal(eagle1(tmp_path / "head"), 5.0) == f"{{folder}} {words}"
