@@ -50,4 +50,4 @@ def random_head(
     if is_wide:
         # Every other id: which of them the head means must not be what it counts.
         tensors["target_ids"] = torch.arange(vocab_size // 2) * 2 + 1
-    return FeatureHead(law, tensors, parts, target.ops)
+    return FeatureHead(law, {name: each.to(target.device) for name, each in tensors.items()}, parts, target.ops)

@@ -22,7 +22,7 @@ from outrider.engine.batching import Feed
 from outrider.engine.cache import KVCache, Slots
 from outrider.engine.heads.checkpoint import HEAD_FILES
 from outrider.engine.heads.decoder import HeadDecoder
-from outrider.engine.heads.feature_head import FeatureHead
+from outrider.engine.heads.feature_head import FeatureHead, Fuse
 from outrider.engine.heads.law import HeadRows
 from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
@@ -289,6 +289,30 @@ def test_nothing_is_guessed_past_the_head_s_positions(target: ModelRunner) -> No
     lengths = [len(before) + len(tree) for before, tree in story.proposals]
     assert max(lengths) == 24
     story.own.table.clear()
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="NO CUDA DEVICE: heads on a GPU are not tested on this machine"
+)
+@pytest.mark.parametrize("fuse", Fuse)
+def test_a_head_on_a_gpu_guesses_what_it_guesses_on_the_cpu(folder: Path, fuse: Fuse) -> None:
+    """The first guess behind the same tokens in float32, for nearly all of twenty texts: rounding may turn a tie."""
+    found = []
+    for device in ("cpu", "cuda:0"):
+        runner = ModelRunner.load(str(folder), dtype="float32", kv_tokens=4096, device=device)
+        hosting, guesses = host_head(runner, random_head(runner, fuse), ""), []
+        for text in range(20):
+            session, draft = runner.open([*PROMPT, text, 7, text + 1], 5), hosting.open(SPEC, None)
+            runner.forward([Feed(session, without_last=True)])
+            draft.begin(session, 3)
+            while draft.proposal is None:
+                hosting.advance([draft])
+            assert len(draft.proposal.tree) == 3
+            guesses.append(draft.proposal.tree.token_ids[0])
+            draft.free()
+            session.free()
+        found.append(guesses)
+    assert sum(ours == theirs for ours, theirs in zip(*found, strict=True)) >= 18
 
 
 def test_penalties_see_the_guesses_so_far(target: ModelRunner) -> None:
