@@ -291,9 +291,7 @@ def test_nothing_is_guessed_past_the_head_s_positions(target: ModelRunner) -> No
     story.own.table.clear()
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="NO CUDA DEVICE: heads on a GPU are not tested on this machine"
-)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="NO CUDA DEVICE: no test of heads on a GPU here")
 @pytest.mark.parametrize("fuse", Fuse)
 def test_a_head_on_a_gpu_guesses_what_it_guesses_on_the_cpu(folder: Path, fuse: Fuse) -> None:
     """The first guess behind the same tokens in float32, for nearly all of twenty texts: rounding may turn a tie."""

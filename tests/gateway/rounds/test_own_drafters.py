@@ -106,3 +106,30 @@ def test_the_faster_drafter_is_chosen_and_the_other_one_looked_at() -> None:
     machine.run(3000)
     counts = machine.run(500)
     assert counts[""] > 0.9 * sum(counts.values())
+
+
+def test_sessions_get_the_fastest_of_a_targets_drafters() -> None:
+    """The unknown ones first; then one in sixteen has another, so that a change is noticed."""
+    policy = SpeculationPolicy()
+    costs_us = {"head": 100, "hosted": 300, "slow": 900}
+    found: Counter[str] = Counter()
+    for number in range(400):
+        name = policy.pick(list(costs_us))
+        assert number > 2 or name == list(costs_us)[number]
+        found[name] += 1
+        session = policy.session(name)
+        policy.enter(session)
+        for _ in range(8):
+            us = costs_us[name] if number < 200 else 1000 - costs_us[name]
+            tree = TokenTree.chain((1,) * 4)
+            proposal = Proposal(tree, compute_us=4 * us, forward_count=4, row_count=4, drafter=name)
+            verdict = Verdict(5, (1, 2), 1, None, 3, 2000, 1, 1)
+            round_us = 2000 + 4 * us
+            policy.observe(Round(proposal, verdict, (1, 1, 1), (), round_us, round_us), session, unasked=True)
+        policy.leave(session)
+        if number == 199:
+            assert found["head"] > 0.85 * 200
+            assert found["slow"] > 2
+            found.clear()
+    assert found["slow"] > found["head"]
+    assert policy.pick(["hosted"]) == "hosted"
