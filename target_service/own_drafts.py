@@ -89,10 +89,8 @@ class OwnDrafter(Protocol[DraftT]):
 class Hosting(Generic[DraftT]):
     """A drafter, and the proposals that sessions make with it."""
 
-    def __init__(self, name: str, drafter: OwnDrafter[DraftT], runner: ModelRunner | None = None) -> None:
-        """`runner` is what computes the drafter, if that is a model."""
+    def __init__(self, name: str, drafter: OwnDrafter[DraftT]) -> None:
         self.name = name
-        self.runner = runner
         self._drafter = drafter
 
     @property
@@ -263,19 +261,19 @@ class HostedModel:
 
     def __init__(self, runner: ModelRunner, top_n: int = DEFAULT_TOP_N, copy: FeatureCopy | None = None) -> None:
         """`copy` as in HostedDraft."""
-        self._runner = runner
+        self.runner = runner
+        self.copy = copy
         self._drafter = ModelDrafter(runner, _without_room, top_n)
-        self._copy = copy
 
     def open(self, spec: SessionSpec, salt: bytes | None) -> HostedDraft:
-        return HostedDraft(self._runner, spec, salt, self._copy)
+        return HostedDraft(self.runner, spec, salt, self.copy)
 
     def advance(self, drafts: Sequence[HostedDraft]) -> None:
         self._drafter.advance([draft.task for draft in drafts if draft.task is not None])
 
 
-def host_head(target: ModelRunner, head: Head, digest: str) -> Hosting[HostedDraft]:
-    """The drafter of a head, named as its method; from now on the target keeps what it reads.
+def host_head(target: ModelRunner, head: Head, digest: str) -> HostedModel:
+    """The drafter of a head; from now on the target keeps what it reads.
 
     Its cache has room for as many tokens as the target's. `digest` names the head's weights.
     """
@@ -284,7 +282,7 @@ def host_head(target: ModelRunner, head: Head, digest: str) -> Hosting[HostedDra
     decoder = head_decoder(head, target.parts, target.ops)
     runner = ModelRunner(decoder, identity, target.pool.num_blocks * target.pool.block_size)
     runner.cache.keep_features(head.facts.state_size + 1)
-    return Hosting(head.facts.method, HostedModel(runner, copy=FeatureCopy(target.cache, head)), runner)
+    return HostedModel(runner, copy=FeatureCopy(target.cache, head))
 
 
 def _without_room(allocate: Allocate) -> None:

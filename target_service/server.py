@@ -1,7 +1,7 @@
 """The target service: its settings, and how it is put together."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ import structlog
 
 from outrider.engine.heads.checkpoint import read_head
 from outrider.engine.models.weights import DTYPES, resolve
+from outrider.engine.runner import ModelRunner
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import ModelRefused
 from outrider.model_service.server import LoadedModel, RunningModelService, describe, load_model_aside, serve_model
@@ -49,32 +50,35 @@ class TargetSettings(ModelServiceSettings):
 async def start(settings: TargetSettings) -> RunningModelService:
     """Loads the models and serves; raises ModelRefused, InvalidRequest, AddressTaken."""
     model = await load_model_aside(settings)
-    hostings: list[Hosting[HostedDraft]] = []
+    hosted: dict[str, HostedModel] = {}
     if settings.head:
-        hostings.append(await asyncio.to_thread(load_head, model, settings))
+        head = await asyncio.to_thread(load_head, model.runner, settings.head, settings.dtype)
+        hosted[head.runner.identity.model_name] = head
     if settings.draft_model:
         draft = await load_model_aside(replace(settings, model=settings.draft_model, threads=settings.draft_threads))
         difference = model.vocabulary.difference(draft.vocabulary)
         if difference:
             raise ModelRefused(f"--draft-model {settings.draft_model} does not fit the target: {difference}")
-        hostings.append(Hosting(HOSTED, HostedModel(draft.runner), draft.runner))
-    return await start_with(model, settings, hostings)
+        hosted[HOSTED] = HostedModel(draft.runner)
+    return await start_with(model, settings, hosted)
 
 
-def load_head(model: LoadedModel, settings: TargetSettings) -> Hosting[HostedDraft]:
-    """The head that the settings name, beside the target; raises ModelRefused."""
-    runner, folder = model.runner, Path(settings.head).expanduser()
+def load_head(target: ModelRunner, name: str, dtype: str) -> HostedModel:
+    """The head in a folder or of a hub id, beside its target; it goes by its method. Raises ModelRefused."""
+    folder, parts = Path(name).expanduser(), target.parts
     # Unlike a model's, a head's weights may have any name in their folder.
-    found = read_head(folder if folder.is_dir() else resolve(settings.head), runner.parts)
-    head = found.load(runner.parts, runner.device, DTYPES[settings.dtype], runner.ops)
+    found = read_head(folder if folder.is_dir() else resolve(name), parts)
+    head = found.load(parts, target.device, DTYPES[dtype], target.ops)
     log.info("head loaded", method=found.method, folder=str(found.folder), taps=head.facts.taps, switches=found.notes)
-    return host_head(runner, head, found.digest())
+    return host_head(target, head, found.digest())
 
 
 async def start_with(
-    model: LoadedModel, settings: ModelServiceSettings, hostings: Sequence[Hosting[HostedDraft]] = ()
+    model: LoadedModel, settings: ModelServiceSettings, hosted: Mapping[str, HostedModel] | None = None
 ) -> RunningModelService:
-    """Serves models that are loaded already; those of the settings are not looked at."""
+    """Serves models that are loaded already, some of them as drafters in this process; the settings' are not."""
+    hosted = hosted or {}
+    hostings = [Hosting[HostedDraft](name, each) for name, each in hosted.items()]
     table, outboxes = LeaseTable[TargetState](settings.lease_seconds), Outboxes()
     verifier = Verifier(model.runner, table)
     worker = DeviceWorker[VerifyTask](verifier.advance, model.set_threads, "target device", outboxes.flush)
@@ -83,7 +87,7 @@ async def start_with(
         describe("target", model),
         unacknowledged_window=UNACKNOWLEDGED_WINDOW,
         drafters={hosting.name: hosting.rules for hosting in hostings},
-        hosted={hosting.name: hosting.runner for hosting in hostings if hosting.runner is not None},
+        hosted={name: each.runner for name, each in hosted.items()},
     )
     serving = partial(TargetServicer, facts, sessions, worker, outboxes)
     return await serve_model(settings, model, facts, worker, sessions, serving)

@@ -35,7 +35,9 @@ from outrider.engine.runner import ModelRunner
 from outrider.model_service.server import load_model
 from outrider.model_service.settings import Dtype, ModelServiceSettings, available_cpus
 from outrider.process import telemetry
-from outrider.process.options import between, run_app, service_app
+from outrider.process.options import between, refuse_together, run_app, service_app
+from target_service.own_drafts import HostedModel
+from target_service.server import load_head
 
 MAX_TEXTS = len(OPENINGS)
 
@@ -53,6 +55,10 @@ def acceptance(  # noqa: PLR0913, one parameter for each option is how typer dec
     *,
     target: options.Target = None,
     draft: options.Draft = None,
+    head: Annotated[
+        str | None,
+        typer.Option(help="Folder of a head of the target, instead of a draft.", metavar="DIR", show_default=False),
+    ] = None,
     dtype: options.DtypeOption = None,
     threads: options.Threads = None,
     temperatures: Temperatures = "0,0.7,1",
@@ -64,11 +70,16 @@ def acceptance(  # noqa: PLR0913, one parameter for each option is how typer dec
 ) -> None:
     """Shows acceptance and tokens a round of every rule, and what the size of a draft's distribution costs."""
     telemetry.configure_logs("warning")
+    refuse_together("--head", head, {"--draft": draft})
     target_model, draft_model = choose_pair(target, draft)
     plan = AcceptancePlan(parse_temperatures(temperatures), draft_count, text_len, stride)
     prompts = asyncio.run(encoded(target_model, OPENINGS[:texts]))
-    tokens = AT_A_TIME * (max(map(len, prompts)) + text_len + 2 * draft_count + 32)
-    pair = ModelPair(*(load(name, dtype, threads, tokens) for name in (target_model, draft_model)))
+    tokens = len(plan.rules) * AT_A_TIME * (max(map(len, prompts)) + text_len + 2 * draft_count + 32)
+    runner = load(target_model, dtype, threads, tokens)
+    if head is None:
+        pair = ModelPair(runner, HostedModel(load(draft_model, dtype, threads, tokens)))
+    else:
+        pair = ModelPair(runner, load_head(runner, head, runner.identity.dtype))
     conclude(pair, AcceptanceSummary(plan, measure(pair, plan, prompts, note)), save)
 
 
@@ -89,7 +100,7 @@ async def encoded(model: str, prompts: Sequence[str]) -> list[list[int]]:
 
 def conclude(pair: ModelPair, summary: AcceptanceSummary, save: Path | None) -> None:
     """Writes the file that is wanted, and prints the report."""
-    plan, target, draft = summary.plan, pair.target.identity, pair.draft.identity
+    plan, target, draft = summary.plan, pair.target.identity, pair.draft.runner.identity
     if save is not None:
         document = provenance() | {
             "models": {"target": asdict(target), "draft": asdict(draft)},

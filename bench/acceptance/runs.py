@@ -7,23 +7,24 @@ that a round accepts is committed, so that two rules are compared in the same pl
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from bench.common import spec_of
-from outrider.drafters.model_drafter import MODEL, DraftTask, ModelDrafter, noise_of
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N
 from outrider.engine.sampling.draw import DrawInput
 from outrider.engine.session import Session
-from outrider.errors import OutriderError
+from outrider.errors import CacheFull, OutriderError
 from outrider.parameters import Acceptance, Rule, SessionSpec
 from outrider.rpc import messages
-from outrider.rpc.fencing import ComputeTimes, Fence, Meter
+from outrider.rpc.fencing import ComputeTimes, Fence
 from outrider.token_tree import EMPTY, TokenTree
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import target_service_pb2 as target_pb
 from target_service.acceptance import Walk, decide
+from target_service.own_drafts import HostedDraft, HostedModel
 
 RULES = (
     Acceptance(rule=Rule.MATCH),
@@ -45,10 +46,10 @@ TIMES = ComputeTimes(queue_us=999, compute_us=99_999, forward_count=9, row_count
 
 @dataclass(frozen=True, slots=True)
 class ModelPair:
-    """Two models with room for the sessions of a run."""
+    """Two models with room for the sessions of a run, each rule's own ones of the draft."""
 
     target: ModelRunner
-    draft: ModelRunner
+    draft: HostedModel
 
 
 Trial = tuple[TokenTree, Walk]
@@ -61,9 +62,12 @@ class Readers:
     def __init__(self, pair: ModelPair, prompts: Sequence[Sequence[int]], temperature: float, text_len: int) -> None:
         """Writes text_len tokens behind every prompt, ends of sequence ignored; prompt i has the seed i."""
         self._pair = pair
-        self._specs = [spec_of(prompt, seed, temperature, text_len) for seed, prompt in enumerate(prompts)]
+        # With room behind the last place for guesses that nobody will commit.
+        room = 2 * text_len
+        self._specs = [spec_of(prompt, seed, temperature, room) for seed, prompt in enumerate(prompts)]
         self._target = [opened(pair.target, prompt) for prompt in prompts]
-        self._draft = [opened(pair.draft, prompt) for prompt in prompts]
+        # By rule, because that is what a draft draws for.
+        self._drafts: dict[Acceptance, list[HostedDraft]] = {}
         for _ in range(text_len):
             trials = self._decide(self._specs, [EMPTY] * len(prompts))
             for session, (_, walk) in zip(self._target, trials, strict=True):
@@ -77,37 +81,39 @@ class Readers:
 
     def go_to(self, place: int) -> None:
         """Makes every session hold its prompt and the first `place` tokens of its text."""
-        for spec, text, *sessions in zip(self._specs, self._texts, self._target, self._draft, strict=True):
-            for session in sessions:
-                session.replace_tail(1, text[1 : spec.prompt_len + place])
+        for number, (spec, text, session) in enumerate(zip(self._specs, self._texts, self._target, strict=True)):
+            length = spec.prompt_len + place
+            session.replace_tail(1, text[1:length])
+            for drafts in self._drafts.values():
+                drafts[number].truncate(length)
 
     def round(self, acceptance: Acceptance, draft_count: int, top_n: int) -> list[Trial]:
         """One round of every session, from its place and back to it."""
         specs = [replace(spec, acceptance=acceptance) for spec in self._specs]
-        trials = self._decide(specs, self._propose(specs, draft_count, top_n))
-        for session, place in zip(self._draft, self.lengths, strict=True):
-            session.truncate(place)
-        return trials
+        return self._decide(specs, self._propose(specs, draft_count, top_n))
 
     def close(self) -> None:
         """Gives back what the sessions hold."""
-        for session in (*self._target, *self._draft):
+        for session in self._target:
             session.free()
+        for draft in chain.from_iterable(self._drafts.values()):
+            draft.free()
 
     def _propose(self, specs: Sequence[SessionSpec], draft_count: int, top_n: int) -> list[TokenTree]:
-        def fail(error: OutriderError) -> None:
+        pair = self._pair
+        drafts = self._drafts.setdefault(specs[0].acceptance, [pair.draft.open(spec, None) for spec in specs])
+        model = HostedModel(pair.draft.runner, top_n, pair.draft.copy)
+        for draft, session in zip(drafts, self._target, strict=True):
+            if session.cached_len < len(session) - 1:
+                pair.target.forward([Feed(session, without_last=True)])
+            draft.begin(session, draft_count)
+        while waiting := [draft for draft in drafts if draft.proposal is None]:
+            model.advance(waiting)
+        trees = [draft.proposal.tree for draft in drafts if draft.proposal is not None]
+        if not all(trees):
             # Nothing may fail in a measurement; a full pool is a run that was planned wrongly.
-            raise error
-
-        drafter = ModelDrafter(self._pair.draft, lambda allocate: allocate(), top_n)
-        noise = noise_of(MODEL, specs[0].acceptance.rule)
-        tasks = [
-            DraftTask(session, spec, noise, draft_count, Meter(), lambda _: None, fail)
-            for session, spec in zip(self._draft, specs, strict=True)
-        ]
-        while waiting := [task for task in tasks if not task.done]:
-            drafter.advance(waiting)
-        return [task.proposal for task in tasks]
+            raise CacheFull("a draft had no room for its guesses")
+        return trees
 
     def _decide(self, specs: Sequence[SessionSpec], trees: Sequence[TokenTree]) -> list[Trial]:
         inputs = zip(self._target, trees, specs, strict=True)

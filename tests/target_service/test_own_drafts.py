@@ -47,9 +47,10 @@ def hosting_of(drafter: str, runner: ModelRunner, small: ModelRunner, folder: Pa
     if drafter == HOSTED:
         return Hosting(HOSTED, HostedModel(small))
     if drafter in LAYERS:
-        return host_head(runner, random_head(runner, LAYERS[drafter]), "")
+        return Hosting(drafter, host_head(runner, random_head(runner, LAYERS[drafter]), ""))
     found = read_head(write_chain(folder, CHAINS[drafter]()), runner.parts)
-    return host_head(runner, found.load(runner.parts, runner.device, torch.float32, runner.ops), found.digest())
+    head = found.load(runner.parts, runner.device, torch.float32, runner.ops)
+    return Hosting(drafter, host_head(runner, head, found.digest()))
 
 
 @pytest.fixture(scope="module")

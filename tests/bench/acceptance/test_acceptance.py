@@ -15,13 +15,15 @@ from bench.acceptance.runs import AcceptancePlan, ModelPair, Readers, RuleCounts
 from bench.common import OPENINGS
 from outrider.engine.runner import ModelRunner
 from outrider.parameters import Acceptance, Rule
+from target_service.own_drafts import HostedModel
 
 PLAN = AcceptancePlan(temperatures=(0.7, 1.0), text_len=48, stride=6, top_ns=(8, 64))
 
 
 @pytest.fixture(scope="module")
 def pair() -> ModelPair:
-    return ModelPair(*(ModelRunner.load(str(folder), kv_tokens=8192) for folder in (TARGET, TRAINED)))
+    target, draft = (ModelRunner.load(str(folder), kv_tokens=32768) for folder in (TARGET, TRAINED))
+    return ModelPair(target, HostedModel(draft))
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +76,7 @@ def test_a_round_is_taken_back(pair: ModelPair, prompts: list[list[int]]) -> Non
     assert readers.round(Acceptance(rule=Rule.RATIO), 5, 64) == before
     assert readers.lengths == [len(prompt) + 4 for prompt in prompts[:3]]
     readers.close()
-    for runner in (pair.target, pair.draft):
+    for runner in (pair.target, pair.draft.runner):
         runner.pool.check_integrity()
         assert runner.pool.num_free == runner.pool.num_blocks
 
