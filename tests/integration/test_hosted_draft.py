@@ -5,10 +5,12 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import grpc
 import pytest
 from support.stack import request_of
+from support.tiny_heads import eagle1
 
 from outrider.cli.local_stack import Addresses, Stack, start_stack
 from outrider.errors import InvalidRequest
@@ -80,8 +82,13 @@ async def test_tokens_are_those_of_plain_decoding(alone: Stack) -> None:
         assert refused.message.startswith("speculation.drafter is 'model', but must be one of hosted")
 
 
-async def test_a_target_killed_within_an_unasked_stretch_costs_time_and_no_token(alone: Stack) -> None:
-    """Its successor begins the draft's cache anew from the gateway's tokens."""
+@pytest.mark.parametrize("drafter", ["hosted", "eagle1"])
+async def test_a_target_killed_within_an_unasked_stretch_costs_time_and_no_token(
+    alone: Stack, tmp_path: Path, drafter: str
+) -> None:
+    """Its successor fills the cache of the draft, or of a head that is mostly wrong, from the gateway's tokens."""
+    if drafter == "eagle1":
+        alone = Stack(TARGET, None, head=str(eagle1(tmp_path / "head", hidden=384, vocab=4096, scale=0.3)))
     async with served(alone) as (stub, supervisor, _):
         for temperature in (0.0, 0.8):
             plain, _, _ = await answer(stub, temperature=temperature, draft_count=0)

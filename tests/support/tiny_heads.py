@@ -108,15 +108,24 @@ def vocabulary_map(step: int = 2, first: int = 3) -> dict[str, Tensor]:
 
 
 def eagle1(
-    folder: Path, *, bias: bool = True, para_norm: bool = False, input_norm: bool = False, embedding: bool = False
+    folder: Path,
+    *,
+    bias: bool = True,
+    para_norm: bool = False,
+    input_norm: bool = False,
+    embedding: bool = False,
+    hidden: int = HIDDEN,
+    vocab: int = VOCAB,
+    scale: float = 1.0,
 ) -> Path:
-    """EAGLE 1 and 2 by their authors, and HASS with its two norms."""
-    shapes = {"fc.weight": (HIDDEN, 2 * HIDDEN), **layer_shapes("layers.0.")}
-    shapes |= {"fc.bias": (HIDDEN,)} if bias else {}
-    shapes |= {f"{name}_layernorm.weight": (HIDDEN,) for name in ("embedding", "hidden_states") if para_norm}
-    shapes |= {"layers.0.input_layernorm.weight": (HIDDEN,)} if input_norm else {}
-    shapes |= {"embed_tokens.weight": (VOCAB, HIDDEN)} if embedding else {}
-    return write_head(folder, FLAT | ({"add_para_norm": True} if para_norm else {}), random_tensors(shapes, 1))
+    """EAGLE 1 and 2 by their authors, and HASS with its two norms; with smaller weights it is less sure of itself."""
+    shapes = {"fc.weight": (hidden, 2 * hidden), **layer_shapes("layers.0.", hidden)}
+    shapes |= {"fc.bias": (hidden,)} if bias else {}
+    shapes |= {f"{name}_layernorm.weight": (hidden,) for name in ("embedding", "hidden_states") if para_norm}
+    shapes |= {"layers.0.input_layernorm.weight": (hidden,)} if input_norm else {}
+    shapes |= {"embed_tokens.weight": (vocab, hidden)} if embedding else {}
+    config = FLAT | {"hidden_size": hidden, "vocab_size": vocab} | ({"add_para_norm": True} if para_norm else {})
+    return write_head(folder, config, {name: scale * each for name, each in random_tensors(shapes, 1).items()})
 
 
 def speculators_config(kind: str, **keys: object) -> Json:
