@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
@@ -44,6 +47,9 @@ class HeadSettings:
             help="Of first weights, order and held-out blocks of the text: the target's own, or it has learnt them.",
         ),
     ] = 1
+    from_head: Annotated[
+        str | None, typer.Option(help="Folder of a head of the same shape, with whose weights this one begins.")
+    ] = None
     steps: Annotated[int, typer.Option(callback=COUNT, help="Of copying the target's distributions.")] = 1200
     overlap_steps: Annotated[
         int | None, typer.Option(callback=COUNT, help="Behind them, of raising how often a guess is kept.")
@@ -180,7 +186,10 @@ class HeadRun:
             each.weight.detach().cpu()
             for each in (self.target.get_input_embeddings(), self.target.get_output_embeddings())
         )
-        head = new_head(files, embedding, output, settings.seed).to(device)
+        head = new_head(files, embedding, output, settings.seed)
+        if settings.from_head is not None:
+            begin_with(head, Path(settings.from_head))
+        head = head.to(device)
         teacher = Teacher(self.target, files.taps, files.draft_ids.to(device))
         unseen = text.token_ids[targets == IGNORED].to(device)
         covered = float(teacher.knows(unseen).double().mean())
@@ -263,6 +272,16 @@ class HeadRun:
         tokens = greedy_tokens_per_pass(head, teacher, texts, PROMPT_LEN)
         table.caption = f"{tokens:.2f} tokens a pass at temperature 0 with {self.settings.steps_ahead} guesses"
         return table
+
+
+def begin_with(head: nn.Module, folder: Path) -> None:
+    """Gives a head the weights of another one's file. Raises InvalidRequest where these are not of its shape."""
+    try:
+        found = load_file(folder / "model.safetensors")
+        named = {name.removeprefix("speculator."): tensor for name, tensor in found.items()}
+        head.load_state_dict({name: named[name] for name in head.state_dict()})
+    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+        raise InvalidRequest("--from-head", str(folder), f"a head of the same method and shape: {error}") from error
 
 
 def new_head(files: HeadFiles, embedding: Tensor, output: Tensor, seed: int) -> nn.Module:

@@ -3,6 +3,7 @@
 import cmath
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +18,10 @@ from outrider.engine.models.rope import Rope
 from outrider.engine.ops import Ops, choose_ops
 from outrider.engine.ops.eager import EagerOps
 from outrider.engine.ops.reference import ReferenceOps
+from outrider.errors import InvalidRequest
 from training import heads
-from training.head_files import HeadFiles
-from training.head_run import new_head
+from training.head_files import METHODS, HeadFiles
+from training.head_run import begin_with, new_head
 from training.heads import HeadShape
 from training.imitate import guesses_of
 
@@ -294,3 +296,16 @@ def test_training_computes_what_the_engine_does(method: str, ops: Ops) -> None:
         return found
 
     Case(method).compare(serve)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_head_begins_with_the_weights_of_another(tmp_path: Path, method: str) -> None:
+    """Those of its file; one of another shape is refused."""
+    case = Case(method)
+    case.files.write(case.weights, case.output, tmp_path / "head")
+    other = new_head(case.files, case.embedding, case.output, 4)
+    begin_with(other, tmp_path / "head")
+    assert all(torch.equal(tensor, case.weights[name]) for name, tensor in other.state_dict().items())
+    narrow = new_head(files_of("eagle3" if method != "eagle3" else "mtp"), case.embedding, case.output, 4)
+    with pytest.raises(InvalidRequest, match="must be a head of the same method and shape"):
+        begin_with(narrow, tmp_path / "head")
