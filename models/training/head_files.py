@@ -16,7 +16,13 @@ from transformers import LlamaConfig
 
 from training.heads import HeadShape
 
-METHODS = ("eagle3", "mtp", "medusa", "mlp_speculator")
+ARCHITECTURES = {
+    "eagle3": "Eagle3Speculator",
+    "mtp": "FastMTPSpeculator",
+    "medusa": "MedusaModel",
+    "mlp_speculator": "MLPSpeculatorPreTrainedModel",
+}
+METHODS = tuple(ARCHITECTURES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,11 +137,3 @@ class HeadFiles:
         # The library makes it private, and services in containers run as another user.
         (folder / "model.safetensors").chmod(0o644)
         (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
-
-
-ARCHITECTURES = {
-    "eagle3": "Eagle3Speculator",
-    "mtp": "FastMTPSpeculator",
-    "medusa": "MedusaModel",
-    "mlp_speculator": "MLPSpeculatorPreTrainedModel",
-}

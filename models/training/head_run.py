@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 import torch
 import typer
@@ -77,14 +77,14 @@ class HeadSettings:
     taps: Annotated[
         str | None,
         typer.Option(
-            help="Of eagle3: what it reads, as the numbers of the layers that this enters; by default 1, half, last."
+            help="Of eagle3: layers whose inputs it reads, from 0; by default the second, the middle and the last."
         ),
     ] = None
     draft_vocab: Annotated[
         int | None, typer.Option(callback=COUNT, help="Of eagle3: most frequent tokens that it knows; by default all.")
     ] = None
 
-    def checked(self) -> "HeadSettings":
+    def checked(self) -> Self:
         """The same. Raises InvalidRequest about a name that there is not, or an option that the method has not."""
         for flag, value, known in (("--method", self.method, METHODS), ("--preset", self.preset, tuple(PRESETS))):
             if value not in known:
@@ -258,19 +258,27 @@ class HeadRun:
 
     def _report(self, head: nn.Module, teacher: Teacher) -> Table:
         """What it reaches on held-out blocks, and on the target's own greedy text behind their beginnings."""
-        blocks = self.held_out.whole_blocks()
-        prompts = blocks[:GREEDY_TEXTS, :PROMPT_LEN].to(self.target.device)
-        length = min(GREEDY_LEN, self.target.config.max_position_embeddings)
-        texts = continued(self.target, prompts, length, None)
-        reached = {
-            "held-out text": measure_head(head, teacher, blocks),
-            "greedy text": measure_head(head, teacher, texts),
-        }
-        table = Table("step ahead", *(f"{name}: {what}" for name in reached for what in ("kept", "agrees")))
-        for step, values in enumerate(zip(*reached.values(), strict=True)):
+        found = self.storage.result("report")
+        if found is None:
+            blocks = self.held_out.whole_blocks()
+            prompts = blocks[:GREEDY_TEXTS, :PROMPT_LEN].to(self.target.device)
+            greedy = continued(self.target, prompts, min(GREEDY_LEN, self.files.shape.context_len), None)
+            # The first round is behind the prompt and the token of its own step.
+            first = PROMPT_LEN - 1
+            reached = {
+                "held-out text": measure_head(head, teacher, blocks),
+                "greedy text": measure_head(head, teacher, greedy, first),
+            }
+            found = {
+                "reached": {name: [tuple(each) for each in values] for name, values in reached.items()},
+                "tokens": greedy_tokens_per_pass(head, teacher, greedy, first),
+            }
+            self.storage.save_result("report", found)
+        columns = (f"{name}: {what}" for name in found["reached"] for what in ("kept", "agrees"))
+        table = Table("step ahead", *columns)
+        for step, values in enumerate(zip(*found["reached"].values(), strict=True)):
             table.add_row(str(step + 1), *(f"{value:.3f}" for each in values for value in each))
-        tokens = greedy_tokens_per_pass(head, teacher, texts, PROMPT_LEN)
-        table.caption = f"{tokens:.2f} tokens a pass at temperature 0 with {self.settings.steps_ahead} guesses"
+        table.caption = f"{found['tokens']:.2f} tokens a pass at temperature 0 with {self.settings.steps_ahead} guesses"
         return table
 
 

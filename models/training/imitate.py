@@ -105,8 +105,11 @@ class Reached(NamedTuple):
 
 
 @torch.inference_mode()
-def measure_head(head: nn.Module, teacher: Teacher, texts: Tensor) -> list[Reached]:
-    """Of each step ahead, over texts [B, L]; an id that the head does not know counts as never guessed."""
+def measure_head(head: nn.Module, teacher: Teacher, texts: Tensor, first_row: int = 0) -> list[Reached]:
+    """Of each step ahead, over rounds from a row of texts [B, L]; an id that the head does not know is never guessed.
+
+    Row m is the round behind m + 2 tokens.
+    """
     head.eval()
     sums: dict[int, Tensor] = {}
     for piece in micro_batches(texts):
@@ -116,19 +119,19 @@ def measure_head(head: nn.Module, teacher: Teacher, texts: Tensor) -> list[Reach
             laws = reading.logits.softmax(-1) * reading.known_mass[..., None]
             for step, guess in enumerate(guesses_of(head, reading.features, tokens)):
                 logits = guess.float()
-                overlap = torch.minimum(laws[:, 1 + step :], logits.softmax(-1)).sum(-1)
-                agrees = teacher.draft_ids[logits.argmax(-1)] == reading.best[:, 1 + step :]
+                overlap = torch.minimum(laws[:, 1 + step :], logits.softmax(-1)).sum(-1)[:, first_row:]
+                agrees = (teacher.draft_ids[logits.argmax(-1)] == reading.best[:, 1 + step :])[:, first_row:]
                 values = [overlap.double().sum(), agrees.double().sum(), torch.tensor(float(agrees.numel()))]
                 sums[step] = sums.get(step, torch.zeros(3)) + torch.stack([each.cpu() for each in values])
     return [Reached(*(sums[step][:2] / sums[step][2]).tolist()) for step in sorted(sums)]
 
 
 @torch.inference_mode()
-def greedy_tokens_per_pass(head: nn.Module, teacher: Teacher, texts: Tensor, prompt_len: int) -> float:
+def greedy_tokens_per_pass(head: nn.Module, teacher: Teacher, texts: Tensor, first_row: int) -> float:
     """Mean tokens of a verification at temperature 0, as many guesses as the head has steps, its own token included.
 
-    The texts [B, L] are the target's greedy ones behind prompts. There the right guesses are the text, so the rounds of
-    decoding can be read off one pass over the whole text: each begins where the one before it ended.
+    The texts [B, L] are the target's greedy ones. There the right guesses are the text, so one pass over the whole text
+    shows the rounds of decoding: the first one begins at a row, and each later one where the one before it ended.
     """
     head.eval()
     rounds = total = 0
@@ -143,8 +146,7 @@ def greedy_tokens_per_pass(head: nn.Module, teacher: Teacher, texts: Tensor, pro
         rows = right[-1].shape[1]
         chains = torch.stack([each[:, :rows] for each in right], -1).long().cumprod(-1).sum(-1)
         for lengths in chains.tolist():
-            # Row m is the round behind m + 2 tokens; the first one is behind the prompt and a token of its own step.
-            row = prompt_len - 1
+            row = first_row
             while row < rows:
                 rounds, total = rounds + 1, total + 1 + lengths[row]
                 row += 1 + lengths[row]

@@ -96,10 +96,10 @@ def test_what_is_kept_counts_all_ids_of_the_target() -> None:
     """A head that knows few ids is kept for no more than they are likely, and agrees only about them."""
     ids = ALL_IDS[:40]
     steps = random_steps(len(ids))
-    found = measure_head(FixedHead(*steps), Teacher(MODEL, (1,), ids), TOKENS)
+    found = measure_head(FixedHead(*steps), Teacher(MODEL, (1,), ids), TOKENS, first_row=3)
     assert len(found) == 2
     for step, (overlap, agreement) in enumerate(found):
-        law, guess = laws()[:, 1 + step :], steps[step].softmax(-1)
+        law, guess = laws()[:, 4 + step :], steps[step].softmax(-1)[:, 3:]
         assert overlap == pytest.approx(float(torch.minimum(law[..., ids], guess).sum(-1).mean()), rel=1e-4)
         assert agreement == pytest.approx(float((law.argmax(-1) == guess.argmax(-1)).double().mean()))
 
@@ -112,7 +112,7 @@ def test_rounds_follow_each_other() -> None:
     for behind, right in ((3, 1), (5, 2), (8, 0), (4, 2), (6, 2), (7, 1)):
         for step in range(right):
             steps[step][0, behind - 2, text[0, behind + step]] = 1
-    found = greedy_tokens_per_pass(FixedHead(*steps), Teacher(MODEL, (1,), ALL_IDS), text, prompt_len=2)
+    found = greedy_tokens_per_pass(FixedHead(*steps), Teacher(MODEL, (1,), ALL_IDS), text, first_row=1)
     # Rounds behind 3, 5, 8, 9 and 10 tokens; the one behind 11 would end past the text.
     assert found == pytest.approx((2 + 3 + 1 + 1 + 1) / 5)
 

@@ -89,6 +89,15 @@ def test_a_killed_run_goes_on_to_the_same_weights(
     assert output[output.index("How often") : output.index("The head:")] in made["eagle3"][1]
 
 
+def test_a_finished_run_only_says_so_again(corpus: Path, trained: tuple[Path, str], made: Made) -> None:
+    """The same table, and no step."""
+    out, before = made["mtp"]
+    code, output = train(*options_for("mtp", corpus, trained[0], out), command=COMMAND)
+    assert code == 0, output
+    assert "step 2," not in output
+    assert output[output.index("How often") :] == before[before.index("How often") :]
+
+
 def test_the_draft_vocabulary_is_what_the_text_says_most(corpus: Path, trained: tuple[Path, str], made: Made) -> None:
     """Offsets and reachable ids name the same rising ids; none that is left out was learnt more often."""
     tensors = tensors_of(made["eagle3"][0])
