@@ -262,7 +262,7 @@ class HostedModel:
     def __init__(self, runner: ModelRunner, top_n: int = DEFAULT_TOP_N, copy: FeatureCopy | None = None) -> None:
         """`copy` as in HostedDraft."""
         self._runner = runner
-        self._drafter = ModelDrafter(runner, _without_room, top_n)
+        self._drafter = ModelDrafter(runner, without_room, top_n)
         self._copy = copy
 
     def open(self, spec: SessionSpec, salt: bytes | None) -> HostedDraft:
@@ -285,7 +285,7 @@ def host_head(target: ModelRunner, head: Head, digest: str) -> Hosting[HostedDra
     return Hosting(head.facts.method, HostedModel(runner, copy=FeatureCopy(target.cache, head)), runner)
 
 
-def _without_room(allocate: Allocate) -> None:
+def without_room(allocate: Allocate) -> None:
     allocate()
 
 

@@ -24,6 +24,7 @@ from outrider.errors import InvalidRequest
 from outrider.parameters import Rule, SessionSpec
 from outrider.token_tree import EMPTY, TokenTree
 from target_service.own_drafts import HOSTED, HostedModel, Hosting, host_head
+from target_service.own_layers import LAYER_SKIP, host_layers
 
 SPEC = spec_of(PROMPT, 60, seed=3, eos=(), temperature=1.0)
 GREEDY = spec_of(PROMPT, 60, seed=3, eos=())
@@ -39,7 +40,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 
 
 LAYERS = {"eagle3": Fuse.WIDE, "eagle1": Fuse.PAIR, "mtp": Fuse.REVERSED}
-HEADS = (*LAYERS, "mlp", "hydra", "hydra++", "medusa", "bpd")
+HEADS = (*LAYERS, "mlp", "hydra", "hydra++", "medusa", "bpd", LAYER_SKIP)
 
 
 def hosting_of(drafter: str, runner: ModelRunner, small: ModelRunner, folder: Path) -> Hosting:
@@ -48,6 +49,8 @@ def hosting_of(drafter: str, runner: ModelRunner, small: ModelRunner, folder: Pa
         return Hosting(HOSTED, HostedModel(small))
     if drafter in LAYERS:
         return host_head(runner, random_head(runner, LAYERS[drafter]), "")
+    if drafter == LAYER_SKIP:
+        return host_layers(runner, 1)
     found = read_head(write_chain(folder, CHAINS[drafter]()), runner.parts)
     return host_head(runner, found.load(runner.parts, runner.device, torch.float32, runner.ops), found.digest())
 
