@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import structlog
 
@@ -18,6 +18,7 @@ from outrider.model_service.session_store import LeaseTable, Outboxes
 from outrider.model_service.settings import MAX_THREADS, Listen, ModelServiceSettings, check_model
 from outrider.process.options import Setting, within
 from target_service.own_drafts import HOSTED, HostedDraft, HostedModel, Hosting, host_head
+from target_service.own_layers import host_layers
 from target_service.servicer import TargetServicer
 from target_service.sessions import UNACKNOWLEDGED_WINDOW, TargetSessions, TargetState
 from target_service.verifier import Verifier, VerifyTask
@@ -37,6 +38,10 @@ class TargetSettings(ModelServiceSettings):
     head: Annotated[
         str, Setting("A head in this process that reads the target's state: a folder or a hub id. Empty: none.")
     ] = ""
+    exit_layer: Annotated[
+        int,
+        Setting("Layers of the target that guess for it, in its own cache. 0: none.", within(0)),
+    ] = 0
 
     def __post_init__(self) -> None:
         ModelServiceSettings.__post_init__(self)
@@ -49,7 +54,9 @@ class TargetSettings(ModelServiceSettings):
 async def start(settings: TargetSettings) -> RunningModelService:
     """Loads the models and serves; raises ModelRefused, InvalidRequest, AddressTaken."""
     model = await load_model_aside(settings)
-    hostings: list[Hosting[HostedDraft]] = []
+    hostings: list[Hosting[Any]] = []
+    if settings.exit_layer:
+        hostings.append(host_layers(model.runner, settings.exit_layer))
     if settings.head:
         hostings.append(await asyncio.to_thread(load_head, model, settings))
     if settings.draft_model:
@@ -72,7 +79,7 @@ def load_head(model: LoadedModel, settings: TargetSettings) -> Hosting[HostedDra
 
 
 async def start_with(
-    model: LoadedModel, settings: ModelServiceSettings, hostings: Sequence[Hosting[HostedDraft]] = ()
+    model: LoadedModel, settings: ModelServiceSettings, hostings: Sequence[Hosting[Any]] = ()
 ) -> RunningModelService:
     """Serves models that are loaded already; those of the settings are not looked at."""
     table, outboxes = LeaseTable[TargetState](settings.lease_seconds), Outboxes()

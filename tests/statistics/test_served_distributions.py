@@ -57,7 +57,7 @@ def probs_behind(model: Path, prefixes: list[list[int]]) -> Floats:
 
 
 async def chance_of_answers(
-    pair: tuple[Path, Path], rule: str, num_requests: int, own: dict[str, str] | None = None
+    pair: tuple[Path, Path], rule: str, num_requests: int, own: dict[str, object] | None = None
 ) -> tuple[float, float]:
     """Asks with the seeds 0, 1, 2, ..., some at a time; how likely the answers are by the target's law and the draft's.
 
@@ -84,7 +84,7 @@ async def chance_of_answers(
 
 
 async def check_requests(
-    pair: tuple[Path, Path], rule: str, num_requests: int, own: dict[str, str] | None = None
+    pair: tuple[Path, Path], rule: str, num_requests: int, own: dict[str, object] | None = None
 ) -> None:
     """Compares the answers with both laws; the draft's own must not pass for the target's."""
     by_target, by_draft = await chance_of_answers(pair, rule, num_requests, own)
@@ -93,7 +93,7 @@ async def check_requests(
 
 
 @pytest.mark.parametrize("rule", ["match", "ratio", "block"])
-@pytest.mark.parametrize("drafter", ["service", "hosted", "head"])
+@pytest.mark.parametrize("drafter", ["service", "hosted", "head", "layers"])
 async def test_served_tokens_follow_the_distribution_of_the_target(
     pair: tuple[Path, Path], tmp_path: Path, rule: str, drafter: str
 ) -> None:
@@ -102,7 +102,12 @@ async def test_served_tokens_follow_the_distribution_of_the_target(
     # With smaller weights it hesitates, and is right now and then.
     smaller = {name: 0.3 * tensor for name, tensor in load_file(head / "model.safetensors").items()}
     change(head, config={"vocab_size": NUM_TOKENS}, tensors=smaller)
-    own = {"service": None, "hosted": {"draft_model": str(pair[1])}, "head": {"head": str(head)}}
+    own: dict[str, dict[str, object] | None] = {
+        "service": None,
+        "hosted": {"draft_model": str(pair[1])},
+        "head": {"head": str(head)},
+        "layers": {"exit_layer": 1},
+    }
     await check_requests(pair, rule, 1000, own[drafter])
 
 
