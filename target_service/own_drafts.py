@@ -273,7 +273,13 @@ class HostedModel:
 
 
 def host_head(target: ModelRunner, head: Head, digest: str) -> Hosting[HostedDraft]:
-    """The drafter of a head, named as its method; from now on the target keeps what it reads.
+    """The drafter of a head, named as its method; from now on the target keeps what it reads."""
+    runner = head_runner(target, head, digest)
+    return Hosting(head.facts.method, HostedModel(runner, copy=FeatureCopy(target.cache, head)), runner)
+
+
+def head_runner(target: ModelRunner, head: Head, digest: str) -> ModelRunner:
+    """What computes a head; from now on the target keeps what it reads.
 
     Its cache has room for as many tokens as the target's. `digest` names the head's weights.
     """
@@ -282,7 +288,7 @@ def host_head(target: ModelRunner, head: Head, digest: str) -> Hosting[HostedDra
     decoder = head_decoder(head, target.parts, target.ops)
     runner = ModelRunner(decoder, identity, target.pool.num_blocks * target.pool.block_size)
     runner.cache.keep_features(head.facts.state_size + 1)
-    return Hosting(head.facts.method, HostedModel(runner, copy=FeatureCopy(target.cache, head)), runner)
+    return runner
 
 
 def without_room(allocate: Allocate) -> None:

@@ -17,8 +17,8 @@ from outrider.model_service.server import LoadedModel, RunningModelService, desc
 from outrider.model_service.session_store import LeaseTable, Outboxes
 from outrider.model_service.settings import MAX_THREADS, Listen, ModelServiceSettings, check_model
 from outrider.process.options import Setting, within
-from target_service.own_drafts import HOSTED, HostedDraft, HostedModel, Hosting, host_head
-from target_service.own_layers import host_layers
+from target_service.own_drafts import HOSTED, HostedModel, Hosting, host_head
+from target_service.own_layers import host_adapter, host_layers
 from target_service.servicer import TargetServicer
 from target_service.sessions import UNACKNOWLEDGED_WINDOW, TargetSessions, TargetState
 from target_service.verifier import Verifier, VerifyTask
@@ -68,14 +68,15 @@ async def start(settings: TargetSettings) -> RunningModelService:
     return await start_with(model, settings, hostings)
 
 
-def load_head(model: LoadedModel, settings: TargetSettings) -> Hosting[HostedDraft]:
+def load_head(model: LoadedModel, settings: TargetSettings) -> Hosting[Any]:
     """The head that the settings name, beside the target; raises ModelRefused."""
     runner, folder = model.runner, Path(settings.head).expanduser()
     # Unlike a model's, a head's weights may have any name in their folder.
     found = read_head(folder if folder.is_dir() else resolve(settings.head), runner.parts)
     head = found.load(runner.parts, runner.device, DTYPES[settings.dtype], runner.ops)
     log.info("head loaded", method=found.method, folder=str(found.folder), taps=head.facts.taps, switches=found.notes)
-    return host_head(runner, head, found.digest())
+    host = host_adapter if head.facts.reads_own else host_head
+    return host(runner, head, found.digest())
 
 
 async def start_with(

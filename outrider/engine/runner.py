@@ -171,11 +171,12 @@ class ModelRunner:
         taps = tuple(dict.fromkeys((*self.cache.taps, *sorted(boundaries))))
         self.cache.keep_features(len(taps) * self.model.embedding.shape[1], taps)
 
-    def lower(self, num_layers: int) -> Self:
+    def lower(self, num_layers: int, *, has_logits: bool = True) -> Self:
         """A runner of the first layers with the same cache, where their keys and values are this model's own.
 
-        It lets this one store what leaves them; see `tap`. Raises ModelRefused for a model that cannot be computed
-        layer by layer, or of no more layers.
+        It lets this one store what leaves them; see `tap`. Logits are what the final norm and the output matrix make of
+        that, where there are any. Raises ModelRefused for a model that cannot be computed layer by layer, or that has
+        no more layers.
         """
         if not isinstance(self.model, LayeredDecoder):
             message = f"{self.identity.model_name} cannot be computed layer by layer, and so has no exit layer"
@@ -185,7 +186,7 @@ class ModelRunner:
             raise ModelRefused(f"{self.identity.model_name}: {message}", exit_layer=num_layers)
         self.tap((num_layers,))
         lower = copy(self)
-        lower.model = LowerLayers(self.model, num_layers)
+        lower.model = LowerLayers(self.model, num_layers, has_logits=has_logits)
         lower.forward_counts, lower._num_forwards, lower._started_s = ForwardCounts(), 0, None
         return lower
 
@@ -207,6 +208,11 @@ class ModelRunner:
     def device(self) -> torch.device:
         """Where weights, cache and logits live."""
         return self.model.embedding.device
+
+    @property
+    def is_row_invariant(self) -> bool:
+        """Whether a row's bits depend on nothing but the row; see outrider.engine.ops."""
+        return self.device.type == "cpu"
 
     @property
     def device_name(self) -> str:
@@ -261,8 +267,7 @@ class ModelRunner:
             nothing = torch.empty(0, self.config.vocab_size, device=self.device)
             return ForwardResult(nothing, [None] * len(feeds), [range(0)] * len(feeds), grants)
         batch = build_batch(feeds, grants, self.device)
-        # Elsewhere the lower layers would have other bits among other rows.
-        starts = entries(feeds, grants) if self.device.type == "cpu" else []
+        starts = entries(feeds, grants) if self.is_row_invariant else []
         for feed in feeds:
             # The rows of an earlier tree are about to be overwritten, whatever comes of this forward.
             feed.session.advance(feed.session.cached_len, EMPTY)

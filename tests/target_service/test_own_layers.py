@@ -6,13 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 from support.basics import check_empty, spec_of
 from support.heads import random_head
-from support.layers import count_rows
+from support.layers import NUM_LAYERS, count_rows, write_layered_model
 from support.rules import ruled
-from support.stepped_target import PROMPT, VOCABULARY_SIZE, OwnTarget, assert_like_fresh, check_pure, plain
-from support.tiny_models import write_tiny_model
+from support.stepped_target import PROMPT, OwnTarget, assert_like_fresh, check_pure, plain
 from torch import Tensor
 
 from outrider.engine import runner as runner_module
@@ -31,21 +29,11 @@ from target_service.server import TargetSettings, start
 
 GREEDY = spec_of(PROMPT, 60, seed=3, eos=())
 SAMPLED = spec_of(PROMPT, 60, seed=3, eos=(), temperature=1.0)
-NUM_LAYERS = 4
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose upper half changes little, so that the lower one guesses well."""
-    sizes = {"vocab_size": VOCABULARY_SIZE, "context_len": 640, "num_hidden_layers": NUM_LAYERS}
-    folder = write_tiny_model(tmp_path_factory.mktemp("layers") / "model", "llama", **sizes)
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    for name, tensor in tensors.items():
-        if name.startswith(("model.layers.2.", "model.layers.3.")) and "norm" not in name:
-            tensors[name] = tensor * 0.4
-    save_file(tensors, file)
-    return folder
+    return write_layered_model(tmp_path_factory.mktemp("layers") / "model")
 
 
 def load(folder: Path, *, fused: bool = True, kv_tokens: int = 4096) -> ModelRunner:
@@ -92,6 +80,18 @@ def test_tokens_are_those_of_plain_decoding(
     assert_like_fresh(own)
     own.table.clear()
     check_empty(runner.pool)
+
+
+def test_where_bits_depend_on_neighbours_nothing_goes_on(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers are computed for all rows, and those below the exit twice."""
+    monkeypatch.setattr(ModelRunner, "is_row_invariant", False)
+    own = OwnTarget(runner, host_layers(runner, 2))
+    tokens = plain(runner, GREEDY)
+    counts = count_rows(runner, monkeypatch)
+    answers = own.to_the_end(GREEDY, 4)
+    assert own.tokens == tokens
+    assert counts[0] - counts[2] == sum(len(answer.content.own.tree) for answer in answers) > 40
+    own.table.clear()
 
 
 def test_sessions_of_all_kinds_share_a_forward(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,9 @@ MTP_LAYER = LAYER | {
     "input_proj.": "fuse.",
     "final_layernorm.": "out_norm.",
 }
+ADAPTER = {"norm.": "out_norm."} | {f"layers.0.{name}": f"layer.{name}" for name in ("self_attn.", "input_layernorm.")}
+# Of all checkpoints that there are; no config.json says it.
+DEFAULT_EXIT_LAYER = 2
 NORMS = frozenset({"embedding_norm.weight", "state_norm.weight", "out_norm.weight"})
 
 
@@ -302,3 +305,16 @@ def read_mtp(
         needed=NORMS | {"layer.input_layernorm.weight"},
         feeds_normed=True,
     )
+
+
+def read_kangaroo(
+    folder: Path, config: Mapping[str, Any], stored: Mapping[str, StoredTensor], target: TargetParts
+) -> FeatureCheckpoint:
+    """The adapter of Kangaroo, which goes on behind the target's lower layers; `exit_layer` in config.json is ours."""
+    reading = _Reading.of(folder, config, stored, ADAPTER)
+    keys = reading.keys
+    exit_layer = keys.integer("exit_layer", DEFAULT_EXIT_LAYER)
+    if exit_layer >= target.num_layers:
+        raise keys.refuse("exit_layer", f"is {exit_layer}, but the target has {target.num_layers} layers")
+    reading.notes.append(f"exit_layer: {exit_layer}{'' if 'exit_layer' in config else ' (default)'}")
+    return reading.checked(target, keys=keys, method="kangaroo", taps=(exit_layer,), fuse=Fuse.OWN)

@@ -17,18 +17,19 @@ from outrider.engine.ops import Ops
 
 
 class LowerLayers:
-    """The first layers of a model, then its own final norm and matrix, over the model's cache."""
+    """The first layers of a model over its cache, then its own final norm and matrix, or no logits."""
 
-    def __init__(self, model: LayeredDecoder, num_layers: int) -> None:
+    def __init__(self, model: LayeredDecoder, num_layers: int, *, has_logits: bool) -> None:
         self.config: DecoderFacts = model.config
         self.ops: Ops = model.ops
         self.embedding = model.embedding
         self.weights: Sequence[Tensor] = ()
         self._model = model
         self._layers = range(num_layers)
+        self._has_logits = has_logits
 
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
-        return self._model.forward_layers(plan, cache, wanted, self._layers)
+        return self._model.forward_layers(plan, cache, wanted if self._has_logits else wanted[:0], self._layers)
 
 
 def resume(model: LayeredDecoder, plan: RowPlan, cache: KVCache, wanted: Tensor, starts: Sequence[int]) -> Tensor:
