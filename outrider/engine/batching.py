@@ -184,10 +184,12 @@ def entries(feeds: Sequence[Feed], grants: Sequence[int]) -> list[int]:
         return []
     found: list[int] = []
     for feed, grant in zip(feeds, grants, strict=True):
-        session, lower = feed.session, feed.session.lower
-        token_ids = session.token_ids[session.next_position :] + list(feed.tree.token_ids if feed.tree.is_chain else ())
-        pairs = zip(token_ids[:grant], lower.token_ids, strict=False)
-        num_begun = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        lower, first = feed.session.lower, feed.session.next_position
+        token_ids = feed.session.token_ids[first : first + grant]
+        # Guesses were a chain, and rows of a tree lie elsewhere.
+        token_ids += feed.tree.token_ids[: grant - len(token_ids)] if feed.tree.is_chain else ()
+        begun = takewhile(lambda pair: pair[0] == pair[1], zip(token_ids, lower.token_ids, strict=False))
+        num_begun = len(list(begun))
         found += [lower.boundary] * num_begun + [0] * (grant - num_begun)
     return found
 

@@ -316,5 +316,5 @@ def read_kangaroo(
     exit_layer = keys.integer("exit_layer", DEFAULT_EXIT_LAYER)
     if exit_layer >= target.num_layers:
         raise keys.refuse("exit_layer", f"is {exit_layer}, but the target has {target.num_layers} layers")
-    reading.notes.append(f"exit_layer: {exit_layer}{'' if 'exit_layer' in config else ' (default)'}")
+    reading.notes.append(f"exit_layer: {exit_layer}{' (default)' if config.get('exit_layer') is None else ''}")
     return reading.checked(target, keys=keys, method="kangaroo", taps=(exit_layer,), fuse=Fuse.OWN)

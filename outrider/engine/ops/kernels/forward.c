@@ -192,10 +192,10 @@ static void store_taps(const decoder *model, const taps *taps, const row_plan *p
     }
 }
 
-/* Layers [first, last) of plans of the same rows, which differ in the keys that a row sees. Behind 0 the rows begin with
- * what is tapped at `first`, which must be among the taps; logits are what the head makes of what leaves the last. keys and values [num_layers] point to caches
- * [slots, num_groups, head_dim]; scratch holds as many floats as outrider_forward_floats says; logits [num_wanted,
- * vocabulary]. */
+/* Layers [first, last) for plans of the same rows, which differ in the keys that a row sees. Where first is not 0, rows
+ * begin with what is tapped there, which must be; logits are what norm and head make of what leaves layer last - 1.
+ * keys and values [num_layers] point to caches [slots, num_groups, head_dim]; scratch holds as many floats as
+ * outrider_forward_floats says; logits [num_wanted, vocabulary]. */
 void outrider_forward(pool *threads, const decoder *model, const row_plan *plans, float *const *keys,
                       float *const *values, const taps *taps, int64_t first, int64_t last, float *scratch,
                       float *logits) {
