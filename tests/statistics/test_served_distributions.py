@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.kangaroo import write_kangaroo
 from support.rules import Floats, chance
 from support.stack import Answer, reference_model, running_stack
 from support.tiny_heads import change, eagle1
@@ -93,7 +94,7 @@ async def check_requests(
 
 
 @pytest.mark.parametrize("rule", ["match", "ratio", "block"])
-@pytest.mark.parametrize("drafter", ["service", "hosted", "head", "layers"])
+@pytest.mark.parametrize("drafter", ["service", "hosted", "head", "layers", "adapter"])
 async def test_served_tokens_follow_the_distribution_of_the_target(
     pair: tuple[Path, Path], tmp_path: Path, rule: str, drafter: str
 ) -> None:
@@ -107,6 +108,7 @@ async def test_served_tokens_follow_the_distribution_of_the_target(
         "hosted": {"draft_model": str(pair[1])},
         "head": {"head": str(head)},
         "layers": {"exit_layer": 1},
+        "adapter": {"head": str(write_kangaroo(tmp_path / "adapter", NUM_TOKENS, exit_layer=1))},
     }
     await check_requests(pair, rule, 1000, own[drafter])
 
