@@ -89,16 +89,18 @@ class OwnDrafter(Protocol[DraftT]):
 class Hosting(Generic[DraftT]):
     """A drafter, and the proposals that sessions make with it."""
 
-    def __init__(self, name: str, drafter: OwnDrafter[DraftT]) -> None:
+    def __init__(self, name: str, drafter: OwnDrafter[DraftT], runner: ModelRunner | None = None) -> None:
+        """`runner` is the model that the drafter has, if it has one of its own."""
         self.name = name
-        self._drafter = drafter
+        self.drafter = drafter
+        self.runner = runner
 
     @property
     def rules(self) -> frozenset[Rule]:
-        return self._drafter.rules
+        return self.drafter.rules
 
     def open(self, spec: SessionSpec, salt: bytes | None) -> DraftT:
-        return self._drafter.open(spec, salt)
+        return self.drafter.open(spec, salt)
 
     def advance(self, drafts: Sequence[DraftT]) -> None:
         """One step of all that have no proposal yet; those of a step that fails have an empty one."""
@@ -106,7 +108,7 @@ class Hosting(Generic[DraftT]):
         if not busy:
             return
         try:
-            self._drafter.advance(busy)
+            self.drafter.advance(busy)
         except Exception:
             # Guesses are worth no request, and what a bug says is for the log.
             log.exception("drafting failed", drafter=self.name, num_sessions=len(busy))
@@ -263,7 +265,7 @@ class HostedModel:
         """`copy` as in HostedDraft."""
         self.runner = runner
         self.copy = copy
-        self._drafter = ModelDrafter(runner, _without_room, top_n)
+        self._drafter = ModelDrafter(runner, without_room, top_n)
 
     def open(self, spec: SessionSpec, salt: bytes | None) -> HostedDraft:
         return HostedDraft(self.runner, spec, salt, self.copy)
@@ -272,8 +274,14 @@ class HostedModel:
         self._drafter.advance([draft.task for draft in drafts if draft.task is not None])
 
 
-def host_head(target: ModelRunner, head: Head, digest: str) -> HostedModel:
-    """The drafter of a head; from now on the target keeps what it reads.
+def host_head(target: ModelRunner, head: Head, digest: str) -> Hosting[HostedDraft]:
+    """The drafter of a head, named as its method; from now on the target keeps what it reads."""
+    runner = head_runner(target, head, digest)
+    return Hosting(head.facts.method, HostedModel(runner, copy=FeatureCopy(target.cache, head)), runner)
+
+
+def head_runner(target: ModelRunner, head: Head, digest: str) -> ModelRunner:
+    """What computes a head; from now on the target keeps what it reads.
 
     Its cache has room for as many tokens as the target's. `digest` names the head's weights.
     """
@@ -282,10 +290,10 @@ def host_head(target: ModelRunner, head: Head, digest: str) -> HostedModel:
     decoder = head_decoder(head, target.parts, target.ops)
     runner = ModelRunner(decoder, identity, target.pool.num_blocks * target.pool.block_size)
     runner.cache.keep_features(head.facts.state_size + 1)
-    return HostedModel(runner, copy=FeatureCopy(target.cache, head))
+    return runner
 
 
-def _without_room(allocate: Allocate) -> None:
+def without_room(allocate: Allocate) -> None:
     allocate()
 
 

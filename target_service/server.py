@@ -1,11 +1,11 @@
 """The target service: its settings, and how it is put together."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import structlog
 
@@ -18,7 +18,8 @@ from outrider.model_service.server import LoadedModel, RunningModelService, desc
 from outrider.model_service.session_store import LeaseTable, Outboxes
 from outrider.model_service.settings import MAX_THREADS, Listen, ModelServiceSettings, check_model
 from outrider.process.options import Setting, within
-from target_service.own_drafts import HOSTED, HostedDraft, HostedModel, Hosting, host_head
+from target_service.own_drafts import HOSTED, HostedModel, Hosting, host_head
+from target_service.own_layers import host_adapter, host_layers
 from target_service.servicer import TargetServicer
 from target_service.sessions import UNACKNOWLEDGED_WINDOW, TargetSessions, TargetState
 from target_service.verifier import Verifier, VerifyTask
@@ -38,6 +39,10 @@ class TargetSettings(ModelServiceSettings):
     head: Annotated[
         str, Setting("A head in this process that reads the target's state: a folder or a hub id. Empty: none.")
     ] = ""
+    exit_layer: Annotated[
+        int,
+        Setting("Layers of the target that guess for it, in its own cache. 0: none.", within(0)),
+    ] = 0
 
     def __post_init__(self) -> None:
         ModelServiceSettings.__post_init__(self)
@@ -50,35 +55,35 @@ class TargetSettings(ModelServiceSettings):
 async def start(settings: TargetSettings) -> RunningModelService:
     """Loads the models and serves; raises ModelRefused, InvalidRequest, AddressTaken."""
     model = await load_model_aside(settings)
-    hosted: dict[str, HostedModel] = {}
+    hostings: list[Hosting[Any]] = []
+    if settings.exit_layer:
+        hostings.append(host_layers(model.runner, settings.exit_layer))
     if settings.head:
-        head = await asyncio.to_thread(load_head, model.runner, settings.head, settings.dtype)
-        hosted[head.runner.identity.model_name] = head
+        hostings.append(await asyncio.to_thread(load_head, model.runner, settings.head, settings.dtype))
     if settings.draft_model:
         draft = await load_model_aside(replace(settings, model=settings.draft_model, threads=settings.draft_threads))
         difference = model.vocabulary.difference(draft.vocabulary)
         if difference:
             raise ModelRefused(f"--draft-model {settings.draft_model} does not fit the target: {difference}")
-        hosted[HOSTED] = HostedModel(draft.runner)
-    return await start_with(model, settings, hosted)
+        hostings.append(Hosting(HOSTED, HostedModel(draft.runner), draft.runner))
+    return await start_with(model, settings, hostings)
 
 
-def load_head(target: ModelRunner, name: str, dtype: str) -> HostedModel:
+def load_head(target: ModelRunner, name: str, dtype: str) -> Hosting[Any]:
     """The head in a folder or of a hub id, beside its target; it goes by its method. Raises ModelRefused."""
     folder, parts = Path(name).expanduser(), target.parts
     # Unlike a model's, a head's weights may have any name in their folder.
     found = read_head(folder if folder.is_dir() else resolve(name), parts)
     head = found.load(parts, target.device, DTYPES[dtype], target.ops)
     log.info("head loaded", method=found.method, folder=str(found.folder), taps=head.facts.taps, switches=found.notes)
-    return host_head(target, head, found.digest())
+    host = host_adapter if head.facts.reads_own else host_head
+    return host(target, head, found.digest())
 
 
 async def start_with(
-    model: LoadedModel, settings: ModelServiceSettings, hosted: Mapping[str, HostedModel] | None = None
+    model: LoadedModel, settings: ModelServiceSettings, hostings: Sequence[Hosting[Any]] = ()
 ) -> RunningModelService:
     """Serves models that are loaded already, some of them as drafters in this process; the settings' are not."""
-    hosted = hosted or {}
-    hostings = [Hosting[HostedDraft](name, each) for name, each in hosted.items()]
     table, outboxes = LeaseTable[TargetState](settings.lease_seconds), Outboxes()
     verifier = Verifier(model.runner, table)
     worker = DeviceWorker[VerifyTask](verifier.advance, model.set_threads, "target device", outboxes.flush)
@@ -87,7 +92,7 @@ async def start_with(
         describe("target", model),
         unacknowledged_window=UNACKNOWLEDGED_WINDOW,
         drafters={hosting.name: hosting.rules for hosting in hostings},
-        hosted={name: each.runner for name, each in hosted.items()},
+        hosted={hosting.name: hosting.runner for hosting in hostings if hosting.runner is not None},
     )
     serving = partial(TargetServicer, facts, sessions, worker, outboxes)
     return await serve_model(settings, model, facts, worker, sessions, serving)

@@ -32,6 +32,7 @@ from gateway.text.tokenizer import Tokenizer
 from outrider.cli import options
 from outrider.cli.running import note
 from outrider.engine.runner import ModelRunner
+from outrider.errors import InvalidRequest
 from outrider.model_service.server import load_model
 from outrider.model_service.settings import Dtype, ModelServiceSettings, available_cpus
 from outrider.process import telemetry
@@ -79,7 +80,10 @@ def acceptance(  # noqa: PLR0913, one parameter for each option is how typer dec
     if head is None:
         pair = ModelPair(runner, HostedModel(load(draft_model, dtype, threads, tokens)))
     else:
-        pair = ModelPair(runner, load_head(runner, head, runner.identity.dtype))
+        drafter = load_head(runner, head, runner.identity.dtype).drafter
+        if not isinstance(drafter, HostedModel):
+            raise InvalidRequest("--head", head, "a head that does without the target's lower layers")
+        pair = ModelPair(runner, drafter)
     conclude(pair, AcceptanceSummary(plan, measure(pair, plan, prompts, note)), save)
 
 

@@ -214,6 +214,10 @@ class HostedOptions:
             show_default=False,
         ),
     ] = None
+    exit_layer: Annotated[
+        Count,
+        _count(_models, "Layers of the target that guess for it, for a model trained with early exits.", minimum=1),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ list, and prefill, decode and a tree of proposals are the same plan with other l
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -46,11 +47,16 @@ class RowPlan:
     key_counts: Tensor
     """[R] int32: how many keys the row sees, at least 1."""
     max_key_count: int
-    """The largest of key_counts, known to the host, so that no operation has to ask the device and wait."""
+    """At least the largest of key_counts, known to the host, so that no operation has to ask the device and wait."""
 
     @property
     def num_rows(self) -> int:
         return self.token_ids.shape[0]
+
+    def select(self, rows: Tensor) -> Self:
+        """Only these rows [S] int64."""
+        names = ("token_ids", "positions", "slots", "key_starts", "key_counts")
+        return replace(self, **{name: getattr(self, name).index_select(0, rows) for name in names})
 
     def windowed(self, window: int | None) -> Self:
         """The same rows, each of which sees only the last `window` keys of its list; all of them if that is None.
@@ -167,6 +173,25 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
         max_key_count=max(positions) + 1,
     )
     return Batch(plan, parts[3], prefixes, ranges)
+
+
+def entries(feeds: Sequence[Feed], grants: Sequence[int]) -> list[int]:
+    """The boundary at which each row of a forward begins: 0, or that up to which a drafter has computed it.
+
+    Empty where all begin at 0.
+    """
+    if not any(feed.session.lower.token_ids for feed in feeds):
+        return []
+    found: list[int] = []
+    for feed, grant in zip(feeds, grants, strict=True):
+        lower, first = feed.session.lower, feed.session.next_position
+        token_ids = feed.session.token_ids[first : first + grant]
+        # Guesses were a chain, and rows of a tree lie elsewhere.
+        token_ids += feed.tree.token_ids[: grant - len(token_ids)] if feed.tree.is_chain else ()
+        begun = takewhile(lambda pair: pair[0] == pair[1], zip(token_ids, lower.token_ids, strict=False))
+        num_begun = len(list(begun))
+        found += [lower.boundary] * num_begun + [0] * (grant - num_begun)
+    return found
 
 
 def _leaf_lists(tree: TokenTree, slots: Slots, stop: int) -> tuple[list[Slots], list[int]]:

@@ -249,6 +249,14 @@ class KVCache:
             if tap == boundary:
                 self.features[:, place * size : (place + 1) * size].index_copy_(0, slots, rows.to(self.features.dtype))
 
+    def load_tap(self, boundary: int, slots: Tensor) -> Tensor:
+        """Rows [R, H] float32 of a boundary at slots [R]; raises ValueError for one that is no tap."""
+        if boundary not in self.taps:
+            raise ValueError(f"nothing is tapped at boundary {boundary}")
+        size = self.features.shape[1] // len(self.taps)
+        place = self.taps.index(boundary) * size
+        return self.features[:, place : place + size].index_select(0, slots).float()
+
     def copy(self, source_slots: Slots, destination_slots: Slots) -> None:
         """Copies slots to slots in every layer; the two lists may overlap, since all is read before it is written."""
         device = self.features.device

@@ -6,19 +6,21 @@ nothing to draw behind waits for it.
 
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from outrider.engine.batching import Feed, build_batch
+from outrider.engine.batching import Feed, build_batch, entries
 from outrider.engine.cache import BLOCK_SIZE, BlockPool, BlockTable, KVCache
 from outrider.engine.heads.law import TargetParts
 from outrider.engine.models.checkpoints import Checkpoint, find_checkpoint
 from outrider.engine.models.config import DecoderFacts
-from outrider.engine.models.decoder import Decoder, TappedDecoder
+from outrider.engine.models.decoder import Decoder, LayeredDecoder, TappedDecoder
 from outrider.engine.models.fused import fused
+from outrider.engine.models.layers import LowerLayers, resume
 from outrider.engine.models.simulated import SimulatedDecoder
 from outrider.engine.models.transformer import Transformer
 from outrider.engine.models.weights import DTYPES
@@ -156,7 +158,7 @@ class ModelRunner:
         return TargetParts(self.model.embedding, self.model.head, self.config.num_layers, self.context_len)
 
     def tap(self, boundaries: Sequence[int]) -> None:
-        """Lets every forward from now on store the residuals at these boundaries in the cache; see KVCache.taps.
+        """Lets every forward from now on store the residuals at these boundaries too; see KVCache.taps.
 
         Raises InvalidRequest for boundaries outside [0, N], and ValueError behind a forward.
         """
@@ -165,8 +167,28 @@ class ModelRunner:
         stray = next((each for each in boundaries if not 0 <= each <= self.config.num_layers), None)
         if stray is not None:
             raise InvalidRequest("taps", stray, f"in [0, {self.config.num_layers}]")
-        taps = tuple(sorted(set(boundaries)))
+        # Behind those that there are, whose places others know.
+        taps = tuple(dict.fromkeys((*self.cache.taps, *sorted(boundaries))))
         self.cache.keep_features(len(taps) * self.model.embedding.shape[1], taps)
+
+    def lower(self, num_layers: int, *, has_logits: bool = True) -> Self:
+        """A runner of the first layers with the same cache, where their keys and values are this model's own.
+
+        It lets this one store what leaves them; see `tap`. Logits are what the final norm and the output matrix make of
+        that, where there are any. Raises ModelRefused for a model that cannot be computed layer by layer, or that has
+        no more layers.
+        """
+        if not isinstance(self.model, LayeredDecoder):
+            message = f"{self.identity.model_name} cannot be computed layer by layer, and so has no exit layer"
+            raise ModelRefused(message, model=self.identity.model_name)
+        if not 1 <= num_layers < self.config.num_layers:
+            message = f"the exit layer is {num_layers}, but must be in [1, {self.config.num_layers - 1}]"
+            raise ModelRefused(f"{self.identity.model_name}: {message}", exit_layer=num_layers)
+        self.tap((num_layers,))
+        lower = copy(self)
+        lower.model = LowerLayers(self.model, num_layers, has_logits=has_logits)
+        lower.forward_counts, lower._num_forwards, lower._started_s = ForwardCounts(), 0, None
+        return lower
 
     @property
     def config(self) -> DecoderFacts:
@@ -186,6 +208,11 @@ class ModelRunner:
     def device(self) -> torch.device:
         """Where weights, cache and logits live."""
         return self.model.embedding.device
+
+    @property
+    def is_row_invariant(self) -> bool:
+        """Whether a row's bits depend on nothing but the row; see outrider.engine.ops."""
+        return self.device.type == "cpu"
 
     @property
     def device_name(self) -> str:
@@ -240,11 +267,15 @@ class ModelRunner:
             nothing = torch.empty(0, self.config.vocab_size, device=self.device)
             return ForwardResult(nothing, [None] * len(feeds), [range(0)] * len(feeds), grants)
         batch = build_batch(feeds, grants, self.device)
+        starts = entries(feeds, grants) if self.is_row_invariant else []
         for feed in feeds:
             # The rows of an earlier tree are about to be overwritten, whatever comes of this forward.
-            feed.session.tree = EMPTY
+            feed.session.advance(feed.session.cached_len, EMPTY)
         self._started_s = time.perf_counter()
-        logits = self.model.forward(batch.plan, self.cache, batch.wanted)
+        if any(starts) and isinstance(self.model, LayeredDecoder):
+            logits = resume(self.model, batch.plan, self.cache, batch.wanted, starts)
+        else:
+            logits = self.model.forward(batch.plan, self.cache, batch.wanted)
         self._num_forwards += 1
         self.forward_counts.add(sum(map(bool, grants)), sum(grants))
         for feed, grant, rows in zip(feeds, grants, batch.ranges, strict=True):

@@ -6,10 +6,22 @@ list is the truth, the cache can always be rebuilt from it.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from outrider.engine.cache import BlockTable
 from outrider.errors import InvalidRequest
 from outrider.token_tree import EMPTY, TokenTree
+
+
+class LowerRows(NamedTuple):
+    """Rows from a session's last token on, each behind the one before, of which a drafter has computed lower layers."""
+
+    token_ids: tuple[int, ...]
+    boundary: int
+    """The first layer that is left; what enters it lies in the rows' slots (KVCache.taps)."""
+
+
+NOTHING_COMPUTED = LowerRows((), 0)
 
 
 class Session:
@@ -28,6 +40,8 @@ class Session:
         self.cached_len = 0
         self.tree = EMPTY
         """The tree of the last forward whose rows still lie behind the committed tokens."""
+        self.lower = NOTHING_COMPUTED
+        """Rows that the next forward need not begin anew: they lie where its own do, as provisional as a tree's."""
         self.last_forward = 0
         """Number of the runner's forward that last computed a row of this session."""
         self.arrival = 0
@@ -53,7 +67,19 @@ class Session:
 
     def advance(self, cached_len: int, tree: TokenTree) -> None:
         """What the runner says after a forward: tokens below cached_len are cached, and tree's rows behind them."""
-        self.cached_len, self.tree = cached_len, tree
+        self.cached_len, self.tree, self.lower = cached_len, tree, NOTHING_COMPUTED
+
+    def ahead(self, num_rows: int) -> "Session":
+        """A session of the same tokens and blocks, with room for so many guesses where a tree's rows would lie.
+
+        It may be extended, and its rows computed; never truncated or freed, because the blocks are not its own. What
+        lay behind the tokens is dropped. Raises CacheFull.
+        """
+        self.advance(self.cached_len, EMPTY)
+        self.reserve(num_rows)
+        own = Session(self.table, self.token_ids, min(self.prompt_len, len(self)))
+        own.cached_len = self.next_position
+        return own
 
     def publish(self, length: int) -> None:
         """Lets others find what is cached of the first `length` tokens, in whole blocks; call it between forwards.
@@ -70,14 +96,14 @@ class Session:
         """
         if self.salt is None:
             return 0
-        before, self.tree = self.cached_len, EMPTY
-        self.cached_len = self.table.take(self.salt, self.token_ids, before)
+        before = self.cached_len
+        self.advance(self.table.take(self.salt, self.token_ids, before), EMPTY)
         return self.cached_len - before
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Commits tokens, to be cached by the next forward; drops the tree's rows."""
         self.token_ids.extend(token_ids)
-        self.tree = EMPTY
+        self.advance(self.cached_len, EMPTY)
 
     def replace_tail(self, base: int, token_ids: Sequence[int]) -> None:
         """Makes token_ids the tokens from position base on; what they begin with in common stays cached."""
@@ -94,8 +120,7 @@ class Session:
         """Forgets tokens, cache and tree past length; idempotent. Raises InvalidRequest outside [1, len(self)]."""
         self._check_length("length", length)
         del self.token_ids[length:]
-        self.cached_len = min(self.cached_len, length)
-        self.tree = EMPTY
+        self.advance(min(self.cached_len, length), EMPTY)
         self.table.truncate(self.cached_len)
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -113,13 +138,12 @@ class Session:
             slots = self.table.slots(base, base + rows[-1])
             self.table.cache.copy(slots[[rows[depth] - 1 for depth in moved]], slots[moved])
         self.token_ids.extend(self.tree.token_ids[row - 1] for row in rows)
-        self.cached_len += len(rows)
-        self.tree = EMPTY
+        self.advance(self.cached_len + len(rows), EMPTY)
         self.table.truncate(self.cached_len)
 
     def free(self) -> None:
         """Gives back all blocks; the tokens stay. Idempotent."""
-        self.cached_len, self.tree = 0, EMPTY
+        self.advance(0, EMPTY)
         self.table.free()
 
     def _check_length(self, name: str, length: int) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.kangaroo import write_kangaroo
 from support.rules import Floats, chance
 from support.stack import Answer, reference_model, running_stack
 from support.tiny_heads import eagle1
@@ -56,7 +57,7 @@ def probs_behind(model: Path, prefixes: list[list[int]]) -> Floats:
 
 
 async def chance_of_answers(
-    pair: tuple[Path, Path], rule: str, num_requests: int, own: dict[str, str] | None = None
+    pair: tuple[Path, Path], rule: str, num_requests: int, own: dict[str, object] | None = None
 ) -> tuple[float, float]:
     """Asks with the seeds 0, 1, 2, ..., some at a time; how likely the answers are by the target's law and the draft's.
 
@@ -83,7 +84,7 @@ async def chance_of_answers(
 
 
 async def check_requests(
-    pair: tuple[Path, Path], rule: str, num_requests: int, own: dict[str, str] | None = None
+    pair: tuple[Path, Path], rule: str, num_requests: int, own: dict[str, object] | None = None
 ) -> None:
     """Compares the answers with both laws; the draft's own must not pass for the target's."""
     by_target, by_draft = await chance_of_answers(pair, rule, num_requests, own)
@@ -92,14 +93,20 @@ async def check_requests(
 
 
 @pytest.mark.parametrize("rule", ["match", "ratio", "block"])
-@pytest.mark.parametrize("drafter", ["service", "hosted", "head"])
+@pytest.mark.parametrize("drafter", ["service", "hosted", "head", "layers", "adapter"])
 async def test_served_tokens_follow_the_distribution_of_the_target(
     pair: tuple[Path, Path], tmp_path: Path, rule: str, drafter: str
 ) -> None:
     """A thousand requests under each exact rule: chi-square of two tokens, p > 1e-4. Whoever guesses is bad at it."""
     # With small weights it hesitates, and is right now and then.
     head = eagle1(tmp_path / "head", vocab=NUM_TOKENS, scale=0.3)
-    own = {"service": None, "hosted": {"draft_model": str(pair[1])}, "head": {"head": str(head)}}
+    own: dict[str, dict[str, object] | None] = {
+        "service": None,
+        "hosted": {"draft_model": str(pair[1])},
+        "head": {"head": str(head)},
+        "layers": {"exit_layer": 1},
+        "adapter": {"head": str(write_kangaroo(tmp_path / "adapter", NUM_TOKENS, exit_layer=1))},
+    }
     await check_requests(pair, rule, 1000, own[drafter])
 
 

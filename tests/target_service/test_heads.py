@@ -146,7 +146,7 @@ Stories = Callable[[ModelRunner, Hosting], Iterator[Story]]
 
 def tell(runner: ModelRunner, stories: Stories, max_rows: int = 512) -> None:
     """Asserts that every proposal of the stories is a fresh session's; whatever happens, nothing is left behind."""
-    hosting = Hosting("head", host_head(runner, random_head(runner), ""))
+    hosting = host_head(runner, random_head(runner), "")
     told: list[Story] = []
     runner.max_rows = max_rows
     try:
@@ -235,7 +235,7 @@ def test_a_token_stands_with_the_state_before_it(target: ModelRunner, monkeypatc
 
     monkeypatch.setattr(head, "step", recorded)
     monkeypatch.setattr(own_drafts, "head_decoder", HeadDecoder)
-    story = Story(target, Hosting("head", host_head(target, head, "")))
+    story = Story(target, host_head(target, head, ""))
     story.ask(SPEC, 0)
     story.go_on(0, 0, 0, 3, 3)
     tokens = story.own.tokens
@@ -281,7 +281,7 @@ async def test_a_service_says_what_its_head_is_and_holds(tmp_path: Path) -> None
 
 def test_nothing_is_guessed_past_the_head_s_positions(target: ModelRunner) -> None:
     """A text that grows past them goes on plainly."""
-    hosting = Hosting("head", host_head(target, random_head(target, context_len=24), ""))
+    hosting = host_head(target, random_head(target, context_len=24), "")
     story = Story(target, hosting)
     story.ask(SPEC)
     while story.own.held.finish_reason is None:
@@ -298,7 +298,7 @@ def test_a_head_on_a_gpu_guesses_what_it_guesses_on_the_cpu(folder: Path, fuse: 
     found = []
     for device in ("cpu", "cuda:0"):
         runner = ModelRunner.load(str(folder), dtype="float32", kv_tokens=4096, device=device)
-        hosting, guesses = Hosting("head", host_head(runner, random_head(runner, fuse), "")), []
+        hosting, guesses = host_head(runner, random_head(runner, fuse), ""), []
         for text in range(20):
             session, draft = runner.open([*PROMPT, text, 7, text + 1], 5), hosting.open(SPEC, None)
             runner.forward([Feed(session, without_last=True)])
@@ -317,7 +317,7 @@ def test_penalties_see_the_guesses_so_far(target: ModelRunner) -> None:
     """Tokens are those of plain decoding, and a guess is drawn as the target would behind the same text."""
     sampling = SPEC.sampling.model_copy(update={"repetition_penalty": 1.8, "presence_penalty": 0.7})
     spec = replace(SPEC, sampling=sampling)
-    hosting = Hosting("head", host_head(target, random_head(target), ""))
+    hosting = host_head(target, random_head(target), "")
     story = Story(target, hosting)
     story.ask(spec)
     while story.own.held.finish_reason is None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.basics import Answers, check_empty, spec_of
 from support.heads import random_head
+from support.kangaroo import write_kangaroo
 from support.own_drafters import Guesses, ToyDrafter, adversary, dice, oracle
 from support.rules import ruled
 from support.stepped_draft import Draft
@@ -24,6 +25,7 @@ from outrider.errors import InvalidRequest
 from outrider.parameters import Rule, SessionSpec
 from outrider.token_tree import EMPTY, TokenTree
 from target_service.own_drafts import HOSTED, HostedModel, Hosting, host_head
+from target_service.own_layers import LAYER_SKIP, host_adapter, host_layers
 
 SPEC = spec_of(PROMPT, 60, seed=3, eos=(), temperature=1.0)
 GREEDY = spec_of(PROMPT, 60, seed=3, eos=())
@@ -39,7 +41,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 
 
 LAYERS = {"eagle3": Fuse.WIDE, "eagle1": Fuse.PAIR, "mtp": Fuse.REVERSED}
-HEADS = (*LAYERS, "mlp", "hydra", "hydra++", "medusa", "bpd")
+HEADS = (*LAYERS, "mlp", "hydra", "hydra++", "medusa", "bpd", LAYER_SKIP, "kangaroo")
 
 
 def hosting_of(drafter: str, runner: ModelRunner, small: ModelRunner, folder: Path) -> Hosting:
@@ -47,10 +49,15 @@ def hosting_of(drafter: str, runner: ModelRunner, small: ModelRunner, folder: Pa
     if drafter == HOSTED:
         return Hosting(HOSTED, HostedModel(small))
     if drafter in LAYERS:
-        return Hosting(drafter, host_head(runner, random_head(runner, LAYERS[drafter]), ""))
+        return host_head(runner, random_head(runner, LAYERS[drafter]), "")
+    if drafter == LAYER_SKIP:
+        return host_layers(runner, 1)
+    if drafter == "kangaroo":
+        adapter = read_head(write_kangaroo(folder / "adapter", runner.config.vocab_size, exit_layer=1), runner.parts)
+        return host_adapter(runner, adapter.load(runner.parts, runner.device, torch.float32, runner.ops), "")
     found = read_head(write_chain(folder, CHAINS[drafter]()), runner.parts)
     head = found.load(runner.parts, runner.device, torch.float32, runner.ops)
-    return Hosting(drafter, host_head(runner, head, found.digest()))
+    return host_head(runner, head, found.digest())
 
 
 @pytest.fixture(scope="module")

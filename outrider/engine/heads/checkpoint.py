@@ -13,7 +13,7 @@ import torch
 
 from outrider.engine.heads.chain_layouts import CHAIN_LAYOUTS
 from outrider.engine.heads.law import Head, TargetParts
-from outrider.engine.heads.layouts import LAYER_CONFIG, bare, read_eagle1, read_eagle3, read_mtp
+from outrider.engine.heads.layouts import LAYER_CONFIG, bare, read_eagle1, read_eagle3, read_kangaroo, read_mtp
 from outrider.engine.models.config import FLOAT32_MAX, JsonKeys, read_json
 from outrider.engine.models.weights import StoredTensor, stored_tensors, weight_files
 from outrider.engine.ops import Ops
@@ -152,7 +152,6 @@ def _is_attention_alone(config: Mapping[str, Any], names: Collection[str]) -> bo
 
 
 BLOCKS = "a block drafter (P-EAGLE, DFlash, DSpark), which guesses all tokens in one pass; only step by step is served"
-KANGAROO = "a Kangaroo adapter, which needs the target's lower layers run again for every guess"
 GATED = "an MTP layer of Qwen3-Next or Qwen3.5, whose attention is gated and whose norms are centred at zero"
 LATENT = "an MTP layer of DeepSeek-V3 or GLM-4.5, which has latent attention (MLA) and experts, which are not served"
 
@@ -179,6 +178,6 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(names_match(r"layers\.\d+\.(enorm|eh_proj)\."), refuse(LATENT)),
     Layout(names_match(r"midlayer\.|layers\.0\.hidden_norm\.|d2t$"), read_eagle3, is_rotary=True),
     Layout(names_match(r"fc\.weight$"), read_eagle1, is_rotary=True),
-    Layout(_is_attention_alone, refuse(KANGAROO)),
+    Layout(_is_attention_alone, read_kangaroo, is_rotary=True),
     Layout(lambda _, __: True, refuse("no drafting head of a layout that is known here")),
 )

@@ -42,6 +42,11 @@ class HeadDecoder:
 
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
         """As of any Decoder. Only behind wanted rows are states written: those of the others are the target's."""
+        if self._drafting.facts.reads_own:
+            # All states are the target's.
+            states = cache.features.index_select(0, plan.slots)[:, :-1].float().contiguous()
+            outputs, _ = self._drafting.step(HeadRows(plan, cache, states, [0] * plan.num_rows))
+            return self._drafting.logits(outputs.index_select(0, wanted), [0] * wanted.shape[0])
         # The second last of a row's list; the first token of a text has none before it, and nobody reads its row.
         before = plan.key_slots.index_select(0, plan.key_starts + (plan.key_counts - 2).clamp_min(0))
         found = cache.features.index_select(0, before.long()).float().masked_fill((plan.key_counts == 1)[:, None], 0)

@@ -206,7 +206,7 @@ def _read_law(files: FeatureFiles, target: TargetParts, notes: list[str]) -> tup
         normed_residual=files.normed_residual,
         feeds_normed=files.feeds_normed,
     )
-    return law, size("intermediate_size", "layer.mlp.gate_proj.weight")
+    return law, 0 if files.fuse is Fuse.OWN else size("intermediate_size", "layer.mlp.gate_proj.weight")
 
 
 def _draft_vocab_size(files: FeatureFiles, target: TargetParts, law: FeatureLaw) -> int:

@@ -1,12 +1,13 @@
-"""One decoder layer that reads the target's features: EAGLE 1 to 3.1, MTP layers, HASS, as settings of one law.
+"""One decoder layer that reads the target's features: EAGLE 1 to 3.1, MTP, HASS, Kangaroo, as settings of one law.
 
 EAGLE: Li et al., 2024, arXiv 2401.15077; EAGLE-2: 2406.16858; EAGLE-3: 2503.01840. Multi-token prediction: DeepSeek-AI,
-2024, arXiv 2412.19437. For the row of token x with the state s behind the token before it, each norm where the
-checkpoint has it:
+2024, arXiv 2412.19437. Kangaroo: Liu et al., 2024, arXiv 2404.18911. For the row of token x with the state s behind the
+token before it, each norm where the checkpoint has it:
 
     a, b = embedding_norm(embedding(x)), state_norm(s)
     pair:  u = fuse([a; b]), or fuse([b; a]);  r = u;  the layer's attention reads input_norm(u)
     wide:  r = s, or b where residuals are normed;     the layer's attention reads [a; b]
+    own:   r = s, which is that of x itself;           the layer's attention reads input_norm(r), and there is no mlp
     o = r + attention;  o = o + mlp(post_norm(o))
     logits = head(out_norm(o)), of the ids that the head knows
 
@@ -36,6 +37,8 @@ class Fuse(StrEnum):
     """A product with [state; embedding]."""
     WIDE = "wide"
     """The attention reads both, side by side."""
+    OWN = "own"
+    """The attention is all there is, and reads the state alone: that of the row's own token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +87,9 @@ class FeatureHead:
         self.qkv = Linear.take(ops, tensors, "layer.self_attn.", "q_proj", "k_proj", "v_proj")
         self.query_norm, self.key_norm = norm("layer.self_attn.q_norm"), norm("layer.self_attn.k_norm")
         self.output = Linear.take(ops, tensors, "layer.self_attn.", "o_proj")
-        self.gate_up = Linear.take(ops, tensors, "layer.mlp.", "gate_proj", "up_proj")
-        self.down = Linear.take(ops, tensors, "layer.mlp.", "down_proj")
+        has_mlp = law.fuse is not Fuse.OWN
+        self.gate_up = Linear.take(ops, tensors, "layer.mlp.", "gate_proj", "up_proj") if has_mlp else None
+        self.down = Linear.take(ops, tensors, "layer.mlp.", "down_proj") if has_mlp else None
         self.out_norm = norm("out_norm")
         self.head = target.output if own_head is None else own_head
         self.target_ids = tensors.pop("target_ids", None)
@@ -98,7 +102,8 @@ class FeatureHead:
                 *(own_embedding, self.embedding_norm, self.state_norm, *self._tap_norms, self._feature_norm),
                 *(self._features, self.fuse, self.fuse_bias, self.input_norm, *self.qkv.weights),
                 *(self.query_norm, self.key_norm, *self.output.weights, self.post_norm),
-                *(*self.gate_up.weights, *self.down.weights, self.out_norm, own_head),
+                *(weight for each in (self.gate_up, self.down) if each is not None for weight in each.weights),
+                *(self.out_norm, own_head),
             )
             if tensor is not None
         ]
@@ -111,6 +116,7 @@ class FeatureHead:
             num_kv_heads=law.num_kv_heads,
             head_dim=law.head_dim,
             context_len=min(law.context_len, target.context_len),
+            reads_own=law.fuse is Fuse.OWN,
         )
 
     @property
@@ -135,10 +141,12 @@ class FeatureHead:
             residual = state if law.normed_residual else rows.states
         else:
             residual = ops.linear(x, self.fuse, self.fuse_bias)
+        if law.fuse is not Fuse.WIDE:
             x = self._norm(residual, self.input_norm)
         x = residual + self._attend(x, rows)
-        gate_up = ops.linear(self._norm(x, self.post_norm), self.gate_up.weight, self.gate_up.bias)
-        x = x + ops.linear(ops.silu_multiply(gate_up), self.down.weight, self.down.bias)
+        if self.gate_up is not None and self.down is not None:
+            gate_up = ops.linear(self._norm(x, self.post_norm), self.gate_up.weight, self.gate_up.bias)
+            x = x + ops.linear(ops.silu_multiply(gate_up), self.down.weight, self.down.bias)
         output = self._norm(x, self.out_norm)
         return output, output if law.feeds_normed else x
 
@@ -175,7 +183,10 @@ def feature_tensors(
     h, width = law.hidden_size, law.hidden_size * (2 if law.fuse is Fuse.WIDE else 1)
     query, key = law.num_heads * law.head_dim, law.num_kv_heads * law.head_dim
     sizes = {"q_proj": (query, width), "k_proj": (key, width), "v_proj": (key, width), "o_proj": (h, query)}
-    required = {f"layer.self_attn.{name}.weight": shape for name, shape in sizes.items()} | {
+    attention = {f"layer.self_attn.{name}.weight": shape for name, shape in sizes.items()}
+    if law.fuse is Fuse.OWN:
+        return attention | {"layer.input_layernorm.weight": (h,), "out_norm.weight": (h,)}, {}
+    required = attention | {
         "layer.mlp.gate_proj.weight": (intermediate_size, h),
         "layer.mlp.up_proj.weight": (intermediate_size, h),
         "layer.mlp.down_proj.weight": (h, intermediate_size),

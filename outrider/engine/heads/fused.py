@@ -60,7 +60,7 @@ class FusedHead:
 
 def head_decoder(head: Head, target: TargetParts, ops: Ops) -> Decoder:
     """The head as a model: its step in one call where that is compiled, and op by op elsewhere."""
-    if isinstance(head, FeatureHead) and isinstance(ops, NativeOps):
+    if isinstance(head, FeatureHead) and isinstance(ops, NativeOps) and not head.facts.reads_own:
         return FusedHead(head, target, ops)
     return HeadDecoder(head, target, ops)
 
@@ -68,6 +68,8 @@ def head_decoder(head: Head, target: TargetParts, ops: Ops) -> Decoder:
 def _layer(head: FeatureHead) -> LayerFields:
     law = head.law
     h, query, key = law.hidden_size, law.num_heads * law.head_dim, law.num_kv_heads * law.head_dim
+    if head.gate_up is None or head.down is None:
+        raise ValueError("a layer without a multilayer perceptron does not fit the kernels")
     mlp = head.down.weight.shape[1]
     if law.head_dim > MAX_HEAD_DIM:
         raise ValueError(f"heads of {law.head_dim} do not fit the kernels")

@@ -20,7 +20,7 @@ class HeadFacts:
     """Sizes of a head, and what it reads of the target."""
 
     method: str
-    """"eagle1", "eagle3", "mtp", "mlp_speculator", "hydra", "medusa" or "bpd"."""
+    """"eagle1", "eagle3", "mtp", "kangaroo", "mlp_speculator", "hydra", "medusa" or "bpd"."""
     taps: tuple[int, ...]
     """Boundaries of the target whose residuals it reads, side by side in this order: b is what enters layer b, and N,
     the number of layers, is what leaves the final norm."""
@@ -33,6 +33,9 @@ class HeadFacts:
     """Longest text that it guesses behind; the target's, or fewer tokens where its own positions end."""
     max_draft_count: int | None = None
     """Most guesses that it has heads for; None for one that goes on as long as it is asked."""
+    reads_own: bool = False
+    """Whether a row's state is that of its own token, of a guess too: then the target's layers below the tap compute
+    each guess first, and a text's first token has a row like all others."""
 
 
 class HeadRows(NamedTuple):
@@ -41,7 +44,7 @@ class HeadRows(NamedTuple):
     plan: RowPlan
     cache: KVCache
     states: Tensor
-    """[R, state_size] float32, behind the token before each row's own."""
+    """[R, state_size] float32, behind the token before each row's own, or behind that one (HeadFacts.reads_own)."""
     depths: Sequence[int]
     """0 for a row whose state is the target's own, d for one behind d guesses."""
 

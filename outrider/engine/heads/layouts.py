@@ -53,6 +53,9 @@ MTP_LAYER = LAYER | {
     "input_proj.": "fuse.",
     "final_layernorm.": "out_norm.",
 }
+ADAPTER = {"norm.": "out_norm."} | {f"layers.0.{name}": f"layer.{name}" for name in ("self_attn.", "input_layernorm.")}
+# Of all checkpoints that there are; no config.json says it.
+DEFAULT_EXIT_LAYER = 2
 NORMS = frozenset({"embedding_norm.weight", "state_norm.weight", "out_norm.weight"})
 
 
@@ -309,3 +312,16 @@ def read_mtp(
     needed = NORMS | {"layer.input_layernorm.weight"}
     files = reading.found(keys, "mtp", (target.num_layers,), order, needed, feeds_normed=True)
     return check_feature_head(files, target)
+
+
+def read_kangaroo(
+    folder: Path, config: Mapping[str, Any], stored: Mapping[str, StoredTensor], target: TargetParts
+) -> FeatureCheckpoint:
+    """The adapter of Kangaroo, which goes on behind the target's lower layers; `exit_layer` in config.json is ours."""
+    reading = _Reading.of(folder, config, stored, ADAPTER)
+    keys = reading.keys
+    exit_layer = keys.integer("exit_layer", DEFAULT_EXIT_LAYER)
+    if exit_layer >= target.num_layers:
+        raise keys.refuse("exit_layer", f"is {exit_layer}, but the target has {target.num_layers} layers")
+    reading.notes.append(f"exit_layer: {exit_layer}{' (default)' if config.get('exit_layer') is None else ''}")
+    return check_feature_head(reading.found(keys, "kangaroo", (exit_layer,), Fuse.OWN, set()), target)

@@ -44,3 +44,15 @@ class TappedDecoder(Decoder, Protocol):
     @property
     def head(self) -> Tensor:
         """The matrix that makes logits of what leaves the final norm, [V, H]."""
+
+
+@runtime_checkable
+class LayeredDecoder(TappedDecoder, Protocol):
+    """A decoder that can be computed some layers at a time."""
+
+    def forward_layers(self, plan: RowPlan, cache: KVCache, wanted: Tensor, layers: range) -> Tensor:
+        """As forward, but of these layers, which follow each other; what leaves the last of them makes the logits.
+
+        Behind layer 0 rows begin with what the cache has tapped there in their slots; raises ValueError if it taps
+        nothing there. What enters the layer behind the last one is stored where that is a tap.
+        """

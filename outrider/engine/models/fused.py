@@ -43,6 +43,11 @@ class FusedTransformer:
         return self._model.weights
 
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
+        return self.forward_layers(plan, cache, wanted, range(self.config.num_layers))
+
+    def forward_layers(self, plan: RowPlan, cache: KVCache, wanted: Tensor, layers: range) -> Tensor:
+        if layers.start and layers.start not in cache.taps:
+            raise ValueError(f"nothing is tapped at boundary {layers.start}")
         if cache is not self._cache or cache.features is not self._features:
             self._bind(cache)
         decoder, functions = ctypes.addressof(self._decoder), self.ops.functions
@@ -54,8 +59,8 @@ class FusedTransformer:
         plans = [plan, *(plan.windowed(window) for window in self._windows)]
         fields = self._plans_type(*[plan_fields(each, wanted) for each in plans])
         taps = ctypes.addressof(self._taps)
-        places = ctypes.addressof(fields), self._keys, self._values, taps, self._scratch.data_ptr(), logits.data_ptr()
-        functions.outrider_forward(self.ops.pool, decoder, *places)
+        places = ctypes.addressof(fields), self._keys, self._values, taps, layers.start, layers.stop
+        functions.outrider_forward(self.ops.pool, decoder, *places, self._scratch.data_ptr(), logits.data_ptr())
         return logits
 
     def _bind(self, cache: KVCache) -> None:

@@ -96,17 +96,25 @@ class Transformer:
 
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
         """As of any Decoder. The product with the vocabulary is the dearest of all; few rows of a prompt need it."""
+        return self.forward_layers(plan, cache, wanted, range(self.config.num_layers))
+
+    def forward_layers(self, plan: RowPlan, cache: KVCache, wanted: Tensor, layers: range) -> Tensor:
         ops, epsilon = self.ops, self.config.norm_epsilon
-        x = self.embedding.index_select(0, plan.token_ids).float()  # [R, hidden]
+        if layers.start:
+            x = cache.load_tap(layers.start, plan.slots)  # [R, hidden]
+        else:
+            x = self.embedding.index_select(0, plan.token_ids).float()
         views = {window: plan.windowed(window) for window in set(self.config.windows)}
-        each = zip(self.layers, self.config.windows, cache.keys, cache.values, strict=True)
-        for boundary, (layer, window, keys, values) in enumerate(each):
+        each = list(zip(self.layers, self.config.windows, cache.keys, cache.values, strict=True))
+        for boundary in layers:
+            layer, window, keys, values = each[boundary]
             cache.store_tap(boundary, plan.slots, x)
             x = x + self._attend(layer, ops.rms_norm(x, layer.input_norm, epsilon), views[window], keys, values)
             gate_up = self._linear(layer.gate_up, ops.rms_norm(x, layer.post_norm, epsilon))  # [R, 2M]
             x = x + self._linear(layer.down, ops.silu_multiply(gate_up))
-        if self.config.num_layers in cache.taps:
-            cache.store_tap(self.config.num_layers, plan.slots, ops.rms_norm(x, self.norm, epsilon))
+        if layers.stop in cache.taps:
+            is_end = layers.stop == self.config.num_layers
+            cache.store_tap(layers.stop, plan.slots, ops.rms_norm(x, self.norm, epsilon) if is_end else x)
         if not wanted.shape[0]:
             return x.new_empty(0, self.config.vocab_size)
         x = ops.rms_norm(x.index_select(0, wanted), self.norm, epsilon)

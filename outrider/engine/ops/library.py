@@ -26,7 +26,7 @@ _ARGUMENTS: dict[str, list[type]] = {
     "outrider_draw_stretch": [],
     "outrider_softmax": [*[_POINTER] * 4, *[_SIZE] * 2],
     "outrider_forward_floats": [_POINTER, _SIZE],
-    "outrider_forward": [*[_POINTER] * 8],
+    "outrider_forward": [*[_POINTER] * 6, _SIZE, _SIZE, _POINTER, _POINTER],
     "outrider_head_floats": [_POINTER, _SIZE, _SIZE],
     "outrider_head_forward": [*[_POINTER] * 8],
 }

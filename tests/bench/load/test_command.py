@@ -16,7 +16,7 @@ from support.stack import running_stack
 from bench.common import AUTO, PLAIN, ComputeThreads, fixed
 from bench.load.__main__ import LoadOptions, check, metrics_of, plan_of
 from bench.load.driver import CLIENT, LEAST_REQUESTS, Driver, LoadPlan, NothingToMeasure
-from outrider.cli.options import Models
+from outrider.cli.options import HostedOptions, Models
 from outrider.errors import InvalidRequest, PeerLost
 from outrider.process.metrics import new_registry, serve_metrics
 from outrider.v1 import generation_service_pb2 as pb
@@ -179,7 +179,7 @@ def test_what_has_no_effect_or_no_meaning_is_refused(
 ) -> None:
     """Before a stack is started for it."""
     with pytest.raises(InvalidRequest, match=f"^{option} is "):
-        check(wanted, models, cpus)
+        check(wanted, models, HostedOptions(), cpus)
 
 
 @pytest.mark.parametrize("text", ["", "2,auto", "many,0", "0;4"])

@@ -97,6 +97,13 @@ def test_the_draft_may_have_a_dtype_and_a_top_n_of_its_own() -> None:
     assert (draft[draft.index("--dtype") + 1], draft[draft.index("--top-n") + 1]) == ("bfloat16", "16")
 
 
+def test_an_exit_layer_is_the_targets() -> None:
+    """The draft service hears nothing of it."""
+    target, draft = (model_launch(role, replace(PAIR, exit_layer=3)).command for role in ("target", "draft"))
+    assert target[target.index("--exit-layer") + 1] == "3"
+    assert "--exit-layer" not in draft
+
+
 def test_an_offline_stack_downloads_nothing() -> None:
     """The hub's library in each of its processes is told; any other stack has the environment that there is."""
     launches = [model_launch("target", PAIR), model_launch("draft", PAIR), gateway_launch(PAIR, "127.0.0.1:7", None)]

@@ -169,6 +169,15 @@ static void run_layer(pool *threads, const decoder *model, const layer *layer, c
     run_behind_norm(threads, model, layer, plan, at, keys, values);
 }
 
+static void load_tap(const decoder *model, const taps *taps, const row_plan *plan, int64_t boundary, float *x) {
+    const int64_t hidden = hidden_size(model);
+    int64_t tap = 0;
+    while (taps->boundaries[tap] != boundary) tap++;
+    for (int64_t row = 0; row < plan->num_rows; row++)
+        memcpy(x + row * hidden, taps->features + (plan->slots[row] * taps->num_taps + tap) * hidden,
+               (size_t)hidden * sizeof(float));
+}
+
 static void store_taps(const decoder *model, const taps *taps, const row_plan *plan, int64_t boundary, const float *x) {
     const int64_t hidden = hidden_size(model);
     for (int64_t tap = 0; tap < taps->num_taps; tap++) {
@@ -183,22 +192,27 @@ static void store_taps(const decoder *model, const taps *taps, const row_plan *p
     }
 }
 
-/* Plans of the same rows, which differ in the keys that a row sees. keys and values [num_layers] point to caches
- * [slots, num_groups, head_dim]; scratch holds as many floats as outrider_forward_floats says; logits [num_wanted,
- * vocabulary]. */
+/* Layers [first, last) for plans of the same rows, which differ in the keys that a row sees. Where first is not 0, rows
+ * begin with what is tapped there, which must be; logits are what norm and head make of what leaves layer last - 1.
+ * keys and values [num_layers] point to caches [slots, num_groups, head_dim]; scratch holds as many floats as
+ * outrider_forward_floats says; logits [num_wanted, vocabulary]. */
 void outrider_forward(pool *threads, const decoder *model, const row_plan *plans, float *const *keys,
-                      float *const *values, const taps *taps, float *scratch, float *logits) {
+                      float *const *values, const taps *taps, int64_t first, int64_t last, float *scratch,
+                      float *logits) {
     const row_plan *plan = &plans[0];
     const int64_t hidden = hidden_size(model);
     activations at;
     lay_out(model, hidden, plan->num_rows, scratch, &at);
-    embed(model, plan, at.x);
-    for (int64_t index = 0; index < model->num_layers; index++) {
+    if (first == 0)
+        embed(model, plan, at.x);
+    else
+        load_tap(model, taps, plan, first, at.x);
+    for (int64_t index = first; index < last; index++) {
         const layer *each = &model->layers[index];
         store_taps(model, taps, plan, index, at.x);
         run_layer(threads, model, each, &plans[each->plan], &at, keys[index], values[index]);
     }
-    store_taps(model, taps, plan, model->num_layers, at.x);
+    store_taps(model, taps, plan, last, at.x);
     for (int64_t row = 0; row < plan->num_wanted; row++)
         memcpy(at.product + row * hidden, at.x + plan->wanted[row] * hidden, (size_t)hidden * sizeof(float));
     outrider_rms_norm(threads, at.product, model->norm, at.normed, plan->num_wanted, hidden, model->epsilon);

@@ -62,7 +62,6 @@ LATENT = "an MTP layer of DeepSeek-V3 or GLM-4.5, which has latent attention (ML
 GATED = "an MTP layer of Qwen3-Next or Qwen3.5, whose attention is gated and whose norms are centred at zero"
 CELLS = "a Gumiho or Arctic speculator, whose cells are others than their names say"
 STATE = "a training run's state, with names of its wrappers: export the head first"
-KANGAROO = "a Kangaroo adapter, which needs the target's lower layers run again for every guess"
 BY_NAME: dict[str, tuple[Writer, str]] = {
     "deepseek": (named("model.layers.61.enorm.weight", "model.layers.61.eh_proj.weight"), LATENT),
     "glm": (named("model.layers.46.eh_proj.weight", "model.layers.46.mlp.experts.0.up_proj.weight"), LATENT),
@@ -81,7 +80,6 @@ BY_NAME: dict[str, tuple[Writer, str]] = {
     "fsdp": (named("_fsdp_wrapped_module.midlayer.hidden_norm.weight"), STATE),
     "data-parallel": (named("module.fc.weight"), STATE),
     "compiled": (named("_orig_mod.fc.weight"), STATE),
-    "kangaroo": (named("layers.0.self_attn.q_proj.weight", "layers.0.input_layernorm.weight", "norm.weight"), KANGAROO),
     "a-model": (
         named("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"),
         "no drafting head of a layout that is known here",
