@@ -7,7 +7,7 @@ tokens, K, noise and sampling alone, and never on what was computed before. All 
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
 
 import structlog
 import torch
@@ -69,6 +69,20 @@ class OwnDraft(Protocol):
 
     def free(self) -> None:
         """Gives back what is kept; what was begun ends."""
+
+
+@runtime_checkable
+class ProbingDraft(OwnDraft, Protocol):
+    """One that finds its guesses in rows of the target's own forwards."""
+
+    probes: TokenTree
+    """Rows that the next forward is to compute behind the committed tokens, beside the proposal; EMPTY: none."""
+
+    def learn(self, token_ids: Sequence[int]) -> None:
+        """Takes the likeliest token behind each probe of the forward of a verdict, and drops the probes.
+
+        Called with every verdict, when the session holds its tokens; with nothing where no probe was computed.
+        """
 
 
 DraftT = TypeVar("DraftT", bound=OwnDraft)
@@ -294,6 +308,14 @@ class OwnSession(NamedTuple):
 
     hosting: Hosting[Any]
     draft: OwnDraft
+    probing: ProbingDraft | None = None
+    """The same draft, where it is one that probes."""
+
+    @classmethod
+    def of(cls, hosting: Hosting[Any], spec: SessionSpec, salt: bytes | None) -> Self:
+        draft = hosting.open(spec, salt)
+        # Asked once: a protocol's every name is looked up for the answer.
+        return cls(hosting, draft, draft if isinstance(draft, ProbingDraft) else None)
 
 
 def guess(sessions: Sequence[OwnSession], awaited: Sequence[OwnDraft]) -> None:

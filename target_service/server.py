@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import structlog
 
 from outrider.engine.heads.checkpoint import read_head
+from outrider.engine.heads.pass_embeddings import is_pass, read_pass
 from outrider.engine.models.weights import DTYPES, resolve
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import ModelRefused
@@ -17,7 +18,8 @@ from outrider.model_service.server import LoadedModel, RunningModelService, desc
 from outrider.model_service.session_store import LeaseTable, Outboxes
 from outrider.model_service.settings import MAX_THREADS, Listen, ModelServiceSettings, check_model
 from outrider.process.options import Setting, within
-from target_service.own_drafts import HOSTED, HostedDraft, HostedModel, Hosting, host_head
+from target_service.own_drafts import HOSTED, HostedModel, Hosting, host_head
+from target_service.probing import LOOKAHEAD, PASS, Lookahead, PassChain, ProbeDrafter
 from target_service.servicer import TargetServicer
 from target_service.sessions import UNACKNOWLEDGED_WINDOW, TargetSessions, TargetState
 from target_service.verifier import Verifier, VerifyTask
@@ -37,6 +39,9 @@ class TargetSettings(ModelServiceSettings):
     head: Annotated[
         str, Setting("A head in this process that reads the target's state: a folder or a hub id. Empty: none.")
     ] = ""
+    lookahead: Annotated[
+        bool, Setting("Guess with n-grams that are found by Jacobi iteration, in rows beside every verdict.")
+    ] = False
 
     def __post_init__(self) -> None:
         ModelServiceSettings.__post_init__(self)
@@ -49,7 +54,9 @@ class TargetSettings(ModelServiceSettings):
 async def start(settings: TargetSettings) -> RunningModelService:
     """Loads the models and serves; raises ModelRefused, InvalidRequest, AddressTaken."""
     model = await load_model_aside(settings)
-    hostings: list[Hosting[HostedDraft]] = []
+    hostings: list[Hosting[Any]] = []
+    if settings.lookahead:
+        hostings.append(Hosting(LOOKAHEAD, ProbeDrafter(Lookahead)))
     if settings.head:
         hostings.append(await asyncio.to_thread(load_head, model, settings))
     if settings.draft_model:
@@ -61,18 +68,23 @@ async def start(settings: TargetSettings) -> RunningModelService:
     return await start_with(model, settings, hostings)
 
 
-def load_head(model: LoadedModel, settings: TargetSettings) -> Hosting[HostedDraft]:
-    """The head that the settings name, beside the target; raises ModelRefused."""
+def load_head(model: LoadedModel, settings: TargetSettings) -> Hosting[Any]:
+    """The head that the settings name, beside the target, or PaSS's embeddings within it; raises ModelRefused."""
     runner, folder = model.runner, Path(settings.head).expanduser()
     # Unlike a model's, a head's weights may have any name in their folder.
-    found = read_head(folder if folder.is_dir() else resolve(settings.head), runner.parts)
+    folder = folder if folder.is_dir() else resolve(settings.head)
+    if is_pass(folder):
+        probe_ids = runner.extend(read_pass(folder, runner.parts))
+        log.info("embeddings of PaSS loaded", folder=str(folder), count=len(probe_ids))
+        return Hosting(PASS, ProbeDrafter(partial(PassChain, probe_ids)))
+    found = read_head(folder, runner.parts)
     head = found.load(runner.parts, runner.device, DTYPES[settings.dtype], runner.ops)
     log.info("head loaded", method=found.method, folder=str(found.folder), taps=head.facts.taps, switches=found.notes)
     return host_head(runner, head, found.digest())
 
 
 async def start_with(
-    model: LoadedModel, settings: ModelServiceSettings, hostings: Sequence[Hosting[HostedDraft]] = ()
+    model: LoadedModel, settings: ModelServiceSettings, hostings: Sequence[Hosting[Any]] = ()
 ) -> RunningModelService:
     """Serves models that are loaded already; those of the settings are not looked at."""
     table, outboxes = LeaseTable[TargetState](settings.lease_seconds), Outboxes()

@@ -143,7 +143,12 @@ def load(
     if wanted.address is None:
         stack = replace(stack_of(models, cpus), rest_port=0)
         # Beside the draft service, so that drafters can be compared.
-        stack = replace(stack, hosted_draft=stack.draft if hosted.draft_in_target else None, head=hosted.head)
+        stack = replace(
+            stack,
+            hosted_draft=stack.draft if hosted.draft_in_target else None,
+            head=hosted.head,
+            lookahead=bool(hosted.lookahead),
+        )
 
     async def measuring(interrupts: Interrupts) -> None:
         async with AsyncExitStack() as exits:

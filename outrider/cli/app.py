@@ -176,13 +176,14 @@ def _stack(
 ) -> Stack:
     """The stack to start; without speculation there is no use for a draft. Raises ModelRefused."""
     target, draft = choose_models(models.target, models.draft, no_draft=not has_draft)
-    if draft is None and has_draft and hosted.head is None:
+    if draft is None and has_draft and hosted.head is None and not hosted.lookahead:
         note(f"No draft was named for {target}, so it decodes plainly; name one with --draft.")
     return Stack(
         target=target,
         draft=None if hosted.draft_in_target else draft,
         hosted_draft=draft if hosted.draft_in_target else None,
         head=None if hosted.head is None else check_model("--head", hosted.head),
+        lookahead=bool(hosted.lookahead),
         dtype=models.dtype or Dtype.BFLOAT16,
         device=machine.device,
         draft_device=machine.draft_device or machine.device,

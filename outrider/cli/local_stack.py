@@ -29,8 +29,8 @@ def port_error(port: int) -> OSError | None:
 class Stack:
     """What the three processes are started with; a port of 0 takes a free one.
 
-    Without a draft there is no draft service, and without a hosted one or a head, which guess in the target's process,
-    either decoding is plain.
+    Without a draft there is no draft service, and where nothing guesses in the target's process (hosted draft, head,
+    lookahead), decoding is plain then.
     draft_dtype None means that of the target, top_n None the draft service's own default, and rest_port None no REST.
     """
 
@@ -38,6 +38,7 @@ class Stack:
     draft: str | None
     hosted_draft: str | None = None
     head: str | None = None
+    lookahead: bool = False
     dtype: str = "bfloat16"
     device: str = "cpu"
     draft_device: str = "cpu"
@@ -100,6 +101,8 @@ def model_launch(role: str, stack: Stack) -> Launch:
         flags |= {"--draft-model": stack.hosted_draft, "--draft-threads": str(stack.draft_threads)}
     if is_target and stack.head is not None:
         flags["--head"] = stack.head
+    if is_target and stack.lookahead:
+        flags["--lookahead"] = None
     if stack.top_n is not None and not is_target:
         flags["--top-n"] = str(stack.top_n)
     if not stack.prefix_cache:

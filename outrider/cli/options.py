@@ -195,6 +195,14 @@ class HostedOptions:
             show_default=False,
         ),
     ] = None
+    lookahead: Annotated[
+        Switch,
+        _models(
+            "--lookahead",
+            help="Guess in the target's process with n-grams that are found in rows beside every verdict; no model.",
+            show_default=False,
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

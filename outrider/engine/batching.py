@@ -70,7 +70,7 @@ class RowPlan:
 
 
 class Feed(NamedTuple):
-    """What a session feeds into a forward: its uncached tokens, then its tree."""
+    """What a session feeds into a forward: its uncached tokens, then its tree, then its probes."""
 
     session: Session
     tree: TokenTree = EMPTY
@@ -78,6 +78,22 @@ class Feed(NamedTuple):
     """Whether the logits of all committed tokens that are computed are wanted, and not of the last one only."""
     without_last: bool = False
     """Whether the last committed token, of at least two that are not cached, is left to a later forward."""
+    probes: TokenTree = EMPTY
+    """Rows whose logits are wanted, and which are never kept; a tree of its own behind the last committed token."""
+
+    @property
+    def num_proposed(self) -> int:
+        """Rows behind the last committed token: those of the tree, then the probes'."""
+        return len(self.tree) + len(self.probes)
+
+    @property
+    def proposed(self) -> TokenTree:
+        """Those rows as one tree."""
+        if not self.probes:
+            return self.tree
+        num_rows = len(self.tree)
+        parents = tuple(parent and parent + num_rows for parent in self.probes.parents)
+        return TokenTree(self.tree.token_ids + self.probes.token_ids, self.tree.parents + parents)
 
     @property
     def num_committed(self) -> int:
@@ -102,6 +118,7 @@ class Batch:
     wanted: Tensor
     prefixes: list[range]
     ranges: list[range | None]
+    probes: list[range]
 
 
 def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.device) -> Batch:
@@ -115,18 +132,18 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
     num_keys = 0
     prefixes: list[range] = []
     ranges: list[range | None] = []
+    probes: list[range] = []
     for feed, grant in zip(feeds, grants, strict=True):
         session, first = feed.session, len(token_ids)
         num_committed = feed.num_committed
-        is_complete = grant == num_committed + len(feed.tree) and not feed.without_last
-        tree = feed.tree if is_complete else EMPTY
+        is_complete = grant == num_committed + feed.num_proposed and not feed.without_last
+        tree = feed.proposed if is_complete else EMPTY
         if grant:
             start = session.next_position
             end = start + grant
             stop = end - len(tree)
             slots = session.table.slots(0, end)
-            token_ids += session.token_ids[start:stop]
-            token_ids += tree.token_ids
+            token_ids += (*session.token_ids[start:stop], *tree.token_ids)
             row_slots.append(slots[start:])
             # The slots of a chain lie in a row, and need no gathering.
             if tree.is_chain:
@@ -142,14 +159,13 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
                 key_starts += [num_keys + each for each in starts]
                 key_lists += lists
                 num_keys += sum(map(len, lists))
-        num_wanted = len(wanted)
-        if feed.wants_prefix:
-            wanted += range(first, first + feed.num_prefix(grant))
-        prefixes.append(range(num_wanted, len(wanted)))
-        num_wanted = len(wanted)
+        prefixes.append(range(len(wanted), len(wanted) + feed.num_prefix(grant)))
+        wanted += range(first, first + len(prefixes[-1]))
+        decided = range(len(wanted), len(wanted) + (len(feed.tree) + 1 if is_complete else 0))
         if is_complete:
             wanted += range(len(token_ids) - len(tree) - 1, len(token_ids))
-        ranges.append(range(num_wanted, len(wanted)) if is_complete else None)
+        ranges.append(decided if is_complete else None)
+        probes.append(range(decided.stop, len(wanted)))
     # Those of one type travel together, because each tensor costs as much as many rows.
     num_rows = len(token_ids)
     longs = np.array(token_ids + positions + key_starts + wanted, dtype=np.int64)
@@ -166,7 +182,7 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
         key_counts=key_counts,
         max_key_count=max(positions) + 1,
     )
-    return Batch(plan, parts[3], prefixes, ranges)
+    return Batch(plan, parts[3], prefixes, ranges, probes)
 
 
 def _leaf_lists(tree: TokenTree, slots: Slots, stop: int) -> tuple[list[Slots], list[int]]:

@@ -17,7 +17,7 @@ from outrider.engine.cache import BLOCK_SIZE, BlockPool, BlockTable, KVCache
 from outrider.engine.heads.law import TargetParts
 from outrider.engine.models.checkpoints import Checkpoint, find_checkpoint
 from outrider.engine.models.config import DecoderFacts
-from outrider.engine.models.decoder import Decoder, TappedDecoder
+from outrider.engine.models.decoder import Decoder, ProbedDecoder, TappedDecoder
 from outrider.engine.models.fused import fused
 from outrider.engine.models.simulated import SimulatedDecoder
 from outrider.engine.models.transformer import Transformer
@@ -56,7 +56,7 @@ class ForwardResult:
     """What a forward computed."""
 
     logits: Tensor
-    """[rows, V] float32 on the device, of roots and tree rows."""
+    """[rows, V] float32 on the device, of roots, tree rows and probes."""
     ranges: list[range | None]
     """For each feed the rows of logits: the root (its last committed token) first, then its tree's rows in row order.
     None: the feed is not finished, and is to be fed again."""
@@ -64,6 +64,8 @@ class ForwardResult:
     """For each feed that wants them the rows of logits of the tokens before the root that this forward computed."""
     grants: list[int]
     """How many rows of each feed were computed."""
+    probes: list[range]
+    """For each feed the rows of logits of its probes, in row order; empty while it is not finished."""
 
     @property
     def num_rows(self) -> int:
@@ -102,6 +104,8 @@ class ModelRunner:
             config.num_layers, num_slots, config.num_kv_heads, config.head_dim, cache_dtype, weight.device
         )
         self.forward_counts = ForwardCounts()
+        # Behind those of the vocabulary, and only probes may have them.
+        self._num_probe_ids = 0
         self._num_forwards = 0
         self._started_s: float | None = None
 
@@ -153,7 +157,8 @@ class ModelRunner:
         if not isinstance(self.model, TappedDecoder):
             message = f"{self.identity.model_name} has no state that a head could read"
             raise ModelRefused(message, model=self.identity.model_name)
-        return TargetParts(self.model.embedding, self.model.head, self.config.num_layers, self.context_len)
+        embedding = self.model.embedding[: self.config.vocab_size]
+        return TargetParts(embedding, self.model.head, self.config.num_layers, self.context_len)
 
     def tap(self, boundaries: Sequence[int]) -> None:
         """Lets every forward from now on store the residuals at these boundaries in the cache; see KVCache.taps.
@@ -167,6 +172,18 @@ class ModelRunner:
             raise InvalidRequest("taps", stray, f"in [0, {self.config.num_layers}]")
         taps = tuple(sorted(set(boundaries)))
         self.cache.keep_features(len(taps) * self.model.embedding.shape[1], taps)
+
+    def extend(self, rows: Tensor) -> range:
+        """Embeds rows [L, H], which nothing but probes may name, and returns the ids that these have from now on.
+
+        Raises ModelRefused for a model that embeds no others than its own.
+        """
+        if not isinstance(self.model, ProbedDecoder):
+            raise ModelRefused(f"{self.identity.model_name} cannot embed probes", model=self.identity.model_name)
+        first = self.config.vocab_size + self._num_probe_ids
+        self.model.embed_more(rows)
+        self._num_probe_ids += len(rows)
+        return range(first, first + len(rows))
 
     @property
     def config(self) -> DecoderFacts:
@@ -233,12 +250,13 @@ class ModelRunner:
         for feed in feeds:
             self.check(feed)
         for feed in feeds:
-            feed.session.reserve(len(feed.tree))
+            feed.session.reserve(feed.num_proposed)
         max_prefix_rows = max(1, MAX_PREFIX_LOGITS // self.config.vocab_size)
         grants = share_rows(feeds, self.max_rows, max_prefix_rows, max_prompt_rows)
         if not any(grants):
             nothing = torch.empty(0, self.config.vocab_size, device=self.device)
-            return ForwardResult(nothing, [None] * len(feeds), [range(0)] * len(feeds), grants)
+            none = [range(0)] * len(feeds)
+            return ForwardResult(nothing, [None] * len(feeds), none, grants, none)
         batch = build_batch(feeds, grants, self.device)
         for feed in feeds:
             # The rows of an earlier tree are about to be overwritten, whatever comes of this forward.
@@ -256,7 +274,7 @@ class ModelRunner:
         if self.device.type == "cuda" and not len(batch.wanted):
             # Or chunks of a prompt would pile up on the device, in front of whoever asks for a token meanwhile.
             torch.cuda.synchronize(self.device)
-        return ForwardResult(logits, batch.ranges, batch.prefixes, grants)
+        return ForwardResult(logits, batch.ranges, batch.prefixes, grants, batch.probes)
 
     def finish(self) -> None:
         """Counts the time of the last forward, behind which its tokens have been drawn and read; idempotent.
@@ -273,21 +291,24 @@ class ModelRunner:
 
     def check(self, feed: Feed) -> None:
         """Raises InvalidRequest when a feed can never run: past the context, too wide, or ids that are not embedded."""
-        session, tree = feed.session, feed.tree
-        length = len(session)
-        if length + max(tree.depths) > self.context_len:
-            raise InvalidRequest("tree", f"{max(tree.depths)} deep", f"at most {self.context_len - length} deep here")
-        if len(tree) >= self.max_rows:
-            raise InvalidRequest("tree", f"{len(tree)} rows", f"at most {self.max_rows - 1} rows")
-        self._check_ids((*session.token_ids[session.next_position :], *tree.token_ids))
+        session, length = feed.session, len(feed.session)
+        for name, tree in (("tree", feed.tree), ("probes", feed.probes)):
+            if length + max(tree.depths) > self.context_len:
+                raise InvalidRequest(name, f"{max(tree.depths)} deep", f"at most {self.context_len - length} deep here")
+        if feed.num_proposed >= self.max_rows:
+            name = "probes" if len(feed.tree) < self.max_rows else "tree"
+            raise InvalidRequest(name, f"{feed.num_proposed} rows", f"at most {self.max_rows - 1} rows")
+        self._check_ids((*session.token_ids[session.next_position :], *feed.tree.token_ids))
+        self._check_ids(feed.probes.token_ids, self._num_probe_ids)
 
-    def _check_ids(self, token_ids: Sequence[int]) -> None:
+    def _check_ids(self, token_ids: Sequence[int], num_more: int = 0) -> None:
         # An id without a row in the embedding would stop an accelerator for all sessions, not only for this one.
-        if not token_ids or 0 <= min(token_ids) <= max(token_ids) < self.config.vocab_size:
+        end = self.config.vocab_size + num_more
+        if not token_ids or 0 <= min(token_ids) <= max(token_ids) < end:
             return
         for extreme in (min(token_ids), max(token_ids)):
-            if not 0 <= extreme < self.config.vocab_size:
-                raise InvalidRequest("token_ids", extreme, f"in [0, {self.config.vocab_size})")
+            if not 0 <= extreme < end:
+                raise InvalidRequest("token_ids", extreme, f"in [0, {end})")
 
 
 def default_kv_tokens(config: DecoderFacts, device: torch.device, dtype: torch.dtype) -> int:
@@ -319,9 +340,9 @@ def reserve(runner: ModelRunner, feed: Feed, with_room: Callable[[Allocate], Non
     """
     runner.check(feed)
     try:
-        feed.session.reserve(len(feed.tree))
+        feed.session.reserve(feed.num_proposed)
     except CacheFull:
-        with_room(lambda: feed.session.reserve(len(feed.tree)))
+        with_room(lambda: feed.session.reserve(feed.num_proposed))
 
 
 def reopen(
