@@ -291,13 +291,13 @@ class ModelRunner:
 
     def check(self, feed: Feed) -> None:
         """Raises InvalidRequest when a feed can never run: past the context, too wide, or ids that are not embedded."""
-        session, length = feed.session, len(feed.session)
+        session, length, most = feed.session, len(feed.session), self.max_rows - 1
         for name, tree in (("tree", feed.tree), ("probes", feed.probes)):
             if length + max(tree.depths) > self.context_len:
                 raise InvalidRequest(name, f"{max(tree.depths)} deep", f"at most {self.context_len - length} deep here")
-        if feed.num_proposed >= self.max_rows:
-            name = "probes" if len(feed.tree) < self.max_rows else "tree"
-            raise InvalidRequest(name, f"{feed.num_proposed} rows", f"at most {self.max_rows - 1} rows")
+            if len(tree) > most:
+                raise InvalidRequest(name, f"{len(tree)} rows", f"at most {most} rows")
+            most -= len(tree)
         self._check_ids((*session.token_ids[session.next_position :], *feed.tree.token_ids))
         self._check_ids(feed.probes.token_ids, self._num_probe_ids)
 
