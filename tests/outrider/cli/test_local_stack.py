@@ -97,6 +97,16 @@ def test_the_draft_may_have_a_dtype_and_a_top_n_of_its_own() -> None:
     assert (draft[draft.index("--dtype") + 1], draft[draft.index("--top-n") + 1]) == ("bfloat16", "16")
 
 
+def test_what_guesses_in_the_target_s_process_is_told_to_the_target_alone() -> None:
+    """A head's folder, and a switch; neither unless wanted."""
+    stack = replace(PAIR, head="models/head", lookahead=True)
+    target, draft = (model_launch(role, stack).command for role in ("target", "draft"))
+    assert target[target.index("--head") + 1] == "models/head"
+    assert "--lookahead" in target
+    for words in (draft, model_launch("target", PAIR).command):
+        assert not {"--head", "--lookahead"} & set(words)
+
+
 def test_an_offline_stack_downloads_nothing() -> None:
     """The hub's library in each of its processes is told; any other stack has the environment that there is."""
     launches = [model_launch("target", PAIR), model_launch("draft", PAIR), gateway_launch(PAIR, "127.0.0.1:7", None)]
