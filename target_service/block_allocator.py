@@ -99,11 +99,11 @@ class BlockAllocator:
         if len(session) > size:
             message = f"{len(session)} tokens are more than the key-value cache of {size} tokens holds"
             raise PromptTooLong(message, tokens=len(session), kv_tokens=size)
-        feeds = [Feed(session, tree), Feed(session)]
-        if 0 < len(probes) < self._runner.max_rows - len(tree):
-            feeds.insert(0, Feed(session, tree, probes=probes))
+        if len(tree) + len(probes) >= self._runner.max_rows:
+            probes = EMPTY
         while True:
-            for feed in feeds:
+            for wanted, beside in (tree, probes), (tree, EMPTY), (EMPTY, EMPTY):
+                feed = Feed(session, wanted, probes=beside)
                 try:
                     reserve(self._runner, feed, self._table.with_room)
                 except CacheFull:

@@ -139,6 +139,7 @@ class Verifier:
                     commit(task.session, outcome)
                     if task.own is not None and task.own.probing is not None:
                         task.own.probing.learn(task.behind_probes)
+                        task.behind_probes = ()
                     task.prompt_logprobs = []
                     task.on_verdict(outcome, task.meter.times())
                     if not task.done:
@@ -189,8 +190,9 @@ class Verifier:
         finished = [number for number, rows in enumerate(result.ranges) if rows is not None]
         ranges = [rows for rows in result.ranges if rows is not None]
         walks = decide(self._runner, [inputs[number] for number in finished], result.logits, ranges)
-        for task, rows in zip(tasks, result.probes, strict=True):
-            task.behind_probes = self._likeliest(result.logits[rows.start : rows.stop]) if rows else ()
+        for number, rows in result.probes.items():
+            found = result.logits[rows.start : rows.stop, : self._runner.vocabulary_size]
+            tasks[number].behind_probes = found.argmax(1).tolist()
         self._runner.finish()
         for task, rows in zip(tasks, result.prefixes, strict=True):
             # At once, chunk by chunk, because the logits of a whole prompt may be larger than the model.
@@ -219,10 +221,6 @@ class Verifier:
         rows = [root + row for row in (0, *verdict.accepted_rows)][: len(verdict.token_ids)]
         entries = self._logprobs(task, logits[rows], verdict.token_ids)
         return verdict._replace(logprobs=tuple(entries), prompt_logprobs=tuple(task.prompt_logprobs))
-
-    def _likeliest(self, logits: Tensor) -> list[int]:
-        token_ids: list[int] = logits[:, : self._runner.vocabulary_size].argmax(1).tolist()
-        return token_ids
 
     def _logprobs(self, task: VerifyTask, logits: Tensor, token_ids: Sequence[int]) -> list[TokenLogprob]:
         runner = self._runner

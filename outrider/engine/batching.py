@@ -84,12 +84,12 @@ class Feed(NamedTuple):
     @property
     def num_proposed(self) -> int:
         """Rows behind the last committed token: those of the tree, then the probes'."""
-        return len(self.tree) + len(self.probes)
+        return len(self.tree.token_ids) + len(self.probes.token_ids)
 
     @property
     def proposed(self) -> TokenTree:
         """Those rows as one tree."""
-        if not self.probes:
+        if self.probes is EMPTY:
             return self.tree
         num_rows = len(self.tree)
         parents = tuple(parent and parent + num_rows for parent in self.probes.parents)
@@ -118,7 +118,7 @@ class Batch:
     wanted: Tensor
     prefixes: list[range]
     ranges: list[range | None]
-    probes: list[range]
+    """With the probes behind the tree's rows."""
 
 
 def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.device) -> Batch:
@@ -132,12 +132,12 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
     num_keys = 0
     prefixes: list[range] = []
     ranges: list[range | None] = []
-    probes: list[range] = []
     for feed, grant in zip(feeds, grants, strict=True):
         session, first = feed.session, len(token_ids)
         num_committed = feed.num_committed
-        is_complete = grant == num_committed + feed.num_proposed and not feed.without_last
-        tree = feed.proposed if is_complete else EMPTY
+        tree = feed.proposed
+        is_complete = grant == num_committed + len(tree) and not feed.without_last
+        tree = tree if is_complete else EMPTY
         if grant:
             start = session.next_position
             end = start + grant
@@ -159,13 +159,14 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
                 key_starts += [num_keys + each for each in starts]
                 key_lists += lists
                 num_keys += sum(map(len, lists))
-        prefixes.append(range(len(wanted), len(wanted) + feed.num_prefix(grant)))
-        wanted += range(first, first + len(prefixes[-1]))
-        decided = range(len(wanted), len(wanted) + (len(feed.tree) + 1 if is_complete else 0))
+        num_wanted = len(wanted)
+        if feed.wants_prefix:
+            wanted += range(first, first + feed.num_prefix(grant))
+        prefixes.append(range(num_wanted, len(wanted)))
+        num_wanted = len(wanted)
         if is_complete:
             wanted += range(len(token_ids) - len(tree) - 1, len(token_ids))
-        ranges.append(decided if is_complete else None)
-        probes.append(range(decided.stop, len(wanted)))
+        ranges.append(range(num_wanted, len(wanted)) if is_complete else None)
     # Those of one type travel together, because each tensor costs as much as many rows.
     num_rows = len(token_ids)
     longs = np.array(token_ids + positions + key_starts + wanted, dtype=np.int64)
@@ -182,7 +183,7 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
         key_counts=key_counts,
         max_key_count=max(positions) + 1,
     )
-    return Batch(plan, parts[3], prefixes, ranges, probes)
+    return Batch(plan, parts[3], prefixes, ranges)
 
 
 def _leaf_lists(tree: TokenTree, slots: Slots, stop: int) -> tuple[list[Slots], list[int]]:

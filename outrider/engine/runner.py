@@ -27,7 +27,7 @@ from outrider.engine.ops.native import MAX_HEAD_DIM, MAX_THREADS, NativeOps
 from outrider.engine.session import Session
 from outrider.engine.sharing import share_rows
 from outrider.errors import CacheFull, InvalidRequest, ModelRefused, PromptTooLong
-from outrider.token_tree import EMPTY
+from outrider.token_tree import EMPTY, TokenTree
 
 MAX_ROWS = 512
 # 64 MiB of float32, beyond those behind which tokens are drawn.
@@ -64,8 +64,8 @@ class ForwardResult:
     """For each feed that wants them the rows of logits of the tokens before the root that this forward computed."""
     grants: list[int]
     """How many rows of each feed were computed."""
-    probes: list[range]
-    """For each feed the rows of logits of its probes, in row order; empty while it is not finished."""
+    probes: dict[int, range]
+    """The rows of logits of probes, in row order, by the number of their feed; none of a feed that is not finished."""
 
     @property
     def num_rows(self) -> int:
@@ -255,8 +255,7 @@ class ModelRunner:
         grants = share_rows(feeds, self.max_rows, max_prefix_rows, max_prompt_rows)
         if not any(grants):
             nothing = torch.empty(0, self.config.vocab_size, device=self.device)
-            none = [range(0)] * len(feeds)
-            return ForwardResult(nothing, [None] * len(feeds), none, grants, none)
+            return ForwardResult(nothing, [None] * len(feeds), [range(0)] * len(feeds), grants, {})
         batch = build_batch(feeds, grants, self.device)
         for feed in feeds:
             # The rows of an earlier tree are about to be overwritten, whatever comes of this forward.
@@ -274,7 +273,13 @@ class ModelRunner:
         if self.device.type == "cuda" and not len(batch.wanted):
             # Or chunks of a prompt would pile up on the device, in front of whoever asks for a token meanwhile.
             torch.cuda.synchronize(self.device)
-        return ForwardResult(logits, batch.ranges, batch.prefixes, grants, batch.probes)
+        probes: dict[int, range] = {}
+        for number, feed in enumerate(feeds):
+            rows = batch.ranges[number]
+            if feed.probes is not EMPTY and rows is not None:
+                end = len(feed.tree) + 1
+                batch.ranges[number], probes[number] = rows[:end], rows[end:]
+        return ForwardResult(logits, batch.ranges, batch.prefixes, grants, probes)
 
     def finish(self) -> None:
         """Counts the time of the last forward, behind which its tokens have been drawn and read; idempotent.
@@ -291,15 +296,19 @@ class ModelRunner:
 
     def check(self, feed: Feed) -> None:
         """Raises InvalidRequest when a feed can never run: past the context, too wide, or ids that are not embedded."""
-        session, length, most = feed.session, len(feed.session), self.max_rows - 1
-        for name, tree in (("tree", feed.tree), ("probes", feed.probes)):
-            if length + max(tree.depths) > self.context_len:
-                raise InvalidRequest(name, f"{max(tree.depths)} deep", f"at most {self.context_len - length} deep here")
-            if len(tree) > most:
-                raise InvalidRequest(name, f"{len(tree)} rows", f"at most {most} rows")
-            most -= len(tree)
-        self._check_ids((*session.token_ids[session.next_position :], *feed.tree.token_ids))
-        self._check_ids(feed.probes.token_ids, self._num_probe_ids)
+        session, tree = feed.session, feed.tree
+        self._check_rows("tree", tree, len(session), self.max_rows - 1)
+        self._check_ids((*session.token_ids[session.next_position :], *tree.token_ids))
+        if feed.probes is not EMPTY:
+            self._check_rows("probes", feed.probes, len(session), self.max_rows - 1 - len(tree))
+            self._check_ids(feed.probes.token_ids, self._num_probe_ids)
+
+    def _check_rows(self, name: str, tree: TokenTree, length: int, most: int) -> None:
+        """Of rows behind so many tokens, where a forward has room for `most`."""
+        if length + max(tree.depths) > self.context_len:
+            raise InvalidRequest(name, f"{max(tree.depths)} deep", f"at most {self.context_len - length} deep here")
+        if len(tree) > most:
+            raise InvalidRequest(name, f"{len(tree)} rows", f"at most {most} rows")
 
     def _check_ids(self, token_ids: Sequence[int], num_more: int = 0) -> None:
         # An id without a row in the embedding would stop an accelerator for all sessions, not only for this one.

@@ -41,7 +41,7 @@ def runner(folders: dict[str, Path]) -> Iterator[ModelRunner]:
 def computed(runner: ModelRunner, feed: Feed, *others: Feed) -> tuple[Tensor, Tensor]:
     """Logits of a feed's root and tree, and of its probes, in a forward with others."""
     result = runner.forward([*others, feed])
-    rows, probed = result.ranges[-1], result.probes[-1]
+    rows, probed = result.ranges[-1], result.probes[len(others)]
     assert rows is not None
     assert (len(rows), len(probed)) == (len(feed.tree) + 1, len(feed.probes))
     return result.logits[rows.start : rows.stop].clone(), result.logits[probed.start : probed.stop].clone()
@@ -79,7 +79,7 @@ def test_probes_wait_for_the_last_token_of_a_prompt(runner: ModelRunner) -> None
         sizes.append(result.grants[0])
         if result.ranges[0] is not None:
             break
-        assert result.probes == [range(0)]
+        assert result.probes == {}
     assert sizes == [12, 12, 12, 3, 11]
     assert (result.ranges[0], result.probes[0]) == (range(3), range(3, 11))
     assert torch.equal(result.logits[3:], fresh(runner, session.token_ids, WINDOW)[0][1:])
