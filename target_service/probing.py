@@ -50,11 +50,11 @@ class Lookahead:
     more token for every column, and whatever it finds goes into a pool, by its first token.
     """
 
-    def __init__(self, window: int = 4, depth: int = 4, num_guesses: int = 4) -> None:
+    def __init__(self, window: int = 2, depth: int = 3, num_guesses: int = 4) -> None:
         """W columns of N-grams, N = depth, of which it keeps the last G = num_guesses of each first token.
 
-        That makes W * (N - 1) - 1 probes. The authors' window is larger (W = 7, N = 5 and more), for devices on which
-        rows are free. Raises InvalidRequest.
+        That makes W * (N - 1) - 1 probes. The authors have W = 7, N = 5 and more, for devices on which rows are free;
+        the default is what pays on a CPU, where they are not (docs/heads.md). Raises InvalidRequest.
         """
         for name, value, minimum in (("window", window, 1), ("depth", depth, MIN_DEPTH), ("guesses", num_guesses, 1)):
             if value < minimum:

@@ -33,8 +33,9 @@ def probe_ids(runner: ModelRunner) -> range:
     return runner.extend(torch.randn(4, 48, generator=torch.Generator().manual_seed(2)))
 
 
-def lookahead(*sizes: int) -> Hosting[ProbeDraft]:
-    return Hosting(LOOKAHEAD, ProbeDrafter(partial(Lookahead, *sizes)))
+def lookahead() -> Hosting[ProbeDraft]:
+    """With eleven probes."""
+    return Hosting(LOOKAHEAD, ProbeDrafter(partial(Lookahead, window=4, depth=4)))
 
 
 def proposals_of(own: OwnTarget, spec: SessionSpec, counts: Sequence[int]) -> list[TokenTree]:
