@@ -135,7 +135,7 @@ async def test_drafters_that_need_no_model_of_their_own(tmp_path: Path) -> None:
                 assert said == plain
                 assert completion.speculation.draft_tokens > 100
                 assert {each.facts.drafter for each in rounds if each.facts.draft_count} == {drafter}
-                assert drafter == "pass" or completion.speculation.accepted_tokens > 20
+                assert drafter == "pass" or completion.speculation.accepted_tokens > 10
             assert (await answer(stub, temperature=temperature))[0] == plain
         os.kill(supervisor.pid("target"), signal.SIGKILL)
         assert (await answer(stub, temperature=0.8, draft_count=4, drafter="lookahead"))[0] == plain
