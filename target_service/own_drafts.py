@@ -7,7 +7,7 @@ tokens, K, noise and sampling alone, and never on what was computed before. All 
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
 
 import structlog
 import torch
@@ -17,6 +17,7 @@ from outrider.engine.batching import MAX_STEP_TOKENS
 from outrider.engine.cache import KVCache
 from outrider.engine.heads.fused import head_decoder
 from outrider.engine.heads.law import Head
+from outrider.engine.ops import Ops
 from outrider.engine.runner import Allocate, ModelRunner
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N
 from outrider.engine.session import Session
@@ -69,6 +70,20 @@ class OwnDraft(Protocol):
 
     def free(self) -> None:
         """Gives back what is kept; what was begun ends."""
+
+
+@runtime_checkable
+class ProbingDraft(OwnDraft, Protocol):
+    """One that finds its guesses in rows of the target's own forwards."""
+
+    probes: TokenTree
+    """Rows that the next forward is to compute behind the committed tokens, beside the proposal; EMPTY: none."""
+
+    def learn(self, token_ids: Sequence[int]) -> None:
+        """Takes the likeliest token behind each probe of the forward of a verdict, and drops the probes.
+
+        Called with every verdict, when the session holds its tokens; with nothing where no probe was computed.
+        """
 
 
 DraftT = TypeVar("DraftT", bound=OwnDraft)
@@ -274,20 +289,21 @@ class HostedModel:
         self._drafter.advance([draft.task for draft in drafts if draft.task is not None])
 
 
-def host_head(target: ModelRunner, head: Head, digest: str) -> Hosting[HostedDraft]:
+def host_head(target: ModelRunner, head: Head, digest: str, ops: Ops | None = None) -> Hosting[HostedDraft]:
     """The drafter of a head, named as its method; from now on the target keeps what it reads."""
-    runner = head_runner(target, head, digest)
+    runner = head_runner(target, head, digest, ops)
     return Hosting(head.facts.method, HostedModel(runner, copy=FeatureCopy(target.cache, head)), runner)
 
 
-def head_runner(target: ModelRunner, head: Head, digest: str) -> ModelRunner:
+def head_runner(target: ModelRunner, head: Head, digest: str, ops: Ops | None = None) -> ModelRunner:
     """What computes a head; from now on the target keeps what it reads.
 
-    Its cache has room for as many tokens as the target's. `digest` names the head's weights.
+    Its cache has room for as many tokens as the target's. `digest` names the head's weights, `ops` are
+    those that it computes with, by default the target's.
     """
     target.tap(head.facts.taps)
     identity = replace(target.identity, model_name=head.facts.method, model_hash=digest)
-    decoder = head_decoder(head, target.parts, target.ops)
+    decoder = head_decoder(head, target.parts, ops or target.ops)
     runner = ModelRunner(decoder, identity, target.pool.num_blocks * target.pool.block_size)
     runner.cache.keep_features(head.facts.state_size + 1)
     return runner
@@ -302,6 +318,14 @@ class OwnSession(NamedTuple):
 
     hosting: Hosting[Any]
     draft: OwnDraft
+    probing: ProbingDraft | None = None
+    """The same draft, where it is one that probes."""
+
+    @classmethod
+    def of(cls, hosting: Hosting[Any], spec: SessionSpec, salt: bytes | None) -> Self:
+        draft = hosting.open(spec, salt)
+        # Asked once: a protocol's every name is looked up for the answer.
+        return cls(hosting, draft, draft if isinstance(draft, ProbingDraft) else None)
 
 
 def guess(sessions: Sequence[OwnSession], awaited: Sequence[OwnDraft]) -> None:

@@ -14,6 +14,7 @@ import structlog
 from outrider.drafters.model_drafter import MODEL, DraftTask, ModelDrafter, noise_of
 from outrider.engine.batching import Feed
 from outrider.engine.heads.law import Head
+from outrider.engine.ops import Ops
 from outrider.engine.runner import ModelRunner
 from outrider.engine.session import LowerRows, Session
 from outrider.errors import CacheFull, OutriderError
@@ -182,8 +183,8 @@ class Kangaroo:
                 go_on_behind(draft.source, draft.ahead, self._copy.head.facts.taps[0])
 
 
-def host_adapter(target: ModelRunner, head: Head, digest: str) -> Hosting[AdapterDraft]:
+def host_adapter(target: ModelRunner, head: Head, digest: str, ops: Ops | None = None) -> Hosting[AdapterDraft]:
     """The drafter of a head that reads its own rows (HeadFacts.reads_own); raises ModelRefused."""
     lower = target.lower(head.facts.taps[0], has_logits=False)
-    runner = head_runner(target, head, digest)
+    runner = head_runner(target, head, digest, ops)
     return Hosting(head.facts.method, Kangaroo(lower, runner, FeatureCopy(target.cache, head)), runner)

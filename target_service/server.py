@@ -10,7 +10,9 @@ from typing import Annotated, Any
 import structlog
 
 from outrider.engine.heads.checkpoint import read_head
+from outrider.engine.heads.pass_embeddings import is_pass, read_pass
 from outrider.engine.models.weights import DTYPES, resolve
+from outrider.engine.ops import choose_ops
 from outrider.engine.runner import ModelRunner
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import ModelRefused
@@ -20,6 +22,7 @@ from outrider.model_service.settings import MAX_THREADS, Listen, ModelServiceSet
 from outrider.process.options import Setting, within
 from target_service.own_drafts import HOSTED, HostedModel, Hosting, host_head
 from target_service.own_layers import host_adapter, host_layers
+from target_service.probing import LOOKAHEAD, PASS, Lookahead, PassChain, ProbeDrafter
 from target_service.servicer import TargetServicer
 from target_service.sessions import UNACKNOWLEDGED_WINDOW, TargetSessions, TargetState
 from target_service.verifier import Verifier, VerifyTask
@@ -35,7 +38,7 @@ class TargetSettings(ModelServiceSettings):
     draft_model: Annotated[
         str, Setting("A draft model in this process, for guesses that cost no message; named as --model. Empty: none.")
     ] = ""
-    draft_threads: Annotated[int, Setting("Compute threads of that model.", within(1, MAX_THREADS))] = 1
+    draft_threads: Annotated[int, Setting("Compute threads of that model, and of a head.", within(1, MAX_THREADS))] = 1
     head: Annotated[
         str, Setting("A head in this process that reads the target's state: a folder or a hub id. Empty: none.")
     ] = ""
@@ -43,6 +46,9 @@ class TargetSettings(ModelServiceSettings):
         int,
         Setting("Layers of the target that guess for it, in its own cache. 0: none.", within(0)),
     ] = 0
+    lookahead: Annotated[
+        bool, Setting("Guess with n-grams that are found by Jacobi iteration, in rows beside every verdict.")
+    ] = False
 
     def __post_init__(self) -> None:
         ModelServiceSettings.__post_init__(self)
@@ -58,8 +64,12 @@ async def start(settings: TargetSettings) -> RunningModelService:
     hostings: list[Hosting[Any]] = []
     if settings.exit_layer:
         hostings.append(host_layers(model.runner, settings.exit_layer))
+    if settings.lookahead:
+        hostings.append(Hosting(LOOKAHEAD, ProbeDrafter(Lookahead)))
     if settings.head:
-        hostings.append(await asyncio.to_thread(load_head, model.runner, settings.head, settings.dtype))
+        hostings.append(
+            await asyncio.to_thread(load_head, model.runner, settings.head, settings.dtype, settings.draft_threads)
+        )
     if settings.draft_model:
         draft = await load_model_aside(replace(settings, model=settings.draft_model, threads=settings.draft_threads))
         difference = model.vocabulary.difference(draft.vocabulary)
@@ -69,15 +79,24 @@ async def start(settings: TargetSettings) -> RunningModelService:
     return await start_with(model, settings, hostings)
 
 
-def load_head(target: ModelRunner, name: str, dtype: str) -> Hosting[Any]:
-    """The head in a folder or of a hub id, beside its target; it goes by its method. Raises ModelRefused."""
+def load_head(target: ModelRunner, name: str, dtype: str, num_threads: int = 1) -> Hosting[Any]:
+    """The head in a folder or of a hub id, beside its target, or PaSS's embeddings within it; raises ModelRefused.
+
+    A head has threads of its own: of a target's many most would only be woken up for products as small as its.
+    """
     folder, parts = Path(name).expanduser(), target.parts
     # Unlike a model's, a head's weights may have any name in their folder.
-    found = read_head(folder if folder.is_dir() else resolve(name), parts)
-    head = found.load(parts, target.device, DTYPES[dtype], target.ops)
+    folder = folder if folder.is_dir() else resolve(name)
+    if is_pass(folder):
+        probe_ids = target.extend(read_pass(folder, parts))
+        log.info("embeddings of PaSS loaded", folder=str(folder), count=len(probe_ids))
+        return Hosting(PASS, ProbeDrafter(partial(PassChain, probe_ids)))
+    found = read_head(folder, parts)
+    ops = choose_ops(target.device, num_threads)
+    head = found.load(parts, target.device, DTYPES[dtype], ops)
     log.info("head loaded", method=found.method, folder=str(found.folder), taps=head.facts.taps, switches=found.notes)
     host = host_adapter if head.facts.reads_own else host_head
-    return host(target, head, found.digest())
+    return host(target, head, found.digest(), ops)
 
 
 async def start_with(

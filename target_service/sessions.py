@@ -193,7 +193,7 @@ class TargetSessions(SessionStore[TargetState]):
             held.own.draft.free()
         hosting = self._hostings.get(drafter)
         salt = held.spec.cache_salt if self._prefix_cache else None
-        held.own = None if hosting is None else OwnSession(hosting, hosting.open(held.spec, salt))
+        held.own = None if hosting is None else OwnSession.of(hosting, held.spec, salt)
 
     def _repeat(self, held: TargetState, fence: Fence, step: Step) -> None:
         """Sends the verdicts from a length on once more, and goes on as far as the repetition allows.

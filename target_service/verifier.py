@@ -23,7 +23,7 @@ from outrider.errors import OutriderError
 from outrider.model_service.session_store import LeaseTable
 from outrider.parameters import SessionSpec, TokenLogprob
 from outrider.rpc.fencing import ComputeTimes, Meter
-from outrider.token_tree import TokenTree
+from outrider.token_tree import EMPTY, TokenTree
 from target_service.acceptance import TargetVerdict, Walk, commit_walk, decide
 from target_service.block_allocator import BlockAllocator
 from target_service.gathering import Gathering
@@ -49,6 +49,10 @@ class VerifyTask:
     """What it has made for the next verdict."""
     is_drafting: bool = False
     """Whether it is about to make that."""
+    probes: TokenTree = EMPTY
+    """Rows that its drafter wants the next forward to compute besides."""
+    behind_probes: Sequence[int] = ()
+    """The likeliest token behind each of them."""
     done: bool = False
     stopped: bool = False
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -63,7 +67,12 @@ class VerifyTask:
     def draw_input(self) -> DrawInput:
         """What its next forward computes, and how tokens are drawn behind it."""
         # A drafter that reads features has to have those of all tokens before the last.
-        return DrawInput(Feed(self.session, self.tree, self.wants_prompt, self.wants_own), self.spec)
+        return DrawInput(Feed(self.session, self.tree, self.wants_prompt, self.wants_own, self.probes), self.spec)
+
+    @property
+    def num_step_rows(self) -> int:
+        """Rows of its next forward, once all but its last token is cached."""
+        return 1 + len(self.tree) + len(self.probes)
 
     @property
     def wants_own(self) -> bool:
@@ -103,7 +112,7 @@ class Verifier:
             return True
         for task in tasks:
             self._gathering.came(task.session, task.meter.arrived_ns / 1e9)
-        here, num_rows = [task.session for task in tasks], sum(len(task.tree) + 1 for task in tasks)
+        here, num_rows = [task.session for task in tasks], sum(task.num_step_rows for task in tasks)
         if self._gathering.is_worth_waiting(here, num_rows):
             return False
         ages = self._allocator.begin_step()
@@ -116,7 +125,7 @@ class Verifier:
         started_ns = time.perf_counter_ns()
         outcomes, grants = self._forward_and_decide(tasks)
         ended_ns, num_rows = time.perf_counter_ns(), sum(grants)
-        if num_rows == sum(len(task.tree) + 1 for task in tasks):
+        if num_rows == sum(task.num_step_rows for task in tasks):
             # Nobody read a prompt.
             self._gathering.costs.add(num_rows, (ended_ns - started_ns) / 1e9)
         for task, grant, outcome in zip(tasks, grants, outcomes, strict=True):
@@ -128,6 +137,9 @@ class Verifier:
                     task.fail(outcome)
                 elif outcome is not None:
                     commit(task.session, outcome)
+                    if task.own is not None and task.own.probing is not None:
+                        task.own.probing.learn(task.behind_probes)
+                        task.behind_probes = ()
                     task.prompt_logprobs = []
                     task.on_verdict(outcome, task.meter.times())
                     if not task.done:
@@ -154,15 +166,15 @@ class Verifier:
         elif had_nothing:
             session.take_prefix()
         try:
-            tree = self._allocator.reserve(session, task.tree)
+            feed = self._allocator.reserve(session, task.tree, task.probes)
         except OutriderError as error:
             task.fail(error)
             return False
-        if tree is None:
+        if feed is None:
             if had_nothing:
                 session.free()
             return False
-        task.tree = tree
+        task.tree, task.probes = feed.tree, feed.probes
         return True
 
     def _forward_and_decide(
@@ -178,6 +190,9 @@ class Verifier:
         finished = [number for number, rows in enumerate(result.ranges) if rows is not None]
         ranges = [rows for rows in result.ranges if rows is not None]
         walks = decide(self._runner, [inputs[number] for number in finished], result.logits, ranges)
+        for number, rows in result.probes.items():
+            found = result.logits[rows.start : rows.stop, : self._runner.vocabulary_size]
+            tasks[number].behind_probes = found.argmax(1).tolist()
         self._runner.finish()
         for task, rows in zip(tasks, result.prefixes, strict=True):
             # At once, chunk by chunk, because the logits of a whole prompt may be larger than the model.
@@ -231,6 +246,8 @@ def _with_proposals(tasks: Sequence[VerifyTask]) -> list[VerifyTask]:
         if task.is_drafting and own.draft.proposal is not None:
             task.is_drafting, task.own_proposal = False, own.draft.proposal
             task.tree = task.own_proposal.tree
+        if own.probing is not None:
+            task.probes = own.probing.probes
     return [task for task in tasks if not task.is_drafting]
 
 

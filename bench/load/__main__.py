@@ -143,8 +143,13 @@ def load(
     if wanted.address is None:
         stack = replace(stack_of(models, cpus), rest_port=0)
         # Beside the draft service, so that drafters can be compared.
-        hosted_draft = stack.draft if hosted.draft_in_target else None
-        stack = replace(stack, hosted_draft=hosted_draft, head=hosted.head, exit_layer=hosted.exit_layer)
+        stack = replace(
+            stack,
+            hosted_draft=stack.draft if hosted.draft_in_target else None,
+            head=hosted.head,
+            exit_layer=hosted.exit_layer,
+            lookahead=bool(hosted.lookahead),
+        )
 
     async def measuring(interrupts: Interrupts) -> None:
         async with AsyncExitStack() as exits:

@@ -189,7 +189,8 @@ def _stack(
 ) -> Stack:
     """The stack to start; without speculation there is no use for a draft. Raises ModelRefused."""
     target, draft = choose_models(models.target, models.draft, no_draft=not has_draft)
-    if draft is None and has_draft and hosted.head is None and hosted.exit_layer is None:
+    names = (hosted.head, hosted.exit_layer, hosted.lookahead)
+    if draft is None and has_draft and not any(names):
         note(f"No draft was named for {target}, so it decodes plainly; name one with --draft.")
     return Stack(
         target=target,
@@ -197,6 +198,7 @@ def _stack(
         hosted_draft=draft if hosted.draft_in_target else None,
         head=None if hosted.head is None else check_model("--head", hosted.head),
         exit_layer=hosted.exit_layer,
+        lookahead=bool(hosted.lookahead),
         dtype=models.dtype or Dtype.BFLOAT16,
         device=machine.device,
         draft_device=machine.draft_device or machine.device,

@@ -29,8 +29,8 @@ def port_error(port: int) -> OSError | None:
 class Stack:
     """What the three processes are started with; a port of 0 takes a free one.
 
-    Without a draft there is no draft service, and without a hosted one, a head or an exit layer, which guess in the
-    target's process, either decoding is plain.
+    Without a draft there is no draft service, and where nothing guesses in the target's process (hosted draft, head,
+    exit layer, lookahead), decoding is plain then.
     draft_dtype None means that of the target, top_n None the draft service's own default, and rest_port None no REST.
     """
 
@@ -39,6 +39,7 @@ class Stack:
     hosted_draft: str | None = None
     head: str | None = None
     exit_layer: int | None = None
+    lookahead: bool = False
     dtype: str = "bfloat16"
     device: str = "cpu"
     draft_device: str = "cpu"
@@ -103,6 +104,8 @@ def model_launch(role: str, stack: Stack) -> Launch:
         flags["--head"] = stack.head
     if is_target and stack.exit_layer is not None:
         flags["--exit-layer"] = str(stack.exit_layer)
+    if is_target and stack.lookahead:
+        flags["--lookahead"] = None
     if stack.top_n is not None and not is_target:
         flags["--top-n"] = str(stack.top_n)
     if not stack.prefix_cache:

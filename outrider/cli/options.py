@@ -218,6 +218,14 @@ class HostedOptions:
         Count,
         _count(_models, "Layers of the target that guess for it, for a model trained with early exits.", minimum=1),
     ] = None
+    lookahead: Annotated[
+        Switch,
+        _models(
+            "--lookahead",
+            help="Guess in the target's process with n-grams that are found in rows beside every verdict; no model.",
+            show_default=False,
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

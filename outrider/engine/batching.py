@@ -76,7 +76,7 @@ class RowPlan:
 
 
 class Feed(NamedTuple):
-    """What a session feeds into a forward: its uncached tokens, then its tree."""
+    """What a session feeds into a forward: its uncached tokens, then its tree, then its probes."""
 
     session: Session
     tree: TokenTree = EMPTY
@@ -84,6 +84,22 @@ class Feed(NamedTuple):
     """Whether the logits of all committed tokens that are computed are wanted, and not of the last one only."""
     without_last: bool = False
     """Whether the last committed token, of at least two that are not cached, is left to a later forward."""
+    probes: TokenTree = EMPTY
+    """Rows whose logits are wanted, and which are never kept; a tree of its own behind the last committed token."""
+
+    @property
+    def num_proposed(self) -> int:
+        """Rows behind the last committed token: those of the tree, then the probes'."""
+        return len(self.tree.token_ids) + len(self.probes.token_ids)
+
+    @property
+    def proposed(self) -> TokenTree:
+        """Those rows as one tree."""
+        if self.probes is EMPTY:
+            return self.tree
+        num_rows = len(self.tree)
+        parents = tuple(parent and parent + num_rows for parent in self.probes.parents)
+        return TokenTree(self.tree.token_ids + self.probes.token_ids, self.tree.parents + parents)
 
     @property
     def num_committed(self) -> int:
@@ -108,6 +124,7 @@ class Batch:
     wanted: Tensor
     prefixes: list[range]
     ranges: list[range | None]
+    """With the probes behind the tree's rows."""
 
 
 def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.device) -> Batch:
@@ -124,15 +141,15 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
     for feed, grant in zip(feeds, grants, strict=True):
         session, first = feed.session, len(token_ids)
         num_committed = feed.num_committed
-        is_complete = grant == num_committed + len(feed.tree) and not feed.without_last
-        tree = feed.tree if is_complete else EMPTY
+        tree = feed.proposed
+        is_complete = grant == num_committed + len(tree) and not feed.without_last
+        tree = tree if is_complete else EMPTY
         if grant:
             start = session.next_position
             end = start + grant
             stop = end - len(tree)
             slots = session.table.slots(0, end)
-            token_ids += session.token_ids[start:stop]
-            token_ids += tree.token_ids
+            token_ids += (*session.token_ids[start:stop], *tree.token_ids)
             row_slots.append(slots[start:])
             # The slots of a chain lie in a row, and need no gathering.
             if tree.is_chain:

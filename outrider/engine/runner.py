@@ -18,7 +18,7 @@ from outrider.engine.cache import BLOCK_SIZE, BlockPool, BlockTable, KVCache
 from outrider.engine.heads.law import TargetParts
 from outrider.engine.models.checkpoints import Checkpoint, find_checkpoint
 from outrider.engine.models.config import DecoderFacts
-from outrider.engine.models.decoder import Decoder, LayeredDecoder, TappedDecoder
+from outrider.engine.models.decoder import Decoder, LayeredDecoder, ProbedDecoder, TappedDecoder
 from outrider.engine.models.fused import fused
 from outrider.engine.models.layers import LowerLayers, resume
 from outrider.engine.models.simulated import SimulatedDecoder
@@ -29,7 +29,7 @@ from outrider.engine.ops.native import MAX_HEAD_DIM, MAX_THREADS, NativeOps
 from outrider.engine.session import Session
 from outrider.engine.sharing import share_rows
 from outrider.errors import CacheFull, InvalidRequest, ModelRefused, PromptTooLong
-from outrider.token_tree import EMPTY
+from outrider.token_tree import EMPTY, TokenTree
 
 MAX_ROWS = 512
 # 64 MiB of float32, beyond those behind which tokens are drawn.
@@ -58,7 +58,7 @@ class ForwardResult:
     """What a forward computed."""
 
     logits: Tensor
-    """[rows, V] float32 on the device, of roots and tree rows."""
+    """[rows, V] float32 on the device, of roots, tree rows and probes."""
     ranges: list[range | None]
     """For each feed the rows of logits: the root (its last committed token) first, then its tree's rows in row order.
     None: the feed is not finished, and is to be fed again."""
@@ -66,6 +66,8 @@ class ForwardResult:
     """For each feed that wants them the rows of logits of the tokens before the root that this forward computed."""
     grants: list[int]
     """How many rows of each feed were computed."""
+    probes: dict[int, range]
+    """The rows of logits of probes, in row order, by the number of their feed; none of a feed that is not finished."""
 
     @property
     def num_rows(self) -> int:
@@ -104,6 +106,8 @@ class ModelRunner:
             config.num_layers, num_slots, config.num_kv_heads, config.head_dim, cache_dtype, weight.device
         )
         self.forward_counts = ForwardCounts()
+        # Behind those of the vocabulary, and only probes may have them.
+        self._num_probe_ids = 0
         self._num_forwards = 0
         self._started_s: float | None = None
 
@@ -155,7 +159,8 @@ class ModelRunner:
         if not isinstance(self.model, TappedDecoder):
             message = f"{self.identity.model_name} has no state that a head could read"
             raise ModelRefused(message, model=self.identity.model_name)
-        return TargetParts(self.model.embedding, self.model.head, self.config.num_layers, self.context_len)
+        embedding = self.model.embedding[: self.config.vocab_size]
+        return TargetParts(embedding, self.model.head, self.config.num_layers, self.context_len)
 
     def tap(self, boundaries: Sequence[int]) -> None:
         """Lets every forward from now on store the residuals at these boundaries too; see KVCache.taps.
@@ -189,6 +194,18 @@ class ModelRunner:
         lower.model = LowerLayers(self.model, num_layers, has_logits=has_logits)
         lower.forward_counts, lower._num_forwards, lower._started_s = ForwardCounts(), 0, None
         return lower
+
+    def extend(self, rows: Tensor) -> range:
+        """Embeds rows [L, H], which nothing but probes may name, and returns the ids that these have from now on.
+
+        Raises ModelRefused for a model that embeds no others than its own.
+        """
+        if not isinstance(self.model, ProbedDecoder):
+            raise ModelRefused(f"{self.identity.model_name} cannot embed probes", model=self.identity.model_name)
+        first = self.config.vocab_size + self._num_probe_ids
+        self.model.embed_more(rows)
+        self._num_probe_ids += len(rows)
+        return range(first, first + len(rows))
 
     @property
     def config(self) -> DecoderFacts:
@@ -260,12 +277,12 @@ class ModelRunner:
         for feed in feeds:
             self.check(feed)
         for feed in feeds:
-            feed.session.reserve(len(feed.tree))
+            feed.session.reserve(feed.num_proposed)
         max_prefix_rows = max(1, MAX_PREFIX_LOGITS // self.config.vocab_size)
         grants = share_rows(feeds, self.max_rows, max_prefix_rows, max_prompt_rows)
         if not any(grants):
             nothing = torch.empty(0, self.config.vocab_size, device=self.device)
-            return ForwardResult(nothing, [None] * len(feeds), [range(0)] * len(feeds), grants)
+            return ForwardResult(nothing, [None] * len(feeds), [range(0)] * len(feeds), grants, {})
         batch = build_batch(feeds, grants, self.device)
         starts = entries(feeds, grants) if self.is_row_invariant else []
         for feed in feeds:
@@ -287,7 +304,13 @@ class ModelRunner:
         if self.device.type == "cuda" and not len(batch.wanted):
             # Or chunks of a prompt would pile up on the device, in front of whoever asks for a token meanwhile.
             torch.cuda.synchronize(self.device)
-        return ForwardResult(logits, batch.ranges, batch.prefixes, grants)
+        probes: dict[int, range] = {}
+        for number, feed in enumerate(feeds):
+            rows = batch.ranges[number]
+            if feed.probes is not EMPTY and rows is not None:
+                end = len(feed.tree) + 1
+                batch.ranges[number], probes[number] = rows[:end], rows[end:]
+        return ForwardResult(logits, batch.ranges, batch.prefixes, grants, probes)
 
     def finish(self) -> None:
         """Counts the time of the last forward, behind which its tokens have been drawn and read; idempotent.
@@ -305,20 +328,27 @@ class ModelRunner:
     def check(self, feed: Feed) -> None:
         """Raises InvalidRequest when a feed can never run: past the context, too wide, or ids that are not embedded."""
         session, tree = feed.session, feed.tree
-        length = len(session)
-        if length + max(tree.depths) > self.context_len:
-            raise InvalidRequest("tree", f"{max(tree.depths)} deep", f"at most {self.context_len - length} deep here")
-        if len(tree) >= self.max_rows:
-            raise InvalidRequest("tree", f"{len(tree)} rows", f"at most {self.max_rows - 1} rows")
+        self._check_rows("tree", tree, len(session), self.max_rows - 1)
         self._check_ids((*session.token_ids[session.next_position :], *tree.token_ids))
+        if feed.probes is not EMPTY:
+            self._check_rows("probes", feed.probes, len(session), self.max_rows - 1 - len(tree))
+            self._check_ids(feed.probes.token_ids, self._num_probe_ids)
 
-    def _check_ids(self, token_ids: Sequence[int]) -> None:
+    def _check_rows(self, name: str, tree: TokenTree, length: int, most: int) -> None:
+        """Of rows behind so many tokens, where a forward has room for `most`."""
+        if length + max(tree.depths) > self.context_len:
+            raise InvalidRequest(name, f"{max(tree.depths)} deep", f"at most {self.context_len - length} deep here")
+        if len(tree) > most:
+            raise InvalidRequest(name, f"{len(tree)} rows", f"at most {most} rows")
+
+    def _check_ids(self, token_ids: Sequence[int], num_more: int = 0) -> None:
         # An id without a row in the embedding would stop an accelerator for all sessions, not only for this one.
-        if not token_ids or 0 <= min(token_ids) <= max(token_ids) < self.config.vocab_size:
+        end = self.config.vocab_size + num_more
+        if not token_ids or 0 <= min(token_ids) <= max(token_ids) < end:
             return
         for extreme in (min(token_ids), max(token_ids)):
-            if not 0 <= extreme < self.config.vocab_size:
-                raise InvalidRequest("token_ids", extreme, f"in [0, {self.config.vocab_size})")
+            if not 0 <= extreme < end:
+                raise InvalidRequest("token_ids", extreme, f"in [0, {end})")
 
 
 def default_kv_tokens(config: DecoderFacts, device: torch.device, dtype: torch.dtype) -> int:
@@ -350,9 +380,9 @@ def reserve(runner: ModelRunner, feed: Feed, with_room: Callable[[Allocate], Non
     """
     runner.check(feed)
     try:
-        feed.session.reserve(len(feed.tree))
+        feed.session.reserve(feed.num_proposed)
     except CacheFull:
-        with_room(lambda: feed.session.reserve(len(feed.tree)))
+        with_room(lambda: feed.session.reserve(feed.num_proposed))
 
 
 def reopen(

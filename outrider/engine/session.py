@@ -62,7 +62,7 @@ class Session:
         return min(self.cached_len, len(self.token_ids) - 1)
 
     def reserve(self, num_tree_rows: int = 0) -> None:
-        """Slots for all tokens and a tree of num_tree_rows; raises CacheFull and leaves the session as it was."""
+        """Slots for all tokens and num_tree_rows behind them; raises CacheFull and leaves the session as it was."""
         self.table.reserve(len(self.token_ids) + num_tree_rows, self.next_position)
 
     def advance(self, cached_len: int, tree: TokenTree) -> None:

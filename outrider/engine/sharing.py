@@ -35,10 +35,10 @@ def share_rows(
     Feeds that are no prompts go first, and with them a few rows of the first prompt, whoever waited longest before the
     others; so none starves. Of max_prompt_rows the owners of prompts have equal shares, and of a share, and of what is
     left of others, the prompt that arrived first gets all that it can use; of several that came at once the first feed.
-    A tree is never divided from the last committed token, whose logits it continues. At most max_prefix_rows are
-    granted of which feeds want the logits besides, because logits are large.
+    Neither a tree nor probes are ever divided from the last committed token, whose logits they continue. At most
+    max_prefix_rows are granted of which feeds want the logits besides, because logits are large.
     """
-    needs = [feed.num_committed + len(feed.tree) for feed in feeds]
+    needs = [feed.num_committed + feed.num_proposed for feed in feeds]
     prefixes = [feed.num_prefix(need) if feed.wants_prefix else 0 for feed, need in zip(feeds, needs, strict=True)]
     prompts = [index for index, feed in enumerate(feeds) if feed.is_prompt]
     left, prefix_left = max_rows, max_prefix_rows
@@ -54,7 +54,7 @@ def share_rows(
         total = granted + min(num_more, left, prompt_left if feed.is_prompt else left)
         room = feed.num_prefix(granted) + prefix_left
         total = total if prefixes[index] <= room else min(total, room)
-        undivided = feed.num_committed - 1 if len(feed.tree) else feed.num_committed
+        undivided = feed.num_committed - 1 if feed.num_proposed else feed.num_committed
         num_more = max((needs[index] if total >= needs[index] else min(total, undivided)) - granted, 0)
         grants[index] += num_more
         left -= num_more

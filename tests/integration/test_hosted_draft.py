@@ -9,8 +9,9 @@ from pathlib import Path
 
 import grpc
 import pytest
+import torch
 from support.stack import request_of
-from support.tiny_heads import eagle1
+from support.tiny_heads import eagle1, write_head
 
 from outrider.cli.local_stack import Addresses, Stack, start_stack
 from outrider.errors import InvalidRequest
@@ -122,3 +123,24 @@ async def test_both_drafts_can_serve_one_gateway() -> None:
         said, rounds, _ = await answer(stub, temperature=0.8, draft_count=4, drafter="hosted")
         assert said == plain
         assert any(each.facts.draft_count for each in rounds)
+
+
+async def test_drafters_that_need_no_model_of_their_own(tmp_path: Path) -> None:
+    """Lookahead, and PaSS with embeddings that nobody trained: tokens of plain decoding, on a new target too."""
+    rows = torch.randn(3, 384, generator=torch.Generator().manual_seed(4))
+    head = write_head(tmp_path / "pass", {"drafter": "pass"}, {"pass_embeddings": 0.05 * rows})
+    async with served(Stack(TARGET, None, head=str(head), lookahead=True)) as (stub, supervisor, addresses):
+        async with open_channel(addresses.target) as channel:
+            info = await ModelServiceStub(channel).GetModelInfo(model_pb.GetModelInfoRequest())
+            assert sorted(info.drafters) == ["lookahead", "pass"]
+        for temperature in (0.0, 0.8):
+            plain, _, _ = await answer(stub, temperature=temperature, draft_count=0)
+            for drafter in ("lookahead", "pass"):
+                said, rounds, completion = await answer(stub, temperature=temperature, draft_count=4, drafter=drafter)
+                assert said == plain
+                assert completion.speculation.draft_tokens > 100
+                assert {each.facts.drafter for each in rounds if each.facts.draft_count} == {drafter}
+                assert drafter == "pass" or completion.speculation.accepted_tokens > 10
+            assert (await answer(stub, temperature=temperature))[0] == plain
+        os.kill(supervisor.pid("target"), signal.SIGKILL)
+        assert (await answer(stub, temperature=0.8, draft_count=4, drafter="lookahead"))[0] == plain

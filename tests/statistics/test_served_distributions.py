@@ -5,7 +5,9 @@ fixed.
 """
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +15,16 @@ import torch
 from support.kangaroo import write_kangaroo
 from support.rules import Floats, chance
 from support.stack import Answer, reference_model, running_stack
-from support.tiny_heads import eagle1
+from support.tiny_heads import eagle1, pass_embeddings
 from support.tiny_models import write_tiny_model
 
+from outrider.engine.noise import Purpose, first_uniforms, round_key
+from outrider.engine.session import Session
 from outrider.parameters import DraftDistribution
 from outrider.token_tree import TokenTree
 from outrider.v1 import types_pb2
-from target_service.own_drafts import HostedDraft, OwnProposal
+from target_service.own_drafts import NO_PROPOSAL, HostedDraft, OwnProposal
+from target_service.probing import Lookahead, ProbeDraft
 
 NUM_TOKENS = 16
 AT_A_TIME = 32
@@ -57,7 +62,7 @@ def probs_behind(model: Path, prefixes: list[list[int]]) -> Floats:
 
 
 async def chance_of_answers(
-    pair: tuple[Path, Path], rule: str, num_requests: int, own: dict[str, object] | None = None
+    pair: tuple[Path, Path], rule: str, num_requests: int, own: Mapping[str, Any] | None = None
 ) -> tuple[float, float]:
     """Asks with the seeds 0, 1, 2, ..., some at a time; how likely the answers are by the target's law and the draft's.
 
@@ -65,12 +70,14 @@ async def chance_of_answers(
     """
     number = getattr(types_pb2, f"ACCEPTANCE_RULE_{rule.upper()}")
     slots = asyncio.Semaphore(AT_A_TIME)
+    # The columns of a window need room in front of the end.
+    fields = FIELDS | ({"max_tokens": 12} if own and "lookahead" in own else {})
     target, draft = map(str, pair)
     async with running_stack(target, None if own else draft, dtype="float32", target_options=own or {}) as stack:
 
         async def answer(seed: int) -> Answer:
             async with slots:
-                return await stack.generate(token_ids=PROMPT, seed=seed, rule=number, **FIELDS)
+                return await stack.generate(token_ids=PROMPT, seed=seed, rule=number, **fields)
 
         answers = await asyncio.gather(*(answer(seed) for seed in range(num_requests)))
     tokens = torch.tensor([each.token_ids[1:3] for each in answers])
@@ -84,7 +91,7 @@ async def chance_of_answers(
 
 
 async def check_requests(
-    pair: tuple[Path, Path], rule: str, num_requests: int, own: dict[str, object] | None = None
+    pair: tuple[Path, Path], rule: str, num_requests: int, own: Mapping[str, Any] | None = None
 ) -> None:
     """Compares the answers with both laws; the draft's own must not pass for the target's."""
     by_target, by_draft = await chance_of_answers(pair, rule, num_requests, own)
@@ -93,19 +100,21 @@ async def check_requests(
 
 
 @pytest.mark.parametrize("rule", ["match", "ratio", "block"])
-@pytest.mark.parametrize("drafter", ["service", "hosted", "head", "layers", "adapter"])
+@pytest.mark.parametrize("drafter", ["service", "hosted", "head", "layers", "adapter", "pass", "lookahead"])
 async def test_served_tokens_follow_the_distribution_of_the_target(
     pair: tuple[Path, Path], tmp_path: Path, rule: str, drafter: str
 ) -> None:
     """A thousand requests under each exact rule: chi-square of two tokens, p > 1e-4. Whoever guesses is bad at it."""
     # With small weights it hesitates, and is right now and then.
     head = eagle1(tmp_path / "head", vocab=NUM_TOKENS, scale=0.3)
-    own: dict[str, dict[str, object] | None] = {
+    own: dict[str, Mapping[str, Any] | None] = {
         "service": None,
         "hosted": {"draft_model": str(pair[1])},
         "head": {"head": str(head)},
         "layers": {"exit_layer": 1},
         "adapter": {"head": str(write_kangaroo(tmp_path / "adapter", NUM_TOKENS, exit_layer=1))},
+        "pass": {"head": str(pass_embeddings(tmp_path / "pass"))},
+        "lookahead": {"lookahead": True},
     }
     await check_requests(pair, rule, 1000, own[drafter])
 
@@ -123,6 +132,26 @@ async def test_guesses_that_are_tested_with_another_law_are_found(
     monkeypatch.setattr(HostedDraft, "_end", end_falsely)
     by_target, _ = await chance_of_answers(pair, "ratio", 1000, {"draft_model": str(pair[1])})
     assert by_target < 1e-4
+
+
+@pytest.mark.parametrize("is_fair", [True, False])
+async def test_guesses_that_know_the_uniforms_of_their_round_are_found(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, is_fair: bool
+) -> None:
+    """The same guess in every round is exact, but not where it is made in those rounds that are likely to accept it."""
+    guess, begin = int(distribution_of_two(pair[0]).sum(axis=0).argmax()), ProbeDraft.begin
+
+    def peek(self: ProbeDraft, session: Session, draft_count: int) -> None:
+        begin(self, session, draft_count)
+        key = round_key(self._spec.seed, len(session), len(session), Purpose.ACCEPTANCE)
+        if first_uniforms([key])[0] > 0.3:
+            self.proposal = NO_PROPOSAL
+
+    monkeypatch.setattr(Lookahead, "candidates", lambda self, token_ids: [(guess,)])
+    if not is_fair:
+        monkeypatch.setattr(ProbeDraft, "begin", peek)
+    by_target, _ = await chance_of_answers(pair, "ratio", 1000, {"lookahead": True})
+    assert (by_target > 1e-4) == is_fair
 
 
 @pytest.mark.grid

@@ -128,6 +128,12 @@ def eagle1(
     return write_head(folder, config, {name: scale * each for name, each in random_tensors(shapes, 1).items()})
 
 
+def pass_embeddings(folder: Path, count: int = 3) -> Path:
+    """PaSS's, as large as a token's."""
+    rows = random_tensors({"pass_embeddings": (count, HIDDEN)}, seed=9)
+    return write_head(folder, {"drafter": "pass"}, rows)
+
+
 def speculators_config(kind: str, **keys: object) -> Json:
     """config.json as speculators writes it: the layer's sizes apart from the head's switches."""
     layer = {"model_type": "llama", **SIZES, "rope_theta": 10000.0}

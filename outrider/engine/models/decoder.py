@@ -38,6 +38,14 @@ class Decoder(Protocol):
 
 
 @runtime_checkable
+class ProbedDecoder(Decoder, Protocol):
+    """A decoder whose embedding can have rows for ids that no text has."""
+
+    def embed_more(self, rows: Tensor) -> None:
+        """Appends rows [L, H] to the embedding: ids from V on are these."""
+
+
+@runtime_checkable
 class TappedDecoder(Decoder, Protocol):
     """A decoder whose forwards store what the cache taps; see KVCache.taps."""
 

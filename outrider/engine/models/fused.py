@@ -42,6 +42,12 @@ class FusedTransformer:
     def weights(self) -> list[Tensor]:
         return self._model.weights
 
+    def embed_more(self, rows: Tensor) -> None:
+        """As of any ProbedDecoder."""
+        self._model.embed_more(rows)
+        self.embedding = self._model.embedding
+        self._decoder = _decoder(self._model, ctypes.addressof(self._layers))
+
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
         return self.forward_layers(plan, cache, wanted, range(self.config.num_layers))
 
@@ -97,7 +103,7 @@ def _decoder(model: Transformer, layers: int) -> DecoderFields:
     if config.head_dim > MAX_HEAD_DIM:
         raise ValueError(f"heads of {config.head_dim} do not fit the kernels")
     return DecoderFields(
-        matrix_fields("embedding", Linear(model.embedding, None), shape),
+        matrix_fields("embedding", Linear(model.embedding, None), (len(model.embedding), config.hidden_size)),
         matrix_fields("head", Linear(model.head, None), shape),
         address_of("norm", model.norm, (config.hidden_size,)),
         address_of("cos", model.cos, tables),

@@ -94,6 +94,10 @@ class Transformer:
         outer = [self.embedding, self.norm] + ([] if self.head is self.embedding else [self.head])
         return outer + [tensor for layer in self.layers for tensor in layer.weights]
 
+    def embed_more(self, rows: Tensor) -> None:
+        """As of any ProbedDecoder. A matrix that was the output's, too, is one of its own from then on."""
+        self.embedding = torch.cat((self.embedding, rows.to(self.embedding)))
+
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
         """As of any Decoder. The product with the vocabulary is the dearest of all; few rows of a prompt need it."""
         return self.forward_layers(plan, cache, wanted, range(self.config.num_layers))

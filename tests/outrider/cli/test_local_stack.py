@@ -97,11 +97,15 @@ def test_the_draft_may_have_a_dtype_and_a_top_n_of_its_own() -> None:
     assert (draft[draft.index("--dtype") + 1], draft[draft.index("--top-n") + 1]) == ("bfloat16", "16")
 
 
-def test_an_exit_layer_is_the_targets() -> None:
-    """The draft service hears nothing of it."""
-    target, draft = (model_launch(role, replace(PAIR, exit_layer=3)).command for role in ("target", "draft"))
+def test_what_guesses_in_the_target_s_process_is_told_to_the_target_alone() -> None:
+    """A head's folder, a layer, and a switch; none unless wanted."""
+    stack = replace(PAIR, head="models/head", lookahead=True, exit_layer=3)
+    target, draft = (model_launch(role, stack).command for role in ("target", "draft"))
+    assert target[target.index("--head") + 1] == "models/head"
     assert target[target.index("--exit-layer") + 1] == "3"
-    assert "--exit-layer" not in draft
+    assert "--lookahead" in target
+    for words in (draft, model_launch("target", PAIR).command):
+        assert not {"--head", "--exit-layer", "--lookahead"} & set(words)
 
 
 def test_an_offline_stack_downloads_nothing() -> None:

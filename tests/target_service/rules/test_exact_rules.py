@@ -143,6 +143,19 @@ def test_one_hot_distributions_are_followed_exactly(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RULES)
+def test_certain_guesses_may_be_chosen_by_what_is_committed(name: str) -> None:
+    """As an n-gram pool does: behind each first token others and another number of them, or none."""
+    pair, guesses = random_pair(4), np.eye(4, dtype=np.int64)[[2, 0, 1, 1]]
+    joint = np.zeros((4, 4, 4))
+    for first, guess in enumerate(guesses):
+        behind = Pair(np.vstack([pair.target[:-1], pair.target[first]]), np.vstack([guesses, guess]))
+        count = first % 3
+        said = committed_distribution(RULES[name], behind, count, 2) if count else behind.distribution(2)
+        joint[first] = pair.target[-1, first] * said
+    assert abs(joint - pair.distribution(3)).max() < 1e-12
+
+
+@pytest.mark.parametrize("name", RULES)
 def test_a_chain_does_not_depend_on_its_neighbours(name: str) -> None:
     """Bit for bit, whatever stands beside it and however wide the widest distribution of the batch is."""
     dice = np.random.default_rng(8)
