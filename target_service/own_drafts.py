@@ -15,8 +15,9 @@ import torch
 from outrider.drafters.model_drafter import MODEL, DraftTask, ModelDrafter, noise_of
 from outrider.engine.batching import MAX_STEP_TOKENS
 from outrider.engine.cache import KVCache
-from outrider.engine.heads.fused import head_decoder
+from outrider.engine.heads.fused import FusedHead, head_decoder
 from outrider.engine.heads.law import Head
+from outrider.engine.models.decoder import Decoder
 from outrider.engine.ops import Ops
 from outrider.engine.runner import Allocate, ModelRunner
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N
@@ -135,10 +136,11 @@ class Hosting(Generic[DraftT]):
 class FeatureCopy:
     """Makes states of a head from what the target has stored of its tokens."""
 
-    def __init__(self, target: KVCache, head: Head) -> None:
-        """`target` taps all boundaries that the head reads."""
+    def __init__(self, target: KVCache, head: Head, decoder: Decoder) -> None:
+        """`target` taps all boundaries that the head reads; `decoder` computes it."""
         self._target = target
         self.head = head
+        self._fused = decoder if isinstance(decoder, FusedHead) else None
         size = target.features.shape[1] // len(target.taps)
         places = [target.taps.index(tap) * size for tap in head.facts.taps]
         columns = torch.cat([torch.arange(place, place + size) for place in places]).to(target.features.device)
@@ -150,12 +152,15 @@ class FeatureCopy:
         own = session.table.cache.features
         for first in range(start, end, COPIED_ROWS):
             last = min(first + COPIED_ROWS, end)
-            slots = torch.from_numpy(source.table.slots(first, last)).to(own.device)
-            features = self._target.features.index_select(0, slots).float()
+            places = source.table.slots(first, last), session.table.slots(first, last)
+            fused = self._fused if self._columns is None else None
+            if fused is not None and fused.copy_states(self._target.features, places[0], own, places[1]):
+                continue
+            features = self._target.features.index_select(0, torch.from_numpy(places[0]).to(own.device)).float()
             states = self.head.states_of(features if self._columns is None else features.index_select(1, self._columns))
             # Behind a committed token stand no guesses.
             states = torch.cat((states, states.new_zeros(len(states), 1)), 1).to(own.dtype)
-            own.index_copy_(0, torch.from_numpy(session.table.slots(first, last)).to(own.device), states)
+            own.index_copy_(0, torch.from_numpy(places[1]).to(own.device), states)
 
 
 class HostedDraft:
@@ -292,7 +297,7 @@ class HostedModel:
 def host_head(target: ModelRunner, head: Head, digest: str, ops: Ops | None = None) -> Hosting[HostedDraft]:
     """The drafter of a head, named as its method; from now on the target keeps what it reads."""
     runner = head_runner(target, head, digest, ops)
-    return Hosting(head.facts.method, HostedModel(runner, copy=FeatureCopy(target.cache, head)), runner)
+    return Hosting(head.facts.method, HostedModel(runner, copy=FeatureCopy(target.cache, head, runner.model)), runner)
 
 
 def head_runner(target: ModelRunner, head: Head, digest: str, ops: Ops | None = None) -> ModelRunner:

@@ -187,4 +187,4 @@ def host_adapter(target: ModelRunner, head: Head, digest: str, ops: Ops | None =
     """The drafter of a head that reads its own rows (HeadFacts.reads_own); raises ModelRefused."""
     lower = target.lower(head.facts.taps[0], has_logits=False)
     runner = head_runner(target, head, digest, ops)
-    return Hosting(head.facts.method, Kangaroo(lower, runner, FeatureCopy(target.cache, head)), runner)
+    return Hosting(head.facts.method, Kangaroo(lower, runner, FeatureCopy(target.cache, head, runner.model)), runner)

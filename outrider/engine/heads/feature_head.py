@@ -81,7 +81,7 @@ class FeatureHead:
         self.embedding = target.embedding if own_embedding is None else own_embedding
         self.embedding_norm, self.state_norm = norm("embedding_norm"), norm("state_norm")
         self._tap_norms = [norm(f"features.norms.{index}") for index in range(len(law.taps))]
-        self._feature_norm, self._features = norm("features.norm"), matrix("features")
+        self._feature_norm, self.features = norm("features.norm"), matrix("features")
         self.fuse, self.fuse_bias = matrix("fuse"), tensors.pop("fuse.bias", None)
         self.input_norm, self.post_norm = norm("layer.input_layernorm"), norm("layer.post_attention_layernorm")
         self.qkv = Linear.take(ops, tensors, "layer.self_attn.", "q_proj", "k_proj", "v_proj")
@@ -100,7 +100,7 @@ class FeatureHead:
             tensor
             for tensor in (
                 *(own_embedding, self.embedding_norm, self.state_norm, *self._tap_norms, self._feature_norm),
-                *(self._features, self.fuse, self.fuse_bias, self.input_norm, *self.qkv.weights),
+                *(self.features, self.fuse, self.fuse_bias, self.input_norm, *self.qkv.weights),
                 *(self.query_norm, self.key_norm, *self.output.weights, self.post_norm),
                 *(weight for each in (self.gate_up, self.down) if each is not None for weight in each.weights),
                 *(self.out_norm, own_head),
@@ -123,13 +123,18 @@ class FeatureHead:
     def weights(self) -> Sequence[Tensor]:
         return self._own
 
+    @property
+    def has_feature_norms(self) -> bool:
+        """Whether what it reads of the target is normed before the product."""
+        return self._feature_norm is not None or any(norm is not None for norm in self._tap_norms)
+
     def states_of(self, features: Tensor) -> Tensor:
         if any(norm is not None for norm in self._tap_norms):
             taps = features.split_with_sizes([features.shape[1] // len(self._tap_norms)] * len(self._tap_norms), 1)
             pairs = zip(taps, self._tap_norms, strict=True)
             features = torch.cat([self._norm(tap.contiguous(), norm) for tap, norm in pairs], 1)
         features = self._norm(features, self._feature_norm)
-        return features if self._features is None else self._ops.linear(features, self._features)
+        return features if self.features is None else self._ops.linear(features, self.features)
 
     def step(self, rows: HeadRows) -> tuple[Tensor, Tensor]:
         ops, law = self._ops, self.law

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.batching import RowPlan
-from outrider.engine.cache import KVCache
+from outrider.engine.cache import KVCache, Slots
 from outrider.engine.heads.decoder import HeadDecoder
 from outrider.engine.heads.feature_head import FeatureHead, Fuse
 from outrider.engine.heads.law import Head, TargetParts
@@ -35,6 +35,10 @@ class FusedHead:
         self._layer = _layer(head)
         self._model = _model(head, ctypes.addressof(self._layer))
         self._fields = _fields(head, ctypes.addressof(self._model))
+        self._projection = MatrixFields()
+        if head.features is not None:
+            num_outputs, num_inputs = head.features.shape
+            self._projection = matrix_fields("features", Linear(head.features, None), (num_outputs, num_inputs))
 
     @property
     def weights(self) -> Sequence[Tensor]:
@@ -56,6 +60,27 @@ class FusedHead:
         addresses = (tensor.data_ptr() for tensor in places)
         functions.outrider_head_forward(self.ops.pool, fields, ctypes.addressof(rows), *addresses)
         return logits
+
+    def copy_states(self, source: Tensor, source_slots: Slots, own: Tensor, slots: Slots) -> bool:
+        """Makes states of features [S, F] of a target in the cache features `own`, as FeatureHead.states_of does.
+
+        False where that has norms, which are not among the compiled steps: nothing is done then.
+        """
+        if self._head.has_feature_norms:
+            return False
+        width, num_rows = source.shape[1], len(slots)
+        expect("source", source, torch.float32, (source.shape[0], width))
+        expect("own", own, torch.float32, (own.shape[0], self._head.law.hidden_size + 1))
+        num_floats = num_rows * (width + self._head.law.hidden_size)
+        if num_floats > self._scratch.shape[0]:
+            self._scratch = torch.empty(num_floats)
+        # Kept until the call is over.
+        indices = torch.from_numpy(source_slots), torch.from_numpy(slots)
+        places = source.data_ptr(), indices[0].data_ptr(), own.data_ptr(), indices[1].data_ptr()
+        projection = ctypes.addressof(self._projection)
+        states = self.ops.functions.outrider_head_states
+        states(self.ops.pool, projection, width, *places, num_rows, self._scratch.data_ptr())
+        return True
 
 
 def head_decoder(head: Head, target: TargetParts, ops: Ops) -> Decoder:

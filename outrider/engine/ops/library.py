@@ -29,6 +29,7 @@ _ARGUMENTS: dict[str, list[type]] = {
     "outrider_forward": [*[_POINTER] * 6, _SIZE, _SIZE, _POINTER, _POINTER],
     "outrider_head_floats": [_POINTER, _SIZE, _SIZE],
     "outrider_head_forward": [*[_POINTER] * 8],
+    "outrider_head_states": [_POINTER, _POINTER, _SIZE, *[_POINTER] * 4, _SIZE, _POINTER],
 }
 _SIZED = (
     "outrider_draw",

@@ -309,3 +309,21 @@ void outrider_head_forward(pool *threads, const feature_head *head, const row_pl
             row[head->target_ids[id]] = own[index * model->head.num_outputs + id];
     }
 }
+
+/* States of committed tokens, made of a target's features [slots, width]: a product with m, or the features themselves
+ * where it has no weight. Row r goes from source_slots[r] to the state in slots[r] of a head's cache, and stands on no
+ * guess. scratch holds num_rows times width and hidden floats. */
+void outrider_head_states(pool *threads, const matrix *m, int64_t width, const float *source,
+                          const int64_t *source_slots, float *features, const int64_t *slots, int64_t num_rows,
+                          float *scratch) {
+    const int64_t hidden = m->weight == 0 ? width : m->num_outputs;
+    float *states = m->weight == 0 ? scratch : scratch + num_rows * width;
+    for (int64_t row = 0; row < num_rows; row++)
+        memcpy(scratch + row * width, source + source_slots[row] * width, (size_t)width * sizeof(float));
+    if (m->weight != 0) multiply(threads, m, scratch, states, num_rows);
+    for (int64_t row = 0; row < num_rows; row++) {
+        float *place = features + slots[row] * (hidden + 1);
+        memcpy(place, states + row * hidden, (size_t)hidden * sizeof(float));
+        place[hidden] = 0;
+    }
+}

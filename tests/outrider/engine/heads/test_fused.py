@@ -1,5 +1,6 @@
 """A head's step in one call of the kernels, against the same step op by op: logits, states, keys, bit for bit."""
 
+import numpy as np
 import pytest
 import torch
 from support.engine_cases import random_ids
@@ -59,3 +60,21 @@ def test_bits_are_those_of_single_operations(
     pairs = zip(*(steps(target, each, head.facts.state_size) for each in (fused, plain)), strict=True)
     for ours, theirs in pairs:
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("fuse", [Fuse.WIDE, Fuse.PAIR])
+def test_states_are_those_of_single_operations(target: ModelRunner, fuse: Fuse) -> None:
+    """Made of features in any slots, with a product or as they are."""
+    if not isinstance(target.ops, NativeOps):
+        pytest.skip("no kernels are built here")
+    head = random_head(target, fuse)
+    fused = head_decoder(head, target.parts, target.ops)
+    assert isinstance(fused, FusedHead)
+    random = torch.Generator().manual_seed(5)
+    source = torch.randn(40, len(head.facts.taps) * target.parts.hidden_size, generator=random)
+    own = torch.zeros(30, head.facts.state_size + 1)
+    source_slots, slots = np.array([3, 0, 39, 7]), np.array([29, 4, 0, 11])
+    assert fused.copy_states(source, source_slots, own, slots)
+    expected = torch.zeros_like(own)
+    expected[slots, :-1] = head.states_of(source[source_slots])
+    assert torch.equal(own, expected)
