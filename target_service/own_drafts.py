@@ -118,6 +118,15 @@ class Hosting(Generic[DraftT]):
     def open(self, spec: SessionSpec, salt: bytes | None) -> DraftT:
         return self.drafter.open(spec, salt)
 
+    def begin(self, draft: DraftT, session: Session, draft_count: int) -> None:
+        """Lets a draft begin; one that fails has an empty proposal."""
+        try:
+            draft.begin(session, draft_count)
+        except Exception:
+            # Guesses are worth no request, and what a bug says is for the log.
+            log.exception("drafting failed", drafter=self.name, num_sessions=1)
+            give_up(draft)
+
     def advance(self, drafts: Sequence[DraftT]) -> None:
         """One step of all that have no proposal yet; those of a step that fails have an empty one."""
         busy = [draft for draft in drafts if draft.proposal is None]
@@ -126,11 +135,15 @@ class Hosting(Generic[DraftT]):
         try:
             self.drafter.advance(busy)
         except Exception:
-            # Guesses are worth no request, and what a bug says is for the log.
             log.exception("drafting failed", drafter=self.name, num_sessions=len(busy))
             for draft in busy:
-                draft.free()
-                draft.proposal = NO_PROPOSAL
+                give_up(draft)
+
+
+def give_up(draft: OwnDraft) -> None:
+    """Leaves a draft with an empty proposal and nothing else."""
+    draft.free()
+    draft.proposal = NO_PROPOSAL
 
 
 class FeatureCopy:
@@ -233,6 +246,7 @@ class HostedDraft:
             if self._copy is not None:
                 # What a head has cached of guesses stands on guesses, also where they were right.
                 self._session.truncate(self._known_len)
+                self._stated_len = min(self._stated_len, self._session.cached_len)
             self._session.replace_tail(self._known_len, token_ids[self._known_len :])
         self._known_len = len(token_ids)
         return self._session
@@ -243,7 +257,7 @@ class HostedDraft:
         if not self._runner.config.num_layers:
             # Nothing of earlier tokens is needed but the one state that the last one stands on.
             own.advance(end, EMPTY)
-            self._stated_len = end - 1
+            self._stated_len = max(end - 1, 0)
         own.table.reserve(len(own), min(own.next_position, self._stated_len))
         copy(session, own, self._stated_len, end)
         self._stated_len = end

@@ -135,9 +135,9 @@ class AdapterDraft(HostedDraft):
     def look_ahead(self, task: DraftTask) -> Session | None:
         """The target's session with all guesses so far; None, and no guesses, where a cache has no place for them."""
         try:
+            if len(self.source) != task.base_len or self.source.cached_len < task.base_len - 1:
+                raise CacheFull("the target went on, or lost its cache, while the adapter read its tokens")
             if self.ahead is None:
-                if self.source.cached_len < len(self.source) - 1:
-                    raise CacheFull("the target's cache was lost while the adapter read its tokens")
                 self.ahead = self.source.ahead(task.draft_count)
             task.session.reserve()
         except CacheFull as error:

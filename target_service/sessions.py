@@ -242,7 +242,7 @@ class TargetSessions(SessionStore[TargetState]):
         )
         if held.own is not None and held.own_draft_count and len(held.session) == held.spec.prompt_len:
             # The drafter reads the prompt while the target does.
-            held.own.draft.begin(held.session, 0)
+            held.own.hosting.begin(held.own.draft, held.session, 0)
         self._submit(held.task)
 
     def _on_verdict(self, session_id: bytes, held: TargetState, verdict: TargetVerdict, times: ComputeTimes) -> None:

@@ -80,7 +80,9 @@ class VerifyTask:
         return bool(self.own_draft_count) and not self.tree and self.own_proposal is None
 
     def next_verdict(self, tree: TokenTree, meter: Meter, own_draft_count: int) -> None:
-        """Prepares the task for what follows the session's tokens now."""
+        """Prepares the task for what follows the session's tokens now; guesses that are under way end."""
+        if self.is_drafting and self.own is not None:
+            self.own.draft.truncate(len(self.session))
         self.tree, self.meter = tree, meter
         self.own_draft_count, self.own_proposal, self.is_drafting = own_draft_count, None, False
 
@@ -239,7 +241,7 @@ def _with_proposals(tasks: Sequence[VerifyTask]) -> list[VerifyTask]:
         session = task.session
         has_features = not own.draft.reads_features or session.cached_len >= len(session) - 1
         if task.wants_own and not task.is_drafting and has_features:
-            own.draft.begin(session, task.own_draft_count)
+            own.hosting.begin(own.draft, session, task.own_draft_count)
             task.is_drafting = True
     guess([own for _, own in guessing], [own.draft for task, own in guessing if task.is_drafting])
     for task, own in guessing:

@@ -24,6 +24,7 @@ PROBE_TOKENS = (32, 2048)  # minimum of plain tokens between two probes, and max
 PROBE_ROUNDS = 4  # a draft that has to catch up in the first one is warm in the others
 LARGE_CATCH_UP = 16  # a draft that had to read more than this says nothing about the cost of a step
 OTHER_PROBE_ROUNDS = 256  # speculative rounds between two looks at what another drafter costs
+MOST_ASKED = 8  # sessions that try a drafter of which nothing becomes known
 OTHER_PICK = 16  # of so many sessions one has another drafter of the target's process than the fastest
 PLAIN_BUDGET = 32  # tokens committed unasked while plain decoding is what is wanted
 SHORT_BUDGET = 8  # the same while that may soon be otherwise
@@ -47,9 +48,15 @@ class DrafterEstimates:
         self.round_us = [ByLoad() for _ in range(MAX_DRAFT_COUNT + 1)]
         self.is_unasked = False  # its rounds come without a message from here, but for the first of a stretch
         self.explorer: SessionEstimates | None = None  # that finds out what it costs
+        self.num_asked = 0  # sessions that were to find out what it costs
         self.is_worth = True  # whether guesses were worth it when costs were last looked at
         self.allowed = 1  # sessions that may draft, while it has not been tried what that is like for more of them
         self.rounds_allowed = 0  # since that number grew
+
+    @property
+    def is_worth_asking(self) -> bool:
+        """Whether nothing is known of it, and few sessions have been told to find out; it may never guess anything."""
+        return not self.step_us.known and self.num_asked < MOST_ASKED
 
     def ramp(self, num_sessions: int) -> None:
         """Lets twice as many sessions draft when those that do have had two rounds each."""
@@ -116,9 +123,13 @@ class SpeculationPolicy:
 
         One of which nothing is known goes first, then the fastest, and now and then another one, to be looked at again.
         """
-        unknown = next((each for each in drafters if not self._estimates(each).step_us.known), None)
-        if unknown is not None or len(drafters) == 1:
-            return unknown or drafters[0]
+        unknown = next((each for each in drafters if self._estimates(each).is_worth_asking), None)
+        if unknown is not None:
+            self._estimates(unknown).num_asked += 1
+            return unknown
+        drafters = [each for each in drafters if self._estimates(each).step_us.known] or drafters
+        if len(drafters) == 1:
+            return drafters[0]
         self._num_picked += 1
         if self._num_picked % OTHER_PICK == 0:
             return drafters[self._num_picked // OTHER_PICK % len(drafters)]

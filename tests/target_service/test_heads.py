@@ -132,6 +132,8 @@ def reopened_sessions(runner: ModelRunner, hosting: Hosting) -> Iterator[Story]:
     story.own.held.session.free()
     story.go_on(5, epoch=3)
     yield story
+    # Wherever guesses were asked for, there were some.
+    assert len(story.proposals) == 9
 
 
 STORIES = (

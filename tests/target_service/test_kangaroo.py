@@ -11,7 +11,7 @@ from support.engine_cases import every_ops, random_ids
 from support.kangaroo import kangaroo_logits, write_kangaroo
 from support.layers import NUM_LAYERS, count_rows, write_layered_model
 from support.model_cases import reference
-from support.stepped_target import PROMPT, VOCABULARY_SIZE, OwnTarget, assert_like_fresh, check_pure, plain
+from support.stepped_target import PROMPT, VOCABULARY_SIZE, OwnTarget, Target, assert_like_fresh, check_pure, plain
 from support.tiny_heads import change, load_file, tiny_target
 
 from outrider.engine.batching import Feed
@@ -103,6 +103,38 @@ def test_guesses_are_those_of_the_published_law(
 ) -> None:
     """From the files alone, also behind guesses that were right and are committed now."""
     check_guesses(folder, target, adapter, prompt_len)
+
+
+@pytest.mark.parametrize("count", [1, 8, 16])
+def test_guesses_that_nobody_waits_for_any_longer_leave_the_target_alone(
+    target: ModelRunner, adapter: Path, count: int
+) -> None:
+    """A step that wants none comes while the adapter still reads; it must not guess into what is committed then."""
+    prompt = tuple(random_ids(60, vocab_size=VOCABULARY_SIZE))
+    spec = spec_of(prompt, 160, eos=())
+    hosting = host(target, adapter)
+    assert hosting.runner is not None
+    hosting.runner.max_rows = 20
+    own = OwnTarget(target, hosting)
+    own.ask(spec, 0)
+    own.run()
+    own.sessions.acknowledge(own.fence(1, len(own.tokens)), 40, 0, own.answers, count)
+    own.device.step(own.verifier.advance)
+    own.go_on(0, 40)
+    own.run()
+    while own.held.finish_reason is None:
+        own.go_on(0, 40)
+        own.run()
+    said = list(own.tokens)
+    own.table.clear()
+    alone = Target(target, prefix_cache=False)
+    alone.open(spec, budget=200)
+    alone.run()
+    while alone.held.finish_reason is None:
+        alone.step(1, len(alone.tokens), budget=200)
+        alone.run()
+    assert said == alone.tokens
+    alone.table.clear()
 
 
 @pytest.mark.parametrize("spec", [GREEDY, SPEC], ids=["greedy", "sampled"])

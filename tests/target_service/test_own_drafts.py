@@ -11,7 +11,7 @@ import torch
 from support.basics import Answers, check_empty, spec_of
 from support.heads import random_head
 from support.kangaroo import write_kangaroo
-from support.own_drafters import Guesses, ToyDrafter, adversary, dice, oracle
+from support.own_drafters import Guesses, ToyDraft, ToyDrafter, adversary, dice, oracle
 from support.rules import ruled
 from support.stepped_draft import Draft
 from support.stepped_target import PROMPT, VOCABULARY_SIZE, OwnTarget, check_pure, plain, storm
@@ -187,10 +187,25 @@ class Broken(ToyDrafter):
         raise RuntimeError("broken")
 
 
-def test_a_drafter_that_fails_costs_no_token(runner: ModelRunner) -> None:
+class BrokenDraft(ToyDraft):
+    """Raises before it has begun."""
+
+    def begin(self, session: object, draft_count: int) -> None:
+        raise RuntimeError("broken")
+
+
+class BrokenEarly(ToyDrafter):
+    """Its sessions raise."""
+
+    def open(self, spec: SessionSpec, salt: bytes | None) -> ToyDraft:
+        return BrokenDraft(self.guesses, spec, self.steps)
+
+
+@pytest.mark.parametrize("broken", [Broken, BrokenEarly])
+def test_a_drafter_that_fails_costs_no_token(runner: ModelRunner, broken: type[ToyDrafter]) -> None:
     """Its sessions decode plainly."""
     tokens = plain(runner, GREEDY)
-    own = OwnTarget(runner, Hosting("toy", Broken(oracle(tokens))))
+    own = OwnTarget(runner, Hosting("toy", broken(oracle(tokens))))
     answers = own.to_the_end(GREEDY, 3, budget=9)
     assert own.tokens == tokens
     assert not any(answer.content.own.tree for answer in answers)

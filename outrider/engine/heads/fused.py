@@ -68,7 +68,7 @@ class FusedHead:
         """
         if self._head.has_feature_norms:
             return False
-        width, num_rows = source.shape[1], len(slots)
+        width, num_rows = self._projection.num_inputs or self._head.law.hidden_size, len(slots)
         expect("source", source, torch.float32, (source.shape[0], width))
         expect("own", own, torch.float32, (own.shape[0], self._head.law.hidden_size + 1))
         num_floats = num_rows * (width + self._head.law.hidden_size)

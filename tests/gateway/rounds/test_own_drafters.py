@@ -133,3 +133,5 @@ def test_sessions_get_the_fastest_of_a_targets_drafters() -> None:
             found.clear()
     assert found["slow"] > found["head"]
     assert policy.pick(["hosted"]) == "hosted"
+    # One that never guesses anything is given up.
+    assert [policy.pick(["silent", "slow"]) for _ in range(40)].count("silent") == 8
