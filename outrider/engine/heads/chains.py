@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider.engine.heads.law import HeadFacts, HeadRows, TargetParts
+from outrider.engine.heads.law import HeadFacts, HeadRows, TargetParts, over_target_ids
 from outrider.engine.models.rope import Rope, rotary_tables
 from outrider.engine.models.transformer import Layer, Linear
 from outrider.engine.ops import Ops
@@ -240,10 +240,7 @@ class BlockHeads:
 
     def logits(self, outputs: Tensor, depths: Sequence[int]) -> Tensor:
         own = by_depth(self._guess, depths, outputs)
-        if self._parts.target_ids is None:
-            return own
-        logits = own.new_full((own.shape[0], self._target.vocab_size), -torch.inf)
-        return logits.index_copy_(1, self._parts.target_ids, own)
+        return over_target_ids(own, self._parts.target_ids, self._target.vocab_size)
 
     def _append(self, depth: int, states: Tensor, embedded: Tensor) -> Tensor:
         return _padded(torch.cat((states[:, : (1 + depth) * self._size], embedded), 1), self.facts.state_size)
@@ -262,16 +259,7 @@ class BlockHeads:
         if not own:
             return rows.states
         index = torch.tensor(own, device=rows.states.device)
-        chosen = rows._replace(
-            plan=replace(
-                rows.plan,
-                token_ids=rows.plan.token_ids[index],
-                positions=rows.plan.positions[index],
-                slots=rows.plan.slots[index],
-                key_starts=rows.plan.key_starts[index],
-                key_counts=rows.plan.key_counts[index],
-            )
-        )
+        chosen = rows._replace(plan=rows.plan.select(index))
         made = prefix.forward(rows.states[:, : self._size].index_select(0, index), chosen)
         return rows.states.index_copy(0, index, _padded(made, self.facts.state_size))
 

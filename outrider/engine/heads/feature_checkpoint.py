@@ -3,19 +3,18 @@
 What a layout's reader found goes through one check, so that every layout refuses the same faults in the same words.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from outrider.engine.heads.feature_head import FeatureHead, FeatureLaw, Fuse, feature_tensors
 from outrider.engine.heads.law import TargetParts
 from outrider.engine.models.config import JsonKeys, read_rope
-from outrider.engine.models.weights import FILE_DTYPES, StoredTensor, files_hash
+from outrider.engine.models.weights import FILE_DTYPES, StoredTensor, files_hash, read_tensors
 from outrider.engine.ops import Ops
 from outrider.errors import ModelRefused
 
@@ -97,24 +96,16 @@ class FeatureCheckpoint:
 
     def load(self, target: TargetParts, device: torch.device, dtype: torch.dtype, ops: Ops) -> FeatureHead:
         """A tensor of the head's that is the target's, bit by bit, is dropped for the target's."""
+        tensors, title = self.files.tensors, self.folder.name
         # First, because it is small and may refuse the head.
-        vocabulary = dict(self._read((OFFSETS, REACHABLE)))
-        tensors = self._target_ids(vocabulary, target.vocab_size, device)
-        for name, tensor in self._read(tuple(self.files.tensors.keys() - {OFFSETS, REACHABLE})):
-            # Always a copy: the file's memory is mapped, and changes if someone overwrites it.
-            kept = tensor.to(device=device, dtype=dtype if tensor.ndim > 1 else torch.float32, copy=True)
+        own_ids = {name: tensors[name] for name in (OFFSETS, REACHABLE) if name in tensors}
+        kept = self._target_ids(read_tensors(own_ids, title, torch.device("cpu"), dtype), target.vocab_size, device)
+        others = {name: tensor for name, tensor in tensors.items() if name not in own_ids}
+        for name, tensor in read_tensors(others, title, device, dtype).items():
             shared = {"embedding.weight": target.embedding, "head.weight": target.output}.get(name)
-            if shared is None or kept.dtype != shared.dtype or not torch.equal(kept, shared):
-                tensors[name] = kept
-        return FeatureHead(self.law, tensors, target, ops)
-
-    def _read(self, names: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
-        found = {name: self.files.tensors[name] for name in sorted(names) if name in self.files.tensors}
-        for file in sorted({tensor.file for tensor in found.values()}):
-            with safe_open(file, framework="pt") as stored:
-                for name, tensor in found.items():
-                    if tensor.file == file:
-                        yield name, stored.get_tensor(tensor.name)
+            if shared is None or tensor.dtype != shared.dtype or not torch.equal(tensor, shared):
+                kept[name] = tensor
+        return FeatureHead(self.law, kept, target, ops)
 
     def _target_ids(self, vocabulary: Mapping[str, Tensor], vocab_size: int, device: torch.device) -> dict[str, Tensor]:
         """The target's id of every id of the head's; none where they are the same."""

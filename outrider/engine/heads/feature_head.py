@@ -22,7 +22,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from outrider.engine.heads.law import HeadFacts, HeadRows, TargetParts
+from outrider.engine.heads.law import HeadFacts, HeadRows, TargetParts, over_target_ids
 from outrider.engine.models.rope import Rope, rotary_tables
 from outrider.engine.models.transformer import Linear
 from outrider.engine.ops import Ops
@@ -156,11 +156,7 @@ class FeatureHead:
         return output, output if law.feeds_normed else x
 
     def logits(self, outputs: Tensor, depths: Sequence[int]) -> Tensor:
-        own = self._ops.linear(outputs, self.head)
-        if self.target_ids is None:
-            return own
-        logits = own.new_full((own.shape[0], self.vocab_size), -torch.inf)
-        return logits.index_copy_(1, self.target_ids, own)
+        return over_target_ids(self._ops.linear(outputs, self.head), self.target_ids, self.vocab_size)
 
     def _attend(self, x: Tensor, rows: HeadRows) -> Tensor:
         law, ops, cache = self.law, self._ops, rows.cache

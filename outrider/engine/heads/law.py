@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from outrider.engine.batching import RowPlan
@@ -86,3 +87,10 @@ class TargetParts(NamedTuple):
     @property
     def vocab_size(self) -> int:
         return self.embedding.shape[0]
+
+
+def over_target_ids(logits: Tensor, target_ids: Tensor | None, vocab_size: int) -> Tensor:
+    """Logits [R, N] that are about these ids [N] of the target as logits [R, V], -inf for all others; None: as is."""
+    if target_ids is None:
+        return logits
+    return logits.new_full((logits.shape[0], vocab_size), -torch.inf).index_copy_(1, target_ids, logits)
