@@ -13,8 +13,9 @@ class TokenTree:
     """Draft tokens in an order in which parents come before children.
 
     Rows count from 1, because row 0 is the root; `token_ids[r - 1]` and `parents[r - 1]` belong to row r. So do
-    `distributions[r - 1]`, what its token was drawn from, where the rule needs it, and `logprobs[r - 1]`, the draft's
-    log-probability of it, where the request asks. Raises InvalidRequest when they differ in length, a token id is
+    `distributions[r - 1]`, what its token was drawn from, where the rule needs it, `logprobs[r - 1]`, the draft's
+    log-probability of it, where the request asks, and `values[r - 1]`, the drafter's estimate that it will be
+    committed, where there is one. Raises InvalidRequest when they differ in length, a token id is
     negative, or a parent does not come before its child.
     """
 
@@ -22,6 +23,7 @@ class TokenTree:
     parents: tuple[int, ...] = ()
     distributions: tuple[DraftDistribution, ...] = ()
     logprobs: tuple[float, ...] = ()
+    values: tuple[float, ...] = ()
     depths: tuple[int, ...] = field(init=False, repr=False, compare=False)
     """Distance of each row from the root, the root's 0 first; len(tree) + 1 entries."""
     is_chain: bool = field(init=False, repr=False, compare=False)
@@ -30,7 +32,8 @@ class TokenTree:
     def __post_init__(self) -> None:
         if len(self.parents) != len(self.token_ids):
             raise InvalidRequest("tree.parents", self.parents, f"one entry for each of {len(self.token_ids)} tokens")
-        for name, entries in (("distributions", self.distributions), ("logprobs", self.logprobs)):
+        for name in ("distributions", "logprobs", "values"):
+            entries = getattr(self, name)
             if entries and len(entries) != len(self.token_ids):
                 limit = f"empty or {len(self.token_ids)} entries"
                 raise InvalidRequest(f"tree.{name}", f"{len(entries)} entries", limit)
@@ -82,3 +85,15 @@ class TokenTree:
 
 
 EMPTY = TokenTree()
+
+
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """The shape of a tree of guesses; 0 and empty leave it to the drafter.
+
+    `expansions` are the children of every row at each depth, the root's first: a fixed shape.
+    """
+
+    max_depth: int = 0
+    max_children: int = 0
+    expansions: tuple[int, ...] = ()

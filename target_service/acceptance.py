@@ -123,8 +123,11 @@ def commit_walk(tree: TokenTree, walked: Walk, spec: SessionSpec, base_len: int)
 
 
 def _evaluated_count(tree: TokenTree, visited: Sequence[int]) -> int:
-    """A visited row's draw decides all of its children at once: one is accepted at most, the others are rejected."""
-    return sum(len(tree.children(row)) for row in visited)
+    """One for each visited row with children, of which one is accepted at most: for a chain the tokens tested.
+
+    Siblings stand for one guess, so that accepted over evaluated means the same for trees and chains.
+    """
+    return sum(bool(tree.children(row)) for row in visited)
 
 
 def _finish_reason(token_id: int, length: int, spec: SessionSpec) -> FinishReason | None:

@@ -26,7 +26,7 @@ from outrider.parameters import (
     TokenLogprob,
 )
 from outrider.rpc.fencing import ComputeTimes, Fence
-from outrider.token_tree import TokenTree
+from outrider.token_tree import TokenTree, TreeShape
 from outrider.v1 import types_pb2 as pb
 
 RULES = {
@@ -47,6 +47,7 @@ FINISH_REASONS_BY_NUMBER = {number: reason for reason, number in FINISH_REASONS.
 SESSION = "session."
 MAX_SUPPORT = 256
 MAX_WEIGHT = 65535
+MAX_DEPTH, MAX_CHILDREN = 32, 8
 
 
 def fence_from(message: pb.Fence) -> Fence:
@@ -245,7 +246,28 @@ def tree_from(message: pb.TokenTree, vocabulary_size: int, max_rows: int, *, wit
         for row, logprob in enumerate(logprobs):
             if not -math.inf < logprob <= 0:
                 raise InvalidRequest(f"proposal.logprobs.{row}", logprob, "finite and at most 0")
-    return TokenTree(token_ids, tuple(message.parents[:]) or tuple(range(num_rows)), distributions, logprobs)
+    values: tuple[float, ...] = ()
+    if message.values:
+        values = tuple(message.values)
+        _check_rows("values", len(values), num_rows)
+        for row, value in enumerate(values):
+            if not 0 < value <= 1:
+                raise InvalidRequest(f"proposal.values.{row}", value, "in (0, 1]")
+    return TokenTree(token_ids, tuple(message.parents[:]) or tuple(range(num_rows)), distributions, logprobs, values)
+
+
+def shape_from(message: pb.TreeShape, field: str) -> TreeShape:
+    """The shape of a tree that is asked for; raises InvalidRequest."""
+    check_range(f"{field}.max_depth", message.max_depth, 0, MAX_DEPTH)
+    check_range(f"{field}.max_children", message.max_children, 0, MAX_CHILDREN)
+    check_count(f"{field}.expansions", len(message.expansions), MAX_DEPTH, "entries")
+    for depth, count in enumerate(message.expansions):
+        check_range(f"{field}.expansions.{depth}", count, 1, MAX_CHILDREN)
+    return TreeShape(message.max_depth, message.max_children, tuple(message.expansions))
+
+
+def shape_message(shape: TreeShape) -> pb.TreeShape:
+    return pb.TreeShape(max_depth=shape.max_depth, max_children=shape.max_children, expansions=shape.expansions)
 
 
 def _check_rows(name: str, num_entries: int, num_rows: int) -> None:
@@ -274,7 +296,7 @@ def _distribution_from(
 
 
 def tree_message(tree: TokenTree, *, with_logprobs: bool = False) -> pb.TokenTree:
-    """A proposal to send; a chain travels without its parents, and the draft's log-probabilities only if asked."""
+    """A proposal to send; a chain travels without its parents, and what a target does not read only if asked."""
     message = pb.TokenTree()
     write_tree(message, tree, with_logprobs=with_logprobs)
     return message
@@ -292,3 +314,4 @@ def write_tree(
         message.distributions.add(token_ids=each.token_ids, weights=each.weights)
     if with_logprobs:
         message.logprobs.extend(tree.logprobs)
+        message.values.extend(tree.values)

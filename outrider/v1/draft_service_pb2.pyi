@@ -144,6 +144,7 @@ class DraftOpen(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     DRAFT_COUNT_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
     draft_count: _builtins.int
     """Draft tokens wanted, in [0, max_draft_count]; with 0 the prompt is cached and the proposal is empty."""
     drafter: _builtins.str
@@ -154,16 +155,21 @@ class DraftOpen(_message.Message):
     def session(self) -> _types_pb2.OpenSession:
         """The session."""
 
+    @_builtins.property
+    def shape(self) -> _types_pb2.TreeShape:
+        """Shape of the guesses; absent for a chain. Refused by a drafter that makes no trees (see DrafterOffer)."""
+
     def __init__(
         self,
         *,
         session: _types_pb2.OpenSession | None = ...,
         draft_count: _builtins.int = ...,
         drafter: _builtins.str = ...,
+        shape: _types_pb2.TreeShape | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_count", b"draft_count", "drafter", b"drafter", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_count", b"draft_count", "drafter", b"drafter", "session", b"session", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -177,21 +183,27 @@ class DraftAdvance(_message.Message):
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     DRAFT_COUNT_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
     draft_count: _builtins.int
     """Draft tokens wanted, in [0, max_draft_count]."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens at positions [base_len - count, base_len). They replace whatever the draft held there."""
 
+    @_builtins.property
+    def shape(self) -> _types_pb2.TreeShape:
+        """As in DraftOpen."""
+
     def __init__(
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         draft_count: _builtins.int = ...,
+        shape: _types_pb2.TreeShape | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_count", b"draft_count", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_count", b"draft_count", "shape", b"shape", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -163,6 +163,8 @@ class GenerateRequest(_message.Message):
     BANNED_WORDS_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    PREDICTION_TEXT_FIELD_NUMBER: _builtins.int
+    PREDICTION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text, encoded with the target's tokenizer. Must not be empty."""
     max_tokens: _builtins.int
@@ -185,6 +187,7 @@ class GenerateRequest(_message.Message):
     """
     cache_salt: _builtins.str
     """Only requests with the same salt share what is cached of equal beginnings of prompts. At most 64 bytes in UTF-8."""
+    prediction_text: _builtins.str
     @_builtins.property
     def token_ids(self) -> _types_pb2.TokenIds:
         """Token ids, taken as they are."""
@@ -211,6 +214,8 @@ class GenerateRequest(_message.Message):
         1 to 256 characters and of at most 64 tokens.
         """
 
+    @_builtins.property
+    def prediction_token_ids(self) -> _types_pb2.TokenIds: ...
     def __init__(
         self,
         *,
@@ -227,10 +232,12 @@ class GenerateRequest(_message.Message):
         banned_words: _abc.Iterable[_builtins.str] | None = ...,
         echo: _builtins.bool = ...,
         cache_salt: _builtins.str = ...,
+        prediction_text: _builtins.str = ...,
+        prediction_token_ids: _types_pb2.TokenIds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_max_tokens", b"_max_tokens", "_sample_count", b"_sample_count", "_seed", b"_seed", "logprob_count", b"logprob_count", "max_tokens", b"max_tokens", "prompt", b"prompt", "sample_count", b"sample_count", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_max_tokens", b"_max_tokens", "_sample_count", b"_sample_count", "_seed", b"_seed", "logprob_count", b"logprob_count", "max_tokens", b"max_tokens", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "sample_count", b"sample_count", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_max_tokens", b"_max_tokens", "_sample_count", b"_sample_count", "_seed", b"_seed", "banned_words", b"banned_words", "cache_salt", b"cache_salt", "echo", b"echo", "logprob_count", b"logprob_count", "max_tokens", b"max_tokens", "prompt", b"prompt", "sample_count", b"sample_count", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_max_tokens", b"_max_tokens", "_sample_count", b"_sample_count", "_seed", b"_seed", "banned_words", b"banned_words", "cache_salt", b"cache_salt", "echo", b"echo", "logprob_count", b"logprob_count", "max_tokens", b"max_tokens", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "sample_count", b"sample_count", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprob_count: _TypeAlias = _typing.Literal["logprob_count"]  # noqa: Y015
     _WhichOneofArgType__logprob_count: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count"]  # noqa: Y015
@@ -240,6 +247,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__sample_count: _TypeAlias = _typing.Literal["_sample_count", b"_sample_count"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    _WhichOneofReturnType_prediction: _TypeAlias = _typing.Literal["prediction_text", "prediction_token_ids"]  # noqa: Y015
+    _WhichOneofArgType_prediction: _TypeAlias = _typing.Literal["prediction", b"prediction"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
@@ -250,6 +259,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sample_count) -> _WhichOneofReturnType__sample_count | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_prediction) -> _WhichOneofReturnType_prediction | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
@@ -267,6 +278,8 @@ class SpeculationSettings(_message.Message):
     DRAFTER_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_FIELD_NUMBER: _builtins.int
     RETURN_ROUNDS_FIELD_NUMBER: _builtins.int
+    DRAFTERS_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """Whether the draft is used at all. Default true."""
     draft_count: _builtins.int
@@ -274,14 +287,24 @@ class SpeculationSettings(_message.Message):
     rule: _types_pb2.AcceptanceRule.ValueType
     """How the target accepts. Default `match`."""
     drafter: _builtins.str
-    """Name of the drafter, one of those that the draft service offers; empty for its own choice. One that cannot serve
-    the rule is refused.
+    """Name of the drafter: `lookup`, one that a draft service or the target offers, or `auto`, as which an empty name
+    counts, for whatever is fastest. One that cannot serve the rule is refused.
     """
     return_rounds: _builtins.bool
     """Whether each round also tells the guesses that were rejected, and the draft's probability of every guess."""
     @_builtins.property
     def acceptance(self) -> _types_pb2.AcceptanceSettings:
         """Settings of the rules `lenient` and `typical`; refused under any other rule unless absent."""
+
+    @_builtins.property
+    def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Several drafters, whose guesses are merged into one tree; at most 8, without repetition. Refused beside `drafter`."""
+
+    @_builtins.property
+    def shape(self) -> _types_pb2.TreeShape:
+        """Shape of the guesses of a draft service. Absent means chains where draft_count is given, and otherwise that the
+        gateway chooses.
+        """
 
     def __init__(
         self,
@@ -292,10 +315,12 @@ class SpeculationSettings(_message.Message):
         drafter: _builtins.str = ...,
         acceptance: _types_pb2.AcceptanceSettings | None = ...,
         return_rounds: _builtins.bool = ...,
+        drafters: _abc.Iterable[_builtins.str] | None = ...,
+        shape: _types_pb2.TreeShape | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_draft_count", b"_draft_count", "_enabled", b"_enabled", "acceptance", b"acceptance", "draft_count", b"draft_count", "enabled", b"enabled"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_draft_count", b"_draft_count", "_enabled", b"_enabled", "acceptance", b"acceptance", "draft_count", b"draft_count", "enabled", b"enabled", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft_count", b"_draft_count", "_enabled", b"_enabled", "acceptance", b"acceptance", "draft_count", b"draft_count", "drafter", b"drafter", "enabled", b"enabled", "return_rounds", b"return_rounds", "rule", b"rule"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft_count", b"_draft_count", "_enabled", b"_enabled", "acceptance", b"acceptance", "draft_count", b"draft_count", "drafter", b"drafter", "drafters", b"drafters", "enabled", b"enabled", "return_rounds", b"return_rounds", "rule", b"rule", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__draft_count: _TypeAlias = _typing.Literal["draft_count"]  # noqa: Y015
     _WhichOneofArgType__draft_count: _TypeAlias = _typing.Literal["_draft_count", b"_draft_count"]  # noqa: Y015
@@ -403,26 +428,46 @@ class RejectedToken(_message.Message):
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     DRAFT_LOGPROB_FIELD_NUMBER: _builtins.int
+    ROW_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    DRAFTER_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """Its id."""
     text: _builtins.str
     """Its text, decoded alone."""
     draft_logprob: _builtins.float
     """The draft's log-probability of it, if the draft told."""
+    row: _builtins.int
+    """Its row in the proposal, counted from 1, and its parent's; 0 is the last committed token."""
+    parent: _builtins.int
+    drafter: _builtins.str
+    """Who guessed it."""
+    value: _builtins.float
+    """The drafter's estimate that it would be kept, if it made one."""
     def __init__(
         self,
         *,
         token_id: _builtins.int = ...,
         text: _builtins.str = ...,
         draft_logprob: _builtins.float | None = ...,
+        row: _builtins.int = ...,
+        parent: _builtins.int = ...,
+        drafter: _builtins.str = ...,
+        value: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_draft_logprob", b"_draft_logprob", "draft_logprob", b"draft_logprob"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_draft_logprob", b"_draft_logprob", "_value", b"_value", "draft_logprob", b"draft_logprob", "value", b"value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft_logprob", b"_draft_logprob", "draft_logprob", b"draft_logprob", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft_logprob", b"_draft_logprob", "_value", b"_value", "draft_logprob", b"draft_logprob", "drafter", b"drafter", "parent", b"parent", "row", b"row", "text", b"text", "token_id", b"token_id", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__draft_logprob: _TypeAlias = _typing.Literal["draft_logprob"]  # noqa: Y015
     _WhichOneofArgType__draft_logprob: _TypeAlias = _typing.Literal["_draft_logprob", b"_draft_logprob"]  # noqa: Y015
+    _WhichOneofReturnType__value: _TypeAlias = _typing.Literal["value"]  # noqa: Y015
+    _WhichOneofArgType__value: _TypeAlias = _typing.Literal["_value", b"_value"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__draft_logprob) -> _WhichOneofReturnType__draft_logprob | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__value) -> _WhichOneofReturnType__value | None: ...
 
 Global___RejectedToken: _TypeAlias = RejectedToken  # noqa: Y015
 
@@ -471,6 +516,8 @@ class GeneratedToken(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROB_FIELD_NUMBER: _builtins.int
     DRAFT_LOGPROB_FIELD_NUMBER: _builtins.int
+    ROW_FIELD_NUMBER: _builtins.int
+    DRAFTER_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """Its id."""
     origin: Global___TokenOrigin.ValueType
@@ -479,6 +526,11 @@ class GeneratedToken(_message.Message):
     """Its share of text_delta; empty while a character is incomplete."""
     draft_logprob: _builtins.float
     """The draft's log-probability of an accepted token, when the request asked for return_rounds and the draft told."""
+    row: _builtins.int
+    """Of an accepted token the row in the proposal, counted from 1, and who guessed it, when the request asked for
+    return_rounds. The parent of each is the one before it.
+    """
+    drafter: _builtins.str
     @_builtins.property
     def logprob(self) -> _types_pb2.TokenLogprob:
         """Its log-probability and those of the alternatives, when the request asked for them with logprob_count."""
@@ -491,10 +543,12 @@ class GeneratedToken(_message.Message):
         text: _builtins.str = ...,
         logprob: _types_pb2.TokenLogprob | None = ...,
         draft_logprob: _builtins.float | None = ...,
+        row: _builtins.int = ...,
+        drafter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_draft_logprob", b"_draft_logprob", "_logprob", b"_logprob", "draft_logprob", b"draft_logprob", "logprob", b"logprob"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft_logprob", b"_draft_logprob", "_logprob", b"_logprob", "draft_logprob", b"draft_logprob", "logprob", b"logprob", "origin", b"origin", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft_logprob", b"_draft_logprob", "_logprob", b"_logprob", "draft_logprob", b"draft_logprob", "drafter", b"drafter", "logprob", b"logprob", "origin", b"origin", "row", b"row", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__draft_logprob: _TypeAlias = _typing.Literal["draft_logprob"]  # noqa: Y015
     _WhichOneofArgType__draft_logprob: _TypeAlias = _typing.Literal["_draft_logprob", b"_draft_logprob"]  # noqa: Y015
@@ -537,7 +591,7 @@ class RoundFacts(_message.Message):
     accepted_count: _builtins.int
     """Draft tokens that were accepted."""
     evaluated_count: _builtins.int
-    """Draft tokens whose acceptance was decided."""
+    """Draft tokens whose acceptance was decided; siblings, of which one is accepted at most, count as one."""
     fallback_reason: Global___FallbackReason.ValueType
     """Why a round that was to be speculative had no proposal."""
     draft_compute_us: _builtins.int
@@ -714,22 +768,29 @@ class Usage(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
+    REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     completion_tokens: _builtins.int
     """Tokens of the output, the EOS or stop token included."""
     cached_prompt_tokens: _builtins.int
     """Tokens of the prompt that the target found in its prefix cache."""
+    accepted_prediction_tokens: _builtins.int
+    """Guesses from the request's prediction that were accepted, and that were not."""
+    rejected_prediction_tokens: _builtins.int
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         cached_prompt_tokens: _builtins.int = ...,
+        accepted_prediction_tokens: _builtins.int = ...,
+        rejected_prediction_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_prediction_tokens", b"accepted_prediction_tokens", "cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -750,6 +811,7 @@ class SpeculationFigures(_message.Message):
     MEAN_ACCEPTANCE_LENGTH_FIELD_NUMBER: _builtins.int
     FALLBACK_ROUNDS_FIELD_NUMBER: _builtins.int
     DRAFTS_FIELD_NUMBER: _builtins.int
+    DRAFTERS_FIELD_NUMBER: _builtins.int
     rounds: _builtins.int
     """Verdicts, which is target passes after the prompt's own. The first token comes from the prompt's pass."""
     draft_tokens: _builtins.int
@@ -757,7 +819,7 @@ class SpeculationFigures(_message.Message):
     accepted_tokens: _builtins.int
     """Draft tokens that were accepted."""
     evaluated_tokens: _builtins.int
-    """Draft tokens whose acceptance was decided."""
+    """Draft tokens whose acceptance was decided; siblings count as one."""
     acceptance_rate: _builtins.float
     """accepted_tokens over evaluated_tokens, the alpha of the papers; 0 when nothing was evaluated."""
     draft_acceptance_rate: _builtins.float
@@ -768,6 +830,10 @@ class SpeculationFigures(_message.Message):
     """Rounds that were to be speculative but had no proposal."""
     drafts: _builtins.int
     """Rounds with at least one draft token."""
+    @_builtins.property
+    def drafters(self) -> _containers.RepeatedCompositeFieldContainer[Global___DrafterFigures]:
+        """The same figures for each drafter, by the name that rounds say."""
+
     def __init__(
         self,
         *,
@@ -780,14 +846,45 @@ class SpeculationFigures(_message.Message):
         mean_acceptance_length: _builtins.float = ...,
         fallback_rounds: _builtins.int = ...,
         drafts: _builtins.int = ...,
+        drafters: _abc.Iterable[Global___DrafterFigures] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rate", b"acceptance_rate", "accepted_tokens", b"accepted_tokens", "draft_acceptance_rate", b"draft_acceptance_rate", "draft_tokens", b"draft_tokens", "drafts", b"drafts", "evaluated_tokens", b"evaluated_tokens", "fallback_rounds", b"fallback_rounds", "mean_acceptance_length", b"mean_acceptance_length", "rounds", b"rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rate", b"acceptance_rate", "accepted_tokens", b"accepted_tokens", "draft_acceptance_rate", b"draft_acceptance_rate", "draft_tokens", b"draft_tokens", "drafters", b"drafters", "drafts", b"drafts", "evaluated_tokens", b"evaluated_tokens", "fallback_rounds", b"fallback_rounds", "mean_acceptance_length", b"mean_acceptance_length", "rounds", b"rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SpeculationFigures: _TypeAlias = SpeculationFigures  # noqa: Y015
+
+@_typing.final
+class DrafterFigures(_message.Message):
+    """What one drafter did in a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAFTER_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    drafter: _builtins.str
+    """Its name; empty for the draft service's own choice."""
+    draft_tokens: _builtins.int
+    """Draft tokens that it proposed; one that two drafters propose counts for the first of them."""
+    accepted_tokens: _builtins.int
+    """Of them, those that were accepted."""
+    def __init__(
+        self,
+        *,
+        drafter: _builtins.str = ...,
+        draft_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "draft_tokens", b"draft_tokens", "drafter", b"drafter"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrafterFigures: _TypeAlias = DrafterFigures  # noqa: Y015
 
 @_typing.final
 class Timings(_message.Message):

@@ -236,6 +236,7 @@ class DrafterOffer(_message.Message):
     WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
     BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     FREE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    MAKES_TREES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
     model_name: _builtins.str
@@ -247,6 +248,8 @@ class DrafterOffer(_message.Message):
     block_count: _builtins.int
     free_block_count: _builtins.int
     """Blocks that no session holds."""
+    makes_trees: _builtins.bool
+    """Whether it makes trees where a shape is asked for."""
     @_builtins.property
     def rules(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.AcceptanceRule.ValueType]:
         """The rules that its proposals fit. A session that asks for another one is refused."""
@@ -261,10 +264,11 @@ class DrafterOffer(_message.Message):
         weight_bytes: _builtins.int = ...,
         block_count: _builtins.int = ...,
         free_block_count: _builtins.int = ...,
+        makes_trees: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "free_block_count", b"free_block_count", "model_hash", b"model_hash", "model_name", b"model_name", "name", b"name", "rules", b"rules", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "free_block_count", b"free_block_count", "makes_trees", b"makes_trees", "model_hash", b"model_hash", "model_name", b"model_name", "name", b"name", "rules", b"rules", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

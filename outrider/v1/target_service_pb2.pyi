@@ -333,7 +333,9 @@ class Verdict(_message.Message):
     finish_reason: _types_pb2.FinishReason.ValueType
     """Why the request ends with this verdict's last token; unspecified while it goes on."""
     evaluated_count: _builtins.int
-    """Draft tokens whose acceptance was decided; rows behind a rejection or the end are not."""
+    """Places where guesses were decided: one for the root and each accepted row that has children, of which one is accepted
+    at most. For a chain these are the tokens tested; rows behind a rejection or the end are not.
+    """
     prefix_len: _builtins.int
     """Tokens of the session whose keys and values were found in the prefix cache when it was opened, on the first verdict."""
     @_builtins.property

@@ -138,6 +138,7 @@ class TokenTree(_message.Message):
     PARENTS_FIELD_NUMBER: _builtins.int
     DISTRIBUTIONS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Draft token of each row, in an order in which parents come before children. Filled by the draft service."""
@@ -158,6 +159,12 @@ class TokenTree(_message.Message):
         in row order, when the session asked for them. Never sent to a target.
         """
 
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The drafter's estimate that each row will be committed, in (0, 1], in row order; no row has more than its parent.
+        Empty from a drafter that makes no estimate. Never sent to a target.
+        """
+
     def __init__(
         self,
         *,
@@ -165,14 +172,49 @@ class TokenTree(_message.Message):
         parents: _abc.Iterable[_builtins.int] | None = ...,
         distributions: _abc.Iterable[Global___DraftDistribution] | None = ...,
         logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        values: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "logprobs", b"logprobs", "parents", b"parents", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "logprobs", b"logprobs", "parents", b"parents", "token_ids", b"token_ids", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenTree: _TypeAlias = TokenTree  # noqa: Y015
+
+@_typing.final
+class TreeShape(_message.Message):
+    """The shape of a tree of guesses. What is absent or 0 is the drafter's own choice."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_DEPTH_FIELD_NUMBER: _builtins.int
+    MAX_CHILDREN_FIELD_NUMBER: _builtins.int
+    EXPANSIONS_FIELD_NUMBER: _builtins.int
+    max_depth: _builtins.int
+    """Most rows on a path, in [0, 32]."""
+    max_children: _builtins.int
+    """Most children of a row, in [0, 8]. 1 makes a chain."""
+    @_builtins.property
+    def expansions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Children of every row at each depth, the root's first, each in [1, 8]: a fixed shape in place of the likeliest rows.
+        At most 32 entries, and no more rows than asked for.
+        """
+
+    def __init__(
+        self,
+        *,
+        max_depth: _builtins.int = ...,
+        max_children: _builtins.int = ...,
+        expansions: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expansions", b"expansions", "max_children", b"max_children", "max_depth", b"max_depth"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TreeShape: _TypeAlias = TreeShape  # noqa: Y015
 
 @_typing.final
 class DraftDistribution(_message.Message):

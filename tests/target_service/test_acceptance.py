@@ -45,16 +45,16 @@ def test_a_chain_is_followed_to_the_first_difference(drawn: list[int], expected:
 @pytest.mark.parametrize(
     ("drawn", "expected"),
     [
-        ([1, 0, 0, 0, 0, 0], Walk((), 1, 2)),
-        ([5, 1, 7, 8, 9, 1], Walk((1,), 1, 2)),
-        ([6, 0, 1, 0, 0, 0], Walk((2,), 1, 4)),
-        ([6, 0, 7, 1, 0, 0], Walk((2, 3), 1, 4)),
-        ([6, 0, 8, 0, 1, 0], Walk((2, 4), 1, 5)),
-        ([6, 0, 8, 0, 9, 1], Walk((2, 4, 5), 1, 5)),
+        ([1, 0, 0, 0, 0, 0], Walk((), 1, 1)),
+        ([5, 1, 7, 8, 9, 1], Walk((1,), 1, 1)),
+        ([6, 0, 1, 0, 0, 0], Walk((2,), 1, 2)),
+        ([6, 0, 7, 1, 0, 0], Walk((2, 3), 1, 2)),
+        ([6, 0, 8, 0, 1, 0], Walk((2, 4), 1, 3)),
+        ([6, 0, 8, 0, 9, 1], Walk((2, 4, 5), 1, 3)),
     ],
 )
 def test_a_tree_is_followed_along_the_draws(drawn: list[int], expected: Walk) -> None:
-    """Truth table of a branched tree: all children of a visited row count as evaluated, no others."""
+    """Truth table of a branched tree: the children of a visited row count as one that was evaluated."""
     assert walk(BRANCHED, drawn) == expected
 
 
@@ -66,7 +66,7 @@ def test_the_empty_proposal_is_plain_decoding() -> None:
 
 def test_of_equal_siblings_the_first_is_followed() -> None:
     """A wasteful tree is still exact: the lowest row wins."""
-    assert walk(TokenTree((5, 5, 6, 7), (0, 0, 1, 2)), [5, 7, 7, 0, 0]) == Walk((1,), 7, 3)
+    assert walk(TokenTree((5, 5, 6, 7), (0, 0, 1, 2)), [5, 7, 7, 0, 0]) == Walk((1,), 7, 2)
 
 
 @pytest.mark.parametrize("count", [0, 3, 5])
@@ -136,11 +136,11 @@ def test_the_first_end_counts() -> None:
     assert (verdict.token_ids, verdict.finish_reason) == ((5,), FinishReason.LENGTH)
 
 
-def test_siblings_of_the_end_count_as_evaluated() -> None:
-    """The draw that accepted the end decided its siblings too; the end's own children stay undecided."""
+def test_children_of_the_end_are_not_evaluated() -> None:
+    """The draw that accepted the end decided its siblings with it; the end's own children stay undecided."""
     tree = TokenTree((5, EOS, 6), (0, 0, 2))
     verdict = commit_walk(tree, walk(tree, [EOS, 0, 6, 7]), SPEC, 3)
-    assert verdict == TargetVerdict(3, (2,), (EOS,), None, FinishReason.EOS, 2)
+    assert verdict == TargetVerdict(3, (2,), (EOS,), None, FinishReason.EOS, 1)
 
 
 def test_a_request_that_has_ended_takes_no_step() -> None:
