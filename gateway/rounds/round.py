@@ -55,6 +55,11 @@ class Proposal:
     hop: HopCost = HopCost()
     drift_repairs: int = 0
     drafter: str = ""  # that made it; empty for the draft service's own choice
+    sources: tuple[str, ...] = ()  # who made each row, where several drafters did
+
+    def source(self, row: int) -> str:
+        """The drafter that made a row, counted from 1."""
+        return self.sources[row - 1] if self.sources else self.drafter
 
 
 NOTHING = Proposal()

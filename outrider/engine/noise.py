@@ -62,8 +62,11 @@ def noise_key(seed: int, position: int, purpose: Purpose) -> int:
     return _signed(key)
 
 
-def round_key(seed: int, base_len: int, position: int, purpose: Purpose) -> int:
+def round_key(seed: int, base_len: int, position: int, purpose: Purpose, lane: int = 0) -> int:
     """The key of one draw of the round that builds on base_len tokens; otherwise as noise_key.
+
+    `lane`, at least 0, tells apart the draws for one position of a tree, each of which needs noise of its own; all of a
+    chain are in lane 0.
 
     A position may be drafted and tested in one round, not be committed there, and be drafted again in the next. What
     was drawn for it the first time has then been looked at: block verification looks at all rows whatever comes of
@@ -71,6 +74,8 @@ def round_key(seed: int, base_len: int, position: int, purpose: Purpose) -> int:
     """
     # Complemented, because a plain key with such a step added is the plain draw's own word for a token id.
     key = _mix(((noise_key(seed, position, purpose) ^ MASK) + GAMMA * (base_len + 1)) & MASK)
+    if lane:
+        key = _mix(((key ^ MASK) + GAMMA * lane) & MASK)
     return _signed(key)
 
 

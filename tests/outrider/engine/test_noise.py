@@ -204,6 +204,20 @@ def test_rounds_share_nothing_with_plain_draws() -> None:
     assert not np.isin(plain, np.array(keys, dtype=np.uint64)).any()
 
 
+def of_lane(lane: int, position: int, purpose: int) -> int:
+    return round_key(77, 5, position, Purpose(purpose), lane)
+
+
+def test_lanes_are_independent() -> None:
+    """The rows of a tree at one depth draw as if each were in a round of its own."""
+    assert faults(words_of_rounds(of_lane)) == []
+
+
+def test_a_forgotten_lane_is_found() -> None:
+    """Siblings that are drawn with one key repeat each other, and the test says so."""
+    assert "repeated words" in faults(words_of_rounds(lambda _, *place: of_lane(0, *place)))
+
+
 def test_a_key_without_the_round_is_found() -> None:
     """The draft's noise of a position must not come back in a later round."""
     found = faults(words_of_rounds(lambda _, position, purpose: noise_key(77, position, Purpose(purpose))))

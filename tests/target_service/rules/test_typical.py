@@ -59,11 +59,11 @@ def test_the_most_probable_typical_child_is_preferred(
 @pytest.mark.parametrize(
     ("drawn", "substitutes", "expected"),
     [
-        ([6, 0, 8, 0, 9], [1, 0, 3, 0, 0], Walk((2, 4), 9, 4)),
-        ([6, 0, 1, 3, 9], [1, 0, 3, 0, 0], Walk((2, 3), 3, 4)),
-        ([1, 0, 1, 3, 9], [2, 0, 0, 0, 0], Walk((2,), 1, 4)),
-        ([1, 0, 1, 3, 9], [0, 0, 3, 0, 0], Walk((), 1, 2)),
-        ([1, 0, 1, -1, 9], [2, 0, 3, 0, 0], Walk((2,), 7, 4)),
+        ([6, 0, 8, 0, 9], [1, 0, 3, 0, 0], Walk((2, 4), 9, 2)),
+        ([6, 0, 1, 3, 9], [1, 0, 3, 0, 0], Walk((2, 3), 3, 2)),
+        ([1, 0, 1, 3, 9], [2, 0, 0, 0, 0], Walk((2,), 1, 2)),
+        ([1, 0, 1, 3, 9], [0, 0, 3, 0, 0], Walk((), 1, 1)),
+        ([1, 0, 1, -1, 9], [2, 0, 3, 0, 0], Walk((2,), 7, 2)),
     ],
 )
 def test_the_target_s_own_token_comes_first(drawn: list[int], substitutes: list[int], expected: Walk) -> None:
