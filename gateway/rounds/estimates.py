@@ -5,12 +5,14 @@ Estimates move, and no outlier rules them, not even a first one.
 
 import math
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from functools import cache
 from statistics import median
 
 NUM_SEEDS = 3  # samples of which the median begins an estimate
 OUTLIER = 4.0  # a sample counts as so many times what was expected at most
-MAX_DRAFT_COUNT = 8
+MAX_DRAFT_COUNT = 8  # guesses of a chain
+MAX_TREE_ROWS = 32
 FIRST_RATE, FIRST_WEIGHT = 0.7, 4.0  # of a guess, before any was tested, and its weight in tested tokens
 POOL_WEIGHT = 16.0  # of the pool's rate in that of a session, in tested tokens
 SLOPE_WEIGHT = 0.5  # of what is believed of the cost of a row before there are two entries, in squared rows
@@ -221,3 +223,35 @@ class AcceptanceRates:
             reached *= rate
             tokens.append(tokens[-1] + reached)
         return tokens
+
+
+class TreeGains:
+    """What the best rows of trees bring: the values that a drafter promises, corrected by how many it keeps of them."""
+
+    def __init__(self) -> None:
+        # Of the n most valuable rows the mean sum of values; drawn towards that of a chain at first.
+        self._sums = [sum(FIRST_RATE**depth for depth in range(1, count + 1)) for count in range(MAX_TREE_ROWS + 1)]
+        self._weight = FIRST_WEIGHT
+        self._promised = self._kept = FIRST_WEIGHT * FIRST_RATE
+
+    def promise(self, values: Sequence[float]) -> None:
+        """Adds the values of a proposal; behind its last row nothing more was to be had."""
+        self._weight = min(self._weight + 1, 50.0)
+        total, ranked = 0.0, sorted(values, reverse=True)
+        for count in range(1, MAX_TREE_ROWS + 1):
+            total += ranked[count - 1] if count <= len(ranked) else 0.0
+            self._sums[count] += (total - self._sums[count]) / self._weight
+
+    def observe(self, values: Sequence[float], accepted_count: int) -> None:
+        """Adds a tree that was verified, and how many of its rows were kept."""
+        self._promised = 0.98 * self._promised + sum(values)
+        self._kept = 0.98 * self._kept + accepted_count
+
+    @property
+    def correction(self) -> float:
+        """What is kept of what is promised."""
+        return self._kept / self._promised
+
+    def tokens(self) -> list[float]:
+        """Tokens that a round with the best n rows of a tree is expected to commit, for n in [0, MAX_TREE_ROWS]."""
+        return [1.0 + self.correction * each for each in self._sums]

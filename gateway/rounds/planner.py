@@ -1,10 +1,13 @@
 """The plan of each round of one request, within all limits: K, and what the target may commit unasked. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from gateway.rounds.policy import PLAIN_BUDGET, Choice, SpeculationPolicy
+from gateway.rounds.merging import best_rows
+from gateway.rounds.policy import PLAIN_BUDGET, TREE, Choice, SpeculationPolicy
 from gateway.rounds.round import FallbackReason, Proposal, Round, TokenLog
+from outrider.token_tree import TreeShape
 
 OWN_BUDGET = 64  # tokens committed unasked while the target drafts for itself
 WAITING_BUDGET = 8  # tokens committed unasked while the draft is away and may come back at any time
@@ -24,12 +27,16 @@ class RoundPlan:
     """One round: draft tokens to ask for, tokens that the target may commit unasked, and why there is no draft.
 
     own_draft_count are those that the target's own drafter is to make, for this verdict and for unasked ones behind it.
+    `shape` is that of the draft's guesses, None for a chain. look_count rows come from a lookup, and where the target
+    would go on unasked, they end that.
     """
 
     draft_count: int
     plain_budget: int
     fallback_reason: FallbackReason | None = None
     own_draft_count: int = 0
+    shape: TreeShape | None = None
+    look_count: int = 0
 
     def explain(self, proposal: Proposal) -> Proposal:
         """The proposal, with this plan's reason where it has none of its own."""
@@ -37,12 +44,28 @@ class RoundPlan:
         return proposal if is_explained else replace(proposal, fallback_reason=self.fallback_reason)
 
 
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """Who may guess for a request.
+
+    `remote` is what the draft services are asked for, None where there is none to ask; `own` a drafter of the target's
+    process, empty for none. `shape` is that of a draft's guesses where the request names one, and may_grow_trees lets
+    the policy choose between chains and trees where it does not. `looks` says that lookups are made: the policy chooses
+    between these and the other drafters, or with merges_looks they make one proposal.
+    """
+
+    remote: str | None = ""
+    own: str = ""
+    shape: TreeShape | None = None
+    may_grow_trees: bool = False
+    looks: bool = False
+    merges_looks: bool = False
+
+
 class RoundPlanner:
     """The planner of one request. draft_count None lets the policy choose for every round; 0 never speculates.
 
-    `drafter` is what the draft service is asked for, None where there is none to ask; `own` is a drafter of the
-    target's process, empty for none. The policy counts the request among the sessions at work until its context is
-    left.
+    The policy counts the request among the sessions at work until its context is left.
     """
 
     def __init__(
@@ -51,12 +74,14 @@ class RoundPlanner:
         draft_count: int | None,
         max_len: int,
         max_draft_count: int,
-        drafter: str | None = "",
-        own: str = "",
+        drafting: Drafting = Drafting(),
     ) -> None:
         self._policy = policy
-        self._remote, self._own = drafter, own
-        self._session = policy.session(*self._drafters(own) or ("",))
+        self._drafting = drafting
+        self._remote = drafting.remote
+        self._grows_trees = drafting.may_grow_trees and draft_count is None and drafting.shape is None
+        self._own = drafting.own
+        self._session = policy.session(*self._drafters(drafting.own))
         self._draft_count = draft_count
         self._max_len = max_len
         self._max_draft_count = max_draft_count
@@ -74,13 +99,25 @@ class RoundPlanner:
     def expects_draft(self) -> bool:
         """Whether the draft should read the prompt at once, while the target does."""
         choice = self._choose(self._max_draft_count, ready=False)
-        return choice.draft_count > 0 and choice.drafter == self._remote
+        return choice.draft_count > 0 and choice.drafter in self._remotes
 
-    def plan(self, log: TokenLog, outstanding: int, draft: DraftOutlook, own: str = "") -> RoundPlan:
+    def room(self, log: TokenLog) -> int:
+        """How deep a proposal may be: the request's last token is the target's alone."""
+        return max(0, self._max_len - len(log) - 1)
+
+    def plan(
+        self, log: TokenLog, outstanding: int, draft: DraftOutlook, own: str = "", look: Sequence[float] = ()
+    ) -> RoundPlan:
         """Plans the round on top of the log, while the target may still commit `outstanding` tokens unasked.
 
-        `own` is the drafter that the target has for this session now; another target may have none.
+        `own` is the drafter that the target has for this session now; another target may have none. `look` are the
+        values of what a lookup has found, falling.
         """
+        if look and len(log) > log.prompt_len and (outstanding or not self._drafting.merges_looks):
+            look_count = self._look_count(outstanding, look)
+            if look_count:
+                self._next, self._unasked = None, outstanding > 0
+                return RoundPlan(0, 0, look_count=look_count)
         if 2 * outstanding > self._plain_plan.plain_budget > 0:
             # Nothing is sent in the first half of a stretch, so there is nothing to choose at every token.
             self._unasked = True
@@ -88,32 +125,67 @@ class RoundPlanner:
         if own != self._own and self._drafters(own):
             self._own = own
             self._policy.change(self._session, *self._drafters(own))
-        log_len = len(log)
-        is_first, limit = log_len == log.prompt_len, min(self._max_draft_count, self._max_len - log_len - 1)
-        past_context = draft.context_len is not None and log_len + 1 > draft.context_len
-        ready = not (is_first or (not own and (outstanding or past_context or draft.obstacle)))
+        is_first, limit = len(log) == log.prompt_len, min(self._max_draft_count, self.room(log))
+        past_context = draft.context_len is not None and len(log) + 1 > draft.context_len
+        obstacle = FallbackReason.DRAFT_CONTEXT if past_context else draft.obstacle
+        ready = not (is_first or (not own and (outstanding or obstacle)))
         choice = self._next or self._choose(limit, ready=ready)
         self._next, self._unasked = None, outstanding > 0
         if choice.draft_count == 0 or limit == 0:
             return self._plain(choice.plain_budget)
         if self._own and choice.drafter == self._own:
             return self._own_plan(choice, limit, own, is_first)
-        limit = min(limit, draft.max_draft_count or limit)
-        if past_context or draft.obstacle is not None:
-            budget = PLAIN_BUDGET if past_context else WAITING_BUDGET
-            return self._plain(budget, FallbackReason.DRAFT_CONTEXT if past_context else draft.obstacle, is_first)
-        if outstanding or is_first:
+        if obstacle is None and (outstanding or is_first):
             # Choosing waits for the end of the stretch, or for the prompt's own pass.
             return RoundPlan(0, 0, None if is_first else self._plain_plan.fallback_reason)
-        if choice.rounds > 1:
-            self._next = replace(choice, rounds=choice.rounds - 1)
-        room = limit if draft.context_len is None else draft.context_len - log_len
-        return RoundPlan(min(choice.draft_count, limit, room), 0)
+        return self._draft_plan(choice, log, draft, obstacle, len(look))
+
+    def trim(self, plan: RoundPlan, proposal: Proposal) -> Proposal:
+        """Leaves out rows of a tree that are not worth verifying, where the request leaves that to the policy."""
+        if plan.shape is None or not proposal.tree.values:
+            return proposal
+        self._policy.saw(proposal, plan.draft_count)
+        if not self._grows_trees:
+            return proposal
+        return replace(proposal, tree=best_rows(proposal.tree, self._policy.cut_count(proposal)))
 
     def observe(self, committed: Round) -> None:
         """Passes a round on to the policy, except for the prompt's own pass, which costs what the prompt costs."""
         if not committed.is_first:
-            self._policy.observe(committed, self._session, unasked=self._unasked)
+            # What was asked to end a stretch has been asked; a verdict that came before it has not.
+            unasked = self._unasked and (committed.verdict.own is not None or not committed.proposal.tree)
+            self._policy.observe(committed, self._session, unasked=unasked)
+
+    def _look_count(self, outstanding: int, look: Sequence[float]) -> int:
+        """How many rows of a lookup are worth verifying alone."""
+        if self._draft_count is None:
+            return self._policy.look_count(look[: self._max_draft_count], self._session, halts=outstanding > 0)
+        # Of a fixed number the draft makes them where there is one, and then the target's own drafter.
+        alone = self._remote is None and not self._own
+        return min(self._draft_count, len(look), self._max_draft_count) if alone else 0
+
+    def _draft_plan(
+        self, choice: Choice, log: TokenLog, draft: DraftOutlook, obstacle: FallbackReason | None, num_looked: int
+    ) -> RoundPlan:
+        """Guesses of the draft services, or whatever there is without them."""
+        is_first = len(log) == log.prompt_len
+        if self._remote is None and self._drafting.looks:
+            # There is nobody else to ask.
+            return self._plain(PLAIN_BUDGET)
+        if obstacle is not None and num_looked and not is_first:
+            return RoundPlan(0, 0, obstacle, look_count=min(num_looked, self._max_draft_count))
+        if obstacle is not None:
+            past_context = obstacle is FallbackReason.DRAFT_CONTEXT
+            return self._plain(PLAIN_BUDGET if past_context else WAITING_BUDGET, obstacle, is_first)
+        if choice.rounds > 1:
+            self._next = replace(choice, rounds=choice.rounds - 1)
+        room = self.room(log) if draft.context_len is None else min(self.room(log), draft.context_len - len(log))
+        shape = self._drafting.shape or (TreeShape() if choice.drafter.endswith(TREE) else None)
+        count = min(choice.draft_count, self._max_draft_count, draft.max_draft_count or choice.draft_count)
+        # A tree is limited in depth by the room, and its drafter sees to that.
+        count = min(count, room) if shape is None else count
+        looks = num_looked if self._drafting.merges_looks else 0
+        return RoundPlan(count, 0, shape=shape, look_count=looks)
 
     def _own_plan(self, choice: Choice, limit: int, own: str, is_first: bool) -> RoundPlan:
         """The target guesses and goes on unasked, in short stretches while it is only tried.
@@ -130,8 +202,16 @@ class RoundPlanner:
         return self._plain_plan
 
     def _drafters(self, own: str) -> tuple[str, ...]:
-        """Those that there are, the target's own first."""
-        return (*([own] if own else []), *([self._remote] if self._remote is not None else []))
+        """Those that there are, the target's own first; a draft's trees are one, because they cost and bring others."""
+        return (*([own] if own else []), *self._remotes)
+
+    @property
+    def _remotes(self) -> tuple[str, ...]:
+        if self._remote is None:
+            return ()
+        if self._drafting.shape is not None:
+            return (self._remote + TREE,)
+        return (self._remote, *([self._remote + TREE] if self._grows_trees else []))
 
     def _plain(self, plain_budget: int, reason: FallbackReason | None = None, is_first: bool = False) -> RoundPlan:
         self._plain_plan = RoundPlan(0, plain_budget, reason)
@@ -143,5 +223,5 @@ class RoundPlanner:
         if ready:
             self._policy.note(self._session, is_drafting=self._draft_count > 0)
         # The draft service remains what it is for where there are two devices.
-        drafter = self._own if self._remote is None else self._remote
+        drafter = self._own if self._remote is None else self._remotes[0]
         return Choice(self._draft_count, 0 if self._draft_count else PLAIN_BUDGET, drafter=drafter)

@@ -11,12 +11,14 @@ One policy serves all requests of a gateway, because they share the machines tha
 is remembered for the next time.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from gateway.rounds.estimates import MAX_DRAFT_COUNT, AcceptanceRates, ByLoad, RowTable
-from gateway.rounds.round import Round
+from gateway.rounds.estimates import MAX_DRAFT_COUNT, AcceptanceRates, Average, ByLoad, RowTable, TreeGains
+from gateway.rounds.round import LOOKUP, Proposal, Round
 
+TREE = " tree"  # behind a drafter's name, for the trees that it makes
 FIRST_GUESS = 4  # before anything is known
 PLAIN_PROBE_ROUNDS = 64  # speculative rounds between two looks at what plain decoding costs
 PROBE_COST = 0.005  # share of the time that probes, which look for a faster draft, may cost
@@ -29,23 +31,37 @@ OTHER_PICK = 16  # of so many sessions one has another drafter of the target's p
 PLAIN_BUDGET = 32  # tokens committed unasked while plain decoding is what is wanted
 SHORT_BUDGET = 8  # the same while that may soon be otherwise
 WORTH_CHANGING = 1.03  # how much faster guesses must look before sessions that decode plainly begin with them
+HALT_GAIN = 1.1  # how much faster a lookup must look before a stretch of unasked tokens is ended for it
+CHAIN_COUNTS = tuple(range(1, MAX_DRAFT_COUNT + 1))
+# Of larger proposals not every size is looked at, because that takes longer than it is worth.
+TREE_COUNTS = (*CHAIN_COUNTS, 10, 12, 16, 20, 24, 32)
 LEAST_SHARE = 0.5  # a target that waits for groups which are almost there serves two in turn; more do not last
 ONE_GROUP = 0.8
 
 
-class DrafterEstimates:
-    """What is known of one drafter."""
+def estimates_key(proposal: Proposal) -> str:
+    """Whose estimates a proposal belongs to: a drafter's trees, which have values, are not like its chains."""
+    return proposal.drafter + TREE if proposal.tree.values else proposal.drafter
 
-    def __init__(self, verify_us: RowTable) -> None:
+
+class DrafterEstimates:
+    """What is known of one drafter, or of the trees that it makes."""
+
+    def __init__(self, verify_us: RowTable, *, is_chain: bool = True) -> None:
         """The cost of a draft's rows is like that of the target's until more is known."""
+        self.counts = CHAIN_COUNTS if is_chain else TREE_COUNTS
+        """Numbers of guesses that are looked at."""
         self.acceptance = AcceptanceRates()
+        self.gains = None if is_chain else TreeGains()
+        self.levels = RowTable()  # by the guesses of a tree that were asked for, the forwards that they took
+        self.width = Average()  # rows of a session in each
         self.step_us = RowTable(verify_us)
         self.overhead_us = ByLoad()  # of a round, beside both computations
         # Rows of a forward, of those that all sessions together have: 1 where all are verified at the same time, a half
         # where two groups take turns, of which one drafts while the other is verified.
         self.share = ByLoad()
         # By K, what rounds have cost in fact when most sessions had some: how groups form cannot be foretold.
-        self.round_us = [ByLoad() for _ in range(MAX_DRAFT_COUNT + 1)]
+        self.round_us: defaultdict[int, ByLoad] = defaultdict(ByLoad)
         self.is_unasked = False  # its rounds come without a message from here, but for the first of a stretch
         self.explorer: SessionEstimates | None = None  # that finds out what it costs
         self.num_asked = 0  # sessions that were to find out what it costs
@@ -64,10 +80,14 @@ class DrafterEstimates:
         if self.allowed < num_sessions and self.rounds_allowed >= 2 * self.allowed:
             self.rounds_allowed, self.allowed = 0, 2 * self.allowed
 
-    def judge(self, costs: Sequence[float]) -> None:
+    def tokens(self, own: AcceptanceRates | None = None) -> list[float]:
+        """Tokens that a round with K guesses is expected to commit, by K; `own` are the rates of one session."""
+        return (own or self.acceptance).tokens() if self.gains is None else self.gains.tokens()
+
+    def judge(self, costs: Mapping[int, float]) -> None:
         """Looks whether guesses are worth it at the present costs of K; where not, the next time begins with one."""
-        tokens = self.acceptance.tokens()
-        gain = max(tokens[count] / costs[count] for count in range(1, MAX_DRAFT_COUNT + 1)) * costs[0]
+        tokens = self.tokens()
+        gain = max(tokens[count] / costs[count] for count in self.counts) * costs[0]
         self.is_worth = gain > (1.0 if self.is_worth else WORTH_CHANGING)
         if not self.is_worth:
             self.allowed, self.rounds_allowed = 1, 0
@@ -108,15 +128,17 @@ class SpeculationPolicy:
         self._plain_tokens = 0
         self._rounds_without_plain = 0
         self._lost_us = 0.0  # time that drafting has cost above plain decoding and that is not yet earned back
-        self._costs: dict[str, list[float]] = {}
+        self._costs: dict[str, dict[int, float]] = {}
         self._num_observed = 0
         self._num_rounds = 0
         self._rounds_since_other = 0
         self._num_picked = 0
+        self._look_overhead_us = ByLoad()  # of a round with a lookup's guesses, beside the target's computation
+        self._rows = Average()  # of the target's forwards
 
     def session(self, *drafters: str) -> SessionEstimates:
         """A session that may have these drafters, of which it begins with what is known of all."""
-        return SessionEstimates({each: self._estimates(each).acceptance for each in drafters or ("",)})
+        return SessionEstimates({each: self._estimates(each).acceptance for each in drafters})
 
     def pick(self, drafters: Sequence[str]) -> str:
         """Which of several that a target has in its process a session should have; it has one until its end.
@@ -165,7 +187,12 @@ class SpeculationPolicy:
         self._see_load(verdict.session_count)
         rows = verdict.row_count / max(verdict.forward_count, 1) or draft_count + 1
         self._verify_us.add(rows, verdict.compute_us / max(verdict.forward_count, 1))
-        if draft_count:
+        self._rows.add(rows)
+        is_look = proposal.drafter == LOOKUP and draft_count > 0
+        if is_look:
+            waited_us = verdict.hop.queue_us if self._load > 1 else 0
+            self._look_overhead_us.add(self._load, max(0, committed.round_us - verdict.compute_us - waited_us))
+        elif draft_count:
             self._observe_draft(committed, session, rows, unasked=unasked)
         elif unasked:
             self._plain_tokens += 1
@@ -175,7 +202,7 @@ class SpeculationPolicy:
         plain_us = self.cost_us(0)
         if unasked and not draft_count:
             self._lost_us -= PROBE_COST * plain_us
-        elif draft_count or proposal.fallback_reason:
+        elif (draft_count and not is_look) or proposal.fallback_reason:
             # Of the other sessions each had to wait for the rows of the guesses.
             waited_us = (self._load - 1) * max(0.0, self._verify_us.at(rows) - self._verify_us.at(rows - draft_count))
             self._lost_us += committed.round_us - len(committed.token_ids) * plain_us + waited_us
@@ -188,18 +215,23 @@ class SpeculationPolicy:
     def _observe_draft(self, committed: Round, session: SessionEstimates | None, rows: float, *, unasked: bool) -> None:
         """Learns about the drafter of a round, whose verdict came from a forward of so many rows."""
         proposal, verdict, draft_count = committed.proposal, committed.verdict, committed.draft_count
-        estimates = self._estimates(proposal.drafter)
+        drafter = estimates_key(proposal)
+        estimates = self._estimates(drafter)
         self._plain_tokens = 0
         self._rounds_without_plain += 1
         self._rounds_since_other += 1
         estimates.ramp(len(self._sessions))
-        own = session.acceptance.get(proposal.drafter) if session else None
+        own = session.acceptance.get(drafter) if session else None
         for acceptance in (estimates.acceptance, *([own] if own else [])):
             acceptance.observe(committed.accepted_count, verdict.evaluated_count)
+        if estimates.gains is not None:
+            estimates.gains.observe(proposal.tree.values, committed.accepted_count)
         if proposal.caught_up_count <= LARGE_CATCH_UP:
-            num_forwards = max(proposal.forward_count, draft_count)
+            # A draft that verifies guesses of its own makes several tokens in a forward.
+            num_forwards = max(proposal.forward_count, draft_count if estimates.gains is None else 1)
             draft_rows = proposal.row_count / num_forwards or 1
             estimates.step_us.add(draft_rows, proposal.compute_us / num_forwards)
+            estimates.width.add(draft_rows / self._load)
         if unasked and not estimates.is_unasked:
             # What was learnt from asked rounds says nothing about these.
             estimates.is_unasked, estimates.overhead_us = True, ByLoad()
@@ -216,7 +248,7 @@ class SpeculationPolicy:
             num_sessions = max(len(self._sessions), 1)
             own_rows = self._num_drafting * draft_count + num_sessions
             share = rows * num_sessions / (own_rows * self._load)
-            count = min(draft_count, MAX_DRAFT_COUNT)
+            count = min(draft_count, estimates.counts[-1])
             estimates.round_us[count].add(self._load, max(committed.round_us, 1), self._num_rounds)
             estimates.share.add(self._load, min(max(share, LEAST_SHARE), 1.0))
 
@@ -226,7 +258,7 @@ class SpeculationPolicy:
         Only a session that is ready, so that it carries the choice out at once, uses such an opportunity up: one that
         ends before its turn must not take it from the others.
         """
-        most = min(limit, MAX_DRAFT_COUNT)
+        most = min(limit, TREE_COUNTS[-1])
         choice = self._choose(most, session, ready=ready) if most > 0 else Choice(0)
         if session is not None and ready:
             self.note(session, is_drafting=choice.draft_count > 0)
@@ -239,24 +271,32 @@ class SpeculationPolicy:
         if unknown is not None and ready:
             self._estimates(unknown).explorer = session
         if unknown is not None or not known:
-            return Choice(0, SHORT_BUDGET) if unknown is None else Choice(min(FIRST_GUESS, most), drafter=unknown)
+            plain = Choice(0, SHORT_BUDGET if drafters else PLAIN_BUDGET)
+            return plain if unknown is None else Choice(min(FIRST_GUESS, most), drafter=unknown)
         worths = {drafter: self._best(drafter, most, session) for drafter in known}
         drafter = max(known, key=lambda each: worths[each][0])
         others = [each for each in known if each != drafter]
         if others and ready and self._rounds_since_other >= OTHER_PROBE_ROUNDS * self._load:
             self._rounds_since_other = 0
-            other = others[0]
+            other = others[self._num_rounds % len(others)]
             return Choice(worths[other][1], rounds=PROBE_ROUNDS, drafter=other)
         estimates, (speed, best) = self._estimates(drafter), worths[drafter]
-        if estimates.is_worth:
-            may_draft = session is None or session.is_drafting or self._num_drafting < estimates.allowed
-            if not may_draft or speed * self._costs_of(drafter)[0] <= 1:
-                return Choice(0, SHORT_BUDGET)
-            if not ready or self._rounds_without_plain < PLAIN_PROBE_ROUNDS * self._load:
-                return Choice(best, drafter=drafter)
-            self._rounds_without_plain = 0
-            return Choice(0, 2)  # the unasked tokens are what measures plain decoding
-        return self._plain_or_probe(drafter, best, ready=ready)
+        if not estimates.is_worth:
+            return self._plain_or_probe(drafter, best, ready=ready)
+        return self._draft_or_plain(drafter, best, speed, session, ready=ready)
+
+    def _draft_or_plain(
+        self, drafter: str, best: int, speed: float, session: SessionEstimates | None, *, ready: bool
+    ) -> Choice:
+        """Guesses, while they are worth it; now and then some plain tokens that tell what these cost."""
+        estimates = self._estimates(drafter)
+        may_draft = session is None or session.is_drafting or self._num_drafting < estimates.allowed
+        if not may_draft or speed * self._costs_of(drafter)[0] <= 1:
+            return Choice(0, SHORT_BUDGET)
+        if not ready or self._rounds_without_plain < PLAIN_PROBE_ROUNDS * self._load:
+            return Choice(best, drafter=drafter)
+        self._rounds_without_plain = 0
+        return Choice(0, 2)  # the unasked tokens are what measures plain decoding
 
     def _unknown(self, drafters: Sequence[str], session: SessionEstimates | None) -> str | None:
         """A drafter of which nothing is known, for this session to find out; the others need not pay for it."""
@@ -269,8 +309,55 @@ class SpeculationPolicy:
     def _best(self, drafter: str, most: int, session: SessionEstimates | None) -> tuple[float, int]:
         """The most tokens a microsecond with some guesses of a drafter, and how many these are."""
         own = session.acceptance.get(drafter) if session else None
-        costs, tokens = self._costs_of(drafter), (own or self._estimates(drafter).acceptance).tokens()
-        return max((tokens[count] / costs[count], count) for count in range(1, most + 1))
+        estimates, costs = self._estimates(drafter), self._costs_of(drafter)
+        tokens = estimates.tokens(own)
+        return max((tokens[count] / costs[count], count) for count in estimates.counts if count <= most)
+
+    def look_count(self, values: Sequence[float], session: SessionEstimates, *, halts: bool) -> int:
+        """How many rows of a lookup, whose values fall, are worth more than whatever else there is; 0 for none.
+
+        They must make the session faster than its drafters would, and all sessions together faster than plain decoding:
+        the rows of one are paid by all. `halts` says that a stretch of unasked tokens would have to be ended for it.
+        """
+        if not values:
+            return 0
+        others, overhead_us = self._load - 1, self._look_overhead_us.at(self._load)
+        rows = 1.0 + (max(others, self._rows.mean * others / self._load) if others else 0.0)
+        plain_us = max(self._verify_us.at(rows), 1.0)
+        best = others / plain_us + 1 / (plain_us + self._plain_overhead_us.at(self._load))
+        rival = max((self._best(each, TREE_COUNTS[-1], session)[0] for each in self._known(session)), default=0.0)
+        gain = HALT_GAIN if halts else 1.0
+        best, found, tokens = best * gain, 0, 1.0
+        for count, value in enumerate(values[: TREE_COUNTS[-1]], start=1):
+            tokens += value
+            verify_us = max(self._verify_us.at(rows + count), 1.0)
+            own = tokens / (verify_us + overhead_us)
+            if own > rival * gain and others / verify_us + own > best:
+                best, found = others / verify_us + own, count
+        return found if self._verify_us.known else min(found, FIRST_GUESS)
+
+    def cut_count(self, proposal: Proposal) -> int:
+        """How many rows of a tree, the most valuable ones, should be verified, now that its drafter has been paid."""
+        estimates = self._estimates(estimates_key(proposal))
+        correction = 1.0 if estimates.gains is None else estimates.gains.correction
+        spent_us = max(proposal.hop.wait_us, proposal.compute_us) + self._look_overhead_us.at(self._load)
+        best, found, tokens = 0.0, 1, 1.0
+        for count, value in enumerate(sorted(proposal.tree.values, reverse=True), start=1):
+            tokens += correction * value
+            speed = tokens / (spent_us + self._shared_us(estimates, count))
+            if speed > best:
+                best, found = speed, count
+        return found
+
+    def saw(self, proposal: Proposal, asked_count: int) -> None:
+        """Learns from a tree as it came, before any of its rows were left out; the draft was asked for so many."""
+        estimates = self._estimates(estimates_key(proposal))
+        if estimates.gains is not None and proposal.tree:
+            estimates.gains.promise(proposal.tree.values)
+            estimates.levels.add(asked_count, max(proposal.forward_count, 1))
+
+    def _known(self, session: SessionEstimates) -> list[str]:
+        return [drafter for drafter in session.drafters if self._estimates(drafter).step_us.known]
 
     def _plain_or_probe(self, drafter: str, best: int, *, ready: bool) -> Choice:
         """Plain decoding, while guesses are not worth it; now and then some rounds that look whether they are."""
@@ -288,11 +375,11 @@ class SpeculationPolicy:
         drafter = self._usual_drafter
         if not self._estimates(drafter).step_us.known:
             return FIRST_GUESS
-        return max(range(MAX_DRAFT_COUNT + 1), key=lambda count: self.speed(count, drafter))
+        return max((0, *self._estimates(drafter).counts), key=lambda count: self.speed(count, drafter))
 
     def speed(self, draft_count: int, drafter: str = "") -> float:
         """Tokens per microsecond that K draft tokens a round are expected to bring to each session."""
-        tokens = self._estimates(drafter).acceptance.tokens()
+        tokens = self._estimates(drafter).tokens()
         return tokens[draft_count] / self.cost_us(draft_count, drafter)
 
     def cost_us(self, draft_count: int, drafter: str = "") -> float:
@@ -306,8 +393,11 @@ class SpeculationPolicy:
             return max(self._verify_us.at(load) + self._plain_overhead_us.at(load), 1.0)
         estimates = self._estimates(drafter)
         share = estimates.share.at(load, 1.0) if load > 1 else 1.0
-        draft_us = draft_count * estimates.step_us.at(max(1.0, share * load))
-        verify_us = self._verify_us.at(max(draft_count + 1.0, share * load * (draft_count + 1)))
+        num_steps, width = float(draft_count), 1.0
+        if estimates.gains is not None:
+            num_steps, width = estimates.levels.at(draft_count) or num_steps, max(1.0, estimates.width.mean)
+        draft_us = num_steps * estimates.step_us.at(max(width, share * load * width))
+        verify_us = self._shared_us(estimates, draft_count)
         # Groups are of unequal size, and most answers come from the larger ones.
         num_groups = 1 if share > ONE_GROUP else 2
         model_us = max(draft_us + verify_us + estimates.overhead_us.at(load), num_groups * verify_us, 1.0)
@@ -316,11 +406,18 @@ class SpeculationPolicy:
             return model_us
         return estimates.round_us[draft_count].blend(load, model_us, self._num_rounds)
 
-    def _costs_of(self, drafter: str) -> list[float]:
+    def _shared_us(self, estimates: DrafterEstimates, draft_count: int) -> float:
+        """Cost of the target's forward when all sessions have so many guesses."""
+        share = estimates.share.at(self._load, 1.0) if self._load > 1 else 1.0
+        return self._verify_us.at(max(draft_count + 1.0, share * self._load * (draft_count + 1)))
+
+    def _costs_of(self, drafter: str) -> dict[int, float]:
         costs = self._costs.get(drafter)
         if costs is None:
-            costs = self._costs[drafter] = [self.cost_us(count, drafter) for count in range(MAX_DRAFT_COUNT + 1)]
-            self._estimates(drafter).judge(costs)
+            estimates = self._estimates(drafter)
+            costs = {count: self.cost_us(count, drafter) for count in (0, *estimates.counts)}
+            self._costs[drafter] = costs
+            estimates.judge(costs)
         return costs
 
     def _forget_costs(self) -> None:
@@ -340,7 +437,8 @@ class SpeculationPolicy:
     def _estimates(self, drafter: str) -> DrafterEstimates:
         estimates = self._drafters.get(drafter)
         if estimates is None:
-            estimates = self._drafters[drafter] = DrafterEstimates(self._verify_us)
+            is_chain = not drafter.endswith(TREE)
+            estimates = self._drafters[drafter] = DrafterEstimates(self._verify_us, is_chain=is_chain)
         return estimates
 
     @property

@@ -13,6 +13,9 @@ from outrider.errors import ProtocolViolation
 from outrider.parameters import FinishReason, TokenLogprob
 from outrider.token_tree import EMPTY, TokenTree
 
+LOOKUP = "lookup"
+"""The drafter in the gateway itself, which needs no model."""
+
 
 class TokenOrigin(Enum):
     """Who said a token first; see generation_service.proto."""
@@ -143,9 +146,13 @@ class TokenLog:
     def commit(self, proposal: Proposal, verdict: Verdict) -> Round:
         """Appends what a verdict commits; of two proposals the target's own is the one that it is about.
 
-        Raises ProtocolViolation for a verdict that cannot be about it, or behind which the request cannot go on.
+        One that came too late counts as none. Raises ProtocolViolation for a verdict that cannot be about it, or behind
+        which the request cannot go on.
         """
         proposal = verdict.own or proposal
+        if proposal.tree and not verdict.evaluated_count:
+            # The target had gone on unasked, and gave this verdict before it knew of any guess.
+            proposal = NOTHING
         if self.finish_reason is not None or verdict.base_len != len(self):
             raise ProtocolViolation(f"a verdict on length {verdict.base_len} came for a log of {len(self)} tokens")
         tree, rows, next_token_id = proposal.tree, verdict.accepted_rows, verdict.next_token_id

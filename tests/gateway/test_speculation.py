@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.markov import EOS, NUM_TOKENS, MarkovDraft, MarkovModel, MarkovTarget, plain_decoding
 
-from gateway.rounds.planner import RoundPlanner
+from gateway.rounds.planner import Drafting, RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import FallbackReason, Proposal, Round, TokenLog, TokenOrigin, Verdict
 from gateway.speculation import speculate
@@ -93,7 +93,7 @@ async def test_a_target_that_drafts_for_itself_says_the_same(
     request = Request(count, seed, max_len)
     request.target.own, request.target.own_model, request.target.bare = "own", MarkovModel(noise=noise), bare
     drafter = "" if has_draft else None
-    request.planner = RoundPlanner(SpeculationPolicy(), count, max_len, 8, drafter, "own")
+    request.planner = RoundPlanner(SpeculationPolicy(), count, max_len, 8, Drafting(drafter, "own"))
     rounds = await request.run()
     for committed in rounds:
         tree = committed.proposal.tree
@@ -115,7 +115,7 @@ async def test_a_target_that_drafts_for_itself_is_hardly_asked() -> None:
         row[EOS] = 1e-12
     for row in request.target.own_model._rows:
         row[EOS] = 1e-12
-    request.planner = RoundPlanner(SpeculationPolicy(), 4, 400, 8, None, "own")
+    request.planner = RoundPlanner(SpeculationPolicy(), 4, 400, 8, Drafting(None, "own"))
     rounds = await request.run()
     num_tokens = sum(len(committed.token_ids) for committed in rounds)
     assert num_tokens == 398

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from gateway.rounds.planner import OWN_BUDGET, WAITING_BUDGET, DraftOutlook, RoundPlan, RoundPlanner
+from gateway.rounds.planner import OWN_BUDGET, WAITING_BUDGET, Drafting, DraftOutlook, RoundPlan, RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import FallbackReason, Proposal, Round, TokenLog, Verdict
 from outrider.token_tree import TokenTree
@@ -14,7 +14,7 @@ AWAY = DraftOutlook(FallbackReason.DRAFT_ABSENT)
 
 
 def planner_of(draft_count: int | None, remote: str | None = None, max_len: int = 500) -> RoundPlanner:
-    return RoundPlanner(SpeculationPolicy(), draft_count, max_len, 8, remote, "own")
+    return RoundPlanner(SpeculationPolicy(), draft_count, max_len, 8, Drafting(remote, "own"))
 
 
 def log_of(length: int) -> TokenLog:
