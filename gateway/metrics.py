@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from gateway.generation.backend import Backend
 from gateway.generation.frontend import Admission
-from gateway.generation.generate import Backend, CompletionEvent, Event, RoundEvent
+from gateway.generation.generate import CompletionEvent, Event, RoundEvent
 from gateway.generation.request import CheckedRequest
 from gateway.rounds.round import FallbackReason, Round, TokenOrigin
 from gateway.sessions.link import ROLLBACK_S
@@ -231,9 +232,10 @@ class Watched:
         rolled_back = CounterMetricFamily(PREFIX + "rolled_back_tokens", meaning, labels=["side"])
         meaning = "Calls of Rollback, from the gateway's side."
         rollback_times = HistogramMetricFamily(PREFIX + "rollback_rpc_seconds", meaning, labels=["peer"])
-        for service, replicas in (("target", backend.target), ("draft", backend.draft)):
+        drafts = [link for replicas in backend.drafts.values() for link in replicas.links]
+        for service, links in (("target", backend.target.links), ("draft", drafts)):
             num_tokens, seconds = self._rejected_tokens(), Tally(ROLLBACK_S)
-            for link in replicas.links if replicas is not None else ():
+            for link in links:
                 up.add_metric([service, link.address], link.info is not None)
                 num_tokens += link.rolled_back_tokens
                 seconds.add_tally(link.rollback_seconds)

@@ -15,8 +15,9 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from gateway.generation.audit import ShadowAudit
+from gateway.generation.backend import Backend
 from gateway.generation.frontend import Admission, Frontend
-from gateway.generation.generate import Backend, decode
+from gateway.generation.generate import decode
 from gateway.grpc.servicer import generation_service
 from gateway.metrics import GatewayMetrics
 from gateway.rest.app import build_app
@@ -38,7 +39,7 @@ from outrider.process.metrics import (
     scraped,
     serve_metrics,
 )
-from outrider.process.options import listed
+from outrider.process.options import listed, named_addresses
 from outrider.rpc import channels
 from outrider.vocabulary import Vocabulary
 
@@ -102,8 +103,7 @@ async def start(settings: GatewaySettings) -> RunningGateway:
         backend = _backend(settings, tokenizer, registry)
         undo.push_async_callback(_close, backend)
         await _await_target(backend.target, settings.target_wait_seconds)
-        if backend.draft is not None:
-            await _await_draft(backend.draft, settings.draft_wait_seconds)
+        await asyncio.gather(*(_await_draft(each, settings.draft_wait_seconds) for each in backend.drafts.values()))
         admission = Admission(settings.max_requests, settings.max_queue)
         metrics = GatewayMetrics(registry)
         metrics.watch(admission, backend)
@@ -133,17 +133,21 @@ async def start(settings: GatewaySettings) -> RunningGateway:
 def _backend(settings: GatewaySettings, tokenizer: Tokenizer, registry: CollectorRegistry) -> Backend:
     fits = partial(_check_vocabulary, tokenizer.vocabulary(), settings.tokenizer)
     target = Replicas([ServiceLink("target", address, fits) for address in listed(settings.target)])
-    drafts = [ServiceLink("draft", address, fits) for address in listed(settings.draft)]
+    drafts = {
+        name: Replicas([ServiceLink("draft", address, fits) for address in each])
+        for name, each in named_addresses(settings.draft).items()
+    }
     return Backend(
         tokenizer=tokenizer,
         target=target,
-        draft=Replicas(drafts) if drafts else None,
+        drafts=drafts,
         policy=SpeculationPolicy(),
         draft_deadline=DraftDeadline(settings.draft_deadline_min_s, settings.draft_deadline_max_s),
         target_timeouts=TargetTimeouts(
             stall_s=settings.target_stall_seconds, rebuild_budget_s=settings.rebuild_budget_seconds
         ),
         audit=ShadowAudit(settings.audit_fraction, registry),
+        looks=settings.lookup,
     )
 
 
@@ -186,6 +190,5 @@ async def _await_draft(draft: Replicas, timeout_s: float) -> None:
 
 
 async def _close(backend: Backend) -> None:
-    for replicas in (backend.target, backend.draft):
-        if replicas is not None:
-            await replicas.close()
+    for replicas in (backend.target, *backend.drafts.values()):
+        await replicas.close()

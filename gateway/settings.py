@@ -83,8 +83,15 @@ class GatewaySettings(ProcessSettings):
     target: Annotated[str, Setting("Where the target answers; of several the best first.", addresses(several=True))]
     tokenizer: Annotated[str, Setting("Folder or hub id of the target's model.")]
     draft: Annotated[
-        str, Setting("Where the draft answers. Empty: plain decoding.", addresses(needed=False, several=True))
+        str,
+        Setting(
+            "Where the draft answers; several drafts as NAME=HOST:PORT. Empty: no draft service.",
+            addresses(needed=False, several=True, named=True),
+        ),
     ] = ""
+    lookup: Annotated[
+        bool, Setting("Look guesses up in prompts and answers, which needs no model and changes no token.")
+    ] = True
     listen: Annotated[str, Setting("Where to serve gRPC; port 0 takes a free one.", addresses(min_port=0))] = (
         "127.0.0.1:50050"
     )

@@ -5,8 +5,10 @@ said itself and adds one token of its own. An empty proposal makes the round pla
 which reads the prompt, every round without a draft, and the last token before the limit. So there is one kind of
 round and no special case. The token log is the truth, and what either service holds is a cache of it.
 
-A target may have a drafter in its own process: then it is asked to make the proposal itself, and a round is one
-message, or none within a stretch that it goes on unasked.
+Guesses come from three places. A draft service makes them with a model. A lookup finds them here, in the request's own
+text and the like, without a model and without a message; it may end a stretch that the target goes on unasked. And a
+target may have a drafter in its own process: then it is asked to make the proposal itself, and a round is one message,
+or none within such a stretch.
 
 The draft may fail in any way: then its proposal is empty and says why. The target may be lost, and its session goes on
 with another one; only when there is none for too long does `verify` raise, and the request ends.
@@ -14,24 +16,34 @@ with another one; only when there is none for too long does `verify` raise, and 
 
 from collections.abc import AsyncGenerator
 
+from gateway.lookup.guesses import LookupGuesses
 from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.round import Round, TokenLog
 from gateway.sessions.draft import AbsentDraftSession, RemoteDraftSession
+from gateway.sessions.draft_team import DraftTeam
 from gateway.sessions.target import RemoteTargetSession
 
 
 async def speculate(
-    log: TokenLog, planner: RoundPlanner, target: RemoteTargetSession, draft: RemoteDraftSession | AbsentDraftSession
+    log: TokenLog,
+    planner: RoundPlanner,
+    target: RemoteTargetSession,
+    draft: RemoteDraftSession | DraftTeam | AbsentDraftSession,
+    lookup: LookupGuesses | None = None,
 ) -> AsyncGenerator[Round, None]:
-    """Yields the rounds of a request until its log is finished; both sessions are closed whatever happens."""
-    with planner:
+    """Yields the rounds of a request until its log is finished; all sessions are closed whatever happens."""
+    lookup = lookup or LookupGuesses()
+    with planner, lookup:
         async with target, draft:
             while log.finish_reason is None:
                 log.begin_round()
+                look = lookup.look(planner.room(log))
                 # How many tokens to draft, and how many the target may commit unasked while there is nothing to draft.
-                plan = planner.plan(log, target.outstanding, draft.outlook, target.drafter)
-                proposal = plan.explain(await draft.propose(plan.draft_count))
+                plan = planner.plan(log, target.outstanding, draft.outlook, target.drafter, look.tree.values)
+                drafted = await draft.propose(plan.draft_count, plan.shape)
+                proposal = planner.complete(plan, drafted, lookup.proposal(plan.look_count))
                 verdict = await target.verify(proposal, plan.plain_budget, plan.own_draft_count)
                 committed = log.commit(proposal, verdict)
                 planner.observe(committed)
+                lookup.commit(committed.token_ids)
                 yield committed

@@ -7,6 +7,9 @@ from typing import Self
 from outrider.errors import InvalidRequest
 from outrider.parameters import DraftDistribution
 
+MAX_DEPTH, MAX_CHILDREN = 32, 8
+"""Of a tree that is asked for: rows on a path, and children of a row."""
+
 
 @dataclass(frozen=True)
 class TokenTree:
@@ -77,6 +80,17 @@ class TokenTree:
         if self.is_chain:
             return (row + 1,) if row < len(self.token_ids) else ()
         return tuple(child for child, parent in enumerate(self.parents, start=1) if parent == row)
+
+    def follow(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Rows along these tokens from the root, as far as there are any; of equal siblings the first."""
+        rows: list[int] = []
+        for token_id in token_ids:
+            children = self.children(rows[-1] if rows else 0)
+            row = next((child for child in children if self.token_ids[child - 1] == token_id), 0)
+            if not row:
+                break
+            rows.append(row)
+        return tuple(rows)
 
     def leaves(self) -> tuple[int, ...]:
         """Rows without children, in row order; of an empty tree the root."""

@@ -185,6 +185,11 @@ class TargetSessions(SessionStore[TargetState]):
         held.acknowledge(fence.base_len)
         held.allow(fence.base_len, plain_budget)
         held.own_draft_count = own_draft_count
+        if not held.may_go_on and len(held.session) > held.asked_len:
+            # The stretch ends here: a step is about to come, and what has begun unasked would only delay it.
+            held.stop_job()
+            if held.own is not None:
+                held.own.draft.truncate(len(held.session))
         self._go_on(fence.session_id, held, arrived_ns)
 
     def _host(self, held: TargetState, drafter: str) -> None:

@@ -20,7 +20,8 @@ from typing import Protocol
 
 import structlog
 
-from gateway.generation.generate import Backend, CompletionEvent, Event, RequestContext, merged, prepare
+from gateway.generation.backend import Backend
+from gateway.generation.generate import CompletionEvent, Event, RequestContext, merged, prepare
 from gateway.generation.request import CheckedRequest, GenerationRequest
 from gateway.generation.transcript import SpeculationFigures
 from gateway.text.chat_template import ChatTemplate

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from gateway.generation.audit import ShadowAudit
+from gateway.generation.backend import Backend
 from gateway.generation.request import CheckedRequest, GenerationRequest, check_request
 from gateway.generation.transcript import (
     GeneratedToken,
@@ -18,12 +18,13 @@ from gateway.generation.transcript import (
     StopScanner,
     Transcript,
 )
+from gateway.lookup.guesses import LookupGuesses
+from gateway.lookup.session import LookupSession
 from gateway.rounds.planner import RoundPlanner
-from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import Round, TokenLog
 from gateway.sessions.draft import AbsentDraftSession, RemoteDraftSession
-from gateway.sessions.link import ModelInfo, Replicas
-from gateway.sessions.session import DraftDeadline, TargetTimeouts
+from gateway.sessions.draft_team import DraftTeam
+from gateway.sessions.link import ModelInfo
 from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
 from gateway.text.tokenizer import Tokenizer
@@ -33,19 +34,6 @@ from outrider.process import telemetry
 
 EventT = TypeVar("EventT")
 ItemT = TypeVar("ItemT")
-
-
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """The services behind the gateway; draft is None when none is configured."""
-
-    tokenizer: Tokenizer
-    target: Replicas
-    draft: Replicas | None
-    policy: SpeculationPolicy
-    draft_deadline: DraftDeadline
-    target_timeouts: TargetTimeouts
-    audit: ShadowAudit
 
 
 @dataclass(slots=True)
@@ -115,11 +103,8 @@ async def prepare(request: GenerationRequest, backend: Backend) -> RequestContex
     """Checks a request. Raises InvalidRequest, PromptTooLong, and what is said of a target that is away."""
     started_ns = time.perf_counter_ns()
     target = await backend.target.after_handshake(backend.target_timeouts.rebuild_budget_s)
-    drafters = dict(target.drafters)
-    if backend.draft is not None:
-        # Nobody knows those of a draft that is away.
-        drafters = {**drafters, **backend.draft.info.drafters} if backend.draft.info else {}
-    checked = await check_request(request, backend.tokenizer, target, drafters)
+    offers = backend.offers(target)
+    checked = await check_request(request, backend.tokenizer, target, offers)
     return RequestContext(checked, backend, target, started_ns)
 
 
@@ -187,32 +172,27 @@ def _rejected(tokenizer: Tokenizer, committed: Round) -> tuple[RejectedToken, ..
 
 
 def decode(request: CheckedRequest, backend: Backend, target: ModelInfo) -> AsyncGenerator[Round, None]:
-    """The rounds of a checked request, over sessions of its own: on this target or a replica of it, and on the draft,
-    which reads the prompt at once where it will be asked.
+    """The rounds of a checked request, over sessions of its own: on this target or a replica of it, and on the drafts,
+    which read the prompt at once where they will be asked.
     """
     spec = replace(request.spec, trace_context=telemetry.carrier())
     log, session_id = TokenLog(spec.token_ids), secrets.token_bytes(16)
-    drafter, own = _drafters(request, backend, target)
-    planner = RoundPlanner(backend.policy, request.draft_count, spec.max_len, target.max_draft_count, drafter, own)
+    drafting = backend.drafting(request, target)
+    planner = RoundPlanner(backend.policy, request.draft_count, spec.max_len, target.max_draft_count, drafting)
     timeouts, model_hash = backend.target_timeouts, target.model_hash
-    verifying = RemoteTargetSession(backend.target, timeouts, spec, log, session_id, model_hash, own)
-    if backend.draft is None or drafter is None:
-        return speculate(log, planner, verifying, AbsentDraftSession())
+    verifying = RemoteTargetSession(backend.target, timeouts, spec, log, session_id, model_hash, drafting.own)
     warm = planner.expects_draft()
-    drafting = RemoteDraftSession(backend.draft, backend.draft_deadline, spec, log, session_id, warm, drafter)
-    return speculate(log, planner, verifying, drafting)
-
-
-def _drafters(request: CheckedRequest, backend: Backend, target: ModelInfo) -> tuple[str | None, str]:
-    """What the draft service is asked for, None if nothing; and the drafter in the target's process, if it has one."""
-    if request.draft_count == 0:
-        return None, ""
-    if request.drafter in target.drafters:
-        return None, request.drafter
-    rule = request.spec.acceptance.rule
-    fitting = [name for name, rules in target.drafters.items() if rule in rules]
-    own = backend.policy.pick(fitting) if fitting and not request.drafter else ""
-    return None if backend.draft is None else request.drafter, own
+    sessions = [
+        RemoteDraftSession(replicas, backend.draft_deadline, spec, log, session_id, warm, drafter, name)
+        for name, replicas, drafter in backend.drafts_for(request, drafting)
+    ]
+    lookup = LookupGuesses()
+    if drafting.looks:
+        looking = LookupSession(spec.token_ids, rates=backend.lookup_rates)
+        lookup = LookupGuesses(looking, spec.acceptance.rule, target.max_draft_count)
+    if not sessions:
+        return speculate(log, planner, verifying, AbsentDraftSession(), lookup)
+    return speculate(log, planner, verifying, sessions[0] if len(sessions) == 1 else DraftTeam(sessions), lookup)
 
 
 @dataclass(frozen=True, slots=True)

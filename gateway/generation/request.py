@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+from gateway.rounds.round import LOOKUP
 from gateway.sessions.link import ModelInfo
 from gateway.text.tokenizer import Tokenizer
 from outrider.errors import Field, InvalidRequest, PromptTooLong, check_count
@@ -21,10 +22,13 @@ from outrider.parameters import (
     SessionSpec,
 )
 from outrider.rpc.channels import MAX_MESSAGE_BYTES
+from outrider.token_tree import TreeShape
 
 MAX_STOPS = 8
 MAX_STRING_LEN = 256
 MAX_BANNED_WORDS = 64
+MAX_DRAFTERS = 8
+AUTO = "auto"  # whatever is fastest, as without a name
 # Bytes of a token of an echoed prompt in a message, text and number, and of each alternative beside it; at most.
 ECHO_TOKEN_BYTES, ECHO_LOGPROB_BYTES = 192, 13
 DEFAULT_MAX_TOKENS = 128
@@ -44,7 +48,11 @@ class GenerationRequest:
     speculation_enabled: bool = True
     draft_count: int | None = None
     acceptance: Acceptance = field(default_factory=Acceptance)
-    drafter: str = ""
+    drafters: tuple[str, ...] = ()
+    """Those that are to guess together; none leaves the choice to the gateway."""
+    shape: TreeShape | None = None
+    prediction: str | tuple[int, ...] | None = None
+    """What the answer is expected to be, as text or token ids."""
     logprob_count: int | None = None
     sample_count: int | None = None
     banned_words: tuple[str, ...] = ()
@@ -57,14 +65,16 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    """A checked request. draft_count None lets the gateway choose, and 0 never speculates. An empty drafter lets the
-    draft service choose.
+    """A checked request. draft_count None lets the gateway choose, and 0 never speculates. Without drafters the gateway
+    chooses among all that there are.
     """
 
     spec: SessionSpec
     stops: tuple[str, ...]
     draft_count: int | None
-    drafter: str = ""
+    drafters: tuple[str, ...] = ()
+    shape: TreeShape | None = None
+    prediction: tuple[int, ...] = ()
     sample_count: int = 1
     sample_index: int = 0
 
@@ -75,14 +85,31 @@ class CheckedRequest:
         return replace(self, spec=spec, sample_index=index)
 
 
-async def check_request(
-    request: GenerationRequest, tokenizer: Tokenizer, target: ModelInfo, drafters: Mapping[str, frozenset[Rule]]
-) -> CheckedRequest:
-    """Encodes and completes a request by what the services can do; raises InvalidRequest or PromptTooLong.
+@dataclass(frozen=True, slots=True)
+class Offers:
+    """The drafters that there are, each with the rules that it can serve.
 
-    `drafters` are the draft's, each with the rules that it can serve; none at all means that nobody knows them.
+    `remote` are those of draft services, None while nobody knows them because the service is away; `own` those in the
+    target's process; `looks` says whether the gateway looks guesses up.
     """
-    _check_drafter(request, drafters)
+
+    remote: Mapping[str, frozenset[Rule]] | None
+    own: Mapping[str, frozenset[Rule]]
+    looks: bool = True
+
+    @property
+    def names(self) -> dict[str, frozenset[Rule]]:
+        lookup = {LOOKUP: frozenset(Rule)} if self.looks else {}
+        return {**lookup, **(self.remote or {}), **self.own}
+
+
+async def check_request(
+    request: GenerationRequest, tokenizer: Tokenizer, target: ModelInfo, offers: Offers
+) -> CheckedRequest:
+    """Encodes and completes a request by what the services can do; raises InvalidRequest or PromptTooLong."""
+    drafters = () if request.drafters == (AUTO,) else request.drafters
+    _check_drafters(drafters, request.acceptance.rule, offers)
+    _check_shape(request, drafters, offers)
     _check_strings("stop", request.stops, MAX_STOPS)
     check_count("stop_token_ids", len(request.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
     _check_token_ids("stop_token_ids", request.stop_token_ids, target)
@@ -121,18 +148,65 @@ async def check_request(
         cache_salt=cache_salt,
     )
     draft_count = request.draft_count if request.speculation_enabled else 0
-    return CheckedRequest(spec, request.stops, draft_count, request.drafter, request.sample_count or 1)
+    prediction = await _prediction(request, drafters, draft_count, tokenizer, target, offers)
+    samples = request.sample_count or 1
+    return CheckedRequest(spec, request.stops, draft_count, drafters, request.shape, prediction, samples)
 
 
-def _check_drafter(request: GenerationRequest, drafters: Mapping[str, frozenset[Rule]]) -> None:
-    if not request.drafter or not drafters:
+def _check_drafters(drafters: Sequence[str], rule: Rule, offers: Offers) -> None:
+    """Names that are on offer and serve the rule; several must be able to guess side by side."""
+    field = "speculation.drafter" if len(drafters) == 1 else "speculation.drafters"
+    check_count(field, len(drafters), MAX_DRAFTERS, "names")
+    if len(set(drafters)) < len(drafters):
+        raise InvalidRequest(field, list(drafters), "without repetition")
+    names = offers.names
+    for name in drafters:
+        if name not in names and (offers.remote is not None or name == AUTO):
+            raise InvalidRequest(field, name, f"one of {', '.join(names)}, or {AUTO} alone")
+        if rule not in names.get(name, frozenset(Rule)):
+            fitting = ", ".join(each for each, rules in names.items() if rule in rules)
+            raise InvalidRequest(field, name, f"one that serves the rule {rule}: {fitting}")
+        if len(drafters) > 1 and name in offers.own:
+            raise InvalidRequest(field, name, "without those in the target's process, which guess alone")
+
+
+def _check_shape(request: GenerationRequest, drafters: Sequence[str], offers: Offers) -> None:
+    shape = request.shape
+    if shape is None:
         return
-    if request.drafter not in drafters:
-        raise InvalidRequest("speculation.drafter", request.drafter, f"one of {', '.join(drafters)}, or empty")
-    rule = request.acceptance.rule
-    if rule not in drafters[request.drafter]:
-        fitting = ", ".join(name for name, rules in drafters.items() if rule in rules)
-        raise InvalidRequest("speculation.drafter", request.drafter, f"one that serves the rule {rule}: {fitting}")
+    if all(name == LOOKUP or name in offers.own for name in drafters or offers.own or (LOOKUP,)) and not offers.remote:
+        raise InvalidRequest("speculation.shape", "present", "absent where no draft service guesses")
+    num_rows, level = 0, 1
+    for count in shape.expansions:
+        level *= count
+        num_rows += level
+    limit = request.draft_count or num_rows
+    if num_rows > limit:
+        value = f"{list(shape.expansions)}, which are {num_rows} rows"
+        raise InvalidRequest("speculation.shape.expansions", value, f"at most draft_count {limit} rows")
+
+
+async def _prediction(
+    request: GenerationRequest,
+    drafters: Sequence[str],
+    draft_count: int | None,
+    tokenizer: Tokenizer,
+    target: ModelInfo,
+    offers: Offers,
+) -> tuple[int, ...]:
+    """The tokens of what the answer is expected to be, which is looked up."""
+    prediction = request.prediction
+    if prediction is None:
+        return ()
+    if draft_count == 0:
+        raise InvalidRequest("prediction", "present", "absent where speculation is off")
+    if not offers.looks or (drafters and LOOKUP not in drafters):
+        raise InvalidRequest("prediction", "present", f"absent unless {LOOKUP} is among the drafters")
+    if isinstance(prediction, str):
+        return await tokenizer.encode(prediction, special=False)
+    check_count("prediction", len(prediction), target.context_len, "tokens")
+    _check_token_ids("prediction", prediction, target)
+    return prediction
 
 
 def _check_echo(request: GenerationRequest, prompt_len: int) -> None:

@@ -9,7 +9,7 @@ from gateway.rounds.round import FallbackReason, TokenOrigin
 from gateway.text.chat_template import ChatTemplate
 from outrider.errors import InvalidRequest, check_count
 from outrider.rpc import messages
-from outrider.rpc.messages import RULES, acceptance_from, logprob_message, settings_message
+from outrider.rpc.messages import RULES, acceptance_from, logprob_message, settings_message, shape_from
 from outrider.v1 import generation_service_pb2 as pb
 
 ORIGINS = {origin: pb.TokenOrigin.Value(f"TOKEN_ORIGIN_{origin.name}") for origin in TokenOrigin}
@@ -36,7 +36,9 @@ def request_from(message: pb.GenerateRequest) -> GenerationRequest:
         speculation_enabled=speculation.enabled if speculation.HasField("enabled") else True,
         draft_count=speculation.draft_count if speculation.HasField("draft_count") else None,
         acceptance=acceptance,
-        drafter=speculation.drafter,
+        drafters=_drafters(speculation),
+        shape=shape_from(speculation.shape, "speculation.shape") if speculation.HasField("shape") else None,
+        prediction=_prediction(message),
         logprob_count=message.logprob_count if message.HasField("logprob_count") else None,
         sample_count=message.sample_count if message.HasField("sample_count") else None,
         banned_words=tuple(message.banned_words),
@@ -44,6 +46,21 @@ def request_from(message: pb.GenerateRequest) -> GenerationRequest:
         return_rounds=speculation.return_rounds,
         cache_salt=message.cache_salt,
     )
+
+
+def _drafters(speculation: pb.SpeculationSettings) -> tuple[str, ...]:
+    if speculation.drafter and speculation.drafters:
+        raise InvalidRequest("speculation.drafters", list(speculation.drafters), "empty beside speculation.drafter")
+    return tuple(speculation.drafters) or ((speculation.drafter,) if speculation.drafter else ())
+
+
+def _prediction(message: pb.GenerateRequest) -> str | tuple[int, ...] | None:
+    match message.WhichOneof("prediction"):
+        case "prediction_text":
+            return message.prediction_text
+        case "prediction_token_ids":
+            return tuple(message.prediction_token_ids.token_ids)
+    return None
 
 
 async def chat_request_from(message: pb.ChatRequest, template: ChatTemplate) -> GenerationRequest:

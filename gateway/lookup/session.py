@@ -43,13 +43,16 @@ class LookupSession:
         vote = Vote(self._rates.means, self._own.tokens[-1])
         return vote.grow(voters, max_rows, max_depth, chain=chain)
 
-    def observe(self, look: Look, accepted_rows: Sequence[int]) -> None:
-        """Learns which rows of a look's tree, counted from 1, were accepted; of a look that was cut, the cut one."""
+    def observe(self, look: Look, token_ids: Sequence[int]) -> None:
+        """Learns which guesses were right, from the tokens that were committed where it was looked."""
+        if not look.grounds:
+            return
+        rows = look.tree.follow(token_ids)
         children: dict[int, list[Ground]] = {}
         for ground, parent in zip(look.grounds, look.tree.parents, strict=True):
             children.setdefault(parent, []).append(ground)
-        # Behind the last accepted row nothing was.
-        for row, accepted in zip((0, *accepted_rows), (*accepted_rows, 0), strict=True):
+        # Behind the last row that was right none was, unless nothing is known of what follows.
+        for row, accepted in zip((0, *rows), (*rows, 0)[: len(token_ids)], strict=False):
             shares: dict[int, float] = {}
             for number, share in children.get(row, ()):
                 shares[number] = shares.get(number, 0.0) + share
@@ -59,6 +62,9 @@ class LookupSession:
                 self._rates.observe(number, shares[number], accepted=number == said)
                 if number == said:
                     break
+
+    def close(self) -> None:
+        """Ends the request."""
 
     def _read(self, count: int) -> None:
         if count:

@@ -31,6 +31,7 @@ from gateway.rest.schemas import GenerationFields, SpeculationFields, StreamOpti
 from gateway.rest.sse import DONE, EventStream, data, line, while_there
 from outrider.errors import InvalidRequest, OutriderError, PromptTooLong
 from outrider.parameters import SETTINGS, Acceptance, Rule, SamplingParameters
+from outrider.token_tree import TreeShape
 
 # Chunks with padding have lengths that are multiples of this, so that a length says little about the text.
 PADDING = 32
@@ -57,7 +58,7 @@ def generation_request(fields: GenerationFields, served_model: str) -> Generatio
         sampling["logit_bias"] = {int(key): bias for key, bias in sampling["logit_bias"].items()}
     sampling_parameters = SamplingParameters.checked(sampling)
     speculation = fields.speculation or SpeculationFields()
-    rule = Rule(speculation.rule or Rule.MATCH)
+    rule, shape = Rule(speculation.rule or Rule.MATCH), speculation.shape
     settings = speculation.model_dump(include=SETTING_NAMES, exclude_none=True)
     for name, value in settings.items():
         if name not in SETTINGS.get(rule, ()):
@@ -71,12 +72,20 @@ def generation_request(fields: GenerationFields, served_model: str) -> Generatio
         speculation_enabled=speculation.enabled is not False,
         draft_count=speculation.draft_count if isinstance(speculation.draft_count, int) else None,
         acceptance=Acceptance.checked({"rule": rule, **settings}, "speculation."),
-        drafter=speculation.drafter or "",
+        drafters=_drafters(speculation.drafter),
+        shape=None if shape is None else TreeShape(shape.max_depth, shape.max_children, tuple(shape.expansions)),
+        prediction=None if fields.prediction is None else fields.prediction.text,
         sample_count=fields.n,
         banned_words=tuple(fields.banned_words or ()),
         return_rounds=bool(speculation.return_rounds),
         cache_salt=fields.cache_salt or "",
     )
+
+
+def _drafters(drafter: str | list[str] | None) -> tuple[str, ...]:
+    if isinstance(drafter, list):
+        return tuple(drafter)
+    return (drafter,) if drafter else ()
 
 
 def check_prompt_len(field: str, text: str, max_chars: int) -> None:

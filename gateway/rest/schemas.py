@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, StringConstraints, Tag
 from pydantic.config import JsonDict
 
-from gateway.generation.request import MAX_BANNED_WORDS, MAX_STOPS, MAX_STRING_LEN
+from gateway.generation.request import MAX_BANNED_WORDS, MAX_DRAFTERS, MAX_STOPS, MAX_STRING_LEN
 from outrider.parameters import (
     MAX_LOGPROB_COUNT,
     MAX_SAMPLES,
@@ -20,6 +20,7 @@ from outrider.parameters import (
     Share,
     TokenId,
 )
+from outrider.token_tree import MAX_CHILDREN, MAX_DEPTH
 
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**31 - 1
@@ -62,6 +63,27 @@ class StreamOptions(Parameters):
     include_obfuscation: bool | None = None
 
 
+DrafterName = Annotated[str, Field(min_length=1, max_length=MAX_STRING_LEN)]
+Drafters = Annotated[
+    Annotated[str, Field(max_length=MAX_STRING_LEN), Tag("<text>")]
+    | Annotated[list[DrafterName], Field(min_length=1, max_length=MAX_DRAFTERS, fail_fast=True), Tag("<list>")],
+    Discriminator(
+        _text_or_list,
+        custom_error_type="drafter_kind",
+        custom_error_message="Input should be a name or a list of names",
+    ),
+]
+Children = Annotated[int, Field(ge=1, le=MAX_CHILDREN)]
+
+
+class ShapeFields(Parameters):
+    """The shape of a tree of guesses; what is absent is the drafter's own choice."""
+
+    max_depth: Annotated[int, Field(ge=0, le=MAX_DEPTH)] = 0
+    max_children: Annotated[int, Field(ge=0, le=MAX_CHILDREN)] = 0
+    expansions: Annotated[list[Children], Field(default_factory=list, max_length=MAX_DEPTH, fail_fast=True)]
+
+
 class SpeculationFields(Parameters):
     """Whether and how to speculate. Under `match` nothing here changes a token."""
 
@@ -71,8 +93,38 @@ class SpeculationFields(Parameters):
     lenience: Share | None = None
     typical_epsilon: Share | None = None
     typical_delta: Share | None = None
-    drafter: Annotated[str, Field(max_length=MAX_STRING_LEN)] | None = None
+    drafter: Drafters | None = None
+    shape: ShapeFields | None = None
     return_rounds: bool | None = None
+
+
+class TextPart(Parameters):
+    """A part of a message; only text is served."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("<list>")],
+    Discriminator(
+        _text_or_list,
+        custom_error_type="content_kind",
+        custom_error_message="Input should be a string or a list of text parts",
+    ),
+]
+
+
+class Prediction(Parameters):
+    """What the answer is expected to be, as far as it is known; it changes no token."""
+
+    type: Literal["content"]
+    content: Content
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class GenerationFields(Parameters):
@@ -100,6 +152,7 @@ class GenerationFields(Parameters):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: SpeculationFields | None = None
+    prediction: Prediction | None = None
     user: Annotated[str | None, Field(description=NO_EFFECT)] = None
 
 
@@ -145,13 +198,6 @@ class CompletionRequest(GenerationFields):
         return many or [[each for each in prompt if isinstance(each, int)]]
 
 
-class TextPart(Parameters):
-    """A part of a message; only text is served."""
-
-    type: Literal["text"]
-    text: str
-
-
 class FunctionCall(Parameters):
     """What an assistant called in an earlier turn."""
 
@@ -165,17 +211,6 @@ class ToolCall(Parameters):
     id: str
     type: Literal["function"]
     function: FunctionCall
-
-
-Content = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("<list>")],
-    Discriminator(
-        _text_or_list,
-        custom_error_type="content_kind",
-        custom_error_message="Input should be a string or a list of text parts",
-    ),
-]
 
 
 class Message(Parameters):
@@ -234,7 +269,6 @@ class ChatRequest(GenerationFields):
     functions: Unserved = None
     modalities: Unserved = None
     moderation: Unserved = None
-    prediction: Unserved = None
     prompt_cache_options: Unserved = None
     prompt_cache_retention: Unserved = None
     reasoning_effort: Unserved = None

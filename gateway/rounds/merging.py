@@ -18,8 +18,7 @@ def best_rows(tree: TokenTree, count: int) -> TokenTree:
     """The `count` most valuable rows of a tree whose values never rise along a path; in the tree's own order."""
     if count >= len(tree):
         return tree
-    ranked = sorted(range(len(tree)), key=lambda index: -tree.values[index])
-    kept = sorted(ranked[:count])
+    kept = _best(tree, count)
     numbers = {0: 0} | {index + 1: number for number, index in enumerate(kept, start=1)}
     return TokenTree(
         tuple(tree.token_ids[index] for index in kept),
@@ -27,6 +26,20 @@ def best_rows(tree: TokenTree, count: int) -> TokenTree:
         logprobs=tuple(tree.logprobs[index] for index in kept) if tree.logprobs else (),
         values=tuple(tree.values[index] for index in kept),
     )
+
+
+def _best(tree: TokenTree, count: int) -> list[int]:
+    """The indices of the most valuable rows in order; of equal ones the first, so no child goes before its parent."""
+    return sorted(sorted(range(len(tree)), key=lambda index: -tree.values[index])[:count])
+
+
+def cut(proposal: Proposal, count: int) -> Proposal:
+    """A proposal of the `count` most valuable rows of a tree whose values never rise along a path."""
+    if count >= len(proposal.tree):
+        return proposal
+    tree, sources = proposal.tree, proposal.sources
+    kept = tuple(sources[index] for index in _best(tree, count)) if sources else ()
+    return replace(proposal, tree=best_rows(tree, count), sources=kept)
 
 
 def one_hot(tree: TokenTree) -> TokenTree:
@@ -40,8 +53,8 @@ def merged(proposals: Sequence[Proposal], rule: Rule, max_rows: int) -> Proposal
     It cost as much as the slowest, and says why there is nothing as the first does.
     """
     found = [each for each in proposals if each.tree]
-    if len(found) < 2:
-        return found[0] if found else next((each for each in proposals if each.fallback_reason), NOTHING)
+    if not found:
+        return next((each for each in proposals if each.fallback_reason), NOTHING)
     tree, sources = _side_by_side(found, max_rows) if rule.needs_distributions else _union(found, max_rows)
     hops = [each.hop for each in found]
     return Proposal(
@@ -54,8 +67,8 @@ def merged(proposals: Sequence[Proposal], rule: Rule, max_rows: int) -> Proposal
             max(hop.queue_us for hop in hops), max(hop.wait_us for hop in hops), sum(hop.num_bytes for hop in hops)
         ),
         drift_repairs=sum(each.drift_repairs for each in proposals),
-        drafter="+".join(dict.fromkeys(each.drafter for each in found)),
         sources=sources,
+        parts=tuple(found),
     )
 
 
@@ -99,5 +112,4 @@ def _union(proposals: Sequence[Proposal], max_rows: int) -> tuple[TokenTree, tup
                 values[number - 1] = value
                 number = parents[number - 1]
     whole = TokenTree(tuple(token_ids), tuple(parents), values=tuple(values))
-    order = sorted(sorted(range(len(whole)), key=lambda index: -values[index])[:max_rows])
-    return best_rows(whole, max_rows), tuple(sources[index] for index in order)
+    return best_rows(whole, max_rows), tuple(sources[index] for index in _best(whole, max_rows))

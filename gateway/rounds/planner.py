@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from gateway.rounds.merging import best_rows
+from gateway.rounds.merging import cut, merged
 from gateway.rounds.policy import PLAIN_BUDGET, TREE, Choice, SpeculationPolicy
-from gateway.rounds.round import FallbackReason, Proposal, Round, TokenLog
+from gateway.rounds.round import LOOKUP, FallbackReason, Proposal, Round, TokenLog
+from outrider.parameters import Rule
 from outrider.token_tree import TreeShape
 
 OWN_BUDGET = 64  # tokens committed unasked while the target drafts for itself
@@ -51,7 +52,8 @@ class Drafting:
     `remote` is what the draft services are asked for, None where there is none to ask; `own` a drafter of the target's
     process, empty for none. `shape` is that of a draft's guesses where the request names one, and may_grow_trees lets
     the policy choose between chains and trees where it does not. `looks` says that lookups are made: the policy chooses
-    between these and the other drafters, or with merges_looks they make one proposal.
+    between these and the other drafters. With `merges` several drafters, lookups among them, make one proposal under
+    the request's rule, and `remote` is what they are called together.
     """
 
     remote: str | None = ""
@@ -59,7 +61,8 @@ class Drafting:
     shape: TreeShape | None = None
     may_grow_trees: bool = False
     looks: bool = False
-    merges_looks: bool = False
+    merges: bool = False
+    rule: Rule = Rule.MATCH
 
 
 class RoundPlanner:
@@ -113,7 +116,7 @@ class RoundPlanner:
         `own` is the drafter that the target has for this session now; another target may have none. `look` are the
         values of what a lookup has found, falling.
         """
-        if look and len(log) > log.prompt_len and (outstanding or not self._drafting.merges_looks):
+        if look and len(log) > log.prompt_len and (outstanding or not self._drafting.merges):
             look_count = self._look_count(outstanding, look)
             if look_count:
                 self._next, self._unasked = None, outstanding > 0
@@ -140,14 +143,20 @@ class RoundPlanner:
             return RoundPlan(0, 0, None if is_first else self._plain_plan.fallback_reason)
         return self._draft_plan(choice, log, draft, obstacle, len(look))
 
-    def trim(self, plan: RoundPlan, proposal: Proposal) -> Proposal:
-        """Leaves out rows of a tree that are not worth verifying, where the request leaves that to the policy."""
-        if plan.shape is None or not proposal.tree.values:
-            return proposal
-        self._policy.saw(proposal, plan.draft_count)
-        if not self._grows_trees:
-            return proposal
-        return replace(proposal, tree=best_rows(proposal.tree, self._policy.cut_count(proposal)))
+    def complete(self, plan: RoundPlan, drafted: Proposal, found: Proposal) -> Proposal:
+        """The round's proposal, of what the draft services made and what a lookup found.
+
+        Where the request leaves K to the policy, rows of a tree that are not worth verifying are left out.
+        """
+        proposal, rule = found if found.tree else drafted, self._drafting.rule
+        if self._drafting.merges:
+            parts = [self._policy.valued(each) for each in (*(drafted.parts or (drafted,)), found)]
+            proposal = replace(merged(parts, rule, self._max_draft_count), drafter=self._remote or LOOKUP)
+        if proposal.tree.values and proposal.drafter != LOOKUP:
+            self._policy.saw(proposal, plan.draft_count)
+            if self._draft_count is None and not rule.needs_distributions:
+                proposal = cut(proposal, self._policy.cut_count(proposal))
+        return plan.explain(proposal)
 
     def observe(self, committed: Round) -> None:
         """Passes a round on to the policy, except for the prompt's own pass, which costs what the prompt costs."""
@@ -173,18 +182,18 @@ class RoundPlanner:
             # There is nobody else to ask.
             return self._plain(PLAIN_BUDGET)
         if obstacle is not None and num_looked and not is_first:
-            return RoundPlan(0, 0, obstacle, look_count=min(num_looked, self._max_draft_count))
+            return RoundPlan(0, 0, look_count=min(num_looked, self._max_draft_count))
         if obstacle is not None:
             past_context = obstacle is FallbackReason.DRAFT_CONTEXT
             return self._plain(PLAIN_BUDGET if past_context else WAITING_BUDGET, obstacle, is_first)
         if choice.rounds > 1:
             self._next = replace(choice, rounds=choice.rounds - 1)
         room = self.room(log) if draft.context_len is None else min(self.room(log), draft.context_len - len(log))
-        shape = self._drafting.shape or (TreeShape() if choice.drafter.endswith(TREE) else None)
+        shape = self._drafting.shape or (TreeShape() if choice.drafter.endswith(TREE) and self._grows_trees else None)
         count = min(choice.draft_count, self._max_draft_count, draft.max_draft_count or choice.draft_count)
         # A tree is limited in depth by the room, and its drafter sees to that.
         count = min(count, room) if shape is None else count
-        looks = num_looked if self._drafting.merges_looks else 0
+        looks = num_looked if self._drafting.merges else 0
         return RoundPlan(count, 0, shape=shape, look_count=looks)
 
     def _own_plan(self, choice: Choice, limit: int, own: str, is_first: bool) -> RoundPlan:
@@ -209,7 +218,7 @@ class RoundPlanner:
     def _remotes(self) -> tuple[str, ...]:
         if self._remote is None:
             return ()
-        if self._drafting.shape is not None:
+        if self._drafting.shape is not None or (self._drafting.merges and not self._drafting.rule.needs_distributions):
             return (self._remote + TREE,)
         return (self._remote, *([self._remote + TREE] if self._grows_trees else []))
 

@@ -13,7 +13,9 @@ is remembered for the next time.
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
 
 from gateway.rounds.estimates import MAX_DRAFT_COUNT, AcceptanceRates, Average, ByLoad, RowTable, TreeGains
 from gateway.rounds.round import LOOKUP, Proposal, Round
@@ -190,8 +192,8 @@ class SpeculationPolicy:
         self._rows.add(rows)
         is_look = proposal.drafter == LOOKUP and draft_count > 0
         if is_look:
-            waited_us = verdict.hop.queue_us if self._load > 1 else 0
-            self._look_overhead_us.add(self._load, max(0, committed.round_us - verdict.compute_us - waited_us))
+            queued_us = verdict.hop.queue_us if self._load > 1 else 0
+            self._look_overhead_us.add(self._load, max(0, committed.round_us - verdict.compute_us - queued_us))
         elif draft_count:
             self._observe_draft(committed, session, rows, unasked=unasked)
         elif unasked:
@@ -224,6 +226,11 @@ class SpeculationPolicy:
         own = session.acceptance.get(drafter) if session else None
         for acceptance in (estimates.acceptance, *([own] if own else [])):
             acceptance.observe(committed.accepted_count, verdict.evaluated_count)
+        for part in proposal.parts:
+            # What each would have been worth alone, as far as the tokens tell.
+            right = len(part.tree.follow(committed.token_ids))
+            tested = min(right + 1, max(part.tree.depths), len(committed.token_ids))
+            self._estimates(part.drafter).acceptance.observe(right, tested)
         if estimates.gains is not None:
             estimates.gains.observe(proposal.tree.values, committed.accepted_count)
         if proposal.caught_up_count <= LARGE_CATCH_UP:
@@ -348,6 +355,16 @@ class SpeculationPolicy:
             if speed > best:
                 best, found = speed, count
         return found
+
+    def valued(self, proposal: Proposal) -> Proposal:
+        """The proposal with values for its rows: those of a chain that has none are what its drafter's rates say."""
+        tree = proposal.tree
+        if not tree or tree.values or tree.distributions:
+            return proposal
+        rates = self._estimates(proposal.drafter).acceptance.rates
+        reached = [*accumulate(rates, mul)]
+        values = tuple(reached[min(depth, MAX_DRAFT_COUNT) - 1] for depth in tree.depths[1:])
+        return replace(proposal, tree=replace(tree, values=values))
 
     def saw(self, proposal: Proposal, asked_count: int) -> None:
         """Learns from a tree as it came, before any of its rows were left out; the draft was asked for so many."""

@@ -59,6 +59,7 @@ class Proposal:
     drift_repairs: int = 0
     drafter: str = ""  # that made it; empty for the draft service's own choice
     sources: tuple[str, ...] = ()  # who made each row, where several drafters did
+    parts: tuple["Proposal", ...] = ()  # of several drafters, of which it was or will be made
 
     def source(self, row: int) -> str:
         """The drafter that made a row, counted from 1."""

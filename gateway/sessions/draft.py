@@ -22,7 +22,8 @@ from outrider.parameters import SessionSpec
 from outrider.process import telemetry
 from outrider.process.telemetry import session_prefix
 from outrider.rpc.errors import session_error_from
-from outrider.rpc.messages import tree_from
+from outrider.rpc.messages import shape_message, tree_from
+from outrider.token_tree import TreeShape
 from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1 import types_pb2
 
@@ -37,7 +38,7 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
     def __init__(
         self, link: ServiceLink, spec: SessionSpec, token_log: TokenLog, session_id: bytes, drafter: str
     ) -> None:
-        """Raises PeerLost when the draft is away."""
+        """`drafter` is the one that the service is asked for. Raises PeerLost when the draft is away."""
         super().__init__(link.stream(), str(link), session_id)
         self.link = link
         self.known_len = 0  # committed tokens that were sent
@@ -47,17 +48,21 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
         self._drafter = drafter
         self._vocabulary_size = link.present().vocabulary_size
 
-    def ask(self, fence: types_pb2.Fence, draft_count: int) -> None:
+    def ask(self, fence: types_pb2.Fence, draft_count: int, shape: TreeShape | None = None) -> None:
         """Opens the session, or tells the tokens that the draft does not know."""
         if self.known_len == 0:
             session, parts = opening_of(self._spec, self._log)
             opening = pb.DraftOpen(session=session, draft_count=draft_count, drafter=self._drafter)
+            if shape is not None:
+                opening.shape.CopyFrom(shape_message(shape))
             messages = [pb.ProposeRequest(fence=fence, part=part) for part in parts]
             self.send(*messages, pb.ProposeRequest(fence=fence, open=opening))
         else:
             message = pb.ProposeRequest(fence=fence)
             message.advance.token_ids.extend(self._log.tokens(self.known_len))
             message.advance.draft_count = draft_count
+            if shape is not None:
+                message.advance.shape.CopyFrom(shape_message(shape))
             self.send(message)
         self.known_len = len(self._log)
 
@@ -103,7 +108,6 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
             row_count=times.row_count,
             caught_up_count=caught_up_count,
             hop=HopCost(times.queue_us, wait_us, self.take_bytes()),
-            drafter=self._drafter,
         )
 
     def end(self, fence: types_pb2.Fence) -> None:
@@ -124,8 +128,11 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         session_id: bytes,
         warm: bool,
         drafter: str = "",
+        name: str = "",
     ) -> None:
+        """`drafter` is the one that the service is asked for, and `name` what rounds call it, unless it is the same."""
         super().__init__(replicas, spec, token_log, session_id)
+        self._name = name or drafter
         self._draft_deadline = draft_deadline
         self._warm = warm
         self._drafter = drafter
@@ -151,6 +158,12 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
             obstacle = self._resting_for
         return DraftOutlook(obstacle, info.context_len, info.max_draft_count)
 
+    def can_guess(self, draft_count: int) -> bool:
+        """Whether it is of use to ask for so many guesses now."""
+        outlook = self.outlook
+        fits = outlook.context_len is None or len(self._log) + draft_count <= outlook.context_len
+        return outlook.obstacle is None and fits
+
     async def __aenter__(self) -> Self:
         link = self._candidate()
         if self._warm and link is not None and link.info is not None and not link.breaker.is_open:
@@ -166,17 +179,23 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
             self._rollback.cancel()
         await super().__aexit__(*exit_)
 
-    async def propose(self, draft_count: int) -> Proposal:
-        """Asks for guesses behind the log; an empty proposal says what went wrong."""
+    async def propose(self, draft_count: int, shape: TreeShape | None = None) -> Proposal:
+        """Asks for guesses behind the log, as a chain without a shape; an empty proposal says what went wrong.
+
+        A draft that is not waited for any longer, because this is cancelled, counts as late.
+        """
         if draft_count == 0:
             return NOTHING
         clock_s = asyncio.get_running_loop().time
         catch_up_count = len(self._log) - (self._opening.cached_len if self._opening is not None else 0)
         timeout_s, started_s = self._draft_deadline.seconds(catch_up_count), clock_s()
         try:
-            opening, response = await self._exchange(draft_count, started_s + timeout_s)
+            opening, response = await self._exchange(draft_count, shape, started_s + timeout_s)
             wait_us = int(1e6 * (clock_s() - started_s))
-            proposal = opening.proposal(response, draft_count, catch_up_count, wait_us)
+            proposal = replace(opening.proposal(response, draft_count, catch_up_count, wait_us), drafter=self._name)
+        except asyncio.CancelledError:
+            self._fault(FallbackReason.DRAFT_LATE)
+            raise
         except TimeoutError as error:
             self._draft_deadline.missed()
             self._last.breaker.failed(self._session_id, error, timeout_s)
@@ -197,20 +216,22 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         self._begin_rollback(base_len=1, asked_s=started_s)
         return replace(proposal, drift_repairs=1)
 
-    async def _exchange(self, draft_count: int, until_s: float) -> tuple[DraftOpening, pb.ProposeResponse]:
+    async def _exchange(
+        self, draft_count: int, shape: TreeShape | None, until_s: float
+    ) -> tuple[DraftOpening, pb.ProposeResponse]:
         """One request and its answer; a draft that lacks tokens gets them all, once."""
         for _ in range(2):
             link = self._candidate()
             if link is None:
                 raise PeerLost(f"{self._replicas} cannot be asked")
-            opening = self._ask(link, draft_count)
+            opening = self._ask(link, draft_count, shape)
             response = await opening.answer(self._fence(), until_s)
             if response.WhichOneof("answer") == "proposal":
                 return opening, response
             self._forget()
         raise ProtocolViolation(f"{link} lacks tokens of a session that has just been opened")
 
-    def _ask(self, link: ServiceLink, draft_count: int) -> DraftOpening:
+    def _ask(self, link: ServiceLink, draft_count: int, shape: TreeShape | None = None) -> DraftOpening:
         """Sends a request, on a new opening if there is none or the old one was on another stream."""
         self._last = link
         stream = link.stream()
@@ -220,7 +241,7 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         if self._opening is None:
             self._opening = DraftOpening(link, self._spec, self._log, self._session_id, self._drafter)
             self._epoch += 1
-        self._opening.ask(self._fence(), draft_count)
+        self._opening.ask(self._fence(), draft_count, shape)
         return self._opening
 
     def _begin_rollback(self, base_len: int, asked_s: float) -> None:
@@ -281,5 +302,5 @@ class AbsentDraftSession(nullcontext[None]):
 
     outlook = DraftOutlook(FallbackReason.DRAFT_ABSENT)
 
-    async def propose(self, _draft_count: int) -> Proposal:
+    async def propose(self, _draft_count: int, _shape: TreeShape | None = None) -> Proposal:
         return NOTHING

@@ -90,6 +90,7 @@ class ModelInfo:
     unacknowledged_window: int
     kv_tokens: int  # what the key-value cache holds when no other request is in it
     drafters: Mapping[str, frozenset[Rule]]  # the rules that each can serve
+    tree_drafters: frozenset[str] = frozenset()  # those that make trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +300,7 @@ class ServiceLink:
             unacknowledged_window=answer.unacknowledged_window,
             kv_tokens=answer.block_count * answer.block_size,
             drafters={offer.name: rules_from(offer.rules) for offer in answer.drafter_offers},
+            tree_drafters=frozenset(offer.name for offer in answer.drafter_offers if offer.makes_trees),
         )
 
 

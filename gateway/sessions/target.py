@@ -56,18 +56,28 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
         self.drafter = drafter if drafter in info.drafters else ""
         self.vocabulary_size = info.vocabulary_size
         self._limit = 0  # committed length up to which the target may go on its own
+        self._largest_limit = 0  # that it was ever given: what is taken back, it may have used before it knew
         self._early: dict[int, pb.VerifyResponse] = {}
 
     @property
     def outstanding(self) -> int:
         """Tokens that the target may still commit unasked."""
-        finished = self._log.finish_reason is not None
-        return 0 if finished else max(0, min(self._limit, self._spec.max_len) - len(self._log))
+        if self._log.finish_reason is not None:
+            return 0
+        left = min(self._limit, self._spec.max_len) - len(self._log)
+        # A verdict that is here already decides the next token, whatever is proposed.
+        return max(left, 0) or int(len(self._log) in self._early)
 
     def send_next(self, proposal: Proposal, plain_budget: int, own_draft_count: int) -> None:
-        """Opens, steps, or extends a stretch of unasked tokens, or sends nothing within one."""
+        """Opens, steps, extends a stretch of unasked tokens, ends it for a proposal, or sends nothing within one."""
         budget = min(plain_budget, self._max_budget)
-        if self.is_opening or not self.outstanding:
+        if proposal.tree and self.outstanding and len(self._log) not in self._early:
+            # Guesses that are worth more than the rest of a stretch end it.
+            message = self._next_message(0)
+            message.acknowledge.SetInParent()
+            self.send(message)
+            self.send_step(proposal, plain_budget, own_draft_count)
+        elif self.is_opening or not self.outstanding:
             self.send_step(proposal, plain_budget, own_draft_count)
         elif budget and 2 * self.outstanding <= budget and self._limit < self._spec.max_len:
             message = self._next_message(budget)
@@ -97,7 +107,7 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
             fence = response.fence
             if fence.epoch == self._epoch and response.HasField("error"):
                 raise session_error_from(response.error)
-            if fence.epoch == self._epoch and base_len <= fence.base_len < max(self._limit, base_len + 1):
+            if fence.epoch == self._epoch and base_len <= fence.base_len < max(self._largest_limit, base_len + 1):
                 self._early[fence.base_len] = response
             elif (fence.epoch, fence.base_len) > (self._epoch, base_len):
                 log.warning("answer to nothing", service=str(self.link), base_len=fence.base_len, log_len=base_len)
@@ -138,6 +148,7 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
         """A message on the log's length, to be filled in place; notes how far it lets the target go."""
         message, base_len = pb.VerifyRequest(), len(self._log)
         self._limit = base_len + 1 + plain_budget
+        self._largest_limit = max(self._largest_limit, self._limit)
         fence = message.fence
         fence.session_id, fence.epoch, fence.base_len = self._session_id, self._epoch, base_len
         return message

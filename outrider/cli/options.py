@@ -6,6 +6,7 @@ Groups of options are what a command line is parsed into; in those of a request 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
+from pathlib import Path
 from typing import Annotated, TypeVar, cast
 
 import typer
@@ -16,7 +17,7 @@ from outrider.errors import InvalidRequest, OutriderError
 from outrider.model_service.settings import MAX_THREADS, Dtype
 from outrider.parameters import MAX_LOGPROB_COUNT, MAX_SAMPLES, SETTINGS, Rule, SamplingParameters
 from outrider.process.children import MAX_WORKERS
-from outrider.process.options import between, grouped
+from outrider.process.options import between, grouped, listed
 from outrider.rpc.messages import MAX_SUPPORT
 
 REST_PORT, GATEWAY_PORT, DRAFT_PORT, TARGET_PORT = 8080, 50050, 50051, 50052
@@ -347,9 +348,15 @@ class TurnOptions:
     drafter: Annotated[
         Text,
         _speculation(
-            help="How the draft guesses: model, coupled or sampled. Default: its own choice.",
-            metavar="NAME",
+            help="Who guesses: lookup, model, another that a service offers, or several with commas. Default: auto.",
+            metavar="NAMES",
             callback=_text,
+        ),
+    ] = None
+    prediction: Annotated[
+        Text,
+        _speculation(
+            help="File with what the answer is expected to be, which is proposed where it fits.", metavar="FILE"
         ),
     ] = None
     show_rejected: Annotated[
@@ -391,16 +398,27 @@ class RequestOptions(TurnOptions):
 def settings_of(options: TurnOptions) -> GenerationOptions:
     """The options as the client takes them; raises InvalidRequest about a draft count or bias that cannot be read."""
     given = {each.name: getattr(options, each.name) for each in fields(options)}
+    drafters = listed(given.pop("drafter") or "") or ("",)
     speculation = Speculation(
         enabled=not given.pop("no_speculation"),
         draft_count=parse_draft_count(given.pop("draft_count")),
-        drafter=given.pop("drafter") or "",
+        drafter=drafters[0] if len(drafters) == 1 else drafters,
         return_rounds=bool(given.pop("show_rejected")),
         **{name: given.pop(name) for name in ("rule", *ACCEPTANCE)},
     )
+    if given["prediction"] is not None:
+        given["prediction"] = _contents(given["prediction"])
     biases = parse_biases(given.pop("logit_bias") or ())
     # The other fields are called as the client's.
     return cast("GenerationOptions", {**given, "logit_bias": biases, "speculation": speculation})
+
+
+def _contents(path: str) -> str:
+    """The text of a file; raises InvalidRequest about one that cannot be read."""
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise InvalidRequest("prediction", path, f"a file of text in UTF-8: {error}") from None
 
 
 # Where the protocol has another name than the command line.

@@ -12,6 +12,7 @@ from outrider.errors import InvalidRequest, PromptTooLong
 from outrider.parameters import Rule
 from outrider.rpc.channels import MAX_MESSAGE_BYTES
 from outrider.rpc.messages import RULES
+from outrider.token_tree import TreeShape
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
 
@@ -33,15 +34,17 @@ class ChatMessage(TypedDict):
 class Speculation:
     """Whether the draft guesses, how, and which guesses are kept; under the rule `match` nothing changes a token.
 
-    draft_count None lets the gateway choose, and an empty drafter the draft service. lenience belongs to the rule
-    `lenient`, the other two numbers to `typical`. With return_rounds each round also has the guesses that were not
-    kept, and the draft's log-probabilities.
+    draft_count None lets the gateway choose. drafter is `lookup`, one that a service offers, a sequence of several
+    whose guesses are merged, or empty for whatever is fastest; shape is that of a draft service's guesses. lenience
+    belongs to the rule `lenient`, the other two numbers to `typical`. With return_rounds each round also has the
+    guesses that were not kept, and the draft's log-probabilities.
     """
 
     enabled: bool = True
     draft_count: int | None = None
     rule: Rule | str | None = None
-    drafter: str = ""
+    drafter: str | Sequence[str] = ""
+    shape: TreeShape | None = None
     lenience: float | None = None
     typical_epsilon: float | None = None
     typical_delta: float | None = None
@@ -95,6 +98,8 @@ class GenerationOptions(TypedDict, total=False):
     """Only requests with the same salt share what is cached of equal beginnings of prompts."""
     speculation: Speculation | None
     """Whether and how to speculate."""
+    prediction: str | Sequence[int] | None
+    """What the answer is expected to be, as text or token ids, as far as it is known; it changes no token."""
     timeout_s: float | None
     """Seconds until the call ends with TimedOut. Default: the client's, which is none."""
     metadata: Metadata | None
@@ -193,6 +198,11 @@ def _request(options: GenerationOptions) -> pb.GenerateRequest:
             continue
         if name == "speculation":
             message.speculation.CopyFrom(_speculation(value))
+        elif name == "prediction" and isinstance(value, str):
+            _put(message, "prediction_text", value)
+        elif name == "prediction":
+            message.prediction_token_ids.SetInParent()
+            _put(message.prediction_token_ids, "token_ids", value)
         else:
             _put(message.sampling if name in SAMPLING else message, name, value)
     return message
@@ -207,7 +217,14 @@ def _speculation(settings: object) -> pb.SpeculationSettings:
             message.rule = RULES[Rule(settings.rule)]
         except ValueError:
             raise InvalidRequest("speculation.rule", settings.rule, f"one of {', '.join(Rule)}") from None
-    for name in ("enabled", "draft_count", "drafter", "return_rounds"):
+    if settings.shape is not None:
+        if not isinstance(settings.shape, TreeShape):
+            raise InvalidRequest("speculation.shape", settings.shape, "an instance of TreeShape")
+        message.shape.SetInParent()
+        for name in ("max_depth", "max_children", "expansions"):
+            _put(message.shape, name, getattr(settings.shape, name), prefix + "shape.")
+    _put(message, "drafter" if isinstance(settings.drafter, str) else "drafters", settings.drafter, prefix)
+    for name in ("enabled", "draft_count", "return_rounds"):
         if (value := getattr(settings, name)) is not None:
             _put(message, name, value, prefix)
     for name in sorted(ACCEPTANCE):

@@ -76,12 +76,14 @@ def above(bound: float) -> Limit:
     return Limit(words, check)
 
 
-def addresses(*, min_port: int = 1, needed: bool = True, several: bool = False) -> Limit:
-    """HOST:PORT, or several with commas; empty where none is needed."""
-    words = "HOST:PORT" + ", or several with commas" * several + (", or empty" if not needed else "")
+def addresses(*, min_port: int = 1, needed: bool = True, several: bool = False, named: bool = False) -> Limit:
+    """HOST:PORT, or several with commas, each perhaps as NAME=HOST:PORT; empty where none is needed."""
+    words = "NAME=" * named + "HOST:PORT" + ", or several with commas" * several + (", or empty" if not needed else "")
 
     def check(flag: str, text: str) -> None:
         entries = listed(text) if several else tuple(filter(None, [text]))
+        if named:
+            entries = tuple(each for group in named_addresses(text).values() for each in group)
         for entry in entries or ([""] if needed else []):
             check_address(flag.removeprefix("--").replace("-", "_"), entry, min_port=min_port)
 
@@ -91,6 +93,15 @@ def addresses(*, min_port: int = 1, needed: bool = True, several: bool = False) 
 def listed(text: str) -> tuple[str, ...]:
     """The entries of a list with commas, in order."""
     return tuple(entry.strip() for entry in text.split(",") if entry.strip())
+
+
+def named_addresses(text: str) -> dict[str, tuple[str, ...]]:
+    """Addresses by the names before them, in the order of the names; those without one have the empty name."""
+    found: dict[str, tuple[str, ...]] = {}
+    for entry in listed(text):
+        name, _, address = entry.rpartition("=")
+        found[name.strip()] = (*found.get(name.strip(), ()), address.strip())
+    return found
 
 
 def between(minimum: float, maximum: float = math.inf) -> Callable[[typer.CallbackParam, Number], Number]:

@@ -26,7 +26,7 @@ from outrider.parameters import (
     TokenLogprob,
 )
 from outrider.rpc.fencing import ComputeTimes, Fence
-from outrider.token_tree import TokenTree, TreeShape
+from outrider.token_tree import MAX_CHILDREN, MAX_DEPTH, TokenTree, TreeShape
 from outrider.v1 import types_pb2 as pb
 
 RULES = {
@@ -47,7 +47,6 @@ FINISH_REASONS_BY_NUMBER = {number: reason for reason, number in FINISH_REASONS.
 SESSION = "session."
 MAX_SUPPORT = 256
 MAX_WEIGHT = 65535
-MAX_DEPTH, MAX_CHILDREN = 32, 8
 
 
 def fence_from(message: pb.Fence) -> Fence:

@@ -26,8 +26,8 @@ from structlog.testing import capture_logs
 from support.basics import check_empty
 
 from gateway.generation.audit import ShadowAudit
+from gateway.generation.backend import Backend
 from gateway.generation.frontend import Admission, Frontend
-from gateway.generation.generate import Backend
 from gateway.grpc.servicer import generation_service
 from gateway.metrics import GatewayMetrics
 from gateway.rounds.policy import Choice, SessionEstimates, SpeculationPolicy
@@ -177,10 +177,10 @@ class World:
             made.breaker = CircuitBreaker(*BREAKERS[role], clock_s=self._loop.time)
             return made
 
-        target, draft = Replicas([link("target", each) for each in TARGETS]), Replicas([link("draft", DRAFT)])
+        target, drafts = Replicas([link("target", each) for each in TARGETS]), {"": Replicas([link("draft", DRAFT)])}
         timeouts = TargetTimeouts(rebuild_budget_s=BUDGET_S)
         audit = ShadowAudit(0.0, CollectorRegistry())
-        backend = Backend(models().tokenizer, target, draft, self._policy, DraftDeadline(), timeouts, audit)
+        backend = Backend(models().tokenizer, target, drafts, self._policy, DraftDeadline(), timeouts, audit)
         server = Server(self._loop, GATEWAY, wrap=self._with_await_points)
         metrics = GatewayMetrics(CollectorRegistry())
         door = Frontend(backend, Admission(64, 64), metrics, ChatTemplate(), "model")
@@ -188,7 +188,7 @@ class World:
             add(server)  # type: ignore[arg-type]
         await server.guarded()
         self._network.listen(GATEWAY, server)
-        for each in (*target.links, *draft.links):
+        for each in (*target.links, *drafts[""].links):
             hold(await each.settled(60.0), f"{each} was not found")
         return backend
 
@@ -306,5 +306,5 @@ def _request(client: Client) -> pb.GenerateRequest:
 
 async def _close(backend: Backend) -> None:
     await backend.target.close()
-    if backend.draft is not None:
-        await backend.draft.close()
+    for replicas in backend.drafts.values():
+        await replicas.close()

@@ -1,0 +1,91 @@
+"""What stands behind the gateway: the services, the lookup, and who of them guesses for a request."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gateway.generation.audit import ShadowAudit
+from gateway.generation.request import CheckedRequest, Offers
+from gateway.lookup.rates import LookupRates
+from gateway.rounds.planner import Drafting
+from gateway.rounds.policy import SpeculationPolicy
+from gateway.rounds.round import LOOKUP
+from gateway.sessions.link import ModelInfo, Replicas
+from gateway.sessions.session import DraftDeadline, TargetTimeouts
+from gateway.text.tokenizer import Tokenizer
+from outrider.parameters import Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """The services behind the gateway, and what all requests share.
+
+    `drafts` are draft services by name, of which each may be several replicas. Where no drafter is named, the first
+    one guesses; it may have no name of its own, and is known by the drafters that it offers.
+    """
+
+    tokenizer: Tokenizer
+    target: Replicas
+    drafts: Mapping[str, Replicas]
+    policy: SpeculationPolicy
+    draft_deadline: DraftDeadline
+    target_timeouts: TargetTimeouts
+    audit: ShadowAudit
+    looks: bool = True
+    lookup_rates: LookupRates = field(default_factory=LookupRates)
+
+    @property
+    def draft(self) -> Replicas | None:
+        """The draft that guesses where none is named; None when none is configured."""
+        return next(iter(self.drafts.values()), None)
+
+    def offers(self, target: ModelInfo) -> Offers:
+        """The drafters that requests may name."""
+        remote: dict[str, frozenset[Rule]] | None = {}
+        for number, (name, replicas) in enumerate(self.drafts.items()):
+            info = replicas.info
+            if number == 0 and remote is not None:
+                remote = None if info is None else {**remote, **info.drafters}
+            if name and remote is not None:
+                # What a draft that is away can do, it says when it is back.
+                rules = frozenset(Rule) if info is None else frozenset().union(*info.drafters.values())
+                remote[name] = rules
+        return Offers(remote, target.drafters, self.looks)
+
+    def drafting(self, request: CheckedRequest, target: ModelInfo) -> Drafting:
+        """Who guesses for a request."""
+        names, rule = request.drafters, request.spec.acceptance.rule
+        if request.draft_count == 0:
+            return Drafting(None, rule=rule)
+        looks = self.looks and (not names or LOOKUP in names)
+        own = next((name for name in names if name in target.drafters), "")
+        if own:
+            return Drafting(None, own, looks=looks, rule=rule)
+        fitting = [name for name, rules in target.drafters.items() if rule in rules] if not names else []
+        own = self.policy.pick(fitting) if fitting else ""
+        remotes = [name for name in names if name != LOOKUP]
+        has_remote = bool(self.drafts) and (not names or bool(remotes))
+        return Drafting(
+            "+".join(names or [*self.drafts][:1]) if has_remote else None,
+            own,
+            shape=request.shape,
+            may_grow_trees=self._grows_trees(remotes) and not rule.needs_distributions,
+            looks=looks,
+            merges=len(names) > 1,
+            rule=rule,
+        )
+
+    def drafts_for(self, request: CheckedRequest, drafting: Drafting) -> list[tuple[str, Replicas, str]]:
+        """For each draft that guesses: what rounds call it, its services, and the drafter that these are asked for."""
+        if drafting.remote is None:
+            return []
+        first = next(iter(self.drafts))
+        names = [name for name in request.drafters if name != LOOKUP] or [first]
+        return [
+            (name, self.drafts[name], "") if name in self.drafts else (name, self.drafts[first], name) for name in names
+        ]
+
+    def _grows_trees(self, names: list[str]) -> bool:
+        """Whether all of these drafters make trees, or the first draft's own choice does."""
+        first, *_ = (*self.drafts, "")
+        infos = [self.drafts[name if name in self.drafts else first].info for name in names or [first] if self.drafts]
+        return bool(infos) and all(info is not None and bool(info.tree_drafters) for info in infos)

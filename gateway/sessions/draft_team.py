@@ -1,0 +1,62 @@
+"""Several draft services that guess for one request at once; whoever is late, lost or absent is left out of a round."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Self
+
+from gateway.rounds.planner import DraftOutlook
+from gateway.rounds.round import NOTHING, Proposal
+from gateway.sessions.draft import RemoteDraftSession
+from outrider.token_tree import TreeShape
+
+GRACE = 1.0  # time that the others have behind the first answer, in times that this took
+MIN_GRACE_S = 0.005
+
+
+class DraftTeam:
+    """Sessions on several drafts, in the order of their guesses. Each has its own deadlines, epochs and breaker."""
+
+    def __init__(self, sessions: Sequence[RemoteDraftSession]) -> None:
+        """At least one session."""
+        self._sessions = tuple(sessions)
+
+    @property
+    def outlook(self) -> DraftOutlook:
+        """As that of one draft: nothing is in the way while anybody can be asked, for the longest context."""
+        outlooks = [session.outlook for session in self._sessions]
+        able = [each for each in outlooks if each.obstacle is None]
+        if not able:
+            return outlooks[0]
+        limits = [each.max_draft_count for each in able if each.max_draft_count is not None]
+        contexts = [each.context_len for each in able if each.context_len is not None]
+        return DraftOutlook(None, max(contexts, default=None), min(limits, default=None))
+
+    async def __aenter__(self) -> Self:
+        for session in self._sessions:
+            await session.__aenter__()
+        return self
+
+    async def __aexit__(self, *exit_: object) -> None:
+        for session in self._sessions:
+            await session.__aexit__(*exit_)
+
+    async def propose(self, draft_count: int, shape: TreeShape | None = None) -> Proposal:
+        """What each that can be asked has guessed, as parts of a proposal that is not merged yet."""
+        able = [session for session in self._sessions if draft_count and session.can_guess(draft_count)]
+        if not able:
+            return NOTHING
+        loop = asyncio.get_running_loop()
+        started_s = loop.time()
+        tasks = [asyncio.create_task(session.propose(draft_count, shape)) for session in able]
+        try:
+            waiting = set(tasks)
+            # An answer that only says what went wrong hurries nobody.
+            while waiting and not any(task.done() and task.result().tree for task in tasks):
+                _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if waiting:
+                _, waiting = await asyncio.wait(waiting, timeout=max(MIN_GRACE_S, GRACE * (loop.time() - started_s)))
+            return Proposal(parts=tuple(task.result() for task in tasks if task not in waiting))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
