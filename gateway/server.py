@@ -19,6 +19,8 @@ from gateway.generation.backend import Backend
 from gateway.generation.frontend import Admission, Frontend
 from gateway.generation.generate import decode
 from gateway.grpc.servicer import generation_service
+from gateway.lookup.guesses import LookupSources
+from gateway.lookup.memory import Memories
 from gateway.metrics import GatewayMetrics
 from gateway.rest.app import build_app
 from gateway.rest.middleware import RestSettings
@@ -29,6 +31,7 @@ from gateway.sessions.session import DraftDeadline, TargetTimeouts
 from gateway.settings import GatewaySettings
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
+from outrider.datastore.reader import Datastore
 from outrider.errors import NotReady, VocabularyMismatch
 from outrider.process.metrics import (
     SCRAPE_S,
@@ -147,8 +150,15 @@ def _backend(settings: GatewaySettings, tokenizer: Tokenizer, registry: Collecto
             stall_s=settings.target_stall_seconds, rebuild_budget_s=settings.rebuild_budget_seconds
         ),
         audit=ShadowAudit(settings.audit_fraction, registry),
-        looks=settings.lookup,
+        lookup=_lookup(settings, tokenizer) if settings.lookup else None,
     )
+
+
+def _lookup(settings: GatewaySettings, tokenizer: Tokenizer) -> LookupSources:
+    datastore = Datastore.open(settings.datastore, tokenizer.vocabulary()) if settings.datastore else None
+    num_tokens = settings.lookup_memory_tokens
+    memories = Memories(num_tokens, settings.lookup_memory_mib << 20) if num_tokens else None
+    return LookupSources(memories, datastore)
 
 
 async def _scrape(registry: CollectorRegistry, figures_of_all: str, names: Sequence[str]) -> tuple[bytes, str]:

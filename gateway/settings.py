@@ -92,6 +92,16 @@ class GatewaySettings(ProcessSettings):
     lookup: Annotated[
         bool, Setting("Look guesses up in prompts and answers, which needs no model and changes no token.")
     ] = True
+    lookup_memory_tokens: Annotated[
+        int,
+        Setting(
+            "Tokens of finished requests that are looked up too, for each cache_salt; 0 remembers none.", within(0)
+        ),
+    ] = 1_000_000
+    lookup_memory_mib: Annotated[
+        int, Setting("MiB for these of all salts; those that asked least recently are forgotten.", within(1))
+    ] = 256
+    datastore: Annotated[str, Setting("File made by `outrider datastore build` to look up in. Empty: none.")] = ""
     listen: Annotated[str, Setting("Where to serve gRPC; port 0 takes a free one.", addresses(min_port=0))] = (
         "127.0.0.1:50050"
     )

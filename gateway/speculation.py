@@ -33,8 +33,8 @@ async def speculate(
 ) -> AsyncGenerator[Round, None]:
     """Yields the rounds of a request until its log is finished; all sessions are closed whatever happens."""
     lookup = lookup or LookupGuesses()
-    with planner, lookup:
-        async with target, draft:
+    with planner:
+        async with target, draft, lookup:
             while log.finish_reason is None:
                 log.begin_round()
                 look = lookup.look(planner.room(log))

@@ -29,7 +29,7 @@ class Rule:
     package: str
     may_import: tuple[str, ...] = ()
     torch: bool = False
-    """Whether it may reach torch, numpy, safetensors or the engine by any chain of imports."""
+    """Whether it may reach torch, safetensors or the engine by any chain of imports."""
     protobuf: bool = False
     """Whether it may know the messages. Everywhere else there are plain dataclasses."""
 
@@ -49,6 +49,7 @@ RULES = (
     Rule("outrider.model_names", ("outrider.errors",)),
     Rule("outrider.vocabulary", ("outrider.errors",)),
     Rule("outrider.token_tree", ("outrider.errors", "outrider.parameters")),
+    Rule("outrider.datastore", (*SHARED, "outrider.process")),
     Rule("outrider.v1", protobuf=True),
     Rule("outrider.rpc", SHARED, protobuf=True),
     Rule("outrider.process", (*SHARED, "outrider.rpc")),
@@ -63,7 +64,7 @@ RULES = (
     Rule("target_service", SERVICE, torch=True),
     Rule("target_service.servicer", ("target_service", *SERVICE), torch=True, protobuf=True),
     Rule("gateway.rounds", SHARED),
-    Rule("gateway.lookup", SHARED),
+    Rule("gateway.lookup", (*SHARED, "outrider.datastore")),
     Rule("gateway.text", SHARED),
     Rule("gateway.sessions", (*SHARED, *PLUMBING, "gateway.rounds"), protobuf=True),
     Rule("gateway.speculation", (*SHARED, "gateway.rounds", "gateway.sessions")),

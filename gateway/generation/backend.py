@@ -1,11 +1,11 @@
 """What stands behind the gateway: the services, the lookup, and who of them guesses for a request."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gateway.generation.audit import ShadowAudit
 from gateway.generation.request import CheckedRequest, Offers
-from gateway.lookup.rates import LookupRates
+from gateway.lookup.guesses import LookupGuesses, LookupSources
 from gateway.rounds.planner import Drafting
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import LOOKUP
@@ -30,8 +30,8 @@ class Backend:
     draft_deadline: DraftDeadline
     target_timeouts: TargetTimeouts
     audit: ShadowAudit
-    looks: bool = True
-    lookup_rates: LookupRates = field(default_factory=LookupRates)
+    lookup: LookupSources | None = None
+    """What is looked up beside a request's own text; None where nothing is looked up."""
 
     @property
     def draft(self) -> Replicas | None:
@@ -49,14 +49,14 @@ class Backend:
                 # What a draft that is away can do, it says when it is back.
                 rules = frozenset(Rule) if info is None else frozenset().union(*info.drafters.values())
                 remote[name] = rules
-        return Offers(remote, target.drafters, self.looks)
+        return Offers(remote, target.drafters, self.lookup is not None)
 
     def drafting(self, request: CheckedRequest, target: ModelInfo) -> Drafting:
         """Who guesses for a request."""
         names, rule = request.drafters, request.spec.acceptance.rule
         if request.draft_count == 0:
             return Drafting(None, rule=rule)
-        looks = self.looks and (not names or LOOKUP in names)
+        looks = self.lookup is not None and (not names or LOOKUP in names)
         own = next((name for name in names if name in target.drafters), "")
         if own:
             return Drafting(None, own, looks=looks, rule=rule)
@@ -73,6 +73,14 @@ class Backend:
             merges=len(names) > 1,
             rule=rule,
         )
+
+    def lookup_for(self, request: CheckedRequest, drafting: Drafting, max_rows: int) -> LookupGuesses:
+        """The lookup of a request, whose proposals have at most max_rows rows."""
+        if self.lookup is None or not drafting.looks:
+            return LookupGuesses()
+        spec = request.spec
+        session = self.lookup.session(spec.token_ids, request.prediction, spec.cache_salt.decode())
+        return LookupGuesses(session, spec.acceptance.rule, max_rows)
 
     def drafts_for(self, request: CheckedRequest, drafting: Drafting) -> list[tuple[str, Replicas, str]]:
         """For each draft that guesses: what rounds call it, its services, and the drafter that these are asked for."""

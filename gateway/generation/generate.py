@@ -18,8 +18,6 @@ from gateway.generation.transcript import (
     StopScanner,
     Transcript,
 )
-from gateway.lookup.guesses import LookupGuesses
-from gateway.lookup.session import LookupSession
 from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.round import Round, TokenLog
 from gateway.sessions.draft import AbsentDraftSession, RemoteDraftSession
@@ -186,10 +184,7 @@ def decode(request: CheckedRequest, backend: Backend, target: ModelInfo) -> Asyn
         RemoteDraftSession(replicas, backend.draft_deadline, spec, log, session_id, warm, drafter, name)
         for name, replicas, drafter in backend.drafts_for(request, drafting)
     ]
-    lookup = LookupGuesses()
-    if drafting.looks:
-        looking = LookupSession(spec.token_ids, rates=backend.lookup_rates)
-        lookup = LookupGuesses(looking, spec.acceptance.rule, target.max_draft_count)
+    lookup = backend.lookup_for(request, drafting, target.max_draft_count)
     if not sessions:
         return speculate(log, planner, verifying, AbsentDraftSession(), lookup)
     return speculate(log, planner, verifying, sessions[0] if len(sessions) == 1 else DraftTeam(sessions), lookup)

@@ -19,10 +19,35 @@ BULK = 96  # tokens; fewer are added faster one by one
 SHIFT = 13
 FIRST, SECOND, THIRD = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D  # odd and without a pattern
 NOWHERE = -1
+TOKEN_BITS = 32
 
-# Written as texts, because the class cannot be subscripted when it runs.
-Ints: TypeAlias = "array[int]"
+# Written as a text, because the class cannot be subscripted when it runs.
 Tokens: TypeAlias = "array[int] | memoryview"
+
+
+class Context:
+    """The last tokens of a text, up to CONTEXT_LEN, to find where they occurred before."""
+
+    __slots__ = ("_bits", "_size", "hashed")
+
+    def __init__(self, tokens: Tokens) -> None:
+        last = tokens[-CONTEXT_LEN:]
+        self._size = len(last)
+        # One number of 32 bits a token, the last token's the highest: one comparison instead of 32.
+        self._bits = int.from_bytes(last, "little")
+        self.hashed: int | None = None
+        """Of the last three tokens, if there are so many; a table takes the bits that it needs."""
+        if self._size >= KEY_LEN:
+            self.hashed = last[-3] * FIRST + last[-2] * SECOND + last[-1] * THIRD >> SHIFT
+
+    def agreement(self, tokens: Tokens, place: int) -> int:
+        """How many tokens before a place of a text are these, counted from the last."""
+        start = place - self._size
+        if start >= 0:
+            bits = int.from_bytes(tokens[start:place], "little")
+        else:
+            bits = int.from_bytes(tokens[:place], "little") << -TOKEN_BITS * start
+        return min(place, self._size - -(-(bits ^ self._bits).bit_length() // TOKEN_BITS))
 
 
 class Match(NamedTuple):
@@ -62,32 +87,34 @@ class Chains:
         else:
             self._link_each(start)
 
-    def repeats(self) -> list[Match]:
-        """Places where the last three tokens or more have occurred before, the newest first, at most MAX_PLACES."""
-        # The newest is the end itself.
-        return self._follow(self._links[-1], self.tokens[-CONTEXT_LEN:]) if self.tokens else []
+    def repeats(self, context: Context) -> list[Match]:
+        """Places where three or more tokens before the end, whose context it is, occurred before.
 
-    def matches(self, context: Ints) -> list[Match]:
-        """The same for the last three tokens or more of another text, of which `context` are up to CONTEXT_LEN."""
-        if len(context) < KEY_LEN:
+        The newest come first, at most MAX_PLACES.
+        """
+        # The newest place of all is the end itself.
+        return self._follow(self._links[-1], context) if self.tokens else []
+
+    def matches(self, context: Context) -> list[Match]:
+        """The same for the end of another text."""
+        if context.hashed is None:
             return []
-        hashed = context[-3] * FIRST + context[-2] * SECOND + context[-1] * THIRD
-        return self._follow(self._heads[hashed >> SHIFT & len(self._heads) - 1], context)
+        return self._follow(self._heads[context.hashed & len(self._heads) - 1], context)
 
-    def _follow(self, place: int, context: Ints) -> list[Match]:
+    def _follow(self, place: int, context: Context) -> list[Match]:
         tokens, links = self.tokens, self._links
         found: list[Match] = []
         for _ in range(MAX_STEPS):
             if place == NOWHERE or len(found) == MAX_PLACES:
                 break
-            length = agreement(tokens, place + 1, context)
+            length = context.agreement(tokens, place + 1)
             if length >= KEY_LEN:
                 found.append(Match(tokens, place + 1, length))
             place = links[place]
         return found
 
     def _resize(self, expected_len: int) -> None:
-        bits = min(max(expected_len.bit_length(), MIN_BITS), MAX_BITS)
+        bits = min(max((expected_len - 1).bit_length(), MIN_BITS), MAX_BITS)
         self._heads = array("i", [NOWHERE]) * (1 << bits)
         self._links = array("i")
 
@@ -120,14 +147,3 @@ class Chains:
         links[places] = np.where(begins, heads[keys], before)
         ends = np.concatenate((begins[1:], [True]))
         heads[keys[ends]] = places[ends]
-
-
-def agreement(tokens: Tokens, place: int, context: Ints) -> int:
-    """How many tokens before `place` are the same as those at the end of the context."""
-    most = min(place, len(context))
-    if tokens[place - most : place] == context[len(context) - most :]:
-        return most
-    length = 0
-    while tokens[place - 1 - length] == context[-1 - length]:
-        length += 1
-    return length

@@ -1,18 +1,40 @@
 """What a lookup brings to the rounds of one request: guesses in the form of proposals."""
 
+import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Self
 
+from gateway.lookup.memory import Memories
+from gateway.lookup.rates import LookupRates
 from gateway.lookup.session import LookupSession
 from gateway.lookup.votes import NOTHING, Look
 from gateway.rounds.merging import one_hot
 from gateway.rounds.round import LOOKUP, Proposal
 from gateway.rounds.round import NOTHING as NO_GUESSES
+from outrider.datastore.reader import Datastore
 from outrider.parameters import Rule
 
 
+@dataclass(frozen=True, slots=True)
+class LookupSources:
+    """What a gateway looks up beside the text of a request: memories of tenants, and a datastore; each may be None."""
+
+    memories: Memories | None = None
+    datastore: Datastore | None = None
+
+    def session(self, prompt: Sequence[int], prediction: Sequence[int], salt: str) -> LookupSession:
+        """What a request of the tenant with this salt looks up; without memories it learns for itself alone."""
+        memory = None if self.memories is None else self.memories.of(salt)
+        rates = LookupRates() if memory is None else memory.rates
+        return LookupSession(prompt, prediction=prediction, memory=memory, datastore=self.datastore, rates=rates)
+
+
 class LookupGuesses:
-    """The lookup of one request; without a session it never finds anything."""
+    """The lookup of one request; without a session it never finds anything.
+
+    Its context is that of the request: a long prompt is read meanwhile, and what was said is remembered at the end.
+    """
 
     def __init__(self, session: LookupSession | None = None, rule: Rule = Rule.MATCH, max_rows: int = 0) -> None:
         """Proposals fit the rule, and have at most max_rows rows."""
@@ -20,17 +42,22 @@ class LookupGuesses:
         self._rule = rule
         self._max_rows = max_rows
         self._look: Look = NOTHING
+        self._reading: asyncio.Task[None] | None = None
 
-    def __enter__(self) -> Self:
+    async def __aenter__(self) -> Self:
+        if self._session is not None:
+            self._reading = asyncio.create_task(self._session.read(), name="lookup reader")
         return self
 
-    def __exit__(self, *_exit: object) -> None:
+    async def __aexit__(self, *_exit: object) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
         if self._session is not None:
             self._session.close()
 
     def look(self, room: int) -> Look:
         """What is found behind the committed tokens, at most `room` deep; it stands until the next commit."""
-        if self._session is not None and room:
+        if self._session is not None and self._session.is_ready and room:
             # Siblings under a rule that tests each with a uniform are worth less than the same rows in a chain.
             self._look = self._session.look(self._max_rows, room, chain=self._rule.needs_distributions)
         return self._look

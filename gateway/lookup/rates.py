@@ -19,29 +19,20 @@ class Kind(IntEnum):
     TABLE = 4
 
 
-NAMES = {
-    Kind.OWN: "lookup",
-    Kind.TENANT: "lookup",
-    Kind.DATASTORE: "datastore",
-    Kind.PREDICTION: "prediction",
-    Kind.TABLE: "table",
-}
-BUCKET_OF = tuple(sum(length >= shortest for shortest in SHORTEST[1:]) for length in range(SHORTEST[-1] + 1))
+LONGEST = SHORTEST[-1]
 NUM_BUCKETS = len(SHORTEST)
-# A place in a prediction that the answer has followed, and a table, are what they are however long it has been so.
-PREDICTION_GROUND, TABLE_GROUND = Kind.PREDICTION * NUM_BUCKETS, Kind.TABLE * NUM_BUCKETS
-
-
-def ground_of(kind: Kind, match_len: int) -> int:
-    """What a guess behind so many matching tokens stands on, as a number: its rate is `LookupRates.means` of it."""
-    if kind >= Kind.PREDICTION:
-        return kind * NUM_BUCKETS
-    return kind * NUM_BUCKETS + BUCKET_OF[min(match_len, SHORTEST[-1])]
-
-
-def name_of(ground: int) -> str:
-    """The source that a guess is shown with: lookup, datastore, prediction or table."""
-    return NAMES[Kind(ground // NUM_BUCKETS)]
+# What a guess stands on, as a number, by kind and length of the match. A place in a prediction that the answer has
+# followed, and a table, are what they are however long it has been so.
+GROUNDS = tuple(
+    tuple(
+        kind * NUM_BUCKETS + sum(kind < Kind.PREDICTION and length >= shortest for shortest in SHORTEST[1:])
+        for length in range(LONGEST + 1)
+    )
+    for kind in Kind
+)
+PREDICTION_GROUND, TABLE_GROUND = GROUNDS[Kind.PREDICTION][0], GROUNDS[Kind.TABLE][0]
+# What guesses on each ground are shown as.
+NAMES = tuple(name for name in ("lookup", "lookup", "datastore", "prediction", "table") for _ in range(NUM_BUCKETS))
 
 
 class LookupRates:

@@ -4,21 +4,46 @@ import asyncio
 from array import array
 from collections.abc import Sequence
 
-from gateway.lookup.chains import Chains
+from gateway.lookup.chains import Chains, Context
+from gateway.lookup.memory import TenantMemory
+from gateway.lookup.prediction import Prediction
 from gateway.lookup.rates import Kind, LookupRates
 from gateway.lookup.votes import Ground, Look, Vote, Voter
+from outrider.datastore.reader import Datastore
 
 SLICE = 2048  # tokens that are read at a time
 
 
 class LookupSession:
-    """Guesses for one request from its own text. It learns from committed tokens alone, never from guesses."""
+    """Guesses for one request from its own text, its prediction, its tenant's memory and a datastore.
 
-    def __init__(self, prompt: Sequence[int], *, rates: LookupRates) -> None:
-        """Reads nothing yet: see `read`. The rates are shared by all requests."""
+    It learns from committed tokens alone, never from guesses.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        *,
+        prediction: Sequence[int] = (),
+        memory: TenantMemory | None = None,
+        datastore: Datastore | None = None,
+        rates: LookupRates,
+    ) -> None:
+        """Reads nothing of the prompt yet, see `read`. The rates are shared by all requests.
+
+        Without a memory nothing of the request is kept. A prediction is a text that the answer may begin like.
+        """
         self._rates = rates
         self._unread = array("i", prompt)
         self._own = Chains(2 * len(prompt))
+        self._prediction = Prediction(prediction) if prediction else None
+        self._memory = memory
+        self._datastore = datastore
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the prompt has been read, so that a look takes no time."""
+        return not self._unread
 
     async def read(self) -> None:
         """Reads the prompt in slices, between which others have their turn; without it the first look reads it."""
@@ -32,6 +57,8 @@ class LookupSession:
             self._unread.extend(token_ids)
         else:
             self._own.extend(token_ids)
+        if self._prediction is not None:
+            self._prediction.follow(token_ids)
 
     def look(self, max_rows: int, max_depth: int, *, chain: bool = False) -> Look:
         """The best guesses behind the committed tokens, at most so many; empty where nothing matches.
@@ -39,8 +66,19 @@ class LookupSession:
         As a chain it is the best single path.
         """
         self._read(len(self._unread))
-        voters = [Voter(Kind.OWN, match) for match in self._own.repeats()]
-        vote = Vote(self._rates.means, self._own.tokens[-1])
+        tokens = self._own.tokens
+        context = Context(tokens)
+        voters = [Voter(Kind.OWN, *match) for match in self._own.repeats(context)]
+        if self._prediction is not None:
+            found = self._prediction.find(context)
+            voters += [] if found is None else [Voter(Kind.PREDICTION, *found)]
+        if self._memory is not None:
+            voters += [Voter(Kind.TENANT, *match) for match in self._memory.matches(context)]
+        if self._datastore is None:
+            return Vote(self._rates.means, tokens[-1]).grow(voters, max_rows, max_depth, chain=chain)
+        corpus = self._datastore.tokens
+        voters += [Voter(Kind.DATASTORE, corpus, place, length) for place, length in self._datastore.find(tokens)]
+        vote = Vote(self._rates.means, tokens[-1], self._datastore.tables)
         return vote.grow(voters, max_rows, max_depth, chain=chain)
 
     def observe(self, look: Look, token_ids: Sequence[int]) -> None:
@@ -64,7 +102,10 @@ class LookupSession:
                     break
 
     def close(self) -> None:
-        """Ends the request."""
+        """The request has ended: its tokens go into the memory, if all were read. A second time does nothing."""
+        if self._memory is not None and self.is_ready:
+            self._memory.add(self._own.tokens)
+        self._memory = None
 
     def _read(self, count: int) -> None:
         if count:

@@ -9,11 +9,14 @@ only about what is left, as in prediction by partial matching (Cleary and Witten
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
-from gateway.lookup.chains import Match
-from gateway.lookup.rates import TABLE_GROUND, Kind, ground_of, name_of
+from gateway.lookup.chains import Tokens
+from gateway.lookup.rates import GROUNDS, LONGEST, NAMES, TABLE_GROUND, Kind
 from outrider.token_tree import EMPTY, TokenTree
+
+VALUE_OF = attrgetter("value")
 
 
 class NextTokens(Protocol):
@@ -24,10 +27,12 @@ class NextTokens(Protocol):
 
 
 class Voter(NamedTuple):
-    """A match and where it was found."""
+    """A place in some text behind a match of so many tokens, and where the text is from."""
 
     kind: Kind
-    match: Match
+    tokens: Tokens
+    place: int
+    length: int
 
 
 class Ground(NamedTuple):
@@ -85,7 +90,7 @@ class Vote:
         grounds: list[Ground] = []
         # Of equal value what came first goes first; nothing behind the number is ever compared.
         heap: list[tuple[float, int, int, tuple[int, ...], Child]] = []
-        match_len = max((voter.match.length for voter in voters), default=0)
+        match_len = max((voter.length for voter in voters), default=0)
         row, value, number = 0, 1.0, 0
         path: tuple[int, ...] = ()
         while len(token_ids) < max_rows:
@@ -105,30 +110,39 @@ class Vote:
         if not token_ids:
             return NOTHING
         tree = TokenTree(tuple(token_ids), tuple(parents), values=tuple(values))
-        return Look(tree, tuple(name_of(ground.number) for ground in grounds), match_len, tuple(grounds))
+        return Look(tree, tuple([NAMES[ground.number] for ground in grounds]), match_len, tuple(grounds))
 
     def _children(self, voters: list[Voter], path: tuple[int, ...], value: float) -> list[Child]:
         """What may follow a path, the best first; their values add up to the path's at most."""
-        votes: dict[int, dict[int, int]] = {}
-        followers: dict[int, list[Voter]] = {}
+        groups: dict[int, dict[int, list[Voter]]] = {}
+        depth = len(path)
         for voter in voters:
-            token_id = _said(voter, path)
+            kind, tokens, place, length = voter
+            place += depth
+            if place < len(tokens):
+                token_id = tokens[place]
+            elif kind is Kind.OWN:
+                # A text that repeats itself goes on with what was guessed of it.
+                token_id = path[place - len(tokens)]
+            else:
+                continue
             if token_id >= 0:
-                counts = votes.setdefault(ground_of(voter.kind, voter.match.length + len(path)), {})
-                counts[token_id] = counts.get(token_id, 0) + 1
-                followers.setdefault(token_id, []).append(voter)
-        if not votes:
+                group = groups.setdefault(GROUNDS[kind][min(length + depth, LONGEST)], {})
+                group.setdefault(token_id, []).append(voter)
+        if not groups:
             return self._last_resort(path, value)
         children: dict[int, Child] = {}
-        for ground in sorted(votes, key=self.means.__getitem__, reverse=True):
-            fresh = {token_id: count for token_id, count in votes[ground].items() if token_id not in children}
-            total = sum(fresh.values())
-            for token_id, count in fresh.items():
-                share = count / total
-                worth = value * self.means[ground] * share
-                children[token_id] = Child(token_id, worth, Ground(ground, share), followers[token_id])
-            value *= 1 - self.means[ground] if fresh else 1
-        return sorted(children.values(), key=lambda child: -child.value)
+        for number in sorted(groups, key=self.means.__getitem__, reverse=True):
+            group, scale = groups[number], value * self.means[number]
+            total = sum([len(found) for token_id, found in group.items() if token_id not in children])
+            for token_id, found in group.items():
+                if token_id in children:
+                    children[token_id].voters.extend(found)
+                    continue
+                share = len(found) / total
+                children[token_id] = Child(token_id, scale * share, Ground(number, share), found)
+            value -= scale if total else 0
+        return sorted(children.values(), key=VALUE_OF, reverse=True)
 
     def _last_resort(self, path: tuple[int, ...], value: float) -> list[Child]:
         if self.table is None:
@@ -136,12 +150,3 @@ class Vote:
         scale = value * self.means[TABLE_GROUND]
         found = self.table.after(path[-1] if path else self.last_token_id)
         return [Child(token_id, scale * share, Ground(TABLE_GROUND, share), []) for token_id, share in found]
-
-
-def _said(voter: Voter, path: tuple[int, ...]) -> int:
-    """What stands behind a path at a voter's place, below 0 where nothing does."""
-    tokens, place = voter.match.tokens, voter.match.place + len(path)
-    if place < len(tokens):
-        return int(tokens[place])
-    # A text that repeats itself goes on with what was guessed of it.
-    return path[place - len(tokens)] if voter.kind is Kind.OWN else -1

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli import bench, options
+from outrider.cli import bench, datastore, options
 from outrider.cli.chat.command import Chat, chatting
 from outrider.cli.convert_head import run_converter
 from outrider.cli.doctor.command import examine_gateway, examine_machine
@@ -28,6 +28,7 @@ SPECULATION_OPTIONS = ("draft_count", "rule", *sorted(options.ACCEPTANCE), "draf
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(bench.app, name="bench")
+app.add_typer(datastore.app, name="datastore")
 
 
 def tell_version(*, as_json: bool) -> None:
