@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Annotated
 
+from gateway.lookup.memory import LEAST_TOKENS, MAX_BYTES_PER_TOKEN
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.process.children import MAX_WORKERS
 from outrider.process.options import Setting, above, addresses, check_settings, listed, within
@@ -94,9 +95,7 @@ class GatewaySettings(ProcessSettings):
     ] = True
     lookup_memory_tokens: Annotated[
         int,
-        Setting(
-            "Tokens of finished requests that are looked up too, for each cache_salt; 0 remembers none.", within(0)
-        ),
+        Setting("Tokens of finished requests that are looked up, for each cache_salt; 0 remembers none.", within(0)),
     ] = 1_000_000
     lookup_memory_mib: Annotated[
         int, Setting("MiB for these of all salts; those that asked least recently are forgotten.", within(1))
@@ -162,4 +161,10 @@ class GatewaySettings(ProcessSettings):
 
     def __post_init__(self) -> None:
         check_settings(self)
+        num_tokens = self.lookup_memory_tokens
+        if 0 < num_tokens < LEAST_TOKENS:
+            raise InvalidRequest("lookup_memory_tokens", num_tokens, f"0 or at least {LEAST_TOKENS}")
+        if num_tokens * MAX_BYTES_PER_TOKEN > self.lookup_memory_mib << 20:
+            limit = f"enough for lookup_memory_tokens {num_tokens} at {MAX_BYTES_PER_TOKEN} bytes each"
+            raise InvalidRequest("lookup_memory_mib", self.lookup_memory_mib, limit)
         object.__setattr__(self, "sites", Sites(listed(self.cors_origins), listed(self.allowed_hosts)))

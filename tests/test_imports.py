@@ -64,13 +64,21 @@ RULES = (
     Rule("target_service", SERVICE, torch=True),
     Rule("target_service.servicer", ("target_service", *SERVICE), torch=True, protobuf=True),
     Rule("gateway.rounds", SHARED),
-    Rule("gateway.lookup", (*SHARED, "outrider.datastore")),
+    Rule("gateway.lookup", (*SHARED, "outrider.datastore", "gateway.rounds")),
     Rule("gateway.text", SHARED),
     Rule("gateway.sessions", (*SHARED, *PLUMBING, "gateway.rounds"), protobuf=True),
-    Rule("gateway.speculation", (*SHARED, "gateway.rounds", "gateway.sessions")),
+    Rule("gateway.speculation", (*SHARED, "gateway.rounds", "gateway.lookup", "gateway.sessions")),
     Rule(
         "gateway.generation",
-        (*SHARED, *PLUMBING, "gateway.rounds", "gateway.sessions", "gateway.text", "gateway.speculation"),
+        (
+            *SHARED,
+            *PLUMBING,
+            "gateway.rounds",
+            "gateway.lookup",
+            "gateway.sessions",
+            "gateway.text",
+            "gateway.speculation",
+        ),
     ),
     Rule(
         "gateway.grpc",
@@ -89,8 +97,8 @@ RULES = (
             "gateway.settings",
         ),
     ),
-    Rule("gateway.settings", (*SHARED, *PLUMBING)),
-    Rule("gateway", (*SHARED, *PLUMBING)),
+    Rule("gateway.settings", (*SHARED, *PLUMBING, "gateway.lookup")),
+    Rule("gateway", (*SHARED, *PLUMBING, "outrider.datastore")),
 )
 # They stand outside the house and may look at all of it.
 FREE = ("bench", "models")

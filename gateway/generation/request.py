@@ -174,7 +174,8 @@ def _check_shape(request: GenerationRequest, drafters: Sequence[str], offers: Of
     shape = request.shape
     if shape is None:
         return
-    if all(name == LOOKUP or name in offers.own for name in drafters or offers.own or (LOOKUP,)) and not offers.remote:
+    names = [name for name in drafters if name != LOOKUP and name not in offers.own]
+    if not names and (drafters or offers.remote == {}):
         raise InvalidRequest("speculation.shape", "present", "absent where no draft service guesses")
     num_rows, level = 0, 1
     for count in shape.expansions:

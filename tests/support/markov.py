@@ -13,7 +13,7 @@ from typing import Self
 from gateway.rounds.planner import DraftOutlook
 from gateway.rounds.round import NOTHING, FallbackReason, HopCost, Proposal, Round, TokenLog, TokenOrigin, Verdict
 from outrider.parameters import FinishReason
-from outrider.token_tree import TokenTree
+from outrider.token_tree import TokenTree, TreeShape
 
 NUM_TOKENS = 12
 EOS = 0
@@ -78,6 +78,7 @@ class MarkovTarget(Session):
     own_model: MarkovModel = field(default_factory=lambda: MarkovModel(noise=0.3))
     own_count: int = 0
     bare: frozenset[int] = frozenset()
+    halts: int = 0
 
     @property
     def drafter(self) -> str:
@@ -90,11 +91,19 @@ class MarkovTarget(Session):
         return max(0, min(self.limit, self.max_len) - len(self.log))
 
     async def verify(self, proposal: Proposal, plain_budget: int, own_draft_count: int = 0) -> Verdict:
-        """Follows the tree along the target's own draws; a proposal on top of unasked tokens is a test's failure."""
+        """Follows the tree along the target's own draws.
+
+        A proposal on top of unasked tokens ends these, but half of the time the target has the next one already.
+        """
+        if proposal.tree and self.outstanding:
+            self.halts += 1
+            is_late = random.Random(f"{self.seed} {len(self.log)}").random() < 0.5
+            self.limit = len(self.log) + (2 if is_late else 0)
+            if is_late:
+                return self._walk(NOTHING)
         asked = not self.outstanding
         if plain_budget or asked:
             self.own_count = own_draft_count if self.drafter else 0
-        assert not (proposal.tree and self.outstanding)
         assert len(self.log) + max(proposal.tree.depths) < self.max_len
         if self.outstanding:
             self.acknowledged += plain_budget > 0 and self.limit < self.max_len
@@ -159,7 +168,7 @@ class MarkovDraft(Session):
         obstacle = FallbackReason.DRAFT_ABSENT if len(self.log) in self.away else None
         return DraftOutlook(obstacle, self.context_len, self.max_draft_count)
 
-    async def propose(self, draft_count: int) -> Proposal:
+    async def propose(self, draft_count: int, _shape: TreeShape | None = None) -> Proposal:
         """A chain of guesses, or with `branching` a tree that carries a wrong sibling before each of them."""
         if draft_count == 0:
             return NOTHING

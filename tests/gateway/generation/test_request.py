@@ -5,21 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from gateway.generation.request import CheckedRequest, GenerationRequest, check_request
+from gateway.generation.request import CheckedRequest, GenerationRequest, Offers, check_request
 from gateway.sessions.link import ModelInfo
 from gateway.text.tokenizer import Tokenizer
 from outrider.errors import InvalidRequest, PromptTooLong
 from outrider.parameters import Acceptance, Rule, SamplingParameters
+from outrider.token_tree import TreeShape
 
 TOKENIZER = Tokenizer(str(Path(__file__).resolve().parents[3] / "models" / "target"))
 TARGET = ModelInfo("target", 1, "model", "hash", "numerics", 1024, 4096, (), frozenset({0}), 8, 0, 32_768, {})
-DRAFTERS = {"model": frozenset(Rule), "coupled": frozenset({Rule.MATCH})}
+OFFERS = Offers({"model": frozenset(Rule), "coupled": frozenset({Rule.MATCH})}, {"hosted": frozenset(Rule)})
 REQUEST = GenerationRequest(text="Once upon a time")
 
 
 async def check(request: GenerationRequest) -> CheckedRequest:
     """The request with these limits."""
-    return await check_request(request, TOKENIZER, TARGET, DRAFTERS)
+    return await check_request(request, TOKENIZER, TARGET, OFFERS)
 
 
 async def test_defaults_are_filled_in() -> None:
@@ -75,11 +76,11 @@ async def test_the_cache_limits_a_request_where_it_is_smaller_than_the_context()
     limits = replace(TARGET, kv_tokens=640)
     request = GenerationRequest(token_ids=(5,) * 600)
     with pytest.raises(PromptTooLong, match=r"600 tokens and max_tokens 41 .* the key-value cache of 640 tokens"):
-        await check_request(replace(request, max_tokens=41), TOKENIZER, limits, DRAFTERS)
+        await check_request(replace(request, max_tokens=41), TOKENIZER, limits, OFFERS)
     for fitting in (request, replace(request, max_tokens=40)):
-        assert (await check_request(fitting, TOKENIZER, limits, DRAFTERS)).spec.max_len == 640
+        assert (await check_request(fitting, TOKENIZER, limits, OFFERS)).spec.max_len == 640
     with pytest.raises(PromptTooLong, match=r"prompt has 640 tokens, .* key-value cache of 640 tokens"):
-        await check_request(GenerationRequest(token_ids=(5,) * 640), TOKENIZER, limits, DRAFTERS)
+        await check_request(GenerationRequest(token_ids=(5,) * 640), TOKENIZER, limits, OFFERS)
 
 
 async def test_a_long_text_is_encoded_to_the_same_ids() -> None:
@@ -120,7 +121,18 @@ async def test_ignore_eos_leaves_no_eos() -> None:
         ({"stop_token_ids": (4096,)}, "stop_token_ids.0"),
         ({"draft_count": 9}, "speculation.draft_count"),
         ({"draft_count": -1}, "speculation.draft_count"),
-        ({"drafter": "oracle"}, "speculation.drafter"),
+        ({"drafters": ("oracle",)}, "speculation.drafter"),
+        ({"drafters": ("lookup", "oracle")}, "speculation.drafters"),
+        ({"drafters": ("lookup", "auto")}, "speculation.drafters"),
+        ({"drafters": ("model", "model")}, "speculation.drafters"),
+        ({"drafters": ("lookup", "hosted")}, "speculation.drafters"),
+        ({"drafters": tuple(map(str, range(9)))}, "speculation.drafters"),
+        ({"drafters": ("lookup",), "shape": TreeShape()}, "speculation.shape"),
+        ({"draft_count": 5, "shape": TreeShape(expansions=(2, 2))}, "speculation.shape.expansions"),
+        ({"prediction": "so", "speculation_enabled": False}, "prediction"),
+        ({"prediction": "so", "drafters": ("model",)}, "prediction"),
+        ({"prediction": (5,) * 1025}, "prediction"),
+        ({"prediction": (5, 4096)}, "prediction.1"),
         ({"max_tokens": 4, "sampling": SamplingParameters(min_tokens=5)}, "sampling.min_tokens"),
         ({"sampling": SamplingParameters(logit_bias={4096: 1.0})}, "sampling.logit_bias key"),
     ],
@@ -164,18 +176,35 @@ async def test_refusals_are_sentences(change: dict[str, object], sentence: str) 
 
 
 async def test_a_drafter_is_not_checked_while_nobody_knows_the_names() -> None:
-    """Without a draft service any name passes: the request will do without a draft, or the draft will refuse it."""
-    request = await check_request(replace(REQUEST, drafter="oracle"), TOKENIZER, TARGET, {})
-    assert request.drafter == "oracle"
-    assert (await check(REQUEST)).drafter == ""
+    """While the draft service is away any name passes: the draft will refuse it, if it does not know it either."""
+    away = Offers(None, {})
+    request = await check_request(replace(REQUEST, drafters=("oracle",)), TOKENIZER, TARGET, away)
+    assert request.drafters == ("oracle",)
+    with pytest.raises(InvalidRequest, match="drafter is 'oracle', but must be one of lookup"):
+        await check_request(replace(REQUEST, drafters=("oracle",)), TOKENIZER, TARGET, Offers({}, {}))
+
+
+async def test_auto_is_the_same_as_no_name() -> None:
+    """The gateway chooses, in both."""
+    assert (await check(replace(REQUEST, drafters=("auto",)))).drafters == (await check(REQUEST)).drafters == ()
+
+
+async def test_a_prediction_becomes_tokens() -> None:
+    """Without a mark of the beginning, because it continues the prompt."""
+    request = await check(replace(REQUEST, prediction=" upon a time"))
+    assert TOKENIZER.decode(list(request.prediction)) == " upon a time"
+    assert (await check(replace(REQUEST, prediction=(7, 8)))).prediction == (7, 8)
+    with pytest.raises(InvalidRequest, match="prediction is 'present', but must be absent unless lookup"):
+        await check_request(replace(REQUEST, prediction="so"), TOKENIZER, TARGET, replace(OFFERS, looks=False))
 
 
 async def test_a_drafter_that_cannot_serve_the_rule_is_refused() -> None:
     """The sentence names those that can."""
-    ratio = replace(REQUEST, drafter="coupled", acceptance=Acceptance(rule=Rule.RATIO))
-    with pytest.raises(InvalidRequest, match="drafter is 'coupled', but must be one that serves the rule ratio: model"):
+    ratio = replace(REQUEST, drafters=("coupled",), acceptance=Acceptance(rule=Rule.RATIO))
+    fitting = "one that serves the rule ratio: lookup, model, hosted"
+    with pytest.raises(InvalidRequest, match=f"drafter is 'coupled', but must be {fitting}"):
         await check(ratio)
-    assert (await check(replace(ratio, drafter="model"))).spec.acceptance.rule is Rule.RATIO
+    assert (await check(replace(ratio, drafters=("model",)))).spec.acceptance.rule is Rule.RATIO
 
 
 async def test_banned_words_become_their_token_sequences() -> None:
@@ -201,6 +230,6 @@ async def test_an_echo_that_no_message_holds_is_refused() -> None:
     """Up to the largest prompt that a message holds, and not a token further."""
     limits = replace(TARGET, context_len=100_000, kv_tokens=100_000)
     request = GenerationRequest(token_ids=(5,) * 9_279, logprob_count=20, echo=True)
-    assert (await check_request(request, TOKENIZER, limits, DRAFTERS)).spec.prompt_logprobs
+    assert (await check_request(request, TOKENIZER, limits, OFFERS)).spec.prompt_logprobs
     with pytest.raises(InvalidRequest, match=r"echo is True, but must be false for a prompt of 9280 .* at most 9279"):
-        await check_request(replace(request, token_ids=(5,) * 9_280), TOKENIZER, limits, DRAFTERS)
+        await check_request(replace(request, token_ids=(5,) * 9_280), TOKENIZER, limits, OFFERS)

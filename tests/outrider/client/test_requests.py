@@ -9,6 +9,7 @@ from google.protobuf.message import Message
 from outrider.client import GenerationOptions, InvalidRequest, PromptTooLong, Rule, Speculation
 from outrider.client.requests import chat_request, generate_request
 from outrider.rpc.channels import MAX_MESSAGE_BYTES
+from outrider.token_tree import TreeShape
 from outrider.v1 import types_pb2
 
 EVERYTHING = GenerationOptions(
@@ -35,11 +36,13 @@ EVERYTHING = GenerationOptions(
         draft_count=4,
         rule="lenient",
         drafter="sampled",
+        shape=TreeShape(4, 2, (2, 1)),
         lenience=0.25,
         typical_epsilon=0.125,
         typical_delta=math.nan,
         return_rounds=True,
     ),
+    prediction="so",
     timeout_s=5,
     metadata={"traceparent": "00-1-1-01"},
 )
@@ -56,12 +59,16 @@ def test_every_field_has_an_option() -> None:
     """Whatever the protocol lets a client say can be said; even what the gateway will refuse."""
     assert GenerationOptions.__optional_keys__ == EVERYTHING.keys()
     message = generate_request("Hello", EVERYTHING)
-    assert unset(message) == {"token_ids"}
+    assert unset(message) == {"token_ids", "drafters", "prediction_token_ids"}
     assert (message.text, list(message.stop), message.sampling.logit_bias) == ("Hello", ["x", "y z"], {5: -1.5})
     assert message.speculation.rule == types_pb2.ACCEPTANCE_RULE_LENIENT
     assert math.isnan(message.speculation.acceptance.typical_delta)
     by_ids = generate_request([3, 4], EVERYTHING)
-    assert (unset(by_ids), list(by_ids.token_ids.token_ids)) == ({"text"}, [3, 4])
+    assert list(by_ids.token_ids.token_ids) == [3, 4]
+    assert unset(by_ids) == {"text", "drafters", "prediction_token_ids"}
+    merged = generate_request("a", {"prediction": [7], "speculation": Speculation(drafter=["lookup", "model"])})
+    assert list(merged.speculation.drafters) == ["lookup", "model"]
+    assert list(merged.prediction_token_ids.token_ids) == [7]
 
 
 def test_defaults_belong_to_the_gateway() -> None:
