@@ -18,13 +18,15 @@ from outrider.cli.running import note, run
 from outrider.cli.up import choose_display, serving
 from outrider.errors import InvalidRequest, ModelRefused
 from outrider.model_service.settings import Dtype, available_cpus, check_model
-from outrider.process.options import grouped, options_of, refuse_together
+from outrider.process.options import grouped, listed, options_of, refuse_together
 from outrider.rpc.channels import check_address
 
 # What is about the draft only.
 DRAFT_OPTIONS = ("draft", "draft_dtype", "top_n")
 # What has no effect on plain decoding.
-SPECULATION_OPTIONS = ("draft_count", "rule", *sorted(options.ACCEPTANCE), "drafter", "show_rejected")
+SPECULATION_OPTIONS = ("draft_count", "rule", *sorted(options.ACCEPTANCE), "drafter", "prediction", "show_rejected")
+# Who guesses in a stack, where not whoever is faster: the gateway in what has been said, or the draft's model.
+LOOKUP, MODEL = options.Guessing.LOOKUP, options.Guessing.MODEL
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(bench.app, name="bench")
@@ -61,16 +63,22 @@ def up(
     models: options.Models,
     hosted: options.HostedOptions,
     machine: options.MachineOptions,
+    drafter: options.Guesser = None,
+    datastore: options.DatastoreFile = None,
     no_draft: options.NoDraft = False,
     story: options.Story = False,
     as_json: options.JsonEvents = False,
 ) -> None:
     """Starts draft service, target service and gateway, and restarts what dies, until Ctrl-C."""
     idle = options_of(models, *DRAFT_OPTIONS) | options_of(machine, "draft_device")
-    refuse_together("--no-draft", no_draft or None, idle | options_of(hosted, "draft_in_target"))
+    idle |= options_of(hosted, "draft_in_target")
+    refuse_together("--no-draft", no_draft or None, idle | {"--drafter": drafter, "--datastore": datastore})
+    refuse_together("--drafter lookup", drafter if drafter == LOOKUP else None, idle)
+    refuse_together("--drafter model", drafter if drafter == MODEL else None, {"--datastore": datastore})
     _check_hosted(models, hosted, draft_device=machine.draft_device)
     refuse_together("--json", as_json or None, {"--story": story or None})
-    stack = _stack(models, machine, hosted, has_draft=not no_draft)
+    stack = _stack(models, machine, hosted, has_draft=not no_draft and drafter != LOOKUP)
+    stack = replace(stack, looks=not no_draft and drafter != MODEL, datastore=datastore)
     run(serving(stack, choose_display(as_json=as_json), story=story), serves=True)
 
 
@@ -133,7 +141,9 @@ def _check_hosted(models: options.Models, hosted: options.HostedOptions, draft_d
 def _stack_alone(models: options.Models, hosted: options.HostedOptions, turn: options.TurnOptions) -> Stack:
     """The stack that one command starts for itself, on free ports."""
     alone = options.MachineOptions(port=0, draft_port=0, target_port=0)
-    stack = _stack(models, alone, hosted, has_draft=not turn.no_speculation)
+    looks_only = listed(turn.drafter or "") == (LOOKUP,)
+    refuse_together("--drafter lookup", turn.drafter if looks_only else None, options_of(models, *DRAFT_OPTIONS))
+    stack = _stack(models, alone, hosted, has_draft=not turn.no_speculation and not looks_only)
     return replace(stack, rest_port=None)
 
 
@@ -192,7 +202,7 @@ def _stack(
     target, draft = choose_models(models.target, models.draft, no_draft=not has_draft)
     names = (hosted.head, hosted.exit_layer, hosted.lookahead)
     if draft is None and has_draft and not any(names):
-        note(f"No draft was named for {target}, so it decodes plainly; name one with --draft.")
+        note(f"No draft was named for {target}, so guesses are only looked up; name one with --draft.")
     return Stack(
         target=target,
         draft=None if hosted.draft_in_target else draft,

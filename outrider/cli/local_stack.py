@@ -40,6 +40,9 @@ class Stack:
     head: str | None = None
     exit_layer: int | None = None
     lookahead: bool = False
+    looks: bool = True
+    """Whether the gateway looks guesses up, in what was said before and in `datastore` if that is a file."""
+    datastore: str | None = None
     dtype: str = "bfloat16"
     device: str = "cpu"
     draft_device: str = "cpu"
@@ -121,6 +124,10 @@ def gateway_launch(stack: Stack, target_address: str, draft_address: str | None)
     # Reflection, because whoever starts a stack by hand wants to look at it with grpcurl.
     draft_address = draft_address or ""
     flags = {"--target": target_address, "--draft": draft_address, "--tokenizer": stack.target, "--reflection": None}
+    if not stack.looks:
+        flags["--no-lookup"] = None
+    if stack.datastore is not None:
+        flags["--datastore"] = stack.datastore
     if stack.workers is not None:
         flags["--workers"] = str(stack.workers)
     # REST has the metrics as well.

@@ -5,6 +5,7 @@ Groups of options are what a command line is parsed into; in those of a request 
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeVar, cast
@@ -146,6 +147,29 @@ Theta = Annotated[
         metavar="X",
         show_default=False,
     ),
+]
+
+
+class Guessing(StrEnum):
+    """Who guesses in a stack: whoever is fastest, the gateway alone, or the draft's model alone."""
+
+    AUTO = "auto"
+    LOOKUP = "lookup"
+    MODEL = "model"
+
+
+Guesser = Annotated[
+    Guessing | None,
+    typer.Option(
+        "--drafter",
+        help="lookup: start no draft, guesses are looked up in what was said before. model: look nothing up. "
+        "Default: auto, both.",
+        show_default=False,
+    ),
+]
+DatastoreFile = Annotated[
+    str | None,
+    typer.Option("--datastore", help="File of `outrider datastore build` to look up in.", metavar="FILE"),
 ]
 NoDraft = Annotated[bool, typer.Option("--no-draft", help="Start no draft service: plain decoding.")]
 Story = Annotated[bool, typer.Option("--story", help="Stream one story when everything is up, as a proof of life.")]
