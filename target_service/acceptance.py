@@ -39,6 +39,7 @@ from target_service.rules.lenient import lenient_greedy
 from target_service.rules.outcome import ChainOutcome
 from target_service.rules.ratio import ratio
 from target_service.rules.typical import exp_entropies, typical_children
+from target_service.trees import KeptPath, keep_path
 
 
 class Walk(NamedTuple):
@@ -147,9 +148,9 @@ def decide(
     same walk, on the CPU whatever stands beside them.
     """
     # Chains that are tested with uniforms or against a bound are decided at once where they have in common the rule,
-    # whether the temperature is 0, and the length; None is for whatever follows draws.
+    # whether the temperature is 0, and the length; the last is 0 for trees, and None is for whatever follows draws.
     kinds = [
-        (each.spec.acceptance, each.spec.sampling.temperature == 0, len(each.feed.tree))
+        (each.spec.acceptance, each.spec.sampling.temperature == 0, len(each.feed.tree) * each.feed.tree.is_chain)
         if each.feed.tree and each.spec.acceptance.rule.needs_distributions
         else None
         for each in inputs
@@ -159,7 +160,7 @@ def decide(
     decided: dict[int, Walk | OutriderError] = {}
     for kind in dict.fromkeys(kinds):
         numbers = [number for number, other in enumerate(kinds) if other == kind]
-        decide_group = _decide_chains if kind else _follow_draws
+        decide_group = _follow_draws if kind is None else _decide_chains if kind[-1] else _decide_trees
         chosen, rows = [inputs[number] for number in numbers], [ranges[number] for number in numbers]
         decided |= zip(numbers, decide_group(runner, chosen, logits, rows), strict=True)
     return [decided[number] for number in range(len(inputs))]
@@ -224,6 +225,20 @@ def _preferred(
     for row, place in at.items():
         limits[row] = min(wanted.typical_epsilon, wanted.typical_delta * peaks[place])
     return typical_children(tree, child_probs, limits)
+
+
+def _decide_trees(
+    runner: ModelRunner, inputs: Sequence[DrawInput], logits: Tensor, ranges: Sequence[range]
+) -> list[Walk | OutriderError]:
+    """The walks through trees that are no chains, each alone."""
+    walks: list[Walk | OutriderError] = []
+    for each, rows in zip(inputs, ranges, strict=True):
+        path = keep_path(runner, each, rows_of(logits, [rows]))
+        if isinstance(path, KeptPath):
+            walks.append(Walk(*path, _evaluated_count(each.feed.tree, (0, *path.rows))))
+        else:
+            walks.append(path)
+    return walks
 
 
 def _decide_chains(

@@ -281,5 +281,3 @@ def _check_proposal(tree: TokenTree, spec: SessionSpec, base_len: int) -> None:
         raise InvalidRequest("proposal.distributions", f"{num_distributions} entries", f"empty under the rule {rule}")
     if rule.needs_distributions and len(tree) > num_distributions:
         raise InvalidRequest("proposal.distributions", "empty", f"one entry for each row under the rule {rule}")
-    if rule.needs_distributions and not tree.is_chain:
-        raise InvalidRequest("proposal.parents", list(tree.parents), f"those of a chain under the rule {rule}")

@@ -85,7 +85,7 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
 
     def proposal(self, response: pb.ProposeResponse, draft_count: int, caught_up_count: int, wait_us: int) -> Proposal:
         """The guesses of an answer; raises ProtocolViolation about what no draft may say."""
-        rule, fault = self._spec.acceptance.rule, ""
+        rule = self._spec.acceptance.rule
         try:
             # Nobody reads log-probabilities that nobody asked for.
             wanted = self._spec.draft_logprobs
@@ -96,9 +96,6 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
         # refused for its tokens biases the rules that test with uniforms.
         if tree and bool(tree.distributions) != rule.needs_distributions:
             fault = "with distributions" if tree.distributions else "without distributions"
-        elif rule.needs_distributions and not tree.is_chain:
-            fault = "as a tree that is no chain"
-        if fault:
             raise ProtocolViolation(f"{self.link} sent a proposal {fault}, which does not fit the rule {rule}")
         times = response.times
         return Proposal(

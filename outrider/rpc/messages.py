@@ -234,10 +234,7 @@ def tree_from(message: pb.TokenTree, vocabulary_size: int, max_rows: int, *, wit
     distributions: tuple[DraftDistribution, ...] = ()
     if message.distributions:
         _check_rows("distributions", len(message.distributions), num_rows)
-        distributions = tuple(
-            _distribution_from(each, f"proposal.distributions.{row}", token_ids[row], vocabulary_size)
-            for row, each in enumerate(message.distributions)
-        )
+        distributions = _distributions_from(message, token_ids, vocabulary_size)
     logprobs: tuple[float, ...] = ()
     if with_logprobs and message.logprobs:
         logprobs = tuple(message.logprobs)
@@ -274,10 +271,30 @@ def _check_rows(name: str, num_entries: int, num_rows: int) -> None:
         raise InvalidRequest(f"proposal.{name}", f"{num_entries} entries", f"empty or {num_rows} entries")
 
 
-def _distribution_from(
-    message: pb.DraftDistribution, field: str, token_id: int, vocabulary_size: int
-) -> DraftDistribution:
-    """What a row's token was drawn from; the token is in its support."""
+def _distributions_from(
+    message: pb.TokenTree, token_ids: Sequence[int], vocabulary_size: int
+) -> tuple[DraftDistribution, ...]:
+    """What each row's token was drawn from; those that are left out are made of the sibling's before."""
+    distributions: list[DraftDistribution] = []
+    siblings: dict[int, int] = {}
+    for row, each in enumerate(message.distributions):
+        parent = message.parents[row] if message.parents else row
+        field, sibling = f"proposal.distributions.{row}", siblings.get(parent)
+        if each.token_ids or each.weights:
+            distribution = _distribution_from(each, field, vocabulary_size)
+        elif sibling is None:
+            raise InvalidRequest(f"{field}.token_ids", "empty", "filled for the first of siblings")
+        else:
+            distribution = distributions[sibling].without(token_ids[sibling])
+        if token_ids[row] not in distribution.token_ids:
+            support = f"a support of the row's token {token_ids[row]}"
+            raise InvalidRequest(f"{field}.token_ids", list(distribution.token_ids), support)
+        distributions.append(distribution)
+        siblings[parent] = row
+    return tuple(distributions)
+
+
+def _distribution_from(message: pb.DraftDistribution, field: str, vocabulary_size: int) -> DraftDistribution:
     check_count(f"{field}.token_ids", len(message.token_ids), MAX_SUPPORT, "ids")
     if len(message.weights) != len(message.token_ids):
         raise InvalidRequest(f"{field}.weights", f"{len(message.weights)} entries", f"{len(message.token_ids)} entries")
@@ -289,8 +306,6 @@ def _distribution_from(
     if weights and not 1 <= min(weights) <= max(weights) <= MAX_WEIGHT:
         for index, weight in enumerate(weights):
             check_range(f"{field}.weights.{index}", weight, 1, MAX_WEIGHT)
-    if token_id not in token_ids:
-        raise InvalidRequest(f"{field}.token_ids", list(token_ids), f"a support of the row's token {token_id}")
     return DraftDistribution(token_ids, weights)
 
 
@@ -309,8 +324,14 @@ def write_tree(
     message.token_ids.extend(tree.token_ids)
     if not tree.is_chain:
         message.parents.extend(tree.parents)
-    for each in tree.distributions if with_distributions else ():
-        message.distributions.add(token_ids=each.token_ids, weights=each.weights)
+    siblings: dict[int, int] = {}
+    for row, each in enumerate(tree.distributions if with_distributions else ()):
+        sibling = siblings.get(tree.parents[row])
+        siblings[tree.parents[row]] = row
+        if sibling is not None and each == tree.distributions[sibling].without(tree.token_ids[sibling]):
+            message.distributions.add()
+        else:
+            message.distributions.add(token_ids=each.token_ids, weights=each.weights)
     if with_logprobs:
         message.logprobs.extend(tree.logprobs)
         message.values.extend(tree.values)

@@ -150,7 +150,9 @@ class TokenTree(_message.Message):
     @_builtins.property
     def distributions(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftDistribution]:
         """The distribution that each row's token was drawn from, for the rules `ratio`, `block` and `lenient`; one entry a
-        row, in row order. Empty under `match` and `typical`, which need token ids only; refused there when it is not.
+        row, in row order. These rules test siblings in row order, which must be the order in which they were drawn, and
+        equal siblings stay rows of their own. Empty under `match` and `typical`, which need token ids only; refused there
+        when it is not.
         """
 
     @_builtins.property
@@ -218,7 +220,12 @@ Global___TreeShape: _TypeAlias = TreeShape  # noqa: Y015
 
 @_typing.final
 class DraftDistribution(_message.Message):
-    """A truncated, quantised draft distribution: exactly the one that the draft token was sampled from."""
+    """A truncated, quantised draft distribution: exactly the one that the draft token was sampled from.
+
+    An empty one means that of the sibling before, the last earlier row with the same parent, without that sibling's
+    token: what siblings that are drawn without replacement are drawn from. Refused where there is no such sibling, or
+    nothing is left.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.token_tree import TokenTree
 from target_service.rules.outcome import ChainOutcome, probs_at
 
 
@@ -25,3 +26,20 @@ def lenient_greedy(target_probs: Tensor, draft_token_ids: Tensor, lenience: floa
     best = rows.argmax(dim=1, keepdim=True)
     # Of a row that cannot be drawn all probabilities are 0, and stay so.
     return ChainOutcome(counts, torch.zeros_like(rows).scatter(1, best, rows.gather(1, best)))
+
+
+def lenient_greedy_row(tree: TokenTree, target_probs: Tensor, lenience: float) -> int:
+    """The same on a tree, whose children are tested at once: the last row that is kept, 0 for none.
+
+    target_probs [R + 1, V] float64 are those behind root and rows. Of the children that may be kept the most probable
+    one is, of equal ones the first.
+    """
+    largest = target_probs.amax(dim=1).tolist()
+    child_probs = target_probs[list(tree.parents), list(tree.token_ids)].tolist()
+    row = 0
+    while children := tree.children(row):
+        best = max(children, key=lambda child: (child_probs[child - 1], -child))
+        if child_probs[best - 1] < lenience * largest[row]:
+            break
+        row = best
+    return row

@@ -75,6 +75,26 @@ def test_the_default_distribution_fits_with_a_large_vocabulary() -> None:
     assert largest_hop(worst_distribution(DEFAULT_TOP_N * 3 // 2)) > LIMIT_BYTES
 
 
+# Rows, each with its own parent, of a chain, of siblings, and of two levels.
+SHAPES = {"chain": range(8), "8": [0] * 8, "4x1": [0, 0, 0, 0, 1, 2, 3, 4], "2x3": [0, 0, 1, 1, 1, 2, 2, 2]}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_tree_of_eight_rows_with_distributions_of_32_fits(shape: str) -> None:
+    """Drawn independently, where every row carries all of its own; without replacement, the first of siblings does."""
+    wide = worst_distribution(32)
+    parents = tuple(SHAPES[shape])
+    tokens = tuple(wide.token_ids[-1 - row] for row in range(8))
+    assert hop_bytes(TokenTree(tokens, parents, (wide,) * 8), MANY_POSITIONS - DRAFT_COUNT) <= LIMIT_BYTES
+    left: dict[int, DraftDistribution] = {}
+    distributions = []
+    for parent, token_id in zip(parents, tokens, strict=True):
+        distributions.append(left.get(parent, wide))
+        left[parent] = distributions[-1].without(token_id)
+    size = hop_bytes(TokenTree(tokens, parents, tuple(distributions)), MANY_POSITIONS - DRAFT_COUNT)
+    assert size <= 250 + 230 * len(left)
+
+
 @pytest.mark.parametrize("spread", [0.0, 1.0, 4.0, 16.0])
 def test_no_distribution_is_larger_than_the_worst(spread: float) -> None:
     """From equal scores to a single token that has nearly everything."""

@@ -86,6 +86,51 @@ def test_malformed_distributions_are_refused(message: pb.TokenTree, field: str) 
     assert caught.value.metadata["limit"]
 
 
+# Two tries of one root: 4, 9 and 7 without replacement, 6 without replacement behind the first of them, 9 by itself.
+FIRST, BEHIND, OTHER = (DraftDistribution(*each) for each in (((4, 9, 7), (5, 3, 2)), ((8, 6), (1, 1)), ((9,), (1,))))
+FOREST = TokenTree(
+    (4, 8, 9, 6, 7, 9, 9),
+    (0, 1, 0, 1, 0, 0, 0),
+    (FIRST, BEHIND, FIRST.without(4), BEHIND.without(8), FIRST.without(4).without(9), OTHER, OTHER),
+)
+
+
+def test_siblings_without_replacement_travel_in_two_bytes() -> None:
+    """What is left out is made again of the sibling before, whoever stands between; equal siblings are sent."""
+    message = pb.TokenTree.FromString(tree_message(FOREST).SerializeToString())
+    assert [bool(each.token_ids) for each in message.distributions] == [True, True, False, False, False, True, True]
+    assert tree_from(message, 10, 8) == FOREST
+    size = message.ByteSize()
+    message.distributions[2].token_ids.extend((9, 7))
+    message.distributions[2].weights.extend((3, 2))
+    assert message.ByteSize() == size + 8
+    assert tree_from(message, 10, 8) == FOREST
+
+
+@pytest.mark.parametrize(
+    ("parents", "token_ids", "field", "limit"),
+    [
+        ([0, 0], (4, 9), "proposal.distributions.0.token_ids", "filled for the first of siblings"),
+        ([0, 1], (4, 9), "proposal.distributions.1.token_ids", "filled for the first of siblings"),
+        ([], (4, 9), "proposal.distributions.1.token_ids", "filled for the first of siblings"),
+        ([0, 0], (4, 4), "proposal.distributions.1.token_ids", "a support of the row's token 4"),
+        ([0, 0, 0], (4, 9, 9), "proposal.distributions.2.token_ids", "a support of the row's token 9"),
+    ],
+)
+def test_distributions_that_cannot_be_made_are_refused(
+    parents: list[int], token_ids: tuple[int, ...], field: str, limit: str
+) -> None:
+    """Without a sibling, with the sibling's own token, and with nothing left."""
+    first = (
+        pb.DraftDistribution() if field.split(".")[2] == "0" else pb.DraftDistribution(token_ids=[4, 9], weights=[1, 1])
+    )
+    distributions = [first, *(pb.DraftDistribution() for _ in token_ids[1:])]
+    message = pb.TokenTree(token_ids=token_ids, parents=parents, distributions=distributions)
+    with pytest.raises(InvalidRequest) as caught:
+        tree_from(message, 10, 8)
+    assert (caught.value.metadata["field"], caught.value.metadata["limit"]) == (field, limit)
+
+
 def test_the_row_of_a_bad_distribution_is_named() -> None:
     """The second one."""
     message = tree_message(TokenTree((4, 5), (0, 1), DISTRIBUTIONS[:2]))

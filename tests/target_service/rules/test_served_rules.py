@@ -99,17 +99,6 @@ def test_a_rule_that_needs_distributions_refuses_a_proposal_without(target: Targ
     assert len(target.run()) == 1
 
 
-@pytest.mark.parametrize("rule", RULES_WITH_LAWS)
-def test_a_rule_for_chains_refuses_a_tree(target: Target, rule: Rule) -> None:
-    """The parents are named."""
-    target.open(ruled(SPEC, rule))
-    target.run()
-    with pytest.raises(
-        InvalidRequest, match=rf"proposal.parents is \[0, 0\], but must be those of a chain under the rule {rule}"
-    ):
-        step(target, 1, 6, TokenTree((9, 7), (0, 0), (LAW, LAW)))
-
-
 @pytest.mark.parametrize("rule", Rule)
 def test_a_step_is_answered_again_with_the_same_tokens(target: Target, rule: Rule) -> None:
     """A repetition gets the verdict that was given, with another proposal too; a new epoch decides as the old one."""
