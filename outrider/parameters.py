@@ -178,3 +178,8 @@ class DraftDistribution:
 
     token_ids: tuple[int, ...]
     weights: tuple[int, ...]
+
+    def without(self, token_id: int) -> "DraftDistribution":
+        """What the next sibling is drawn from, where siblings are drawn without replacement; empty behind the last."""
+        kept = [entry for entry in zip(self.token_ids, self.weights, strict=True) if entry[0] != token_id]
+        return DraftDistribution(tuple(each for each, _ in kept), tuple(weight for _, weight in kept))

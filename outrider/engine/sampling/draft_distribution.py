@@ -39,12 +39,36 @@ class DraftDistributions:
     weights: Tensor
 
     def draw(self, keys: Tensor) -> Tensor:
-        """Ids [R] int64 drawn by the inverse of the cumulative weights, with one uniform of each key [R] int64."""
+        """Ids [R] int64 drawn by the inverse of the cumulative weights, with one uniform of each key [R] int64.
+
+        Raises ValueError about a row that has no token left; see `sizes`.
+        """
         cumulative = self.weights.numpy().cumsum(axis=1)
+        if not cumulative[:, -1].all():
+            raise ValueError(f"row {int(cumulative[:, -1].argmin())} has no token left to draw")
         uniforms = first_uniforms(keys.tolist())
         # Below the last sum for every uniform, because weights of a row add up to less than 2**24.
         places = (cumulative <= (uniforms * cumulative[:, -1])[:, None]).sum(axis=1)
         return torch.from_numpy(self.token_ids.numpy()[np.arange(len(places)), places])
+
+    def without(self, token_ids: Tensor) -> "DraftDistributions":
+        """The distributions of the next siblings, where siblings are drawn without replacement, one after another.
+
+        token_ids [R] int64 are those just drawn: their weights become 0, and all others stay what they are. What is
+        drawn from the result is what the target tests with, and travels in two bytes. A row may have no token left.
+        """
+        weights = self.weights.numpy()
+        drawn = (self.token_ids.numpy() == token_ids.numpy()[:, None]) & (weights > 0)
+        # The drawn one goes to the end of its row, where padding stands; padding before it changes nothing there.
+        order = drawn.argsort(axis=1, kind="stable")
+        left = np.take_along_axis(np.where(drawn, 0, weights), order, axis=1)
+        return DraftDistributions(self.token_ids.gather(1, torch.from_numpy(order)), torch.from_numpy(left))
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many tokens each row has, 0 where all of them have been drawn."""
+        sizes: list[int] = np.count_nonzero(self.weights.numpy(), axis=1).tolist()
+        return sizes
 
     def probs(self, token_ids: Tensor) -> list[float]:
         """Probability of one id of each row [R] int64, 0 outside the support."""
@@ -55,8 +79,7 @@ class DraftDistributions:
 
     def distributions(self) -> list[DraftDistribution]:
         """The distributions as they travel, without padding."""
-        sizes = np.count_nonzero(self.weights.numpy(), axis=1).tolist()
-        rows = zip(self.token_ids.tolist(), self.weights.tolist(), sizes, strict=True)
+        rows = zip(self.token_ids.tolist(), self.weights.tolist(), self.sizes, strict=True)
         return [DraftDistribution(tuple(ids[:size]), tuple(weights[:size])) for ids, weights, size in rows]
 
 

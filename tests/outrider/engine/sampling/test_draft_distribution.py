@@ -151,3 +151,37 @@ def test_a_distribution_fits_into_a_message(top_n: int) -> None:
     """Otherwise ValueError names the number."""
     with pytest.raises(ValueError, match=rf"top_n is {top_n}, but must be in \[1, 256\]"):
         quantise(random_scores(), top_n, OPS)
+
+
+def test_siblings_without_replacement_are_drawn_until_none_is_left() -> None:
+    """Each once; the others keep their weights and order, in the engine's form and in the one that travels."""
+    distributions = DraftDistributions(
+        torch.tensor([[9, 4, 2], [7, 5, 7]]), torch.tensor([[60000, 5000, 35], [9, 1, 0]])
+    )
+    travelling = distributions.distributions()
+    drawn: list[list[int]] = []
+    for count in range(2):
+        assert distributions.sizes == [3 - count, 2 - count]
+        drawn.append(distributions.draw(keys_of(2) + count).tolist())
+        distributions = distributions.without(torch.tensor(drawn[-1]))
+        travelling = [each.without(token_id) for each, token_id in zip(travelling, drawn[-1], strict=True)]
+        assert distributions.distributions() == travelling
+    assert {drawn[0][1], drawn[1][1]} == {5, 7}
+    assert distributions.sizes == [1, 0]
+    assert {drawn[0][0], drawn[1][0], *travelling[0].token_ids} == {9, 4, 2}
+    with pytest.raises(ValueError, match="row 1 has no token left to draw"):
+        distributions.draw(keys_of(2))
+
+
+def test_siblings_without_replacement_follow_the_weights() -> None:
+    """Pairs in both orders: chi-square against w_a / W times w_b / (W - w_a), over 20,000 keys."""
+    weights, count = (50, 30, 15, 5), 20_000
+    row = DraftDistributions(torch.tensor([[3, 1, 8, 6]]), torch.tensor([weights]))
+    every = DraftDistributions(row.token_ids.expand(count, -1), row.weights.expand(count, -1))
+    first = every.draw(keys_of(count))
+    second = every.without(first).draw(torch.tensor([noise_key(seed, 6, Purpose.DRAFT) for seed in range(count)]))
+    cells = [(a, b) for a in range(4) for b in range(4) if a != b]
+    observed = [((first == row.token_ids[0, a]) & (second == row.token_ids[0, b])).sum().item() for a, b in cells]
+    assert sum(observed) == count
+    expected = [count * weights[a] / 100 * weights[b] / (100 - weights[a]) for a, b in cells]
+    assert stats.chisquare(observed, expected).pvalue > 1e-4
