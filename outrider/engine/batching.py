@@ -89,7 +89,7 @@ class Feed(NamedTuple):
     num_computed: int = 0
     """Rows from the last committed token on that need not be computed: of a tree that grows it and its first rows.
 
-    They are the session's own tree, and all committed tokens are cached; see ModelRunner.check."""
+    The session's own tree begins with them, and all committed tokens are cached; see ModelRunner.check."""
 
     @property
     def num_proposed(self) -> int:
@@ -104,6 +104,12 @@ class Feed(NamedTuple):
         num_rows = len(self.tree)
         parents = tuple(parent and parent + num_rows for parent in self.probes.parents)
         return TokenTree(self.tree.token_ids + self.probes.token_ids, self.tree.parents + parents)
+
+    @property
+    def begun(self) -> TokenTree:
+        """The tree's rows that are computed already."""
+        count = max(self.num_computed - 1, 0)
+        return TokenTree(self.tree.token_ids[:count], self.tree.parents[:count]) if count else EMPTY
 
     @property
     def num_committed(self) -> int:

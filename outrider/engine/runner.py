@@ -285,9 +285,9 @@ class ModelRunner:
             return ForwardResult(nothing, [None] * len(feeds), [range(0)] * len(feeds), grants, {})
         batch = build_batch(feeds, grants, self.device)
         starts = entries(feeds, grants) if self.is_row_invariant else []
-        for session in (feed.session for feed in feeds if not feed.num_computed):
+        for feed in feeds:
             # The rows of an earlier tree are about to be overwritten, whatever comes of this forward.
-            session.advance(session.cached_len, EMPTY)
+            feed.session.advance(feed.session.cached_len, feed.begun)
         self._started_s = time.perf_counter()
         if any(starts) and isinstance(self.model, LayeredDecoder):
             logits = resume(self.model, batch.plan, self.cache, batch.wanted, starts)
@@ -340,11 +340,13 @@ class ModelRunner:
             self._check_ids(feed.probes.token_ids, self._num_probe_ids)
 
     def _check_computed(self, feed: Feed) -> None:
-        session, tree, count = feed.session, feed.tree, feed.num_computed - 1
-        begun = TokenTree(tree.token_ids[:count], tree.parents[:count])
-        is_begun = (begun.token_ids, begun.parents) == (session.tree.token_ids, session.tree.parents)
-        if session.cached_len < len(session) or not is_begun or feed.without_last or not feed.num_rows:
-            raise ValueError(f"{feed.num_computed} rows of {tree} do not lie computed behind {len(session)} tokens")
+        session, begun = feed.session, feed.begun
+        own = session.tree.token_ids[: len(begun)], session.tree.parents[: len(begun)]
+        is_cached = session.cached_len == len(session) and not feed.without_last
+        if not is_cached or own != (begun.token_ids, begun.parents) or not feed.num_rows:
+            raise ValueError(
+                f"{feed.num_computed} rows of {feed.tree} do not lie computed behind {len(session)} tokens"
+            )
 
     def _check_rows(self, name: str, tree: TokenTree, length: int, most: int) -> None:
         """Of rows behind so many tokens, where a forward has room for `most`."""

@@ -76,6 +76,9 @@ class Ops(Protocol):
         ValueError where a row has no finite score, NaN or +inf (so does softmax).
         """
 
+    def perturb(self, scores: Tensor, keys: Tensor) -> Tensor:
+        """[R, V] float64 scores[r, v] + gumbel(keys[r], v), what `draw` compares, bit for bit."""
+
     def choose(self, logits: Tensor, temperatures: Tensor, keys: Tensor, num_tokens: int) -> Tensor:
         """Ids [R] int64 of what `draw` draws from the first num_tokens of logits [R, V] at temperatures [R] float64.
 

@@ -70,10 +70,12 @@ class EagerOps:
         _check_scores(scores)
         ids = torch.empty_like(keys)
         for rows in _pieces(scores.shape[0], scores.shape[1]):
-            noise = gumbel(keys[rows], scores.shape[1])
             # The first of equal maxima.
-            ids[rows] = torch.argmax(scores[rows].double() + noise, dim=-1)
+            ids[rows] = torch.argmax(self.perturb(scores[rows], keys[rows]), dim=-1)
         return ids
+
+    def perturb(self, scores: Tensor, keys: Tensor) -> Tensor:
+        return scores.double() + gumbel(keys, scores.shape[1])
 
     def choose(self, logits: Tensor, temperatures: Tensor, keys: Tensor, num_tokens: int) -> Tensor:
         scores, column = logits[:, :num_tokens], temperatures[:, None]

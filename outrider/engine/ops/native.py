@@ -150,6 +150,14 @@ class NativeOps:
         _refuse_faults(faults > 0)
         return ids if stretches == 1 else ids[:num_rows]
 
+    def perturb(self, scores: Tensor, keys: Tensor) -> Tensor:
+        num_rows, num_tokens = _matrix("scores", scores)
+        expect("keys", keys, torch.int64, (num_rows,))
+        sums = torch.empty(num_rows, num_tokens, dtype=torch.float64)
+        places = scores.data_ptr(), keys.data_ptr(), sums.data_ptr()
+        self.functions.outrider_perturb(self.pool, *places, num_rows, num_tokens, -(-num_tokens // self._stretch))
+        return sums
+
     def choose(self, logits: Tensor, temperatures: Tensor, keys: Tensor, num_tokens: int) -> Tensor:
         num_rows, num_logits = _matrix("logits", logits)
         expect("temperatures", temperatures, torch.float64, (num_rows,))

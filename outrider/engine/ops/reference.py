@@ -54,6 +54,9 @@ class ReferenceOps(EagerOps):
     def draw(self, scores: Tensor, keys: Tensor) -> Tensor:
         return _by_row(super().draw, scores, keys)
 
+    def perturb(self, scores: Tensor, keys: Tensor) -> Tensor:
+        return _by_row(super().perturb, scores, keys)
+
     def choose(self, logits: Tensor, temperatures: Tensor, keys: Tensor, num_tokens: int) -> Tensor:
         choose = super().choose
         return _by_row(lambda row, one, key: choose(row, one, key, num_tokens), logits, temperatures, keys)

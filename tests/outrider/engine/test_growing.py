@@ -154,13 +154,13 @@ def test_a_row_at_its_number_would_be_noticed(runner: ModelRunner, monkeypatch: 
 
 
 def test_rows_that_do_not_lie_there_are_refused(runner: ModelRunner) -> None:
-    """What counts as computed is the session's own tree, its whole and nothing else, behind cached tokens."""
+    """What counts as computed is what the session's own tree begins with, behind cached tokens."""
     session = runner.open(random_ids(10), 1)
     tree = TokenTree((7, 8, 9), (0, 0, 1))
     with pytest.raises(ValueError, match="do not lie computed"):
         runner.forward([Feed(session, tree, num_computed=1)])
     finish(runner, Feed(session, first_rows(tree, 2)))
-    for count, other in ((1, tree), (2, tree), (4, tree), (3, TokenTree((7, 7, 9), (0, 0, 1)))):
+    for count, other in ((4, tree), (3, TokenTree((7, 7, 9), (0, 0, 1)))):
         with pytest.raises(ValueError, match="do not lie computed"):
             runner.forward([Feed(session, other, num_computed=count)])
     finish(runner, Feed(session, tree, num_computed=3))
@@ -173,6 +173,37 @@ def test_rows_that_do_not_lie_there_are_refused(runner: ModelRunner) -> None:
 @pytest.mark.parametrize(
     ("token_ids", "kept"), [((22, 55, 66), 3), ((11, 44), 2), ((22, 99), 1), ((99,), 0), ((), 0), ((11, 33, 88, 5), 3)]
 )
+def test_rows_that_were_computed_once_more_are_the_same(runner: ModelRunner) -> None:
+    """A step that is made again, because what came behind it failed, changes nothing."""
+    prompt, tree = random_ids(18), TREE
+    session = runner.open(prompt, 1)
+    grow(runner, session, tree, [0, 3, 8])
+    again = finish(runner, Feed(session, tree, num_computed=4))[0]
+    assert torch.equal(again, fresh(runner, prompt, tree)[0][4:])
+    session.keep((2, 5, 6, 7))
+    assert_like_fresh(runner, session)
+    close(runner, session)
+
+
+@pytest.mark.parametrize("num_computed", [0, 4])
+def test_a_forward_that_fails_leaves_no_row_that_it_may_have_written(
+    runner: ModelRunner, num_computed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it did not touch stays, and can be built on; the rest of the tree is gone."""
+    session = runner.open(random_ids(18), 1)
+    finish(runner, Feed(session, TREE))
+
+    def fail(*_arguments: object) -> None:
+        raise RuntimeError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.model, "forward", fail)
+        with pytest.raises(RuntimeError, match="broken"):
+            runner.forward([Feed(session, TREE, num_computed=num_computed)])
+    assert session.tree == first_rows(TREE, max(num_computed - 1, 0))
+    close(runner, session)
+
+
 def test_the_next_tokens_go_down_the_tree(runner: ModelRunner, token_ids: tuple[int, ...], kept: int) -> None:
     """Those that the tree has are cached at once, the others are not, and nothing differs from a fresh prefill."""
     prompt = random_ids(30)

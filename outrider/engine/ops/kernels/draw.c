@@ -169,6 +169,34 @@ int64_t outrider_draw(pool *threads, const float *scores, const int64_t *keys, d
 
 int64_t outrider_draw_stretch(void) { return STRETCH; }
 
+typedef struct {
+    const float *scores;
+    const int64_t *keys;
+    double *sums;
+    int64_t num_tokens, stretches;
+} perturb_job;
+
+static void perturb_stretch(const void *argument, uint32_t index) {
+    const perturb_job *job = argument;
+    const int64_t row = index / job->stretches, from = index % job->stretches * STRETCH;
+    const int64_t end = from + STRETCH < job->num_tokens ? from + STRETCH : job->num_tokens;
+    const float *scores = job->scores + row * job->num_tokens;
+    double *sums = job->sums + row * job->num_tokens;
+    for (int64_t token = from; token < end; token += DWIDTH) {
+        const int64_t left = end - token < DWIDTH ? end - token : DWIDTH;
+        const doubles sum = load_scores(scores + token, left) + gumbel(uniform_of((uint64_t)job->keys[row], (uint64_t)token));
+        memcpy(sums + token, &sum, (size_t)left * sizeof(double));
+    }
+}
+
+/* sums [num_rows, num_tokens]: what outrider_draw compares. */
+void outrider_perturb(pool *threads, const float *scores, const int64_t *keys, double *sums, int64_t num_rows,
+                      int64_t num_tokens, int64_t stretches) {
+    const perturb_job job = {scores, keys, sums, num_tokens, stretches};
+    pool_run_costing(threads, perturb_stretch, &job, (uint32_t)(num_rows * stretches),
+                     16.0 * (double)(num_rows * num_tokens));
+}
+
 /* Stores and returns e^(score - highest). */
 INLINE doubles weigh(const float *scores, double *probs, float highest, int64_t left) {
     const doubles weights = exponential_double(load_scores(scores, left) - (double)highest);
