@@ -170,9 +170,6 @@ def test_rows_that_do_not_lie_there_are_refused(runner: ModelRunner) -> None:
     close(runner, session)
 
 
-@pytest.mark.parametrize(
-    ("token_ids", "kept"), [((22, 55, 66), 3), ((11, 44), 2), ((22, 99), 1), ((99,), 0), ((), 0), ((11, 33, 88, 5), 3)]
-)
 def test_rows_that_were_computed_once_more_are_the_same(runner: ModelRunner) -> None:
     """A step that is made again, because what came behind it failed, changes nothing."""
     prompt, tree = random_ids(18), TREE
@@ -204,6 +201,9 @@ def test_a_forward_that_fails_leaves_no_row_that_it_may_have_written(
     close(runner, session)
 
 
+@pytest.mark.parametrize(
+    ("token_ids", "kept"), [((22, 55, 66), 3), ((11, 44), 2), ((22, 99), 1), ((99,), 0), ((), 0), ((11, 33, 88, 5), 3)]
+)
 def test_the_next_tokens_go_down_the_tree(runner: ModelRunner, token_ids: tuple[int, ...], kept: int) -> None:
     """Those that the tree has are cached at once, the others are not, and nothing differs from a fresh prefill."""
     prompt = random_ids(30)
