@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,9 +60,12 @@ class GrownTask(DraftTask):
     """Rows of the session's tree by the numbers of the nodes that are expanded, the newest of them last."""
     num_new: int = 1
     """Of them those that are expanded now."""
+    ranked: SessionSpec = field(init=False)
+    """What its scores are made with: at temperature 0 the argmax leaves one token, and the second best is wanted."""
 
     def __post_init__(self) -> None:
         DraftTask.__post_init__(self)
+        self.ranked = before_argmax(self.draw_input).spec
         self.growth = Growth(self.limits)
         self.rows = {ROOT: 0}
 
@@ -120,8 +124,7 @@ def children_each(
 
 def _children_of_all(runner: ModelRunner, tasks: Sequence[GrownTask], logits: Tensor) -> list[Level | OutriderError]:
     """Those of tasks whose rows follow each other in logits, at temperature 0 or above it alike."""
-    # At temperature 0 what the argmax leaves has one token, and the second best is what it leaves out.
-    inputs = [before_argmax(task.draw_input) for task in tasks]
+    inputs = [DrawInput(task.draw_input.feed, task.ranked) for task in tasks]
     try:
         children = _children(runner, tasks, scores_behind(runner, logits, inputs))
     except ValueError:
@@ -159,14 +162,13 @@ def _children(runner: ModelRunner, tasks: Sequence[GrownTask], scores: Tensor, p
     if place is not None:
         keys, owners = keys[place : place + 1], owners[place : place + 1]
     is_hot = tasks[0].spec.sampling.temperature > 0
-    sums = ops.perturb(scores, key_column(runner, keys)) if is_hot else scores.double()
-    scales = torch.tensor([[task.scale] for task in owners], dtype=torch.float64, device=sums.device)
-    shares = ops.softmax((sums / scales).float())
-    ids = _top_ids(sums, max(task.limits.max_children for task in tasks))
-    logprobs: list[list[float]] = [[0.0] * ids.shape[1]] * len(owners)
+    scales = torch.from_numpy(np.array([task.scale for task in owners])).to(scores.device)
+    count = max(task.limits.max_children for task in tasks)
+    ids, shares = ops.rank(scores, scales, count, key_column(runner, keys) if is_hot else None)
+    logprobs: list[list[float]] = [[0.0] * count] * len(owners)
     if any(task.wants_logprob for task in tasks):
-        logprobs = _logprobs(ops, scores, ids) if is_hot else [[0.0, *[log_of(MIN_PROB)] * ids.shape[1]]] * len(owners)
-    rows = zip(owners, ids.tolist(), shares.gather(1, ids).tolist(), logprobs, strict=True)
+        logprobs = _logprobs(ops, scores, ids) if is_hot else [[0.0, *[log_of(MIN_PROB)] * count]] * len(owners)
+    rows = zip(owners, ids.tolist(), shares.tolist(), logprobs, strict=True)
     return [
         [
             Child(token_id, share, is_end(task.spec, token_id), logprob)
@@ -179,24 +181,13 @@ def _children(runner: ModelRunner, tasks: Sequence[GrownTask], scores: Tensor, p
 
 
 def _logprobs(ops: Ops, scores: Tensor, ids: Tensor) -> list[list[float]]:
-    probs: list[list[float]] = ops.softmax(scores).gather(1, ids).tolist()
+    probs: list[list[float]] = ops.softmax(scores).gather(1, ids.clamp(min=0)).tolist()
     return [[log_of(prob) for prob in row] for row in probs]
 
 
 def is_end(spec: SessionSpec, token_id: int) -> bool:
     """Whether a token ends the request."""
     return token_id in spec.eos_token_ids or token_id in spec.stop_token_ids
-
-
-def _top_ids(sums: Tensor, count: int) -> Tensor:
-    """The first `count` ids [R, count] of each row in the order of (-sum, id)."""
-    selected = sums.topk(min(count + 1, sums.shape[1]))
-    values, ids = selected.values, selected.indices
-    tied = (values[:, 1:] == values[:, :-1]).any(dim=1)
-    if bool(tied.any()):
-        # A selection takes any of equal ones and in any order.
-        ids[tied] = sums[tied].sort(dim=1, descending=True, stable=True).indices[:, : ids.shape[1]]
-    return ids[:, :count]
 
 
 class DrawnNode(NamedTuple):

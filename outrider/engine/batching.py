@@ -108,8 +108,8 @@ class Feed(NamedTuple):
     @property
     def begun(self) -> TokenTree:
         """The tree's rows that are computed already."""
-        count = max(self.num_computed - 1, 0)
-        return TokenTree(self.tree.token_ids[:count], self.tree.parents[:count]) if count else EMPTY
+        count = self.num_computed - 1
+        return TokenTree(self.tree.token_ids[:count], self.tree.parents[:count]) if count > 0 else EMPTY
 
     @property
     def num_committed(self) -> int:

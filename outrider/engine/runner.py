@@ -340,13 +340,11 @@ class ModelRunner:
             self._check_ids(feed.probes.token_ids, self._num_probe_ids)
 
     def _check_computed(self, feed: Feed) -> None:
-        session, begun = feed.session, feed.begun
-        own = session.tree.token_ids[: len(begun)], session.tree.parents[: len(begun)]
+        session, tree, count = feed.session, feed.tree, feed.num_computed - 1
+        own = session.tree.token_ids[:count], session.tree.parents[:count]
         is_cached = session.cached_len == len(session) and not feed.without_last
-        if not is_cached or own != (begun.token_ids, begun.parents) or not feed.num_rows:
-            raise ValueError(
-                f"{feed.num_computed} rows of {feed.tree} do not lie computed behind {len(session)} tokens"
-            )
+        if not is_cached or own != (tree.token_ids[:count], tree.parents[:count]) or not feed.num_rows:
+            raise ValueError(f"{feed.num_computed} rows of {tree} do not lie computed behind {len(session)} tokens")
 
     def _check_rows(self, name: str, tree: TokenTree, length: int, most: int) -> None:
         """Of rows behind so many tokens, where a forward has room for `most`."""

@@ -76,14 +76,20 @@ class Ops(Protocol):
         ValueError where a row has no finite score, NaN or +inf (so does softmax).
         """
 
-    def perturb(self, scores: Tensor, keys: Tensor) -> Tensor:
-        """[R, V] float64 scores[r, v] + gumbel(keys[r], v), what `draw` compares, bit for bit."""
-
     def choose(self, logits: Tensor, temperatures: Tensor, keys: Tensor, num_tokens: int) -> Tensor:
         """Ids [R] int64 of what `draw` draws from the first num_tokens of logits [R, V] at temperatures [R] float64.
 
         Scores are logits at temperature 1, and outrider.engine.ops.temperature otherwise, with the same bits as
         outrider.engine.sampling.transforms.transform. Raises ValueError like draw.
+        """
+
+    def rank(self, scores: Tensor, scales: Tensor, count: int, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The tokens with the greatest sums in each row, ids [R, count] int64, and their shares [R, count] float64.
+
+        A sum is what `draw` compares, scores[r, v] + gumbel(keys[r], v), or the score alone without keys; the order is
+        that of (-sum, id), and so the first is the one that `draw` draws. A share is a token's part of all tokens'
+        e^(sum / scales[r]). Where there are no more tokens, the id is -1 and the share 0. scores and faults as in
+        `draw`, scales [R] float64.
         """
 
 

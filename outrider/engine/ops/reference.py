@@ -54,12 +54,15 @@ class ReferenceOps(EagerOps):
     def draw(self, scores: Tensor, keys: Tensor) -> Tensor:
         return _by_row(super().draw, scores, keys)
 
-    def perturb(self, scores: Tensor, keys: Tensor) -> Tensor:
-        return _by_row(super().perturb, scores, keys)
-
     def choose(self, logits: Tensor, temperatures: Tensor, keys: Tensor, num_tokens: int) -> Tensor:
         choose = super().choose
         return _by_row(lambda row, one, key: choose(row, one, key, num_tokens), logits, temperatures, keys)
+
+    def rank(self, scores: Tensor, scales: Tensor, count: int, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        rank = super().rank
+        columns = (scores, scales) if keys is None else (scores, scales, keys)
+        both = _by_row(lambda row, scale, *key: torch.stack(rank(row, scale, count, *key), dim=-1), *columns)
+        return both[..., 0].long(), both[..., 1]
 
 
 def _by_row(compute: Callable[..., Tensor], *columns: Tensor) -> Tensor:
