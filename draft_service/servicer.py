@@ -5,6 +5,7 @@ from functools import partial
 
 from draft_service.sessions import DraftSessions, Wanted
 from outrider.drafters.model_drafter import choose_drafter
+from outrider.engine.growth import row_count
 from outrider.errors import InvalidRequest, check_range, check_token_ids
 from outrider.model_service.link import Job, LinkServicer
 from outrider.model_service.servicer import MAX_DRAFT_COUNT
@@ -31,17 +32,29 @@ class DraftServicer(LinkServicer[pb.ProposeRequest, DraftSessions], DraftService
         """Opens a session or moves it forward; raises InvalidRequest and Unsupported."""
         if request.HasField("open"):
             spec = messages.spec_from(request.open.session, fence.base_len, self._facts.vocabulary_size, earlier)
-            draft_count = check_range("open.draft_count", request.open.draft_count, 0, MAX_DRAFT_COUNT)
+            wanted = self._wanted("open", request.open, arrived_ns)
             rule, offers = spec.acceptance.rule, self._facts.drafters
             drafter = choose_drafter(request.open.drafter, rule, offers, "open.drafter")
-            return partial(self._sessions.open, fence, spec, Wanted(draft_count, arrived_ns), owner, drafter)
+            return partial(self._sessions.open, fence, spec, wanted, owner, drafter)
         message = request.advance
         if len(message.token_ids) >= fence.base_len:
             count, limit = f"{len(message.token_ids)} tokens", f"fewer than {fence.base_len} tokens"
             raise InvalidRequest("advance.token_ids", count, limit)
         token_ids = check_token_ids("advance.token_ids", message.token_ids, self._facts.vocabulary_size)
-        draft_count = check_range("advance.draft_count", message.draft_count, 0, MAX_DRAFT_COUNT)
-        return partial(self._sessions.advance, fence, token_ids, Wanted(draft_count, arrived_ns), owner)
+        wanted = self._wanted("advance", message, arrived_ns)
+        return partial(self._sessions.advance, fence, token_ids, wanted, owner)
+
+    def _wanted(self, action: str, message: pb.DraftOpen | pb.DraftAdvance, arrived_ns: int) -> Wanted:
+        """Raises InvalidRequest."""
+        draft_count = check_range(f"{action}.draft_count", message.draft_count, 0, MAX_DRAFT_COUNT)
+        if not message.HasField("shape"):
+            return Wanted(draft_count, arrived_ns)
+        shape = messages.shape_from(message.shape, f"{action}.shape")
+        num_rows = row_count(shape.expansions)
+        if num_rows > draft_count:
+            limit = f"at most the {draft_count} rows of {action}.draft_count"
+            raise InvalidRequest(f"{action}.shape.expansions", f"{num_rows} rows", limit)
+        return Wanted(draft_count, arrived_ns, shape)
 
     def fill(self, response: pb.ProposeResponse, answer: TokenTree) -> None:
         messages.write_tree(response.proposal, answer, with_logprobs=True)

@@ -9,18 +9,24 @@ from functools import partial
 from typing import NamedTuple
 
 from outrider.drafters.model_drafter import MODEL, DraftTask, noise_of
+from outrider.drafters.scales import Scales
+from outrider.drafters.tree_drafter import as_tree
 from outrider.engine.runner import ModelRunner
 from outrider.model_service.session_store import LeaseTable, Outbox, SessionAnswer, SessionState, SessionStore
 from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence, MessageStatus, Meter, classify
-from outrider.token_tree import TokenTree
+from outrider.token_tree import TokenTree, TreeShape
 
 
 class Wanted(NamedTuple):
-    """How many guesses a message asks for. `arrived_ns` is when it came, on time.perf_counter_ns."""
+    """How many guesses a message asks for. `arrived_ns` is when it came, on time.perf_counter_ns.
+
+    With a shape they are rows of a tree, without one a chain.
+    """
 
     draft_count: int
     arrived_ns: int
+    shape: TreeShape | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +70,7 @@ class DraftSessions(SessionStore[DraftState]):
         super().__init__(runner, table, DraftState, prefix_cache=prefix_cache)
         self._context_len = runner.context_len
         self._submit = submit
+        self._scales = Scales()
 
     def open(self, fence: Fence, spec: SessionSpec, wanted: Wanted, owner: Outbox, drafter: str = MODEL) -> None:
         """Opens a session, or opens it again with a newer epoch, and asks for guesses.
@@ -94,7 +101,10 @@ class DraftSessions(SessionStore[DraftState]):
             elif held.task is not None:
                 # The gateway has moved on; the request that it overtakes is answered with what there is.
                 held.task.finish()
-            held.session.replace_tail(fence.base_len - len(token_ids), token_ids)
+            base_len, reply = fence.base_len - len(token_ids), held.reply
+            if reply is not None and reply.content is not None and reply.content.values and held.asked_len == base_len:
+                self._scales.learn(held.spec, reply.content, token_ids)
+            held.session.replace_tail(base_len, token_ids)
             self._draft(held, fence, wanted)
 
     def _repeat(self, held: DraftState, fence: Fence, wanted: Wanted) -> None:
@@ -111,7 +121,7 @@ class DraftSessions(SessionStore[DraftState]):
         held.reply = None
         # The last token of a request is the target's alone, and no guess may lie past the draft's context.
         room = min(held.spec.max_len - 1, self._context_len) - fence.base_len
-        held.task = DraftTask(
+        task = DraftTask(
             session=held.session,
             spec=held.spec,
             noise=noise_of(held.drafter, held.spec.acceptance.rule),
@@ -120,7 +130,11 @@ class DraftSessions(SessionStore[DraftState]):
             on_done=partial(self._on_done, fence, held),
             on_failure=partial(self.fail, fence.session_id, held),
         )
-        self._submit(held.task)
+        if wanted.shape is not None and task.draft_count:
+            # Where it is the room that counts, a tree may have as many rows as are wanted, and no deeper ones.
+            task = as_tree(task, wanted.shape, wanted.draft_count, room, self._scales)
+        held.task = task
+        self._submit(task)
 
     def _on_done(self, fence: Fence, held: DraftState, task: DraftTask) -> None:
         held.task = None

@@ -1,6 +1,6 @@
 """How many draft tokens each rule keeps, also with shorter distributions of the draft, on texts of the target.
 
-    python -m bench.acceptance [--target MODEL --draft MODEL] [--save FILE]
+    python -m bench.acceptance [--target MODEL --draft MODEL] [--tree N] [--save FILE]
 
 Prints a report in Markdown; `--save FILE` keeps every count with the machine, the
 versions and the command. Runs both models in this process: acceptance depends on no clock and no connection.
@@ -17,7 +17,8 @@ import torch
 import typer
 
 from bench.acceptance.report import AcceptanceSummary, render
-from bench.acceptance.runs import AT_A_TIME, AcceptancePlan, ModelPair, measure
+from bench.acceptance.runs import AT_A_TIME, AcceptancePlan, ModelPair, RuleCounts, measure
+from bench.acceptance.trees import TreeCounts, measure_trees, render_trees
 from bench.common import (
     OPENINGS,
     SaveFile,
@@ -41,6 +42,7 @@ from target_service.own_drafts import HostedModel
 from target_service.server import load_head
 
 MAX_TEXTS = len(OPENINGS)
+MAX_TREE_ROWS = 64
 
 
 def count(words: str, least: int, most: int, *names: str, metavar: str = "N") -> object:
@@ -67,11 +69,24 @@ def acceptance(  # noqa: PLR0913, one parameter for each option is how typer dec
     text_len: Annotated[int, count("Tokens of a text.", 8, 512, "--tokens")] = 96,
     stride: Annotated[int, count("Tokens from one round to the next.", 1, 512)] = 2,
     texts: Annotated[int, count("Texts to write.", 2, MAX_TEXTS)] = MAX_TEXTS,
+    tree: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Guesses of a tree, to be compared with a chain of as many under match, instead of the rules; "
+            "may be given several times.",
+            metavar="N",
+            min=1,
+            max=MAX_TREE_ROWS,
+            show_default=False,
+        ),
+    ] = None,
     save: SaveFile = None,
 ) -> None:
     """Shows acceptance and tokens a round of every rule, and what the size of a draft's distribution costs."""
     telemetry.configure_logs("warning")
-    refuse_together("--head", head, {"--draft": draft})
+    refuse_together("--head", head, {"--draft": draft, "--tree": tree})
+    if tree and max(tree) >= text_len:
+        raise InvalidRequest("--tree", max(tree), f"less than the {text_len} tokens of a text")
     target_model, draft_model = choose_pair(target, draft)
     plan = AcceptancePlan(parse_temperatures(temperatures), draft_count, text_len, stride)
     prompts = asyncio.run(encoded(target_model, OPENINGS[:texts]))
@@ -84,7 +99,12 @@ def acceptance(  # noqa: PLR0913, one parameter for each option is how typer dec
         if not isinstance(drafter, HostedModel):
             raise InvalidRequest("--head", head, "a head that does without the target's lower layers")
         pair = ModelPair(runner, drafter)
-    conclude(pair, AcceptanceSummary(plan, measure(pair, plan, prompts, note)), save)
+    if tree:
+        trees = measure_trees(pair, plan, prompts, tree, note)
+        conclude(pair, plan, trees, render_trees(trees), save)
+        return
+    summary = AcceptanceSummary(plan, measure(pair, plan, prompts, note))
+    conclude(pair, plan, summary.counts, render(summary), save)
 
 
 def load(model: str, dtype: Dtype | None, threads: int | None, kv_tokens: int) -> ModelRunner:
@@ -102,22 +122,24 @@ async def encoded(model: str, prompts: Sequence[str]) -> list[list[int]]:
     return [list(await tokenizer.encode(prompt)) for prompt in prompts]
 
 
-def conclude(pair: ModelPair, summary: AcceptanceSummary, save: Path | None) -> None:
+def conclude(
+    pair: ModelPair, plan: AcceptancePlan, counts: Sequence[RuleCounts | TreeCounts], report: str, save: Path | None
+) -> None:
     """Writes the file that is wanted, and prints the report."""
-    plan, target, draft = summary.plan, pair.target.identity, pair.draft.runner.identity
+    target, draft = pair.target.identity, pair.draft.runner.identity
     if save is not None:
         document = provenance() | {
             "models": {"target": asdict(target), "draft": asdict(draft)},
             "plan": asdict(plan) | {"rules": [each.model_dump() for each in plan.rules]},
-            "counts": [asdict(each) for each in summary.counts],
+            "counts": [asdict(each) for each in counts],
         }
         save.write_text(json.dumps(document, indent=1), encoding="utf-8")
-    texts = len({each.prompt for each in summary.counts})
+    texts = len({each.prompt for each in counts})
     print(
         f"## {target.model_name} with {draft.model_name}\n\n"
         f"{target.dtype}; target {target.model_hash[:12]}, draft {draft.model_hash[:12]}; {texts} texts of "
         f"{plan.text_len} tokens, {len(plan.places)} rounds in each under every setting; {machine()}; "
-        f"commit {revision() or 'unknown'}.\n\n{render(summary)}"
+        f"commit {revision() or 'unknown'}.\n\n{report}"
     )
 
 

@@ -64,15 +64,15 @@ class Readers:
         self._pair = pair
         # With room behind the last place for guesses that nobody will commit.
         room = 2 * text_len
-        self._specs = [spec_of(prompt, seed, temperature, room) for seed, prompt in enumerate(prompts)]
+        self.specs = [spec_of(prompt, seed, temperature, room) for seed, prompt in enumerate(prompts)]
         self._target = [opened(pair.target, prompt) for prompt in prompts]
         # By rule, because that is what a draft draws for.
         self._drafts: dict[Acceptance, list[HostedDraft]] = {}
         for _ in range(text_len):
-            trials = self._decide(self._specs, [EMPTY] * len(prompts))
+            trials = self._decide(self.specs, [EMPTY] * len(prompts))
             for session, (_, walk) in zip(self._target, trials, strict=True):
                 session.extend([walk.next_token_id])
-        self._texts = [tuple(session.token_ids) for session in self._target]
+        self.texts = [tuple(session.token_ids) for session in self._target]
 
     @property
     def lengths(self) -> list[int]:
@@ -81,7 +81,7 @@ class Readers:
 
     def go_to(self, place: int) -> None:
         """Makes every session hold its prompt and the first `place` tokens of its text."""
-        for number, (spec, text, session) in enumerate(zip(self._specs, self._texts, self._target, strict=True)):
+        for number, (spec, text, session) in enumerate(zip(self.specs, self.texts, self._target, strict=True)):
             length = spec.prompt_len + place
             session.replace_tail(1, text[1:length])
             for drafts in self._drafts.values():
@@ -89,7 +89,7 @@ class Readers:
 
     def round(self, acceptance: Acceptance, draft_count: int, top_n: int) -> list[Trial]:
         """One round of every session, from its place and back to it."""
-        specs = [replace(spec, acceptance=acceptance) for spec in self._specs]
+        specs = [replace(spec, acceptance=acceptance) for spec in self.specs]
         return self._decide(specs, self._propose(specs, draft_count, top_n))
 
     def close(self) -> None:

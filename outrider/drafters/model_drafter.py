@@ -10,8 +10,10 @@ for the sessions that want it, and so changes no guess. Runs on the device threa
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +22,8 @@ from outrider.engine.batching import Feed
 from outrider.engine.noise import Purpose, round_key
 from outrider.engine.runner import Allocate, ModelRunner, reserve
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, quantise
-from outrider.engine.sampling.draw import DrawInput, draw_each, key_column, rows_of, scores_behind
+from outrider.engine.sampling.draw import DrawInput, draw_each, key_column, row_contexts, rows_of, scores_behind
+from outrider.engine.sampling.transforms import transform
 from outrider.engine.session import Session
 from outrider.engine.sharing import Pace
 from outrider.engine.worker import own_fault
@@ -73,6 +76,12 @@ class Guess(NamedTuple):
     logprob: float | None = None
 
 
+# What a step of a task has found, to be taken when all of the batch is; or why there is nothing.
+Step = Callable[[], None] | OutriderError
+# Finds the steps of tasks of one kind, whose rows are logits[ranges[i]], drawing from at most so many tokens.
+Guesser = Callable[[ModelRunner, Sequence[Any], Tensor, Sequence[range], int], list[Step]]
+
+
 @dataclass(slots=True, eq=False)
 class DraftTask:
     """A session on its way to `draft_count` guesses, or none: then only its tokens are cached."""
@@ -98,6 +107,11 @@ class DraftTask:
     def __post_init__(self) -> None:
         self.base_len = len(self.session)
         self.draw_input = DrawInput(Feed(self.session), self.spec)
+
+    @property
+    def guesser(self) -> Guesser:
+        """Who finds its steps, together with those of others of its kind."""
+        return _coupled if self.noise is Purpose.TOKEN else _sampled
 
     @property
     def needs_distribution(self) -> bool:
@@ -174,52 +188,57 @@ class ModelDrafter:
         result = self._runner.forward(feeds, self._pace.begin(feeds, self._runner.max_rows))
         ready = [(task, rows) for task, rows in zip(tasks, result.ranges, strict=True) if rows is not None]
         guessing = [task for task, _ in ready]
-        guesses = guess_each(self._runner, guessing, result.logits, [rows for _, rows in ready], self._top_n)
+        steps = guess_each(self._runner, guessing, result.logits, [rows for _, rows in ready], self._top_n)
         self._runner.finish()
         self._pace.end(result.grants)
         ended_ns = time.perf_counter_ns()
-        num_rows, found = result.num_rows, iter(guesses)
+        num_rows, found = result.num_rows, iter(steps)
         for task, grant, rows in zip(tasks, result.grants, result.ranges, strict=True):
             if grant:
                 task.meter.add(started_ns, ended_ns, num_rows)
             # A guess that was made must not be made again, so what fails from here on fails alone.
             with own_fault(task):
-                guess = None if rows is None else next(found)
+                step = None if rows is None else next(found)
                 # Only what is committed; the guesses behind it are nobody's but this session's.
                 task.session.publish(task.base_len - task.num_private)
-                if isinstance(guess, OutriderError):
-                    task.fail(guess)
-                elif guess is not None:
-                    task.take(guess)
+                if isinstance(step, OutriderError):
+                    task.fail(step)
+                elif step is not None:
+                    step()
         return True
 
 
 def guess_each(
-    runner: ModelRunner, tasks: Sequence[DraftTask], logits: Tensor, rows: Sequence[range], top_n: int
-) -> list[Guess | OutriderError]:
-    """The next guess of each task, behind its one row of logits, logits[rows[i]]; or why there is none.
+    runner: ModelRunner, tasks: Sequence[DraftTask], logits: Tensor, ranges: Sequence[range], top_n: int
+) -> list[Step]:
+    """The next step of each task, whose rows of logits are logits[ranges[i]].
 
     Distributions have at most top_n tokens.
     """
-    if all(task.noise is Purpose.TOKEN for task in tasks):
-        return _coupled(runner, tasks, logits, rows, top_n)
-    guesses: dict[int, Guess | OutriderError] = {}
-    for noise, guess in ((Purpose.TOKEN, _coupled), (Purpose.DRAFT, _sampled)):
-        numbers = [number for number, task in enumerate(tasks) if task.noise is noise]
-        if numbers:
-            chosen = [tasks[number] for number in numbers]
-            found = guess(runner, chosen, logits, [rows[number] for number in numbers], top_n)
-            guesses |= zip(numbers, found, strict=True)
-    return [guesses[number] for number in range(len(tasks))]
+    groups: dict[Guesser, list[int]] = {}
+    for number, task in enumerate(tasks):
+        groups.setdefault(task.guesser, []).append(number)
+    if len(groups) == 1:
+        return next(iter(groups))(runner, tasks, logits, ranges, top_n)
+    steps: dict[int, Step] = {}
+    for guesser, numbers in groups.items():
+        chosen = [tasks[number] for number in numbers]
+        steps |= zip(
+            numbers, guesser(runner, chosen, logits, [ranges[number] for number in numbers], top_n), strict=True
+        )
+    return [steps[number] for number in range(len(tasks))]
 
 
 def _coupled(
     runner: ModelRunner, tasks: Sequence[DraftTask], logits: Tensor, rows: Sequence[range], _top_n: int
-) -> list[Guess | OutriderError]:
+) -> list[Step]:
     """Guesses drawn with the shared noise."""
     drawn = draw_each(runner, logits, [task.draw_input for task in tasks], rows)
     if not any(task.wants_logprob for task in tasks):
-        return [each if isinstance(each, OutriderError) else Guess(each[0]) for each in drawn]
+        return [
+            each if isinstance(each, OutriderError) else partial(task.take, Guess(each[0]))
+            for task, each in zip(tasks, drawn, strict=True)
+        ]
     asked = {n: each[0] for n, each in enumerate(drawn) if tasks[n].wants_logprob and isinstance(each, list)}
     # At temperature 0 the distribution is the one token.
     hot = [number for number in asked if tasks[number].spec.sampling.temperature]
@@ -228,38 +247,43 @@ def _coupled(
         scores = scores_behind(runner, rows_of(logits, [rows[n] for n in hot]), [tasks[n].draw_input for n in hot])
         ids = torch.tensor([asked[number] for number in hot], device=scores.device)
         probs = runner.ops.softmax(scores).gather(1, ids[:, None]).flatten().tolist()
-        logprobs |= zip(hot, map(_log, probs), strict=True)
+        logprobs |= zip(hot, map(log_of, probs), strict=True)
     return [
-        each if isinstance(each, OutriderError) else Guess(each[0], logprob=logprobs.get(number))
-        for number, each in enumerate(drawn)
+        each if isinstance(each, OutriderError) else partial(task.take, Guess(each[0], logprob=logprobs.get(number)))
+        for number, (task, each) in enumerate(zip(tasks, drawn, strict=True))
     ]
 
 
 def _sampled(
     runner: ModelRunner, tasks: Sequence[DraftTask], logits: Tensor, rows: Sequence[range], top_n: int
-) -> list[Guess | OutriderError]:
+) -> list[Step]:
     """Guesses drawn with noise of their own, from distributions that can be sent."""
-    scores = _scores(runner, rows_of(logits, rows), [task.draw_input for task in tasks])
+    scores = drawable_scores(runner, rows_of(logits, rows), [task.draw_input for task in tasks])
     distributions = quantise(scores, top_n, runner.ops)
     keys = [round_key(task.spec.seed, task.base_len, len(task.session), Purpose.DRAFT) for task in tasks]
     token_ids = distributions.draw(key_column(runner, keys))
     sent = distributions.distributions() if any(task.needs_distribution for task in tasks) else [None] * len(tasks)
     probs = distributions.probs(token_ids) if any(task.wants_logprob for task in tasks) else [None] * len(tasks)
-    return [
-        Guess(token_id, own if task.needs_distribution else None, _log(prob) if prob and task.wants_logprob else None)
-        for task, token_id, own, prob in zip(tasks, token_ids.tolist(), sent, probs, strict=True)
-    ]
+    steps: list[Step] = []
+    for task, token_id, own, prob in zip(tasks, token_ids.tolist(), sent, probs, strict=True):
+        logprob = log_of(prob) if prob and task.wants_logprob else None
+        steps.append(partial(task.take, Guess(token_id, own if task.needs_distribution else None, logprob)))
+    return steps
 
 
-def _scores(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInput]) -> Tensor:
-    """Transformed scores, of which a row that has none is -inf throughout, and no task fails for its row."""
+def drawable_scores(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInput]) -> Tensor:
+    """Transformed scores of all rows; one that has none is -inf throughout, and no task fails for its row."""
     try:
         return scores_behind(runner, logits, inputs)
     except ValueError:
-        if len(inputs) == 1:
-            return torch.full_like(logits, -torch.inf)
-        return torch.cat([_scores(runner, logits[row : row + 1], [each]) for row, each in enumerate(inputs)])
+        contexts = [context for each in inputs for context in row_contexts(each)]
+    scores = torch.full_like(logits, -torch.inf)
+    for row, context in enumerate(contexts):
+        with suppress(ValueError):
+            scores[row] = transform(logits[row : row + 1], [context], runner.vocabulary_size, runner.ops)[0]
+    return scores
 
 
-def _log(prob: float) -> float:
+def log_of(prob: float) -> float:
+    """Its natural logarithm, finite and at most 0."""
     return min(math.log(max(prob, MIN_PROB)), 0.0)

@@ -86,6 +86,10 @@ class Feed(NamedTuple):
     """Whether the last committed token, of at least two that are not cached, is left to a later forward."""
     probes: TokenTree = EMPTY
     """Rows whose logits are wanted, and which are never kept; a tree of its own behind the last committed token."""
+    num_computed: int = 0
+    """Rows from the last committed token on that need not be computed: of a tree that grows it and its first rows.
+
+    The session's own tree begins with them, and all committed tokens are cached; see ModelRunner.check."""
 
     @property
     def num_proposed(self) -> int:
@@ -102,9 +106,33 @@ class Feed(NamedTuple):
         return TokenTree(self.tree.token_ids + self.probes.token_ids, self.tree.parents + parents)
 
     @property
+    def begun(self) -> TokenTree:
+        """The tree's rows that are computed already."""
+        count = self.num_computed - 1
+        return TokenTree(self.tree.token_ids[:count], self.tree.parents[:count]) if count > 0 else EMPTY
+
+    @property
     def num_committed(self) -> int:
-        """Committed tokens to be computed, at least 1."""
+        """Committed tokens to be computed, at least 1 unless they are computed."""
+        if self.num_computed:
+            return 0
         return max(len(self.session.token_ids) - self.session.cached_len, 1) - self.without_last
+
+    @property
+    def num_rows(self) -> int:
+        """Rows to be computed."""
+        return self.num_committed + self.num_proposed - max(self.num_computed - 1, 0)
+
+    @property
+    def start(self) -> int:
+        """The place of the first of them among the session's slots."""
+        session = self.session
+        return len(session.token_ids) - 1 + self.num_computed if self.num_computed else session.next_position
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Of the rows whose logits a forward gives, but for probes, the depths in the tree; the root's is 0."""
+        return self.tree.depths[self.num_computed :]
 
     @property
     def is_prompt(self) -> bool:
@@ -113,7 +141,7 @@ class Feed(NamedTuple):
 
     def num_prefix(self, grant: int) -> int:
         """Of `grant` rows those before the last committed token whose logits are wanted."""
-        return min(grant, self.num_committed - 1) if self.wants_prefix else 0
+        return min(grant, max(self.num_committed - 1, 0)) if self.wants_prefix else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +168,17 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
     ranges: list[range | None] = []
     for feed, grant in zip(feeds, grants, strict=True):
         session, first = feed.session, len(token_ids)
-        num_committed = feed.num_committed
-        tree = feed.proposed
-        is_complete = grant == num_committed + len(tree) and not feed.without_last
-        tree = tree if is_complete else EMPTY
+        is_complete = grant == feed.num_rows and not feed.without_last
+        tree = feed.proposed if is_complete else EMPTY
+        # Rows of the tree that are computed already, and what else there is of it.
+        skipped = max(feed.num_computed - 1, 0)
+        num_new = len(tree) - skipped
         if grant:
-            start = session.next_position
+            start = feed.start
             end = start + grant
-            stop = end - len(tree)
+            stop = end - num_new
             slots = session.table.slots(0, end)
-            token_ids += (*session.token_ids[start:stop], *tree.token_ids)
+            token_ids += (*session.token_ids[start:stop], *tree.token_ids[skipped:])
             row_slots.append(slots[start:])
             # The slots of a chain lie in a row, and need no gathering.
             if tree.is_chain:
@@ -159,9 +188,9 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
                 num_keys += end
             else:
                 positions += range(start, stop)
-                positions += [stop - 1 + depth for depth in tree.depths[1:]]
+                positions += [len(session.token_ids) - 1 + depth for depth in tree.depths[skipped + 1 :]]
                 key_starts += [num_keys] * (stop - start)
-                lists, starts = _leaf_lists(tree, slots, stop)
+                lists, starts = _leaf_lists(tree, slots, len(session.token_ids), skipped)
                 key_starts += [num_keys + each for each in starts]
                 key_lists += lists
                 num_keys += sum(map(len, lists))
@@ -171,7 +200,8 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
         prefixes.append(range(num_wanted, len(wanted)))
         num_wanted = len(wanted)
         if is_complete:
-            wanted += range(len(token_ids) - len(tree) - 1, len(token_ids))
+            # The root's, unless it is computed already, and the new rows'.
+            wanted += range(len(token_ids) - num_new - (not feed.num_computed), len(token_ids))
         ranges.append(range(num_wanted, len(wanted)) if is_complete else None)
     # Those of one type travel together, because each tensor costs as much as many rows.
     num_rows = len(token_ids)
@@ -211,18 +241,23 @@ def entries(feeds: Sequence[Feed], grants: Sequence[int]) -> list[int]:
     return found
 
 
-def _leaf_lists(tree: TokenTree, slots: Slots, stop: int) -> tuple[list[Slots], list[int]]:
-    """A list for each leaf: the committed slots, then its path's; and where in them the list of each row begins."""
+def _leaf_lists(tree: TokenTree, slots: Slots, stop: int, skipped: int) -> tuple[list[Slots], list[int]]:
+    """A list for each leaf behind the first `skipped` rows: the committed slots, then its path's.
+
+    And where in them the list of each row begins, of those behind the skipped ones.
+    """
     lists: list[Slots] = []
     row_starts, num_keys = [-1] * len(tree), 0
     for leaf in tree.leaves():
+        if leaf <= skipped:
+            continue
         path = tree.path(leaf)
         for row in path:
             if row_starts[row - 1] < 0:
                 row_starts[row - 1] = num_keys
         lists.append(np.append(slots[:stop], slots[[stop + row - 1 for row in path]]))
         num_keys += len(lists[-1])
-    return lists, row_starts
+    return lists, row_starts[skipped:]
 
 
 def _split(array: Ints, device: torch.device, *sizes: int) -> tuple[Tensor, ...]:

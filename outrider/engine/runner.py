@@ -60,8 +60,8 @@ class ForwardResult:
     logits: Tensor
     """[rows, V] float32 on the device, of roots, tree rows and probes."""
     ranges: list[range | None]
-    """For each feed the rows of logits: the root (its last committed token) first, then its tree's rows in row order.
-    None: the feed is not finished, and is to be fed again."""
+    """For each feed the rows of logits: the root (its last committed token) first, then its tree's rows in row order;
+    those that were computed before are left out. None: the feed is not finished, and is to be fed again."""
     prefixes: list[range]
     """For each feed that wants them the rows of logits of the tokens before the root that this forward computed."""
     grants: list[int]
@@ -277,7 +277,7 @@ class ModelRunner:
         for feed in feeds:
             self.check(feed)
         for feed in feeds:
-            feed.session.reserve(feed.num_proposed)
+            feed.session.reserve(feed.num_proposed, feed.start)
         max_prefix_rows = max(1, MAX_PREFIX_LOGITS // self.config.vocab_size)
         grants = share_rows(feeds, self.max_rows, max_prefix_rows, max_prompt_rows)
         if not any(grants):
@@ -287,7 +287,7 @@ class ModelRunner:
         starts = entries(feeds, grants) if self.is_row_invariant else []
         for feed in feeds:
             # The rows of an earlier tree are about to be overwritten, whatever comes of this forward.
-            feed.session.advance(feed.session.cached_len, EMPTY)
+            feed.session.advance(feed.session.cached_len, feed.begun)
         self._started_s = time.perf_counter()
         if any(starts) and isinstance(self.model, LayeredDecoder):
             logits = resume(self.model, batch.plan, self.cache, batch.wanted, starts)
@@ -308,7 +308,7 @@ class ModelRunner:
         for number, feed in enumerate(feeds):
             rows = batch.ranges[number]
             if feed.probes is not EMPTY and rows is not None:
-                end = len(feed.tree) + 1
+                end = len(feed.depths)
                 batch.ranges[number], probes[number] = rows[:end], rows[end:]
         return ForwardResult(logits, batch.ranges, batch.prefixes, grants, probes)
 
@@ -326,13 +326,25 @@ class ModelRunner:
         self._started_s = None
 
     def check(self, feed: Feed) -> None:
-        """Raises InvalidRequest when a feed can never run: past the context, too wide, or ids that are not embedded."""
+        """Raises InvalidRequest when a feed can never run: past the context, too wide, or ids that are not embedded.
+
+        Raises ValueError where rows count as computed that are not.
+        """
         session, tree = feed.session, feed.tree
+        if feed.num_computed:
+            self._check_computed(feed)
         self._check_rows("tree", tree, len(session), self.max_rows - 1)
         self._check_ids((*session.token_ids[session.next_position :], *tree.token_ids))
         if feed.probes is not EMPTY:
             self._check_rows("probes", feed.probes, len(session), self.max_rows - 1 - len(tree))
             self._check_ids(feed.probes.token_ids, self._num_probe_ids)
+
+    def _check_computed(self, feed: Feed) -> None:
+        session, tree, count = feed.session, feed.tree, feed.num_computed - 1
+        own = session.tree.token_ids[:count], session.tree.parents[:count]
+        is_cached = session.cached_len == len(session) and not feed.without_last
+        if not is_cached or own != (tree.token_ids[:count], tree.parents[:count]) or not feed.num_rows:
+            raise ValueError(f"{feed.num_computed} rows of {tree} do not lie computed behind {len(session)} tokens")
 
     def _check_rows(self, name: str, tree: TokenTree, length: int, most: int) -> None:
         """Of rows behind so many tokens, where a forward has room for `most`."""
@@ -380,9 +392,9 @@ def reserve(runner: ModelRunner, feed: Feed, with_room: Callable[[Allocate], Non
     """
     runner.check(feed)
     try:
-        feed.session.reserve(feed.num_proposed)
+        feed.session.reserve(feed.num_proposed, feed.start)
     except CacheFull:
-        with_room(lambda: feed.session.reserve(feed.num_proposed))
+        with_room(lambda: feed.session.reserve(feed.num_proposed, feed.start))
 
 
 def reopen(

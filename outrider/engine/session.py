@@ -61,9 +61,13 @@ class Session:
         """
         return min(self.cached_len, len(self.token_ids) - 1)
 
-    def reserve(self, num_tree_rows: int = 0) -> None:
-        """Slots for all tokens and num_tree_rows behind them; raises CacheFull and leaves the session as it was."""
-        self.table.reserve(len(self.token_ids) + num_tree_rows, self.next_position)
+    def reserve(self, num_tree_rows: int = 0, written_from: int | None = None) -> None:
+        """Slots for all tokens and num_tree_rows behind them, of which those from written_from on will be written.
+
+        By default these are the next position and all behind it. Raises CacheFull and leaves the session as it was.
+        """
+        first = self.next_position if written_from is None else written_from
+        self.table.reserve(len(self.token_ids) + num_tree_rows, first)
 
     def advance(self, cached_len: int, tree: TokenTree) -> None:
         """What the runner says after a forward: tokens below cached_len are cached, and tree's rows behind them."""
@@ -113,8 +117,21 @@ class Session:
             (index for index, pair in enumerate(zip(old_tail, token_ids, strict=False)) if pair[0] != pair[1]),
             min(len(old_tail), len(token_ids)),
         )
-        self.truncate(base + common)
-        self.extend(token_ids[common:])
+        if common < len(old_tail):
+            self.truncate(base + common)
+        self.follow(token_ids[common:])
+
+    def follow(self, token_ids: Sequence[int]) -> None:
+        """Commits tokens: those that go down the session's own tree with their keys and values, the others without."""
+        rows: list[int] = []
+        for token_id in token_ids if self.tree else ():
+            children = self.tree.children(rows[-1] if rows else 0)
+            row = next((child for child in children if self.tree.token_ids[child - 1] == token_id), None)
+            if row is None:
+                break
+            rows.append(row)
+        self.keep(rows)
+        self.extend(token_ids[len(rows) :])
 
     def truncate(self, length: int) -> None:
         """Forgets tokens, cache and tree past length; idempotent. Raises InvalidRequest outside [1, len(self)]."""

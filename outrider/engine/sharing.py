@@ -38,7 +38,7 @@ def share_rows(
     Neither a tree nor probes are ever divided from the last committed token, whose logits they continue. At most
     max_prefix_rows are granted of which feeds want the logits besides, because logits are large.
     """
-    needs = [feed.num_committed + feed.num_proposed for feed in feeds]
+    needs = [feed.num_rows for feed in feeds]
     prefixes = [feed.num_prefix(need) if feed.wants_prefix else 0 for feed, need in zip(feeds, needs, strict=True)]
     prompts = [index for index, feed in enumerate(feeds) if feed.is_prompt]
     left, prefix_left = max_rows, max_prefix_rows

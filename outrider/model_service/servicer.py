@@ -24,7 +24,7 @@ from outrider.rpc.messages import RULES
 from outrider.v1 import model_service_pb2 as pb
 from outrider.v1.model_service_pb2_grpc import ModelServiceServicer, add_ModelServiceServicer_to_server
 
-MAX_DRAFT_COUNT = 32
+MAX_DRAFT_COUNT = 64
 MAX_WAITING_JOBS = 4096
 
 ROLES = {"draft": pb.SERVICE_ROLE_DRAFT, "target": pb.SERVICE_ROLE_TARGET}
@@ -55,10 +55,13 @@ class ServiceFacts:
     """The rules that each can serve, by name."""
     hosted: Mapping[str, ModelRunner] = field(default_factory=dict)
     """What computes those drafters that have a model of their own in this process."""
+    makes_trees: bool = False
+    """Whether the drafters make trees where a shape is asked for."""
 
     def offer(self, drafter: str) -> pb.DrafterOffer:
         """A drafter as it stands now."""
-        offer = pb.DrafterOffer(name=drafter, rules=[RULES[rule] for rule in Rule if rule in self.drafters[drafter]])
+        rules = [RULES[rule] for rule in Rule if rule in self.drafters[drafter]]
+        offer = pb.DrafterOffer(name=drafter, rules=rules, makes_trees=self.makes_trees)
         runner = self.hosted.get(drafter)
         if runner is not None:
             offer.model_name, offer.model_hash = runner.identity.model_name, runner.identity.model_hash
@@ -91,7 +94,7 @@ class ModelServicer(ModelServiceServicer):
         described = {each.name: getattr(facts, each.name) for each in fields(facts)} | asdict(self._sessions.counts())
         described |= {"role": ROLES[facts.role], "eos_token_ids": sorted(facts.eos_token_ids)}
         described |= {"drafters": list(facts.drafters)}
-        del described["hosted"]
+        del described["hosted"], described["makes_trees"]
         return pb.GetModelInfoResponse(
             **described,
             protocol_version=channels.PROTOCOL_VERSION,

@@ -165,7 +165,7 @@ BAD_MESSAGES = {
     "no fence": draft_pb.ProposeRequest(open=draft_pb.DraftOpen()),
     "base_len": opening(base_len=5),
     "negative draft count": opening(draft_count=-1),
-    "draft count": opening(draft_count=33),
+    "draft count": opening(draft_count=65),
     "prompt_len": opening(prompt_len=7),
     "part with all tokens": draft_pb.ProposeRequest(fence=FENCE, part=pb.OpenPart(token_ids=PROMPT)),
     "no action": draft_pb.ProposeRequest(fence=FENCE),

@@ -17,7 +17,7 @@ from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
 
 INT32 = (-(2**31), 2**31 - 1)
-MAX_TOKENS, VOCABULARY_SIZE, MAX_DRAFT_COUNT = 8, 4096, 32
+MAX_TOKENS, VOCABULARY_SIZE, MAX_DRAFT_COUNT = 8, 4096, 64
 LONG = "x" * 257
 # Few characters and many tokens.
 RARE = "\U0001f9ff\U00013000" * 60

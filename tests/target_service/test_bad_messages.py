@@ -52,7 +52,7 @@ BAD_MESSAGES = {
     "temperature": changed(lambda session: setattr(session.sampling, "temperature", -1.0)),
     "proposed token id": opening(proposal=pb.TokenTree(token_ids=[4096])),
     "parent": opening(proposal=pb.TokenTree(token_ids=[1, 2], parents=[0, 2])),
-    "rows": opening(proposal=pb.TokenTree(token_ids=[1] * 33)),
+    "rows": opening(proposal=pb.TokenTree(token_ids=[1] * 65)),
     "depth": changed(lambda session: setattr(session, "max_len", 8)),
     "distributions": opening(proposal=pb.TokenTree(token_ids=[1], distributions=[pb.DraftDistribution()])),
     "distributions under match": opening(

@@ -180,7 +180,7 @@ async def test_model_info_describes_the_service(client: TargetClient, service: R
     assert (info.model_name, info.weight_dtype, info.device, info.thread_count) == ("target", "bfloat16", "cpu", 1)
     assert (info.context_len, info.vocabulary_size, len(info.vocabulary_digests)) == (4096, 4096, 4)
     assert (list(info.eos_token_ids), list(info.drafters)) == ([0], [])
-    assert (info.max_draft_count, info.unacknowledged_window) == (32, 256)
+    assert (info.max_draft_count, info.unacknowledged_window) == (64, 256)
     assert (info.block_size, info.block_count, info.free_block_count) == (16, 512, 512)
     assert info.parameter_count == 11_015_040
     assert info.weight_bytes == sum(p.numel() * (4 if p.ndim == 1 else 2) for p in reference_parameters())

@@ -83,6 +83,15 @@ class Ops(Protocol):
         outrider.engine.sampling.transforms.transform. Raises ValueError like draw.
         """
 
+    def rank(self, scores: Tensor, scales: Tensor, count: int, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The tokens with the greatest sums in each row, ids [R, count] int64, and their shares [R, count] float64.
+
+        A sum is what `draw` compares, scores[r, v] + gumbel(keys[r], v), or the score alone without keys; the order is
+        that of (-sum, id), and so the first is the one that `draw` draws. A share is a token's part of all tokens'
+        e^(sum / scales[r]). Where there are no more tokens, the id is -1 and the share 0. scores and faults as in
+        `draw`, scales [R] float64.
+        """
+
 
 def choose_ops(device: torch.device, num_threads: int) -> Ops:
     """The fastest operations for a device: compiled kernels on a CPU that has them, torch otherwise."""

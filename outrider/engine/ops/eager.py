@@ -75,6 +75,24 @@ class EagerOps:
             ids[rows] = torch.argmax(scores[rows].double() + noise, dim=-1)
         return ids
 
+    def rank(self, scores: Tensor, scales: Tensor, count: int, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        _check_scores(scores)
+        ids, shares = (
+            torch.full((scores.shape[0], count), -1, device=scores.device),
+            torch.zeros(scores.shape[0], count, device=scores.device).double(),
+        )
+        for rows in _pieces(scores.shape[0], scores.shape[1]):
+            sums = scores[rows].double()
+            if keys is not None:
+                sums = sums + gumbel(keys[rows], scores.shape[1])
+            # Stable, because a selection takes any of equal ones.
+            best = sums.sort(dim=-1, descending=True, stable=True)
+            found = torch.softmax(sums / scales[rows, None], dim=-1).gather(1, best.indices[:, :count])
+            width = found.shape[1]
+            ids[rows, :width] = best.indices[:, :count].masked_fill(best.values[:, :count] == -torch.inf, -1)
+            shares[rows, :width] = found
+        return ids, shares
+
     def choose(self, logits: Tensor, temperatures: Tensor, keys: Tensor, num_tokens: int) -> Tensor:
         scores, column = logits[:, :num_tokens], temperatures[:, None]
         # Every row is computed all three ways, because asking which it needs would wait for the device.

@@ -25,6 +25,7 @@ _ARGUMENTS: dict[str, list[type]] = {
     "outrider_choose": [*[_POINTER] * 7, *[_SIZE] * 4],
     "outrider_draw_stretch": [],
     "outrider_softmax": [*[_POINTER] * 4, *[_SIZE] * 2],
+    "outrider_rank": [*[_POINTER] * 8, *[_SIZE] * 3],
     "outrider_forward_floats": [_POINTER, _SIZE],
     "outrider_forward": [*[_POINTER] * 6, _SIZE, _SIZE, _POINTER, _POINTER],
     "outrider_head_floats": [_POINTER, _SIZE, _SIZE],

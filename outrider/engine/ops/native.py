@@ -164,6 +164,20 @@ class NativeOps:
         _refuse_faults(self.functions.outrider_choose(self.pool, *inputs, *places, *sizes) > 0)
         return ids if stretches == 1 else ids[:num_rows]
 
+    def rank(self, scores: Tensor, scales: Tensor, count: int, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        num_rows, num_tokens = _matrix("scores", scores)
+        expect("scales", scales, torch.float64, (num_rows,))
+        if keys is not None:
+            expect("keys", keys, torch.int64, (num_rows,))
+        ids = torch.empty(num_rows, count, dtype=torch.int64)
+        shares = torch.empty(num_rows, count, dtype=torch.float64)
+        sums, faults = torch.empty(num_rows, num_tokens, dtype=torch.float64), torch.empty(num_rows, dtype=torch.int32)
+        inputs = scores.data_ptr(), None if keys is None else keys.data_ptr(), scales.data_ptr()
+        places = sums.data_ptr(), ids.data_ptr(), shares.data_ptr(), faults.data_ptr()
+        self.functions.outrider_rank(self.pool, *inputs, *places, num_rows, num_tokens, count)
+        _refuse_faults(bool(faults.numpy().any()))
+        return ids, shares
+
     def _winners(self, num_rows: int, num_tokens: int) -> tuple[int, Tensor, Tensor]:
         """Stretches of a row, and room for the winners of all stretches: their scores and their ids."""
         stretches = -(-num_tokens // self._stretch)

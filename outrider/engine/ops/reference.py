@@ -58,6 +58,12 @@ class ReferenceOps(EagerOps):
         choose = super().choose
         return _by_row(lambda row, one, key: choose(row, one, key, num_tokens), logits, temperatures, keys)
 
+    def rank(self, scores: Tensor, scales: Tensor, count: int, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        rank = super().rank
+        columns = (scores, scales) if keys is None else (scores, scales, keys)
+        both = _by_row(lambda row, scale, *key: torch.stack(rank(row, scale, count, *key), dim=-1), *columns)
+        return both[..., 0].long(), both[..., 1]
+
 
 def _by_row(compute: Callable[..., Tensor], *columns: Tensor) -> Tensor:
     """The rows of `compute` of one row each of the columns, copied."""

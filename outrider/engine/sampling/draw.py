@@ -108,10 +108,13 @@ def rows_of(logits: Tensor, ranges: Sequence[range]) -> Tensor:
 
 
 def row_contexts(draw_input: DrawInput) -> list[RowContext]:
-    """What the rows of an input stand on, the root's first."""
+    """What the rows of an input stand on, the root's first; of a tree that grows those of the new rows."""
     session, tree, spec = draw_input.feed.session, draw_input.feed.tree, draw_input.spec
     ends = spec.eos_token_ids | spec.stop_token_ids
-    paths = (tuple(tree.token_ids[step - 1] for step in tree.path(row)) for row in range(len(tree) + 1))
+    paths = (
+        tuple(tree.token_ids[step - 1] for step in tree.path(row))
+        for row in range(draw_input.feed.num_computed, len(tree) + 1)
+    )
     return [RowContext(spec.sampling, session.token_ids, path, spec.prompt_len, ends, spec.banned) for path in paths]
 
 
@@ -137,23 +140,23 @@ def undrawable(prefix_len: int, cause: ValueError) -> OutriderError:
 
 def _draw_group(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInput], plain: bool) -> list[Drawn]:
     """Drawn tokens of each input, whose rows follow each other in logits; raises ValueError."""
-    keys = _keys(inputs)
+    keys = shared_keys(inputs)
     if plain:
         temperatures: list[float] = []
         for each in inputs:
-            temperatures += [divisor(each.spec.sampling)] * len(each.feed.tree.depths)
+            temperatures += [divisor(each.spec.sampling)] * len(each.feed.depths)
         column = torch.from_numpy(np.array(temperatures, dtype=np.float64)).to(runner.device)
         ids = runner.ops.choose(logits, column, key_column(runner, keys), runner.vocabulary_size)
         drawn: list[int] = ids.tolist()
     else:
         drawn = _draw(runner, logits, [context for each in inputs for context in row_contexts(each)], keys)
-    ends = accumulate(len(each.feed.tree.depths) for each in inputs)
+    ends = accumulate(len(each.feed.depths) for each in inputs)
     return [drawn[start:end] for start, end in pairwise([0, *ends])]
 
 
 def _draw_alone(runner: ModelRunner, logits: Tensor, draw_input: DrawInput) -> Drawn:
     drawn: list[int] = []
-    for row, (context, key) in enumerate(zip(row_contexts(draw_input), _keys([draw_input]), strict=True)):
+    for row, (context, key) in enumerate(zip(row_contexts(draw_input), shared_keys([draw_input]), strict=True)):
         try:
             drawn += _draw(runner, logits[row : row + 1], [context], [int(key)])
         except ValueError as error:
@@ -169,12 +172,12 @@ def _draw(runner: ModelRunner, logits: Tensor, contexts: Sequence[RowContext], k
     return drawn
 
 
-def _keys(inputs: Sequence[DrawInput]) -> Keys:
-    """Draft and target draw a position with one key, whichever row of whichever proposal it is."""
+def shared_keys(inputs: Sequence[DrawInput]) -> Keys:
+    """TOKEN keys of all rows of all inputs: draft and target draw a position with one, whichever row it is."""
     seeds: list[int] = []
     positions: list[int] = []
     for each in inputs:
-        length, depths = len(each.feed.session), each.feed.tree.depths
+        length, depths = len(each.feed.session), each.feed.depths
         seeds += [each.spec.seed] * len(depths)
         positions += [length + depth for depth in depths]
     return token_keys(seeds, positions)

@@ -110,7 +110,7 @@ def test_the_report_has_every_rule_and_the_file_every_count(
 ) -> None:
     """The report is Markdown, the file can be read again."""
     file = tmp_path / "counts.json"
-    conclude(pair, summary, file)
+    conclude(pair, PLAN, summary.counts, render(summary), file)
     text = capsys.readouterr().out
     assert render(summary) in text
     for rule in ("match", "ratio", "block", "lenient 0.5", "typical 0.09 0.3"):

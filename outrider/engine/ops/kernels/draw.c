@@ -209,3 +209,74 @@ void outrider_softmax(pool *threads, const float *scores, double *probs, int32_t
     const softmax_job job = {scores, probs, num_tokens, faults};
     pool_run_costing(threads, softmax_row, &job, (uint32_t)num_rows, 16.0 * (double)(num_rows * num_tokens));
 }
+
+typedef struct {
+    const float *scores;
+    const int64_t *keys;
+    const double *scales;
+    double *sums, *shares;
+    int64_t *ids;
+    int32_t *faults;
+    int64_t num_tokens, count;
+} rank_job;
+
+/* Puts what is greater than the least of the best into its place; of equal ones the first stays in front. */
+INLINE void rank_block(const double *sums, int64_t first, int64_t end, double *best, int64_t *ids, int64_t count) {
+    for (int64_t token = first; token < end; token++) {
+        if (!(sums[token] > best[count - 1])) continue;
+        int64_t place = count - 1;
+        for (; place > 0 && best[place - 1] < sums[token]; place--) {
+            best[place] = best[place - 1];
+            ids[place] = ids[place - 1];
+        }
+        best[place] = sums[token];
+        ids[place] = token;
+    }
+}
+
+/* The best sums of a row stand in its shares until all are known. */
+static void rank_row(const void *argument, uint32_t row) {
+    const rank_job *job = argument;
+    const int64_t num_tokens = job->num_tokens, count = job->count;
+    const float *scores = job->scores + row * num_tokens;
+    double *sums = job->sums + row * num_tokens, *best = job->shares + row * count;
+    int64_t *ids = job->ids + row * count;
+    int faults = 0;
+    for (int64_t place = 0; place < count; place++) {
+        best[place] = -INFINITY;
+        ids[place] = -1;
+    }
+    for (int64_t token = 0; token < num_tokens; token++) faults += !(scores[token] < INFINITY);
+    for (int64_t first = 0; first < num_tokens; first += DWIDTH) {
+        const int64_t end = first + DWIDTH < num_tokens ? first + DWIDTH : num_tokens;
+        doubles sum = load_scores(scores + first, end - first);
+        if (job->keys) sum += gumbel(uniform_of((uint64_t)job->keys[row], (uint64_t)first));
+        memcpy(sums + first, &sum, (size_t)(end - first) * sizeof(double));
+        if (greatest(sum) > best[count - 1]) rank_block(sums, first, end, best, ids, count);
+    }
+    job->faults[row] = faults > 0 || ids[0] < 0;
+    if (job->faults[row]) return;
+    const double highest = best[0], scale = job->scales[row];
+    doubles parts[SUM_LANES / DWIDTH] = {{0}};
+    for (int64_t first = 0; first < num_tokens; first += SUM_LANES) {
+        for (int part = 0; part < SUM_LANES / DWIDTH; part++) {
+            doubles gaps = splat_double(-INFINITY);
+            const int64_t token = first + part * DWIDTH, left = num_tokens - token;
+            if (left > 0) memcpy(&gaps, sums + token, (size_t)(left < DWIDTH ? left : DWIDTH) * sizeof(double));
+            parts[part] += exponential_double((gaps - highest) / scale);
+        }
+    }
+    double lanes[SUM_LANES], total = 0.0;
+    memcpy(lanes, parts, sizeof lanes);
+    for (int lane = 0; lane < SUM_LANES; lane++) total += lanes[lane];
+    for (int64_t place = 0; place < count; place++) best[place] = exp((best[place] - highest) / scale) / total;
+}
+
+/* scores [num_rows, num_tokens], keys [num_rows] or none for no noise, scales [num_rows]; sums [num_rows, num_tokens] is
+ * room to work in. ids and shares [num_rows, count]: the tokens with the greatest sums, -1 where there are no more, and
+ * their parts of e^(sum / scale). faults as in outrider_softmax. */
+void outrider_rank(pool *threads, const float *scores, const int64_t *keys, const double *scales, double *sums,
+                   int64_t *ids, double *shares, int32_t *faults, int64_t num_rows, int64_t num_tokens, int64_t count) {
+    const rank_job job = {scores, keys, scales, sums, shares, ids, faults, num_tokens, count};
+    pool_run_costing(threads, rank_row, &job, (uint32_t)num_rows, 32.0 * (double)(num_rows * num_tokens));
+}

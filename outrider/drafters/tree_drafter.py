@@ -1,0 +1,316 @@
+"""Guesses as a tree. One step is one forward over all rows whose children are wanted next.
+
+With the target's noise the children of a row are its best tokens under scores plus noise: the first is what a chain
+would go on with, the others are what the target may draw where the draft errs. The likeliest rows of all are kept,
+whatever was drawn, because the rules that this serves commit the same tokens whatever is proposed.
+
+With noise of its own the draft draws the children of a row one after the other without replacement, and which rows have
+how many is fixed before anything is drawn: the rules that test with distributions depend on it.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.drafters.model_drafter import MIN_PROB, DraftTask, Guess, Guesser, Step, drawable_scores, log_of
+from outrider.drafters.scales import Scales
+from outrider.engine.batching import Feed
+from outrider.engine.growth import MAX_CHILDREN, ROOT, Child, Growth, Limits, depth_first, level_order
+from outrider.engine.noise import Purpose, round_key
+from outrider.engine.ops import Ops
+from outrider.engine.runner import ModelRunner
+from outrider.engine.sampling.draft_distribution import DraftDistributions, quantise
+from outrider.engine.sampling.draw import (
+    DrawInput,
+    before_argmax,
+    key_column,
+    row_contexts,
+    rows_of,
+    scores_behind,
+    shared_keys,
+    undrawable,
+)
+from outrider.engine.sampling.transforms import transform
+from outrider.errors import OutriderError
+from outrider.parameters import SessionSpec
+from outrider.token_tree import TokenTree, TreeShape
+
+# What may follow each of a task's newest rows.
+Level = list[list[Child]]
+
+MAX_DEPTH = 32
+# Of a drawn tree whose shape leaves it to the draft.
+DRAWN_CHILDREN = 2
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class GrownTask(DraftTask):
+    """A session on its way to the `draft_count` likeliest guesses; see outrider.engine.growth."""
+
+    limits: Limits
+    scale: float
+    """See outrider.drafters.scales."""
+    growth: Growth = field(init=False)
+    rows: dict[int, int] = field(init=False)
+    """Rows of the session's tree by the numbers of the nodes that are expanded, the newest of them last."""
+    num_new: int = 1
+    """Of them those that are expanded now."""
+    ranked: SessionSpec = field(init=False)
+    """What its scores are made with: at temperature 0 the argmax leaves one token, and the second best is wanted."""
+
+    def __post_init__(self) -> None:
+        DraftTask.__post_init__(self)
+        self.ranked = before_argmax(self.draw_input).spec
+        self.growth = Growth(self.limits)
+        self.rows = {ROOT: 0}
+
+    @property
+    def guesser(self) -> Guesser:
+        return children_each
+
+    @property
+    def proposal(self) -> TokenTree:
+        return self.growth.tree(with_logprobs=self.wants_logprob)
+
+    def take_level(self, level: Level) -> None:
+        """Adds the children of the newest rows, and goes on with those rows that may matter."""
+        growth = self.growth
+        for number, children in zip([*self.rows][-self.num_new :], level, strict=True):
+            growth.expand(number, children)
+        wanted = growth.frontier()
+        if not wanted:
+            self.finish()
+            return
+        nodes = [(number, growth.nodes[number].token_id, growth.nodes[number].parent) for number in wanted]
+        self.draw_input, self.num_new = _going_on(self.draw_input, self.rows, nodes), len(nodes)
+
+
+def _going_on(draw_input: DrawInput, rows: dict[int, int], nodes: Iterable[tuple[int, int, int]]) -> DrawInput:
+    """The next step, which computes these nodes behind what was computed so far: number, token id and parent of each.
+
+    `rows` has the rows of all nodes that are computed, and gets the new ones'.
+    """
+    grown = draw_input.feed.tree
+    token_ids, parents = list(grown.token_ids), list(grown.parents)
+    for number, token_id, parent in nodes:
+        token_ids.append(token_id)
+        parents.append(rows[parent])
+        rows[number] = len(token_ids)
+    tree = TokenTree(tuple(token_ids), tuple(parents))
+    return DrawInput(Feed(draw_input.feed.session, tree, num_computed=1 + len(grown)), draw_input.spec)
+
+
+def children_each(
+    runner: ModelRunner, tasks: Sequence[GrownTask], logits: Tensor, ranges: Sequence[range], _top_n: int
+) -> list[Step]:
+    """The children of each task's newest rows, logits[ranges[i]]; or why there are none behind its root."""
+    found: dict[int, Level | OutriderError] = {}
+    for is_hot in (False, True):
+        numbers = [n for n, task in enumerate(tasks) if (task.spec.sampling.temperature > 0) is is_hot]
+        if numbers:
+            chosen = [tasks[number] for number in numbers]
+            part = rows_of(logits, [ranges[number] for number in numbers])
+            found |= zip(numbers, _children_of_all(runner, chosen, part), strict=True)
+    return [
+        level if isinstance(level, OutriderError) else partial(task.take_level, level)
+        for task, (_, level) in zip(tasks, sorted(found.items()), strict=True)
+    ]
+
+
+def _children_of_all(runner: ModelRunner, tasks: Sequence[GrownTask], logits: Tensor) -> list[Level | OutriderError]:
+    """Those of tasks whose rows follow each other in logits, at temperature 0 or above it alike."""
+    inputs = [DrawInput(task.draw_input.feed, task.ranked) for task in tasks]
+    try:
+        children = _children(runner, tasks, scores_behind(runner, logits, inputs))
+    except ValueError:
+        return _children_of_each(runner, tasks, inputs, logits)
+    rows = iter(children)
+    return [[next(rows) for _ in range(task.num_new)] for task in tasks]
+
+
+def _children_of_each(
+    runner: ModelRunner, tasks: Sequence[GrownTask], inputs: Sequence[DrawInput], logits: Tensor
+) -> list[Level | OutriderError]:
+    """Row by row: one that nothing can be drawn behind has no children, and only behind the root that is an error."""
+    found: list[Level | OutriderError] = []
+    row = 0
+    for task, draw_input in zip(tasks, inputs, strict=True):
+        level: Level = []
+        error: OutriderError | None = None
+        for place, context in enumerate(row_contexts(draw_input)):
+            try:
+                scores = transform(logits[row : row + 1], [context], runner.vocabulary_size, runner.ops)
+                level += _children(runner, [task], scores, place)
+            except ValueError as cause:
+                level.append([])
+                if not context.path:
+                    error = undrawable(len(context.committed), cause)
+            row += 1
+        found.append(error or level)
+    return found
+
+
+def _children(runner: ModelRunner, tasks: Sequence[GrownTask], scores: Tensor, place: int | None = None) -> Level:
+    """Children of all newest rows of the tasks, or of the one at a place; raises ValueError for a row without any."""
+    keys, ops = shared_keys([task.draw_input for task in tasks]), runner.ops
+    owners = [task for task in tasks for _ in range(task.num_new)]
+    if place is not None:
+        keys, owners = keys[place : place + 1], owners[place : place + 1]
+    is_hot = tasks[0].spec.sampling.temperature > 0
+    scales = torch.from_numpy(np.array([task.scale for task in owners])).to(scores.device)
+    count = max(task.limits.max_children for task in tasks)
+    ids, shares = ops.rank(scores, scales, count, key_column(runner, keys) if is_hot else None)
+    logprobs: list[list[float]] = [[0.0] * count] * len(owners)
+    if any(task.wants_logprob for task in tasks):
+        logprobs = _logprobs(ops, scores, ids) if is_hot else [[0.0, *[log_of(MIN_PROB)] * count]] * len(owners)
+    rows = zip(owners, ids.tolist(), shares.tolist(), logprobs, strict=True)
+    return [
+        [
+            Child(token_id, share, is_end(task.spec, token_id), logprob)
+            for token_id, share, logprob in zip(token_ids, own_shares, own_logprobs, strict=False)
+            # What has no score at all is not a guess.
+            if share
+        ]
+        for task, token_ids, own_shares, own_logprobs in rows
+    ]
+
+
+def _logprobs(ops: Ops, scores: Tensor, ids: Tensor) -> list[list[float]]:
+    probs: list[list[float]] = ops.softmax(scores).gather(1, ids.clamp(min=0)).tolist()
+    return [[log_of(prob) for prob in row] for row in probs]
+
+
+def is_end(spec: SessionSpec, token_id: int) -> bool:
+    """Whether a token ends the request."""
+    return token_id in spec.eos_token_ids or token_id in spec.stop_token_ids
+
+
+class DrawnNode(NamedTuple):
+    """A row that was drawn."""
+
+    guess: Guess
+    place: int
+    """Its row in the shape."""
+    parent: int
+    """Its parent's number among all that were drawn."""
+    lane: int
+    """Its number among those of its depth."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class DrawnTask(DraftTask):
+    """A session on its way to at most `draft_count` guesses that are drawn, in a shape that was fixed before."""
+
+    parents: tuple[int, ...]
+    """Of the shape, depth by depth. Rows are fewer where a distribution has fewer tokens."""
+    nodes: list[DrawnNode] = field(default_factory=list)
+    """The root, and what was drawn, in the order of the shape."""
+    level: list[int] = field(default_factory=lambda: [ROOT])
+    """Those nodes whose children are drawn next."""
+    rows: dict[int, int] = field(default_factory=lambda: {ROOT: 0})
+    """As in GrownTask."""
+    depth: int = 0
+    """Of the level."""
+
+    def __post_init__(self) -> None:
+        DraftTask.__post_init__(self)
+        self.nodes.append(DrawnNode(Guess(-1), ROOT, -1, 0))
+
+    @property
+    def guesser(self) -> Guesser:
+        return siblings_each
+
+    @property
+    def proposal(self) -> TokenTree:
+        """In depth-first order, siblings in the order in which they were drawn."""
+        order = depth_first((number, node.parent) for number, node in enumerate(self.nodes) if number)
+        rows = {ROOT: 0} | {number: row for row, number in enumerate(order, start=1)}
+        guesses = [self.nodes[number].guess for number in order]
+        return TokenTree(
+            tuple(guess.token_id for guess in guesses),
+            tuple(rows[self.nodes[number].parent] for number in order),
+            tuple(guess.distribution for guess in guesses if guess.distribution),
+            tuple(guess.logprob for guess in guesses if guess.logprob is not None),
+        )
+
+    def child_places(self, number: int) -> list[int]:
+        """Rows of the shape below a node. Behind an end there are none, where shapes may depend on what was drawn."""
+        node = self.nodes[number]
+        if not self.needs_distribution and is_end(self.spec, node.guess.token_id):
+            return []
+        return [place for place, parent in enumerate(self.parents, start=1) if parent == node.place]
+
+    def take_level(self, drawn: Sequence[Sequence[Guess]]) -> None:
+        """Adds the children of the level, and goes on with those of them that are to have some."""
+        known = len(self.nodes)
+        for number, guesses in zip(self.level, drawn, strict=True):
+            for place, guess in zip(self.child_places(number), guesses, strict=False):
+                self.nodes.append(DrawnNode(guess, place, number, len(self.nodes) - known))
+        self.depth += 1
+        self.level = [number for number in range(known, len(self.nodes)) if self.child_places(number)]
+        if not self.level:
+            self.finish()
+            return
+        nodes = [(number, self.nodes[number].guess.token_id, self.nodes[number].parent) for number in self.level]
+        self.draw_input = _going_on(self.draw_input, self.rows, nodes)
+
+
+def siblings_each(
+    runner: ModelRunner, tasks: Sequence[DrawnTask], logits: Tensor, ranges: Sequence[range], top_n: int
+) -> list[Step]:
+    """Children of each task's newest rows, logits[ranges[i]], drawn from distributions that can be sent."""
+    scores = drawable_scores(runner, rows_of(logits, ranges), [task.draw_input for task in tasks])
+    owners = [(task, number) for task in tasks for number in task.level]
+    counts = [len(task.child_places(number)) for task, number in owners]
+    found: list[list[Guess]] = [[] for _ in owners]
+    left, rows = quantise(scores, top_n, runner.ops), list(range(len(owners)))
+    for sibling in range(max(counts)):
+        # A row whose distribution has no more tokens has no more children.
+        places = [place for place, size in enumerate(left.sizes) if size and sibling < counts[rows[place]]]
+        left = DraftDistributions(left.token_ids[places], left.weights[places])
+        rows = [rows[place] for place in places]
+        token_ids = _draw_siblings(runner, [owners[row] for row in rows], left, sibling, [found[row] for row in rows])
+        left = left.without(token_ids)
+    rest = iter(found)
+    return [partial(task.take_level, [next(rest) for _ in task.level]) for task in tasks]
+
+
+def _draw_siblings(
+    runner: ModelRunner,
+    owners: Sequence[tuple[DrawnTask, int]],
+    left: DraftDistributions,
+    sibling: int,
+    found: Sequence[list[Guess]],
+) -> Tensor:
+    """Adds the next sibling of each row to what was found, and returns them all [R]."""
+    keys = []
+    for task, number in owners:
+        lane = task.nodes[number].lane * MAX_CHILDREN + sibling
+        keys.append(round_key(task.spec.seed, task.base_len, task.base_len + task.depth, Purpose.DRAFT, lane))
+    token_ids = left.draw(key_column(runner, keys))
+    sent = left.distributions() if any(task.needs_distribution for task, _ in owners) else [None] * len(owners)
+    probs = left.probs(token_ids) if any(task.wants_logprob for task, _ in owners) else [None] * len(owners)
+    for (task, _), token_id, own, prob, guesses in zip(owners, token_ids.tolist(), sent, probs, found, strict=True):
+        logprob = log_of(prob) if prob and task.wants_logprob else None
+        guesses.append(Guess(token_id, own if task.needs_distribution else None, logprob))
+    return token_ids
+
+
+def as_tree(chain: DraftTask, shape: TreeShape, max_rows: int, room: int, scales: Scales) -> DraftTask:
+    """The task of a tree in the place of a chain's, of at most max_rows guesses, none of them more than `room` deep."""
+    common = chain.session, chain.spec, chain.noise, max_rows, chain.meter, chain.on_done, chain.on_failure
+    max_depth = min(room, MAX_DEPTH)
+    if chain.noise is Purpose.TOKEN:
+        limits = Limits.of(shape, max_rows, max_depth)
+        return GrownTask(*common, chain.num_private, limits=limits, scale=scales.of(chain.spec))
+    expansions = shape.expansions
+    if not expansions:
+        # At temperature 0 there is one token to draw.
+        width = (shape.max_children or DRAWN_CHILDREN) if chain.spec.sampling.temperature else 1
+        expansions = (width, *[1] * ((shape.max_depth or max_depth) - 1))
+    return DrawnTask(*common, chain.num_private, parents=level_order(expansions[:max_depth], max_rows))
