@@ -29,7 +29,7 @@ from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
 from gateway.text.tokenizer import Tokenizer
 from outrider.errors import ProtocolViolation
-from outrider.parameters import Acceptance, FinishReason
+from outrider.parameters import Acceptance, FinishReason, Rule
 from outrider.process import telemetry
 
 EventT = TypeVar("EventT")
@@ -47,6 +47,13 @@ class Backend:
     draft_deadline: DraftDeadline
     target_timeouts: TargetTimeouts
     audit: ShadowAudit
+
+    def drafters(self, target: ModelInfo) -> dict[str, frozenset[Rule]]:
+        """Those that a request on a target may name, each with the rules that it serves; none while nobody knows."""
+        if self.draft is None:
+            return dict(target.drafters)
+        # Nobody knows those of a draft that is away.
+        return {**target.drafters, **self.draft.info.drafters} if self.draft.info else {}
 
 
 @dataclass(slots=True)
@@ -116,11 +123,7 @@ async def prepare(request: GenerationRequest, backend: Backend) -> RequestContex
     """Checks a request. Raises InvalidRequest, PromptTooLong, and what is said of a target that is away."""
     started_ns = time.perf_counter_ns()
     target = await backend.target.after_handshake(backend.target_timeouts.rebuild_budget_s)
-    drafters = dict(target.drafters)
-    if backend.draft is not None:
-        # Nobody knows those of a draft that is away.
-        drafters = {**drafters, **backend.draft.info.drafters} if backend.draft.info else {}
-    checked = await check_request(request, backend.tokenizer, target, drafters)
+    checked = await check_request(request, backend.tokenizer, target, backend.drafters(target))
     return RequestContext(checked, backend, target, started_ns)
 
 

@@ -233,6 +233,8 @@ def status_view(frontend: Frontend, grpc_port: int) -> dict[str, Any]:
             "running": frontend.admission.running,
             "waiting": frontend.admission.waiting,
             "places": frontend.admission.places,
+            # That a request may name.
+            "drafters": list(frontend.backend.drafters(target.info)) if target.info else [],
         },
         "target": _service_view(target),
         "draft": _service_view(draft),
