@@ -35,9 +35,9 @@ class PromptToken:
 class GeneratedToken:
     """A token of the output and its share of the text, which is empty while a character is incomplete.
 
-    Where the request asked for return_rounds, an accepted token has its row in the proposal, counted from 1, who guessed
-    it (empty for the draft service's own choice), and the draft's log-probability of it, if it told one. The row above
-    it is that of the token before, 0 for the last committed one.
+    With return_rounds an accepted token has its row in the proposal, counted from 1, who guessed it (the draft
+    service's own choice has no name), and the draft's log-probability of it, if it told one. Its parent is the token
+    before it.
     """
 
     token_id: int

@@ -10,9 +10,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from pathlib import Path
 from typing import Any
 
 import grpc
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from gateway.server import RunningGateway, start
 from gateway.sessions.link import ServiceLink
@@ -407,8 +409,11 @@ class MarkovDraftSession(Taking):
             yield response
 
 
+@dataclass
 class TargetServicer(Service, target_service_pb2_grpc.TargetServiceServicer):  # type: ignore[misc]
-    """Decides with its own draws, and goes on alone within its budget."""
+    """Decides with its own draws, and goes on alone within its budget; with `numbered` it tells log-probabilities."""
+
+    numbered: bool = False
 
     def session(self) -> Taking:
         return MarkovSession(self)
@@ -487,7 +492,7 @@ class MarkovSession(Taking):
         tree = tree_from(proposal, NUM_TOKENS, len(proposal.token_ids))
         while not self.finished:
             token_id = model.draw(self.token_ids, self.session.seed)
-            if self.session.HasField("logprob_count"):
+            if self.service.numbered:
                 response.verdict.logprobs.add(logprob=model.logprob(self.token_ids[-1], token_id))
             self.token_ids.append(token_id)
             self.finished = token_id == EOS or len(self.token_ids) == self.session.max_len
@@ -575,6 +580,15 @@ class MarkovStack:
         assert [response.WhichOneof("event") for response in responses[:-1]] == ["round"] * (len(responses) - 1)
         assert responses[-1].HasField("completion")
         return [response.round for response in responses[:-1]], responses[-1].completion
+
+
+def write_tokenizer(folder: Path) -> str:
+    """Writes a tokenizer of the twelve words into a folder, and gives the folder's name."""
+    made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<end>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.add_special_tokens(["<end>"])
+    made.save(str(folder / "tokenizer.json"))
+    return str(folder)
 
 
 @asynccontextmanager

@@ -9,7 +9,8 @@ from rich.console import Console
 from support.command_line import NUMBERED, REJECTED, RESULT, TEXT, show_two_samples, shown
 
 from outrider.cli.options import RequestOptions
-from outrider.cli.output import STYLES, JsonView, ModelFacts, PlainView, TerminalView, figures, model_table
+from outrider.cli.output import JsonView, ModelFacts, PlainView, TerminalView, figures, model_table
+from outrider.cli.rounds import STYLES
 from outrider.client import GeneratedToken, Origin, Round
 from outrider.parameters import Acceptance, Rule
 
