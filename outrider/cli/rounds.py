@@ -87,7 +87,7 @@ def _tree(event: Round, number: int) -> Tree:
         guesses.append((guess.row, guess.parent, label))
     for row, parent, label in sorted(guesses, key=lambda each: each[0]):
         # Tokens that were kept behind a stop string are not told; what hung on them hangs on the last that is.
-        rows[row] = rows.get(parent, rows[last]).add(label)
+        rows[row] = rows[parent if parent in rows else last].add(label)
     for token in event.tokens:
         if not token.row:
             rows[last].add(_label(" ", token, STYLES[token.origin]))
