@@ -71,7 +71,7 @@ export class Settings {
     this.offered = names.filter((name) => name !== drafter.options[0].text);
     const wanted = ["", ...new Set([...this.offered, ...(chosen ? [chosen] : [])])];
     if (String(wanted) !== String([...drafter.options].map((option) => option.value))) {
-      drafter.replaceChildren(drafter.options[0], ...wanted.slice(1).map((name) => new Option(name)));
+      drafter.replaceChildren(drafter.options[0], ...wanted.slice(1).map((name) => new Option(name, name)));
     }
     drafter.value = chosen;
   }
