@@ -1,5 +1,8 @@
 // The form: presets, what it asks for, and the link that fills it in. A link never runs anything.
 
+// What repeats itself is what `lookup` finds again.
+const REFRAIN = "Run, run, as fast as you can! You can't catch me, I'm the Gingerbread Man! ";
+const LINES = "if door == 'open':\n    go_in()\nelse:\n    knock()\n\n";
 const PRESETS = [
   {
     name: "Story",
@@ -18,7 +21,7 @@ const PRESETS = [
   },
   {
     name: "Repetition",
-    prompt: "“Turn back, turn back,” cried the bird. “Turn back, turn back,” cried the bird. “Turn back, turn back,” cried",
+    prompt: `${REFRAIN.repeat(4)}Run, run,`,
     temperature: "0", draft_count: "8", max_tokens: "128",
   },
   {
@@ -28,8 +31,8 @@ const PRESETS = [
   },
   {
     name: "Code",
-    prompt: "def fibonacci(n):\n    \"\"\"Returns the n-th Fibonacci number.\"\"\"\n",
-    temperature: "0", draft_count: "6", max_tokens: "160",
+    prompt: `${LINES.repeat(6)}if`,
+    temperature: "0", draft_count: "8", max_tokens: "128",
   },
 ];
 const PROMISES = {
