@@ -16,6 +16,7 @@ from gateway.generation.backend import Backend
 from gateway.generation.frontend import Admission
 from gateway.generation.generate import CompletionEvent, Event, RoundEvent
 from gateway.generation.request import CheckedRequest
+from gateway.generation.transcript import counts_by_drafter
 from gateway.rounds.round import FallbackReason, Round, TokenOrigin
 from gateway.sessions.link import ROLLBACK_S
 from outrider.errors import OutriderError
@@ -156,9 +157,10 @@ class GatewayMetrics:
             self.draft_tokens.total += committed.draft_count
             self.accepted_tokens.total += committed.accepted_count
             self.evaluated_tokens.total += verdict.evaluated_count
-            drafter = proposal.drafter or USUAL_DRAFTER
-            self._drafted[drafter].total += committed.draft_count
-            self._kept[drafter].total += committed.accepted_count
+            for drafter, (drafted, accepted) in counts_by_drafter(committed).items():
+                self._drafted[drafter or USUAL_DRAFTER].total += drafted
+                self._kept[drafter or USUAL_DRAFTER].total += accepted
+            # The accepted rows of a tree are one path, so that their number is the depth to which it goes.
             while len(self._positions) < committed.accepted_count:
                 # A position has a counter from when it is first reached.
                 self._positions.append(self._accepted_at[str(len(self._positions))])

@@ -12,6 +12,7 @@ from gateway.generation.backend import Backend
 from gateway.generation.request import CheckedRequest, GenerationRequest, check_request
 from gateway.generation.transcript import (
     GeneratedToken,
+    Guess,
     PromptToken,
     RejectedToken,
     SpeculationFigures,
@@ -108,7 +109,8 @@ async def prepare(request: GenerationRequest, backend: Backend) -> RequestContex
 
 async def _sample(context: RequestContext, queue_us: int) -> AsyncGenerator[Event, None]:
     request, backend, tokenizer = context.request, context.backend, context.backend.tokenizer
-    transcript = Transcript(tokenizer.detokenizer(), StopScanner(request.stops))
+    tells_guesses = request.spec.draft_logprobs
+    transcript = Transcript(tokenizer.detokenizer(), StopScanner(request.stops), tells_guesses)
     first_token_us = 0
     async with aclosing(decode(request, backend, context.target)) as rounds:
         async for committed in rounds:
@@ -121,7 +123,7 @@ async def _sample(context: RequestContext, queue_us: int) -> AsyncGenerator[Even
                 new_numerics_id="".join(transcript.numerics_ids[num_numerics:]),
                 sample_index=request.sample_index,
                 prompt_tokens=await _prompt_tokens(request, tokenizer, committed),
-                rejected=_rejected(tokenizer, committed) if request.spec.draft_logprobs else (),
+                rejected=_rejected(tokenizer, committed) if tells_guesses else (),
                 elapsed_us=elapsed_us,
             )
             if transcript.finish_reason is not None:
@@ -163,10 +165,10 @@ async def _prompt_tokens(request: CheckedRequest, tokenizer: Tokenizer, committe
 
 
 def _rejected(tokenizer: Tokenizer, committed: Round) -> tuple[RejectedToken, ...]:
-    tree, rows = committed.proposal.tree, committed.rejected_rows
-    token_ids = [tree.token_ids[row - 1] for row in rows]
-    logprobs = [tree.logprobs[row - 1] if tree.logprobs else None for row in rows]
-    return tuple(map(RejectedToken, token_ids, [tokenizer.decode([token_id]) for token_id in token_ids], logprobs))
+    proposal, rows = committed.proposal, committed.rejected_rows
+    token_ids = [proposal.tree.token_ids[row - 1] for row in rows]
+    texts = [tokenizer.decode([token_id]) for token_id in token_ids]
+    return tuple(map(RejectedToken, token_ids, texts, [Guess.of(proposal, row) for row in rows]))
 
 
 def decode(request: CheckedRequest, backend: Backend, target: ModelInfo) -> AsyncGenerator[Round, None]:

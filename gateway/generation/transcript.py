@@ -6,11 +6,12 @@ the same character the longest. Each is followed by the automaton of Knuth, Morr
 length of the longest prefix that the text ends with, so the cost per character is constant.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
-from gateway.rounds.round import Round, TokenOrigin
+from gateway.rounds.round import Proposal, Round, TokenOrigin
 from gateway.text.tokenizer import Detokenizer
 from outrider.parameters import FinishReason, TokenLogprob
 
@@ -18,6 +19,8 @@ FIGURES = (
     *("rounds", "drafts", "draft_tokens", "accepted_tokens", "evaluated_tokens"),
     *("acceptance_rate", "draft_acceptance_rate", "mean_acceptance_length", "fallback_rounds"),
 )
+# The source of guesses that come from the request's prediction.
+PREDICTION = "prediction"
 
 
 class StopScanner:
@@ -74,24 +77,45 @@ class _Automaton:
         return length + (self.stop[length] == character)
 
 
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """A row of a proposal, counted from 1, and the row above it, 0 for the last committed token; who guessed it, with
+    its log-probability and the estimate that it would be kept, where the drafter told them.
+    """
+
+    row: int
+    parent: int
+    drafter: str
+    draft_logprob: float | None
+    value: float | None
+
+    @classmethod
+    def of(cls, proposal: Proposal, row: int) -> Self:
+        """A row of a proposal."""
+        tree, index = proposal.tree, row - 1
+        logprob = tree.logprobs[index] if tree.logprobs else None
+        value = tree.values[index] if tree.values else None
+        return cls(row, tree.parents[index], proposal.source(row), logprob, value)
+
+
 @dataclass(slots=True)
 class GeneratedToken:
-    """A token of the output and the text that was final with it."""
+    """A token of the output and the text that was final with it; of an accepted one the guess, if rounds are told."""
 
     token_id: int
     origin: TokenOrigin
     text: str
     logprob: TokenLogprob | None = None
-    draft_logprob: float | None = None
+    guess: Guess | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RejectedToken:
-    """A guess of the draft that was not kept; its text is that of the token alone."""
+    """A guess that was not kept; its text is that of the token alone."""
 
     token_id: int
     text: str
-    draft_logprob: float | None = None
+    guess: Guess
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +150,22 @@ def round_facts(committed: Round) -> dict[str, Any]:
     }
 
 
+def counts_by_drafter(committed: Round) -> dict[str, tuple[int, int]]:
+    """Draft tokens of a round and those of them that were accepted, by who guessed them; empty without a proposal."""
+    proposal = committed.proposal
+    if not proposal.sources:
+        counts = (committed.draft_count, committed.accepted_count)
+        return {proposal.drafter: counts} if proposal.tree else {}
+    accepted = Counter(map(proposal.source, committed.verdict.accepted_rows))
+    return {drafter: (count, accepted[drafter]) for drafter, count in Counter(proposal.sources).items()}
+
+
 @dataclass(slots=True)
 class SpeculationFigures:
-    """What speculation did in a request, counted as generation_service.proto says."""
+    """What speculation did in a request, counted as generation_service.proto says.
+
+    `drafters` has the draft tokens of each drafter and those of them that were accepted.
+    """
 
     rounds: int = 0
     drafts: int = 0
@@ -136,6 +173,7 @@ class SpeculationFigures:
     accepted_tokens: int = 0
     evaluated_tokens: int = 0
     fallback_rounds: int = 0
+    drafters: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, committed: Round) -> None:
         """Counts a round that is not the prompt's own pass."""
@@ -145,6 +183,9 @@ class SpeculationFigures:
         self.accepted_tokens += committed.accepted_count
         self.evaluated_tokens += committed.verdict.evaluated_count
         self.fallback_rounds += committed.proposal.fallback_reason is not None
+        for drafter, (drafted, accepted) in counts_by_drafter(committed).items():
+            drafted_before, accepted_before = self.drafters.get(drafter, (0, 0))
+            self.drafters[drafter] = (drafted_before + drafted, accepted_before + accepted)
 
     @property
     def acceptance_rate(self) -> float:
@@ -161,17 +202,31 @@ class SpeculationFigures:
         """Tokens committed in a round with a draft, on average, as vLLM counts it; 1 when there was none."""
         return 1 + self.accepted_tokens / max(1, self.drafts)
 
+    @property
+    def prediction_counts(self) -> tuple[int, int]:
+        """Guesses from the request's prediction that were accepted, and that were not."""
+        drafted, accepted = self.drafters.get(PREDICTION, (0, 0))
+        return accepted, drafted - accepted
+
     def facts(self) -> dict[str, Any]:
         """Counts and rates, by their names in generation_service.proto."""
-        return {name: getattr(self, name) for name in FIGURES}
+        by_drafter = [
+            {"drafter": drafter, "draft_tokens": drafted, "accepted_tokens": accepted}
+            for drafter, (drafted, accepted) in self.drafters.items()
+        ]
+        return {**{name: getattr(self, name) for name in FIGURES}, "drafters": by_drafter}
 
 
 @dataclass(slots=True)
 class Transcript:
-    """Turns rounds into text until the request ends, by the target's word or by a stop string."""
+    """Turns rounds into text until the request ends, by the target's word or by a stop string.
+
+    `tells_guesses` says whether tokens tell which guess they were.
+    """
 
     detokenizer: Detokenizer
     scanner: StopScanner
+    tells_guesses: bool = False
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     numerics_ids: list[str] = field(default_factory=list)
@@ -182,7 +237,7 @@ class Transcript:
 
     def take(self, committed: Round) -> tuple[GeneratedToken, ...]:
         """The tokens of a round with their text. Tokens behind the one that completes a stop string do not exist."""
-        verdict, tree = committed.verdict, committed.proposal.tree
+        verdict = committed.verdict
         if self.numerics_ids[-1:] != [verdict.numerics_id]:
             self.numerics_ids.append(verdict.numerics_id)
         self.target_reopens += verdict.reopens
@@ -192,14 +247,14 @@ class Transcript:
         else:
             self.figures.add(committed)
         tokens: list[GeneratedToken] = []
-        # The target's own token has none, and without an answer of the draft no token has.
-        draft_logprobs = [tree.logprobs[row - 1] for row in verdict.accepted_rows] if tree.logprobs else []
+        # The target's own token is behind all of them.
+        rows = verdict.accepted_rows if self.tells_guesses else ()
         self.finish_reason = verdict.finish_reason
         for index, token_id in enumerate(committed.token_ids):
             text = self.scanner.push(self.detokenizer.push(token_id))
             logprob = verdict.logprobs[index] if verdict.logprobs else None
-            draft_logprob = draft_logprobs[index] if index < len(draft_logprobs) else None
-            tokens.append(GeneratedToken(token_id, committed.origins[index], text, logprob, draft_logprob))
+            guess = Guess.of(committed.proposal, rows[index]) if index < len(rows) else None
+            tokens.append(GeneratedToken(token_id, committed.origins[index], text, logprob, guess))
             self.token_ids.append(token_id)
             if self.scanner.found is not None:
                 self.finish_reason = FinishReason.STOP_STRING

@@ -1,6 +1,6 @@
 """Requests, conversations and events of a generation as messages of generation_service.proto."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from gateway.generation.generate import CompletionEvent, RoundEvent
 from gateway.generation.request import GenerationRequest
@@ -86,12 +86,15 @@ async def chat_request_from(message: pb.ChatRequest, template: ChatTemplate) -> 
 def event_message(event: RoundEvent | CompletionEvent) -> pb.GenerateResponse:
     """An event to send."""
     if isinstance(event, CompletionEvent):
+        accepted_count, rejected_count = event.figures.prediction_counts
         completion = pb.Completion(
             finish_reason=messages.finish_reason_message(event.finish_reason),
             usage=pb.Usage(
                 prompt_tokens=event.prompt_tokens,
                 completion_tokens=event.completion_tokens,
                 cached_prompt_tokens=event.cached_prompt_tokens,
+                accepted_prediction_tokens=accepted_count,
+                rejected_prediction_tokens=rejected_count,
             ),
             seed=event.seed,
             speculation=pb.SpeculationFigures(**event.figures.facts()),
@@ -117,8 +120,10 @@ def _write_round(message: pb.Round, event: RoundEvent) -> None:
         each = message.tokens.add(token_id=token.token_id, origin=ORIGINS[token.origin], text=token.text)
         if token.logprob is not None:
             each.logprob.CopyFrom(logprob_message(token.logprob))
-        if token.draft_logprob is not None:
-            each.draft_logprob = token.draft_logprob
+        if token.guess is not None:
+            each.row, each.drafter = token.guess.row, token.guess.drafter
+            if token.guess.draft_logprob is not None:
+                each.draft_logprob = token.guess.draft_logprob
     message.text_delta = "".join([token.text for token in event.tokens])
     message.sample_index = event.sample_index
     facts = round_facts(event.committed)
@@ -133,5 +138,5 @@ def _write_round(message: pb.Round, event: RoundEvent) -> None:
             text=prompt_token.text,
             logprob=None if prompt_token.logprob is None else logprob_message(prompt_token.logprob),
         )
-    for guess in event.rejected:
-        message.rejected.add(token_id=guess.token_id, text=guess.text, draft_logprob=guess.draft_logprob)
+    for rejected in event.rejected:
+        message.rejected.add(token_id=rejected.token_id, text=rejected.text, **asdict(rejected.guess))

@@ -146,11 +146,15 @@ class ResponseFigures:
         prompt_tokens = sum(end.prompt_tokens for end in firsts)
         completion_tokens = sum(end.completion_tokens for end in self.ends.values())
         cached_tokens = sum(end.cached_prompt_tokens for end in firsts)
+        accepted_count, rejected_count = self.figures.prediction_counts
         return responses.Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=responses.PromptTokensDetails(cached_tokens=cached_tokens),
+            completion_tokens_details=responses.CompletionTokensDetails(
+                accepted_prediction_tokens=accepted_count, rejected_prediction_tokens=rejected_count
+            ),
         )
 
     def metrics(self) -> responses.Metrics:

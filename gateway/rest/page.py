@@ -11,7 +11,7 @@ import json
 import re
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from importlib.resources import files
 from typing import Annotated, Any
@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 from gateway.generation.frontend import Frontend
 from gateway.generation.generate import CompletionEvent, RoundEvent
 from gateway.generation.request import GenerationRequest
-from gateway.generation.transcript import round_facts
+from gateway.generation.transcript import Guess, round_facts
 from gateway.rest.generate import TEXT_NAMES, check_prompt_len, generation_request, in_names_of
 from gateway.rest.middleware import ParsedBodyRoute, RestSettings
 from gateway.rest.schemas import GenerationFields, Seed, Text, Unserved
@@ -56,6 +56,8 @@ HEADERS = {
 NO_STORE = {"cache-control": "no-store"}
 DIGITS = re.compile(r"-?[0-9]{1,19}")
 VERSION = version("outrider")
+# What a token that was no guess, or of which none is told, has in the place of one.
+UNGUESSED = dict.fromkeys(each.name for each in fields(Guess))
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,7 @@ def _round_view(event: RoundEvent, time_us: int) -> dict[str, Any]:
     return {
         "time_us": time_us,
         **round_facts(event.committed),
+        "draft_depth": max(event.committed.proposal.tree.depths),
         "new_numerics_id": event.new_numerics_id,
         "tokens": [
             {
@@ -178,15 +181,18 @@ def _round_view(event: RoundEvent, time_us: int) -> dict[str, Any]:
                 "text": token.text,
                 "origin": token.origin.value,
                 "logprob": None if token.logprob is None else token.logprob.logprob,
-                "draft_logprob": token.draft_logprob,
+                **(UNGUESSED if token.guess is None else asdict(token.guess)),
             }
             for token in event.tokens
         ],
-        "rejected": [asdict(token) for token in event.rejected],
+        "rejected": [
+            {"token_id": token.token_id, "text": token.text, **asdict(token.guess)} for token in event.rejected
+        ],
     }
 
 
 def _completion_view(event: CompletionEvent) -> dict[str, Any]:
+    accepted_count, rejected_count = event.figures.prediction_counts
     return {
         "finish_reason": event.finish_reason,
         "text": event.text_delta,
@@ -195,6 +201,8 @@ def _completion_view(event: CompletionEvent) -> dict[str, Any]:
             "prompt_tokens": event.prompt_tokens,
             "cached_prompt_tokens": event.cached_prompt_tokens,
             "completion_tokens": event.completion_tokens,
+            "accepted_prediction_tokens": accepted_count,
+            "rejected_prediction_tokens": rejected_count,
         },
         "speculation": event.figures.facts(),
         "rule": event.acceptance.rule,
@@ -225,6 +233,8 @@ def status_view(frontend: Frontend, grpc_port: int) -> dict[str, Any]:
             "running": frontend.admission.running,
             "waiting": frontend.admission.waiting,
             "places": frontend.admission.places,
+            # That a request may name.
+            "drafters": [*frontend.backend.offers(target.info).names] if target.info else [],
         },
         "target": _service_view(target),
         "draft": _service_view(draft),

@@ -26,6 +26,13 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    """Guesses from the request's prediction that became tokens of the answer, and that did not."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(BaseModel):
     """Tokens in and out: a prompt counts once whatever n is; an end-of-sequence token counts."""
 
@@ -33,6 +40,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class SpeculativeDecoding(BaseModel):
@@ -61,6 +69,14 @@ class Metrics(BaseModel):
     speculative_decoding: SpeculativeDecoding | None
 
 
+class DrafterFigures(BaseModel):
+    """What one drafter did; the draft service's own choice has no name."""
+
+    drafter: str
+    draft_tokens: int
+    accepted_tokens: int
+
+
 class Facts(BaseModel):
     """What it takes to repeat and to judge an answer. Lists are in the order of the choices."""
 
@@ -80,6 +96,7 @@ class Facts(BaseModel):
     draft_acceptance_rate: float
     mean_acceptance_length: float
     fallback_rounds: int
+    drafters: list[DrafterFigures]
     target_reopens: int
     drift_repairs: int
 

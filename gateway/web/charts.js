@@ -3,7 +3,7 @@
 import { count, percent, plural, time } from "./format.js";
 
 const MOST_ROUNDS = 160;
-const [WIDTH, HEIGHT, MOST_GUESSES] = [320, 64, 8];
+const [WIDTH, HEIGHT, USUAL_MOST] = [320, 64, 8];
 
 export function drawPositions(list, run) {
   while (list.childElementCount > run.positions.length) list.lastElementChild.remove();
@@ -49,8 +49,9 @@ function segment(name) {
 export function drawCounts(svg, range, run) {
   const rounds = run.rounds.slice(1).slice(-MOST_ROUNDS);
   const asked = rounds.map((round) => round.draft_count);
-  svg.querySelector(".asked").setAttribute("d", steps(asked));
-  svg.querySelector(".kept").setAttribute("d", area(rounds.map((round) => round.accepted_count)));
+  const most = Math.max(USUAL_MOST, ...asked);
+  svg.querySelector(".asked").setAttribute("d", steps(asked, most));
+  svg.querySelector(".kept").setAttribute("d", area(rounds.map((round) => round.accepted_count), most));
   if (asked.length === 0) {
     range.textContent = "–";
     return;
@@ -60,15 +61,15 @@ export function drawCounts(svg, range, run) {
   svg.setAttribute("aria-label", `Guesses a round: ${told}`);
 }
 
-function height(value) {
-  return (HEIGHT - 2 - (Math.min(value, MOST_GUESSES) / MOST_GUESSES) * (HEIGHT - 4)).toFixed(1);
+function height(value, most) {
+  return (HEIGHT - 2 - (value / most) * (HEIGHT - 4)).toFixed(1);
 }
 
-function steps(values) {
+function steps(values, most) {
   const step = WIDTH / Math.max(values.length, 24);
-  return values.map((value, index) => `${index ? "V" : "M0 "}${height(value)}H${((index + 1) * step).toFixed(1)}`).join("");
+  return values.map((value, index) => `${index ? "V" : "M0 "}${height(value, most)}H${((index + 1) * step).toFixed(1)}`).join("");
 }
 
-function area(values) {
-  return values.length ? `${steps(values)}V${HEIGHT}H0Z` : "";
+function area(values, most) {
+  return values.length ? `${steps(values, most)}V${HEIGHT}H0Z` : "";
 }

@@ -4,6 +4,8 @@ import { MEANINGS, probability, time, visible } from "./format.js";
 
 function rows(run, token) {
   const round = run.rounds[token.round];
+  const guessed = token.row !== null;
+  const drafter = guessed ? token.drafter : round.drafter;
   const pass = token.round === 0 ? "the prompt's pass" : `${token.round}, ${round.accepted_count} of ${round.draft_count} guesses kept`;
   const found = [
     ["Token", `${visible(token.text)} (id ${token.token_id})`],
@@ -14,7 +16,8 @@ function rows(run, token) {
     ["Draft probability", probability(token.draft_logprob) ?? (token.origin === "accepted" ? "not told" : "none: not its guess")],
     ["Time", `${time(round.time_us)} after the request`],
     ["Round took", time(round.round_us)],
-    ...(round.draft_count > 0 && round.drafter ? [["Guesses by", round.drafter === "hosted" ? "the draft in the target's process" : `the drafter ${round.drafter}`]] : []),
+    ...(round.draft_count > 0 && drafter ? [[guessed ? "Guessed by" : "Guesses by", drafter === "hosted" ? "the draft in the target's process" : `the drafter ${drafter}`]] : []),
+    ...(guessed && token.value !== null ? [["Drafter's estimate", token.value.toFixed(4)]] : []),
   ];
   return token.text === "" ? [...found, ["Text", "part of a character, or of a stop string"]] : found;
 }

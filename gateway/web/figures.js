@@ -1,6 +1,6 @@
 // The legend's counts and the figures of a run, as text in places that the page has.
 
-import { count, percent, rate, time } from "./format.js";
+import { count, name, percent, plural, rate, time } from "./format.js";
 
 export function drawLegend(legend, run) {
   for (const [origin, number] of Object.entries(run.counts)) set(legend, `[data-count="${origin}"]`, count(number));
@@ -40,8 +40,15 @@ export function result(run) {
     ...(timings.queue_us > 1000 ? [`waited ${time(timings.queue_us)} for a place`] : []),
     ...(completion.survival.target_reopens ? [`target reopened ${count(completion.survival.target_reopens)} times`] : []),
     ...(completion.follows_target ? [] : [`rule ${completion.rule}: not the target's distribution`]),
+    ...byDrafter(completion.speculation.drafters),
     ...unguessed(run),
   ].join(" · ");
+}
+
+// Where several guessed, how much of what each of them guessed was kept.
+function byDrafter(drafters) {
+  if (drafters.length < 2) return [];
+  return drafters.map((each) => `${name(each.drafter)} ${count(each.accepted_tokens)} of ${plural(each.draft_tokens, "guess")} kept`);
 }
 
 // With auto on a small target most passes have no guesses, and somebody who came to see some should know why.

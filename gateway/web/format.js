@@ -47,6 +47,11 @@ export function rate(value) {
   return value >= 100 ? count(Math.round(value)) : value.toFixed(1);
 }
 
+// A drafter; the draft service's own choice has no name.
+export function name(drafter) {
+  return drafter || "draft";
+}
+
 export function why(reason) {
   return FALLBACKS[reason] ?? "";
 }

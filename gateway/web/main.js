@@ -19,8 +19,8 @@ const at = (id) => document.getElementById(id);
 class Page {
   constructor() {
     this.settings = new Settings(at("ask"));
-    this.status = new Status(at("services"), at("banner"));
-    this.rounds = new RoundsView(at("rounds"), at("rounds-note"));
+    this.status = new Status(at("services"), at("banner"), (now) => this.settings.offer(now.gateway.drafters));
+    this.rounds = new RoundsView(at("rounds"), at("rounds-note"), at("trees"));
     const tip = new Tip(at("tip"));
     this.lanes = ["lane-main", "lane-plain"].map((id) => ({
       box: at(id),

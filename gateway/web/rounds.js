@@ -1,15 +1,22 @@
 // The rounds view: one row a pass of the target, as in Figure 1 of Leviathan et al. (2023).
 
-import { count, time, visible, why } from "./format.js";
+import { count, plural, time, visible, why } from "./format.js";
 import { Seen } from "./painter.js";
 import { parts } from "./run.js";
+import { drawTree, made, replaced, signs } from "./trees.js";
 
 const MOST_ROWS = 400;
 
 export class RoundsView {
-  constructor(list, note) {
+  // `trees` is the choice whether trees are open, which is there once there is one.
+  constructor(list, note, trees) {
     this.list = list;
     this.note = note;
+    this.trees = trees;
+    this.open = trees.querySelector("input");
+    this.open.addEventListener("change", () => {
+      for (const each of list.querySelectorAll("details")) each.open = this.open.checked;
+    });
     this.seen = new Seen(list);
     this.clear(null);
   }
@@ -19,6 +26,7 @@ export class RoundsView {
     this.shown = 0;
     this.list.replaceChildren();
     this.note.hidden = true;
+    this.trees.hidden = true;
   }
 
   // While rounds come they are shown to whoever looks, and in the end to everybody.
@@ -46,7 +54,18 @@ export class RoundsView {
       this.bar(round),
       made("span", "took", time(round.round_us)),
     );
+    if (round.branches) row.append(this.tree(round));
     return row;
+  }
+
+  // A tree is drawn when somebody opens it.
+  tree(round) {
+    const box = made("details", "");
+    box.append(made("summary", "", `Tree of ${plural(round.draft_count, "guess")}, ${count(round.draft_depth)} deep`));
+    box.addEventListener("toggle", () => box.childElementCount > 1 || box.append(drawTree(round)));
+    box.open = this.open.checked;
+    this.trees.hidden = false;
+    return box;
   }
 
   // Its whole width is twice a mean round, so that one long round does not make all others small.
@@ -69,17 +88,11 @@ export class RoundsView {
   }
 }
 
-function made(name, className, text) {
-  const element = document.createElement(name);
-  element.className = className;
-  element.textContent = text;
-  return element;
-}
-
 function pips(round) {
   const lost = Math.max(0, round.evaluated_count - round.accepted_count);
   const unseen = Math.max(0, round.draft_count - round.accepted_count - lost);
-  const shown = made("span", "pips", "●".repeat(round.accepted_count) + "×".repeat(lost) + "○".repeat(unseen));
+  const counted = "●".repeat(round.accepted_count) + "×".repeat(lost) + "○".repeat(unseen);
+  const shown = made("span", "pips", round.branches ? signs(round) : counted);
   if (round.draft_count === 0) return made("span", "pips why", "–");
   shown.setAttribute("role", "img");
   shown.setAttribute("aria-label", `${round.accepted_count} of ${round.draft_count} guesses kept`);
@@ -90,7 +103,7 @@ function said(round) {
   const box = made("span", "said", "");
   const own = round.tokens.filter((token) => token.origin !== "accepted");
   for (const token of round.tokens) if (token.origin === "accepted") box.append(made("span", "t accepted", visible(token.text)));
-  for (const guess of round.rejected) box.append(made("s", "rejected", visible(guess.text)));
+  for (const guess of replaced(round)) box.append(made("s", "rejected", visible(guess.text)));
   for (const token of own) box.append(made("span", `t ${token.origin}`, visible(token.text)));
   const reason = why(round.fallback_reason);
   if (reason) box.append(made("span", "why", ` ${reason}`));

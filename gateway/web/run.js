@@ -1,5 +1,7 @@
 // One run: what its events add up to. Touches no page and knows no time but what the events tell.
 
+import { branches } from "./trees.js";
+
 export class Run {
   constructor(request) {
     this.request = request;
@@ -63,6 +65,7 @@ export class Run {
   takeRound(round) {
     const index = this.rounds.length;
     round.index = index;
+    round.branches = branches(round);
     this.rounds.push(round);
     if (round.new_numerics_id) this.numericsIds.push(round.new_numerics_id);
     for (const [place, token] of round.tokens.entries()) {
@@ -72,7 +75,8 @@ export class Run {
     this.counts.rejected += Math.max(0, round.draft_count - round.accepted_count);
     if (index === 0) return;
     this.evaluated += round.evaluated_count;
-    for (let place = 0; place < round.draft_count; place += 1) {
+    // Of guesses side by side one is kept at most, so they count as one.
+    for (let place = 0; place < round.draft_depth; place += 1) {
       const at = (this.positions[place] ??= { drafted: 0, accepted: 0 });
       at.drafted += 1;
       if (place < round.accepted_count) at.accepted += 1;

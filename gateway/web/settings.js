@@ -1,5 +1,8 @@
 // The form: presets, what it asks for, and the link that fills it in. A link never runs anything.
 
+// What repeats itself is what `lookup` finds again.
+const REFRAIN = "Run, run, as fast as you can! You can't catch me, I'm the Gingerbread Man! ";
+const LINES = "if door == 'open':\n    go_in()\nelse:\n    knock()\n\n";
 const PRESETS = [
   {
     name: "Story",
@@ -18,7 +21,7 @@ const PRESETS = [
   },
   {
     name: "Repetition",
-    prompt: "“Turn back, turn back,” cried the bird. “Turn back, turn back,” cried the bird. “Turn back, turn back,” cried",
+    prompt: `${REFRAIN.repeat(4)}Run, run,`,
     temperature: "0", draft_count: "8", max_tokens: "128",
   },
   {
@@ -28,8 +31,8 @@ const PRESETS = [
   },
   {
     name: "Code",
-    prompt: "def fibonacci(n):\n    \"\"\"Returns the n-th Fibonacci number.\"\"\"\n",
-    temperature: "0", draft_count: "6", max_tokens: "160",
+    prompt: `${LINES.repeat(6)}if`,
+    temperature: "0", draft_count: "8", max_tokens: "128",
   },
 ];
 const PROMISES = {
@@ -40,13 +43,14 @@ const PROMISES = {
   typical: "typical: keeps what the target finds likely enough, and does not follow its distribution.",
 };
 // What a link does not name is as on a fresh page, so that a link means the same wherever it is opened.
-const DEFAULTS = { ...PRESETS[0], rule: "match", top_p: "1", seed: "", stop_strings: "" };
-const FIELDS = ["prompt", "draft_count", "rule", "temperature", "top_p", "max_tokens", "seed", "stop_strings"];
+const DEFAULTS = { ...PRESETS[0], rule: "match", drafter: "", top_p: "1", seed: "", stop_strings: "" };
+const FIELDS = ["prompt", "draft_count", "rule", "drafter", "temperature", "top_p", "max_tokens", "seed", "stop_strings"];
 
 export class Settings {
   constructor(form) {
     this.form = form;
     this.fields = Object.fromEntries(FIELDS.map((name) => [name, form.elements.namedItem(name)]));
+    this.offered = [];
     const row = form.querySelector("#presets");
     for (const preset of PRESETS) row.append(this.button(preset));
     this.fill(DEFAULTS);
@@ -63,7 +67,20 @@ export class Settings {
     return button;
   }
 
+  // The drafters that the gateway tells. One that is chosen is always there: a link may come before the gateway tells
+  // any, and that one is gone is the gateway's to say.
+  offer(names, chosen = this.fields.drafter.value) {
+    const { drafter } = this.fields;
+    this.offered = names.filter((name) => name !== drafter.options[0].text);
+    const wanted = ["", ...new Set([...this.offered, ...(chosen ? [chosen] : [])])];
+    if (String(wanted) !== String([...drafter.options].map((option) => option.value))) {
+      drafter.replaceChildren(drafter.options[0], ...wanted.slice(1).map((name) => new Option(name, name)));
+    }
+    drafter.value = chosen;
+  }
+
   fill(values) {
+    this.offer(this.offered, values.drafter);
     for (const name of FIELDS) if (values[name] !== undefined) this.fields[name].value = values[name];
     // A select takes no value that it does not offer; what a link got wrong stays visible as the first choice.
     for (const select of [this.fields.draft_count, this.fields.rule]) if (select.selectedIndex < 0) select.selectedIndex = 0;
@@ -91,6 +108,7 @@ export class Settings {
     const value = (name) => this.fields[name].value;
     const stops = value("stop_strings").split("\n").filter((stop) => stop !== "");
     const count = value("draft_count");
+    const drafter = value("drafter");
     return {
       prompt: value("prompt"),
       max_tokens: Number(value("max_tokens")),
@@ -98,7 +116,9 @@ export class Settings {
       top_p: Number(value("top_p")),
       ...(value("seed") === "" ? {} : { seed: value("seed") }),
       ...(stops.length ? { stop: stops.map((stop) => stop.replaceAll("\\n", "\n")) } : {}),
-      speculation: { enabled: true, draft_count: count === "auto" ? "auto" : Number(count), rule: value("rule") },
+      speculation: {
+        enabled: true, draft_count: count === "auto" ? "auto" : Number(count), rule: value("rule"), ...(drafter ? { drafter } : {}),
+      },
     };
   }
 }

@@ -63,6 +63,7 @@ function grpcurl(request, { grpc }) {
     speculation: {
       ...(speculation.draft_count === "auto" ? {} : { draft_count: speculation.draft_count }),
       rule: RULES + speculation.rule.toUpperCase(),
+      ...(speculation.drafter ? { drafter: speculation.drafter } : {}),
     },
   };
   return `grpcurl -plaintext -d ${shell(json(message))} \\\n  ${grpc} outrider.v1.GenerationService/Generate`;

@@ -5,9 +5,11 @@ import { percent, plural } from "./format.js";
 const PAUSE_MS = 2000;
 
 export class Status {
-  constructor(list, banner) {
+  // `told` is called with every answer of the gateway.
+  constructor(list, banner, told) {
     this.list = list;
     this.banner = banner;
+    this.told = told;
     this.now = null;
     this.asking = false;
     this.timer = 0;
@@ -26,6 +28,7 @@ export class Status {
       this.now = null; // No gateway, no answer: that is what is shown.
     }
     this.show();
+    if (this.now !== null) this.told(this.now);
     this.asking = false;
     if (!document.hidden) this.timer = setTimeout(() => this.ask(), PAUSE_MS);
   }

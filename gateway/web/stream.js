@@ -2,6 +2,7 @@
 
 import { fillFacts } from "./facts.js";
 import { visible } from "./format.js";
+import { replaced } from "./trees.js";
 
 export class Stream {
   // `facts` is the panel for what is chosen, `tip` the box for what is pointed at; both are shared by all streams.
@@ -70,7 +71,7 @@ export class Stream {
   }
 
   strike(round) {
-    for (const guess of round.rejected) {
+    for (const guess of replaced(round)) {
       const struck = document.createElement("s");
       struck.className = "rejected";
       struck.textContent = visible(guess.text);

@@ -16,33 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.cli.options import RequestOptions
-from outrider.client import GeneratedToken, Origin, PromptToken, Result, Round
+from outrider.cli.rounds import CONTROL_PICTURES, legend, styled, trees
+from outrider.client import GeneratedToken, PromptToken, Result, Round
 from outrider.client.calls import failure
 from outrider.parameters import Acceptance, Rule
 from outrider.rpc.channels import open_channel
 from outrider.v1 import model_service_pb2
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub
 
-# Never by colour alone: with NO_COLOR, or to eyes that see colours otherwise, the attributes still distinguish them.
-STYLES = {
-    Origin.ACCEPTED: "bold green",
-    Origin.CORRECTION: "underline bright_red",
-    Origin.BONUS: "italic yellow",
-    Origin.PLAIN: "",
-}
-REJECTED_STYLE = "strike dim red"
-MEANINGS = {
-    Origin.ACCEPTED: "drafted and accepted",
-    Origin.CORRECTION: "the target's correction",
-    Origin.BONUS: "bonus behind an accepted draft",
-    Origin.PLAIN: "plain",
-}
-# Control characters but tab and newline become their pictures: a model must not drive the reader's terminal.
-CONTROL_PICTURES = (
-    {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
-    | {0x7F: 0x2421}
-    | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
-)
 # Into a file or pipe a table is as wide as it needs to be.
 PLAIN_WIDTH = 160
 INFO_TIMEOUT_S = 10.0
@@ -68,26 +49,6 @@ def console_for(file: TextIO) -> Console:
     return console if console.is_terminal else Console(file=file, highlight=False, width=PLAIN_WIDTH)
 
 
-def legend(*, rejected: bool) -> Text:
-    """What the styles mean; that of rejected guesses only where they are shown."""
-    parts = [Text(meaning, STYLES[origin]) for origin, meaning in MEANINGS.items()]
-    return Text("  ").join([*parts, Text("rejected guess", REJECTED_STYLE)] if rejected else parts)
-
-
-def styled(event: Round) -> Text:
-    """A round's text in the styles of its tokens' origins, rejected guesses before what the target said instead.
-
-    When the tokens' shares do not make up the round's text, the text goes without styles.
-    """
-    if "".join(token.text for token in event.tokens) != event.text:
-        return Text(event.text.translate(CONTROL_PICTURES))
-    rejected = [Text(each.text.translate(CONTROL_PICTURES), REJECTED_STYLE) for each in event.rejected]
-    shares = [Text(token.text.translate(CONTROL_PICTURES), STYLES[token.origin]) for token in event.tokens]
-    corrected = bool(event.tokens) and event.tokens[-1].origin is Origin.CORRECTION
-    place = len(shares) - corrected
-    return Text().join([*shares[:place], *rejected, *shares[place:]])
-
-
 class View:
     """Shows the answers to one request, event by event, one sample behind the other."""
 
@@ -108,28 +69,30 @@ class View:
 
 
 class _TextView(View):
-    """Streams the text of each sample: a heading above it, log-probabilities and figures below."""
+    """Streams the text of each sample: a heading above it; trees of guesses, log-probabilities and figures below."""
 
     def __init__(self) -> None:
         self._count = 1
         self._index = -1
-        self._prompt: list[PromptToken] = []
-        self._tokens: list[GeneratedToken] = []
+        self._rounds: list[Round] = []
 
     def begin(self, prompt: str, options: RequestOptions) -> None:
         self._count = options.sample_count or 1
 
     def _heading(self, event: Round) -> str:
         """Takes a round; returns the heading where a sample begins, and nothing within one or above the only one."""
-        self._prompt += event.prompt
-        self._tokens += [token for token in event.tokens if token.logprob]
+        self._rounds.append(event)
         begins, self._index = event.sample_index != self._index, event.sample_index
         return f"Sample {event.sample_index + 1} of {self._count}" if begins and self._count > 1 else ""
 
     def _print_below(self, console: Console, result: Result, style: str = "") -> None:
-        if self._prompt or self._tokens:
-            console.print(logprob_table(self._prompt, self._tokens))
-        self._prompt, self._tokens = [], []
+        for tree in trees(self._rounds):
+            console.print(tree)
+        prompt = [token for event in self._rounds for token in event.prompt]
+        tokens = [token for event in self._rounds for token in event.tokens if token.logprob]
+        if prompt or tokens:
+            console.print(logprob_table(prompt, tokens))
+        self._rounds = []
         console.print(Text(figures(result), style), soft_wrap=True)
 
 
@@ -217,7 +180,10 @@ def choose_view(*, as_json: bool) -> View:
 
 # What a section of a sample's JSON says of its result, field by field.
 SECTIONS = {
-    "usage": ("prompt_tokens", "cached_prompt_tokens", "completion_tokens"),
+    "usage": (
+        *("prompt_tokens", "cached_prompt_tokens", "completion_tokens"),
+        *("accepted_prediction_tokens", "rejected_prediction_tokens"),
+    ),
     "timings": ("queue_us", "first_token_us", "total_us"),
     "survival": ("target_reopens", "drift_repairs"),
 }
@@ -279,6 +245,10 @@ def figures(result: Result) -> str:
         f"acceptance rate {speculation.acceptance_rate:.2f}",
         f"mean acceptance length {speculation.mean_acceptance_length:.2f}",
         f"{speculation.fallback_rounds} fallback rounds",
+        *(
+            f"{each.drafter or 'draft'} {each.accepted_tokens} of {each.draft_tokens} guesses kept"
+            for each in (speculation.drafters if len(speculation.drafters) > 1 else ())
+        ),
         f"seed {result.seed}",
         *rule_words(result.acceptance),
     ]

@@ -14,6 +14,7 @@ from outrider.client.blocking import Client, Stream
 from outrider.client.calls import Cancelled, TimedOut
 from outrider.client.events import (
     Answer,
+    DrafterFigures,
     Event,
     GeneratedToken,
     Origin,
@@ -47,6 +48,7 @@ __all__ = [
     "Cancelled",
     "ChatMessage",
     "Client",
+    "DrafterFigures",
     "Event",
     "GeneratedToken",
     "GenerationOptions",

@@ -35,7 +35,9 @@ class PromptToken:
 class GeneratedToken:
     """A token of the output and its share of the text, which is empty while a character is incomplete.
 
-    draft_logprob is the draft's log-probability of an accepted token, where the request asked for return_rounds.
+    With return_rounds an accepted token has its row in the proposal, counted from 1, who guessed it (the draft
+    service's own choice has no name), and the draft's log-probability of it, if it told one. Its parent is the token
+    before it.
     """
 
     token_id: int
@@ -43,15 +45,23 @@ class GeneratedToken:
     text: str
     logprob: TokenLogprob | None = None
     draft_logprob: float | None = None
+    row: int = 0
+    drafter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RejectedToken:
-    """A guess of the draft that was not kept, with its text decoded alone."""
+    """A guess that was not kept, with its text decoded alone: its row in the proposal, the row above it, who guessed
+    it, and the drafter's estimate in (0, 1] that it would be kept, if it made one.
+    """
 
     token_id: int
     text: str
     draft_logprob: float | None = None
+    row: int = 0
+    parent: int = 0
+    drafter: str = ""
+    value: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +106,15 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
+class DrafterFigures:
+    """What one drafter did in a sample; the draft service's own choice has no name."""
+
+    drafter: str
+    draft_tokens: int
+    accepted_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class SpeculationFigures:
     """What speculation did in a sample."""
 
@@ -108,6 +127,8 @@ class SpeculationFigures:
     fallback_rounds: int
     drafts: int = 0
     """Rounds with at least one draft token."""
+    drafters: tuple[DrafterFigures, ...] = ()
+    """Those of each drafter that guessed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +154,9 @@ class Result:
     acceptance: Acceptance = field(default_factory=Acceptance)
     cached_prompt_tokens: int = 0
     queue_us: int = 0
+    accepted_prediction_tokens: int = 0
+    """Guesses from the request's prediction that were kept; rejected_prediction_tokens are those that were not."""
+    rejected_prediction_tokens: int = 0
 
     @property
     def text(self) -> str:
@@ -231,7 +255,7 @@ ORIGINS = {
     pb.TOKEN_ORIGIN_BONUS: Origin.BONUS,
 }
 FACTS = tuple(each.name for each in fields(RoundFacts) if each.name != "fallback_reason")
-FIGURES = tuple(each.name for each in fields(SpeculationFigures))
+FIGURES = tuple(each.name for each in fields(SpeculationFigures) if each.name != "drafters")
 
 
 def event_from(message: pb.GenerateResponse) -> Event:
@@ -247,14 +271,21 @@ def _round(message: pb.Round) -> Round:
         text=message.text_delta,
         sample_index=message.sample_index,
         prompt=tuple(PromptToken(each.token_id, each.text, _logprob(each)) for each in message.prompt_tokens),
-        rejected=tuple(RejectedToken(each.token_id, each.text, _draft_logprob(each)) for each in message.rejected),
+        rejected=tuple(map(_rejected, message.rejected)),
         facts=RoundFacts(fallback_reason=reason, **{name: getattr(message.facts, name) for name in FACTS}),
     )
 
 
 def _token(message: pb.GeneratedToken) -> GeneratedToken:
     origin = ORIGINS.get(message.origin, Origin.PLAIN)
-    return GeneratedToken(message.token_id, origin, message.text, _logprob(message), _draft_logprob(message))
+    guess = (_draft_logprob(message), message.row, message.drafter)
+    return GeneratedToken(message.token_id, origin, message.text, _logprob(message), *guess)
+
+
+def _rejected(message: pb.RejectedToken) -> RejectedToken:
+    value = message.value if message.HasField("value") else None
+    place = (message.row, message.parent, message.drafter, value)
+    return RejectedToken(message.token_id, message.text, _draft_logprob(message), *place)
 
 
 def _logprob(token: pb.GeneratedToken | pb.PromptToken) -> TokenLogprob | None:
@@ -265,6 +296,11 @@ def _draft_logprob(token: pb.GeneratedToken | pb.RejectedToken) -> float | None:
     return token.draft_logprob if token.HasField("draft_logprob") else None
 
 
+def _figures(message: pb.SpeculationFigures) -> SpeculationFigures:
+    drafters = (DrafterFigures(each.drafter, each.draft_tokens, each.accepted_tokens) for each in message.drafters)
+    return SpeculationFigures(**{name: getattr(message, name) for name in FIGURES}, drafters=tuple(drafters))
+
+
 def _result(message: pb.Completion) -> Result:
     return Result(
         rest=message.text_delta,
@@ -272,7 +308,7 @@ def _result(message: pb.Completion) -> Result:
         seed=message.seed,
         prompt_tokens=message.usage.prompt_tokens,
         completion_tokens=message.usage.completion_tokens,
-        speculation=SpeculationFigures(**{name: getattr(message.speculation, name) for name in FIGURES}),
+        speculation=_figures(message.speculation),
         first_token_us=message.timings.first_token_us,
         total_us=message.timings.total_us,
         model_hash=message.model_hash,
@@ -283,6 +319,8 @@ def _result(message: pb.Completion) -> Result:
         acceptance=acceptance_from(message.rule, message.acceptance, "completion.rule", "completion.acceptance."),
         cached_prompt_tokens=message.usage.cached_prompt_tokens,
         queue_us=message.timings.queue_us,
+        accepted_prediction_tokens=message.usage.accepted_prediction_tokens,
+        rejected_prediction_tokens=message.usage.rejected_prediction_tokens,
     )
 
 

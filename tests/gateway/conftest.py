@@ -3,15 +3,10 @@
 from pathlib import Path
 
 import pytest
-from support.markov_services import WORDS
-from tokenizers import Tokenizer, models, pre_tokenizers
+from support.markov_services import write_tokenizer
 
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> str:
     """A folder with a tokenizer of twelve words."""
-    made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<end>"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.add_special_tokens(["<end>"])
-    made.save(str(tmp_path / "tokenizer.json"))
-    return str(tmp_path)
+    return write_tokenizer(tmp_path)

@@ -16,10 +16,11 @@ from gateway.generation.generate import CompletionEvent, RoundEvent
 from gateway.generation.request import CheckedRequest
 from gateway.generation.transcript import GeneratedToken, SpeculationFigures
 from gateway.metrics import GatewayMetrics
-from gateway.rounds.round import FallbackReason, HopCost, TokenOrigin
+from gateway.rounds.round import FallbackReason, HopCost, Proposal, TokenOrigin
 from outrider.errors import InvalidRequest, Overloaded, PeerLost
 from outrider.parameters import Acceptance, FinishReason
 from outrider.process.metrics import new_registry
+from outrider.token_tree import TokenTree
 from outrider.v1 import generation_service_pb2 as pb
 
 PLAIN, ACCEPTED = TokenOrigin.PLAIN, TokenOrigin.ACCEPTED
@@ -114,6 +115,21 @@ def test_each_drafter_has_its_part_of_what_was_drafted() -> None:
     assert (found[f"{name} eagle3"], found[f"{name} default"]) == (6, 1)
     name = "drafter_accepted_tokens_total"
     assert (found[f"{name} eagle3"], found[f"{name} default"]) == (2, 1)
+
+
+def test_rows_of_a_tree_count_for_who_guessed_them_and_by_their_depth() -> None:
+    """A merged tree has several drafters, and its accepted rows are a path, whose positions are depths."""
+    merged = round_event([ACCEPTED, ACCEPTED, BONUS], draft_count=4, evaluated_count=2)
+    tree = TokenTree((5, 6, 7, 8), (0, 0, 1, 2))
+    merged.committed.proposal = Proposal(tree, sources=("model", "lookup", "model", ""))
+    merged.committed.verdict.accepted_rows = (2, 4)
+    found = counted(merged, merged)
+    drafters = ("model", "lookup", "default")
+    assert [found[f"drafter_draft_tokens_total {each}"] for each in drafters] == [4, 2, 2]
+    assert [found[f"drafter_accepted_tokens_total {each}"] for each in drafters] == [0, 2, 2]
+    at_position = [found[f"spec_decode_num_accepted_tokens_per_pos_total {position}"] for position in "01"]
+    assert at_position == [2, 2]
+    assert "spec_decode_num_accepted_tokens_per_pos_total 3" not in found
 
 
 def test_tokens_behind_a_stop_string_are_counted_apart() -> None:

@@ -147,6 +147,27 @@ REJECTED = (
 )
 
 
+# Two guesses side by side, the second of which was kept; of two behind it none was, and one behind those not looked at.
+BRANCHED = (
+    ROUNDS[0],
+    Round(
+        (
+            GeneratedToken(6, Origin.ACCEPTED, " upon", row=2, drafter="lookup"),
+            GeneratedToken(7, Origin.CORRECTION, " a"),
+        ),
+        " upon a",
+        rejected=(
+            RejectedToken(70, " in", row=1, parent=0, drafter="model", value=0.5),
+            RejectedToken(71, " the", row=3, parent=2, drafter="lookup"),
+            RejectedToken(72, " \x1b", row=4, parent=2, drafter="model", value=0.125),
+            RejectedToken(73, " fox", row=5, parent=3, drafter="lookup"),
+        ),
+        facts=RoundFacts(draft_count=5, accepted_count=1, evaluated_count=2),
+    ),
+    ROUNDS[2],
+)
+
+
 def shown(view: View, rounds: tuple[Round, ...] = ROUNDS, *, rejected: bool = False) -> None:
     """Lets a view see a whole generation, in which rejected guesses were asked for or not."""
     view.begin("Ask: ", RequestOptions(show_rejected=rejected or None))

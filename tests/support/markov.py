@@ -4,6 +4,7 @@ Under the rule `match` a token is a function of (weights, prefix, seed). So thes
 token with plain decoding, whatever the draft guesses and however it fails.
 """
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,10 @@ class MarkovModel:
         noise = random.Random(f"{seed} {len(prefix)}")
         race = [noise.expovariate(weight) for weight in self._rows[prefix[-1]]]
         return race.index(min(race))
+
+    def logprob(self, last: int, token_id: int) -> float:
+        """The log-probability of a token behind another one."""
+        return math.log(self._rows[last][token_id] / sum(self._rows[last]))
 
 
 def plain_decoding(model: MarkovModel, prompt: tuple[int, ...], seed: int, max_len: int) -> tuple[int, ...]:
@@ -180,16 +185,19 @@ class MarkovDraft(Session):
             prefix.append(self.model.draw(prefix, self.seed))
         guesses = prefix[len(self.log) :]
         if self.branching:
-            return Proposal(self._tree(guesses))
+            return Proposal(branching_tree(guesses))
         return Proposal(TokenTree.chain(guesses), compute_us=10 * draft_count)
 
-    def _tree(self, guesses: list[int]) -> TokenTree:
-        token_ids, parents, parent = [], [], 0
-        for guess in guesses:
-            token_ids += [(guess + 1) % NUM_TOKENS, guess]
-            parents += [parent, parent]
-            parent = len(token_ids)
-        return TokenTree(tuple(token_ids), tuple(parents))
+
+def branching_tree(guesses: Sequence[int]) -> TokenTree:
+    """A tree with a wrong sibling before each guess; a guess has three times the value of its sibling."""
+    token_ids, parents, values, parent = list[int](), list[int](), list[float](), 0
+    for depth, guess in enumerate(guesses):
+        token_ids += [(guess + 1) % NUM_TOKENS, guess]
+        parents += [parent, parent]
+        values += [0.25 * 0.75**depth, 0.75 * 0.75**depth]
+        parent = len(token_ids)
+    return TokenTree(tuple(token_ids), tuple(parents), values=tuple(values))
 
 
 def round_of(

@@ -10,9 +10,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from pathlib import Path
 from typing import Any
 
 import grpc
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from gateway.server import RunningGateway, start
 from gateway.sessions.link import ServiceLink
@@ -21,6 +23,7 @@ from outrider.errors import CacheFull, InvalidRequest, OutriderError, PeerLost
 from outrider.rpc import channels
 from outrider.rpc.channels import open_channel
 from outrider.rpc.errors import error_from, session_error
+from outrider.rpc.messages import tree_from
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import draft_service_pb2_grpc, model_service_pb2_grpc, target_service_pb2_grpc, types_pb2
 from outrider.v1 import generation_service_pb2 as pb
@@ -28,7 +31,7 @@ from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import target_service_pb2 as target_pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 from outrider.vocabulary import Vocabulary
-from support.markov import EOS, NUM_TOKENS, MarkovModel
+from support.markov import EOS, NUM_TOKENS, MarkovModel, branching_tree
 
 
 class Mischief(Enum):
@@ -321,8 +324,14 @@ class Service(model_service_pb2_grpc.ModelServiceServicer, ABC):
         return types_pb2.Fence(session_id=request.session_id, epoch=request.epoch, base_len=base_len)
 
 
+@dataclass
 class DraftServicer(Service, draft_service_pb2_grpc.DraftServiceServicer):  # type: ignore[misc]
-    """Guesses with its own model and the shared noise."""
+    """Guesses with its own model and the shared noise.
+
+    With `branching` it proposes trees with values: before each of its guesses a wrong sibling, as the first of the two.
+    """
+
+    branching: bool = False
 
     def session(self) -> Taking:
         return MarkovDraftSession(self)
@@ -361,11 +370,15 @@ class DraftServicer(Service, draft_service_pb2_grpc.DraftServiceServicer):  # ty
     ) -> draft_pb.ProposeResponse:
         """So many guesses behind the tokens."""
         prefix = list(token_ids)
-        for _ in range(count):
+        for _ in range(count // 2 if self.branching else count):
             prefix.append(self.model.draw(prefix, seed))
+        proposal = types_pb2.TokenTree(token_ids=prefix[len(token_ids) :])
+        if self.branching:
+            tree = branching_tree(prefix[len(token_ids) :])
+            proposal = types_pb2.TokenTree(token_ids=tree.token_ids, parents=tree.parents, values=tree.values)
         return draft_pb.ProposeResponse(
             fence=self.fence(fence, len(token_ids)),
-            proposal=types_pb2.TokenTree(token_ids=prefix[len(token_ids) :]),
+            proposal=proposal,
             cached_len=len(token_ids) - self.drift,
             times=types_pb2.ComputeTimes(compute_us=10 * count),
         )
@@ -396,8 +409,11 @@ class MarkovDraftSession(Taking):
             yield response
 
 
+@dataclass
 class TargetServicer(Service, target_service_pb2_grpc.TargetServiceServicer):  # type: ignore[misc]
-    """Decides with its own draws, and goes on alone within its budget."""
+    """Decides with its own draws, and goes on alone within its budget; with `numbered` it tells log-probabilities."""
+
+    numbered: bool = False
 
     def session(self) -> Taking:
         return MarkovSession(self)
@@ -459,8 +475,8 @@ class MarkovSession(Taking):
     async def verdict(
         self, fence: types_pb2.Fence, proposal: types_pb2.TokenTree
     ) -> AsyncIterator[target_pb.VerifyResponse]:
-        """Follows the chain along the target's draws, as far as they agree."""
-        base_len, mischief = len(self.token_ids), self.service.next_mischief()
+        """Follows the tree along the target's draws, as far as they agree."""
+        base_len, mischief, model = len(self.token_ids), self.service.next_mischief(), self.service.model
         response = target_pb.VerifyResponse(fence=self.service.fence(fence, base_len))
         if mischief is Mischief.FORGET:
             self.forgotten = True
@@ -473,17 +489,21 @@ class MarkovSession(Taking):
         if mischief is Mischief.FROZEN:
             await asyncio.Event().wait()
         rows: list[int] = []
-        guesses = list(proposal.token_ids)
+        tree = tree_from(proposal, NUM_TOKENS, len(proposal.token_ids))
         while not self.finished:
-            token_id = self.service.model.draw(self.token_ids, self.session.seed)
+            token_id = model.draw(self.token_ids, self.session.seed)
+            if self.service.numbered:
+                response.verdict.logprobs.add(logprob=model.logprob(self.token_ids[-1], token_id))
             self.token_ids.append(token_id)
             self.finished = token_id == EOS or len(self.token_ids) == self.session.max_len
-            if len(rows) == len(guesses) or guesses[len(rows)] != token_id:
+            children = tree.children(rows[-1] if rows else 0)
+            response.verdict.evaluated_count += bool(children)
+            hits = [child for child in children if tree.token_ids[child - 1] == token_id]
+            if not hits:
                 response.verdict.next_token_id = token_id
                 break
-            rows.append(len(rows) + 1)
+            rows.append(hits[0])
         response.verdict.accepted_rows[:] = rows
-        response.verdict.evaluated_count = min(len(guesses), len(rows) + response.verdict.HasField("next_token_id"))
         response.cached_len = len(self.token_ids) - 1 - self.service.drift
         if self.finished:
             ended_by_eos = self.token_ids[-1] == EOS
@@ -560,6 +580,15 @@ class MarkovStack:
         assert [response.WhichOneof("event") for response in responses[:-1]] == ["round"] * (len(responses) - 1)
         assert responses[-1].HasField("completion")
         return [response.round for response in responses[:-1]], responses[-1].completion
+
+
+def write_tokenizer(folder: Path) -> str:
+    """Writes a tokenizer of the twelve words into a folder, and gives the folder's name."""
+    made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<end>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.add_special_tokens(["<end>"])
+    made.save(str(folder / "tokenizer.json"))
+    return str(folder)
 
 
 @asynccontextmanager

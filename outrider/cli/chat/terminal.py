@@ -11,7 +11,8 @@ from rich.text import Text
 
 from outrider.cli.chat.conversation import Turn
 from outrider.cli.options import decoded
-from outrider.cli.output import CONTROL_PICTURES, legend, sample_object, styled, write
+from outrider.cli.output import sample_object, write
+from outrider.cli.rounds import CONTROL_PICTURES, legend, styled, trees
 from outrider.cli.running import note
 from outrider.client import Event, Round
 
@@ -100,6 +101,8 @@ class StyledScreen(Screen):
 
     def end(self, turn: Turn) -> None:
         self._console.print()
+        for tree in trees(turn.rounds):
+            self._console.print(tree)
         self.say(turn.figures())
 
     def interrupt(self) -> None:

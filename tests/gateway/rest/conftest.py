@@ -5,8 +5,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 import pytest_asyncio
-from support.markov_services import WORDS, MarkovStack, markov_stack
-from tokenizers import Tokenizer, models, pre_tokenizers
+from support.markov_services import MarkovStack, markov_stack, write_tokenizer
 
 ORIGIN = "https://page.example"
 
@@ -14,12 +13,7 @@ ORIGIN = "https://page.example"
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a tokenizer of twelve words."""
-    made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<end>"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.add_special_tokens(["<end>"])
-    folder = tmp_path_factory.mktemp("words")
-    made.save(str(folder / "tokenizer.json"))
-    return str(folder)
+    return write_tokenizer(tmp_path_factory.mktemp("words"))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

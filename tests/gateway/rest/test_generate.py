@@ -2,9 +2,11 @@
 together in any order.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from openai.types import CompletionUsage
 from support.basics import spec_of
 from support.markov import round_of
 
@@ -185,7 +187,24 @@ def test_figures_are_of_one_choice_that_may_speculate() -> None:
         "completion_tokens": 12,
         "total_tokens": 14,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
     }
+
+
+def test_guesses_of_a_prediction_are_told_as_openai_tells_them() -> None:
+    """Its own package reads how many of a prediction's tokens were kept, over all choices, and ours by drafter."""
+    figures = counted(samples=2, ends=2)
+    for index in range(2):
+        event = said("x", 3, 1)
+        event.committed.proposal = replace(event.committed.proposal, sources=("prediction", "prediction", "lookup"))
+        figures.add(index, event)
+    details = CompletionUsage.model_validate(figures.usage().model_dump()).completion_tokens_details
+    assert details is not None
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (2, 2)
+    assert [each.model_dump() for each in figures.facts().drafters] == [
+        {"drafter": "prediction", "draft_tokens": 4, "accepted_tokens": 2},
+        {"drafter": "lookup", "draft_tokens": 2, "accepted_tokens": 0},
+    ]
 
 
 def test_choices_wait_for_the_log_probabilities_of_their_prompt(words: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+from support.markov import branching_tree
 from support.markov_services import MarkovStack, markov_stack, request
 
 from gateway.rest.page import HEADERS, read_files
@@ -65,6 +66,41 @@ async def test_events_tell_what_grpc_tells(stack: MarkovStack, client: httpx.Asy
     assert found[-1][1]["speculation"]["accepted_tokens"] == completion.speculation.accepted_tokens
     assert found[-1][1]["usage"]["completion_tokens"] == completion.usage.completion_tokens
     assert found[-1][1]["seed"] == "9"
+
+
+async def test_events_tell_trees(stack: MarkovStack, client: httpx.AsyncClient) -> None:
+    """Each guess, kept or not, with its row, its parent, who guessed it and its value; and how deep they go."""
+    stack.draft.branching = stack.target.numbered = True
+    speculation = {"draft_count": 8, "drafter": "model", "return_rounds": True}
+    body = {"prompt": "fox sea", "seed": "9", "max_tokens": 40, "probabilities": True, "speculation": speculation}
+    *rounds, completion = (told for _, told in (await events(client, body))[1:])
+    sides = 0
+    for told in rounds:
+        guesses = [*(token for token in told["tokens"] if token["row"] is not None), *told["rejected"]]
+        tree = branching_tree([0] * (told["draft_count"] // 2))
+        found = {each["row"]: (each["parent"], each["drafter"], each["value"]) for each in guesses}
+        expected = zip(tree.parents, ["model"] * len(tree), tree.values, strict=True)
+        assert found == dict(enumerate(expected, start=1))
+        assert told["draft_depth"] == max(tree.depths)
+        sides += any(token["row"] is not None and token["row"] % 2 for token in told["tokens"])
+        own = told["tokens"][-1]
+        assert own["origin"] == "accepted" or (own["row"], own["parent"], own["drafter"]) == (None, None, None)
+    assert sides > 0
+    figures = completion["speculation"]
+    [only] = figures["drafters"]
+    assert only == {"drafter": "model"} | {name: figures[name] for name in ("draft_tokens", "accepted_tokens")}
+    assert completion["usage"]["accepted_prediction_tokens"] == completion["usage"]["rejected_prediction_tokens"] == 0
+
+
+async def test_status_tells_the_drafters_that_may_be_named(stack: MarkovStack, client: httpx.AsyncClient) -> None:
+    """Whichever of the services has them; each of them can be asked for, and no other."""
+    drafters = (await client.get("/api/status")).json()["gateway"]["drafters"]
+    assert "model" in drafters
+    for name in drafters:
+        found = await events(client, {"prompt": "fox", "max_tokens": 8, "speculation": {"drafter": name}})
+        assert found[-1][0] == "completion"
+    body = {"prompt": "fox", "speculation": {"drafter": "oracle"}}
+    assert (await client.post("/api/generate", json=body)).json()["error"]["param"] == "speculation.drafter"
 
 
 async def test_seeds_of_64_bits_survive(client: httpx.AsyncClient) -> None:

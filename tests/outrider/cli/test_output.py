@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from support.command_line import NUMBERED, REJECTED, RESULT, TEXT, show_two_samples, shown
+from support.command_line import BRANCHED, CONTROL_SEQUENCES, NUMBERED, REJECTED, RESULT, TEXT, show_two_samples, shown
 
 from outrider.cli.options import RequestOptions
-from outrider.cli.output import STYLES, JsonView, ModelFacts, PlainView, TerminalView, figures, model_table
-from outrider.client import GeneratedToken, Origin, Round
+from outrider.cli.output import JsonView, ModelFacts, PlainView, TerminalView, figures, model_table
+from outrider.cli.rounds import STYLES, styled, trees
+from outrider.client import DrafterFigures, GeneratedToken, Origin, RejectedToken, Round, RoundFacts
 from outrider.parameters import Acceptance, Rule
 
 
@@ -124,6 +125,56 @@ def test_rejected_guesses_are_struck_through() -> None:
     assert output.getvalue() == TEXT + "\n"
 
 
+def test_guesses_that_branch_are_drawn_as_a_tree() -> None:
+    """Below the text: the kept path, who guessed each row and its value, and what the target said in others' place."""
+    screen = io.StringIO()
+    view = TerminalView(Console(file=screen, force_terminal=True, color_system="standard", width=100))
+    shown(view, BRANCHED, rejected=True)
+    drawn = CONTROL_SEQUENCES.sub("", screen.getvalue())
+    assert drawn[drawn.index("round 1") : drawn.index("5 tokens")].splitlines() == [
+        "round 1: 1 of 5 guesses kept (● kept, \N{MULTIPLICATION SIGN} not kept, ○ not looked at)",
+        "├── \N{MULTIPLICATION SIGN} ' in'  model 0.50",
+        "└── ● ' upon'  lookup",
+        "    ├── \N{MULTIPLICATION SIGN} ' the'  lookup",
+        "    │   └── ○ ' fox'  lookup",
+        "    ├── \N{MULTIPLICATION SIGN} ' ␛'  model 0.12",
+        "    └──   ' a'  target",
+    ]
+    assert "\x1b[1;32m' upon'" in screen.getvalue()
+    assert drawn.count("round ") == 1
+
+
+def test_in_the_text_only_guesses_in_the_place_of_the_correction_are_struck_through() -> None:
+    """Those on other branches would read as if they had stood in a row."""
+    output, notes = io.StringIO(), io.StringIO()
+    assert styled(BRANCHED[1]).plain == " upon the ␛ a"
+    shown(PlainView(output, notes), BRANCHED, rejected=True)
+    assert output.getvalue() == TEXT + "\n"
+    assert "● ' upon'  lookup" in notes.getvalue()
+
+
+def test_guesses_behind_a_stop_string_hang_on_the_last_token_that_is_told() -> None:
+    """The row that they hang on was kept, but its token does not exist."""
+    facts = RoundFacts(draft_count=4, accepted_count=2, evaluated_count=2)
+    tokens = (GeneratedToken(6, Origin.ACCEPTED, " upon", row=2, drafter="model"),)
+    rejected = (
+        RejectedToken(70, " in", row=1, parent=0, drafter="model"),
+        RejectedToken(71, " the", row=4, parent=3, drafter="model"),
+    )
+    [tree] = trees((Round(tokens, " upon", rejected=rejected, facts=facts),))
+    [first, second] = tree.children
+    assert (first.label.plain, second.label.plain) == ("\N{MULTIPLICATION SIGN} ' in'  model", "● ' upon'  model")
+    assert [child.label.plain for child in second.children] == ["\N{MULTIPLICATION SIGN} ' the'  model"]
+
+
+def test_chains_are_not_drawn_as_trees() -> None:
+    """With rows told or not, their guesses are struck through in the text, and nothing is below it."""
+    token = GeneratedToken(6, Origin.ACCEPTED, " upon", row=1, drafter="model")
+    chained = Round((token,), " upon", rejected=(RejectedToken(70, " in", row=2, parent=1, drafter="model"),))
+    assert list(trees((*REJECTED, chained))) == []
+    assert styled(chained).plain == " upon in"
+
+
 def test_json_is_one_object() -> None:
     """Text with what was held back, all token ids, and the sections by their names."""
     output = io.StringIO()
@@ -134,7 +185,13 @@ def test_json_is_one_object() -> None:
     assert answer["token_ids"] == [5, 6, 7, 8, 9]
     assert answer["finish_reason"] == "length"
     assert answer["seed"] == 11
-    assert answer["usage"] == {"prompt_tokens": 3, "cached_prompt_tokens": 2, "completion_tokens": 5}
+    assert answer["usage"] == {
+        "prompt_tokens": 3,
+        "cached_prompt_tokens": 2,
+        "completion_tokens": 5,
+        "accepted_prediction_tokens": 0,
+        "rejected_prediction_tokens": 0,
+    }
     assert answer["speculation"]["acceptance_rate"] == 0.5
     assert answer["timings"] == {"queue_us": 50, "first_token_us": 1_000, "total_us": 100_000}
 
@@ -177,8 +234,10 @@ def test_json_tells_rounds_when_they_are_wanted() -> None:
     shown(JsonView(output), REJECTED, rejected=True)
     [sample] = json.loads(output.getvalue())["samples"]
     first, second, _ = sample["rounds"]
-    assert first["tokens"] == [{"token_id": 5, "text": "Once", "origin": "plain", "draft_logprob": None}]
-    assert second["rejected"][0] == {"token_id": 70, "text": " the", "draft_logprob": -0.5}
+    nobody = {"draft_logprob": None, "row": 0, "drafter": ""}
+    assert first["tokens"] == [{"token_id": 5, "text": "Once", "origin": "plain", **nobody}]
+    place = {"row": 0, "parent": 0, "drafter": "", "value": None}
+    assert second["rejected"][0] == {"token_id": 70, "text": " the", "draft_logprob": -0.5, **place}
     assert second["facts"]["draft_count"] == 3
 
 
@@ -187,6 +246,14 @@ def test_figures_name_speed_acceptance_and_seed() -> None:
     assert figures(RESULT) == (
         "5 tokens, 50 tokens/s, 2 rounds, acceptance rate 0.50, mean acceptance length 2.00, 1 fallback rounds, seed 11"
     )
+
+
+def test_figures_name_drafters_where_there_are_several() -> None:
+    """What each of them guessed and what of it was kept; a single one has no part of its own."""
+    parts = (DrafterFigures("lookup", 8, 3), DrafterFigures("", 4, 1))
+    several = replace(RESULT, speculation=replace(RESULT.speculation, drafters=parts))
+    assert "lookup 3 of 8 guesses kept, draft 1 of 4 guesses kept" in figures(several)
+    assert figures(replace(RESULT, speculation=replace(RESULT.speculation, drafters=parts[:1]))) == figures(RESULT)
 
 
 def test_figures_say_what_the_request_survived() -> None:

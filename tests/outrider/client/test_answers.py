@@ -5,7 +5,16 @@ from dataclasses import replace
 import pytest
 from support.command_line import RESULT, ROUNDS, TEXT
 
-from outrider.client import OutriderError, RejectedToken, Round, RoundFacts
+from outrider.client import (
+    DrafterFigures,
+    GeneratedToken,
+    Origin,
+    OutriderError,
+    RejectedToken,
+    Result,
+    Round,
+    RoundFacts,
+)
 from outrider.client.events import AnswerBuilder, event_from
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
@@ -38,16 +47,33 @@ def test_half_an_answer_is_none(count: int) -> None:
 
 
 def test_a_round_tells_everything() -> None:
-    """Every field of the facts has its place, and so have rejected guesses and log-probabilities of the draft."""
+    """Every field of the facts has its place, and so have guesses in a tree and log-probabilities of the draft."""
     facts = {field.name: 3 for field in pb.RoundFacts.DESCRIPTOR.fields if field.name not in NAMES}
     message = pb.Round(text_delta=" a", sample_index=2, facts=pb.RoundFacts(**NAMES, **facts))
-    message.tokens.add(token_id=4, origin=pb.TOKEN_ORIGIN_BONUS, text=" a", draft_logprob=-0.5)
-    message.rejected.add(token_id=5, text=" b")
+    message.tokens.add(token_id=4, origin=pb.TOKEN_ORIGIN_ACCEPTED, text=" a", draft_logprob=-0.5, row=3, drafter="x")
+    message.rejected.add(token_id=5, text=" b", row=4, parent=2, drafter="lookup", value=0.25)
+    message.rejected.add(token_id=6, text=" c", row=5, parent=4)
     event = event_from(pb.GenerateResponse(round=message))
     assert isinstance(event, Round)
     expected = RoundFacts(**{**facts, "fallback_reason": "draft_late"}, **NAMES)  # type: ignore[arg-type]
     assert (event.facts, event.sample_index, event.text) == (expected, 2, " a")
-    assert (event.tokens[0].draft_logprob, event.rejected) == (-0.5, (RejectedToken(5, " b"),))
+    assert event.tokens == (GeneratedToken(4, Origin.ACCEPTED, " a", None, -0.5, 3, "x"),)
+    valued = RejectedToken(5, " b", row=4, parent=2, drafter="lookup", value=0.25)
+    assert event.rejected == (valued, RejectedToken(6, " c", row=5, parent=4))
+
+
+def test_a_result_tells_each_drafters_part() -> None:
+    """And how much of the request's prediction was kept."""
+    drafters = [
+        pb.DrafterFigures(drafter="lookup", draft_tokens=9, accepted_tokens=4),
+        pb.DrafterFigures(draft_tokens=2),
+    ]
+    usage = pb.Usage(accepted_prediction_tokens=4, rejected_prediction_tokens=5)
+    figures = pb.SpeculationFigures(draft_tokens=11, accepted_tokens=4, drafters=drafters)
+    result = event_from(pb.GenerateResponse(completion=pb.Completion(usage=usage, speculation=figures)))
+    assert isinstance(result, Result)
+    assert result.speculation.drafters == (DrafterFigures("lookup", 9, 4), DrafterFigures("", 2, 0))
+    assert (result.accepted_prediction_tokens, result.rejected_prediction_tokens) == (4, 5)
 
 
 def test_values_of_a_newer_protocol_have_a_name() -> None:
