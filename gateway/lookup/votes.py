@@ -23,7 +23,7 @@ class NextTokens(Protocol):
     """What follows a token at all, for want of something better."""
 
     def after(self, token_id: int) -> Sequence[tuple[int, float]]:
-        """Tokens with their shares, the most frequent first."""
+        """Tokens with their shares, the most frequent first; an id below 0 stands for the beginning of a text."""
 
 
 class Voter(NamedTuple):
@@ -76,7 +76,7 @@ NOTHING = Look()
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """One count of all votes: the rate of each ground, and the last committed token."""
+    """One count of all votes: the rate of each ground, and the last committed token, -1 where there is none."""
 
     means: Sequence[float]
     last_token_id: int
