@@ -29,9 +29,9 @@ class Prediction:
         """What the prediction goes on with behind the answer, whose end the context is; None where nothing fits."""
         tokens = self._chains.tokens
         if self._is_lost:
-            # Of equally long matches the one that is nearest to where the answer left.
-            found = self._chains.matches(context)
-            best = max(found, key=lambda match: (match.length, -abs(match.place - self._place)), default=None)
+            # Of equally long matches the next one behind where the answer left, or else the last before it.
+            found, left = self._chains.matches(context), self._place
+            best = max(found, key=lambda each: (each.length, each.place > left, -abs(each.place - left)), default=None)
             if best is None:
                 return None
             self._place, self._is_lost = best.place, False

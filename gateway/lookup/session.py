@@ -74,11 +74,11 @@ class LookupSession:
             voters += [] if found is None else [Voter(Kind.PREDICTION, *found)]
         if self._memory is not None:
             voters += [Voter(Kind.TENANT, *match) for match in self._memory.matches(context)]
-        if self._datastore is None:
-            return Vote(self._rates.means, tokens[-1]).grow(voters, max_rows, max_depth, chain=chain)
-        corpus = self._datastore.tokens
-        voters += [Voter(Kind.DATASTORE, corpus, place, length) for place, length in self._datastore.find(tokens)]
-        vote = Vote(self._rates.means, tokens[-1], self._datastore.tables)
+        table = None
+        if self._datastore is not None:
+            corpus, table = self._datastore.tokens, self._datastore.tables
+            voters += [Voter(Kind.DATASTORE, corpus, place, length) for place, length in self._datastore.find(tokens)]
+        vote = Vote(self._rates.means, tokens[-1] if tokens else -1, table)
         return vote.grow(voters, max_rows, max_depth, chain=chain)
 
     def observe(self, look: Look, token_ids: Sequence[int]) -> None:

@@ -9,21 +9,21 @@ only about what is left, as in prediction by partial matching (Cleary and Witten
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from operator import attrgetter
-from typing import NamedTuple, Protocol
+from operator import itemgetter
+from typing import NamedTuple, Protocol, TypeAlias
 
 from gateway.lookup.chains import Tokens
 from gateway.lookup.rates import GROUNDS, LONGEST, NAMES, TABLE_GROUND, Kind
 from outrider.token_tree import EMPTY, TokenTree
 
-VALUE_OF = attrgetter("value")
+VALUE_OF = itemgetter(0)
 
 
 class NextTokens(Protocol):
     """What follows a token at all, for want of something better."""
 
     def after(self, token_id: int) -> Sequence[tuple[int, float]]:
-        """Tokens with their shares, the most frequent first."""
+        """Tokens with their shares, the most frequent first; an id below 0 stands for the beginning of a text."""
 
 
 class Voter(NamedTuple):
@@ -42,13 +42,8 @@ class Ground(NamedTuple):
     share: float
 
 
-class Child(NamedTuple):
-    """A token behind a row."""
-
-    token_id: int
-    value: float
-    ground: Ground
-    voters: list[Voter]
+# A token behind a row: its value, its id, its ground's number, its share there, and who named it.
+Child: TypeAlias = tuple[float, int, int, float, list[Voter]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +69,9 @@ class Look:
 NOTHING = Look()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Vote:
-    """One count of all votes: the rate of each ground, and the last committed token."""
+    """One count of all votes: the rate of each ground, and the last committed token, -1 where there is none."""
 
     means: Sequence[float]
     last_token_id: int
@@ -88,24 +83,25 @@ class Vote:
         parents: list[int] = []
         values: list[float] = []
         grounds: list[Ground] = []
-        # Of equal value what came first goes first; nothing behind the number is ever compared.
+        # Of equal value what came first goes first; nothing behind the order is ever compared.
         heap: list[tuple[float, int, int, tuple[int, ...], Child]] = []
-        match_len = max((voter.length for voter in voters), default=0)
-        row, value, number = 0, 1.0, 0
+        match_len = max([voter.length for voter in voters], default=0)
+        row, value, order = 0, 1.0, 0
         path: tuple[int, ...] = ()
         while len(token_ids) < max_rows:
             if len(path) < max_depth:
-                for child in self._children(voters, path, value)[: 1 if chain else None]:
-                    number += 1
-                    heappush(heap, (-child.value, number, row, path, child))
+                most = 1 if chain else max_rows - len(token_ids)
+                for child in self._children(voters, path, value)[:most]:
+                    order += 1
+                    heappush(heap, (-child[0], order, row, path, child))
             if not heap:
                 break
-            _, _, parent, path, child = heappop(heap)
-            voters, value, path = child.voters, child.value, (*path, child.token_id)
-            token_ids.append(child.token_id)
+            _, _, parent, path, (value, token_id, number, share, voters) = heappop(heap)
+            path = (*path, token_id)
+            token_ids.append(token_id)
             parents.append(parent)
             values.append(value)
-            grounds.append(child.ground)
+            grounds.append(Ground(number, share))
             row = len(token_ids)
         if not token_ids:
             return NOTHING
@@ -114,33 +110,19 @@ class Vote:
 
     def _children(self, voters: list[Voter], path: tuple[int, ...], value: float) -> list[Child]:
         """What may follow a path, the best first; their values add up to the path's at most."""
-        groups: dict[int, dict[int, list[Voter]]] = {}
-        depth = len(path)
-        for voter in voters:
-            kind, tokens, place, length = voter
-            place += depth
-            if place < len(tokens):
-                token_id = tokens[place]
-            elif kind is Kind.OWN:
-                # A text that repeats itself goes on with what was guessed of it.
-                token_id = path[place - len(tokens)]
-            else:
-                continue
-            if token_id >= 0:
-                group = groups.setdefault(GROUNDS[kind][min(length + depth, LONGEST)], {})
-                group.setdefault(token_id, []).append(voter)
+        groups = _ballots(voters, path)
         if not groups:
             return self._last_resort(path, value)
         children: dict[int, Child] = {}
-        for number in sorted(groups, key=self.means.__getitem__, reverse=True):
+        for number in groups if len(groups) == 1 else sorted(groups, key=self.means.__getitem__, reverse=True):
             group, scale = groups[number], value * self.means[number]
             total = sum([len(found) for token_id, found in group.items() if token_id not in children])
             for token_id, found in group.items():
                 if token_id in children:
-                    children[token_id].voters.extend(found)
-                    continue
-                share = len(found) / total
-                children[token_id] = Child(token_id, scale * share, Ground(number, share), found)
+                    children[token_id][-1].extend(found)
+                else:
+                    share = len(found) / total
+                    children[token_id] = (scale * share, token_id, number, share, found)
             value -= scale if total else 0
         return sorted(children.values(), key=VALUE_OF, reverse=True)
 
@@ -149,4 +131,31 @@ class Vote:
             return []
         scale = value * self.means[TABLE_GROUND]
         found = self.table.after(path[-1] if path else self.last_token_id)
-        return [Child(token_id, scale * share, Ground(TABLE_GROUND, share), []) for token_id, share in found]
+        return [(scale * share, token_id, TABLE_GROUND, share, []) for token_id, share in found]
+
+
+def _ballots(voters: list[Voter], path: tuple[int, ...]) -> dict[int, dict[int, list[Voter]]]:
+    """Who names which token behind a path, by what they stand on."""
+    groups: dict[int, dict[int, list[Voter]]] = {}
+    depth = len(path)
+    for voter in voters:
+        kind, tokens, place, length = voter
+        place += depth
+        if place < len(tokens):
+            token_id = tokens[place]
+        elif kind is Kind.OWN:
+            # A text that repeats itself goes on with what was guessed of it.
+            token_id = path[place - len(tokens)]
+        else:
+            continue
+        if token_id < 0:
+            continue
+        length += depth
+        number = GROUNDS[kind][length if length < LONGEST else LONGEST]
+        if number not in groups:
+            groups[number] = {token_id: [voter]}
+        elif token_id in groups[number]:
+            groups[number][token_id].append(voter)
+        else:
+            groups[number][token_id] = [voter]
+    return groups

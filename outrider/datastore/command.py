@@ -156,7 +156,7 @@ def _field(name: str, number: int, line: str, field: str) -> str:
     except (ValueError, KeyError, TypeError):
         text = None
     if not isinstance(text, str):
-        raise InvalidRequest("TEXT", f"line {number} of {name}", f"an object whose {field!r} is a text")
+        raise InvalidRequest(f"line {number} of {name}", line.strip(), f"an object whose {field!r} is a text")
     return text
 
 

@@ -23,6 +23,7 @@ from bench.load.__main__ import app as bench_load
 from bench.rounds.__main__ import app as bench_rounds
 from outrider.cli import app as commands
 from outrider.cli import main
+from outrider.datastore.command import app as datastore
 from outrider.errors import OutriderError
 from outrider.process.options import IO_EXIT_CODE
 from outrider.rpc.channels import MAX_MESSAGE_BYTES
@@ -43,9 +44,10 @@ def walk(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 
 
 COMMANDS = dict(walk(typer.main.get_command(commands)))
-# What `outrider bench` passes its arguments on to.
+# What `outrider bench` and `outrider datastore` pass their arguments on to.
 COMMANDS["bench", "rounds"] = typer.main.get_command(bench_rounds)
 COMMANDS["bench", "load"] = typer.main.get_command(bench_load)
+COMMANDS.update(walk(typer.main.get_command(datastore), ("datastore",)))
 EACH = pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 
 
@@ -79,6 +81,8 @@ def test_the_commands_are_these() -> None:
         ("convert-head",),
         ("bench", "rounds"),
         ("bench", "load"),
+        ("datastore", "build"),
+        ("datastore", "inspect"),
     } <= set(found)
     assert set(found) == set(COMMANDS)
 
