@@ -328,11 +328,14 @@ class SpeculationPolicy:
         """
         if not values:
             return 0
-        others, overhead_us = self._load - 1, self._look_overhead_us.at(self._load)
+        others, known = self._load - 1, self._known(session)
+        # Until there was one it is taken to cost what a round with a draft does beside the computing.
+        asked_us = (self._estimates(each).overhead_us.at(self._load) for each in known)
+        overhead_us = self._look_overhead_us.at(self._load, min(asked_us, default=0.0))
         rows = 1.0 + (max(others, self._rows.mean * others / self._load) if others else 0.0)
         plain_us = max(self._verify_us.at(rows), 1.0)
         best = others / plain_us + 1 / (plain_us + self._plain_overhead_us.at(self._load))
-        rival = max((self._best(each, TREE_COUNTS[-1], session)[0] for each in self._known(session)), default=0.0)
+        rival = max((self._best(each, TREE_COUNTS[-1], session)[0] for each in known), default=0.0)
         gain = HALT_GAIN if halts else 1.0
         best, found, tokens = best * gain, 0, 1.0
         for count, value in enumerate(values[: TREE_COUNTS[-1]], start=1):
@@ -351,7 +354,7 @@ class SpeculationPolicy:
         best, found, tokens = 0.0, 1, 1.0
         for count, value in enumerate(sorted(proposal.tree.values, reverse=True), start=1):
             tokens += correction * value
-            speed = tokens / (spent_us + self._shared_us(estimates, count))
+            speed = tokens / max(spent_us + self._shared_us(estimates, count), 1.0)
             if speed > best:
                 best, found = speed, count
         return found
