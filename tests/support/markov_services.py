@@ -414,6 +414,7 @@ class TargetServicer(Service, target_service_pb2_grpc.TargetServiceServicer):  #
     """Decides with its own draws, and goes on alone within its budget; with `numbered` it tells log-probabilities."""
 
     numbered: bool = False
+    halted: int = 0
 
     def session(self) -> Taking:
         return MarkovSession(self)
@@ -440,6 +441,7 @@ class MarkovSession(Taking):
         self.forgotten = False
         self.asked: target_pb.VerifyRequest | None = None
         self.given: deque[target_pb.VerifyResponse] = deque(maxlen=MAX_UNSENT)
+        self.unasked: dict[int, target_pb.VerifyResponse] = {}
 
     async def take(self, request: target_pb.VerifyRequest) -> AsyncIterator[target_pb.VerifyResponse]:
         """Answers a message: with a verdict, and with unasked ones within the budget; a repetition with the same."""
@@ -463,13 +465,22 @@ class MarkovSession(Taking):
             if action == "open":
                 self.session = request.open.session
                 self.token_ids = list(self.session.token_ids)
+            if len(self.token_ids) > request.fence.base_len:
+                # It went on unasked before it was told not to.
+                self.service.halted += 1
+                for base_len, response in self.unasked.items():
+                    if base_len >= request.fence.base_len:
+                        yield response
+                return
             assert len(self.token_ids) == request.fence.base_len
             limit = request.fence.base_len + 1 + step.plain_budget
             async for response in self.verdict(request.fence, step.proposal):
                 yield response
         limit = min(limit, request.fence.base_len + 16)
+        self.unasked.clear()
         while len(self.token_ids) < limit and not self.finished and not self.forgotten:
             async for response in self.verdict(request.fence, types_pb2.TokenTree()):
+                self.unasked[response.fence.base_len] = response
                 yield response
 
     async def verdict(

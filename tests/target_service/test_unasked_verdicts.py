@@ -43,6 +43,25 @@ def test_an_acknowledgement_moves_the_limit(target: Target) -> None:
     assert target.run() == []
 
 
+def test_an_acknowledgement_without_a_budget_ends_the_stretch_at_once(target: Target) -> None:
+    """What would have come unasked is not begun, so that the step which follows finds the target at rest."""
+    spec = spec_of(PROMPT, 60, seed=2, eos=(), temperature=1.0)
+    expected = plain(target.runner, spec)
+    target.open(spec, budget=20)
+    for _ in range(3):
+        target.device.step(target.verifier.advance)
+    assert len(target.tokens) == 8
+    target.acknowledge(1, 7, 0)
+    assert target.held.task is None
+    target.step(1, 7, expected[7:9])
+    # The token behind the seventh had been committed unasked: it is told once more, whatever was proposed.
+    assert [answer.fence.base_len for answer in target.run()][-1] == 7
+    target.step(1, 8, expected[8:10])
+    [answer] = target.run()
+    assert (answer.content.accepted_rows, answer.content.evaluated_count) == ((1, 2), 2)
+    assert target.tokens == expected[:11]
+
+
 @pytest.mark.parametrize(("budget", "last"), [(0, 7), (1, 7), (9, 15)])
 def test_a_repeated_step_moves_the_limit_and_takes_nothing_back(target: Target, budget: int, last: int) -> None:
     """Its verdicts are given once more and not made once more; then the target goes on as far as was asked now."""
