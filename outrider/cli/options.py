@@ -387,7 +387,7 @@ class TurnOptions:
         Switch,
         _speculation(
             "--show-rejected",
-            help="Also the guesses that were not kept: struck through in a terminal, and each round with --json.",
+            help="Also the guesses that were not kept: struck through or in a tree, and each round with --json.",
             show_default=False,
         ),
     ] = None

@@ -62,19 +62,25 @@ def branches(event: Round) -> bool:
 
 
 def trees(rounds: Sequence[Round]) -> Iterator[Tree]:
-    """Those of the rounds of an answer whose guesses branch, each with its number; the prompt's own pass is 0."""
+    """Those of the rounds of an answer whose guesses branch, each with its number; the prompt's own pass is 0.
+
+    The first also says what the signs mean.
+    """
+    key = f" ({KEPT} kept, {LOST} not kept, {SKIPPED} not looked at)"
     for number, event in enumerate(rounds):
         if branches(event):
-            yield _tree(event, number)
+            facts = event.facts
+            head = f"round {number}: {facts.accepted_count} of {facts.draft_count} guesses kept"
+            yield _tree(event, head + key)
+            key = ""
 
 
-def _tree(event: Round, number: int) -> Tree:
+def _tree(event: Round, head: str) -> Tree:
     facts, last = event.facts, _last_row(event)
     lost = {guess.row for guess in event.rejected}
     # Where the last guess that was kept ended the answer, nobody looked behind it.
     ended = facts.evaluated_count == facts.accepted_count
-    head = f"round {number}: {facts.accepted_count} of {facts.draft_count} guesses kept"
-    drawn = Tree(Text(f"{head} ({KEPT} kept, {LOST} not kept, {SKIPPED} not looked at)", "dim"), guide_style="dim")
+    drawn = Tree(Text(head, "dim"), guide_style="dim")
     rows, above = {0: drawn}, 0
     guesses: list[tuple[int, int, Text]] = []
     for token in event.tokens:

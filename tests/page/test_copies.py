@@ -24,7 +24,8 @@ SEED = 9_007_199_254_740_993
 
 async def answered(page: Page) -> str:
     """An answer on the page, whose request the snippets are about."""
-    await fill(page, prompt=PROMPT, seed=SEED, max_tokens=24, temperature=0.8, stop_strings="xyzzy\n\\n\\n\\n")
+    settings = {"drafter": "model", "temperature": 0.8, "stop_strings": "xyzzy\n\\n\\n\\n"}
+    await fill(page, prompt=PROMPT, seed=SEED, max_tokens=24, **settings)
     await page.locator("#generate").click()
     assert (await ended(page)).startswith("Done")
     return await spoken(page)
@@ -51,6 +52,7 @@ async def test_the_curl_command_gives_the_same_text(page: Page, stack: RunningSt
         response = await client.post(words[2], json=body)
     assert response.status_code == 200, response.text
     assert response.json()["choices"][0]["text"] == text
+    assert [each["drafter"] for each in response.json()["outrider"]["drafters"]] == ["model"]
 
 
 async def test_the_grpcurl_command_gives_the_same_text(page: Page, stack: RunningStack) -> None:
@@ -61,6 +63,7 @@ async def test_the_grpcurl_command_gives_the_same_text(page: Page, stack: Runnin
     assert words[-1] == "outrider.v1.GenerationService/Generate"
     messages = [message async for message in stack.call(request)]
     assert "".join(message.round.text_delta + message.completion.text_delta for message in messages) == text
+    assert [each.drafter for each in messages[-1].completion.speculation.drafters] == ["model"]
 
 
 @pytest.mark.parametrize("language", ["openai", "outrider"])

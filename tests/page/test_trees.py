@@ -113,6 +113,15 @@ async def test_axe_has_no_serious_finding_in_trees(browser: Browser, markov: Mar
         await check(page)
 
 
+async def test_a_race_tells_no_trees_and_ends_with_the_tick(page: Page) -> None:
+    """Its runs are not told which guesses were rejected; places in a round are depths all the same."""
+    await fill(page, prompt="fox sea", seed=9, max_tokens=24, draft_count=2 * DEPTH)
+    await page.locator("#race").click()
+    assert "Identical token for token: 24 tokens" in await ended(page)
+    await expect(page.locator("#rounds details")).to_have_count(0)
+    assert await page.locator("#positions li").count() == DEPTH
+
+
 async def test_chains_have_no_trees(page: Page, markov: MarkovStack) -> None:
     """Nothing to open, and no choice to open it."""
     markov.draft.branching = False

@@ -174,6 +174,24 @@ async def test_stop_ends_the_text_before_it(client: AsyncOpenAI) -> None:
         assert chunks[-1].choices[0].finish_reason == "stop"
 
 
+async def test_usage_has_a_place_for_predictions(client: AsyncOpenAI) -> None:
+    """Where the package looks for it, whole and streamed; guesses of a draft are no part of it."""
+    speculation = {"speculation": {"draft_count": 4}}
+    whole = await client.chat.completions.create(**CHAT, extra_body=speculation)
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = [chunk async for chunk in await client.completions.create(**TEXT, **options, extra_body=speculation)]
+    for usage in (whole.usage, chunks[-1].usage):
+        assert usage is not None
+        details = usage.completion_tokens_details
+        assert details is not None
+        assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
+    assert whole.model_extra is not None
+    [drafter] = whole.model_extra["outrider"]["drafters"]
+    figures = whole.model_extra["metrics"]["speculative_decoding"]
+    assert drafter["draft_tokens"] == figures["num_draft_tokens"] > 0
+    assert drafter["accepted_tokens"] == figures["num_accepted_draft_tokens"]
+
+
 async def test_speculation_is_an_extra_field(client: AsyncOpenAI) -> None:
     """`extra_body` carries it, and the reply's own fields are there as attributes."""
     reply = await client.chat.completions.create(**CHAT, extra_body={"speculation": {"draft_count": 4}})

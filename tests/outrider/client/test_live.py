@@ -86,7 +86,8 @@ async def test_a_conversation_is_the_same_on_the_command_line(stack: RunningStac
     assert [tuple(turn["token_ids"]) for turn in turns] == [first.token_ids, second.token_ids]
     assert [turn["user"] for turn in turns] == [MESSAGES[0]["content"], "And the wolf?"]
     assert turns[1]["usage"]["cached_prompt_tokens"] > 0
-    assert turns[1]["usage"].keys() == {"prompt_tokens", "completion_tokens", "cached_prompt_tokens"}
+    counts = {"prompt_tokens", "completion_tokens", "cached_prompt_tokens"}
+    assert turns[1]["usage"].keys() == counts | {"accepted_prediction_tokens", "rejected_prediction_tokens"}
     assert [turn["text"] for turn in turns] == [first.text, second.text]
 
 
