@@ -84,7 +84,9 @@ class RoundPlanner:
         self._remote = drafting.remote
         self._grows_trees = drafting.may_grow_trees and draft_count is None and drafting.shape is None
         self._own = drafting.own
-        self._session = policy.session(*self._drafters(drafting.own))
+        # Where nobody guesses at all, rounds say that a draft is absent.
+        nobody = () if drafting.looks else ("",)
+        self._session = policy.session(*(self._drafters(drafting.own) or nobody))
         self._draft_count = draft_count
         self._max_len = max_len
         self._max_draft_count = max_draft_count
@@ -181,7 +183,7 @@ class RoundPlanner:
         if self._remote is None and self._drafting.looks:
             # There is nobody else to ask.
             return self._plain(PLAIN_BUDGET)
-        if obstacle is not None and num_looked and not is_first:
+        if obstacle is not None and num_looked and not is_first and self._drafting.merges:
             return RoundPlan(0, 0, look_count=min(num_looked, self._max_draft_count))
         if obstacle is not None:
             past_context = obstacle is FallbackReason.DRAFT_CONTEXT

@@ -130,7 +130,7 @@ async def test_without_a_draft() -> None:
     """A gateway that knows no draft serves the same tokens."""
     async with running_stack() as stack:
         expected = await stack.generate(text=PROMPT, seed=3, max_tokens=40)
-    async with running_stack(draft=None) as stack:
+    async with running_stack(draft=None, gateway={"lookup": False}) as stack:
         answer = await stack.generate(text=PROMPT, seed=3, max_tokens=40)
         assert answer.token_ids == expected.token_ids
         assert {each.facts.fallback_reason for each in answer.rounds[1:-1]} == {pb.FALLBACK_REASON_DRAFT_ABSENT}

@@ -71,7 +71,7 @@ async def test_without_a_draft_the_tokens_are_the_same(tokenizer: str) -> None:
     """A gateway that has no draft, and one whose draft cannot be reached, serve plain rounds with a reason."""
     expected = plain_decoding(MarkovModel(), (3, 5), SEED, 42)[2:]
     for draft in ("", "127.0.0.1:1"):
-        async with markov_stack(tokenizer, draft=draft, draft_wait_seconds=0.05) as stack:
+        async with markov_stack(tokenizer, draft=draft, draft_wait_seconds=0.05, lookup=False) as stack:
             rounds, completion = await stack.run(request())
             assert tuple(token.token_id for each in rounds for token in each.tokens) == expected
             assert completion.speculation.fallback_rounds == len(rounds) - 2
@@ -137,7 +137,7 @@ async def test_the_drafter_of_a_request_reaches_the_draft(tokenizer: str) -> Non
         named.speculation.drafter, unknown.speculation.drafter = "model", "oracle"
         await stack.run(named)
         await stack.run(request())
-        with pytest.raises(InvalidRequest, match=r"speculation\.drafter is 'oracle', but must be one of model"):
+        with pytest.raises(InvalidRequest, match=r"speculation\.drafter is 'oracle', but must be one of lookup, model"):
             await stack.run(unknown)
         assert stack.draft.drafters_wanted == ["model", ""]
 

@@ -21,6 +21,7 @@ from gateway.rounds.round import TokenOrigin
 from gateway.text.tokenizer import Tokenizer
 from outrider.errors import Field, InvalidRequest, Overloaded, PromptTooLong
 from outrider.parameters import MAX_SAMPLES, Acceptance, FinishReason, Rule, SamplingParameters, TokenLogprob
+from outrider.token_tree import TreeShape
 
 HEADER = ResponseHeader("cmpl-1", 1, "markov", "fp")
 PROMPT = (PromptToken(3, "fox", None), PromptToken(5, " sea", TokenLogprob(-1.0)))
@@ -43,6 +44,7 @@ def test_every_field_arrives() -> None:
     sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.5}
     sampling |= {"presence_penalty": 1, "frequency_penalty": -1, "min_tokens": 2, "ignore_eos": True}
     speculation = {"draft_count": 3, "rule": "lenient", "lenience": 0.25, "drafter": "model", "return_rounds": True}
+    speculation |= {"shape": {"max_depth": 3, "expansions": [2, 1]}}
     assert asked(
         **sampling,
         logit_bias={"7": -3.5},
@@ -53,6 +55,10 @@ def test_every_field_arrives() -> None:
         banned_words=["gold"],
         cache_salt="mine",
         n=2,
+        prediction={
+            "type": "content",
+            "content": [{"type": "text", "text": "Once"}, {"type": "text", "text": " more"}],
+        },
         speculation=speculation,
     ) == GenerationRequest(
         max_tokens=9,
@@ -62,12 +68,16 @@ def test_every_field_arrives() -> None:
         stop_token_ids=(1,),
         draft_count=3,
         acceptance=Acceptance(rule=Rule.LENIENT, lenience=0.25),
-        drafter="model",
+        drafters=("model",),
+        shape=TreeShape(3, 0, (2, 1)),
+        prediction="Once more",
         sample_count=2,
         banned_words=("gold",),
         return_rounds=True,
         cache_salt="mine",
     )
+    assert asked(speculation={"drafter": ["lookup", "model"]}).drafters == ("lookup", "model")
+    assert asked(prediction={"type": "content", "content": "Once"}).prediction == "Once"
     assert asked(stop=["sea", "king"]).stops == ("sea", "king")
     assert asked(speculation={"draft_count": "auto", "enabled": False}) == GenerationRequest(speculation_enabled=False)
 
