@@ -74,7 +74,7 @@ async def test_unwanted_distributions_are_the_draft_s_fault(rule: Rule) -> None:
         ({"token_ids": [1, 1], "weights": [1, 1]}, "without repetition"),
         ({"token_ids": [1, NUM_TOKENS], "weights": [1, 1]}, f"token_ids.1 is {NUM_TOKENS}"),
         ({"token_ids": [3], "weights": [1]}, "a support of the row's token 2"),
-        ({}, "a support of the row's token 2"),
+        ({}, "filled for the first of siblings"),
     ],
 )
 async def test_a_malformed_distribution_is_the_draft_s_fault(distribution: dict[str, list[int]], fault: str) -> None:

@@ -12,6 +12,7 @@ from support.trees import (
     SCHEMES,
     SHAPES,
     Forest,
+    Scheme,
     TreePair,
     TreeRule,
     certain,
@@ -40,10 +41,10 @@ def distance(rule: TreeRule, forests: list[Forest], length: int, pair: TreePair 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @BY_RULE
-def test_the_joint_distribution_is_the_target_s(rule: TreeRule, shape: tuple[int, ...], scheme: object) -> None:
+def test_the_joint_distribution_is_the_target_s(rule: TreeRule, shape: tuple[int, ...], scheme: Scheme) -> None:
     """Trees of every shape, whatever their siblings are drawn from, and the tokens that follow the round."""
     pair = TreePair.random(support=4) if max(shape) > 3 else PAIR
-    forest = forest_of(pair, shape, scheme)  # type: ignore[arg-type]
+    forest = forest_of(pair, shape, scheme)
     assert forest.chances.sum() == pytest.approx(1)
     assert distance(rule, [forest], len(shape) + 1, pair) < 1e-12
 
@@ -101,11 +102,11 @@ def test_a_tree_may_grow_by_what_was_drawn_before(rule: TreeRule) -> None:
 
 @pytest.mark.parametrize("lenience", [0.3, 0.7])
 @pytest.mark.parametrize("scheme", [independent, without_replacement])
-def test_a_lenient_output_is_bounded(lenience: float, scheme: object) -> None:
+def test_a_lenient_output_is_bounded(lenience: float, scheme: Scheme) -> None:
     """No first token is more probable than the target's probability over the lenience; it keeps more than `ratio`."""
     rule = partial(recursive_rejection, lenience=lenience)
     for shape in ((2,), (2, 2)):
-        forest = forest_of(PAIR, shape, scheme)  # type: ignore[arg-type]
+        forest = forest_of(PAIR, shape, scheme)
         distribution = committed_distribution(rule, PAIR, [forest], 1)
         assert distribution.sum() == pytest.approx(1)
         assert (distribution <= PAIR.distribution(1) / lenience + 1e-12).all()
@@ -199,7 +200,7 @@ def zero_is_padding(forest: Forest) -> list[Forest]:
     return forest.kept_rows(forest.token_ids != 0)
 
 
-PLANTED: list[tuple[Planting, object]] = [
+PLANTED: list[tuple[Planting, Scheme]] = [
     (duplicates_dropped, independent),
     (duplicates_dropped, two_drafters),
     (not_normalised, without_replacement),
@@ -216,9 +217,9 @@ PLANTED: list[tuple[Planting, object]] = [
 
 @pytest.mark.parametrize(("planted", "scheme"), PLANTED)
 @BY_RULE
-def test_a_planted_bug_is_found(rule: TreeRule, planted: Planting, scheme: object) -> None:
+def test_a_planted_bug_is_found(rule: TreeRule, planted: Planting, scheme: Scheme) -> None:
     """The comparison above can fail: what each of these engines' bugs commits is not what the target says."""
-    forest = forest_of(PAIR, (2,), scheme)  # type: ignore[arg-type]
+    forest = forest_of(PAIR, (2,), scheme)
     assert distance(rule, [forest], 1) < 1e-12
     assert distance(rule, planted(forest), 1) > 1e-3
 
