@@ -1,0 +1,177 @@
+"""What lookups bring to answers that copy from their prompts, to questions and to stories, in one run. No gate.
+
+    python -m bench.copying --address HOST:PORT --corpus TALES.txt [--questions SPEC_BENCH.jsonl] [--turns 10]
+
+The copy set is made from the corpus: texts to repeat, to copy with one word replaced, and to quote one paragraph of. A
+gateway with lookups must serve at the address. Each prompt is answered plainly, by lookups alone and by whatever the
+gateway finds fastest, with all drafters and without lookups, in turns; greedy, and the tokens are compared. Each
+request has a cache_salt of its own, so that none finds the answer of another one in a memory.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.common import OPENINGS, TokensDiffer, interval, machine, markdown, revision, rotated
+from outrider.client import ChatMessage, Client, Result, Speculation
+
+TIMEOUT_S = 300.0
+PLAIN, LOOKUP, AUTO, WITHOUT = "plain", "lookup", "auto", "auto without lookup"
+REPEAT, EDIT, EXTRACT = "repeat", "edit", "extract"
+MIN_CHARS, MAX_CHARS = 250, 600  # of a passage
+NAMES = ("king", "man", "girl", "mother", "house", "bird", "horse", "wood")
+
+
+class Prompt(NamedTuple):
+    """What is asked, and of which kind it is; a text alone is continued, and not answered."""
+
+    kind: str
+    text: str
+    is_chat: bool = True
+
+
+class Taken(NamedTuple):
+    """One answer: microseconds a token behind the first ones, tokens a round, and the tokens."""
+
+    token_us: float
+    tokens_a_round: float
+    token_ids: tuple[int, ...]
+
+
+def copy_set(passages: Sequence[str], size: int, seed: int = 0) -> Iterator[Prompt]:
+    """So many prompts of each kind; passages are paragraphs, and one that is edited has the word to be replaced."""
+    source = random.Random(seed)
+    fitting = [each for each in passages if MIN_CHARS <= len(each) <= MAX_CHARS]
+    for _ in range(size):
+        yield Prompt(REPEAT, f"Repeat this text word for word, and write nothing else.\n\n{source.choice(fitting)}")
+        word = source.choice(NAMES)
+        text = source.choice([each for each in fitting if f" {word} " in each])
+        yield Prompt(EDIT, f'Copy this text, but replace the word "{word}" by "teacher". Write only it.\n\n{text}')
+        three = source.sample(fitting, 3)
+        listed = "\n".join(f"{number}. {each}" for number, each in enumerate(three, start=1))
+        yield Prompt(EXTRACT, f"Here are three paragraphs.\n\n{listed}\n\nQuote paragraph {source.randint(1, 3)}.")
+
+
+def questions(file: Path, size: int, seed: int = 0) -> Iterator[Prompt]:
+    """So many first turns of each category of Spec-Bench (Xia et al., 2024, arXiv 2401.07851)."""
+    by_category = defaultdict(list)
+    for line in file.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        by_category[entry["category"]].append(entry["turns"][0])
+    source = random.Random(seed)
+    for category, texts in by_category.items():
+        for text in source.sample(texts, min(size, len(texts))):
+            yield Prompt(category, text)
+
+
+def answer(client: Client, prompt: Prompt, setting: Speculation, tokens: int, salt: str) -> Taken:
+    """One answer. Times begin behind the first round, which reads the prompt."""
+    stream = (client.chat if prompt.is_chat else client.generate)(
+        [ChatMessage(role="user", content=prompt.text)] if prompt.is_chat else prompt.text,  # type: ignore[arg-type]
+        max_tokens=tokens,
+        temperature=0,
+        seed=1,
+        ignore_eos=not prompt.is_chat,
+        speculation=setting,
+        cache_salt=salt,
+        timeout_s=TIMEOUT_S,
+    )
+    rounds = []
+    for event in stream:
+        if isinstance(event, Result):
+            break
+        rounds.append((time.perf_counter(), [token.token_id for token in event.tokens]))
+    token_ids = tuple(token_id for _, each in rounds for token_id in each)
+    (first_s, first), (last_s, _) = rounds[0], rounds[-1]
+    num_behind = len(token_ids) - len(first)
+    per_token = 1e6 * (last_s - first_s) / max(num_behind, 1)
+    return Taken(per_token, num_behind / max(len(rounds) - 1, 1), token_ids)
+
+
+def measure(
+    client: Client, prompts: Sequence[Prompt], tokens: int, has_draft: bool
+) -> dict[str, dict[str, list[Taken]]]:
+    """The answers by kind and setting. Raises TokensDiffer."""
+    settings = {
+        PLAIN: Speculation(enabled=False),
+        LOOKUP: Speculation(drafter="lookup"),
+        AUTO: Speculation(),
+        **({WITHOUT: Speculation(drafter="model")} if has_draft else {}),
+    }
+    found: dict[str, dict[str, list[Taken]]] = defaultdict(lambda: defaultdict(list))
+    numbers = count()
+    for turn, prompt in enumerate(prompts):
+        answers = {
+            name: answer(client, prompt, settings[name], tokens, f"{time.time_ns()}-{next(numbers)}")
+            for name in rotated([*settings], turn)
+        }
+        if len({each.token_ids for each in answers.values()}) > 1:
+            raise TokensDiffer(f"{prompt.text!r} was answered in different ways by {', '.join(answers)}")
+        if len(answers[PLAIN].token_ids) < 8:
+            # There is nothing to measure behind a few words.
+            continue
+        for name, taken in answers.items():
+            found[prompt.kind][name].append(taken)
+    return found
+
+
+def render(found: dict[str, dict[str, list[Taken]]]) -> str:
+    """Of each kind the medians of ratios to plain decoding with their intervals, and tokens a round."""
+    rows = []
+    whole: dict[str, list[Taken]] = defaultdict(list)
+    for kind, taken in found.items():
+        rows.append(_row(kind, taken))
+        for name, each in taken.items():
+            whole[name] += each
+    return markdown(
+        ["kind", "answers", "plain, ms a token", "lookup over plain", "auto over plain", "auto over auto without"]
+        + ["tokens a round: lookup", "auto"],
+        [*rows, _row("all", whole)],
+    )
+
+
+def _row(kind: str, taken: dict[str, list[Taken]]) -> list[str]:
+    def ratio(slow: str, fast: str) -> str:
+        if fast not in taken or slow not in taken:
+            return ""
+        pairs = zip(taken[slow], taken[fast], strict=True)
+        return interval(one.token_us / other.token_us for one, other in pairs).show(".2f")
+
+    mean = {name: sum(each.tokens_a_round for each in some) / len(some) for name, some in taken.items()}
+    plain_ms = interval(each.token_us / 1e3 for each in taken[PLAIN]).show(".2f")
+    ratios = [ratio(PLAIN, LOOKUP), ratio(PLAIN, AUTO), ratio(WITHOUT, AUTO)]
+    return [kind, str(len(taken[PLAIN])), plain_ms, *ratios, f"{mean[LOOKUP]:.2f}", f"{mean[AUTO]:.2f}"]
+
+
+def main() -> None:
+    """Measures, and prints."""
+    parser = argparse.ArgumentParser(prog="python -m bench.copying", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--address", required=True, help="HOST:PORT of a gateway's gRPC")
+    parser.add_argument("--corpus", type=Path, help="text, one paragraph a line, of which the copy set is made")
+    parser.add_argument("--questions", type=Path, help="questions of Spec-Bench, as JSON lines")
+    parser.add_argument("--turns", type=int, default=10, help="prompts of each kind")
+    parser.add_argument("--stories", type=int, default=0, help="openings of stories to go on with")
+    parser.add_argument("--tokens", type=int, default=128, help="most tokens of an answer")
+    parser.add_argument("--has-draft", action="store_true", help="there is a draft service beside the lookup")
+    given = parser.parse_args()
+    prompts = [Prompt("story", text, is_chat=False) for text in OPENINGS[: given.stories]]
+    if given.corpus is not None:
+        prompts += copy_set(given.corpus.read_text(encoding="utf-8").splitlines(), given.turns)
+    if given.questions is not None:
+        prompts += questions(given.questions, given.turns)
+    with Client(given.address) as client:
+        # The first ones are to warm up: the policy learns what everything costs.
+        measure(client, prompts[:2], given.tokens, given.has_draft)
+        found = measure(client, prompts, given.tokens, given.has_draft)
+    print(f"{machine()}; at most {given.tokens} tokens an answer, greedy; commit {revision() or 'unknown'}.")
+    print(f"Medians with intervals of 95 %.\n\n{render(found)}")
+
+
+if __name__ == "__main__":
+    main()
