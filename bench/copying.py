@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.common import OPENINGS, TokensDiffer, interval, machine, markdown, revision, rotated
-from outrider.client import ChatMessage, Client, Result, Speculation
+from outrider.client import ChatMessage, Client, GenerationOptions, Result, Speculation
 
 TIMEOUT_S = 300.0
 PLAIN, LOOKUP, AUTO, WITHOUT = "plain", "lookup", "auto", "auto without lookup"
 REPEAT, EDIT, EXTRACT = "repeat", "edit", "extract"
 MIN_CHARS, MAX_CHARS = 250, 600  # of a passage
+COLUMNS = ("lookup over plain", "auto over plain", "auto over auto without")
 NAMES = ("king", "man", "girl", "mother", "house", "bird", "horse", "wood")
 
 
@@ -42,6 +43,10 @@ class Taken(NamedTuple):
     token_us: float
     tokens_a_round: float
     token_ids: tuple[int, ...]
+
+
+Found = dict[str, dict[str, list[Taken]]]
+"""Answers by kind and setting."""
 
 
 def copy_set(passages: Sequence[str], size: int, seed: int = 0) -> Iterator[Prompt]:
@@ -72,8 +77,7 @@ def questions(file: Path, size: int, seed: int = 0) -> Iterator[Prompt]:
 
 def answer(client: Client, prompt: Prompt, setting: Speculation, tokens: int, salt: str) -> Taken:
     """One answer. Times begin behind the first round, which reads the prompt."""
-    stream = (client.chat if prompt.is_chat else client.generate)(
-        [ChatMessage(role="user", content=prompt.text)] if prompt.is_chat else prompt.text,  # type: ignore[arg-type]
+    options = GenerationOptions(
         max_tokens=tokens,
         temperature=0,
         seed=1,
@@ -82,6 +86,10 @@ def answer(client: Client, prompt: Prompt, setting: Speculation, tokens: int, sa
         cache_salt=salt,
         timeout_s=TIMEOUT_S,
     )
+    if prompt.is_chat:
+        stream = client.chat([ChatMessage(role="user", content=prompt.text)], **options)
+    else:
+        stream = client.generate(prompt.text, **options)
     rounds = []
     for event in stream:
         if isinstance(event, Result):
@@ -94,9 +102,7 @@ def answer(client: Client, prompt: Prompt, setting: Speculation, tokens: int, sa
     return Taken(per_token, num_behind / max(len(rounds) - 1, 1), token_ids)
 
 
-def measure(
-    client: Client, prompts: Sequence[Prompt], tokens: int, has_draft: bool
-) -> dict[str, dict[str, list[Taken]]]:
+def measure(client: Client, prompts: Sequence[Prompt], tokens: int, has_draft: bool) -> Found:
     """The answers by kind and setting. Raises TokensDiffer."""
     settings = {
         PLAIN: Speculation(enabled=False),
@@ -104,7 +110,7 @@ def measure(
         AUTO: Speculation(),
         **({WITHOUT: Speculation(drafter="model")} if has_draft else {}),
     }
-    found: dict[str, dict[str, list[Taken]]] = defaultdict(lambda: defaultdict(list))
+    found: Found = defaultdict(lambda: defaultdict(list))
     numbers = count()
     for turn, prompt in enumerate(prompts):
         answers = {
@@ -121,7 +127,7 @@ def measure(
     return found
 
 
-def render(found: dict[str, dict[str, list[Taken]]]) -> str:
+def render(found: Found) -> str:
     """Of each kind the medians of ratios to plain decoding with their intervals, and tokens a round."""
     rows = []
     whole: dict[str, list[Taken]] = defaultdict(list)
@@ -130,8 +136,7 @@ def render(found: dict[str, dict[str, list[Taken]]]) -> str:
         for name, each in taken.items():
             whole[name] += each
     return markdown(
-        ["kind", "answers", "plain, ms a token", "lookup over plain", "auto over plain", "auto over auto without"]
-        + ["tokens a round: lookup", "auto"],
+        ["kind", "answers", "plain, ms a token", *COLUMNS, "tokens a round: lookup", "auto"],
         [*rows, _row("all", whole)],
     )
 
