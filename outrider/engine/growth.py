@@ -19,6 +19,8 @@ from outrider.token_tree import TokenTree, TreeShape
 
 ROOT = 0
 MAX_CHILDREN = 8
+# Rows that may be expanded for each one that is wanted, before they are expanded one by one.
+SPARE = 4
 # Of a row that is hardly ever reached: above 0 in any float.
 MIN_VALUE = 1e-30
 
@@ -104,8 +106,9 @@ class Growth:
         if limits.width:
             newest = max(self.nodes[number].depth for number in self._expanded) + 1
             return [number for number in wanted if self.nodes[number].depth == newest][: limits.width]
-        # Rows that are computed and left out in the end are few, and must be so: they take room in the cache.
-        return wanted[: max(0, 2 * limits.max_rows - len(self._expanded))]
+        # The best of all that are not expanded is among the best rows in the end, whatever follows, so one is never too
+        # many; of the others some are computed and left out, and must be few: they take room in the cache.
+        return wanted[: max(1, (SPARE * limits.max_rows - len(self._expanded)) // 2)]
 
     def expand(self, number: int, children: Iterable[Child]) -> None:
         """Says what may follow a node, the likeliest first; of more than are allowed the first."""

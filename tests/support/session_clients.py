@@ -218,16 +218,25 @@ class DraftClient(Client):
         """An advance of a session that nobody has opened."""
         return self.request(pb.Fence(session_id=os.urandom(16), epoch=1, base_len=1), advance=draft_pb.DraftAdvance())
 
-    async def open(self, spec: SessionSpec, draft_count: int, epoch: int = 1, part_len: int = 0) -> None:
+    async def open(
+        self, spec: SessionSpec, draft_count: int, epoch: int = 1, part_len: int = 0, shape: pb.TreeShape | None = None
+    ) -> None:
         """Opens with all tokens of the spec, of which parts have brought the first part_len."""
         session = messages.open_message(spec, spec.token_ids[part_len:])
         session.part_len = part_len
-        message = draft_pb.DraftOpen(session=session, draft_count=draft_count)
+        message = draft_pb.DraftOpen(session=session, draft_count=draft_count, shape=shape)
         await self.send(self.request(self.fence(epoch, len(spec.token_ids)), open=message))
 
-    async def advance(self, epoch: int, base_len: int, token_ids: Sequence[int], draft_count: int) -> None:
+    async def advance(
+        self,
+        epoch: int,
+        base_len: int,
+        token_ids: Sequence[int],
+        draft_count: int,
+        shape: pb.TreeShape | None = None,
+    ) -> None:
         """Commits tokens and asks for guesses."""
-        message = draft_pb.DraftAdvance(token_ids=token_ids, draft_count=draft_count)
+        message = draft_pb.DraftAdvance(token_ids=token_ids, draft_count=draft_count, shape=shape)
         await self.send(self.request(self.fence(epoch, base_len), advance=message))
 
     async def guesses(self) -> list[int]:

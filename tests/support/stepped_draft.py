@@ -6,11 +6,12 @@ from collections.abc import Sequence
 import torch
 
 from draft_service.sessions import DraftSessions, DraftState, Wanted
-from outrider.drafters.model_drafter import DraftTask, ModelDrafter
+from outrider.drafters.model_drafter import MODEL, DraftTask, ModelDrafter
 from outrider.engine.runner import ModelRunner
 from outrider.model_service.session_store import LeaseTable, SessionAnswer
 from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence
+from outrider.token_tree import TokenTree, TreeShape
 from support.basics import Answers, SteppedDevice, spec_of
 from support.engine_cases import kv_state
 
@@ -33,12 +34,26 @@ class Draft:
     def fence(self, epoch: int, base_len: int) -> Fence:
         return Fence(self.session_id, epoch, base_len)
 
-    def open(self, spec: SessionSpec, draft_count: int, epoch: int = 1) -> None:
+    def open(
+        self,
+        spec: SessionSpec,
+        draft_count: int,
+        epoch: int = 1,
+        shape: TreeShape | None = None,
+        drafter: str = MODEL,
+    ) -> None:
         fence = self.fence(epoch, len(spec.token_ids))
-        self.sessions.open(fence, spec, Wanted(draft_count, 0), self.answers)
+        self.sessions.open(fence, spec, Wanted(draft_count, 0, shape), self.answers, drafter)
 
-    def advance(self, epoch: int, base_len: int, token_ids: Sequence[int], draft_count: int) -> None:
-        wanted = Wanted(draft_count, 0)
+    def advance(
+        self,
+        epoch: int,
+        base_len: int,
+        token_ids: Sequence[int],
+        draft_count: int,
+        shape: TreeShape | None = None,
+    ) -> None:
+        wanted = Wanted(draft_count, 0, shape)
         self.sessions.advance(self.fence(epoch, base_len), tuple(token_ids), wanted, self.answers)
 
     def step(self) -> bool:
@@ -58,6 +73,12 @@ class Draft:
         assert answer.content is not None
         return answer.content.token_ids
 
+    def tree(self) -> TokenTree:
+        """The proposal of the one answer that is due."""
+        [answer] = self.run()
+        assert isinstance(answer.content, TokenTree)
+        return answer.content
+
     @property
     def held(self) -> DraftState:
         """The session."""
@@ -73,6 +94,17 @@ def fresh_guesses(runner: ModelRunner, spec: SessionSpec, draft_count: int) -> t
     guesses = alone.guesses()
     alone.table.clear()
     return guesses
+
+
+def fresh_tree(
+    runner: ModelRunner, spec: SessionSpec, draft_count: int, shape: TreeShape | None, drafter: str = MODEL
+) -> TokenTree:
+    """What a new session proposes, without having learned anything."""
+    alone = Draft(runner, prefix_cache=False)
+    alone.open(spec, draft_count, shape=shape, drafter=drafter)
+    tree = alone.tree()
+    alone.table.clear()
+    return tree
 
 
 def assert_like_fresh(draft: Draft) -> None:

@@ -43,8 +43,9 @@ class Target:
         step = Step(tree, budget, time.perf_counter_ns())
         self.sessions.open(self.fence(epoch, len(spec.token_ids)), spec, step, self.answers)
 
-    def step(self, epoch: int, base_len: int, guesses: Sequence[int] = (), budget: int = 0) -> None:
-        step = Step(TokenTree.chain(guesses), budget, time.perf_counter_ns())
+    def step(self, epoch: int, base_len: int, guesses: Sequence[int] | TokenTree = (), budget: int = 0) -> None:
+        tree = guesses if isinstance(guesses, TokenTree) else TokenTree.chain(guesses)
+        step = Step(tree, budget, time.perf_counter_ns())
         self.sessions.step(self.fence(epoch, base_len), step, self.answers)
 
     def acknowledge(self, epoch: int, base_len: int, budget: int) -> None:
