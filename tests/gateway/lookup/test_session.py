@@ -59,16 +59,9 @@ class Decoding:
         place = 0
         while place < len(self.answer):
             look = self.session.look(max_rows, max_rows)
-            row, accepted = 0, []
-            while True:
-                coming = self.answer[place + len(accepted)] if place + len(accepted) < len(self.answer) else None
-                row = next((each for each in look.tree.children(row) if look.tree.token_ids[each - 1] == coming), 0)
-                if not row:
-                    break
-                accepted.append(row)
-            self.session.observe(look, accepted)
+            committed = self.answer[place : place + len(look.tree.follow(self.answer[place:])) + 1]
+            self.session.observe(look, committed)
             self.wrong += [each for each in look.tree.token_ids if each not in self.answer]
-            committed = self.answer[place : place + len(accepted) + 1]
             self.session.extend(committed)
             place += len(committed)
             self.num_rounds += 1
@@ -118,7 +111,7 @@ def test_rejected_guesses_are_never_learnt() -> None:
     session = session_of([1, 2, 3, 50, 51, 1, 2, 3])
     look = session.look(2, 2)
     assert look.tree.token_ids == (50, 51)
-    session.observe(look, ())
+    session.observe(look, [60])
     session.extend([60, 1, 2, 3])
     assert session.look(1, 1).tree.token_ids == (60,)
     other = session_of([3, 50])
@@ -164,7 +157,7 @@ def test_acceptance_is_learnt_by_ground() -> None:
     session = session_of([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3], rates)
     look = session.look(6, 6)
     assert look.tree.token_ids == (4, 5, 6, 7, 8, 9)
-    session.observe(look, (1, 2))
+    session.observe(look, [4, 5, 60])
     own = GROUNDS[Kind.OWN]
     assert rates.means[own[3]] > before[own[3]]
     # The row behind 4 matching tokens was accepted, that behind 5 was not, and none behind 6 and more was tested.
@@ -174,6 +167,18 @@ def test_acceptance_is_learnt_by_ground() -> None:
     assert changed == [own[3], own[4]]
 
 
+def test_nothing_is_learnt_of_what_has_not_been_said() -> None:
+    """A single token, as plain decoding commits it, tells of the first row only; none tells nothing."""
+    rates = LookupRates()
+    session = session_of([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3], rates)
+    look, before = session.look(6, 6), list(rates.means)
+    session.observe(look, [])
+    assert rates.means == before
+    session.observe(look, [4])
+    changed = [number for number, mean in enumerate(rates.means) if mean != before[number]]
+    assert changed == [GROUNDS[Kind.OWN][3]]
+
+
 def test_who_votes_about_the_rest_is_tested_on_it() -> None:
     """Where the longer match was right, the shorter one, which names another token, was not asked."""
     rates = LookupRates()
@@ -181,11 +186,11 @@ def test_who_votes_about_the_rest_is_tested_on_it() -> None:
     look = session_of(prompt, rates).look(2, 1)
     assert look.tree.token_ids == (40, 50)
     before, own = list(rates.means), GROUNDS[Kind.OWN]
-    session_of(prompt, rates).observe(look, (1,))
+    session_of(prompt, rates).observe(look, [40])
     assert rates.means[own[3]] == before[own[3]]
     assert rates.means[own[5]] > before[own[5]]
     before = list(rates.means)
-    session_of(prompt, rates).observe(look, (2,))
+    session_of(prompt, rates).observe(look, [50])
     assert rates.means[own[3]] > before[own[3]]
     assert rates.means[own[5]] < before[own[5]]
 
@@ -234,7 +239,7 @@ def test_predictions_have_a_rate_of_their_own() -> None:
     before = list(rates.means)
     session = session_of([1, 2, 3], rates, prediction=[5, 6, 7])
     for _ in range(20):
-        session.observe(session.look(3, 3), ())
+        session.observe(session.look(3, 3), [60])
     changed = [number for number, mean in enumerate(rates.means) if mean != before[number]]
     assert changed == [PREDICTION_GROUND]
     assert rates.means[PREDICTION_GROUND] < 0.4
