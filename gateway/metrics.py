@@ -228,6 +228,11 @@ class Watched:
         )
         meaning = "K: draft tokens a round that the policy would ask for."
         yield GaugeMetricFamily(PREFIX + "current_draft_tokens", meaning, backend.policy.best_count)
+        memories = backend.lookup.memories if backend.lookup is not None else None
+        meaning = "Bytes of what finished requests said, to look guesses up in."
+        yield GaugeMetricFamily(PREFIX + "lookup_memory_bytes", meaning, memories.num_bytes if memories else 0)
+        meaning = "Salts that have such a memory."
+        yield GaugeMetricFamily(PREFIX + "lookup_memory_salts", meaning, len(memories) if memories else 0)
         meaning = "Whether a service is there and fits."
         up = GaugeMetricFamily(PREFIX + "service_up", meaning, labels=["service", "address"])
         meaning = "Tokens that a cache had to forget, guesses for the most part."

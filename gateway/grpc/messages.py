@@ -124,6 +124,8 @@ def _write_round(message: pb.Round, event: RoundEvent) -> None:
             each.row, each.drafter = token.guess.row, token.guess.drafter
             if token.guess.draft_logprob is not None:
                 each.draft_logprob = token.guess.draft_logprob
+            if token.guess.value is not None:
+                each.value = token.guess.value
     message.text_delta = "".join([token.text for token in event.tokens])
     message.sample_index = event.sample_index
     facts = round_facts(event.committed)

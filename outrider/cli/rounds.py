@@ -105,7 +105,7 @@ def _label(sign: str, token: GeneratedToken | RejectedToken, style: str) -> Text
     source = token.drafter or "draft"
     if isinstance(token, GeneratedToken) and not token.row:
         source = "target"
-    elif isinstance(token, RejectedToken) and token.value is not None:
+    elif token.value is not None:
         source += f" {token.value:.2f}"
     return Text.assemble(f"{sign} ", (repr(token.text.translate(CONTROL_PICTURES)), style), (f"  {source}", "dim"))
 

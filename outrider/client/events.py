@@ -36,8 +36,8 @@ class GeneratedToken:
     """A token of the output and its share of the text, which is empty while a character is incomplete.
 
     With return_rounds an accepted token has its row in the proposal, counted from 1, who guessed it (the draft
-    service's own choice has no name), and the draft's log-probability of it, if it told one. Its parent is the token
-    before it.
+    service's own choice has no name), and the draft's log-probability and estimate of it, if it told them. Its parent
+    is the token before it.
     """
 
     token_id: int
@@ -47,6 +47,7 @@ class GeneratedToken:
     draft_logprob: float | None = None
     row: int = 0
     drafter: str = ""
+    value: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,18 +279,21 @@ def _round(message: pb.Round) -> Round:
 
 def _token(message: pb.GeneratedToken) -> GeneratedToken:
     origin = ORIGINS.get(message.origin, Origin.PLAIN)
-    guess = (_draft_logprob(message), message.row, message.drafter)
+    guess = (_draft_logprob(message), message.row, message.drafter, _value(message))
     return GeneratedToken(message.token_id, origin, message.text, _logprob(message), *guess)
 
 
 def _rejected(message: pb.RejectedToken) -> RejectedToken:
-    value = message.value if message.HasField("value") else None
-    place = (message.row, message.parent, message.drafter, value)
+    place = (message.row, message.parent, message.drafter, _value(message))
     return RejectedToken(message.token_id, message.text, _draft_logprob(message), *place)
 
 
 def _logprob(token: pb.GeneratedToken | pb.PromptToken) -> TokenLogprob | None:
     return logprobs_from([token.logprob])[0] if token.HasField("logprob") else None
+
+
+def _value(token: pb.GeneratedToken | pb.RejectedToken) -> float | None:
+    return token.value if token.HasField("value") else None
 
 
 def _draft_logprob(token: pb.GeneratedToken | pb.RejectedToken) -> float | None:

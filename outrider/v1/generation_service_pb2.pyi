@@ -397,8 +397,8 @@ class Round(_message.Message):
 
     @_builtins.property
     def rejected(self) -> _containers.RepeatedCompositeFieldContainer[Global___RejectedToken]:
-        """The draft's guesses that were not kept, when the request asked for them with return_rounds: those behind the
-        accepted tokens, in order. The first was rejected, the others were not evaluated.
+        """The guesses that were not kept, when the request asked for them with return_rounds, in the order of the proposal: of
+        a chain those behind the accepted tokens, of which the first was rejected and the others were not evaluated.
         """
 
     def __init__(
@@ -518,6 +518,7 @@ class GeneratedToken(_message.Message):
     DRAFT_LOGPROB_FIELD_NUMBER: _builtins.int
     ROW_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """Its id."""
     origin: Global___TokenOrigin.ValueType
@@ -531,6 +532,8 @@ class GeneratedToken(_message.Message):
     return_rounds. The parent of each is the one before it.
     """
     drafter: _builtins.str
+    value: _builtins.float
+    """The drafter's estimate that it would be kept, if it made one."""
     @_builtins.property
     def logprob(self) -> _types_pb2.TokenLogprob:
         """Its log-probability and those of the alternatives, when the request asked for them with logprob_count."""
@@ -545,19 +548,24 @@ class GeneratedToken(_message.Message):
         draft_logprob: _builtins.float | None = ...,
         row: _builtins.int = ...,
         drafter: _builtins.str = ...,
+        value: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_draft_logprob", b"_draft_logprob", "_logprob", b"_logprob", "draft_logprob", b"draft_logprob", "logprob", b"logprob"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_draft_logprob", b"_draft_logprob", "_logprob", b"_logprob", "_value", b"_value", "draft_logprob", b"draft_logprob", "logprob", b"logprob", "value", b"value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft_logprob", b"_draft_logprob", "_logprob", b"_logprob", "draft_logprob", b"draft_logprob", "drafter", b"drafter", "logprob", b"logprob", "origin", b"origin", "row", b"row", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft_logprob", b"_draft_logprob", "_logprob", b"_logprob", "_value", b"_value", "draft_logprob", b"draft_logprob", "drafter", b"drafter", "logprob", b"logprob", "origin", b"origin", "row", b"row", "text", b"text", "token_id", b"token_id", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__draft_logprob: _TypeAlias = _typing.Literal["draft_logprob"]  # noqa: Y015
     _WhichOneofArgType__draft_logprob: _TypeAlias = _typing.Literal["_draft_logprob", b"_draft_logprob"]  # noqa: Y015
     _WhichOneofReturnType__logprob: _TypeAlias = _typing.Literal["logprob"]  # noqa: Y015
     _WhichOneofArgType__logprob: _TypeAlias = _typing.Literal["_logprob", b"_logprob"]  # noqa: Y015
+    _WhichOneofReturnType__value: _TypeAlias = _typing.Literal["value"]  # noqa: Y015
+    _WhichOneofArgType__value: _TypeAlias = _typing.Literal["_value", b"_value"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__draft_logprob) -> _WhichOneofReturnType__draft_logprob | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprob) -> _WhichOneofReturnType__logprob | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__value) -> _WhichOneofReturnType__value | None: ...
 
 Global___GeneratedToken: _TypeAlias = GeneratedToken  # noqa: Y015
 

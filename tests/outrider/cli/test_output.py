@@ -234,7 +234,7 @@ def test_json_tells_rounds_when_they_are_wanted() -> None:
     shown(JsonView(output), REJECTED, rejected=True)
     [sample] = json.loads(output.getvalue())["samples"]
     first, second, _ = sample["rounds"]
-    nobody = {"draft_logprob": None, "row": 0, "drafter": ""}
+    nobody = {"draft_logprob": None, "row": 0, "drafter": "", "value": None}
     assert first["tokens"] == [{"token_id": 5, "text": "Once", "origin": "plain", **nobody}]
     place = {"row": 0, "parent": 0, "drafter": "", "value": None}
     assert second["rejected"][0] == {"token_id": 70, "text": " the", "draft_logprob": -0.5, **place}
