@@ -36,6 +36,7 @@ SHARED = (
     "outrider.errors",
     "outrider.parameters",
     "outrider.token_tree",
+    "outrider.beams",
     "outrider.vocabulary",
     "outrider.model_names",
 )
@@ -47,6 +48,7 @@ RULES = (
     Rule("outrider.model_names", ("outrider.errors",)),
     Rule("outrider.vocabulary", ("outrider.errors",)),
     Rule("outrider.token_tree", ("outrider.errors", "outrider.parameters")),
+    Rule("outrider.beams", ("outrider.errors", "outrider.token_tree")),
     Rule("outrider.v1", protobuf=True),
     Rule("outrider.rpc", SHARED, protobuf=True),
     Rule("outrider.process", (*SHARED, "outrider.rpc")),
@@ -64,9 +66,18 @@ RULES = (
     Rule("gateway.text", SHARED),
     Rule("gateway.sessions", (*SHARED, *PLUMBING, "gateway.rounds"), protobuf=True),
     Rule("gateway.speculation", (*SHARED, "gateway.rounds", "gateway.sessions")),
+    Rule("gateway.beams", (*SHARED, *PLUMBING, "gateway.rounds", "gateway.sessions"), protobuf=True),
     Rule(
         "gateway.generation",
-        (*SHARED, *PLUMBING, "gateway.rounds", "gateway.sessions", "gateway.text", "gateway.speculation"),
+        (
+            *SHARED,
+            *PLUMBING,
+            "gateway.rounds",
+            "gateway.sessions",
+            "gateway.text",
+            "gateway.speculation",
+            "gateway.beams",
+        ),
     ),
     Rule(
         "gateway.grpc",
