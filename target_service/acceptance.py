@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.beams import BeamStep
 from outrider.engine.noise import Purpose, first_uniforms, noise_key, round_key
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draw import (
@@ -71,6 +72,9 @@ class TargetVerdict(NamedTuple):
     """Tokens found in the prefix cache, where this is the first verdict of an opening."""
     own: OwnProposal = NO_PROPOSAL
     """What the session's own drafter had proposed; accepted_rows counts its rows."""
+    beam_steps: tuple[BeamStep, ...] = ()
+    """Of a beam search, which commits nothing else: its steps, and accepted_rows lead to where the best beam's last one
+    began."""
 
 
 def walk(tree: TokenTree, drawn: Sequence[int], substitutes: Sequence[int] = ()) -> Walk:

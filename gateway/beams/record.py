@@ -14,7 +14,7 @@ from outrider.parameters import FinishReason, SessionSpec
 
 
 class Hypothesis(NamedTuple):
-    """A finished sequence: its tokens behind the prompt, the sum of their log-probabilities, and what it is ranked by."""
+    """A finished sequence: its tokens behind the prompt, the sum of their log-probabilities, and its rank by score."""
 
     token_ids: tuple[int, ...]
     cumulative_logprob: float

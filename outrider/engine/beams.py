@@ -64,7 +64,9 @@ class Beams:
         self.free_beams()
         self.sessions, self.scores = sessions, [beam.score for beam in live]
 
-    def step(self, places: Sequence[Place], chosen: Sequence[Candidate], *, keep_parents: bool = False) -> list[Session]:
+    def step(
+        self, places: Sequence[Place], chosen: Sequence[Candidate], *, keep_parents: bool = False
+    ) -> list[Session]:
         """Makes beams of candidates: each goes on from the place of its parent, with its token behind.
 
         The last forward fed what `places` are about. Beams that nobody goes on from are freed; with keep_parents none
@@ -119,4 +121,6 @@ def beam_logprobs(
 def _common(session: Session, token_ids: Sequence[int]) -> int:
     """How many tokens of a sequence a session has cached."""
     pairs = zip(session.token_ids[: session.cached_len], token_ids, strict=False)
-    return next((place for place, (own, other) in enumerate(pairs) if own != other), min(session.cached_len, len(token_ids)))
+    return next(
+        (place for place, (own, other) in enumerate(pairs) if own != other), min(session.cached_len, len(token_ids))
+    )

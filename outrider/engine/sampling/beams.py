@@ -28,7 +28,7 @@ def select(
     largest, order = sums[places].sort(descending=True, stable=True)
     vocabulary_size = logprobs.shape[1]
     candidates = [
-        Candidate(*divmod(place, vocabulary_size), score)
+        Candidate(place // vocabulary_size, place % vocabulary_size, score)
         for score, place in zip(largest[:count].tolist(), places[order[:count]].tolist(), strict=True)
         if score > -torch.inf
     ]
