@@ -73,8 +73,7 @@ class TargetVerdict(NamedTuple):
     own: OwnProposal = NO_PROPOSAL
     """What the session's own drafter had proposed; accepted_rows counts its rows."""
     beam_steps: tuple[BeamStep, ...] = ()
-    """Of a beam search, which commits nothing else: its steps, and accepted_rows lead to where the best beam's last one
-    began."""
+    """Of a beam search its steps; accepted_rows and next_token_id are then what the best beam has gained."""
 
 
 def walk(tree: TokenTree, drawn: Sequence[int], substitutes: Sequence[int] = ()) -> Walk:

@@ -97,18 +97,22 @@ class BeamTask:
             except ValueError as error:
                 return undrawable(length - 1, error)
             steps.append(step)
-            beam, row = found[(step.live or step.ended)[0].parent]
+            best = (step.live or step.ended)[0]
+            beam, row = found[best.parent]
             path = tuple(self.trees[beam].rows[each - 1] for each in self.feeds[beam].tree.path(row))
             places, scores = self._below(found, step), [each.score for each in step.live]
         reason = None if steps[-1].live else FinishReason.LENGTH
-        return TargetVerdict(self.beams.length, path, (), None, reason, num_tested, beam_steps=tuple(steps))
+        return TargetVerdict(self.beams.length, path, (), best.token_id, reason, num_tested, beam_steps=tuple(steps))
 
     def take(self, verdict: TargetVerdict) -> None:
-        """Makes the beams those behind the verdict's last step; in between they have only gone down the guesses."""
+        """Makes the beams those behind the verdict's last step; before it they have only gone down the guesses."""
         places: list[Place] = [(beam, 0) for beam in range(len(self.feeds))]
         for step in verdict.beam_steps[:-1]:
             places = [place for place in self._below(places, step) if place is not None]
-        self.beams.step(places, verdict.beam_steps[-1].live)
+        if verdict.beam_steps[-1].live:
+            self.beams.step(places, verdict.beam_steps[-1].live)
+        else:
+            self.beams.end(self.spec.max_len)
         self.on_verdict(verdict, self.meter.times())
 
     def fail(self, error: OutriderError) -> None:

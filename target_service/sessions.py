@@ -80,7 +80,8 @@ class TargetState(SessionState[TargetTask]):
     @property
     def cached_len(self) -> int:
         """Cached tokens; the last committed one does not count, because the next forward computes it again."""
-        return min(self.sessions[-1].cached_len, self.committed_len - 1)
+        cached_len = self.session.cached_len if self.beams is None else self.beams.cached_len
+        return min(cached_len, self.committed_len - 1)
 
     @property
     def may_go_on(self) -> bool:

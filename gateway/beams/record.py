@@ -5,12 +5,14 @@ the target, and scores are compared in float64.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from gateway.rounds.round import TokenLog
+from gateway.rounds.round import Proposal, Round, TokenLog, TokenOrigin, Verdict
 from outrider.beams import BeamSearch, BeamStep, LiveBeam
 from outrider.errors import ProtocolViolation
 from outrider.parameters import FinishReason, SessionSpec
+from outrider.token_tree import TokenTree
 
 
 class Hypothesis(NamedTuple):
@@ -65,6 +67,42 @@ class BeamRecord(TokenLog):
                 if not self.finished:
                     raise ProtocolViolation("a search has ended without a finished sequence")
                 self.finish_reason = self.finished[0].finish_reason
+
+    @property
+    def room(self) -> int:
+        """Steps until every sequence ends."""
+        return self._spec.max_len - len(self)
+
+    def commit_steps(self, proposal: Proposal, verdict: Verdict, steps: Sequence[BeamStep]) -> Round:
+        """Takes the steps of a verdict; returns its round, whose proposal has the guesses only, and which has no tokens.
+
+        Raises ProtocolViolation as `take`, and about a verdict that is not about this length and proposal.
+        """
+        num_beams, tree, rows = len(self.live), proposal.tree, verdict.accepted_rows
+        last_row = rows[-1] if rows else 0
+        # A path begins with the beam's own row, which nobody guessed.
+        is_path = last_row <= len(tree) and rows == tree.path(last_row)[1:]
+        if self.finish_reason is not None or verdict.base_len != len(self):
+            raise ProtocolViolation(f"a verdict on length {verdict.base_len} came for beams of {len(self)} tokens")
+        if not is_path or len(rows) != len(steps) - 1:
+            raise ProtocolViolation(f"accepted rows {list(rows)} are no path of {len(steps) - 1} guesses")
+        is_first = not self.live
+        self.take(steps)
+        parents = tuple(max(parent - num_beams, 0) for parent in tree.parents[num_beams:])
+        guesses = TokenTree(tree.token_ids[num_beams:], parents)
+        accepted = tuple(row - num_beams for row in rows)
+        last = TokenOrigin.PLAIN if not guesses else TokenOrigin.CORRECTION
+        started_ns, self._started_ns = self._started_ns, self._clock_ns()
+        before_ns, self._committed_ns = self._committed_ns, self._started_ns
+        return Round(
+            replace(proposal, tree=guesses),
+            replace(verdict, accepted_rows=accepted),
+            (),
+            (*(TokenOrigin.ACCEPTED for _ in accepted), last),
+            (self._started_ns - started_ns) // 1000,
+            (self._committed_ns - before_ns) // 1000,
+            is_first,
+        )
 
     @property
     def _is_over(self) -> bool:

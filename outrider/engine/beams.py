@@ -24,6 +24,7 @@ class Beams:
         self.trunk = trunk
         self.sessions: list[Session] = []
         self.scores: list[float] = []
+        self._ended_len = 0
 
     @property
     def all_sessions(self) -> tuple[Session, ...]:
@@ -33,7 +34,14 @@ class Beams:
     @property
     def length(self) -> int:
         """Tokens of each beam, the prompt included."""
-        return len(self.sessions[0]) if self.sessions else len(self.trunk)
+        return len(self.sessions[0]) if self.sessions else self._ended_len or len(self.trunk)
+
+    @property
+    def cached_len(self) -> int:
+        """Of these tokens those that every beam has cached; all where none is left."""
+        if self._ended_len:
+            return self._ended_len
+        return min(session.cached_len for session in self.sessions or [self.trunk])
 
     @property
     def last_token_ids(self) -> list[int]:
@@ -97,7 +105,12 @@ class Beams:
         """Ends all beams; the trunk stays."""
         for session in self.sessions:
             session.free()
-        self.sessions, self.scores = [], []
+        self.sessions, self.scores, self._ended_len = [], [], 0
+
+    def end(self, length: int) -> None:
+        """Every sequence has ended, at this length."""
+        self.free_beams()
+        self._ended_len = length
 
     def _rooted(self, donor: Session, token_ids: Sequence[int]) -> Session:
         session = donor.fork()

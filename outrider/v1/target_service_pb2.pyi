@@ -370,9 +370,9 @@ class Verdict(_message.Message):
 
     @_builtins.property
     def beam_steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___BeamStep]:
-        """For a beam search, which commits nothing else: the steps that it makes, at least one. A step stands where each beam
-        that it keeps is a row of the proposal; the first that does not is the last. accepted_rows lead to where the best
-        beam's last step began, so there is one less of them than steps. The committed length grows by one a step.
+        """For a beam search the steps that it makes, at least one; accepted_rows and next_token_id are what the best beam has
+        gained. A step stands where each beam that it keeps is a row of the proposal; the first that does not is the last.
+        The committed length grows by one a step.
         """
 
     def __init__(

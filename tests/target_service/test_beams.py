@@ -15,10 +15,11 @@ from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target
 
 from outrider.beams import BeamSearch, plant
 from outrider.engine.runner import ModelRunner
-from outrider.errors import InvalidRequest
-from outrider.parameters import SessionSpec
+from outrider.errors import InvalidRequest, ProtocolViolation
+from outrider.parameters import FinishReason, SessionSpec
 from outrider.rpc.fencing import Fence
-from outrider.token_tree import TokenTree
+from outrider.token_tree import EMPTY, TokenTree
+from target_service.sessions import Step
 
 MAX_TOKENS = 24
 ENDS = (0, 9, 30)
@@ -111,7 +112,7 @@ def test_whatever_happens_to_a_session_the_search_finds_the_same(target: Target)
     request, oracle = spec(1, prompt_len=18), Oracle(2)
     plain = Searching(target, request, BeamSearch(WIDTH), os.urandom(16))
     plain.to_the_end(oracle.watch)
-    for seed in range(12):
+    for seed in range(6):
         chance = random.Random(seed)
         search = Searching(target, request, BeamSearch(WIDTH), os.urandom(16))
         guess = last_rows(junk(chance, VOCABULARY_SIZE, oracle), MAX_TOKENS)
@@ -204,7 +205,15 @@ def test_a_proposal_that_is_not_for_these_beams_is_refused(target: Target, what:
 
 
 def test_a_search_that_has_ended_takes_no_more_steps(target: Target) -> None:
+    """But it repeats its last verdict."""
     search = Searching(target, spec(2, max_tokens=2), BeamSearch(2))
-    search.to_the_end()
-    assert target.held.finish_reason is not None
-    assert target.runner.pool.num_used > 0
+    search.open()
+    search.take()
+    before = search.fence
+    search.step()
+    [said] = target.run()
+    target.sessions.step(before, Step(EMPTY, 0, 0), target.answers)
+    assert target.run() == [said]
+    assert (said.content.finish_reason, said.cached_len) == (FinishReason.LENGTH, search.spec.max_len - 1)
+    with pytest.raises(ProtocolViolation, match="has ended"):
+        target.sessions.step(Fence(search.session_id, 1, search.spec.max_len), Step(EMPTY, 0, 0), target.answers)
