@@ -7,7 +7,7 @@ as long as every beam that a step keeps was proposed, the next step needs no oth
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from outrider.errors import InvalidRequest
 from outrider.token_tree import TokenTree
@@ -18,6 +18,7 @@ MAX_LENGTH_PENALTY = 10.0
 BEAM_SLACK = 32
 
 EarlyStopping = Literal["heuristic", "first", "never"]
+EARLY_STOPPING = get_args(EarlyStopping)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,9 @@ class BeamSearch:
         if not -MAX_LENGTH_PENALTY <= self.length_penalty <= MAX_LENGTH_PENALTY:
             limit = f"between {-MAX_LENGTH_PENALTY:g} and {MAX_LENGTH_PENALTY:g}"
             raise InvalidRequest("beam_search.length_penalty", self.length_penalty, limit)
+        if self.early_stopping not in EARLY_STOPPING:
+            limit = f"one of {', '.join(EARLY_STOPPING)}"
+            raise InvalidRequest("beam_search.early_stopping", self.early_stopping, limit)
 
 
 class LiveBeam(NamedTuple):

@@ -74,7 +74,7 @@ class BeamRecord(TokenLog):
         return self._spec.max_len - len(self)
 
     def commit_steps(self, proposal: Proposal, verdict: Verdict, steps: Sequence[BeamStep]) -> Round:
-        """Takes the steps of a verdict; returns its round, whose proposal has the guesses only, and which has no tokens.
+        """Takes the steps of a verdict; returns its round, without tokens and with the guesses alone.
 
         Raises ProtocolViolation as `take`, and about a verdict that is not about this length and proposal.
         """

@@ -6,11 +6,10 @@ one step.
 """
 
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 
 from gateway.beams.record import BeamRecord
 from gateway.beams.sessions import BeamDraftSession, BeamTargetSession
-from gateway.rounds.round import NOTHING, Proposal, Round
+from gateway.rounds.round import NOTHING, FallbackReason, Proposal, Round
 from gateway.sessions.draft import AbsentDraftSession
 
 
@@ -37,7 +36,10 @@ async def _propose(record: BeamRecord, draft: BeamDraftSession | AbsentDraftSess
     if not draft_count or not record.live or record.room < 2:
         return NOTHING
     outlook = draft.outlook
-    if outlook.obstacle is not None or outlook.max_draft_count is None:
-        return replace(NOTHING, fallback_reason=outlook.obstacle)
+    obstacle = outlook.obstacle
+    if outlook.context_len is not None and len(record) >= outlook.context_len:
+        obstacle = FallbackReason.DRAFT_CONTEXT
+    if obstacle is not None or outlook.max_draft_count is None:
+        return Proposal(fallback_reason=obstacle)
     # The beams themselves have a row each.
     return await draft.propose(max(min(draft_count, outlook.max_draft_count - len(record.live)), 0))

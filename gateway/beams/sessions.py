@@ -46,12 +46,12 @@ class BeamTargetSession(RemoteTargetSession):
     """A search on a target service, which outlives targets like any session."""
 
     def _opened_on(self, link: ServiceLink) -> BeamTargetOpening:
-        return BeamTargetOpening(link, self._spec, cast(BeamRecord, self._log), self._fence())
+        return BeamTargetOpening(link, self._spec, cast("BeamRecord", self._log), self._fence())
 
     async def advance(self, proposal: Proposal) -> tuple[Verdict, tuple[BeamStep, ...]]:
         """The steps of a pass, whatever happens to targets meanwhile; raises as `verify`."""
         verdict = await self.verify(proposal, 0)
-        return verdict, cast(BeamTargetOpening, self._opening).steps
+        return verdict, cast("BeamTargetOpening", self._opening).steps
 
 
 class BeamDraftOpening(DraftOpening):
@@ -98,7 +98,7 @@ class BeamDraftSession(RemoteDraftSession):
     """A search on a draft service, whose faults cost no request anything."""
 
     def _opened_on(self, link: ServiceLink) -> BeamDraftOpening:
-        return BeamDraftOpening(link, self._spec, cast(BeamRecord, self._log), self._session_id, self._drafter)
+        return BeamDraftOpening(link, self._spec, cast("BeamRecord", self._log), self._session_id, self._drafter)
 
 
 def last_tokens(live: tuple[LiveBeam, ...]) -> list[int]:

@@ -82,6 +82,7 @@ class Facts(BaseModel):
     fallback_rounds: int
     target_reopens: int
     drift_repairs: int
+    cumulative_logprobs: list[float] | None = None
 
 
 class TopLogprob(BaseModel):

@@ -133,6 +133,8 @@ class Result:
     acceptance: Acceptance = field(default_factory=Acceptance)
     cached_prompt_tokens: int = 0
     queue_us: int = 0
+    cumulative_logprob: float | None = None
+    """Of a beam: the sum of its tokens' log-probabilities."""
 
     @property
     def text(self) -> str:
@@ -283,6 +285,7 @@ def _result(message: pb.Completion) -> Result:
         acceptance=acceptance_from(message.rule, message.acceptance, "completion.rule", "completion.acceptance."),
         cached_prompt_tokens=message.usage.cached_prompt_tokens,
         queue_us=message.timings.queue_us,
+        cumulative_logprob=message.cumulative_logprob if message.HasField("cumulative_logprob") else None,
     )
 
 
