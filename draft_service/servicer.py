@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 
-from draft_service.sessions import DraftSessions, Wanted
+from draft_service.sessions import DraftSessions, Search, Wanted
 from outrider.drafters.model_drafter import choose_drafter
 from outrider.errors import InvalidRequest, check_range, check_token_ids
 from outrider.model_service.link import Job, LinkServicer
@@ -30,18 +30,29 @@ class DraftServicer(LinkServicer[pb.ProposeRequest, DraftSessions], DraftService
     ) -> Job:
         """Opens a session or moves it forward; raises InvalidRequest and Unsupported."""
         if request.HasField("open"):
-            spec = messages.spec_from(request.open.session, fence.base_len, self._facts.vocabulary_size, earlier)
+            size, live = self._facts.vocabulary_size, self._search(request.open, "open.beams")
+            if live is None:
+                spec = messages.spec_from(request.open.session, fence.base_len, size, earlier)
+            else:
+                spec = messages.search_spec_from(request.open.session, live.beams, fence.base_len, size, earlier)
             draft_count = check_range("open.draft_count", request.open.draft_count, 0, MAX_DRAFT_COUNT)
             rule, offers = spec.acceptance.rule, self._facts.drafters
             drafter = choose_drafter(request.open.drafter, rule, offers, "open.drafter")
-            return partial(self._sessions.open, fence, spec, Wanted(draft_count, arrived_ns), owner, drafter)
+            return partial(self._sessions.open, fence, spec, Wanted(draft_count, arrived_ns, live), owner, drafter)
         message = request.advance
+        live = self._search(message, "advance.beams")
         if len(message.token_ids) >= fence.base_len:
             count, limit = f"{len(message.token_ids)} tokens", f"fewer than {fence.base_len} tokens"
             raise InvalidRequest("advance.token_ids", count, limit)
         token_ids = check_token_ids("advance.token_ids", message.token_ids, self._facts.vocabulary_size)
         draft_count = check_range("advance.draft_count", message.draft_count, 0, MAX_DRAFT_COUNT)
-        return partial(self._sessions.advance, fence, token_ids, Wanted(draft_count, arrived_ns), owner)
+        return partial(self._sessions.advance, fence, token_ids, Wanted(draft_count, arrived_ns, live), owner)
+
+    def _search(self, message: pb.DraftOpen | pb.DraftAdvance, field: str) -> Search | None:
+        if not message.HasField("beams"):
+            return None
+        beams = messages.live_beams_from(message.beams, field, self._facts.vocabulary_size)
+        return Search(message.beams.width, beams)
 
     def fill(self, response: pb.ProposeResponse, answer: TokenTree) -> None:
         messages.write_tree(response.proposal, answer, with_logprobs=True)

@@ -24,12 +24,14 @@ class Beams:
         self.trunk = trunk
         self.sessions: list[Session] = []
         self.scores: list[float] = []
+        self.parents: list[Session] = []
+        """Earlier beams that are kept beside these."""
         self._ended_len = 0
 
     @property
     def all_sessions(self) -> tuple[Session, ...]:
         """Every session that holds blocks for the request."""
-        return (self.trunk, *self.sessions)
+        return (self.trunk, *self.parents, *self.sessions)
 
     @property
     def length(self) -> int:
@@ -72,13 +74,11 @@ class Beams:
         self.free_beams()
         self.sessions, self.scores = sessions, [beam.score for beam in live]
 
-    def step(
-        self, places: Sequence[Place], chosen: Sequence[Candidate], *, keep_parents: bool = False
-    ) -> list[Session]:
+    def step(self, places: Sequence[Place], chosen: Sequence[Candidate], *, keep_parents: bool = False) -> None:
         """Makes beams of candidates: each goes on from the place of its parent, with its token behind.
 
-        The last forward fed what `places` are about. Beams that nobody goes on from are freed; with keep_parents none
-        is, and they are returned: then they are the caller's.
+        The last forward fed what `places` are about. Beams that nobody goes on from are freed; with keep_parents all
+        stay, beside the new ones, until the next `become`.
         """
         before, scores = self.sessions or [self.trunk], [each.score for each in chosen]
         origins = [places[each.parent] for each in chosen]
@@ -93,19 +93,19 @@ class Beams:
             else:
                 sessions.append(before[beam].fork(path))
             sessions[-1].extend([chosen[place].token_id])
-        parents, self.sessions, self.scores = self.sessions, sessions, scores
         if keep_parents:
-            return parents
-        for beam, session in enumerate(parents):
-            if beam not in heirs:
-                session.free()
-        return []
+            self.parents += self.sessions
+        else:
+            for beam, session in enumerate(self.sessions):
+                if beam not in heirs:
+                    session.free()
+        self.sessions, self.scores = sessions, scores
 
     def free_beams(self) -> None:
         """Ends all beams; the trunk stays."""
-        for session in self.sessions:
+        for session in (*self.parents, *self.sessions):
             session.free()
-        self.sessions, self.scores, self._ended_len = [], [], 0
+        self.parents, self.sessions, self.scores, self._ended_len = [], [], [], 0
 
     def end(self, length: int) -> None:
         """Every sequence has ended, at this length."""
