@@ -25,8 +25,9 @@ from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Meter
 from outrider.token_tree import EMPTY, TokenTree
 
-# Of the draft's beams over the search's: more of them find more of what the target keeps, and less far ahead.
-SURPLUS = 1.5
+# Of the draft's beams over the search's. A step of the target stands only where all that it keeps is among them, so
+# many beams for a few steps save more passes than few beams for many.
+SURPLUS = 3.5
 MAX_STEPS = 8
 
 
