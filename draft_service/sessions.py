@@ -169,9 +169,6 @@ class DraftSessions(SessionStore[DraftState]):
 
     def _search(self, held: DraftState, beams: Beams, fence: Fence, wanted: Wanted, search: Search, room: int) -> None:
         """Starts the job of a search, whose beams come with each request."""
-        if fence.base_len != len(held.session) + search.output_len:
-            limit = f"{len(held.session) + search.output_len}, a prompt and its beams"
-            raise InvalidRequest("fence.base_len", fence.base_len, limit)
         beams.become(search.beams)
         held.task = BeamDraftTask(
             beams=beams,
