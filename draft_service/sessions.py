@@ -125,10 +125,7 @@ class DraftSessions(SessionStore[DraftState]):
         elif status is MessageStatus.REPEAT:
             self._repeat(held, fence, wanted)
         elif status is not MessageStatus.STALE:
-            if (search is None) != (held.beams is None):
-                raise InvalidRequest(
-                    "advance.beams", search is not None, "those of a session that was opened with beams"
-                )
+            _check_search(search, held, fence)
             if status is MessageStatus.REWIND:
                 self._rewind(held, fence.epoch, fence.base_len - num_new)
             elif held.task is not None:
@@ -186,3 +183,13 @@ class DraftSessions(SessionStore[DraftState]):
         held.task = None
         held.reply = SessionAnswer(fence, task.proposal, held.committed_len, held.cached_len, task.meter.times())
         held.answer(held.reply)
+
+
+def _check_search(search: Search | None, held: DraftState, fence: Fence) -> None:
+    """Raises InvalidRequest unless a message has beams just where its session does, behind its prompt."""
+    if (search is None) != (held.beams is None):
+        limit = "present where the session was opened with beams, and only there"
+        raise InvalidRequest("advance.beams", "absent" if search is None else "present", limit)
+    if search is not None and fence.base_len != held.spec.prompt_len + search.output_len:
+        limit = f"{held.spec.prompt_len + search.output_len}, a prompt and its beams"
+        raise InvalidRequest("fence.base_len", fence.base_len, limit)
