@@ -1,11 +1,13 @@
 """The draft service: its settings, and how it is put together."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, ClassVar
 
 from draft_service.servicer import DraftServicer
 from draft_service.sessions import DraftSessions, DraftState
+from outrider.drafters.beam_drafter import BeamDrafter, BeamDraftTask
 from outrider.drafters.model_drafter import DRAFTERS, DraftTask, ModelDrafter
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, MAX_TOP_N
 from outrider.engine.worker import DeviceWorker
@@ -39,7 +41,15 @@ async def start_with(model: LoadedModel, settings: DraftSettings) -> RunningMode
     """Serves a model that is loaded already; the settings' model is not looked at."""
     table, outboxes = LeaseTable[DraftState](settings.lease_seconds), Outboxes()
     drafter = ModelDrafter(model.runner, table.with_room, settings.top_n)
-    worker = DeviceWorker[DraftTask](drafter.advance, model.set_threads, "draft device", outboxes.flush)
+    beam_drafter = BeamDrafter(model.runner, table.with_room)
+
+    def advance(tasks: Sequence[DraftTask | BeamDraftTask]) -> bool:
+        searches = [task for task in tasks if isinstance(task, BeamDraftTask)]
+        others = [task for task in tasks if isinstance(task, DraftTask)]
+        could_search = bool(searches) and beam_drafter.advance(searches)
+        return (bool(others) and drafter.advance(others)) or could_search
+
+    worker = DeviceWorker[DraftTask | BeamDraftTask](advance, model.set_threads, "draft device", outboxes.flush)
     sessions = DraftSessions(model.runner, table, worker.submit, prefix_cache=settings.prefix_cache)
     facts = replace(describe("draft", model), drafters=DRAFTERS, makes_trees=True)
     serving = partial(DraftServicer, facts, sessions, worker, outboxes)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 
-from draft_service.sessions import DraftSessions, Wanted
+from draft_service.sessions import DraftSessions, Search, Wanted
 from outrider.drafters.model_drafter import choose_drafter
 from outrider.engine.growth import row_count
 from outrider.errors import InvalidRequest, check_range, check_token_ids
@@ -31,30 +31,45 @@ class DraftServicer(LinkServicer[pb.ProposeRequest, DraftSessions], DraftService
     ) -> Job:
         """Opens a session or moves it forward; raises InvalidRequest and Unsupported."""
         if request.HasField("open"):
-            spec = messages.spec_from(request.open.session, fence.base_len, self._facts.vocabulary_size, earlier)
-            wanted = self._wanted("open", request.open, arrived_ns)
+            size, live = self._facts.vocabulary_size, self._search(request.open, "open.beams")
+            if live is None:
+                spec = messages.spec_from(request.open.session, fence.base_len, size, earlier)
+            else:
+                spec = messages.search_spec_from(request.open.session, live.beams, fence.base_len, size, earlier)
+            wanted = self._wanted("open", request.open, arrived_ns, live)
             rule, offers = spec.acceptance.rule, self._facts.drafters
             drafter = choose_drafter(request.open.drafter, rule, offers, "open.drafter")
             return partial(self._sessions.open, fence, spec, wanted, owner, drafter)
         message = request.advance
+        live = self._search(message, "advance.beams")
         if len(message.token_ids) >= fence.base_len:
             count, limit = f"{len(message.token_ids)} tokens", f"fewer than {fence.base_len} tokens"
             raise InvalidRequest("advance.token_ids", count, limit)
         token_ids = check_token_ids("advance.token_ids", message.token_ids, self._facts.vocabulary_size)
-        wanted = self._wanted("advance", message, arrived_ns)
+        wanted = self._wanted("advance", message, arrived_ns, live)
         return partial(self._sessions.advance, fence, token_ids, wanted, owner)
 
-    def _wanted(self, action: str, message: pb.DraftOpen | pb.DraftAdvance, arrived_ns: int) -> Wanted:
+    def _wanted(
+        self, action: str, message: pb.DraftOpen | pb.DraftAdvance, arrived_ns: int, search: Search | None
+    ) -> Wanted:
         """Raises InvalidRequest."""
         draft_count = check_range(f"{action}.draft_count", message.draft_count, 0, MAX_DRAFT_COUNT)
         if not message.HasField("shape"):
-            return Wanted(draft_count, arrived_ns)
+            return Wanted(draft_count, arrived_ns, search=search)
+        if search is not None:
+            raise InvalidRequest(f"{action}.shape", "present", "absent for a beam search, which has a shape of its own")
         shape = messages.shape_from(message.shape, f"{action}.shape")
         num_rows = row_count(shape.expansions)
         if num_rows > draft_count:
             limit = f"at most the {draft_count} rows of {action}.draft_count"
             raise InvalidRequest(f"{action}.shape.expansions", f"{num_rows} rows", limit)
         return Wanted(draft_count, arrived_ns, shape)
+
+    def _search(self, message: pb.DraftOpen | pb.DraftAdvance, field: str) -> Search | None:
+        if not message.HasField("beams"):
+            return None
+        beams = messages.live_beams_from(message.beams, field, self._facts.vocabulary_size)
+        return Search(message.beams.width, beams)
 
     def fill(self, response: pb.ProposeResponse, answer: TokenTree) -> None:
         messages.write_tree(response.proposal, answer, with_logprobs=True)

@@ -8,14 +8,30 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from outrider.beams import LiveBeam
+from outrider.drafters.beam_drafter import BeamDraftTask
 from outrider.drafters.model_drafter import MODEL, DraftTask, noise_of
 from outrider.drafters.scales import Scales
 from outrider.drafters.tree_drafter import as_tree
+from outrider.engine.beams import Beams
 from outrider.engine.runner import ModelRunner
+from outrider.errors import InvalidRequest
 from outrider.model_service.session_store import LeaseTable, Outbox, SessionAnswer, SessionState, SessionStore
 from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence, MessageStatus, Meter, classify
 from outrider.token_tree import TokenTree, TreeShape
+
+
+class Search(NamedTuple):
+    """A beam search that a message asks for: how wide it is, and its live beams, none at the prompt."""
+
+    width: int
+    beams: tuple[LiveBeam, ...]
+
+    @property
+    def output_len(self) -> int:
+        """Tokens of each beam behind the prompt."""
+        return len(self.beams[0].token_ids) if self.beams else 0
 
 
 class Wanted(NamedTuple):
@@ -27,10 +43,11 @@ class Wanted(NamedTuple):
     draft_count: int
     arrived_ns: int
     shape: TreeShape | None = None
+    search: Search | None = None
 
 
 @dataclass(slots=True, eq=False)
-class DraftState(SessionState[DraftTask]):
+class DraftState(SessionState[DraftTask | BeamDraftTask]):
     """A session as the draft keeps it. Behind the committed tokens its `session` may hold guesses, as a cache."""
 
     drafter: str = MODEL
@@ -39,6 +56,8 @@ class DraftState(SessionState[DraftTask]):
     """base_len of the last request of this epoch, 0 before the first."""
     reply: SessionAnswer[TokenTree] | None = None
     """The answer to the last request of this epoch, None while it is under way."""
+    beams: Beams | None = None
+    """Those that stand on its tokens, the prompt, where it is a search; behind the live ones they hold guesses."""
 
     def __post_init__(self) -> None:
         self.committed_len = len(self.session)
@@ -50,9 +69,23 @@ class DraftState(SessionState[DraftTask]):
     def rewind(self, epoch: int, length: int) -> bool:
         """Begins an epoch at a length, at most the committed one; tells whether a job was stopped."""
         was_stopped = self.stop_job()
-        self.session.truncate(length)
+        if self.beams is not None:
+            self.beams.free_beams()
+        self.session.truncate(min(length, len(self.session)))
         self.epoch, self.committed_len, self.asked_len, self.reply = epoch, length, 0, None
         return was_stopped
+
+    @property
+    def cached_len(self) -> int:
+        if self.beams is None:
+            return min(self.session.cached_len, self.committed_len)
+        live = self.beams.parents or self.beams.sessions or [self.session]
+        return min(*(session.cached_len for session in live), self.committed_len)
+
+    def free(self) -> None:
+        SessionState.free(self)  # super() does not know a class with slots that dataclass has made anew
+        if self.beams is not None:
+            self.beams.free_beams()
 
 
 class DraftSessions(SessionStore[DraftState]):
@@ -62,7 +95,7 @@ class DraftSessions(SessionStore[DraftState]):
         self,
         runner: ModelRunner,
         table: LeaseTable[DraftState],
-        submit: Callable[[DraftTask], None],
+        submit: Callable[[DraftTask | BeamDraftTask], None],
         *,
         prefix_cache: bool = True,
     ) -> None:
@@ -81,6 +114,7 @@ class DraftSessions(SessionStore[DraftState]):
         if status is MessageStatus.CURRENT:
             held = self._open(fence, spec, owner)
             held.drafter = drafter
+            held.beams = None if wanted.search is None else Beams(held.session)
             self._draft(held, fence, wanted)
         elif status is MessageStatus.REPEAT and held is not None:
             self._attach(fence, held, owner)
@@ -90,21 +124,26 @@ class DraftSessions(SessionStore[DraftState]):
         """Commits tokens and asks for guesses, answers a request again, or asks for tokens."""
         held = self.table.get(fence.session_id)
         is_owner = held is not None and held.owner is owner
-        status = classify(fence, held.view if held else None, len(token_ids), is_owner=is_owner)
+        search = wanted.search
+        num_new = len(token_ids) if search is None else search.output_len
+        status = classify(fence, held.view if held else None, num_new, is_owner=is_owner)
         if held is None or status is MessageStatus.FUTURE:
             self.want_tokens(fence, held, owner)
         elif status is MessageStatus.REPEAT:
             self._repeat(held, fence, wanted)
         elif status is not MessageStatus.STALE:
+            _check_search(search, held, fence)
             if status is MessageStatus.REWIND:
-                self._rewind(held, fence.epoch, fence.base_len - len(token_ids))
+                self._rewind(held, fence.epoch, fence.base_len - num_new)
             elif held.task is not None:
                 # The gateway has moved on; the request that it overtakes is answered with what there is.
                 held.task.finish()
-            base_len, reply = fence.base_len - len(token_ids), held.reply
-            if reply is not None and reply.content is not None and reply.content.values and held.asked_len == base_len:
-                self._scales.learn(held.spec, reply.content, token_ids)
-            held.session.replace_tail(base_len, token_ids)
+            if search is None:
+                base_len = fence.base_len - len(token_ids)
+                tree = held.reply.content if held.reply is not None else None
+                if tree is not None and tree.values and held.asked_len == base_len:
+                    self._scales.learn(held.spec, tree, token_ids)
+                held.session.replace_tail(base_len, token_ids)
             self._draft(held, fence, wanted)
 
     def _repeat(self, held: DraftState, fence: Fence, wanted: Wanted) -> None:
@@ -112,7 +151,8 @@ class DraftSessions(SessionStore[DraftState]):
         if held.reply is not None:
             held.owner.put(held.reply)
         elif held.task is None:
-            held.session.truncate(fence.base_len)
+            if wanted.search is None:
+                held.session.truncate(fence.base_len)
             self._draft(held, fence, wanted)
 
     def _draft(self, held: DraftState, fence: Fence, wanted: Wanted) -> None:
@@ -121,6 +161,9 @@ class DraftSessions(SessionStore[DraftState]):
         held.reply = None
         # The last token of a request is the target's alone, and no guess may lie past the draft's context.
         room = min(held.spec.max_len - 1, self._context_len) - fence.base_len
+        if wanted.search is not None and held.beams is not None:
+            self._search(held, held.beams, fence, wanted, wanted.search, room)
+            return
         task = DraftTask(
             session=held.session,
             spec=held.spec,
@@ -136,7 +179,32 @@ class DraftSessions(SessionStore[DraftState]):
         held.task = task
         self._submit(task)
 
-    def _on_done(self, fence: Fence, held: DraftState, task: DraftTask) -> None:
+    def _search(self, held: DraftState, beams: Beams, fence: Fence, wanted: Wanted, search: Search, room: int) -> None:
+        """Starts the job of a search, whose beams come with each request."""
+        beams.become(search.beams)
+        held.task = BeamDraftTask(
+            beams=beams,
+            spec=held.spec,
+            width=search.width,
+            draft_count=wanted.draft_count if search.beams else 0,
+            max_steps=room,
+            meter=Meter(wanted.arrived_ns),
+            on_done=partial(self._on_done, fence, held),
+            on_failure=partial(self.fail, fence.session_id, held),
+        )
+        self._submit(held.task)
+
+    def _on_done(self, fence: Fence, held: DraftState, task: DraftTask | BeamDraftTask) -> None:
         held.task = None
         held.reply = SessionAnswer(fence, task.proposal, held.committed_len, held.cached_len, task.meter.times())
         held.answer(held.reply)
+
+
+def _check_search(search: Search | None, held: DraftState, fence: Fence) -> None:
+    """Raises InvalidRequest unless a message has beams just where its session does, behind its prompt."""
+    if (search is None) != (held.beams is None):
+        limit = "present where the session was opened with beams, and only there"
+        raise InvalidRequest("advance.beams", "absent" if search is None else "present", limit)
+    if search is not None and fence.base_len != held.spec.prompt_len + search.output_len:
+        limit = f"{held.spec.prompt_len + search.output_len}, a prompt and its beams"
+        raise InvalidRequest("fence.base_len", fence.base_len, limit)

@@ -133,7 +133,10 @@ class GatewayMetrics:
         if isinstance(event, CompletionEvent):
             self._complete(event)
             return
-        self._count(event)
+        self.generation_tokens.total += len(event.tokens)
+        if event.committed is None:
+            return
+        self._count(event, event.committed)
         self._time(event.committed)
         if event.committed.is_first:
             self.first_token.add(event.elapsed_us / 1e6)
@@ -143,9 +146,8 @@ class GatewayMetrics:
             reason = ABORTED if isinstance(error, asyncio.CancelledError | GeneratorExit) else FAILED
             self.success[reason].total += 1
 
-    def _count(self, event: RoundEvent) -> None:
-        committed, proposal, verdict = event.committed, event.committed.proposal, event.committed.verdict
-        self.generation_tokens.total += len(event.tokens)
+    def _count(self, event: RoundEvent, committed: Round) -> None:
+        proposal, verdict = committed.proposal, committed.verdict
         self.target_bytes.total += verdict.hop.num_bytes
         if proposal.fallback_reason is not None:
             self.fallbacks[proposal.fallback_reason].total += 1

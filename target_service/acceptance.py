@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.beams import BeamStep
 from outrider.engine.noise import Purpose, first_uniforms, noise_key, round_key
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draw import (
@@ -72,6 +73,8 @@ class TargetVerdict(NamedTuple):
     """Tokens found in the prefix cache, where this is the first verdict of an opening."""
     own: OwnProposal = NO_PROPOSAL
     """What the session's own drafter had proposed; accepted_rows counts its rows."""
+    beam_steps: tuple[BeamStep, ...] = ()
+    """Of a beam search its steps; accepted_rows and next_token_id are then what the best beam has gained."""
 
 
 def walk(tree: TokenTree, drawn: Sequence[int], substitutes: Sequence[int] = ()) -> Walk:

@@ -124,11 +124,14 @@ class BlockAllocator:
             # Later sessions have fewer others behind them, and weighing those costs as much as a forward where many
             # wait and share long prefixes.
             return False
-        sessions, holders = [held.session for held in self._table], []
-        asking = sessions.index(session)
-        for held in self._table:
-            is_active, blocks = held.last_active + GRACE_STEPS >= self._step, held.session.table
-            holders.append(CacheHolder(len(blocks), is_active, blocks.shared_blocks))
+        groups, holders = [held.sessions for held in self._table], []
+        asking = next(place for place, group in enumerate(groups) if session in group)
+        for held, group in zip(self._table, groups, strict=True):
+            is_active = held.last_active + GRACE_STEPS >= self._step
+            # What the sessions of one share among themselves is one holder's.
+            shared = dict.fromkeys(block for each in group for block in each.table.shared_blocks)
+            num_own = sum(len(each.table) - len(each.table.shared_blocks) for each in group)
+            holders.append(CacheHolder(num_own + len(shared), is_active, tuple(shared)))
         chosen = victims(asking, num_missing, holders)
         if chosen is None and is_first(asking, holders):
             raise CacheFull(f"{pool} has no room for {len(session)} tokens, and no session holds what is missing")
@@ -136,6 +139,7 @@ class BlockAllocator:
             self._min_refused = num_missing
             return False
         for index in chosen:
-            sessions[index].free()
+            for each in groups[index]:
+                each.free()
             self._table.num_preempted += 1
         return True

@@ -25,7 +25,7 @@ from target_service.own_layers import host_adapter, host_layers
 from target_service.probing import LOOKAHEAD, PASS, Lookahead, PassChain, ProbeDrafter
 from target_service.servicer import TargetServicer
 from target_service.sessions import UNACKNOWLEDGED_WINDOW, TargetSessions, TargetState
-from target_service.verifier import Verifier, VerifyTask
+from target_service.verifier import TargetTask, Verifier
 
 log = structlog.get_logger()
 
@@ -105,7 +105,7 @@ async def start_with(
     """Serves models that are loaded already, some of them as drafters in this process; the settings' are not."""
     table, outboxes = LeaseTable[TargetState](settings.lease_seconds), Outboxes()
     verifier = Verifier(model.runner, table)
-    worker = DeviceWorker[VerifyTask](verifier.advance, model.set_threads, "target device", outboxes.flush)
+    worker = DeviceWorker[TargetTask](verifier.advance, model.set_threads, "target device", outboxes.flush)
     sessions = TargetSessions(model.runner, table, worker.submit, prefix_cache=settings.prefix_cache, hostings=hostings)
     facts = replace(
         describe("target", model),

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 
+from outrider.beams import cache_tokens
 from outrider.drafters.model_drafter import choose_drafter
 from outrider.errors import InvalidRequest, PromptTooLong, check_range
 from outrider.model_service.link import Job, LinkServicer
@@ -15,7 +16,7 @@ from outrider.rpc.messages import write_times, write_tree
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1.target_service_pb2_grpc import TargetServiceServicer, add_TargetServiceServicer_to_server
 from target_service.acceptance import TargetVerdict
-from target_service.sessions import Step, TargetSessions
+from target_service.sessions import OpenSearch, Step, TargetSessions
 
 MAX_PLAIN_BUDGET = 4096
 # Of a verdict without the prompt's log-probabilities: those of its own tokens, at most 33, and far less for the rest.
@@ -35,6 +36,8 @@ class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServi
         self, request: pb.VerifyRequest, fence: Fence, arrived_ns: int, earlier: Sequence[int], owner: Outbox
     ) -> Job:
         """Opens a session, verifies a proposal or acknowledges; raises InvalidRequest, Unsupported, PromptTooLong."""
+        if request.HasField("open") and request.open.HasField("beams"):
+            return self._search_job(request.open, fence, arrived_ns, earlier, owner)
         if request.HasField("open"):
             spec = messages.spec_from(request.open.session, fence.base_len, self._facts.vocabulary_size, earlier)
             self._check_lengths(spec)
@@ -49,6 +52,19 @@ class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServi
         own_count = check_range("acknowledge.own_draft_count", message.own_draft_count, 0, MAX_DRAFT_COUNT)
         return partial(self._sessions.acknowledge, fence, budget, arrived_ns, owner, own_count)
 
+    def _search_job(
+        self, opening: pb.TargetOpen, fence: Fence, arrived_ns: int, earlier: Sequence[int], owner: Outbox
+    ) -> Job:
+        """Opens a beam search; raises as `job`."""
+        size = self._facts.vocabulary_size
+        live, width = messages.live_beams_from(opening.beams, "open.beams", size), opening.beams.width
+        spec = messages.search_spec_from(opening.session, live, fence.base_len, size, earlier)
+        self._check_lengths(spec, width)
+        step = self._step(opening.step, arrived_ns)
+        if opening.drafter:
+            raise InvalidRequest("open.drafter", opening.drafter, "empty for a beam search")
+        return partial(self._sessions.open, fence, spec, step, owner, search=OpenSearch(width, live))
+
     def fill(self, response: pb.VerifyResponse, answer: TargetVerdict) -> None:
         verdict, own = response.verdict, answer.own
         if own.tree:
@@ -60,18 +76,20 @@ class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServi
             verdict.next_token_id = answer.next_token_id
         verdict.finish_reason = messages.finish_reason_message(answer.finish_reason)
         verdict.evaluated_count, verdict.prefix_len = answer.evaluated_count, answer.prefix_len
+        verdict.beam_steps.extend(map(messages.step_message, answer.beam_steps))
         verdict.logprobs.extend(map(messages.logprob_message, answer.logprobs))
         verdict.prompt_logprobs.extend(map(messages.logprob_message, answer.prompt_logprobs))
 
-    def _check_lengths(self, spec: SessionSpec) -> None:
+    def _check_lengths(self, spec: SessionSpec, width: int = 0) -> None:
         """Raises InvalidRequest about a request that the model or a message cannot hold, PromptTooLong as the cache."""
         facts = self._facts
         check_range("session.max_len", spec.max_len, 1, facts.context_len)
         kv_tokens = facts.block_size * facts.block_count
-        if spec.max_len > kv_tokens:
+        num_tokens = cache_tokens(spec.prompt_len, spec.max_len, width) if width else spec.max_len
+        if num_tokens > kv_tokens:
             # Filling the cache on its own, it could never end.
             message = (
-                f"a request of up to {spec.max_len} tokens does not fit into the key-value cache of {kv_tokens} tokens"
+                f"a request of up to {num_tokens} tokens does not fit into the key-value cache of {kv_tokens} tokens"
             )
             raise PromptTooLong(message, max_len=spec.max_len, kv_tokens=kv_tokens)
         if spec.prompt_logprobs:

@@ -8,17 +8,28 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from outrider.beams import LiveBeam, split
+from outrider.engine.beams import Beams
 from outrider.engine.runner import ModelRunner
+from outrider.engine.session import Session
 from outrider.errors import InvalidRequest, ProtocolViolation
 from outrider.model_service.session_store import LeaseTable, Outbox, SessionAnswer, SessionState, SessionStore
 from outrider.parameters import FinishReason, SessionSpec
 from outrider.rpc.fencing import ComputeTimes, Fence, MessageStatus, Meter, classify
 from outrider.token_tree import EMPTY, TokenTree
 from target_service.acceptance import TargetVerdict
+from target_service.beam_tasks import BeamTask
 from target_service.own_drafts import Hosting, OwnSession
-from target_service.verifier import VerifyTask
+from target_service.verifier import TargetTask, VerifyTask
 
 UNACKNOWLEDGED_WINDOW = 256
+
+
+class OpenSearch(NamedTuple):
+    """The beam search of a session that is opened: how many beams at most, and those that are live, none at first."""
+
+    width: int
+    live: tuple[LiveBeam, ...]
 
 
 class Step(NamedTuple):
@@ -31,8 +42,8 @@ class Step(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class TargetState(SessionState[VerifyTask]):
-    """A session as the target keeps it. Its committed length is that of its tokens."""
+class TargetState(SessionState[TargetTask]):
+    """A session as the target keeps it. Its committed length is that of its tokens, or of its beams."""
 
     acknowledged_len: int = field(init=False)
     asked_len: int = 0
@@ -46,6 +57,10 @@ class TargetState(SessionState[VerifyTask]):
     """Its drafter in this process, where it has one."""
     own_draft_count: int = 0
     """Guesses that this is asked for."""
+    beams: Beams | None = None
+    """Those that stand on its tokens, the prompt, where it is a search."""
+    width: int = 0
+    """How many they are at most."""
 
     def __post_init__(self) -> None:
         self.acknowledged_len = len(self.session)
@@ -56,17 +71,22 @@ class TargetState(SessionState[VerifyTask]):
 
     @property
     def committed_len(self) -> int:
-        return len(self.session)
+        return len(self.session) if self.beams is None else self.beams.length
+
+    @property
+    def sessions(self) -> tuple[Session, ...]:
+        return (self.session,) if self.beams is None else self.beams.all_sessions
 
     @property
     def cached_len(self) -> int:
         """Cached tokens; the last committed one does not count, because the next forward computes it again."""
-        return min(self.session.cached_len, len(self.session) - 1)
+        cached_len = self.session.cached_len if self.beams is None else self.beams.cached_len
+        return min(cached_len, self.committed_len - 1)
 
     @property
     def may_go_on(self) -> bool:
         """Whether the next token may be committed unasked."""
-        return self.finish_reason is None and len(self.session) < self._unasked_end
+        return self.beams is None and self.finish_reason is None and len(self.session) < self._unasked_end
 
     @property
     def _unasked_end(self) -> int:
@@ -98,10 +118,13 @@ class TargetState(SessionState[VerifyTask]):
     def rewind(self, epoch: int, length: int) -> bool:
         """Begins an epoch at a length, at most the committed one; tells whether a job was stopped."""
         was_stopped = self.stop_job()
-        if length < len(self.session):
+        if length < self.committed_len:
             self.finish_reason = None
-            self.session.truncate(length)
-        self.epoch, self.acknowledged_len, self.limit = epoch, len(self.session), 0
+            if self.beams is not None:
+                # Those before are not known any more.
+                self.beams.free_beams()
+            self.session.truncate(min(length, len(self.session)))
+        self.epoch, self.acknowledged_len, self.limit = epoch, self.committed_len, 0
         self.asked_len, self.verdicts = 0, []
         if self.own is not None:
             self.own.draft.truncate(len(self.session))
@@ -109,6 +132,8 @@ class TargetState(SessionState[VerifyTask]):
 
     def free(self) -> None:
         SessionState.free(self)  # super() does not know a class with slots that dataclass has made anew
+        if self.beams is not None:
+            self.beams.free_beams()
         if self.own is not None:
             self.own.draft.free()
 
@@ -120,7 +145,7 @@ class TargetSessions(SessionStore[TargetState]):
         self,
         runner: ModelRunner,
         table: LeaseTable[TargetState],
-        submit: Callable[[VerifyTask], None],
+        submit: Callable[[TargetTask], None],
         *,
         prefix_cache: bool = True,
         hostings: Sequence[Hosting[Any]] = (),
@@ -133,17 +158,33 @@ class TargetSessions(SessionStore[TargetState]):
         self._submit = submit
         self._hostings = {hosting.name: hosting for hosting in hostings}
 
-    def open(self, fence: Fence, spec: SessionSpec, step: Step, owner: Outbox, drafter: str = "") -> None:
+    def open(
+        self,
+        fence: Fence,
+        spec: SessionSpec,
+        step: Step,
+        owner: Outbox,
+        drafter: str = "",
+        search: OpenSearch | None = None,
+    ) -> None:
         """Opens a session, or opens it again with a newer epoch, and takes its first step.
 
-        `drafter` is one of the hostings, or empty.
+        `drafter` is one of the hostings, or empty. With a search, the spec's tokens are the prompt.
         """
         status, held = self._classify_open(fence)
         if status is MessageStatus.CURRENT:
-            _check_proposal(step.tree, spec, fence.base_len)
+            if search is None:
+                _check_proposal(step.tree, spec, fence.base_len)
             _check_own(drafter, step.own_draft_count, "step.own_draft_count")
+            if held is not None and held.beams is not None:
+                held.beams.free_beams()
+                held.beams = None
             held = self._open(fence, spec, owner)
             held.finish_reason = None
+            if search is not None:
+                held.beams, held.width = Beams(held.session), search.width
+                held.beams.become(search.live)
+            held.acknowledged_len = held.committed_len
             self._host(held, drafter)
             self._accept(held, fence, step)
         elif status is MessageStatus.REPEAT and held is not None:
@@ -160,8 +201,12 @@ class TargetSessions(SessionStore[TargetState]):
         elif status is MessageStatus.REPEAT:
             held.acknowledge(fence.base_len)
             self._repeat(held, fence, step)
+        elif status is MessageStatus.REWIND and held.beams is not None and fence.base_len < held.committed_len:
+            # What the beams were at that length is not known any more.
+            self.want_tokens(fence, held, owner)
         elif status is not MessageStatus.STALE:
-            _check_proposal(step.tree, held.spec, fence.base_len)
+            if held.beams is None:
+                _check_proposal(step.tree, held.spec, fence.base_len)
             _check_own(held.own, step.own_draft_count, "step.own_draft_count")
             if status is MessageStatus.REWIND:
                 self._rewind(held, fence.epoch, fence.base_len)
@@ -175,7 +220,7 @@ class TargetSessions(SessionStore[TargetState]):
         held = self.table.get(fence.session_id)
         if held is None or held.owner is not owner:
             return
-        if fence.epoch < held.epoch or fence.base_len > len(held.session):
+        if fence.epoch < held.epoch or fence.base_len > held.committed_len or held.beams is not None:
             return
         if fence.epoch > held.epoch:
             self._rewind(held, fence.epoch, fence.base_len)
@@ -205,14 +250,15 @@ class TargetSessions(SessionStore[TargetState]):
 
         A verdict that is under way comes anyway; one whose job was stopped with its stream is begun anew.
         """
-        if fence.base_len < len(held.session):
+        if fence.base_len < held.committed_len:
             for answer in held.verdicts:
                 if answer.fence.base_len >= fence.base_len:
                     held.owner.put(answer)
             held.allow(fence.base_len, step.plain_budget, is_repeat=True)
             self._go_on(fence.session_id, held, step.arrived_ns)
         elif held.task is None:
-            _check_proposal(step.tree, held.spec, fence.base_len)
+            if held.beams is None:
+                _check_proposal(step.tree, held.spec, fence.base_len)
             self._accept(held, fence, step)
 
     def _go_on(self, session_id: bytes, held: TargetState, arrived_ns: int) -> None:
@@ -227,9 +273,11 @@ class TargetSessions(SessionStore[TargetState]):
         is_repeat = fence.base_len == held.asked_len
         held.allow(fence.base_len, step.plain_budget, is_repeat=is_repeat)
         held.asked_len, held.own_draft_count = fence.base_len, step.own_draft_count
-        if held.task is None:
+        if held.beams is not None:
+            self._search(fence.session_id, held, held.beams, step)
+        elif held.task is None:
             self._start(fence.session_id, held, step)
-        elif not is_repeat and (step.tree or held.task.own_proposal is None):
+        elif isinstance(held.task, VerifyTask) and not is_repeat and (step.tree or held.task.own_proposal is None):
             # A verdict on just this length is under way, because the budget allowed it: it becomes the step's own. Only
             # guesses that have been made for it stay.
             held.task.next_verdict(step.tree, Meter(step.arrived_ns), held.next_own_count)
@@ -250,6 +298,22 @@ class TargetSessions(SessionStore[TargetState]):
             held.own.hosting.begin(held.own.draft, held.session, 0)
         self._submit(held.task)
 
+    def _search(self, session_id: bytes, held: TargetState, beams: Beams, step: Step) -> None:
+        """Starts a pass of a search; of one that is under way the verdict comes anyway."""
+        if step.plain_budget or step.own_draft_count:
+            raise InvalidRequest("step.plain_budget", step.plain_budget, "0 for a beam search, as own_draft_count")
+        if held.task is not None:
+            return
+        trees = split(step.tree, beams.last_token_ids)
+        room = held.spec.max_len - held.committed_len
+        depth = max(max(each.tree.depths) for each in trees)
+        if depth > room:
+            raise InvalidRequest("proposal", f"{depth} tokens deep", f"at most {room} deep here, up to max_len")
+        on_verdict = partial(self._on_verdict, session_id, held)
+        on_failure = partial(self.fail, session_id, held)
+        held.task = BeamTask(beams, held.spec, held.width, trees, Meter(step.arrived_ns), on_verdict, on_failure)
+        self._submit(held.task)
+
     def _on_verdict(self, session_id: bytes, held: TargetState, verdict: TargetVerdict, times: ComputeTimes) -> None:
         fence = Fence(session_id, held.epoch, verdict.base_len)
         if held.prefix_len:
@@ -258,7 +322,9 @@ class TargetSessions(SessionStore[TargetState]):
         held.verdicts.append(answer)
         held.finish_reason = verdict.finish_reason
         task = held.task
-        if task is not None:
+        if isinstance(task, BeamTask):
+            held.task, task.done = None, True
+        elif task is not None:
             # Prepared before the reply, so that whoever has the answer finds the session at rest.
             task.next_verdict(EMPTY, Meter(), held.next_own_count)
             task.done = not held.may_go_on

@@ -8,6 +8,7 @@ and, where wanted, of its prompt come from the logits of the same steps.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +26,7 @@ from outrider.parameters import SessionSpec, TokenLogprob
 from outrider.rpc.fencing import ComputeTimes, Meter
 from outrider.token_tree import EMPTY, TokenTree
 from target_service.acceptance import TargetVerdict, Walk, commit_walk, decide
+from target_service.beam_tasks import BeamTask
 from target_service.block_allocator import BlockAllocator
 from target_service.gathering import Gathering
 from target_service.own_drafts import OwnProposal, OwnSession, guess
@@ -64,10 +66,11 @@ class VerifyTask:
         return self.spec.prompt_logprobs and len(self.session) == self.spec.prompt_len
 
     @property
-    def draw_input(self) -> DrawInput:
-        """What its next forward computes, and how tokens are drawn behind it."""
+    def draw_inputs(self) -> list[DrawInput]:
+        """What its next forward computes, and how tokens are drawn behind it: one entry."""
         # A drafter that reads features has to have those of all tokens before the last.
-        return DrawInput(Feed(self.session, self.tree, self.wants_prompt, self.wants_own, self.probes), self.spec)
+        feed = Feed(self.session, self.tree, self.wants_prompt, self.wants_own, self.probes)
+        return [DrawInput(feed, self.spec)]
 
     @property
     def num_step_rows(self) -> int:
@@ -86,9 +89,47 @@ class VerifyTask:
         self.tree, self.meter = tree, meter
         self.own_draft_count, self.own_proposal, self.is_drafting = own_draft_count, None, False
 
+    def reserve(self, allocator: BlockAllocator) -> bool:
+        """Takes the blocks of its step, without its proposal when there is no room for that; tells whether it has."""
+        session = self.session
+        # Whoever has nothing because it gave way looks for what is left of it; while it waits, it has nothing again.
+        had_nothing = not session.cached_len
+        if self.wants_prompt:
+            # The forward begins at the first row whose number is missing. A cache that is ahead of them is computed
+            # again: the session had it before its prompt was asked about, or a step has failed. One that was lost takes
+            # them along.
+            if session.next_position > len(self.prompt_logprobs):
+                session.free()
+            del self.prompt_logprobs[session.next_position :]
+        elif had_nothing:
+            session.take_prefix()
+        try:
+            feed = allocator.reserve(session, self.tree, self.probes)
+        except OutriderError as error:
+            self.fail(error)
+            return False
+        if feed is None:
+            if had_nothing:
+                session.free()
+            return False
+        self.tree, self.probes = feed.tree, feed.probes
+        return True
+
+    def take(self, verdict: TargetVerdict) -> None:
+        """Commits a verdict, and hands it on."""
+        commit(self.session, verdict)
+        if self.own is not None and self.own.probing is not None:
+            self.own.probing.learn(self.behind_probes)
+            self.behind_probes = ()
+        self.prompt_logprobs = []
+        self.on_verdict(verdict, self.meter.times())
+
     def fail(self, error: OutriderError) -> None:
         self.done = True
         self.on_failure(error)
+
+
+TargetTask = VerifyTask | BeamTask
 
 
 class Verifier:
@@ -103,7 +144,7 @@ class Verifier:
         self._gathering = Gathering(clock)
         self._allocator = BlockAllocator(runner, table)
 
-    def advance(self, tasks: Sequence[VerifyTask]) -> bool:
+    def advance(self, tasks: Sequence[TargetTask]) -> bool:
         """One ragged forward over all tasks that have room, and the verdicts that it allows.
 
         False when none has, or when it is better to wait a moment for others. When it raises, no session has changed
@@ -119,7 +160,7 @@ class Verifier:
             return False
         ages = self._allocator.begin_step()
         in_order = sorted(tasks, key=lambda task: ages.get(task.session, len(ages)))
-        served = [task for task in in_order if self._reserve(task)]
+        served = [task for task in in_order if not task.stopped and task.reserve(self._allocator)]
         # Whoever made room for another has no part in this forward.
         tasks = [task for task in served if not (task.done or task.stopped)]
         if not tasks:
@@ -138,12 +179,7 @@ class Verifier:
                 if isinstance(outcome, OutriderError):
                     task.fail(outcome)
                 elif outcome is not None:
-                    commit(task.session, outcome)
-                    if task.own is not None and task.own.probing is not None:
-                        task.own.probing.learn(task.behind_probes)
-                        task.behind_probes = ()
-                    task.prompt_logprobs = []
-                    task.on_verdict(outcome, task.meter.times())
+                    task.take(outcome)
                     if not task.done:
                         self._gathering.stayed(task.session)
                     elif outcome.finish_reason is None:
@@ -151,66 +187,47 @@ class Verifier:
                 task.session.publish(len(task.session))
         return True
 
-    def _reserve(self, task: VerifyTask) -> bool:
-        """Gives a task the blocks of its step, without its proposal when there is no room for that; tells whether."""
-        if task.stopped:
-            return False
-        session = task.session
-        # Whoever has nothing because it gave way looks for what is left of it; while it waits, it has nothing again.
-        had_nothing = not session.cached_len
-        if task.wants_prompt:
-            # The forward begins at the first row whose number is missing. A cache that is ahead of them is computed
-            # again: the session had it before its prompt was asked about, or a step has failed. One that was lost takes
-            # them along.
-            if session.next_position > len(task.prompt_logprobs):
-                session.free()
-            del task.prompt_logprobs[session.next_position :]
-        elif had_nothing:
-            session.take_prefix()
-        try:
-            feed = self._allocator.reserve(session, task.tree, task.probes)
-        except OutriderError as error:
-            task.fail(error)
-            return False
-        if feed is None:
-            if had_nothing:
-                session.free()
-            return False
-        task.tree, task.probes = feed.tree, feed.probes
-        return True
-
     def _forward_and_decide(
-        self, tasks: Sequence[VerifyTask]
+        self, tasks: Sequence[TargetTask]
     ) -> tuple[list[TargetVerdict | OutriderError | None], list[int]]:
         """Computes and decides for all tasks, None for one whose tokens are not all computed yet; and rows of each.
 
         Commits nothing, so that it can be done again.
         """
-        inputs = [task.draw_input for task in tasks]
+        groups = [task.draw_inputs for task in tasks]
+        inputs = [each for group in groups for each in group]
+        ends = list(accumulate(map(len, groups)))
         feeds = [each.feed for each in inputs]
         result = self._runner.forward(feeds, self._pace.begin(feeds, self._runner.max_rows))
-        finished = [number for number, rows in enumerate(result.ranges) if rows is not None]
-        ranges = [rows for rows in result.ranges if rows is not None]
-        walks = decide(self._runner, [inputs[number] for number in finished], result.logits, ranges)
+        # A task that is verified has one feed, so that the last of its feeds is this.
+        verified = {end - 1: task for end, task in zip(ends, tasks, strict=True) if isinstance(task, VerifyTask)}
+        behind = {number: rows for number in verified if (rows := result.ranges[number]) is not None}
+        walks = decide(self._runner, [inputs[number] for number in behind], result.logits, list(behind.values()))
         for number, rows in result.probes.items():
             found = result.logits[rows.start : rows.stop, : self._runner.vocabulary_size]
-            tasks[number].behind_probes = found.argmax(1).tolist()
+            verified[number].behind_probes = found.argmax(1).tolist()
+        steps = {
+            end - 1: task.decide(self._runner, result.logits, result.ranges[end - len(group) : end])
+            for end, task, group in zip(ends, tasks, groups, strict=True)
+            if isinstance(task, BeamTask)
+        }
         self._runner.finish()
-        for task, rows in zip(tasks, result.prefixes, strict=True):
+        for number, task in verified.items():
             # At once, chunk by chunk, because the logits of a whole prompt may be larger than the model.
-            if rows:
+            if rows := result.prefixes[number]:
                 first = len(task.prompt_logprobs) + 1
                 token_ids = task.session.token_ids[first : first + len(rows)]
                 task.prompt_logprobs += self._logprobs(task, result.logits[rows.start : rows.stop], token_ids)
-        outcomes: list[TargetVerdict | OutriderError | None] = [None] * len(tasks)
-        for number, behind, walk in zip(finished, ranges, walks, strict=True):
+        outcomes: dict[int, TargetVerdict | OutriderError | None] = dict(steps)
+        for (number, rows), walk in zip(behind.items(), walks, strict=True):
             outcomes[number] = (
                 walk
                 if isinstance(walk, OutriderError)
-                else self._verdict(tasks[number], walk, result.logits, behind.start)
+                else self._verdict(verified[number], walk, result.logits, rows.start)
             )
         self._pace.end(result.grants)
-        return outcomes, result.grants
+        grants = [sum(result.grants[end - len(group) : end]) for end, group in zip(ends, groups, strict=True)]
+        return [outcomes.get(end - 1) for end in ends], grants
 
     def _verdict(self, task: VerifyTask, walk: Walk, logits: Tensor, root: int) -> TargetVerdict:
         """What a walk commits, with one entry for each token where wanted; the logits of its root are logits[root]."""
@@ -229,12 +246,14 @@ class Verifier:
         return row_logprobs(logits, token_ids, task.spec.logprob_count or 0, runner.vocabulary_size, runner.ops)
 
 
-def _with_proposals(tasks: Sequence[VerifyTask]) -> list[VerifyTask]:
+def _with_proposals(tasks: Sequence[TargetTask]) -> list[TargetTask]:
     """Lets the sessions guess that are to; returns the tasks that need not wait for that any longer.
 
     Or not yet, because their drafters read features that are still to be computed.
     """
-    guessing = [(task, task.own) for task in tasks if task.own is not None and not task.stopped]
+    guessing = [
+        (task, task.own) for task in tasks if isinstance(task, VerifyTask) and task.own is not None and not task.stopped
+    ]
     if not guessing:
         return list(tasks)
     for task, own in guessing:
@@ -250,7 +269,7 @@ def _with_proposals(tasks: Sequence[VerifyTask]) -> list[VerifyTask]:
             task.tree = task.own_proposal.tree
         if own.probing is not None:
             task.probes = own.probing.probes
-    return [task for task in tasks if not task.is_drafting]
+    return [task for task in tasks if isinstance(task, BeamTask) or not task.is_drafting]
 
 
 def commit(session: Session, verdict: TargetVerdict) -> None:

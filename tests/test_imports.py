@@ -38,6 +38,7 @@ SHARED = (
     "outrider.errors",
     "outrider.parameters",
     "outrider.token_tree",
+    "outrider.beams",
     "outrider.vocabulary",
     "outrider.model_names",
 )
@@ -50,6 +51,7 @@ RULES = (
     Rule("outrider.vocabulary", ("outrider.errors",)),
     Rule("outrider.token_tree", ("outrider.errors", "outrider.parameters")),
     Rule("outrider.datastore", (*SHARED, "outrider.process")),
+    Rule("outrider.beams", ("outrider.errors", "outrider.token_tree")),
     Rule("outrider.v1", protobuf=True),
     Rule("outrider.rpc", SHARED, protobuf=True),
     Rule("outrider.process", (*SHARED, "outrider.rpc")),
@@ -68,6 +70,7 @@ RULES = (
     Rule("gateway.text", SHARED),
     Rule("gateway.sessions", (*SHARED, *PLUMBING, "gateway.rounds"), protobuf=True),
     Rule("gateway.speculation", (*SHARED, "gateway.rounds", "gateway.lookup", "gateway.sessions")),
+    Rule("gateway.beams", (*SHARED, *PLUMBING, "gateway.rounds", "gateway.sessions"), protobuf=True),
     Rule(
         "gateway.generation",
         (
@@ -78,6 +81,7 @@ RULES = (
             "gateway.sessions",
             "gateway.text",
             "gateway.speculation",
+            "gateway.beams",
         ),
     ),
     Rule(

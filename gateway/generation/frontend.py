@@ -21,6 +21,7 @@ from typing import Protocol
 import structlog
 
 from gateway.generation.backend import Backend
+from gateway.generation.beams import searched
 from gateway.generation.generate import CompletionEvent, Event, RequestContext, merged, prepare
 from gateway.generation.request import CheckedRequest, GenerationRequest
 from gateway.generation.transcript import SpeculationFigures
@@ -183,7 +184,7 @@ class RequestLog:
         if self._first_token_s is None:
             self._first_token_s = time.monotonic()
         self._num_tokens += len(event.tokens)
-        if not event.committed.is_first:
+        if event.committed is not None and not event.committed.is_first:
             self._figures.add(event.committed)
 
     def ended(self, error: BaseException | None) -> None:
@@ -305,7 +306,7 @@ class Frontend:
     async def _events(
         self, contexts: Sequence[RequestContext], places: Places, record: RequestLog
     ) -> AsyncGenerator[tuple[int, Event], None]:
-        if sum(context.request.sample_count for context in contexts) == 1:
+        if sum(context.request.num_runs for context in contexts) == 1:
             async with aclosing(self._samples(contexts, places)) as samples:
                 stream = await anext(samples)
         else:
@@ -321,11 +322,13 @@ class Frontend:
     ) -> AsyncGenerator[AsyncGenerator[tuple[int, Event], None], None]:
         """The events of each sample, prompt by prompt, as they get places; the request has the first one's already."""
         for number, context in enumerate(contexts):
-            for index in range(context.request.sample_count):
+            for index in range(context.request.num_runs):
                 if number or index:
                     await self.admission.take(places)
                 self.metrics.placed(places.waited_s)
-                yield self._in_place(number, context.sample(index, int(1e6 * places.waited_s)), places)
+                beams, waited_us = context.request.beam_search, int(1e6 * places.waited_s)
+                sample = searched(context, beams, waited_us) if beams else context.sample(index, waited_us)
+                yield self._in_place(number, sample, places)
 
     async def _in_place(
         self, number: int, events: AsyncGenerator[Event, None], places: Places

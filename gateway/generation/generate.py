@@ -38,11 +38,12 @@ ItemT = TypeVar("ItemT")
 @dataclass(slots=True)
 class RoundEvent:
     """A round was committed, by a target of new numerics when new_numerics_id is not empty. The prompt's tokens come
-    with the first round of the first sample, if they were asked for.
+    with the first round of the first sample, if they were asked for. The tokens of a beam come when its search is over,
+    without a round: those that made them had no tokens.
     """
 
     tokens: tuple[GeneratedToken, ...]
-    committed: Round
+    committed: Round | None
     new_numerics_id: str = ""
     sample_index: int = 0
     prompt_tokens: tuple[PromptToken, ...] = ()
@@ -70,6 +71,7 @@ class CompletionEvent:
     queue_us: int
     sample_index: int
     acceptance: Acceptance
+    cumulative_logprob: float | None = None  # of a beam
 
 
 Event = RoundEvent | CompletionEvent

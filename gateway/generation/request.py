@@ -9,6 +9,7 @@ from typing import Self
 from gateway.rounds.round import LOOKUP
 from gateway.sessions.link import ModelInfo
 from gateway.text.tokenizer import Tokenizer
+from outrider.beams import BeamSearch, cache_tokens
 from outrider.errors import Field, InvalidRequest, PromptTooLong, check_count
 from outrider.parameters import (
     MAX_BANNED_LEN,
@@ -59,6 +60,7 @@ class GenerationRequest:
     echo: bool = False
     return_rounds: bool = False
     cache_salt: str = ""
+    beam_search: BeamSearch | None = None
     add_special_tokens: bool = True
     """Whether text gets the tokenizer's special tokens; a rendered chat template has them already."""
 
@@ -77,6 +79,13 @@ class CheckedRequest:
     prediction: tuple[int, ...] = ()
     sample_count: int = 1
     sample_index: int = 0
+    beam_search: BeamSearch | None = None
+    """Makes all samples."""
+
+    @property
+    def num_runs(self) -> int:
+        """How often it is decoded: once for each sample, or for all beams."""
+        return 1 if self.beam_search else self.sample_count
 
     def sample(self, index: int) -> Self:
         """One of its samples, with a seed of its own. Only the first reads the prompt's log-probabilities."""
@@ -110,6 +119,8 @@ async def check_request(
     drafters = () if request.drafters == (AUTO,) else request.drafters
     _check_drafters(drafters, request.acceptance.rule, offers)
     _check_shape(request, drafters, offers)
+    if request.beam_search is not None:
+        _check_beams(request, offers)
     _check_strings("stop", request.stops, MAX_STOPS)
     check_count("stop_token_ids", len(request.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
     _check_token_ids("stop_token_ids", request.stop_token_ids, target)
@@ -126,6 +137,11 @@ async def check_request(
     prompt = await _prompt(request, tokenizer, target)
     _check_echo(request, len(prompt))
     max_tokens = _max_tokens(request, len(prompt), target)
+    sampling, beams = request.sampling, request.beam_search
+    if beams is not None:
+        _check_beam_room(len(prompt), max_tokens, beams.width, target)
+        # What a search adds up are log-probabilities as they are.
+        sampling = sampling.model_copy(update={"temperature": 1.0})
     _check_range("sampling.min_tokens", request.sampling.min_tokens, 0, max_tokens)
     banned = await _banned(request.banned_words, tokenizer)
     cache_salt = request.cache_salt.encode()
@@ -134,7 +150,7 @@ async def check_request(
     spec = SessionSpec(
         token_ids=prompt,
         prompt_len=len(prompt),
-        sampling=request.sampling,
+        sampling=sampling,
         # In 53 bits, so that a client in JavaScript, where numbers are floats, can send back what it was told.
         seed=secrets.randbits(53) if request.seed is None else request.seed,
         max_len=len(prompt) + max_tokens,
@@ -149,8 +165,49 @@ async def check_request(
     )
     draft_count = request.draft_count if request.speculation_enabled else 0
     prediction = await _prediction(request, drafters, draft_count, tokenizer, target, offers)
-    samples = request.sample_count or 1
-    return CheckedRequest(spec, request.stops, draft_count, drafters, request.shape, prediction, samples)
+    samples = (request.sample_count or 1) if beams is None else beams.width
+    return CheckedRequest(
+        spec, request.stops, draft_count, drafters, request.shape, prediction, samples, beam_search=beams
+    )
+
+
+def _check_beams(request: GenerationRequest, offers: Offers) -> None:
+    """Raises InvalidRequest about what a search cannot be combined with."""
+    sampling, neutral = request.sampling, SamplingParameters()
+    if "temperature" in sampling.model_fields_set and sampling.temperature:
+        raise InvalidRequest("sampling.temperature", sampling.temperature, ("0 or absent with ", Field("beam_search")))
+    wanted: dict[str, object] = {
+        f"sampling.{name}": getattr(sampling, name)
+        for name in ("top_k", "top_p", "min_p")
+        if getattr(sampling, name) != getattr(neutral, name)
+    }
+    wanted |= {
+        "stop": request.stops,
+        "sample_count": request.sample_count,
+        "logprob_count": request.logprob_count,
+        "speculation.return_rounds": request.return_rounds,
+        "speculation.drafter": next((each for each in request.drafters if each == LOOKUP or each in offers.own), ""),
+        "speculation.drafters": request.drafters if len(request.drafters) > 1 else (),
+        "speculation.shape": request.shape,
+        "prediction": request.prediction,
+    }
+    for name, value in wanted.items():
+        if value is not None and value not in ((), "", False):
+            raise InvalidRequest(name, value, ("absent with ", Field("beam_search")))
+    if request.acceptance.rule is not Rule.MATCH:
+        raise InvalidRequest("speculation.rule", request.acceptance.rule, ("match with ", Field("beam_search")))
+
+
+def _check_beam_room(prompt_len: int, max_tokens: int, width: int, target: ModelInfo) -> None:
+    needed = cache_tokens(prompt_len, prompt_len + max_tokens, width)
+    if needed > target.kv_tokens:
+        message = (
+            f"{width} beams of ",
+            Field("max_tokens"),
+            f" {max_tokens} behind a prompt of {prompt_len} tokens may need {needed} tokens of the key-value cache, "
+            f"which has {target.kv_tokens}",
+        )
+        raise PromptTooLong(message, max_tokens=max_tokens, prompt_tokens=prompt_len, kv_tokens=target.kv_tokens)
 
 
 def _check_drafters(drafters: Sequence[str], rule: Rule, offers: Offers) -> None:

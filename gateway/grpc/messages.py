@@ -1,12 +1,14 @@
 """Requests, conversations and events of a generation as messages of generation_service.proto."""
 
 from dataclasses import asdict, replace
+from typing import Any
 
 from gateway.generation.generate import CompletionEvent, RoundEvent
 from gateway.generation.request import GenerationRequest
 from gateway.generation.transcript import round_facts
 from gateway.rounds.round import FallbackReason, TokenOrigin
 from gateway.text.chat_template import ChatTemplate
+from outrider.beams import BeamSearch, EarlyStopping
 from outrider.errors import InvalidRequest, check_count
 from outrider.rpc import messages
 from outrider.rpc.messages import RULES, acceptance_from, logprob_message, settings_message, shape_from
@@ -14,6 +16,12 @@ from outrider.v1 import generation_service_pb2 as pb
 
 ORIGINS = {origin: pb.TokenOrigin.Value(f"TOKEN_ORIGIN_{origin.name}") for origin in TokenOrigin}
 FALLBACKS = {reason.value: pb.FallbackReason.Value(f"FALLBACK_REASON_{reason.name}") for reason in FallbackReason}
+EARLY_STOPPING: dict[int, EarlyStopping] = {
+    pb.EARLY_STOPPING_UNSPECIFIED: "heuristic",
+    pb.EARLY_STOPPING_HEURISTIC: "heuristic",
+    pb.EARLY_STOPPING_FIRST: "first",
+    pb.EARLY_STOPPING_NEVER: "never",
+}
 MAX_MESSAGES = 1024
 # As the protocol lists them; "tool" answers calls that only some templates know.
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -45,6 +53,7 @@ def request_from(message: pb.GenerateRequest) -> GenerationRequest:
         echo=message.echo,
         return_rounds=speculation.return_rounds,
         cache_salt=message.cache_salt,
+        beam_search=_beams_from(message.beam_search) if message.HasField("beam_search") else None,
     )
 
 
@@ -61,6 +70,14 @@ def _prediction(message: pb.GenerateRequest) -> str | tuple[int, ...] | None:
         case "prediction_token_ids":
             return tuple(message.prediction_token_ids.token_ids)
     return None
+
+
+def _beams_from(message: pb.BeamSearch) -> BeamSearch:
+    if message.early_stopping not in EARLY_STOPPING:
+        limit = f"one of {', '.join(dict.fromkeys(EARLY_STOPPING.values()))}"
+        raise InvalidRequest("beam_search.early_stopping", message.early_stopping, limit)
+    length_penalty = message.length_penalty if message.HasField("length_penalty") else 1.0
+    return BeamSearch(message.width, length_penalty, EARLY_STOPPING[message.early_stopping])
 
 
 async def chat_request_from(message: pb.ChatRequest, template: ChatTemplate) -> GenerationRequest:
@@ -107,6 +124,7 @@ def event_message(event: RoundEvent | CompletionEvent) -> pb.GenerateResponse:
             sample_index=event.sample_index,
             rule=RULES[event.acceptance.rule],
             acceptance=settings_message(event.acceptance),
+            cumulative_logprob=event.cumulative_logprob,
         )
         return pb.GenerateResponse(completion=completion)
     response = pb.GenerateResponse()
@@ -128,8 +146,8 @@ def _write_round(message: pb.Round, event: RoundEvent) -> None:
                 each.value = token.guess.value
     message.text_delta = "".join([token.text for token in event.tokens])
     message.sample_index = event.sample_index
-    facts = round_facts(event.committed)
-    facts["fallback_reason"] = FALLBACKS.get(facts["fallback_reason"])
+    facts: dict[str, Any] = round_facts(event.committed) if event.committed is not None else {}
+    facts["fallback_reason"] = FALLBACKS.get(facts.get("fallback_reason", ""))
     facts["new_numerics_id"] = event.new_numerics_id
     for name, value in facts.items():
         if value:

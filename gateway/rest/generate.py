@@ -29,6 +29,7 @@ from gateway.rest.middleware import RestSettings
 from gateway.rest.responses import ChoiceBuffer, ResponseFormatter, ResponseHeader
 from gateway.rest.schemas import GenerationFields, SpeculationFields, StreamOptions
 from gateway.rest.sse import DONE, EventStream, data, line, while_there
+from outrider.beams import MAX_WIDTH, MIN_WIDTH, BeamSearch, EarlyStopping
 from outrider.errors import InvalidRequest, OutriderError, PromptTooLong
 from outrider.parameters import SETTINGS, Acceptance, Rule, SamplingParameters
 from outrider.token_tree import TreeShape
@@ -38,7 +39,7 @@ PADDING = 32
 SAMPLING = set(SamplingParameters.model_fields)
 SETTING_NAMES = {name for names in SETTINGS.values() for name in names}
 # What the gateway calls otherwise than the body of a route; every other field has one name.
-COMMON_NAMES = {"sample_count": "n"}
+COMMON_NAMES = {"sample_count": "n", "beam_search": "use_beam_search"}
 TEXT_NAMES = {**COMMON_NAMES, "logprob_count": "logprobs", "token_ids": "prompt"}
 CHAT_NAMES = {**COMMON_NAMES, "logprob_count": "top_logprobs", "prompt": "messages"}
 
@@ -75,7 +76,8 @@ def generation_request(fields: GenerationFields, served_model: str) -> Generatio
         drafters=_drafters(speculation.drafter),
         shape=None if shape is None else TreeShape(shape.max_depth, shape.max_children, tuple(shape.expansions)),
         prediction=None if fields.prediction is None else fields.prediction.text,
-        sample_count=fields.n,
+        sample_count=None if fields.use_beam_search else fields.n,
+        beam_search=_beam_search(fields),
         banned_words=tuple(fields.banned_words or ()),
         return_rounds=bool(speculation.return_rounds),
         cache_salt=fields.cache_salt or "",
@@ -86,6 +88,20 @@ def _drafters(drafter: str | list[str] | None) -> tuple[str, ...]:
     if isinstance(drafter, list):
         return tuple(drafter)
     return (drafter,) if drafter else ()
+
+
+def _beam_search(fields: GenerationFields) -> BeamSearch | None:
+    """The search that a body asks for, with n beams; raises InvalidRequest about fields that do not go together."""
+    if not fields.use_beam_search:
+        for name in ("length_penalty", "early_stopping"):
+            if (value := getattr(fields, name)) is not None:
+                raise InvalidRequest(name, value, "absent unless use_beam_search is true")
+        return None
+    if (fields.n or 1) < MIN_WIDTH:
+        raise InvalidRequest("n", fields.n or 1, f"between {MIN_WIDTH} and {MAX_WIDTH} with use_beam_search")
+    length_penalty = 1.0 if fields.length_penalty is None else fields.length_penalty
+    early_stopping: EarlyStopping = "first" if fields.early_stopping is True else "heuristic"
+    return BeamSearch(fields.n or 1, length_penalty, "never" if fields.early_stopping == "never" else early_stopping)
 
 
 def check_prompt_len(field: str, text: str, max_chars: int) -> None:
@@ -135,7 +151,7 @@ class ResponseFigures:
         """Counts an event of a choice."""
         if isinstance(event, CompletionEvent):
             self.ends[index] = event
-        elif not event.committed.is_first:
+        elif event.committed is not None and not event.committed.is_first:
             self.figures.add(event.committed)
             if event.committed.draft_count:
                 self.steps.append((event.committed.draft_count, event.committed.accepted_count))
@@ -202,7 +218,8 @@ class ResponseFigures:
     def facts(self) -> responses.Facts:
         """What it takes to repeat and to judge the answer."""
         ends = [end for _, end in sorted(self.ends.items())]
-        return responses.Facts(
+        logprobs = [end.cumulative_logprob for end in ends if end.cumulative_logprob is not None]
+        facts = responses.Facts(
             seed=ends[0].seed,
             seeds=[end.seed for end in ends],
             rule=ends[0].acceptance.rule.value,
@@ -215,6 +232,9 @@ class ResponseFigures:
             drift_repairs=sum(end.drift_repairs for end in ends),
             **self.figures.facts(),
         )
+        if logprobs:
+            facts.cumulative_logprobs = logprobs
+        return facts
 
 
 @dataclass(frozen=True, slots=True)

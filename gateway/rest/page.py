@@ -87,6 +87,7 @@ class PageRequest(GenerationFields):
     probabilities: bool = False
     """Whether tokens come with the target's log-probability."""
     n: Unserved = None
+    use_beam_search: Unserved = None
     return_token_ids: Unserved = None
     stream: Unserved = None
     stream_options: Unserved = None
@@ -172,8 +173,8 @@ def _round_view(event: RoundEvent, time_us: int) -> dict[str, Any]:
     """The event of a round. time_us counts from the request's arrival to the moment in which the round was ready."""
     return {
         "time_us": time_us,
-        **round_facts(event.committed),
-        "draft_depth": max(event.committed.proposal.tree.depths),
+        **(round_facts(event.committed) if event.committed is not None else {}),
+        "draft_depth": max(event.committed.proposal.tree.depths) if event.committed is not None else 0,
         "new_numerics_id": event.new_numerics_id,
         "tokens": [
             {

@@ -99,6 +99,7 @@ class Facts(BaseModel):
     drafters: list[DrafterFigures]
     target_reopens: int
     drift_repairs: int
+    cumulative_logprobs: list[float] | None = None
 
 
 class TopLogprob(BaseModel):

@@ -10,6 +10,7 @@ from pydantic import Discriminator, Field, StringConstraints, Tag
 from pydantic.config import JsonDict
 
 from gateway.generation.request import MAX_BANNED_WORDS, MAX_DRAFTERS, MAX_STOPS, MAX_STRING_LEN
+from outrider.beams import MAX_LENGTH_PENALTY
 from outrider.parameters import (
     MAX_LOGPROB_COUNT,
     MAX_SAMPLES,
@@ -143,6 +144,9 @@ class GenerationFields(Parameters):
     min_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     ignore_eos: bool | None = None
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
+    use_beam_search: Annotated[bool | None, Field(description="Search with n beams, and answer with all n.")] = None
+    length_penalty: Annotated[Finite, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
     seed: Seed | None = None
     stop: Stop | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None

@@ -236,10 +236,13 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
             self._forget()
         link.breaker.enter(self._session_id)
         if self._opening is None:
-            self._opening = DraftOpening(link, self._spec, self._log, self._session_id, self._drafter)
+            self._opening = self._opened_on(link)
             self._epoch += 1
         self._opening.ask(self._fence(), draft_count, shape)
         return self._opening
+
+    def _opened_on(self, link: ServiceLink) -> DraftOpening:
+        return DraftOpening(link, self._spec, self._log, self._session_id, self._drafter)
 
     def _begin_rollback(self, base_len: int, asked_s: float) -> None:
         """Takes the draft's session back in the background; until that is done it is not asked for anything."""

@@ -284,10 +284,13 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         link = await self._replicas.wait(self._session_id, self._need, until_s, self._failed)
         link.breaker.enter(self._session_id)
         self._epoch += 1
-        self._opening = TargetOpening(link, self._spec, self._log, self._fence(), self._drafter)
+        self._opening = self._opened_on(link)
         self._num_opens += 1
         self._has_worked = False
         return self._opening
+
+    def _opened_on(self, link: ServiceLink) -> TargetOpening:
+        return TargetOpening(link, self._spec, self._log, self._fence(), self._drafter)
 
     async def _attempt(
         self, opening: TargetOpening, proposal: Proposal, plain_budget: int, own_draft_count: int

@@ -9,6 +9,7 @@ Everything that a caller needs is here; the modules of this package are its own 
 docs/client.md is the reference.
 """
 
+from outrider.beams import BeamSearch
 from outrider.client.aio import AsyncClient, AsyncStream
 from outrider.client.blocking import Client, Stream
 from outrider.client.calls import Cancelled, TimedOut
@@ -44,6 +45,7 @@ __all__ = [
     "Answer",
     "AsyncClient",
     "AsyncStream",
+    "BeamSearch",
     "CacheFull",
     "Cancelled",
     "ChatMessage",

@@ -158,6 +158,8 @@ class Result:
     accepted_prediction_tokens: int = 0
     """Guesses from the request's prediction that were kept; rejected_prediction_tokens are those that were not."""
     rejected_prediction_tokens: int = 0
+    cumulative_logprob: float | None = None
+    """Of a beam: the sum of its tokens' log-probabilities."""
 
     @property
     def text(self) -> str:
@@ -325,6 +327,7 @@ def _result(message: pb.Completion) -> Result:
         queue_us=message.timings.queue_us,
         accepted_prediction_tokens=message.usage.accepted_prediction_tokens,
         rejected_prediction_tokens=message.usage.rejected_prediction_tokens,
+        cumulative_logprob=message.cumulative_logprob if message.HasField("cumulative_logprob") else None,
     )
 
 

@@ -8,6 +8,7 @@ from typing import TypedDict, TypeVar
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message as Protobuf
 
+from outrider.beams import BeamSearch
 from outrider.errors import InvalidRequest, PromptTooLong
 from outrider.parameters import Rule
 from outrider.rpc.channels import MAX_MESSAGE_BYTES
@@ -84,6 +85,8 @@ class GenerationOptions(TypedDict, total=False):
     """Seed of the noise. Default: a random one, which the result names."""
     sample_count: int | None
     """Answers, 1 to 8, each with a seed of its own. Default: 1."""
+    beam_search: BeamSearch | None
+    """Search with so many beams in the place of sampling: as many samples, best first. Default: none."""
     stop: str | Sequence[str] | None
     """Texts that end the output without being part of it. At most 8."""
     stop_token_ids: Sequence[int] | None
@@ -203,6 +206,8 @@ def _request(options: GenerationOptions) -> pb.GenerateRequest:
         elif name == "prediction":
             message.prediction_token_ids.SetInParent()
             _put(message.prediction_token_ids, "token_ids", value)
+        elif name == "beam_search":
+            message.beam_search.CopyFrom(_beams(value))
         else:
             _put(message.sampling if name in SAMPLING else message, name, value)
     return message
@@ -230,6 +235,16 @@ def _speculation(settings: object) -> pb.SpeculationSettings:
     for name in sorted(ACCEPTANCE):
         if (value := getattr(settings, name)) is not None:
             _put(message.acceptance, name, value, prefix)
+    return message
+
+
+def _beams(search: object) -> pb.BeamSearch:
+    if not isinstance(search, BeamSearch):
+        raise InvalidRequest("beam_search", search, "an instance of BeamSearch")
+    early_stopping = pb.EarlyStopping.Value(f"EARLY_STOPPING_{search.early_stopping.upper()}")
+    message = pb.BeamSearch(early_stopping=early_stopping)
+    for name in ("width", "length_penalty"):
+        _put(message, name, getattr(search, name), "beam_search.")
     return message
 
 

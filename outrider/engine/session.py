@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from outrider.engine.cache import BlockTable
-from outrider.errors import InvalidRequest
+from outrider.errors import CacheFull, InvalidRequest
 from outrider.token_tree import EMPTY, TokenTree
 
 
@@ -85,6 +85,28 @@ class Session:
         own.cached_len = self.next_position
         return own
 
+    def fork(self, rows: Sequence[int] = ()) -> "Session":
+        """A session of these tokens and of a path of the last forward's tree, which shares what is cached of them.
+
+        It has blocks of its own from the first write on. Where there is no room for those that a path needs, its keys
+        and values are left out, and computed again by the next forward.
+        """
+        twin = Session(
+            self.table.fork(self.cached_len + max(rows, default=0)), self.token_ids, self.prompt_len, self.salt
+        )
+        twin.cached_len, twin.tree = self.cached_len, self.tree
+        twin.arrival, twin.last_forward, twin.owner = self.arrival, self.last_forward, self.owner
+        twin.keep_with_room(rows)
+        return twin
+
+    def keep_with_room(self, rows: Sequence[int]) -> None:
+        """As `keep`, but where there is no room to separate the rows from a fork's, their tokens are all that stays."""
+        token_ids = [self.tree.token_ids[row - 1] for row in rows]
+        try:
+            self.keep(rows)
+        except CacheFull:
+            self.extend(token_ids)
+
     def publish(self, length: int) -> None:
         """Lets others find what is cached of the first `length` tokens, in whole blocks; call it between forwards.
 
@@ -143,7 +165,8 @@ class Session:
     def keep(self, rows: Sequence[int]) -> None:
         """Commits accepted rows of the last forward's tree, with their keys and values, and drops the other rows.
 
-        rows is a path that begins below the root, and may be empty; raises ValueError when it is no path of the tree.
+        rows is a path that begins below the root, and may be empty; raises ValueError when it is no path of the tree,
+        and CacheFull, with nothing changed, when a fork reads the rows too and there is no room for copies.
         """
         rows = tuple(rows)
         if rows and (not 1 <= rows[-1] <= len(self.tree) or self.tree.path(rows[-1]) != rows):
@@ -152,6 +175,7 @@ class Session:
         # Row r lies r - 1 places behind the base, and belongs at its depth - 1; rows of a chain lie right already.
         moved = [depth for depth, row in enumerate(rows) if row - 1 != depth]
         if moved:
+            self.table.reserve(base + rows[-1], base)
             slots = self.table.slots(base, base + rows[-1])
             self.table.cache.copy(slots[[rows[depth] - 1 for depth in moved]], slots[moved])
         self.token_ids.extend(self.tree.token_ids[row - 1] for row in rows)

@@ -202,6 +202,11 @@ class SessionState(ABC, Generic[TaskT]):
         """Number of committed tokens."""
 
     @property
+    def sessions(self) -> tuple[Session, ...]:
+        """All that hold blocks for it."""
+        return (self.session,)
+
+    @property
     def cached_len(self) -> int:
         """Number of committed tokens whose keys and values are cached, as answers report it."""
         return min(self.session.cached_len, self.committed_len)

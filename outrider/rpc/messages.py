@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
+from outrider.beams import MAX_WIDTH, MIN_WIDTH, BeamStep, Candidate, LiveBeam
 from outrider.errors import InvalidRequest, check_count, check_range, check_token_id, check_token_ids
 from outrider.parameters import (
     MAX_BANNED_LEN,
@@ -27,6 +28,7 @@ from outrider.parameters import (
 )
 from outrider.rpc.fencing import ComputeTimes, Fence
 from outrider.token_tree import MAX_CHILDREN, MAX_DEPTH, TokenTree, TreeShape
+from outrider.v1 import target_service_pb2 as target_pb
 from outrider.v1 import types_pb2 as pb
 
 RULES = {
@@ -92,6 +94,65 @@ def open_message(spec: SessionSpec, token_ids: Sequence[int]) -> pb.OpenSession:
         cache_salt=spec.cache_salt,
         trace_context=dict(spec.trace_context),
     )
+
+
+def live_beams_message(width: int, live: Iterable[LiveBeam]) -> pb.LiveBeams:
+    """The beams of a search."""
+    beams = [pb.LiveBeam(token_ids=beam.token_ids, score=beam.score) for beam in live]
+    return pb.LiveBeams(width=width, beams=beams)
+
+
+def live_beams_from(message: pb.LiveBeams, field: str, vocabulary_size: int) -> tuple[LiveBeam, ...]:
+    """The live beams of a search, all of one length; raises InvalidRequest."""
+    check_range(f"{field}.width", message.width, MIN_WIDTH, MAX_WIDTH)
+    check_count(f"{field}.beams", len(message.beams), message.width, "beams")
+    lengths = {len(beam.token_ids) for beam in message.beams}
+    if len(lengths) > 1 or 0 in lengths:
+        raise InvalidRequest(f"{field}.beams", f"of {sorted(lengths)} tokens", "all of one length, at least 1")
+    for place, beam in enumerate(message.beams):
+        if not math.isfinite(beam.score):
+            raise InvalidRequest(f"{field}.beams.{place}.score", beam.score, "finite")
+    return tuple(
+        LiveBeam(check_token_ids(f"{field}.beams.{place}", beam.token_ids, vocabulary_size), beam.score)
+        for place, beam in enumerate(message.beams)
+    )
+
+
+def search_spec_from(
+    message: pb.OpenSession, live: Sequence[LiveBeam], base_len: int, vocabulary_size: int, earlier: Sequence[int]
+) -> SessionSpec:
+    """The session of a beam search, whose tokens are the prompt; base_len counts those of its beams too.
+
+    Raises InvalidRequest as `spec_from` does, and about what a search cannot be combined with.
+    """
+    output_len = len(live[0].token_ids) if live else 0
+    spec = spec_from(message, base_len - output_len, vocabulary_size, earlier)
+    check_range(SESSION + "prompt_len", spec.prompt_len, len(spec.token_ids), len(spec.token_ids))
+    check_range(SESSION + "max_len", spec.max_len, base_len + 1, 2**31 - 1)
+    sampling = spec.sampling
+    if spec.acceptance.rule is not Rule.MATCH:
+        raise InvalidRequest(SESSION + "rule", spec.acceptance.rule, "match for a beam search")
+    if sampling.temperature != 1 or sampling.top_k or sampling.top_p < 1 or sampling.min_p:
+        raise InvalidRequest(SESSION + "sampling", "a temperature or cuts", "without these for a beam search")
+    if spec.logprob_count is not None:
+        raise InvalidRequest(SESSION + "logprob_count", spec.logprob_count, "absent for a beam search")
+    return spec
+
+
+def steps_from(steps: Iterable[target_pb.BeamStep]) -> tuple[BeamStep, ...]:
+    """The steps of a search, whatever they say."""
+
+    def candidates(entries: Iterable[target_pb.BeamCandidate]) -> tuple[Candidate, ...]:
+        return tuple(Candidate(each.parent, each.token_id, each.score) for each in entries)
+
+    return tuple(BeamStep(candidates(step.live), candidates(step.ended)) for step in steps)
+
+
+def step_message(step: BeamStep) -> target_pb.BeamStep:
+    def entries(candidates: Iterable[Candidate]) -> list[target_pb.BeamCandidate]:
+        return [target_pb.BeamCandidate(**each._asdict()) for each in candidates]
+
+    return target_pb.BeamStep(live=entries(step.live), ended=entries(step.ended))
 
 
 def spec_from(message: pb.OpenSession, base_len: int, vocabulary_size: int, earlier: Sequence[int] = ()) -> SessionSpec:

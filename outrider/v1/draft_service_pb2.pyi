@@ -145,6 +145,7 @@ class DraftOpen(_message.Message):
     DRAFT_COUNT_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
+    BEAMS_FIELD_NUMBER: _builtins.int
     draft_count: _builtins.int
     """Draft tokens wanted, in [0, max_draft_count]; with 0 the prompt is cached and the proposal is empty."""
     drafter: _builtins.str
@@ -159,6 +160,10 @@ class DraftOpen(_message.Message):
     def shape(self) -> _types_pb2.TreeShape:
         """Shape of the guesses; absent for a chain. Refused by a drafter that makes no trees (see DrafterOffer)."""
 
+    @_builtins.property
+    def beams(self) -> _types_pb2.LiveBeams:
+        """Asks for a beam search: the session's tokens are the prompt, and the fence's base_len counts the beams' tokens too."""
+
     def __init__(
         self,
         *,
@@ -166,10 +171,11 @@ class DraftOpen(_message.Message):
         draft_count: _builtins.int = ...,
         drafter: _builtins.str = ...,
         shape: _types_pb2.TreeShape | None = ...,
+        beams: _types_pb2.LiveBeams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session", "shape", b"shape"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "session", b"session", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_count", b"draft_count", "drafter", b"drafter", "session", b"session", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "draft_count", b"draft_count", "drafter", b"drafter", "session", b"session", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -184,6 +190,7 @@ class DraftAdvance(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     DRAFT_COUNT_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
+    BEAMS_FIELD_NUMBER: _builtins.int
     draft_count: _builtins.int
     """Draft tokens wanted, in [0, max_draft_count]."""
     @_builtins.property
@@ -194,16 +201,23 @@ class DraftAdvance(_message.Message):
     def shape(self) -> _types_pb2.TreeShape:
         """As in DraftOpen."""
 
+    @_builtins.property
+    def beams(self) -> _types_pb2.LiveBeams:
+        """All live beams of a search, in the place of token_ids. The proposal is what TargetStep says of one; its draft_count
+        guesses are those of a search from these beams with more of them, some steps ahead.
+        """
+
     def __init__(
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         draft_count: _builtins.int = ...,
         shape: _types_pb2.TreeShape | None = ...,
+        beams: _types_pb2.LiveBeams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["shape", b"shape"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_count", b"draft_count", "shape", b"shape", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "draft_count", b"draft_count", "shape", b"shape", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,6 +20,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _EarlyStopping:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EarlyStoppingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EarlyStopping.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    EARLY_STOPPING_UNSPECIFIED: _EarlyStopping.ValueType  # 0
+    """Means EARLY_STOPPING_HEURISTIC."""
+    EARLY_STOPPING_HEURISTIC: _EarlyStopping.ValueType  # 1
+    """When the best live beam, ended now, would rank below all of them."""
+    EARLY_STOPPING_FIRST: _EarlyStopping.ValueType  # 2
+    """At once."""
+    EARLY_STOPPING_NEVER: _EarlyStopping.ValueType  # 3
+    """When the best live beam could not outrank the last of them at any length."""
+
+class EarlyStopping(_EarlyStopping, metaclass=_EarlyStoppingEnumTypeWrapper):
+    """When a beam search with as many finished sequences as beams ends; before that it goes on, up to max_tokens."""
+
+EARLY_STOPPING_UNSPECIFIED: EarlyStopping.ValueType  # 0
+"""Means EARLY_STOPPING_HEURISTIC."""
+EARLY_STOPPING_HEURISTIC: EarlyStopping.ValueType  # 1
+"""When the best live beam, ended now, would rank below all of them."""
+EARLY_STOPPING_FIRST: EarlyStopping.ValueType  # 2
+"""At once."""
+EARLY_STOPPING_NEVER: EarlyStopping.ValueType  # 3
+"""When the best live beam could not outrank the last of them at any length."""
+Global___EarlyStopping: _TypeAlias = EarlyStopping  # noqa: Y015
+
 class _TokenOrigin:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -165,6 +193,7 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PREDICTION_TEXT_FIELD_NUMBER: _builtins.int
     PREDICTION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BEAM_SEARCH_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text, encoded with the target's tokenizer. Must not be empty."""
     max_tokens: _builtins.int
@@ -216,6 +245,13 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def prediction_token_ids(self) -> _types_pb2.TokenIds: ...
+    @_builtins.property
+    def beam_search(self) -> Global___BeamSearch:
+        """Beam search in the place of sampling: as many samples as it is wide, best first, whose tokens come when it is over.
+        Rounds without tokens, all of sample 0, say before how it came about. Refused with a temperature other than 0, with
+        cuts, stop strings, log-probabilities, sample_count, or another rule than `match`.
+        """
+
     def __init__(
         self,
         *,
@@ -234,10 +270,11 @@ class GenerateRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         prediction_text: _builtins.str = ...,
         prediction_token_ids: _types_pb2.TokenIds | None = ...,
+        beam_search: Global___BeamSearch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_max_tokens", b"_max_tokens", "_sample_count", b"_sample_count", "_seed", b"_seed", "logprob_count", b"logprob_count", "max_tokens", b"max_tokens", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "sample_count", b"sample_count", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_max_tokens", b"_max_tokens", "_sample_count", b"_sample_count", "_seed", b"_seed", "beam_search", b"beam_search", "logprob_count", b"logprob_count", "max_tokens", b"max_tokens", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "sample_count", b"sample_count", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_max_tokens", b"_max_tokens", "_sample_count", b"_sample_count", "_seed", b"_seed", "banned_words", b"banned_words", "cache_salt", b"cache_salt", "echo", b"echo", "logprob_count", b"logprob_count", "max_tokens", b"max_tokens", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "sample_count", b"sample_count", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_max_tokens", b"_max_tokens", "_sample_count", b"_sample_count", "_seed", b"_seed", "banned_words", b"banned_words", "beam_search", b"beam_search", "cache_salt", b"cache_salt", "echo", b"echo", "logprob_count", b"logprob_count", "max_tokens", b"max_tokens", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "sample_count", b"sample_count", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprob_count: _TypeAlias = _typing.Literal["logprob_count"]  # noqa: Y015
     _WhichOneofArgType__logprob_count: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count"]  # noqa: Y015
@@ -265,6 +302,38 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class BeamSearch(_message.Message):
+    """A beam search, as transformers' generate makes it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WIDTH_FIELD_NUMBER: _builtins.int
+    LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
+    EARLY_STOPPING_FIELD_NUMBER: _builtins.int
+    width: _builtins.int
+    """Number of beams, and of sequences in the answer, in [2, 8]."""
+    length_penalty: _builtins.float
+    """Power of a sequence's length by which the sum of its log-probabilities is divided to rank it, in [-10, 10]. Default 1."""
+    early_stopping: Global___EarlyStopping.ValueType
+    """When to end."""
+    def __init__(
+        self,
+        *,
+        width: _builtins.int = ...,
+        length_penalty: _builtins.float | None = ...,
+        early_stopping: Global___EarlyStopping.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "length_penalty", b"length_penalty"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__length_penalty: _TypeAlias = _typing.Literal["length_penalty"]  # noqa: Y015
+    _WhichOneofArgType__length_penalty: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__length_penalty) -> _WhichOneofReturnType__length_penalty | None: ...
+
+Global___BeamSearch: _TypeAlias = BeamSearch  # noqa: Y015
 
 @_typing.final
 class SpeculationSettings(_message.Message):
@@ -676,6 +745,7 @@ class Completion(_message.Message):
     SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
     RULE_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_FIELD_NUMBER: _builtins.int
+    CUMULATIVE_LOGPROB_FIELD_NUMBER: _builtins.int
     finish_reason: _types_pb2.FinishReason.ValueType
     """Why it ended."""
     seed: _builtins.int
@@ -690,6 +760,8 @@ class Completion(_message.Message):
     """Which of the samples, in [0, sample_count)."""
     rule: _types_pb2.AcceptanceRule.ValueType
     """The rule that decided. With `lenient` and `typical` the answer does not follow the target's distribution."""
+    cumulative_logprob: _builtins.float
+    """Of a beam: the sum of its tokens' log-probabilities."""
     @_builtins.property
     def usage(self) -> Global___Usage:
         """Tokens in and out."""
@@ -732,12 +804,15 @@ class Completion(_message.Message):
         sample_index: _builtins.int = ...,
         rule: _types_pb2.AcceptanceRule.ValueType = ...,
         acceptance: _types_pb2.AcceptanceSettings | None = ...,
+        cumulative_logprob: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "speculation", b"speculation", "survival", b"survival", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "acceptance", b"acceptance", "cumulative_logprob", b"cumulative_logprob", "speculation", b"speculation", "survival", b"survival", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "finish_reason", b"finish_reason", "model_hash", b"model_hash", "numerics_id", b"numerics_id", "numerics_ids", b"numerics_ids", "rule", b"rule", "sample_index", b"sample_index", "seed", b"seed", "speculation", b"speculation", "survival", b"survival", "text_delta", b"text_delta", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "acceptance", b"acceptance", "cumulative_logprob", b"cumulative_logprob", "finish_reason", b"finish_reason", "model_hash", b"model_hash", "numerics_id", b"numerics_id", "numerics_ids", b"numerics_ids", "rule", b"rule", "sample_index", b"sample_index", "seed", b"seed", "speculation", b"speculation", "survival", b"survival", "text_delta", b"text_delta", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__cumulative_logprob: _TypeAlias = _typing.Literal["cumulative_logprob"]  # noqa: Y015
+    _WhichOneofArgType__cumulative_logprob: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cumulative_logprob) -> _WhichOneofReturnType__cumulative_logprob | None: ...
 
 Global___Completion: _TypeAlias = Completion  # noqa: Y015
 

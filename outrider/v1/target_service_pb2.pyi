@@ -152,6 +152,7 @@ class TargetOpen(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
+    BEAMS_FIELD_NUMBER: _builtins.int
     drafter: _builtins.str
     """Drafter in this process that guesses where a step asks for it, one of GetModelInfoResponse.drafters. Empty: none."""
     @_builtins.property
@@ -162,16 +163,24 @@ class TargetOpen(_message.Message):
     def step(self) -> Global___TargetStep:
         """The first step, usually with an empty proposal."""
 
+    @_builtins.property
+    def beams(self) -> _types_pb2.LiveBeams:
+        """Makes the session a beam search: its tokens are the prompt, and the fence's base_len counts the beams' tokens too.
+        Only under the rule `match` and at temperature 1 without cuts. Refused with a drafter, a plain_budget, or
+        log-probabilities.
+        """
+
     def __init__(
         self,
         *,
         session: _types_pb2.OpenSession | None = ...,
         step: Global___TargetStep | None = ...,
         drafter: _builtins.str = ...,
+        beams: _types_pb2.LiveBeams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "session", b"session", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "session", b"session", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "drafter", b"drafter", "session", b"session", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -197,7 +206,9 @@ class TargetStep(_message.Message):
     """
     @_builtins.property
     def proposal(self) -> _types_pb2.TokenTree:
-        """The draft's guesses behind base_len. Empty for plain decoding. At most max_draft_count rows."""
+        """The draft's guesses behind base_len. Empty for plain decoding. At most max_draft_count rows. For a beam search the
+        first rows are the last tokens of the live beams, in order, which alone have the parent 0; guesses follow.
+        """
 
     def __init__(
         self,
@@ -326,6 +337,7 @@ class Verdict(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PREFIX_LEN_FIELD_NUMBER: _builtins.int
     PROPOSAL_FIELD_NUMBER: _builtins.int
+    BEAM_STEPS_FIELD_NUMBER: _builtins.int
     next_token_id: _builtins.int
     """The target's own token behind the accepted rows: a correction when a draft token was rejected there, a bonus when
     the proposal ended there. Absent when the request ended within the accepted rows.
@@ -356,6 +368,13 @@ class Verdict(_message.Message):
         the step brought a proposal, or nobody made one.
         """
 
+    @_builtins.property
+    def beam_steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___BeamStep]:
+        """For a beam search the steps that it makes, at least one; accepted_rows and next_token_id are what the best beam has
+        gained. A step stands where each beam that it keeps is a row of the proposal; the first that does not is the last.
+        The committed length grows by one a step.
+        """
+
     def __init__(
         self,
         *,
@@ -367,13 +386,76 @@ class Verdict(_message.Message):
         prompt_logprobs: _abc.Iterable[_types_pb2.TokenLogprob] | None = ...,
         prefix_len: _builtins.int = ...,
         proposal: _types_pb2.TokenTree | None = ...,
+        beam_steps: _abc.Iterable[Global___BeamStep] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id", "next_token_id", b"next_token_id", "proposal", b"proposal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id", "accepted_rows", b"accepted_rows", "evaluated_count", b"evaluated_count", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "next_token_id", b"next_token_id", "prefix_len", b"prefix_len", "prompt_logprobs", b"prompt_logprobs", "proposal", b"proposal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id", "accepted_rows", b"accepted_rows", "beam_steps", b"beam_steps", "evaluated_count", b"evaluated_count", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "next_token_id", b"next_token_id", "prefix_len", b"prefix_len", "prompt_logprobs", b"prompt_logprobs", "proposal", b"proposal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__next_token_id: _TypeAlias = _typing.Literal["next_token_id"]  # noqa: Y015
     _WhichOneofArgType__next_token_id: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__next_token_id) -> _WhichOneofReturnType__next_token_id | None: ...
 
 Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
+
+@_typing.final
+class BeamStep(_message.Message):
+    """One step of a beam search, each list best first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIVE_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def live(self) -> _containers.RepeatedCompositeFieldContainer[Global___BeamCandidate]:
+        """The beams that go on, at most as many as the search is wide. None ends the search, at max_len."""
+
+    @_builtins.property
+    def ended(self) -> _containers.RepeatedCompositeFieldContainer[Global___BeamCandidate]:
+        """Of the best candidates, as many as the search is wide, those that end with this token."""
+
+    def __init__(
+        self,
+        *,
+        live: _abc.Iterable[Global___BeamCandidate] | None = ...,
+        ended: _abc.Iterable[Global___BeamCandidate] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "live", b"live"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BeamStep: _TypeAlias = BeamStep  # noqa: Y015
+
+@_typing.final
+class BeamCandidate(_message.Message):
+    """A beam with one more token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARENT_FIELD_NUMBER: _builtins.int
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    parent: _builtins.int
+    """Place of the beam among the live ones before this step, counted from 0; 0 is the prompt in the first step."""
+    token_id: _builtins.int
+    """The token."""
+    score: _builtins.float
+    """The new sum of log-probabilities: float32 log-softmax of the target's logits after bias, bans, minimum length and
+    penalties.
+    """
+    def __init__(
+        self,
+        *,
+        parent: _builtins.int = ...,
+        token_id: _builtins.int = ...,
+        score: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parent", b"parent", "score", b"score", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BeamCandidate: _TypeAlias = BeamCandidate  # noqa: Y015

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/types.proto\x12\x0boutrider.v1\"<\n\x05\x46\x65nce\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\x05\"\x88\x01\n\tTokenTree\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x0f\n\x07parents\x18\x02 \x03(\x05\x12\x35\n\rdistributions\x18\x03 \x03(\x0b\x32\x1e.outrider.v1.DraftDistribution\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\x12\x0e\n\x06values\x18\x05 \x03(\x02\"H\n\tTreeShape\x12\x11\n\tmax_depth\x18\x01 \x01(\x05\x12\x14\n\x0cmax_children\x18\x02 \x01(\x05\x12\x12\n\nexpansions\x18\x03 \x03(\x05\"7\n\x11\x44raftDistribution\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x0f\n\x07weights\x18\x02 \x03(\x05\"\x80\x04\n\x12SamplingParameters\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x42\n\nlogit_bias\x18\x08 \x03(\x0b\x32..outrider.v1.SamplingParameters.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\t \x01(\x05H\x07\x88\x01\x01\x12\x17\n\nignore_eos\x18\n \x01(\x08H\x08\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eos\"\xc3\x04\n\x0bOpenSession\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x12\n\nprompt_len\x18\x02 \x01(\x05\x12\x31\n\x08sampling\x18\x03 \x01(\x0b\x32\x1f.outrider.v1.SamplingParameters\x12\x0c\n\x04seed\x18\x04 \x01(\x03\x12)\n\x04rule\x18\x05 \x01(\x0e\x32\x1b.outrider.v1.AcceptanceRule\x12\x0f\n\x07max_len\x18\x06 \x01(\x05\x12\x15\n\reos_token_ids\x18\x07 \x03(\x05\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x05\x12\x1a\n\rlogprob_count\x18\t \x01(\x05H\x00\x88\x01\x01\x12\x17\n\x0fprompt_logprobs\x18\n \x01(\x08\x12/\n\x10\x62\x61nned_sequences\x18\x0b \x03(\x0b\x32\x15.outrider.v1.TokenIds\x12\x33\n\nacceptance\x18\x0c \x01(\x0b\x32\x1f.outrider.v1.AcceptanceSettings\x12\x16\n\x0e\x64raft_logprobs\x18\r \x01(\x08\x12\x12\n\ncache_salt\x18\x0e \x01(\x0c\x12\x41\n\rtrace_context\x18\x0f \x03(\x0b\x32*.outrider.v1.OpenSession.TraceContextEntry\x12\x10\n\x08part_len\x18\x10 \x01(\x05\x1a\x33\n\x11TraceContextEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x10\n\x0e_logprob_count\",\n\x08OpenPart\x12\r\n\x05start\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"\x98\x01\n\x12\x41\x63\x63\x65ptanceSettings\x12\x15\n\x08lenience\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x1c\n\x0ftypical_epsilon\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x1a\n\rtypical_delta\x18\x03 \x01(\x01H\x02\x88\x01\x01\x42\x0b\n\t_lenienceB\x12\n\x10_typical_epsilonB\x10\n\x0e_typical_delta\"\x0e\n\x0c\x43loseSession\"\x9b\x01\n\x0cSessionError\x12\x0f\n\x07message\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x39\n\x08metadata\x18\x03 \x03(\x0b\x32\'.outrider.v1.SessionError.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x06\n\x04Ping\"\x06\n\x04Pong\"!\n\x0cTokensWanted\x12\x11\n\tknown_len\x18\x01 \x01(\x05\"^\n\x0c\x43omputeTimes\x12\x10\n\x08queue_us\x18\x01 \x01(\x03\x12\x12\n\ncompute_us\x18\x02 \x01(\x03\x12\x15\n\rforward_count\x18\x03 \x01(\x05\x12\x11\n\trow_count\x18\x04 \x01(\x05\"L\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12\x15\n\rtop_token_ids\x18\x02 \x03(\x05\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x01*\xbc\x01\n\x0e\x41\x63\x63\x65ptanceRule\x12\x1f\n\x1b\x41\x43\x43\x45PTANCE_RULE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x41\x43\x43\x45PTANCE_RULE_MATCH\x10\x01\x12\x19\n\x15\x41\x43\x43\x45PTANCE_RULE_RATIO\x10\x02\x12\x19\n\x15\x41\x43\x43\x45PTANCE_RULE_BLOCK\x10\x03\x12\x1b\n\x17\x41\x43\x43\x45PTANCE_RULE_LENIENT\x10\x04\x12\x1b\n\x17\x41\x43\x43\x45PTANCE_RULE_TYPICAL\x10\x05*\x9b\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/types.proto\x12\x0boutrider.v1\"<\n\x05\x46\x65nce\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\x05\"\x88\x01\n\tTokenTree\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x0f\n\x07parents\x18\x02 \x03(\x05\x12\x35\n\rdistributions\x18\x03 \x03(\x0b\x32\x1e.outrider.v1.DraftDistribution\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\x12\x0e\n\x06values\x18\x05 \x03(\x02\"H\n\tTreeShape\x12\x11\n\tmax_depth\x18\x01 \x01(\x05\x12\x14\n\x0cmax_children\x18\x02 \x01(\x05\x12\x12\n\nexpansions\x18\x03 \x03(\x05\"7\n\x11\x44raftDistribution\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x0f\n\x07weights\x18\x02 \x03(\x05\"\x80\x04\n\x12SamplingParameters\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x42\n\nlogit_bias\x18\x08 \x03(\x0b\x32..outrider.v1.SamplingParameters.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\t \x01(\x05H\x07\x88\x01\x01\x12\x17\n\nignore_eos\x18\n \x01(\x08H\x08\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eos\"@\n\tLiveBeams\x12\r\n\x05width\x18\x01 \x01(\x05\x12$\n\x05\x62\x65\x61ms\x18\x02 \x03(\x0b\x32\x15.outrider.v1.LiveBeam\",\n\x08LiveBeam\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\r\n\x05score\x18\x02 \x01(\x02\"\xc3\x04\n\x0bOpenSession\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x12\n\nprompt_len\x18\x02 \x01(\x05\x12\x31\n\x08sampling\x18\x03 \x01(\x0b\x32\x1f.outrider.v1.SamplingParameters\x12\x0c\n\x04seed\x18\x04 \x01(\x03\x12)\n\x04rule\x18\x05 \x01(\x0e\x32\x1b.outrider.v1.AcceptanceRule\x12\x0f\n\x07max_len\x18\x06 \x01(\x05\x12\x15\n\reos_token_ids\x18\x07 \x03(\x05\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x05\x12\x1a\n\rlogprob_count\x18\t \x01(\x05H\x00\x88\x01\x01\x12\x17\n\x0fprompt_logprobs\x18\n \x01(\x08\x12/\n\x10\x62\x61nned_sequences\x18\x0b \x03(\x0b\x32\x15.outrider.v1.TokenIds\x12\x33\n\nacceptance\x18\x0c \x01(\x0b\x32\x1f.outrider.v1.AcceptanceSettings\x12\x16\n\x0e\x64raft_logprobs\x18\r \x01(\x08\x12\x12\n\ncache_salt\x18\x0e \x01(\x0c\x12\x41\n\rtrace_context\x18\x0f \x03(\x0b\x32*.outrider.v1.OpenSession.TraceContextEntry\x12\x10\n\x08part_len\x18\x10 \x01(\x05\x1a\x33\n\x11TraceContextEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x10\n\x0e_logprob_count\",\n\x08OpenPart\x12\r\n\x05start\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"\x98\x01\n\x12\x41\x63\x63\x65ptanceSettings\x12\x15\n\x08lenience\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x1c\n\x0ftypical_epsilon\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x1a\n\rtypical_delta\x18\x03 \x01(\x01H\x02\x88\x01\x01\x42\x0b\n\t_lenienceB\x12\n\x10_typical_epsilonB\x10\n\x0e_typical_delta\"\x0e\n\x0c\x43loseSession\"\x9b\x01\n\x0cSessionError\x12\x0f\n\x07message\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x39\n\x08metadata\x18\x03 \x03(\x0b\x32\'.outrider.v1.SessionError.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x06\n\x04Ping\"\x06\n\x04Pong\"!\n\x0cTokensWanted\x12\x11\n\tknown_len\x18\x01 \x01(\x05\"^\n\x0c\x43omputeTimes\x12\x10\n\x08queue_us\x18\x01 \x01(\x03\x12\x12\n\ncompute_us\x18\x02 \x01(\x03\x12\x15\n\rforward_count\x18\x03 \x01(\x05\x12\x11\n\trow_count\x18\x04 \x01(\x05\"L\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12\x15\n\rtop_token_ids\x18\x02 \x03(\x05\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x01*\xbc\x01\n\x0e\x41\x63\x63\x65ptanceRule\x12\x1f\n\x1b\x41\x43\x43\x45PTANCE_RULE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x41\x43\x43\x45PTANCE_RULE_MATCH\x10\x01\x12\x19\n\x15\x41\x43\x43\x45PTANCE_RULE_RATIO\x10\x02\x12\x19\n\x15\x41\x43\x43\x45PTANCE_RULE_BLOCK\x10\x03\x12\x1b\n\x17\x41\x43\x43\x45PTANCE_RULE_LENIENT\x10\x04\x12\x1b\n\x17\x41\x43\x43\x45PTANCE_RULE_TYPICAL\x10\x05*\x9b\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,10 +37,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENSESSION_TRACECONTEXTENTRY']._serialized_options = b'8\001'
   _globals['_SESSIONERROR_METADATAENTRY']._loaded_options = None
   _globals['_SESSIONERROR_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_ACCEPTANCERULE']._serialized_start=2101
-  _globals['_ACCEPTANCERULE']._serialized_end=2289
-  _globals['_FINISHREASON']._serialized_start=2292
-  _globals['_FINISHREASON']._serialized_end=2447
+  _globals['_ACCEPTANCERULE']._serialized_start=2213
+  _globals['_ACCEPTANCERULE']._serialized_end=2401
+  _globals['_FINISHREASON']._serialized_start=2404
+  _globals['_FINISHREASON']._serialized_end=2559
   _globals['_FENCE']._serialized_start=40
   _globals['_FENCE']._serialized_end=100
   _globals['_TOKENTREE']._serialized_start=103
@@ -53,30 +53,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMETERS']._serialized_end=885
   _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_start=695
   _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_end=743
-  _globals['_OPENSESSION']._serialized_start=888
-  _globals['_OPENSESSION']._serialized_end=1467
-  _globals['_OPENSESSION_TRACECONTEXTENTRY']._serialized_start=1398
-  _globals['_OPENSESSION_TRACECONTEXTENTRY']._serialized_end=1449
-  _globals['_OPENPART']._serialized_start=1469
-  _globals['_OPENPART']._serialized_end=1513
-  _globals['_TOKENIDS']._serialized_start=1515
-  _globals['_TOKENIDS']._serialized_end=1544
-  _globals['_ACCEPTANCESETTINGS']._serialized_start=1547
-  _globals['_ACCEPTANCESETTINGS']._serialized_end=1699
-  _globals['_CLOSESESSION']._serialized_start=1701
-  _globals['_CLOSESESSION']._serialized_end=1715
-  _globals['_SESSIONERROR']._serialized_start=1718
-  _globals['_SESSIONERROR']._serialized_end=1873
-  _globals['_SESSIONERROR_METADATAENTRY']._serialized_start=1826
-  _globals['_SESSIONERROR_METADATAENTRY']._serialized_end=1873
-  _globals['_PING']._serialized_start=1875
-  _globals['_PING']._serialized_end=1881
-  _globals['_PONG']._serialized_start=1883
-  _globals['_PONG']._serialized_end=1889
-  _globals['_TOKENSWANTED']._serialized_start=1891
-  _globals['_TOKENSWANTED']._serialized_end=1924
-  _globals['_COMPUTETIMES']._serialized_start=1926
-  _globals['_COMPUTETIMES']._serialized_end=2020
-  _globals['_TOKENLOGPROB']._serialized_start=2022
-  _globals['_TOKENLOGPROB']._serialized_end=2098
+  _globals['_LIVEBEAMS']._serialized_start=887
+  _globals['_LIVEBEAMS']._serialized_end=951
+  _globals['_LIVEBEAM']._serialized_start=953
+  _globals['_LIVEBEAM']._serialized_end=997
+  _globals['_OPENSESSION']._serialized_start=1000
+  _globals['_OPENSESSION']._serialized_end=1579
+  _globals['_OPENSESSION_TRACECONTEXTENTRY']._serialized_start=1510
+  _globals['_OPENSESSION_TRACECONTEXTENTRY']._serialized_end=1561
+  _globals['_OPENPART']._serialized_start=1581
+  _globals['_OPENPART']._serialized_end=1625
+  _globals['_TOKENIDS']._serialized_start=1627
+  _globals['_TOKENIDS']._serialized_end=1656
+  _globals['_ACCEPTANCESETTINGS']._serialized_start=1659
+  _globals['_ACCEPTANCESETTINGS']._serialized_end=1811
+  _globals['_CLOSESESSION']._serialized_start=1813
+  _globals['_CLOSESESSION']._serialized_end=1827
+  _globals['_SESSIONERROR']._serialized_start=1830
+  _globals['_SESSIONERROR']._serialized_end=1985
+  _globals['_SESSIONERROR_METADATAENTRY']._serialized_start=1938
+  _globals['_SESSIONERROR_METADATAENTRY']._serialized_end=1985
+  _globals['_PING']._serialized_start=1987
+  _globals['_PING']._serialized_end=1993
+  _globals['_PONG']._serialized_start=1995
+  _globals['_PONG']._serialized_end=2001
+  _globals['_TOKENSWANTED']._serialized_start=2003
+  _globals['_TOKENSWANTED']._serialized_end=2036
+  _globals['_COMPUTETIMES']._serialized_start=2038
+  _globals['_COMPUTETIMES']._serialized_end=2132
+  _globals['_TOKENLOGPROB']._serialized_start=2134
+  _globals['_TOKENLOGPROB']._serialized_end=2210
 # @@protoc_insertion_point(module_scope)

@@ -373,6 +373,62 @@ class SamplingParameters(_message.Message):
 Global___SamplingParameters: _TypeAlias = SamplingParameters  # noqa: Y015
 
 @_typing.final
+class LiveBeams(_message.Message):
+    """The live beams of a search: with the prompt, everything that a service needs to rebuild it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WIDTH_FIELD_NUMBER: _builtins.int
+    BEAMS_FIELD_NUMBER: _builtins.int
+    width: _builtins.int
+    """Most beams that go on from a step, in [2, 8]."""
+    @_builtins.property
+    def beams(self) -> _containers.RepeatedCompositeFieldContainer[Global___LiveBeam]:
+        """The live beams, best first, all of one length; none while the search stands at the prompt. At most width."""
+
+    def __init__(
+        self,
+        *,
+        width: _builtins.int = ...,
+        beams: _abc.Iterable[Global___LiveBeam] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LiveBeams: _TypeAlias = LiveBeams  # noqa: Y015
+
+@_typing.final
+class LiveBeam(_message.Message):
+    """A sequence that goes on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    score: _builtins.float
+    """Sum of their log-probabilities."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Its tokens behind the prompt, at least one."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        score: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["score", b"score", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LiveBeam: _TypeAlias = LiveBeam  # noqa: Y015
+
+@_typing.final
 class OpenSession(_message.Message):
     """Everything that a service needs to rebuild a session from nothing."""
 

@@ -177,7 +177,16 @@ def strings(path: str, most: int) -> Faults:
     return listed(path, st.sampled_from(("", LONG, "é" * 5000)), "good") | too_many(path, most, "good")
 
 
+def penalised(length_penalty: float) -> Fault:
+    """Beams with a length penalty that there is not."""
+    beams = pb.BeamSearch(width=2, length_penalty=length_penalty)
+    return Fault("beam_search.length_penalty", length_penalty, lambda request: request.beam_search.CopyFrom(beams))
+
+
 FAULTS: dict[str, Faults] = {
+    "beam_search.width": set_in("beam_search.width", integers(2, 8)),
+    "beam_search.length_penalty": st.builds(penalised, numbers(lambda value: -10 <= value <= 10)),
+    "beam_search.early_stopping": set_in("beam_search.early_stopping", integers(0, 3)),
     "text": st.just(Fault("prompt", "", lambda request: setattr(request, "text", ""))),
     "token_ids": st.builds(numbered_prompts, integers(0, VOCABULARY_SIZE - 1), st.integers(0, 3))
     | st.sampled_from((prompted("prompt", "absent", None), prompted("prompt", [], []))),

@@ -53,6 +53,9 @@ BOTH: dict[str, list[str]] = {
     "ignore_eos": NO_BOOLEAN,
     "return_token_ids": NO_BOOLEAN,
     "n": ["0", "-1", "9", "1000000000", *NO_INTEGER],
+    "use_beam_search": NO_BOOLEAN,
+    "length_penalty": ["1.0", "10.1", "-10.1", "1e308", *NO_NUMBER, *NOT_FINITE],
+    "early_stopping": ["true", '"never"', '"always"', "0", "[]", "{}", *NOT_FINITE],
     "seed": ["9223372036854775808", "-9223372036854775809", *NO_INTEGER],
     "stop": [
         '[""]',

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
+from outrider.beams import BeamSearch
 from outrider.client import GenerationOptions, InvalidRequest, PromptTooLong, Rule, Speculation
 from outrider.client.requests import chat_request, generate_request
 from outrider.rpc.channels import MAX_MESSAGE_BYTES
@@ -26,6 +27,7 @@ EVERYTHING = GenerationOptions(
     logit_bias={5: -1.5},
     seed=-3,
     sample_count=2,
+    beam_search=BeamSearch(4, 0.5, "never"),
     stop=["x", "y z"],
     stop_token_ids=[5, 6],
     banned_words=["cat"],

@@ -1,0 +1,107 @@
+"""The sessions of a beam search with target and draft: those of other requests, with beams in place of one sequence."""
+
+from typing import cast
+
+from gateway.beams.record import BeamRecord
+from gateway.rounds.round import Proposal, Verdict
+from gateway.sessions.draft import DraftOpening, RemoteDraftSession
+from gateway.sessions.link import ServiceLink
+from gateway.sessions.stream import opening_of
+from gateway.sessions.target import RemoteTargetSession, TargetOpening
+from outrider.beams import BeamStep, LiveBeam, split
+from outrider.errors import InvalidRequest, ProtocolViolation
+from outrider.parameters import SessionSpec
+from outrider.rpc.messages import live_beams_message, steps_from, write_tree
+from outrider.token_tree import TreeShape
+from outrider.v1 import draft_service_pb2, target_service_pb2, types_pb2
+
+
+class BeamTargetOpening(TargetOpening):
+    """One opening of a search on a target; every pass is asked for."""
+
+    def __init__(self, link: ServiceLink, spec: SessionSpec, record: BeamRecord, fence: types_pb2.Fence) -> None:
+        super().__init__(link, spec, record, fence)
+        self._record = record
+        self.steps: tuple[BeamStep, ...] = ()
+        """Of the last answer."""
+
+    def send_step(self, proposal: Proposal, plain_budget: int, own_draft_count: int) -> None:
+        """Opens with all beams, or asks for a pass; a search has neither budget nor own guesses, both are 0."""
+        message = self._next_message(plain_budget)
+        step, parts = message.open.step if self.is_opening else message.step, list[types_pb2.OpenPart]()
+        step.own_draft_count = own_draft_count
+        write_tree(step.proposal, proposal.tree)
+        if self.is_opening:
+            session, parts = opening_of(self._spec, self._record)
+            message.open.session.CopyFrom(session)
+            message.open.beams.CopyFrom(live_beams_message(self._record.search.width, self._record.live))
+        self.send(*(target_service_pb2.VerifyRequest(fence=message.fence, part=part) for part in parts), message)
+
+    async def receive(self, timeout_s: float) -> target_service_pb2.VerifyResponse:
+        response = await super().receive(timeout_s)
+        self.steps = steps_from(response.verdict.beam_steps)
+        return response
+
+
+class BeamTargetSession(RemoteTargetSession):
+    """A search on a target service, which outlives targets like any session."""
+
+    def _opened_on(self, link: ServiceLink) -> BeamTargetOpening:
+        return BeamTargetOpening(link, self._spec, cast("BeamRecord", self._log), self._fence())
+
+    async def advance(self, proposal: Proposal) -> tuple[Verdict, tuple[BeamStep, ...]]:
+        """The steps of a pass, whatever happens to targets meanwhile; raises as `verify`."""
+        verdict = await self.verify(proposal, 0)
+        return verdict, cast("BeamTargetOpening", self._opening).steps
+
+
+class BeamDraftOpening(DraftOpening):
+    """One opening of a search on a draft, which is told all beams each time."""
+
+    def __init__(
+        self, link: ServiceLink, spec: SessionSpec, record: BeamRecord, session_id: bytes, drafter: str
+    ) -> None:
+        super().__init__(link, spec, record, session_id, drafter)
+        self._record = record
+
+    def ask(self, fence: types_pb2.Fence, draft_count: int, _shape: TreeShape | None = None) -> None:
+        is_open, self.known_len = self.known_len > 0, len(self._record)
+        beams = live_beams_message(self._record.search.width, self._record.live)
+        if is_open:
+            message = draft_service_pb2.ProposeRequest(fence=fence)
+            message.advance.draft_count = draft_count
+            message.advance.beams.CopyFrom(beams)
+            self.send(message)
+            return
+        session, parts = opening_of(self._spec, self._record)
+        opening = draft_service_pb2.DraftOpen(
+            session=session, draft_count=draft_count, drafter=self._drafter, beams=beams
+        )
+        messages = [draft_service_pb2.ProposeRequest(fence=fence, part=part) for part in parts]
+        self.send(*messages, draft_service_pb2.ProposeRequest(fence=fence, open=opening))
+
+    def proposal(
+        self, response: draft_service_pb2.ProposeResponse, draft_count: int, caught_up_count: int, wait_us: int
+    ) -> Proposal:
+        live = self._record.live
+        found = super().proposal(response, len(live) + draft_count, caught_up_count, wait_us)
+        # What the target would refuse, and so end a request that is not at fault.
+        try:
+            trees = split(found.tree, last_tokens(live))
+        except InvalidRequest as error:
+            raise ProtocolViolation(f"{self.link} sent a malformed proposal: {error.message}") from None
+        if max(max(each.tree.depths) for each in trees) > self._spec.max_len - len(self._record):
+            raise ProtocolViolation(f"{self.link} sent a proposal past the request's end")
+        return found
+
+
+class BeamDraftSession(RemoteDraftSession):
+    """A search on a draft service, whose faults cost no request anything."""
+
+    def _opened_on(self, link: ServiceLink) -> BeamDraftOpening:
+        return BeamDraftOpening(link, self._spec, cast("BeamRecord", self._log), self._session_id, self._drafter)
+
+
+def last_tokens(live: tuple[LiveBeam, ...]) -> list[int]:
+    """Those that a proposal begins with."""
+    return [beam.token_ids[-1] for beam in live]

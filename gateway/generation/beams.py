@@ -1,0 +1,77 @@
+"""A beam search from its checks to its last event: rounds without tokens, then each sequence as a sample."""
+
+import secrets
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+
+from gateway.beams.record import BeamRecord, Hypothesis
+from gateway.beams.search import search
+from gateway.beams.sessions import BeamDraftSession, BeamTargetSession
+from gateway.generation.generate import CompletionEvent, Event, RequestContext, RoundEvent
+from gateway.generation.transcript import GeneratedToken, SpeculationFigures, StopScanner, Transcript
+from gateway.rounds.round import TokenOrigin
+from gateway.sessions.draft import AbsentDraftSession
+from gateway.text.tokenizer import Tokenizer
+from outrider.beams import BeamSearch
+from outrider.process import telemetry
+
+
+async def searched(context: RequestContext, beams: BeamSearch, queue_us: int) -> AsyncGenerator[Event, None]:
+    """Yields an event for every pass of a search, all of sample 0, and then for each sequence, best first, its tokens
+    and its completion. As RequestContext.sample in everything else.
+    """
+    request, backend = context.request, context.backend
+    spec = replace(request.spec, trace_context=telemetry.carrier())
+    record, session_id = BeamRecord(spec, beams), secrets.token_bytes(16)
+    timeouts, model_hash = backend.target_timeouts, context.target.model_hash
+    target = BeamTargetSession(backend.target, timeouts, spec, record, session_id, model_hash)
+    draft_count = context.target.max_draft_count if request.draft_count is None else request.draft_count
+    draft: BeamDraftSession | AbsentDraftSession = AbsentDraftSession()
+    if backend.draft is not None and draft_count:
+        drafting = backend.drafting(request, context.target)
+        (name, replicas, drafter), *_ = backend.drafts_for(request, drafting)
+        draft = BeamDraftSession(replicas, backend.draft_deadline, spec, record, session_id, True, drafter, name)
+    # Keeps the facts of the rounds.
+    transcript = Transcript(backend.tokenizer.detokenizer(), StopScanner(()))
+    first_token_us = 0
+    async with aclosing(search(record, target, draft, draft_count)) as rounds:
+        async for committed in rounds:
+            num_numerics = max(1, len(transcript.numerics_ids))
+            transcript.take(committed)
+            elapsed_us = context.elapsed_us
+            first_token_us = first_token_us or elapsed_us
+            new_numerics_id = "".join(transcript.numerics_ids[num_numerics:])
+            yield RoundEvent((), committed, new_numerics_id, elapsed_us=elapsed_us)
+    for index, hypothesis in enumerate(record.finished):
+        tokens, rest = _spelt(hypothesis, backend.tokenizer)
+        yield RoundEvent(tokens, None, sample_index=index, elapsed_us=context.elapsed_us)
+        yield CompletionEvent(
+            finish_reason=hypothesis.finish_reason,
+            prompt_tokens=spec.prompt_len,
+            cached_prompt_tokens=transcript.cached_prompt_tokens,
+            completion_tokens=len(tokens),
+            seed=spec.seed,
+            # One search makes all sequences, and is counted once.
+            figures=transcript.figures if index == 0 else SpeculationFigures(),
+            model_hash=model_hash,
+            numerics_ids=tuple(transcript.numerics_ids),
+            target_reopens=transcript.target_reopens if index == 0 else 0,
+            drift_repairs=transcript.drift_repairs if index == 0 else 0,
+            text_delta=rest,
+            first_token_us=first_token_us,
+            total_us=context.elapsed_us,
+            queue_us=queue_us,
+            sample_index=index,
+            acceptance=spec.acceptance,
+            cumulative_logprob=hypothesis.cumulative_logprob,
+        )
+
+
+def _spelt(hypothesis: Hypothesis, tokenizer: Tokenizer) -> tuple[tuple[GeneratedToken, ...], str]:
+    """The tokens of a sequence with their text, and the text that is left behind the last."""
+    detokenizer = tokenizer.detokenizer()
+    tokens = [
+        GeneratedToken(token_id, TokenOrigin.PLAIN, detokenizer.push(token_id)) for token_id in hypothesis.token_ids
+    ]
+    return tuple(tokens), detokenizer.flush()
