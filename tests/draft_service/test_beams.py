@@ -58,7 +58,7 @@ class Searcher:
 
 
 def wanted(live: Sequence[LiveBeam]) -> Wanted:
-    return Wanted(DRAFT_COUNT, time.perf_counter_ns(), Search(WIDTH, tuple(live)))
+    return Wanted(DRAFT_COUNT, time.perf_counter_ns(), search=Search(WIDTH, tuple(live)))
 
 
 @pytest.fixture
