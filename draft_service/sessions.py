@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from outrider.drafters.cascade import Cascade, CheaperDraft
 from outrider.drafters.model_drafter import MODEL, DraftTask, noise_of
 from outrider.engine.runner import ModelRunner
 from outrider.model_service.session_store import LeaseTable, Outbox, SessionAnswer, SessionState, SessionStore
@@ -28,6 +29,8 @@ class DraftState(SessionState[DraftTask]):
     """A session as the draft keeps it. Behind the committed tokens its `session` may hold guesses, as a cache."""
 
     drafter: str = MODEL
+    cheaper: CheaperDraft | None = None
+    """What guesses for the draft, where there is a cascade."""
     committed_len: int = field(init=False)
     asked_len: int = 0
     """base_len of the last request of this epoch, 0 before the first."""
@@ -48,6 +51,11 @@ class DraftState(SessionState[DraftTask]):
         self.epoch, self.committed_len, self.asked_len, self.reply = epoch, length, 0, None
         return was_stopped
 
+    def free(self) -> None:
+        SessionState.free(self)
+        if self.cheaper is not None:
+            self.cheaper.free()
+
 
 class DraftSessions(SessionStore[DraftState]):
     """All sessions of a draft service."""
@@ -59,11 +67,16 @@ class DraftSessions(SessionStore[DraftState]):
         submit: Callable[[DraftTask], None],
         *,
         prefix_cache: bool = True,
+        cascade: Cascade | None = None,
     ) -> None:
-        """`submit` hands a task to the device worker that advances it; prefix_cache as in SessionStore."""
+        """`submit` hands a task to the device worker that advances it; prefix_cache as in SessionStore.
+
+        `cascade` is that of the drafter behind the worker, where it has one.
+        """
         super().__init__(runner, table, DraftState, prefix_cache=prefix_cache)
         self._context_len = runner.context_len
         self._submit = submit
+        self._cascade = cascade
 
     def open(self, fence: Fence, spec: SessionSpec, wanted: Wanted, owner: Outbox, drafter: str = MODEL) -> None:
         """Opens a session, or opens it again with a newer epoch, and asks for guesses.
@@ -74,6 +87,10 @@ class DraftSessions(SessionStore[DraftState]):
         if status is MessageStatus.CURRENT:
             held = self._open(fence, spec, owner)
             held.drafter = drafter
+            if self._cascade is not None:
+                if held.cheaper is not None:
+                    held.cheaper.free()
+                held.cheaper = self._cascade.open(spec, held.session.salt)
             self._draft(held, fence, wanted)
         elif status is MessageStatus.REPEAT and held is not None:
             self._attach(fence, held, owner)
@@ -119,6 +136,7 @@ class DraftSessions(SessionStore[DraftState]):
             meter=Meter(wanted.arrived_ns),
             on_done=partial(self._on_done, fence, held),
             on_failure=partial(self.fail, fence.session_id, held),
+            inner=held.cheaper,
         )
         self._submit(held.task)
 
