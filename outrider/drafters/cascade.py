@@ -38,6 +38,8 @@ log = structlog.get_logger()
 MAX_REST = 15
 # Of so many steps one verifies a guess that seems not worth it, so that a chance that has risen is found.
 PROBE_STEPS = 64
+# What a bug says is for the log.
+FAILED = "guessing for the draft failed"
 
 
 class CheaperDraft(ABC):
@@ -195,6 +197,7 @@ class Cascade:
             if wishes:
                 self._guess_ahead(tasks, wishes)
         except Exception:
+            log.exception(FAILED, num_sessions=len(tasks))
             _give_up(tasks)
         is_steady = not any(task.draw_input.feed.is_prompt for task in tasks)
         self._forward_began_s = self._clock() if is_steady else None
@@ -223,6 +226,7 @@ class Cascade:
             # What is proposed must not depend on who else is there, and so all of it is waited for.
             self._run([cheaper for _, cheaper in drafts], to_end=True)
         except Exception:
+            log.exception(FAILED, num_sessions=len(tasks))
             _give_up(tasks)
         taken_ns = time.perf_counter_ns() - began_ns
         for task, cheaper in drafts:
@@ -294,25 +298,33 @@ class Cascade:
 
 
 def _give_up(tasks: Sequence[DraftTask]) -> None:
-    """Leaves tasks without guesses for them; what a bug says is for the log."""
-    log.exception("guessing for the draft failed", num_sessions=len(tasks))
+    """Leaves tasks without guesses for them."""
     for task in tasks:
         if isinstance(task.inner, CheaperDraft):
             task.inner.free()
 
 
-def text_cascade(depth: int = 0) -> Cascade:
+def text_cascade(depth: int = 0, clock: Callable[[], float] = time.perf_counter) -> Cascade:
     """A cascade that looks for repetitions in each session's own text."""
-    return Cascade(lambda _spec, _salt: TextDraft(), depth=depth)
+    return Cascade(lambda _spec, _salt: TextDraft(), depth=depth, clock=clock)
 
 
-def model_cascade(runner: ModelRunner, top_n: int, depth: int = 0, *, with_text: bool = False) -> Cascade:
+def model_cascade(
+    runner: ModelRunner,
+    top_n: int,
+    depth: int = 0,
+    *,
+    with_text: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Cascade:
     """A cascade with a smaller model, whose own guesses are looked up in the text first if `with_text`.
 
     Its cache is its own. A session for which that has no room has no guesses, and takes nothing from others.
     """
-    inner = text_cascade() if with_text else None
-    drafter = ModelDrafter(runner, lambda allocate: allocate(), top_n, ahead=inner)
-    return Cascade(
-        lambda spec, salt: SmallerDraft(runner, spec, salt, TextDraft() if with_text else None), drafter, depth
-    )
+
+    def open_smaller(spec: SessionSpec, salt: bytes | None) -> SmallerDraft:
+        return SmallerDraft(runner, spec, salt, TextDraft() if with_text else None)
+
+    inner = text_cascade(clock=clock) if with_text else None
+    drafter = ModelDrafter(runner, lambda allocate: allocate(), top_n, clock, inner)
+    return Cascade(open_smaller, drafter, depth, clock)

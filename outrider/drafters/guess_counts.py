@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 NUM_SAMPLES = 5
 # After so many steps the size that was seen longest ago counts as unknown, or a bad first sample would stay.
 FORGET_STEPS = 64
+# A clock may stand still.
+MIN_SECONDS = 1e-9
 # What a chance is before anything is known, as so many guesses, and how fast old ones are forgotten.
 PRIOR_CHANCE, PRIOR_COUNT, DECAY = 0.5, 2.0, 0.97
 
@@ -72,7 +74,7 @@ class RowSeconds:
 
     def add(self, num_rows: int, seconds: float) -> None:
         samples = self._samples.pop(num_rows, None) or deque(maxlen=NUM_SAMPLES)
-        samples.append(seconds)
+        samples.append(max(seconds, MIN_SECONDS))
         self._samples[num_rows] = samples
         self._medians[num_rows] = statistics.median(samples)
         self._num_steps += 1
