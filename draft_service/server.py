@@ -12,7 +12,7 @@ from outrider.drafters.model_drafter import DRAFTERS, DraftTask, ModelDrafter
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, MAX_TOP_N
 from outrider.engine.worker import DeviceWorker
-from outrider.errors import InvalidRequest, ModelRefused
+from outrider.errors import ModelRefused
 from outrider.model_service.server import LoadedModel, RunningModelService, describe, load_model_aside, serve_model
 from outrider.model_service.servicer import MAX_DRAFT_COUNT
 from outrider.model_service.session_store import LeaseTable, Outboxes
@@ -50,9 +50,7 @@ class DraftSettings(ModelServiceSettings):
 
     def __post_init__(self) -> None:
         ModelServiceSettings.__post_init__(self)
-        object.__setattr__(self, "cascade", check_cascade(self.cascade))
-        if self.cascade_depth and not self.cascade:
-            raise InvalidRequest("--cascade-depth", self.cascade_depth, "0 without --cascade")
+        object.__setattr__(self, "cascade", check_cascade(self.cascade, self.cascade_depth))
 
 
 async def start(settings: DraftSettings) -> RunningModelService:

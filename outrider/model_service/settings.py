@@ -6,7 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from outrider.errors import ModelRefused
+from outrider.errors import InvalidRequest, ModelRefused
 from outrider.model_names import parse, parse_simulated
 from outrider.process.options import Setting, above, addresses, check_settings, within
 from outrider.process.run import ProcessSettings
@@ -46,8 +46,13 @@ def split_cascade(cascade: str) -> tuple[str, bool]:
     return model, model != cascade
 
 
-def check_cascade(cascade: str) -> str:
-    """Returns what --cascade may name: nothing, `lookup`, a model, MODEL+lookup; raises ModelRefused as check_model."""
+def check_cascade(cascade: str, depth: int) -> str:
+    """Returns what --cascade may name: nothing, `lookup`, a model, MODEL+lookup; a model as check_model does.
+
+    Raises ModelRefused, and InvalidRequest about a --cascade-depth without a cascade.
+    """
+    if depth and not cascade:
+        raise InvalidRequest("--cascade-depth", depth, "left out without --cascade")
     if cascade in {"", LOOKUP}:
         return cascade
     model, has_lookup = split_cascade(cascade)
