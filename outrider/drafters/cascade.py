@@ -16,11 +16,12 @@ from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import structlog
 
 from outrider.drafters.guess_counts import NUM_SAMPLES, Chance, RowSeconds, share_guesses
-from outrider.drafters.model_drafter import DraftTask, Found, Guess, ModelDrafter
+from outrider.drafters.model_drafter import DraftTask, Found, Guess, Inner, ModelDrafter
 from outrider.drafters.own_text import TextIndex, continue_from
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner, reopen
@@ -36,8 +37,12 @@ log = structlog.get_logger()
 
 # A session for which no guess was worth its rows is not looked at for up to so many steps.
 MAX_REST = 15
+# And one that had no guess for so many.
+BLIND_REST = 2
 # Of so many steps one verifies a guess that seems not worth it, so that a chance that has risen is found.
 PROBE_STEPS = 64
+# Of so many one is timed, where nothing is guessed.
+TIMED_STEPS = 8
 # What a bug says is for the log.
 FAILED = "guessing for the draft failed"
 
@@ -165,6 +170,14 @@ class SmallerDraft(CheaperDraft):
         self.session = None
 
 
+class Wish(NamedTuple):
+    """A task that has a use for up to `limit` guesses."""
+
+    task: DraftTask
+    cheaper: CheaperDraft
+    limit: int
+
+
 class Cascade:
     """Guesses for a drafter with cheaper drafts, as many tokens as pay; see model_drafter.Ahead."""
 
@@ -187,29 +200,45 @@ class Cascade:
         self._chances: defaultdict[int, Chance] = defaultdict(Chance)
         self._row_seconds = RowSeconds()
         self._guess_seconds: deque[float] = deque([0.0], maxlen=NUM_SAMPLES)
-        self._steps_since_probe = 0
+        self._num_steps = 0
+        self._next_probe = PROBE_STEPS
         self._forward_began_s: float | None = None
+        self._asked: list[tuple[DraftTask, CheaperDraft]] = []
 
     def prepare(self, tasks: Sequence[DraftTask]) -> None:
-        self._steps_since_probe += 1
+        self._num_steps += 1
+        self._asked = []
+        wishes = []
         try:
-            wishes = [(task, *wish) for task in tasks if (wish := self._wish(task)) is not None]
+            # Mostly all rest, which must cost next to nothing.
+            for task in tasks:
+                if task.draw_input.feed.tree:
+                    # Of a step that failed, or in which it had no room.
+                    task.draw_input = DrawInput(Feed(task.session), task.spec)
+                if task.inner is not None:
+                    if task.inner.rest:
+                        task.inner.rest -= 1
+                    elif (wish := self._wish(task, task.inner)) is not None:
+                        wishes.append(wish)
             if wishes:
                 self._guess_ahead(tasks, wishes)
         except Exception:
             log.exception(FAILED, num_sessions=len(tasks))
             _give_up(tasks)
-        is_steady = not any(task.draw_input.feed.is_prompt for task in tasks)
-        self._forward_began_s = self._clock() if is_steady else None
+        is_timed = self._asked or not self._num_steps % TIMED_STEPS
+        is_timed = is_timed and not any(task.draw_input.feed.is_prompt for task in tasks)
+        self._forward_began_s = self._clock() if is_timed else None
 
     def learn(self, tasks: Sequence[DraftTask], guesses: Sequence[Found], num_rows: int) -> None:
         if self._forward_began_s is not None:
             self._row_seconds.add(num_rows, self._clock() - self._forward_began_s)
-        for task, found in zip(tasks, guesses, strict=True):
-            num_asked = len(task.draw_input.feed.tree)
-            if num_asked and isinstance(found, list) and isinstance(task.inner, CheaperDraft):
-                num_right = len(found) - 1
-                self._chances[task.inner.kind].add(min(num_right + 1, num_asked), num_right)
+        if self._asked:
+            found = dict(zip(tasks, guesses, strict=True))
+            for task, cheaper in self._asked:
+                num_asked, own = len(task.draw_input.feed.tree), found.get(task)
+                if num_asked and isinstance(own, list):
+                    num_right = len(own) - 1
+                    self._chances[cheaper.kind].add(min(num_right + 1, num_asked), num_right)
 
     def go_on(self, tasks: Sequence[DraftTask]) -> None:
         if not self._depth:
@@ -235,33 +264,32 @@ class Cascade:
                     task.meter.extend(taken_ns)
                     task.take(cheaper.guesses)
 
-    def _wish(self, task: DraftTask) -> tuple[CheaperDraft, int] | None:
-        """A task's cheaper draft and for how many guesses there is a use, if for any and it has some."""
-        if task.draw_input.feed.tree:
-            # Of a step that failed, or in which it had no room.
-            task.draw_input = DrawInput(Feed(task.session), task.spec)
+    def _wish(self, task: DraftTask, cheaper: Inner) -> Wish | None:
+        """For how many guesses a task has a use, if for any and there are some."""
         wanted = min(task.draft_count, self._depth or task.draft_count)
         # Behind the last row of a chain the draft draws one more.
-        limit, cheaper = wanted - len(task.guesses) - 1, task.inner
-        if limit < 1 or not isinstance(cheaper, CheaperDraft) or task.draw_input.feed.is_prompt:
+        limit = wanted - len(task.guesses) - 1
+        if limit < 1 or task.draw_input.feed.is_prompt or not isinstance(cheaper, CheaperDraft):
             return None
-        if cheaper.rest:
-            cheaper.rest -= 1
+        if not cheaper.look(task, limit):
+            cheaper.rest = BLIND_REST
             return None
-        return (cheaper, limit) if cheaper.look(task, limit) else None
+        return Wish(task, cheaper, limit)
 
-    def _guess_ahead(self, tasks: Sequence[DraftTask], wishes: Sequence[tuple[DraftTask, CheaperDraft, int]]) -> None:
+    def _guess_ahead(self, tasks: Sequence[DraftTask], wishes: Sequence[Wish]) -> None:
         """Gives chains to the feeds of those for which they pay."""
         num_rows = sum(task.draw_input.feed.num_committed for task in tasks)
         guess_s = statistics.median(self._guess_seconds)
         counts = share_guesses(
-            [self._chances[cheaper.kind].value for _, cheaper, _ in wishes],
-            [limit for _, _, limit in wishes],
+            [self._chances[wish.cheaper.kind].value for wish in wishes],
+            [wish.limit for wish in wishes],
             len(tasks),
             lambda count, longest: self._row_seconds(num_rows + count) + longest * guess_s,
         )
-        if not any(counts) and self._steps_since_probe >= PROBE_STEPS:
-            counts[0], self._steps_since_probe = 1, 0
+        if not any(counts) and self._num_steps >= self._next_probe:
+            counts[0] = 1
+        if any(counts):
+            self._next_probe = self._num_steps + PROBE_STEPS
         began_s, asked = self._clock(), []
         for (task, cheaper, _), count in zip(wishes, counts, strict=True):
             cheaper.take_rest(is_wanted=count > 0)
@@ -270,8 +298,10 @@ class Cascade:
                 asked.append((task, cheaper))
         if not asked:
             return
-        if self._run([cheaper for _, cheaper in asked]):
+        is_done = self._run([cheaper for _, cheaper in asked])
+        if is_done:
             self._guess_seconds.append((self._clock() - began_s) / max(counts))
+        self._asked = asked
         for task, cheaper in asked:
             if cheaper.guesses:
                 try:
@@ -281,6 +311,8 @@ class Cascade:
                     continue
                 chain = TokenTree.chain([guess.token_id for guess in cheaper.guesses])
                 task.draw_input = DrawInput(Feed(task.session, chain), task.spec)
+            elif is_done:
+                cheaper.take_rest(is_wanted=False)
 
     def _run(self, drafts: Sequence[CheaperDraft], *, to_end: bool = False) -> bool:
         """Computes what drafts have begun; tells whether all of it is done.

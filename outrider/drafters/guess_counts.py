@@ -5,7 +5,7 @@ of g + 1 rows (Leviathan, Kalman and Matias, 2023, arXiv 2211.17192). Pure, but 
 decides how long a proposal takes, and never what is proposed.
 """
 
-import statistics
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -69,27 +69,35 @@ class RowSeconds:
     def __init__(self) -> None:
         # In the order in which they were seen last.
         self._samples: dict[int, deque[float]] = {}
+        self._rows: list[int] = []
         self._medians: dict[int, float] = {}
         self._num_steps = 0
 
     def add(self, num_rows: int, seconds: float) -> None:
-        samples = self._samples.pop(num_rows, None) or deque(maxlen=NUM_SAMPLES)
+        samples = self._samples.pop(num_rows, None)
+        if samples is None:
+            samples = deque(maxlen=NUM_SAMPLES)
+            insort(self._rows, num_rows)
         samples.append(max(seconds, MIN_SECONDS))
         self._samples[num_rows] = samples
-        self._medians[num_rows] = statistics.median(samples)
+        self._medians[num_rows] = sorted(samples)[len(samples) // 2]
         self._num_steps += 1
         if self._num_steps % FORGET_STEPS == 0:
             oldest = next(iter(self._samples))
-            del self._samples[oldest], self._medians[oldest]
+            del self._samples[oldest]
+            self._rows.remove(oldest)
 
     def __call__(self, num_rows: int) -> float:
         """Seconds of a step of so many rows; 1 while nothing is known."""
-        before = max((rows for rows in self._medians if rows <= num_rows), default=None)
-        after = min((rows for rows in self._medians if rows >= num_rows), default=before)
-        if after is None:
+        rows, medians = self._rows, self._medians
+        if not rows:
             return 1.0
-        before = after if before is None else before
-        if before == after:
-            return self._medians[after]
+        place = bisect_left(rows, num_rows)
+        if place == len(rows):
+            return medians[rows[-1]]
+        after = rows[place]
+        if after == num_rows or not place:
+            return medians[after]
+        before = rows[place - 1]
         share = (num_rows - before) / (after - before)
-        return (1 - share) * self._medians[before] + share * self._medians[after]
+        return (1 - share) * medians[before] + share * medians[after]

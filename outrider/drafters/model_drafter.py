@@ -83,6 +83,8 @@ Found = list[Guess] | OutriderError
 class Inner(Protocol):
     """What a cheaper guesser keeps of one session of a draft; see outrider.drafters.cascade."""
 
+    rest: int
+
     def free(self) -> None:
         """Gives back what is kept."""
 
