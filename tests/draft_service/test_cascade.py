@@ -4,39 +4,21 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from support.basics import check_empty, spec_of
-from support.cheaper_drafts import Oracle, cheaper_guesses, plain_proposal, toy_cascade
+from support.cheaper_drafts import CASCADES, Oracle, cascade_of, plain_proposal, stopped, toy_cascade
 from support.rules import ruled
-from support.stepped_draft import CONTEXT_LEN, PROMPT, SPEC, Draft, assert_like_fresh
-from support.tiny_models import write_tiny_model
+from support.stepped_draft import PROMPT, SPEC, Draft, assert_like_fresh
 
-from outrider.drafters.cascade import Cascade, model_cascade, text_cascade
+from outrider.drafters.cascade import model_cascade
 from outrider.drafters.guess_counts import expected_tokens
 from outrider.drafters.model_drafter import COUPLED, DRAFTERS, MODEL, SAMPLED
 from outrider.engine.runner import ModelRunner
-from outrider.parameters import Rule, SamplingParameters
+from outrider.parameters import DraftDistribution, Rule, SamplingParameters
 
-GUESSERS = ("oracle", "adversary", "mixed", "random", "empty")
-CASCADES = (*GUESSERS, "lookup", "smaller", "smaller+lookup", "itself")
 SERVED = [(name, rule) for name, rules in DRAFTERS.items() for rule in sorted(rules)]
 GREEDY = spec_of(PROMPT, 60, seed=11, eos=())
-
-
-@pytest.fixture(scope="module")
-def smaller(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    folder = write_tiny_model(
-        tmp_path_factory.mktemp("smaller") / "model", "llama", vocab_size=257, context_len=CONTEXT_LEN, seed=3
-    )
-    return ModelRunner.load(str(folder), dtype="float32", kv_tokens=2048)
-
-
-@pytest.fixture(scope="module")
-def twin(folder: Path) -> ModelRunner:
-    """The draft's own weights once more."""
-    return ModelRunner.load(str(folder), dtype="float32", kv_tokens=2048)
 
 
 @pytest.fixture(autouse=True)
@@ -44,20 +26,6 @@ def _empty(smaller: ModelRunner, twin: ModelRunner) -> Iterator[None]:
     yield
     check_empty(smaller.pool)
     check_empty(twin.pool)
-
-
-def stopped() -> float:
-    """A clock by which nothing takes any time, so that all that may be right is guessed."""
-    return 0.0
-
-
-def cascade_of(name: str, runner: ModelRunner, smaller: ModelRunner, twin: ModelRunner, depth: int = 0) -> Cascade:
-    if name in GUESSERS:
-        return toy_cascade(cheaper_guesses(runner)[name])
-    if name == "lookup":
-        return text_cascade(depth, clock=stopped)
-    model = twin if name == "itself" else smaller
-    return model_cascade(model, 64, depth, with_text=name.endswith("lookup"), clock=stopped)
 
 
 @pytest.mark.parametrize("logprobs", [False, True], ids=["", "logprobs"])
@@ -212,4 +180,71 @@ def test_a_model_with_the_same_noise_is_right_wherever_it_is_the_draft_s_equal(
     [answer] = draft.run()
     # The first draws behind the prompt.
     assert (len(answer.content), answer.times.forward_count) == (8, 1)
+    draft.table.clear()
+
+
+@pytest.mark.parametrize(("drafter", "rule"), SERVED)
+@pytest.mark.parametrize("cascade", ["lookup", "smaller", "smaller+lookup"])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_behind_a_depth_the_cheaper_one_proposes(
+    runner: ModelRunner,
+    smaller: ModelRunner,
+    twin: ModelRunner,
+    cascade: str,
+    drafter: str,
+    rule: Rule,
+    depth: int,
+) -> None:
+    """The first rows are the draft's, the others, with their laws, those of the smaller model behind these tokens."""
+    text = (*PROMPT, *PROMPT[1:4])
+    spec = replace(ruled(replace(SPEC, token_ids=text, prompt_len=len(text)), rule), draft_logprobs=True)
+    draft = Draft(runner, cascade=cascade_of(cascade, runner, smaller, twin, depth))
+    draft.open(spec, 8, drafter=drafter)
+    [answer] = draft.run()
+    tree, early = answer.content, plain_proposal(runner, spec, depth, drafter)
+    assert len(tree) == len(tree.logprobs) == 8
+    assert (tree.token_ids[:depth], tree.distributions[:depth]) == (early.token_ids, early.distributions)
+    assert answer.times.compute_us > 0
+    if cascade != "lookup":
+        assert answer.times.forward_count <= depth
+        with_guesses = replace(spec, token_ids=text + early.token_ids)
+        late = plain_proposal(smaller, with_guesses, 8 - depth, drafter)
+        if rule.needs_distributions:
+            assert tree.distributions[depth] == late.distributions[0]
+        # The noise of a draft of its own is that of the round, which began before these tokens.
+        elif drafter != SAMPLED:
+            assert tree.token_ids[depth:] == late.token_ids
+            assert tree.logprobs[depth:] == late.logprobs
+    # Asked again after a rollback, and opened again: the same rows.
+    draft.sessions.rollback(draft.fence(2, len(text)))
+    draft.advance(2, len(text), (), 8)
+    [again] = draft.run()
+    draft.open(spec, 8, epoch=3, drafter=drafter)
+    [reopened] = draft.run()
+    assert again.content == reopened.content == tree
+    draft.advance(3, len(text) + 4, [*tree.token_ids[:3], 77], 2)
+    [after] = draft.run()
+    expected = plain_proposal(runner, replace(spec, token_ids=(*text, *tree.token_ids[:3], 77)), min(2, depth), drafter)
+    assert after.content.token_ids[: len(expected)] == expected.token_ids
+    draft.table.clear()
+
+
+@pytest.mark.parametrize("rule", [Rule.MATCH, Rule.RATIO])
+def test_a_text_s_own_rows_are_certain(
+    runner: ModelRunner, smaller: ModelRunner, twin: ModelRunner, rule: Rule
+) -> None:
+    """What repeats is proposed with a law of one token; where nothing repeats the draft draws, so that K stays K."""
+    always_50 = SamplingParameters(temperature=1.0, logit_bias={50: 100.0})
+    draft = Draft(runner, cascade=cascade_of("lookup", runner, smaller, twin, 1))
+    for epoch, (last, expected) in enumerate([(7, (50, 60, 61, 62, 63)), (8, (50, 50, 50, 50, 50))], start=1):
+        text = (7, 50, 60, 61, 62, 63, 64, last)
+        spec = replace(ruled(SPEC, rule), token_ids=text, prompt_len=len(text), sampling=always_50)
+        draft.open(spec, 5, epoch)
+        [answer] = draft.run()
+        assert answer.content.token_ids == expected
+        assert answer.times.forward_count == (1 if last == 7 else 5)
+        if rule.needs_distributions:
+            laws = answer.content.distributions
+            assert laws[0] == plain_proposal(runner, spec, 1).distributions[0]
+            assert (laws[1] == DraftDistribution((60,), (1,))) == (last == 7)
     draft.table.clear()

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from outrider.drafters.cascade import Cascade, CheaperDraft
+from outrider.drafters.cascade import Cascade, CheaperDraft, model_cascade, text_cascade
 from outrider.drafters.model_drafter import MODEL, SAMPLED, DraftTask, Guess
 from outrider.engine.noise import Purpose
 from outrider.engine.runner import ModelRunner
@@ -38,7 +38,7 @@ class ToyCheaper(CheaperDraft):
 
 def toy_cascade(guesses: Guesses) -> Cascade:
     """A cascade of such drafts, by whose clock nothing takes any time: it guesses whatever may be right."""
-    return Cascade(lambda _spec, _salt: ToyCheaper(guesses), clock=lambda: 0.0)
+    return Cascade(lambda _spec, _salt: ToyCheaper(guesses), clock=stopped)
 
 
 def plain_proposal(runner: ModelRunner, spec: SessionSpec, num_guesses: int, drafter: str = MODEL) -> TokenTree:
@@ -84,3 +84,21 @@ def cheaper_guesses(runner: ModelRunner) -> dict[str, Guesses]:
         ),
         "empty": lambda outer, num: (),
     }
+
+
+GUESSERS = ("oracle", "adversary", "mixed", "random", "empty")
+CASCADES = (*GUESSERS, "lookup", "smaller", "smaller+lookup", "itself")
+
+
+def stopped() -> float:
+    """A clock by which nothing takes any time, so that all that may be right is guessed."""
+    return 0.0
+
+
+def cascade_of(name: str, runner: ModelRunner, smaller: ModelRunner, twin: ModelRunner, depth: int = 0) -> Cascade:
+    if name in GUESSERS:
+        return toy_cascade(cheaper_guesses(runner)[name])
+    if name == "lookup":
+        return text_cascade(depth, clock=stopped)
+    model = twin if name == "itself" else smaller
+    return model_cascade(model, 64, depth, with_text=name.endswith("lookup"), clock=stopped)
