@@ -178,8 +178,13 @@ def test_a_model_with_the_same_noise_is_right_wherever_it_is_the_draft_s_equal(
     draft = Draft(runner, cascade=model_cascade(twin, 64, clock=stopped))
     draft.open(ruled(SPEC, rule), 8, drafter=drafter)
     [answer] = draft.run()
-    # The first draws behind the prompt.
     assert (len(answer.content), answer.times.forward_count) == (8, 1)
+    draft.table.clear()
+    # Its rows behind a depth are then the draft's as well, drawn with the noise of the same round.
+    draft = Draft(runner, cascade=model_cascade(twin, 64, 3, clock=stopped))
+    draft.open(ruled(SPEC, rule), 8, drafter=drafter)
+    [behind] = draft.run()
+    assert behind.content == answer.content
     draft.table.clear()
 
 

@@ -186,9 +186,10 @@ def test_rejected_guesses_reach_no_index(runner: ModelRunner) -> None:
     draft.table.clear()
 
 
-def test_a_smaller_model_publishes_committed_tokens_only(runner: ModelRunner, twin: ModelRunner) -> None:
-    """Of the draft's guesses and its own nobody else finds anything cached."""
-    draft = Draft(runner, cascade=model_cascade(twin, 64, clock=stopped))
+@pytest.mark.parametrize("depth", [0, 20])
+def test_a_smaller_model_publishes_committed_tokens_only(runner: ModelRunner, twin: ModelRunner, depth: int) -> None:
+    """Of the draft's guesses and its own nobody else finds anything cached, also where it takes over from the draft."""
+    draft = Draft(runner, cascade=model_cascade(twin, 64, depth, clock=stopped))
     draft.open(SPEC, 40)
     [answer] = draft.run()
     assert isinstance(draft.held.cheaper, SmallerDraft)
