@@ -190,11 +190,12 @@ def test_rejected_guesses_reach_no_index(runner: ModelRunner) -> None:
 def test_a_smaller_model_publishes_committed_tokens_only(runner: ModelRunner, twin: ModelRunner, depth: int) -> None:
     """Of the draft's guesses and its own nobody else finds anything cached, also where it takes over from the draft."""
     draft = Draft(runner, cascade=model_cascade(twin, 64, depth, clock=stopped))
-    draft.open(SPEC, 40)
+    spec = replace(SPEC, cache_salt=bytes([depth]))
+    draft.open(spec, 40)
     [answer] = draft.run()
     assert isinstance(draft.held.cheaper, SmallerDraft)
     assert draft.held.cheaper.session is not None
-    reader = twin.open([*PROMPT, *answer.content.token_ids], len(PROMPT), SPEC.cache_salt)
+    reader = twin.open([*PROMPT, *answer.content.token_ids], len(PROMPT), spec.cache_salt)
     assert reader.take_prefix() == 0
     tokens = [*PROMPT, *answer.content.token_ids[:30]]
     draft.advance(1, len(tokens), answer.content.token_ids[:30], 4)
