@@ -36,7 +36,7 @@ from outrider.token_tree import TokenTree
 log = structlog.get_logger()
 
 # A session for which no guess was worth its rows is not looked at for up to so many steps.
-MAX_REST = 31
+MAX_REST = 63
 # And one that had no guess for so many.
 BLIND_REST = 3
 # Of so many steps one verifies a guess that seems not worth it, so that a chance that has risen is found.

@@ -15,6 +15,8 @@ NUM_SAMPLES = 5
 FORGET_STEPS = 64
 # A clock may stand still.
 MIN_SECONDS = 1e-9
+# What guesses must promise, or a misjudged cost would lose more than they win.
+MIN_GAIN = 1.1
 # What a chance is before anything is known, as so many guesses, and how fast old ones are forgotten.
 PRIOR_CHANCE, PRIOR_COUNT, DECAY = 0.5, 2.0, 0.97
 
@@ -29,6 +31,7 @@ def share_guesses(
 ) -> list[int]:
     """How many guesses each session should have, so that a step makes the most tokens a second.
 
+    None where that would not be MIN_GAIN times as many as without any.
     Session i has the chance chances[i], and room for limits[i] guesses. The step makes num_tokens tokens without any,
     those of other sessions too. seconds(n, g) is what it takes with n guesses in all, g of the longest.
     """
@@ -37,7 +40,7 @@ def share_guesses(
         for number, (chance, limit) in enumerate(zip(chances, limits, strict=True))
         for depth in range(1, limit + 1)
     )
-    best_rate, best_count = num_tokens / seconds(0, 0), 0
+    best_rate, best_count = MIN_GAIN * num_tokens / seconds(0, 0), 0
     tokens, longest = float(num_tokens), 0
     for count, (loss, depth, _) in enumerate(gains, start=1):
         tokens, longest = tokens - loss, max(longest, depth)

@@ -138,8 +138,12 @@ class DraftTask:
         token that ends the request, and so no guess is wasted on it. Under a rule that tests with uniforms the length
         of a chain must not depend on what was drawn, and the target stops there by itself.
         """
-        ends = () if self.needs_distribution else self.spec.eos_token_ids | self.spec.stop_token_ids
-        end = next((number for number, guess in enumerate(guesses, start=1) if guess.token_id in ends), 0)
+        end = 0
+        if not self.needs_distribution:
+            for number, guess in enumerate(guesses, start=1):
+                if guess.token_id in self.spec.eos_token_ids or guess.token_id in self.spec.stop_token_ids:
+                    end = number
+                    break
         if self.draft_count:
             taken = guesses[:end] if end else guesses
             token_ids = [guess.token_id for guess in taken]

@@ -27,11 +27,12 @@ class TextIndex:
             common = next((place for place, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(known), length))
             while len(known) > common:
                 self._forget_last()
-        for place in range(len(known), length):
-            known.append(token_ids[place])
-            key = tuple(known[-KEY_LEN:])
-            self._before.append(self._last.get(key, -1))
-            self._last[key] = place
+        first, last, before = len(known), self._last, self._before
+        known += token_ids[first:length]
+        for place in range(first, length):
+            key = tuple(known[max(place + 1 - KEY_LEN, 0) : place + 1])
+            before.append(last.get(key, -1))
+            last[key] = place
 
     def _forget_last(self) -> None:
         key, before = tuple(self._token_ids[-KEY_LEN:]), self._before.pop()
