@@ -22,7 +22,7 @@ from outrider.cli.local_stack import Addresses, Stack, choose_models, start_stac
 from outrider.cli.running import Interrupts, note, service_log
 from outrider.client import AsyncClient, GenerationOptions, Round, Speculation
 from outrider.errors import InvalidRequest, ModelRefused, OutriderError
-from outrider.model_service.settings import MAX_THREADS, Dtype, available_cpus
+from outrider.model_service.settings import MAX_THREADS, Dtype, available_cpus, check_cascade
 from outrider.parameters import SamplingParameters, SessionSpec
 from outrider.process.children import Supervisor
 from outrider.process.options import between, run_app
@@ -220,6 +220,8 @@ def stack_of(models: options.Models, cpus: ComputeThreads) -> Stack:
         draft_threads=cpus.draft_threads or 1,
         draft_dtype=models.draft_dtype.value if models.draft_dtype else None,
         top_n=models.top_n,
+        cascade=check_cascade(models.cascade or "", models.cascade_depth or 0),
+        cascade_depth=models.cascade_depth or 0,
         # A prompt that is asked again under other settings must cost the same again.
         prefix_cache=False,
     )

@@ -1,6 +1,6 @@
 """The draft service: its settings, and how it is put together."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, ClassVar
@@ -8,12 +8,16 @@ from typing import Annotated, ClassVar
 from draft_service.servicer import DraftServicer
 from draft_service.sessions import DraftSessions, DraftState
 from outrider.drafters.beam_drafter import BeamDrafter, BeamDraftTask
+from outrider.drafters.cascade import Cascade, model_cascade, text_cascade
 from outrider.drafters.model_drafter import DRAFTERS, DraftTask, ModelDrafter
+from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, MAX_TOP_N
 from outrider.engine.worker import DeviceWorker
+from outrider.errors import ModelRefused
 from outrider.model_service.server import LoadedModel, RunningModelService, describe, load_model_aside, serve_model
+from outrider.model_service.servicer import MAX_DRAFT_COUNT
 from outrider.model_service.session_store import LeaseTable, Outboxes
-from outrider.model_service.settings import Listen, ModelServiceSettings
+from outrider.model_service.settings import Listen, ModelServiceSettings, check_cascade, split_cascade
 from outrider.process.options import Setting, within
 
 
@@ -30,18 +34,53 @@ class DraftSettings(ModelServiceSettings):
             "Tokens of the distribution that a guess is drawn from and sent with, where needed.", within(1, MAX_TOP_N)
         ),
     ] = DEFAULT_TOP_N
+    cascade: Annotated[
+        str,
+        Setting(
+            "What guesses for the draft, which then verifies several of its guesses at once and proposes the same: "
+            "`lookup` for repetitions in the text, a smaller model, named as --model, or `MODEL+lookup`. Empty: none."
+        ),
+    ] = ""
+    cascade_depth: Annotated[
+        int,
+        Setting(
+            "Guesses of a proposal behind which --cascade itself proposes the others. 0: none.",
+            within(0, MAX_DRAFT_COUNT),
+        ),
+    ] = 0
+
+    def __post_init__(self) -> None:
+        ModelServiceSettings.__post_init__(self)
+        object.__setattr__(self, "cascade", check_cascade(self.cascade, self.cascade_depth))
 
 
 async def start(settings: DraftSettings) -> RunningModelService:
-    """Loads the model and serves; raises ModelRefused, InvalidRequest, AddressTaken."""
-    return await start_with(await load_model_aside(settings), settings)
+    """Loads the models and serves; raises ModelRefused, InvalidRequest, AddressTaken."""
+    model, smaller = await load_model_aside(settings), None
+    cascade_model, _ = split_cascade(settings.cascade)
+    if cascade_model:
+        smaller = await load_model_aside(replace(settings, model=cascade_model))
+        difference = model.vocabulary.difference(smaller.vocabulary)
+        if difference:
+            raise ModelRefused(f"--cascade {cascade_model} does not fit the draft: {difference}")
+    return await start_with(model, settings, smaller)
 
 
-async def start_with(model: LoadedModel, settings: DraftSettings) -> RunningModelService:
-    """Serves a model that is loaded already; the settings' model is not looked at."""
+async def start_with(
+    model: LoadedModel, settings: DraftSettings, smaller: LoadedModel | None = None
+) -> RunningModelService:
+    """Serves models that are loaded already, `smaller` being that of the cascade; the settings' are not looked at."""
     table, outboxes = LeaseTable[DraftState](settings.lease_seconds), Outboxes()
-    drafter = ModelDrafter(model.runner, table.with_room, settings.top_n)
     beam_drafter = BeamDrafter(model.runner, table.with_room)
+    cascade: Cascade | None = None
+    hosted: Mapping[str, ModelRunner] = {}
+    if smaller is not None:
+        _, has_lookup = split_cascade(settings.cascade)
+        cascade = model_cascade(smaller.runner, settings.top_n, settings.cascade_depth, with_text=has_lookup)
+        hosted = {"cascade": smaller.runner}
+    elif settings.cascade:
+        cascade = text_cascade(settings.cascade_depth)
+    drafter = ModelDrafter(model.runner, table.with_room, settings.top_n, ahead=cascade)
 
     def advance(tasks: Sequence[DraftTask | BeamDraftTask]) -> bool:
         searches = [task for task in tasks if isinstance(task, BeamDraftTask)]
@@ -50,7 +89,7 @@ async def start_with(model: LoadedModel, settings: DraftSettings) -> RunningMode
         return (bool(others) and drafter.advance(others)) or could_search
 
     worker = DeviceWorker[DraftTask | BeamDraftTask](advance, model.set_threads, "draft device", outboxes.flush)
-    sessions = DraftSessions(model.runner, table, worker.submit, prefix_cache=settings.prefix_cache)
-    facts = replace(describe("draft", model), drafters=DRAFTERS, makes_trees=True)
+    sessions = DraftSessions(model.runner, table, worker.submit, prefix_cache=settings.prefix_cache, cascade=cascade)
+    facts = replace(describe("draft", model), drafters=DRAFTERS, hosted=hosted, makes_trees=True)
     serving = partial(DraftServicer, facts, sessions, worker, outboxes)
     return await serve_model(settings, model, facts, worker, sessions, serving)

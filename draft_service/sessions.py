@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from outrider.beams import LiveBeam
 from outrider.drafters.beam_drafter import BeamDraftTask
+from outrider.drafters.cascade import Cascade, CheaperDraft
 from outrider.drafters.model_drafter import MODEL, DraftTask, noise_of
 from outrider.drafters.scales import Scales
 from outrider.drafters.tree_drafter import as_tree
@@ -51,6 +52,8 @@ class DraftState(SessionState[DraftTask | BeamDraftTask]):
     """A session as the draft keeps it. Behind the committed tokens its `session` may hold guesses, as a cache."""
 
     drafter: str = MODEL
+    cheaper: CheaperDraft | None = None
+    """What guesses for the draft, where there is a cascade."""
     committed_len: int = field(init=False)
     asked_len: int = 0
     """base_len of the last request of this epoch, 0 before the first."""
@@ -86,6 +89,8 @@ class DraftState(SessionState[DraftTask | BeamDraftTask]):
         SessionState.free(self)  # super() does not know a class with slots that dataclass has made anew
         if self.beams is not None:
             self.beams.free_beams()
+        if self.cheaper is not None:
+            self.cheaper.free()
 
 
 class DraftSessions(SessionStore[DraftState]):
@@ -98,12 +103,17 @@ class DraftSessions(SessionStore[DraftState]):
         submit: Callable[[DraftTask | BeamDraftTask], None],
         *,
         prefix_cache: bool = True,
+        cascade: Cascade | None = None,
     ) -> None:
-        """`submit` hands a task to the device worker that advances it; prefix_cache as in SessionStore."""
+        """`submit` hands a task to the device worker that advances it; prefix_cache as in SessionStore.
+
+        `cascade` is that of the drafter behind the worker, where it has one.
+        """
         super().__init__(runner, table, DraftState, prefix_cache=prefix_cache)
         self._context_len = runner.context_len
         self._submit = submit
         self._scales = Scales()
+        self._cascade = cascade
 
     def open(self, fence: Fence, spec: SessionSpec, wanted: Wanted, owner: Outbox, drafter: str = MODEL) -> None:
         """Opens a session, or opens it again with a newer epoch, and asks for guesses.
@@ -115,6 +125,10 @@ class DraftSessions(SessionStore[DraftState]):
             held = self._open(fence, spec, owner)
             held.drafter = drafter
             held.beams = None if wanted.search is None else Beams(held.session)
+            if self._cascade is not None:
+                if held.cheaper is not None:
+                    held.cheaper.free()
+                held.cheaper = self._cascade.open(spec, held.session.salt)
             self._draft(held, fence, wanted)
         elif status is MessageStatus.REPEAT and held is not None:
             self._attach(fence, held, owner)
@@ -172,6 +186,7 @@ class DraftSessions(SessionStore[DraftState]):
             meter=Meter(wanted.arrived_ns),
             on_done=partial(self._on_done, fence, held),
             on_failure=partial(self.fail, fence.session_id, held),
+            inner=held.cheaper,
         )
         if wanted.shape is not None and task.draft_count:
             # Where it is the room that counts, a tree may have as many rows as are wanted, and no deeper ones.

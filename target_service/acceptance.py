@@ -31,6 +31,7 @@ from outrider.engine.sampling.draw import (
     undrawable,
 )
 from outrider.engine.sampling.transforms import transform
+from outrider.engine.walk import Walk, child_with, count_evaluated, walk
 from outrider.errors import OutriderError
 from outrider.parameters import Acceptance, FinishReason, Rule, SessionSpec, TokenLogprob
 from outrider.token_tree import TokenTree
@@ -41,14 +42,6 @@ from target_service.rules.outcome import ChainOutcome
 from target_service.rules.ratio import ratio
 from target_service.rules.typical import exp_entropies, typical_children
 from target_service.trees import KeptPath, keep_path
-
-
-class Walk(NamedTuple):
-    """A walk down a proposal: what is kept of it, the token behind that, and how many draft tokens were tested."""
-
-    accepted_rows: tuple[int, ...]
-    next_token_id: int
-    evaluated_count: int
 
 
 class TargetVerdict(NamedTuple):
@@ -77,34 +70,6 @@ class TargetVerdict(NamedTuple):
     """Of a beam search its steps; accepted_rows and next_token_id are then what the best beam has gained."""
 
 
-def walk(tree: TokenTree, drawn: Sequence[int], substitutes: Sequence[int] = ()) -> Walk:
-    """Follows the draws from the root; drawn[row] is the target's token behind that row, drawn[0] behind the root.
-
-    Rows count from 1. Of siblings with the same token the lowest row is followed. Where no child carries the draw,
-    substitutes[row] is followed, unless it is 0: the rule `typical`. A row whose draw is negative has none and is not
-    entered: its token ends the walk as the target's own, and the next step finds the fault where plain decoding finds
-    it. Raises ValueError when there is not one draw for the root and each row.
-    """
-    if len(drawn) != len(tree) + 1:
-        raise ValueError(f"{len(drawn)} draws for a root and {len(tree)} rows")
-    visited, next_token_id = [0], drawn[0]
-    while child := child_with(tree, visited[-1], drawn[visited[-1]]) or (substitutes and substitutes[visited[-1]]):
-        if drawn[child] < 0:
-            next_token_id = tree.token_ids[child - 1]
-            break
-        visited.append(child)
-        next_token_id = drawn[child]
-    return Walk(tuple(visited[1:]), next_token_id, _evaluated_count(tree, visited))
-
-
-def child_with(tree: TokenTree, row: int, token_id: int) -> int:
-    """The first child with this token, 0 for none: the root is nobody's child."""
-    for child in tree.children(row):
-        if tree.token_ids[child - 1] == token_id:
-            return child
-    return 0
-
-
 def commit_walk(tree: TokenTree, walked: Walk, spec: SessionSpec, base_len: int) -> TargetVerdict:
     """Commits what a walk accepted, up to the first token that ends the request.
 
@@ -119,19 +84,11 @@ def commit_walk(tree: TokenTree, walked: Walk, spec: SessionSpec, base_len: int)
         reason = _finish_reason(token_id, base_len + count, spec)
         if reason is not None and count <= len(walked.accepted_rows):
             rows = walked.accepted_rows[:count]
-            evaluated_count = _evaluated_count(tree, (0, *rows[:-1]))
+            evaluated_count = count_evaluated(tree, (0, *rows[:-1]))
             return TargetVerdict(base_len, rows, token_ids[:count], None, reason, evaluated_count)
     # The loop ended at the next token, so that `reason` is the one of that token.
     rows, next_token_id = walked.accepted_rows, walked.next_token_id
     return TargetVerdict(base_len, rows, token_ids, next_token_id, reason, walked.evaluated_count)
-
-
-def _evaluated_count(tree: TokenTree, visited: Sequence[int]) -> int:
-    """One for each visited row with children, of which one is accepted at most: for a chain the tokens tested.
-
-    Siblings stand for one guess, so that accepted over evaluated means the same for trees and chains.
-    """
-    return sum(bool(tree.children(row)) for row in visited)
 
 
 def _finish_reason(token_id: int, length: int, spec: SessionSpec) -> FinishReason | None:
@@ -238,7 +195,7 @@ def _decide_trees(
     for each, rows in zip(inputs, ranges, strict=True):
         path = keep_path(runner, each, rows_of(logits, [rows]))
         if isinstance(path, KeptPath):
-            walks.append(Walk(*path, _evaluated_count(each.feed.tree, (0, *path.rows))))
+            walks.append(Walk(*path, count_evaluated(each.feed.tree, (0, *path.rows))))
         else:
             walks.append(path)
     return walks

@@ -19,13 +19,14 @@ from outrider.engine.sampling.draw import DrawInput
 from outrider.engine.sampling.logprobs import row_logprobs
 from outrider.engine.session import Session
 from outrider.engine.sharing import Pace
+from outrider.engine.walk import Walk
 from outrider.engine.worker import own_fault
 from outrider.errors import OutriderError
 from outrider.model_service.session_store import LeaseTable
 from outrider.parameters import SessionSpec, TokenLogprob
 from outrider.rpc.fencing import ComputeTimes, Meter
 from outrider.token_tree import EMPTY, TokenTree
-from target_service.acceptance import TargetVerdict, Walk, commit_walk, decide
+from target_service.acceptance import TargetVerdict, commit_walk, decide
 from target_service.beam_tasks import BeamTask
 from target_service.block_allocator import BlockAllocator
 from target_service.gathering import Gathering

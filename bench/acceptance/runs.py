@@ -16,6 +16,7 @@ from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N
 from outrider.engine.sampling.draw import DrawInput
 from outrider.engine.session import Session
+from outrider.engine.walk import Walk
 from outrider.errors import CacheFull, OutriderError
 from outrider.parameters import Acceptance, Rule, SessionSpec
 from outrider.rpc import messages
@@ -23,7 +24,7 @@ from outrider.rpc.fencing import ComputeTimes, Fence
 from outrider.token_tree import EMPTY, TokenTree
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import target_service_pb2 as target_pb
-from target_service.acceptance import Walk, decide
+from target_service.acceptance import decide
 from target_service.own_drafts import HostedDraft, HostedModel
 
 RULES = (

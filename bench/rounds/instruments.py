@@ -36,12 +36,13 @@ from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.weights import DTYPES, expected_shapes
 from outrider.engine.runner import ModelRunner, reserve
 from outrider.engine.sampling.draw import DrawInput, forward_and_draw
+from outrider.engine.walk import Walk
 from outrider.errors import ModelRefused, OutriderError
 from outrider.model_service.server import load_model
 from outrider.model_service.settings import Dtype, ModelServiceSettings
 from outrider.parameters import SessionSpec
 from outrider.token_tree import EMPTY, TokenTree
-from target_service.acceptance import Walk, commit_walk
+from target_service.acceptance import commit_walk
 from target_service.verifier import commit
 
 OPERATOR_ROWS = (1, 5)

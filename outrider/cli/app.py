@@ -17,12 +17,13 @@ from outrider.cli.output import choose_view, installed_versions
 from outrider.cli.running import note, run
 from outrider.cli.up import choose_display, serving
 from outrider.errors import InvalidRequest, ModelRefused
-from outrider.model_service.settings import Dtype, available_cpus, check_model
+from outrider.model_service.settings import Dtype, available_cpus, check_cascade, check_model
 from outrider.process.options import grouped, listed, options_of, refuse_together
 from outrider.rpc.channels import check_address
 
-# What is about the draft only.
-DRAFT_OPTIONS = ("draft", "draft_dtype", "top_n")
+# What is about the draft service, and about the draft, only.
+SERVICE_OPTIONS = ("draft_dtype", "top_n", "cascade", "cascade_depth")
+DRAFT_OPTIONS = ("draft", *SERVICE_OPTIONS)
 # What has no effect on plain decoding.
 SPECULATION_OPTIONS = ("draft_count", "rule", *sorted(options.ACCEPTANCE), "drafter", "prediction", "show_rejected")
 # Who guesses in a stack, where not whoever is faster: the gateway in what has been said, or the draft's model.
@@ -134,7 +135,7 @@ def _check_idle(
 
 def _check_hosted(models: options.Models, hosted: options.HostedOptions, draft_device: str | None = None) -> None:
     """Raises InvalidRequest about options of a draft service where there is none; a hosted draft is as the target."""
-    service = options_of(models, "draft_dtype", "top_n") | {"--draft-device": draft_device}
+    service = options_of(models, *SERVICE_OPTIONS) | {"--draft-device": draft_device}
     refuse_together("--draft-in-target", hosted.draft_in_target, service)
 
 
@@ -200,6 +201,8 @@ def _stack(
 ) -> Stack:
     """The stack to start; without speculation there is no use for a draft. Raises ModelRefused."""
     target, draft = choose_models(models.target, models.draft, no_draft=not has_draft)
+    if draft is None and models.cascade is not None:
+        raise InvalidRequest("--cascade", models.cascade, f"left out without a draft, and none was named for {target}")
     names = (hosted.head, hosted.exit_layer, hosted.lookahead)
     if draft is None and has_draft and not any(names):
         note(f"No draft was named for {target}, so guesses are only looked up; name one with --draft.")
@@ -221,5 +224,7 @@ def _stack(
         target_port=machine.target_port,
         draft_dtype=models.draft_dtype,
         top_n=models.top_n,
+        cascade=check_cascade(models.cascade or "", models.cascade_depth or 0),
+        cascade_depth=models.cascade_depth or 0,
         workers=machine.workers,
     )

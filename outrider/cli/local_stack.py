@@ -54,6 +54,9 @@ class Stack:
     target_port: int = 0
     draft_dtype: str | None = None
     top_n: int | None = None
+    cascade: str = ""
+    """What guesses for the draft, in its service; empty for nothing."""
+    cascade_depth: int = 0
     workers: int | None = None
     """Processes of the gateway; None takes the gateway's own default."""
     prefix_cache: bool = True
@@ -111,6 +114,8 @@ def model_launch(role: str, stack: Stack) -> Launch:
         flags["--lookahead"] = None
     if stack.top_n is not None and not is_target:
         flags["--top-n"] = str(stack.top_n)
+    if stack.cascade and not is_target:
+        flags |= {"--cascade": stack.cascade, "--cascade-depth": str(stack.cascade_depth)}
     if not stack.prefix_cache:
         flags["--no-prefix-cache"] = None
     # Named, because a variable of the environment would name one port for all three.

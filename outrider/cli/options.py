@@ -217,6 +217,23 @@ class Models:
             maximum=MAX_SUPPORT,
         ),
     ] = None
+    cascade: Annotated[
+        Text,
+        _models(
+            help="What guesses for the draft, which checks that itself and proposes the same, sooner: lookup for "
+            "repetitions in the text, a smaller model, or MODEL+lookup. Default: none.",
+            metavar="MODEL",
+            show_default=False,
+        ),
+    ] = None
+    cascade_depth: Annotated[
+        Count,
+        _count(
+            _models,
+            "Guesses of a proposal behind which --cascade proposes the others itself. Default: none.",
+            minimum=1,
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

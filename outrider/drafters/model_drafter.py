@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple
+from itertools import accumulate, repeat
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,11 +21,12 @@ from torch import Tensor
 from outrider.engine.batching import Feed
 from outrider.engine.noise import Purpose, round_key
 from outrider.engine.runner import Allocate, ModelRunner, reserve
-from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, quantise
+from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, DraftDistributions, quantise
 from outrider.engine.sampling.draw import DrawInput, draw_each, key_column, row_contexts, rows_of, scores_behind
 from outrider.engine.sampling.transforms import transform
 from outrider.engine.session import Session
 from outrider.engine.sharing import Pace
+from outrider.engine.walk import walk
 from outrider.engine.worker import own_fault
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.parameters import DraftDistribution, Rule, SessionSpec
@@ -82,6 +83,15 @@ Step = Callable[[], None] | OutriderError
 Guesser = Callable[[ModelRunner, Sequence[Any], Tensor, Sequence[range], int], list[Step]]
 
 
+class Inner(Protocol):
+    """What a cheaper guesser keeps of one session of a draft; see outrider.drafters.cascade."""
+
+    rest: int
+
+    def free(self) -> None:
+        """Gives back what is kept."""
+
+
 @dataclass(slots=True, eq=False)
 class DraftTask:
     """A session on its way to `draft_count` guesses, or none: then only its tokens are cached."""
@@ -96,6 +106,8 @@ class DraftTask:
     on_failure: Callable[[OutriderError], None]
     num_private: int = 0
     """Committed tokens at the end of which other sessions must not find what is cached."""
+    inner: Inner | None = None
+    """The session's part in what guesses its guesses, where there is such a thing."""
     base_len: int = field(init=False)
     """Committed tokens that the guesses build on."""
     draw_input: DrawInput = field(init=False)
@@ -127,17 +139,30 @@ class DraftTask:
         logprobs = [guess.logprob for guess in self.guesses if guess.logprob is not None]
         return TokenTree.chain([guess.token_id for guess in self.guesses], distributions, logprobs)
 
-    def take(self, guess: Guess) -> None:
-        """Adds a guess where one is wanted, and ends the task behind the last.
+    def take(self, guesses: Sequence[Guess]) -> None:
+        """Adds guesses where they are wanted, and ends the task behind the last.
 
-        Nothing can follow a token that ends the request, and so no guess is wasted on it. Under a rule that tests with
-        uniforms the length of a chain must not depend on what was drawn, and the target stops there by itself.
+        Where the last forward had a chain, all but the last are its first rows, and stay cached. Nothing can follow a
+        token that ends the request, and so no guess is wasted on it. Under a rule that tests with uniforms the length
+        of a chain must not depend on what was drawn, and the target stops there by itself.
         """
+        end = 0
+        if not self.needs_distribution:
+            for number, guess in enumerate(guesses, start=1):
+                if guess.token_id in self.spec.eos_token_ids or guess.token_id in self.spec.stop_token_ids:
+                    end = number
+                    break
         if self.draft_count:
-            self.guesses.append(guess)
-            self.session.extend([guess.token_id])
-        is_end = guess.token_id in self.spec.eos_token_ids or guess.token_id in self.spec.stop_token_ids
-        if len(self.guesses) == self.draft_count or (is_end and not self.needs_distribution):
+            taken = guesses[:end] if end else guesses
+            token_ids = [guess.token_id for guess in taken]
+            if self.session.tree:
+                self.session.keep(range(1, len(taken)))
+                del token_ids[:-1]
+            self.guesses += taken
+            self.session.extend(token_ids)
+        if self.draw_input.feed.tree:
+            self.draw_input = DrawInput(Feed(self.session), self.spec)
+        if len(self.guesses) == self.draft_count or end:
             self.finish()
 
     def fail(self, error: OutriderError) -> None:
@@ -150,6 +175,30 @@ class DraftTask:
         self.on_done(self)
 
 
+@dataclass(frozen=True, slots=True)
+class Taking:
+    """The step of a chain: its task takes the guesses behind a forward, at least one."""
+
+    task: DraftTask
+    guesses: list[Guess]
+
+    def __call__(self) -> None:
+        self.task.take(self.guesses)
+
+
+class Ahead(Protocol):
+    """Guesses what a drafter draws next, so that one forward finds several of its draws; see drafters.cascade."""
+
+    def prepare(self, tasks: Sequence[DraftTask]) -> None:
+        """Gives a chain to the feeds of some tasks, all of which have their slots; the chains' are reserved here."""
+
+    def learn(self, steps: Sequence["Taking"], num_rows: int) -> None:
+        """What came of it behind a forward of so many rows; before any of the tasks takes its guesses."""
+
+    def go_on(self, tasks: Sequence[DraftTask]) -> None:
+        """Adds guesses of its own behind those of tasks that are to have some. Must not raise."""
+
+
 class ModelDrafter:
     """Makes one step of all draft tasks at a time, whatever noise each draws with."""
 
@@ -159,19 +208,22 @@ class ModelDrafter:
         with_room: Callable[[Allocate], None],
         top_n: int = DEFAULT_TOP_N,
         clock: Callable[[], float] = time.perf_counter,
+        ahead: Ahead | None = None,
     ) -> None:
         """`with_room` makes room for an allocation when the pool is full; see outrider.engine.runner.reserve.
 
         top_n is the most tokens of a distribution that is sent; see outrider.engine.sampling.draft_distribution.
-        `clock` as in outrider.engine.sharing.Pace.
+        `clock` as in outrider.engine.sharing.Pace. With `ahead` a step may find several guesses of a task, which are
+        those that it would find without, one by one.
         """
         self._runner = runner
         self._pace = Pace(clock)
         self._with_room = with_room
         self._top_n = top_n
+        self._ahead = ahead
 
     def advance(self, tasks: Sequence[DraftTask]) -> bool:
-        """One forward over all tasks, and one guess for each whose tokens are cached; no task ever waits.
+        """One forward over all tasks, and guesses for each whose tokens are cached; no task ever waits.
 
         When it raises, no session has changed but for what is cached: see outrider.engine.worker.
         """
@@ -184,6 +236,8 @@ class ModelDrafter:
         # Whoever made room for another has no part in this forward.
         tasks = [task for task in tasks if not (task.done or task.stopped)]
         started_ns = time.perf_counter_ns()
+        if self._ahead is not None:
+            self._ahead.prepare(tasks)
         feeds = [task.draw_input.feed for task in tasks]
         result = self._runner.forward(feeds, self._pace.begin(feeds, self._runner.max_rows))
         ready = [(task, rows) for task, rows in zip(tasks, result.ranges, strict=True) if rows is not None]
@@ -193,6 +247,8 @@ class ModelDrafter:
         self._pace.end(result.grants)
         ended_ns = time.perf_counter_ns()
         num_rows, found = result.num_rows, iter(steps)
+        if self._ahead is not None:
+            self._ahead.learn([step for step in steps if isinstance(step, Taking)], num_rows)
         for task, grant, rows in zip(tasks, result.grants, result.ranges, strict=True):
             if grant:
                 task.meter.add(started_ns, ended_ns, num_rows)
@@ -205,6 +261,8 @@ class ModelDrafter:
                     task.fail(step)
                 elif step is not None:
                     step()
+        if self._ahead is not None:
+            self._ahead.go_on(guessing)
         return True
 
 
@@ -213,7 +271,8 @@ def guess_each(
 ) -> list[Step]:
     """The next step of each task, whose rows of logits are logits[ranges[i]].
 
-    Distributions have at most top_n tokens.
+    Where the feed has a chain, a guess follows for each of its tokens that is the guess at its place. Distributions
+    have at most top_n tokens.
     """
     groups: dict[Guesser, list[int]] = {}
     for number, task in enumerate(tasks):
@@ -229,45 +288,74 @@ def guess_each(
     return [steps[number] for number in range(len(tasks))]
 
 
+def _walked(task: DraftTask, drawn: Sequence[int]) -> list[int]:
+    """The tokens of a task's next guesses, of what was drawn behind each row of its feed."""
+    tree = task.draw_input.feed.tree
+    if not tree:
+        return [drawn[0]]
+    kept = walk(tree, drawn)
+    return [*tree.token_ids[: len(kept.accepted_rows)], kept.next_token_id]
+
+
 def _coupled(
     runner: ModelRunner, tasks: Sequence[DraftTask], logits: Tensor, rows: Sequence[range], _top_n: int
 ) -> list[Step]:
     """Guesses drawn with the shared noise."""
     drawn = draw_each(runner, logits, [task.draw_input for task in tasks], rows)
-    if not any(task.wants_logprob for task in tasks):
-        return [
-            each if isinstance(each, OutriderError) else partial(task.take, Guess(each[0]))
-            for task, each in zip(tasks, drawn, strict=True)
-        ]
-    asked = {n: each[0] for n, each in enumerate(drawn) if tasks[n].wants_logprob and isinstance(each, list)}
-    # At temperature 0 the distribution is the one token.
-    hot = [number for number in asked if tasks[number].spec.sampling.temperature]
-    logprobs = dict.fromkeys(asked, 0.0)
-    if hot:
-        scores = scores_behind(runner, rows_of(logits, [rows[n] for n in hot]), [tasks[n].draw_input for n in hot])
-        ids = torch.tensor([asked[number] for number in hot], device=scores.device)
-        probs = runner.ops.softmax(scores).gather(1, ids[:, None]).flatten().tolist()
-        logprobs |= zip(hot, map(log_of, probs), strict=True)
-    return [
-        each if isinstance(each, OutriderError) else partial(task.take, Guess(each[0], logprob=logprobs.get(number)))
-        for number, (task, each) in enumerate(zip(tasks, drawn, strict=True))
+    walked = [
+        each if isinstance(each, OutriderError) else _walked(task, each)
+        for task, each in zip(tasks, drawn, strict=True)
     ]
+    asked = {n: each for n, each in enumerate(walked) if tasks[n].wants_logprob and isinstance(each, list)}
+    # At temperature 0 the distribution is the one token.
+    logprobs = {number: [0.0] * len(token_ids) for number, token_ids in asked.items()}
+    hot = [number for number in asked if tasks[number].spec.sampling.temperature]
+    if hot:
+        # Of a chain only the rows behind which there are guesses: others need not have a distribution.
+        chains = {n: TokenTree.chain(asked[n][:-1]) for n in hot}
+        inputs = [DrawInput(Feed(tasks[n].session, chains[n]), tasks[n].spec) for n in hot]
+        scores = scores_behind(runner, rows_of(logits, [rows[n][: len(asked[n])] for n in hot]), inputs)
+        ids = torch.tensor([token_id for n in hot for token_id in asked[n]], device=scores.device)
+        probs = iter(runner.ops.softmax(scores).gather(1, ids[:, None]).flatten().tolist())
+        logprobs |= {n: [log_of(next(probs)) for _ in asked[n]] for n in hot}
+    steps: list[Step] = []
+    for number, (task, each) in enumerate(zip(tasks, walked, strict=True)):
+        if isinstance(each, OutriderError):
+            steps.append(each)
+        else:
+            steps.append(Taking(task, [*map(Guess, each, repeat(None), logprobs.get(number, repeat(None)))]))
+    return steps
 
 
 def _sampled(
     runner: ModelRunner, tasks: Sequence[DraftTask], logits: Tensor, rows: Sequence[range], top_n: int
 ) -> list[Step]:
     """Guesses drawn with noise of their own, from distributions that can be sent."""
-    scores = drawable_scores(runner, rows_of(logits, rows), [task.draw_input for task in tasks])
-    distributions = quantise(scores, top_n, runner.ops)
-    keys = [round_key(task.spec.seed, task.base_len, len(task.session), Purpose.DRAFT) for task in tasks]
-    token_ids = distributions.draw(key_column(runner, keys))
-    sent = distributions.distributions() if any(task.needs_distribution for task in tasks) else [None] * len(tasks)
-    probs = distributions.probs(token_ids) if any(task.wants_logprob for task in tasks) else [None] * len(tasks)
+    inputs = [task.draw_input for task in tasks]
+    distributions = quantise(drawable_scores(runner, rows_of(logits, rows), inputs), top_n, runner.ops)
+    keys = [
+        round_key(task.spec.seed, task.base_len, len(task.session) + depth, Purpose.DRAFT)
+        for task in tasks
+        for depth in task.draw_input.feed.tree.depths
+    ]
+    drawn = distributions.draw(key_column(runner, keys))
+    left = iter(drawn.tolist())
+    walked = [_walked(task, [next(left) for _ in task.draw_input.feed.tree.depths]) for task in tasks]
+    starts = accumulate((len(each.feed.tree.depths) for each in inputs), initial=0)
+    kept = [start + row for start, each in zip(starts, walked, strict=False) for row in range(len(each))]
+    if len(kept) < len(keys):
+        distributions = DraftDistributions(distributions.token_ids[kept], distributions.weights[kept])
+        drawn = drawn[kept]
+    laws = iter(distributions.distributions() if any(task.needs_distribution for task in tasks) else repeat(None))
+    probs = iter(distributions.probs(drawn) if any(task.wants_logprob for task in tasks) else repeat(None))
     steps: list[Step] = []
-    for task, token_id, own, prob in zip(tasks, token_ids.tolist(), sent, probs, strict=True):
-        logprob = log_of(prob) if prob and task.wants_logprob else None
-        steps.append(partial(task.take, Guess(token_id, own if task.needs_distribution else None, logprob)))
+    for task, token_ids in zip(tasks, walked, strict=True):
+        needs_law, wants_logprob = task.needs_distribution, task.wants_logprob
+        guesses = []
+        for token_id, law, prob in zip(token_ids, laws, probs, strict=False):
+            logprob = log_of(prob) if prob and wants_logprob else None
+            guesses.append(Guess(token_id, law if needs_law else None, logprob))
+        steps.append(Taking(task, guesses))
     return steps
 
 

@@ -6,13 +6,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from outrider.errors import ModelRefused
+from outrider.errors import InvalidRequest, ModelRefused
 from outrider.model_names import parse, parse_simulated
 from outrider.process.options import Setting, above, addresses, check_settings, within
 from outrider.process.run import ProcessSettings
 
 # As many as the compiled kernels' thread pool takes.
 MAX_THREADS = 256
+# Names repetitions in the text where a model could be named.
+LOOKUP = "lookup"
 
 
 def available_cpus() -> int:
@@ -36,6 +38,25 @@ def check_model(option: str, model: str, role: str = "target") -> str:
     if not model or (looks_like_path and not os.path.isdir(path)):
         raise ModelRefused(f"{option} is {model!r}, but must be a folder or the id of a model on the hub", model=model)
     return model
+
+
+def split_cascade(cascade: str) -> tuple[str, bool]:
+    """The model that --cascade names, empty for none, and whether repetitions in the text are looked up as well."""
+    model = "" if cascade == LOOKUP else cascade.removesuffix("+" + LOOKUP)
+    return model, model != cascade
+
+
+def check_cascade(cascade: str, depth: int) -> str:
+    """Returns what --cascade may name: nothing, `lookup`, a model, MODEL+lookup; a model as check_model does.
+
+    Raises ModelRefused, and InvalidRequest about a --cascade-depth without a cascade.
+    """
+    if depth and not cascade:
+        raise InvalidRequest("--cascade-depth", depth, "left out without --cascade")
+    if cascade in {"", LOOKUP}:
+        return cascade
+    model, has_lookup = split_cascade(cascade)
+    return check_model("--cascade", model, "draft") + ("+" + LOOKUP) * has_lookup
 
 
 class Dtype(StrEnum):

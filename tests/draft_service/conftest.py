@@ -27,3 +27,17 @@ def draft(runner: ModelRunner) -> Iterator[Draft]:
     yield made
     made.table.clear()
     check_empty(runner.pool)
+
+
+@pytest.fixture(scope="module")
+def smaller(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    folder = write_tiny_model(
+        tmp_path_factory.mktemp("smaller") / "model", "llama", vocab_size=257, context_len=CONTEXT_LEN, seed=3
+    )
+    return ModelRunner.load(str(folder), dtype="float32", kv_tokens=2048)
+
+
+@pytest.fixture(scope="module")
+def twin(folder: Path) -> ModelRunner:
+    """The draft's own weights once more."""
+    return ModelRunner.load(str(folder), dtype="float32", kv_tokens=2048)

@@ -17,9 +17,9 @@ from outrider.engine.noise import Purpose, gumbel, noise_key
 from outrider.engine.ops import Ops, choose_ops
 from outrider.engine.ops.eager import EagerOps
 from outrider.engine.sampling.transforms import RowContext, transform
+from outrider.engine.walk import Walk, walk
 from outrider.parameters import SamplingParameters
 from outrider.token_tree import TokenTree
-from target_service.acceptance import Walk, walk
 
 NUM_SEEDS = 20_000
 NUM_TOKENS = 16

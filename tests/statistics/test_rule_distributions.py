@@ -37,9 +37,10 @@ from outrider.engine.noise import Purpose, noise_key, round_key
 from outrider.engine.sampling.draft_distribution import quantise
 from outrider.engine.sampling.draw import DrawInput
 from outrider.engine.session import Session
+from outrider.engine.walk import Walk
 from outrider.parameters import Acceptance, Rule, SamplingParameters, SessionSpec
 from outrider.token_tree import TokenTree
-from target_service.acceptance import Walk, decide
+from target_service.acceptance import decide
 from target_service.rules.block import block
 from target_service.rules.outcome import ChainOutcome
 from target_service.rules.ratio import ratio

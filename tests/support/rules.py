@@ -18,12 +18,12 @@ from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draft_distribution import DraftDistributions, quantise
 from outrider.engine.sampling.draw import DrawInput, draw_from, row_contexts
 from outrider.engine.sampling.transforms import RowContext, transform
+from outrider.engine.walk import walk
 from outrider.model_service.session_store import SessionAnswer
 from outrider.parameters import Acceptance, Rule, SamplingParameters, SessionSpec, TokenLogprob
 from outrider.token_tree import TokenTree
 from support.basics import spec_of
 from support.stepped_target import Target
-from target_service.acceptance import walk
 from target_service.rules.outcome import ChainOutcome
 from target_service.rules.ratio import ratio
 

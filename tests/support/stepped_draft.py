@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from draft_service.sessions import DraftSessions, DraftState, Wanted
+from outrider.drafters.cascade import Cascade
 from outrider.drafters.model_drafter import MODEL, DraftTask, ModelDrafter
 from outrider.engine.runner import ModelRunner
 from outrider.model_service.session_store import LeaseTable, SessionAnswer
@@ -22,12 +23,14 @@ CONTEXT_LEN = 64
 class Draft:
     """The sessions of a draft and their device; one session's answers in the order in which they came."""
 
-    def __init__(self, runner: ModelRunner, *, prefix_cache: bool = True) -> None:
+    def __init__(self, runner: ModelRunner, *, prefix_cache: bool = True, cascade: Cascade | None = None) -> None:
         self.runner = runner
         self.device = SteppedDevice[DraftTask]()
         self.table = LeaseTable[DraftState](60.0)
-        self.sessions = DraftSessions(runner, self.table, self.device.submit, prefix_cache=prefix_cache)
-        self.drafter = ModelDrafter(runner, self.table.with_room)
+        self.sessions = DraftSessions(
+            runner, self.table, self.device.submit, prefix_cache=prefix_cache, cascade=cascade
+        )
+        self.drafter = ModelDrafter(runner, self.table.with_room, ahead=cascade)
         self.answers = Answers()
         self.session_id = os.urandom(16)
 

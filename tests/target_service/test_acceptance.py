@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from outrider.engine.walk import Walk, walk
 from outrider.parameters import FinishReason, SamplingParameters, SessionSpec
 from outrider.token_tree import EMPTY, TokenTree
-from target_service.acceptance import TargetVerdict, Walk, commit_walk, walk
+from target_service.acceptance import TargetVerdict, commit_walk
 
 EOS, STOP = 90, 91
 SPEC = SessionSpec(

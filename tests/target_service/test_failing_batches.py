@@ -15,6 +15,7 @@ from torch import Tensor
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ForwardResult, ModelRunner
 from outrider.engine.sampling.draw import DrawInput
+from outrider.engine.walk import Walk
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import OutriderError
 from outrider.model_service.session_store import LeaseTable, SessionAnswer
@@ -22,7 +23,6 @@ from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
 from target_service import acceptance, verifier
-from target_service.acceptance import Walk
 from target_service.sessions import Step, TargetSessions, TargetState
 from target_service.verifier import Verifier, VerifyTask
 

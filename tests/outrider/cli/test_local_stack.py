@@ -97,6 +97,15 @@ def test_the_draft_may_have_a_dtype_and_a_top_n_of_its_own() -> None:
     assert (draft[draft.index("--dtype") + 1], draft[draft.index("--top-n") + 1]) == ("bfloat16", "16")
 
 
+def test_a_cascade_is_the_draft_s_alone() -> None:
+    """With its depth; without one nobody is told anything."""
+    stack = replace(PAIR, cascade="lookup", cascade_depth=2)
+    target, draft = (model_launch(role, stack).command for role in ("target", "draft"))
+    assert "--cascade" not in target
+    assert draft[draft.index("--cascade") :][:4] == ("--cascade", "lookup", "--cascade-depth", "2")
+    assert "--cascade" not in model_launch("draft", PAIR).command
+
+
 def test_what_guesses_in_the_target_s_process_is_told_to_the_target_alone() -> None:
     """A head's folder, a layer, and a switch; none unless wanted."""
     stack = replace(PAIR, head="models/head", lookahead=True, exit_layer=3)

@@ -11,10 +11,11 @@ from support.stepped_target import PROMPT, VOCABULARY_SIZE
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draw import DrawInput
+from outrider.engine.walk import Walk
 from outrider.errors import OutriderError
 from outrider.parameters import Rule, SessionSpec
 from outrider.token_tree import EMPTY, TokenTree
-from target_service.acceptance import Walk, decide
+from target_service.acceptance import decide
 
 SAMPLED = spec_of(PROMPT, 60, seed=5, eos=(), temperature=0.9)
 GREEDY = spec_of(PROMPT, 60, seed=5, eos=())

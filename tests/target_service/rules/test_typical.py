@@ -8,8 +8,8 @@ from scipy import stats
 from torch import Tensor
 
 from outrider.engine.ops import choose_ops
+from outrider.engine.walk import Walk, walk
 from outrider.token_tree import TokenTree
-from target_service.acceptance import Walk, walk
 from target_service.rules.typical import exp_entropies, typical_children
 
 OPS = choose_ops(torch.device("cpu"), num_threads=2)

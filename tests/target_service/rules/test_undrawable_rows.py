@@ -8,9 +8,9 @@ from torch import Tensor
 
 from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
+from outrider.engine.walk import Walk, walk
 from outrider.errors import OutriderError
 from outrider.token_tree import TokenTree
-from target_service.acceptance import Walk, walk
 from target_service.sessions import Step
 
 SPEC = spec_of(PROMPT, 40, eos=())
