@@ -45,6 +45,7 @@ DRAFTERS: Mapping[str, dict[str, Any]] = {
     "sampled": {"drafter": "sampled"},
     "wide trees": {"drafter": "model", "draft_count": 8, "shape": TREES},
     "fixed trees": {"drafter": "model", "draft_count": 6, "shape": FIXED},
+    "trees whose shape says their size": {"drafter": "model", "shape": FIXED},
     "shallow trees": {"drafter": "model", "shape": SHALLOW},
     "random weights": {"drafter": "random", "draft_count": 4},
     "the target's weights": {"drafter": "oracle", "draft_count": 4},
@@ -144,7 +145,7 @@ async def test_no_drafter_changes_a_token(stack: RunningStack, plain: list[tuple
     assert token_ids(alone) == [plain[6], plain[15]]
     for answer in (*once, *again, *alone):
         check_books(answer)
-    if "draft_count" in drafters:
+    if "draft_count" in drafters or drafters.get("shape") == FIXED:
         told = {each.drafter for answer in again for each in answer.completion.speculation.drafters}
         assert told >= {drafters.get("drafter", ""), *drafters.get("drafters", [])} - {""}
 
