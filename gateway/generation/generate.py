@@ -184,9 +184,12 @@ def decode(request: CheckedRequest, backend: Backend, target: ModelInfo) -> Asyn
     timeouts, model_hash = backend.target_timeouts, target.model_hash
     verifying = RemoteTargetSession(backend.target, timeouts, spec, log, session_id, model_hash, drafting.own)
     warm = planner.expects_draft()
+    # Each has an id of its own, because two drafters of one service are two sessions there.
     sessions = [
-        RemoteDraftSession(replicas, backend.draft_deadline, spec, log, session_id, warm, drafter, name)
-        for name, replicas, drafter in backend.drafts_for(request, drafting)
+        RemoteDraftSession(
+            replicas, backend.draft_deadline, spec, log, bytes([*session_id[:-1], number]), warm, drafter, name
+        )
+        for number, (name, replicas, drafter) in enumerate(backend.drafts_for(request, drafting))
     ]
     lookup = backend.lookup_for(request, drafting, target.max_draft_count)
     if not sessions:

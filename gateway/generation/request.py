@@ -4,6 +4,8 @@ import hashlib
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import mul
 from typing import Self
 
 from gateway.rounds.round import LOOKUP
@@ -118,7 +120,7 @@ async def check_request(
     """Encodes and completes a request by what the services can do; raises InvalidRequest or PromptTooLong."""
     drafters = () if request.drafters == (AUTO,) else request.drafters
     _check_drafters(drafters, request.acceptance.rule, offers)
-    _check_shape(request, drafters, offers)
+    _check_shape(request, drafters, offers, target)
     if request.beam_search is not None:
         _check_beams(request, offers)
     _check_strings("stop", request.stops, MAX_STOPS)
@@ -164,6 +166,9 @@ async def check_request(
         cache_salt=cache_salt,
     )
     draft_count = request.draft_count if request.speculation_enabled else 0
+    if draft_count is None and request.shape is not None:
+        # A fixed shape leaves no number to choose.
+        draft_count = _num_rows(request.shape) or None
     prediction = await _prediction(request, drafters, draft_count, tokenizer, target, offers)
     samples = (request.sample_count or 1) if beams is None else beams.width
     return CheckedRequest(
@@ -227,21 +232,26 @@ def _check_drafters(drafters: Sequence[str], rule: Rule, offers: Offers) -> None
             raise InvalidRequest(field, name, "without those in the target's process, which guess alone")
 
 
-def _check_shape(request: GenerationRequest, drafters: Sequence[str], offers: Offers) -> None:
+def _check_shape(request: GenerationRequest, drafters: Sequence[str], offers: Offers, target: ModelInfo) -> None:
+    """A shape that some draft service can be asked for, with no more rows than may be guessed."""
     shape = request.shape
     if shape is None:
         return
     names = [name for name in drafters if name != LOOKUP and name not in offers.own]
     if not names and (drafters or offers.remote == {}):
         raise InvalidRequest("speculation.shape", "present", "absent where no draft service guesses")
-    num_rows, level = 0, 1
-    for count in shape.expansions:
-        level *= count
-        num_rows += level
-    limit = request.draft_count or num_rows
+    name, limit = "draft_count", request.draft_count
+    if not limit:
+        name, limit = "max_draft_count", target.max_draft_count
+    num_rows = _num_rows(shape)
     if num_rows > limit:
         value = f"{list(shape.expansions)}, which are {num_rows} rows"
-        raise InvalidRequest("speculation.shape.expansions", value, f"at most draft_count {limit} rows")
+        raise InvalidRequest("speculation.shape.expansions", value, f"at most {name} {limit} rows")
+
+
+def _num_rows(shape: TreeShape) -> int:
+    """Rows of a fixed shape, 0 of any other."""
+    return sum(accumulate(shape.expansions, mul))
 
 
 async def _prediction(
@@ -260,11 +270,10 @@ async def _prediction(
         raise InvalidRequest("prediction", "present", "absent where speculation is off")
     if not offers.looks or (drafters and LOOKUP not in drafters):
         raise InvalidRequest("prediction", "present", f"absent unless {LOOKUP} is among the drafters")
-    if isinstance(prediction, str):
-        return await tokenizer.encode(prediction, special=False)
-    check_count("prediction", len(prediction), target.context_len, "tokens")
-    _check_token_ids("prediction", prediction, target)
-    return prediction
+    token_ids = await tokenizer.encode(prediction, special=False) if isinstance(prediction, str) else prediction
+    check_count("prediction", len(token_ids), target.context_len, "tokens")
+    _check_token_ids("prediction", token_ids, target)
+    return token_ids
 
 
 def _check_echo(request: GenerationRequest, prompt_len: int) -> None:

@@ -180,11 +180,13 @@ class RoundPlanner:
     ) -> RoundPlan:
         """Guesses of the draft services, or whatever there is without them."""
         is_first = len(log) == log.prompt_len
+        # A number that the request gives holds for each who guesses.
+        num_looked = min(num_looked, self._max_draft_count if self._draft_count is None else self._draft_count)
         if self._remote is None and self._drafting.looks:
             # There is nobody else to ask.
             return self._plain(PLAIN_BUDGET)
         if obstacle is not None and num_looked and not is_first and self._drafting.merges:
-            return RoundPlan(0, 0, look_count=min(num_looked, self._max_draft_count))
+            return RoundPlan(0, 0, look_count=num_looked)
         if obstacle is not None:
             past_context = obstacle is FallbackReason.DRAFT_CONTEXT
             return self._plain(PLAIN_BUDGET if past_context else WAITING_BUDGET, obstacle, is_first)

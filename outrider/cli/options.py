@@ -487,7 +487,8 @@ def options_by_field() -> dict[str, str]:
             options |= {f"speculation.acceptance.{field}": option, f"speculation.{field}": option}
         else:
             options[f"speculation.{field}" if field in SPECULATION else field] = option
-    return options
+    # Several names go into a field of their own.
+    return {**options, "speculation.drafters": options["speculation.drafter"]}
 
 
 OPTIONS: Mapping[str, str] = options_by_field()

@@ -6,6 +6,7 @@ Each fault tells what a refusal of it must name. Knows no gateway.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from google.protobuf.descriptor import Descriptor
@@ -17,7 +18,9 @@ from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
 
 INT32 = (-(2**31), 2**31 - 1)
-MAX_TOKENS, VOCABULARY_SIZE, MAX_DRAFT_COUNT = 8, 4096, 64
+MAX_TOKENS, VOCABULARY_SIZE, MAX_DRAFT_COUNT, CONTEXT_LEN = 8, 4096, 64, 4096
+# Of a draft service.
+DRAFTERS = ("model", "coupled", "sampled")
 LONG = "x" * 257
 # Few characters and many tokens.
 RARE = "\U0001f9ff\U00013000" * 60
@@ -84,7 +87,7 @@ def listed(path: str, values: st.SearchStrategy[Any], good: Any) -> Faults:
 
     def fault(place: int, value: object) -> Fault:
         entries = [*[good] * place, value, good]
-        return Fault(f"{path}.{place}", value, lambda request: getattr(request, path).extend(entries))
+        return Fault(f"{path}.{place}", value, lambda request: attrgetter(path)(request).extend(entries))
 
     return st.builds(fault, st.integers(0, 3), values)
 
@@ -92,7 +95,9 @@ def listed(path: str, values: st.SearchStrategy[Any], good: Any) -> Faults:
 def too_many(path: str, most: int, good: Any) -> Faults:
     """Lists that are too long."""
     counts = st.sampled_from((most + 1, 2 * most, 5000))
-    return counts.map(lambda count: Fault(path, count, lambda request: getattr(request, path).extend([good] * count)))
+    return counts.map(
+        lambda count: Fault(path, count, lambda request: attrgetter(path)(request).extend([good] * count))
+    )
 
 
 def biased(token_id: int, bias: float) -> Fault:
@@ -148,11 +153,53 @@ def drafted(rule: Rule, drafter: str) -> Fault:
 
 def drafters() -> Faults:
     """Names of nothing, and `coupled` where a draft must draw by itself."""
-    unknown = st.text(min_size=1, max_size=300).filter(lambda name: name not in {"model", "coupled", "sampled"})
+    unknown = st.text(min_size=1, max_size=300).filter(lambda name: name not in {*DRAFTERS, "lookup", "auto"})
     alone = [rule for rule in Rule if rule.needs_distributions]
     return st.builds(drafted, st.sampled_from(Rule), unknown) | st.builds(
         drafted, st.sampled_from(alone), st.just("coupled")
     )
+
+
+def together(names: list[str], value: object, drafter: str = "") -> Fault:
+    """Several drafters that cannot guess together, and perhaps one beside them."""
+
+    def put(request: pb.GenerateRequest) -> None:
+        request.speculation.drafters.extend(names)
+        request.speculation.drafter = drafter
+
+    return Fault("speculation.drafters", value, put)
+
+
+def teams() -> Faults:
+    """Names of nothing, repeated ones, too many, and some beside a single name."""
+    unknown = st.text(min_size=0, max_size=300).filter(lambda name: name not in {*DRAFTERS, "lookup"})
+    repeated = st.sampled_from(DRAFTERS).map(lambda name: together([name, "lookup", name], [name, "lookup", name]))
+    many = st.integers(9, 5000).map(lambda count: together([str(number) for number in range(count)], count))
+    beside = st.sampled_from(DRAFTERS).map(lambda name: together(["lookup", "model"], ["lookup", "model"], name))
+    return st.builds(lambda name: together(["lookup", name], name), unknown) | repeated | many | beside
+
+
+def grown(*counts: int) -> Fault:
+    """A tree of more rows than the good request asks for."""
+    num_rows = sum(math.prod(counts[:depth]) for depth in range(1, len(counts) + 1))
+    value = f"{list(counts)}, which are {num_rows} rows"
+    path = "speculation.shape.expansions"
+    return Fault(path, value, lambda request: request.speculation.shape.expansions.extend(counts))
+
+
+def predicted(**fields: Any) -> Fault:
+    """A prediction where nothing is proposed."""
+
+    def put(request: pb.GenerateRequest) -> None:
+        request.MergeFrom(pb.GenerateRequest(**fields))
+        request.speculation.enabled = False
+
+    return Fault("prediction", "present", put)
+
+
+def predicted_ids(token_ids: list[int], value: int, place: str = "") -> Fault:
+    """Token ids of a prediction, too many or one that is none."""
+    return Fault("prediction" + place, value, lambda request: request.prediction_token_ids.token_ids.extend(token_ids))
 
 
 def prompted(field: str, value: object, token_ids: list[int] | None) -> Fault:
@@ -211,9 +258,22 @@ FAULTS: dict[str, Faults] = {
     "speculation.draft_count": set_in("speculation.draft_count", integers(0, MAX_DRAFT_COUNT)),
     "speculation.rule": set_in("speculation.rule", integers(0, max(RULES.values()))),
     "speculation.drafter": drafters(),
+    "speculation.drafters": teams(),
+    "speculation.shape.max_depth": set_in("speculation.shape.max_depth", integers(0, 32)),
+    "speculation.shape.max_children": set_in("speculation.shape.max_children", integers(0, 8)),
+    "speculation.shape.expansions": listed("speculation.shape.expansions", integers(1, 8), 1)
+    | too_many("speculation.shape.expansions", 32, 1)
+    | st.lists(st.integers(2, 8), min_size=2, max_size=8).map(lambda counts: grown(*counts)),
     "speculation.acceptance.lenience": settings_of("lenience"),
     "speculation.acceptance.typical_epsilon": settings_of("typical_epsilon"),
     "speculation.acceptance.typical_delta": settings_of("typical_delta"),
+    "prediction_text": st.text().map(lambda text: predicted(prediction_text=text)),
+    "prediction_token_ids.token_ids": st.builds(
+        lambda token_id, place: predicted_ids([*range(place), token_id, 5], token_id, f".{place}"),
+        integers(0, VOCABULARY_SIZE - 1),
+        st.integers(0, 3),
+    )
+    | st.sampled_from((CONTEXT_LEN + 1, 20_000)).map(lambda count: predicted_ids([5] * count, count)),
     "cache_salt": set_in("cache_salt", st.sampled_from(("x" * 65, "é" * 33, LONG, "é" * 5000))),
 }
 # Every value of these is a good one.

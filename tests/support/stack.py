@@ -90,6 +90,7 @@ class RunningStack:
     target: Any = None
     draft: Any = None
     gateway: RunningGateway | None = None
+    further_drafts: dict[str, Any] = field(default_factory=dict)
     channels: dict[str, grpc.aio.Channel] = field(default_factory=dict)
     clients: list[AsyncClient] = field(default_factory=list)
 
@@ -133,7 +134,7 @@ class RunningStack:
 
     async def quiet(self) -> None:
         """Waits until no service that is running holds a session or a block, and checks that their pools are whole."""
-        for service in filter(None, (self.target, self.draft)):
+        for service in filter(None, (self.target, self.draft, *self.further_drafts.values())):
             await until_quiet(self.channel(service.address))
             pool = service.runner.pool
             await service.worker.call(pool.check_integrity)
@@ -152,11 +153,17 @@ class RunningStack:
         if self.gateway is not None and self.gateway.backend.draft is not None:
             assert await self.gateway.backend.draft.settled(PATIENCE_S)
 
+    async def restart_target(self) -> None:
+        """Ends the target service at once, its sessions with it, and starts it again on its port."""
+        await self.target.stop(0)
+        self.target_settings = replace(self.target_settings, listen=self.target.address)
+        self.target = await start_target(self.target_settings)
+
     async def close(self) -> None:
         """Ends everything, the gateway first."""
         for open_one in (*self.channels.values(), *self.clients):
             await open_one.close()
-        for running in filter(None, (self.gateway, self.target, self.draft)):
+        for running in filter(None, (self.gateway, self.target, self.draft, *self.further_drafts.values())):
             await running.stop(0)
 
 
@@ -186,8 +193,10 @@ async def running_stack(
     gateway: Mapping[str, Any] | None = None,
     draft_options: Mapping[str, Any] | None = None,
     target_options: Mapping[str, Any] | None = None,
+    further_drafts: Mapping[str, str] | None = None,
 ) -> AsyncIterator[RunningStack]:
-    """Starts a stack and stops it again. The last three override settings of the one process each.
+    """Starts a stack and stops it again. The options override settings of the one process each; further drafts are
+    models by the names that the gateway gives their services.
 
     At the end of a test that has not failed, both services must have come to rest, with nothing held and pools whole.
     """
@@ -200,7 +209,10 @@ async def running_stack(
         stack.target = await start_target(stack.target_settings)
         if draft is not None:
             await stack.start_draft()
-        address = stack.draft.address if stack.draft else ""
+        for name, model in (further_drafts or {}).items():
+            stack.further_drafts[name] = await start_draft(DraftSettings(model, **common))
+        named = [f"{name}={each.address}" for name, each in stack.further_drafts.items()]
+        address = ",".join([*([stack.draft.address] if stack.draft else []), *named])
         settings = GatewaySettings(stack.target.address, target, address, listen="127.0.0.1:0", rest_listen="")
         stack.gateway = await start_gateway(replace(settings, **(gateway or {})))
         yield stack

@@ -29,7 +29,16 @@ SPECULATION = {
     "lenience": ["0.5", "0", "-1", "1.1", *NO_NUMBER, *NOT_FINITE],
     "typical_epsilon": ["0.5", "0", "-1", "1.1", *NO_NUMBER, *NOT_FINITE],
     "typical_delta": ["0.5", "0", "-1", "1.1", *NO_NUMBER, *NOT_FINITE],
-    "drafter": ['"none-such"', *NO_STRING, LONE, json.dumps("x" * 5000)],
+    "drafter": [
+        *('"none-such"', LONE, json.dumps("x" * 5000), '["none-such"]', '["model","none-such"]', '["model","auto"]'),
+        *('["model","model"]', "[]", '[""]', "[1]", "[null]", f"[{LONE}]", json.dumps(["model"] * 9)),
+        *("1", "true", "{}", "NaN"),
+    ],
+    "shape": [
+        *('{"max_depth":33}', '{"max_depth":-1}', '{"max_depth":1.5}', '{"max_children":9}', '{"max_children":"2"}'),
+        *('{"expansions":[9]}', '{"expansions":[0]}', '{"expansions":2}', '{"expansions":[true]}', '{"unknown":1}'),
+        *(json.dumps({"expansions": [1] * 33}), '{"expansions":[8,8,8]}', '"wide"', "1", "[]"),
+    ],
     "return_rounds": NO_BOOLEAN,
     "unknown": ["1", "null"],
 }
@@ -75,6 +84,14 @@ BOTH: dict[str, list[str]] = {
     "stop_token_ids": ["[4096]", "[-1]", '["5"]', "[1.5]", "[true]", "[NaN]", "5", "{}", json.dumps([5] * 65)],
     "banned_words": ['[""]', f"[{LONG}]", f"[{RARE}]", MANY[65], '"the"', "[1]", "{}", f"[{LONE}]"],
     "cache_salt": [json.dumps("x" * 65), json.dumps("\u00e9" * 33), *NO_STRING, LONE],
+    "prediction": [
+        *("{}", '"Once"', "[]", "1", '{"type":"content"}', '{"content":"x"}', '{"type":"x","content":"x"}'),
+        *('{"type":"content","content":1}', '{"type":"content","content":[]}', '{"type":"content","content":null}'),
+        '{"type":"content","content":[{"type":"image_url","image_url":{"url":"x"}}]}',
+        '{"type":"content","content":"x","unknown":1}',
+        f'{{"type":"content","content":{LONE}}}',
+        json.dumps({"type": "content", "content": "so " * 5000}),
+    ],
     "user": ["1", "[]", LONE],
     "stream": NO_BOOLEAN,
     "stream_options": ['{"include_usage":true}', '{"unknown":1}', "true", "[]", '"yes"'],
@@ -123,7 +140,7 @@ ONLY: dict[str, dict[str, list[str]]] = {
 # Named in OpenAI's reference, and not served: each would change an answer if it were.
 UNSUPPORTED = {
     **dict.fromkeys(("functions", "modalities", "prompt_cache_options", "moderation"), "[]"),
-    **dict.fromkeys(("audio", "prediction", "web_search_options"), "{}"),
+    **dict.fromkeys(("audio", "web_search_options"), "{}"),
     **dict.fromkeys(("function_call", "reasoning_effort", "verbosity", "prompt_cache_retention", "suffix"), '"x"'),
     "store": "true",
     "service_tier": '"priority"',

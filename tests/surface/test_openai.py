@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import openai
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI, OpenAI
+from openai.types import CompletionUsage
 from support.grid import decoded
 from surface.rest_stack import RestStack, rest_stack, said
 
@@ -174,6 +176,76 @@ async def test_stop_ends_the_text_before_it(client: AsyncOpenAI) -> None:
         assert chunks[-1].choices[0].finish_reason == "stop"
 
 
+def kept_and_not(usage: CompletionUsage | None) -> tuple[int | None, int | None]:
+    """The request's prediction in its usage, where the package looks for it."""
+    assert usage is not None
+    details = usage.completion_tokens_details
+    assert details is not None
+    return details.accepted_prediction_tokens, details.rejected_prediction_tokens
+
+
+@pytest.mark.parametrize("fields", [{}, {"speculation": {"drafter": "lookup", "draft_count": 4}}])
+async def test_a_prediction_changes_no_text(client: AsyncOpenAI, fields: dict[str, Any]) -> None:
+    """As text and as parts, right, wrong and half right, whole and streamed; tokens of it that were accepted and that
+    were not are told, where lookups guess in every round.
+    """
+    asked: dict[str, Any] = {**CHAT, "max_completion_tokens": 48, "extra_body": fields}
+    text = str((await client.chat.completions.create(**asked)).choices[0].message.content)
+    # So often that four guesses in a row are never all right.
+    changed = " never".join(re.findall(r"\s*\S+\s*\S+\s*\S+|.+", text))
+    for name, content in (
+        ("right", text),
+        ("parts", [{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}]),
+        ("changed", changed),
+        ("wrong", TALE * 3),
+        ("empty", ""),
+    ):
+        # A memory of the answers before would know better than any prediction.
+        body = {**fields, "cache_salt": f"{name} {len(fields)}"}
+        predicted = {**asked, "prediction": {"type": "content", "content": content}, "extra_body": body}
+        whole = await client.chat.completions.create(**predicted)
+        body["cache_salt"] += " streamed"
+        stream = await client.chat.completions.create(**predicted, stream=True, stream_options={"include_usage": True})
+        chunks = [chunk async for chunk in stream]
+        joined = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert whole.choices[0].message.content == joined == text
+        for accepted, rejected in (kept_and_not(whole.usage), kept_and_not(chunks[-1].usage)):
+            assert accepted is not None
+            assert rejected is not None
+            if fields and name in {"right", "parts"}:
+                assert accepted > 24
+            if fields and name == "changed":
+                assert accepted > 0
+                assert rejected > 0
+            if name in {"wrong", "empty"}:
+                assert accepted < 12
+            if name == "empty":
+                assert (accepted, rejected) == (0, 0)
+
+
+async def test_a_completion_has_a_prediction_too(client: AsyncOpenAI) -> None:
+    """An extra field of the older protocol."""
+    expected = (await client.completions.create(**TEXT)).choices[0].text
+    body = {
+        "prediction": {"type": "content", "content": expected},
+        "speculation": {"drafter": "lookup", "draft_count": 4},
+        "cache_salt": "a completion's prediction",
+    }
+    reply = await client.completions.create(**TEXT, extra_body=body)
+    assert reply.choices[0].text == expected
+    accepted, _ = kept_and_not(reply.usage)
+    assert accepted
+
+
+async def test_a_prediction_where_nothing_is_guessed_is_refused(client: AsyncOpenAI) -> None:
+    """By name, because it would be of no use."""
+    prediction: Any = {"type": "content", "content": "once"}
+    for speculation in ({"enabled": False}, {"draft_count": 0}, {"drafter": "model"}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(**CHAT, prediction=prediction, extra_body={"speculation": speculation})
+        assert caught.value.param == "prediction"
+
+
 async def test_usage_has_a_place_for_predictions(client: AsyncOpenAI) -> None:
     """Where the package looks for it, whole and streamed; guesses of a draft are no part of it."""
     speculation = {"speculation": {"draft_count": 4}}
@@ -181,10 +253,7 @@ async def test_usage_has_a_place_for_predictions(client: AsyncOpenAI) -> None:
     options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     chunks = [chunk async for chunk in await client.completions.create(**TEXT, **options, extra_body=speculation)]
     for usage in (whole.usage, chunks[-1].usage):
-        assert usage is not None
-        details = usage.completion_tokens_details
-        assert details is not None
-        assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
+        assert kept_and_not(usage) == (0, 0)
     assert whole.model_extra is not None
     [drafter] = whole.model_extra["outrider"]["drafters"]
     figures = whole.model_extra["metrics"]["speculative_decoding"]

@@ -129,9 +129,11 @@ async def test_ignore_eos_leaves_no_eos() -> None:
         ({"drafters": tuple(map(str, range(9)))}, "speculation.drafters"),
         ({"drafters": ("lookup",), "shape": TreeShape()}, "speculation.shape"),
         ({"draft_count": 5, "shape": TreeShape(expansions=(2, 2))}, "speculation.shape.expansions"),
+        ({"shape": TreeShape(expansions=(8, 8))}, "speculation.shape.expansions"),
         ({"prediction": "so", "speculation_enabled": False}, "prediction"),
         ({"prediction": "so", "drafters": ("model",)}, "prediction"),
         ({"prediction": (5,) * 1025}, "prediction"),
+        ({"prediction": "so " * 1025}, "prediction"),
         ({"prediction": (5, 4096)}, "prediction.1"),
         ({"max_tokens": 4, "sampling": SamplingParameters(min_tokens=5)}, "sampling.min_tokens"),
         ({"sampling": SamplingParameters(logit_bias={4096: 1.0})}, "sampling.logit_bias key"),
@@ -187,6 +189,15 @@ async def test_a_drafter_is_not_checked_while_nobody_knows_the_names() -> None:
 async def test_auto_is_the_same_as_no_name() -> None:
     """The gateway chooses, in both."""
     assert (await check(replace(REQUEST, drafters=("auto",)))).drafters == (await check(REQUEST)).drafters == ()
+
+
+async def test_a_fixed_shape_is_the_number_of_guesses() -> None:
+    """Unless one is given, and unless nothing is to be guessed; any other shape leaves it to the gateway."""
+    fixed = replace(REQUEST, shape=TreeShape(expansions=(3, 1)))
+    assert (await check(fixed)).draft_count == 6
+    assert (await check(replace(fixed, draft_count=7))).draft_count == 7
+    assert (await check(replace(fixed, speculation_enabled=False))).draft_count == 0
+    assert (await check(replace(REQUEST, shape=TreeShape(max_depth=3)))).draft_count is None
 
 
 async def test_a_prediction_becomes_tokens() -> None:

@@ -166,7 +166,7 @@ def test_merged_guesses_are_cut_by_value() -> None:
 def test_a_draft_that_is_away_leaves_the_lookup() -> None:
     """Of several drafters that are to guess together."""
     planner = RoundPlanner(SpeculationPolicy(), 4, 500, 8, Drafting("lookup+model", looks=True, merges=True))
-    assert planner.plan(log_of(9), 0, AWAY, look=SURE) == RoundPlan(0, 0, look_count=8)
+    assert planner.plan(log_of(9), 0, AWAY, look=SURE) == RoundPlan(0, 0, look_count=4)
     assert planner.plan(log_of(9), 0, AWAY).fallback_reason is FallbackReason.DRAFT_ABSENT
 
 

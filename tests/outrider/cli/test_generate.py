@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import pytest
@@ -81,13 +82,19 @@ def unset(message: Message) -> set[str]:
     return {field.name for field in message.DESCRIPTOR.fields if field.name not in given}.union(*inner)
 
 
-async def test_every_field_has_an_option(gateway: ScriptedGateway) -> None:
-    """Whatever the protocol lets a client say can be said on the command line; `nan` is the gateway's to refuse."""
-    code, _, _ = await run_command("Hello", *EVERY_OPTION, "--address", gateway.address)
+async def test_every_field_has_an_option(gateway: ScriptedGateway, tmp_path: Path) -> None:
+    """Whatever people want to say can be said on the command line, what only programs do cannot; `nan` is the gateway's
+    to refuse.
+    """
+    prediction = tmp_path / "prediction"
+    prediction.write_text("once more")
+    arguments = (*EVERY_OPTION, "--prediction", str(prediction))
+    code, _, _ = await run_command("Hello", *arguments, "--address", gateway.address)
     [request] = gateway.requests
     assert code == 0
-    # The prompt is text or token ids, never both.
-    assert unset(request) == {"token_ids"}
+    # Prompt and prediction are text or token ids, never both, and one drafter is no list.
+    assert unset(request) - {"shape", "beam_search"} == {"token_ids", "prediction_token_ids", "drafters"}
+    assert request.prediction_text == "once more"
     sampling, speculation = request.sampling, request.speculation
     assert (sampling.min_tokens, sampling.ignore_eos, sampling.logit_bias) == (2, True, {5: -1.5, 6: 2.0})
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (-0.5, 0.25)

@@ -27,6 +27,8 @@ from outrider.process.options import options_of
 
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()")
 SPECULATION = {f"speculation.{field.name}" for field in fields(Speculation)}
+# The prompt, what a prediction is in the protocol, and what only programs say.
+NO_OPTIONS = ("text", "token_ids", "prediction_", "speculation.shape", "beam_search")
 # Whatever the command line leaves to the gateway, and how the sentence about it begins.
 REFUSED = [
     ("--min-tokens 9 --max-tokens 8", "--min-tokens is 9, but must be between 0 and 8"),
@@ -55,6 +57,12 @@ REFUSED = [
     ("--rule typical --typical-epsilon 7", "--typical-epsilon is 7.0, but must be"),
     ("--rule typical --typical-delta nan", "--typical-delta is nan, but must be"),
     ("--drafter nobody", "--drafter is 'nobody', but must be one of"),
+    ("--drafter lookup,nobody", "--drafter is 'nobody', but must be one of"),
+    ("--drafter lookup,lookup", "--drafter is ['lookup', 'lookup'], but must be without repetition"),
+    (
+        "--prediction /dev/null --draft-count 0",
+        "--prediction is 'present', but must be absent where speculation is off",
+    ),
     ("--rule block --drafter coupled", "--drafter is 'coupled', but must be one that serves the rule block"),
     ("--max-tokens 5000", "a prompt of 1 tokens and --max-tokens 5000 do not fit into the context of 4096 tokens"),
 ]
@@ -128,7 +136,8 @@ async def test_a_prompt_is_no_option(stack: RunningStack) -> None:
 async def test_every_field_is_one_and_has_an_option() -> None:
     """The table holds all that the protocol and the client call by a name, but the prompt, and nothing else."""
     called = set(GenerationOptions.__optional_keys__) - CALL_OPTIONS - {"speculation"}
-    assert set(OPTIONS) == (paths() - {"text", "token_ids"}) | called | SPECULATION | {"address"}
+    fields = paths() | called | SPECULATION | {"address"}
+    assert set(OPTIONS) == {field for field in fields if not field.startswith(NO_OPTIONS)}
 
 
 async def test_every_option_is_one() -> None:
