@@ -42,6 +42,7 @@ from outrider.process.options import between, grouped, options_of, refuse_togeth
 from outrider.rpc.channels import check_address
 
 MOST_STREAMS, MOST_REQUESTS, MOST_TURNS = 4096, 1000, 1000
+MAX_TREE_ROWS = 64
 MOST_ASKED = MOST_STREAMS * MOST_REQUESTS * MOST_TURNS
 # What the gateway may name, some by options that hold several values.
 NAMES = {
@@ -94,6 +95,9 @@ class LoadOptions:
             metavar="NAME,...",
         ),
     ] = ANY
+    tree_rows: Annotated[
+        str, listed(help="Rows of trees that the draft grows, each beside the other settings. Default: no trees.")
+    ] = ""
     temperatures: Temperatures = "0,0.8"
     tokens: Annotated[int, counted(help="Tokens a request.", callback=between(8, INT32_MAX))] = 48
     requests: Annotated[
@@ -186,6 +190,7 @@ def plan_of(wanted: LoadOptions) -> LoadPlan:
         streams=parse_numbers("--streams", wanted.streams, int, 1, MOST_STREAMS),
         draft_counts=draft_counts,
         drafters=tuple("" if name == ANY else name for name in wanted.drafters.split(",")),
+        tree_rows=parse_numbers("--tree-rows", wanted.tree_rows, int, 1, MAX_TREE_ROWS) if wanted.tree_rows else (),
         temperatures=parse_temperatures(wanted.temperatures),
         tokens=wanted.tokens,
         requests=wanted.requests,
