@@ -229,7 +229,7 @@ class SimulatedModel:
         elif key == "stretch" and len(values) > 1:
             limit = "one number"
         elif len(values) > 1 and not _are_ranks(values):
-            limit = f"at most {MAX_RANKS} falling numbers from {LEAST_RATE:g} on, with a sum of at most {1 - LEAST_RATE:g}"
+            limit = f"at most {MAX_RANKS} falling numbers from {LEAST_RATE:g} on, together {1 - LEAST_RATE:g} at most"
         if limit:
             raise ModelRefused(f"{model}: {key} is {given}, but must be {limit}", model=model)
         return replace(self, acceptance=values) if key == "acceptance" else replace(self, stretch=values[0])

@@ -96,7 +96,16 @@ def simulated(model: str) -> SimulatedModel:
     return found
 
 
-@pytest.mark.parametrize("preset", ["h100-8b", "h100-70b", "h100-1b@acceptance=0.8", "h100-1b@acceptance=0,stretch=4", "h100-600m@acceptance=0.7+0.1"])
+@pytest.mark.parametrize(
+    "preset",
+    [
+        "h100-8b",
+        "h100-70b",
+        "h100-1b@acceptance=0.8",
+        "h100-1b@acceptance=0,stretch=4",
+        "h100-600m@acceptance=0.7+0.1",
+    ],
+)
 def test_simulated_names_come_back(preset: str) -> None:
     """A name that went through a service means the same model, and is the embedded target to a tokenizer."""
     assert simulated(f"sim:{preset}").name == f"sim:{preset}"
@@ -134,8 +143,8 @@ def test_other_models_are_not_simulated() -> None:
         ("sim:h100-8b@stretch=1000.5", "stretch is 1000.5, but must be in [0.001, 1000]"),
         ("sim:h100-1b@acceptance=1.01", "acceptance is 1.01, but must be in [0, 1]"),
         ("sim:h100-1b@acceptance=0.5+1.01", "acceptance is 0.5+1.01, but must be in [0, 1]"),
-        ("sim:h100-1b@acceptance=0.4+0.5", "acceptance is 0.4+0.5, but must be at most 8 falling numbers from 0.001 on"),
-        ("sim:h100-1b@acceptance=0.9+0.1", "with a sum of at most 0.999"),
+        ("sim:h100-1b@acceptance=0.4+0.5", "is 0.4+0.5, but must be at most 8 falling numbers from 0.001 on"),
+        ("sim:h100-1b@acceptance=0.9+0.1", "together 0.999 at most"),
         ("sim:h100-1b@acceptance=0.9+0.0005", "but must be at most 8 falling numbers from 0.001 on"),
         ("sim:h100-1b@acceptance=0.9+", "has 'acceptance=0.9+' behind @"),
         ("sim:h100-1b@stretch=2+1", "stretch is 2+1, but must be one number"),
@@ -158,6 +167,8 @@ def test_wrong_simulated_names_are_refused(model: str, words: str) -> None:
         ("h100-8b", 8_030_261_248, 7_504_924_672, 131_072, 426_784),
         ("h100-70b", 70_553_706_496, 69_503_033_344, 327_680, 448_280),
         ("h100-1b", 1_235_814_400, 1_235_814_400, 32_768, 2_121_837),
+        # With the vocabulary that all of them have here.
+        ("h100-600m", 571_794_432, 571_794_432, 114_688, 617_818),
     ],
 )
 def test_presets_have_the_sizes_of_their_models(

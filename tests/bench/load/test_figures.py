@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench.common import AUTO, PLAIN, fixed
+from bench.common import AUTO, PLAIN, TREE, fixed
 from bench.load.driver import CLIENT, Block, Burst, Clocks, LoadAnswer
 from bench.load.report import plot, render
 from bench.load.summary import LoadFigures, percentile, summarize
@@ -53,6 +53,14 @@ def test_the_best_fixed_setting_may_be_plain() -> None:
     blocks = [block(PLAIN, 0, 4), block(fixed(2), 0, 2), block(AUTO, 0, 3)]
     assert figures(*blocks)[AUTO].over_best_fixed.median == pytest.approx(0.75)
     assert figures(*blocks, block(fixed(4), 0, 6))[AUTO].over_best_fixed.median == pytest.approx(0.5)
+
+
+def test_the_best_chain_is_no_tree() -> None:
+    """A tree that is the best fixed setting is held against the best of the others."""
+    blocks = [block(PLAIN, 0, 2), block(fixed(4), 0, 4), block(f"{TREE} of 8", 0, 6), block(AUTO, 0, 3)]
+    found = figures(*blocks)
+    assert found[f"{TREE} of 8"].over_best_chain.median == pytest.approx(1.5)
+    assert (found[AUTO].over_best_chain.median, found[AUTO].over_best_fixed.median) == (0.75, 0.5)
 
 
 def test_what_a_round_costs() -> None:
