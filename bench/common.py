@@ -155,12 +155,12 @@ def fixed(draft_count: int) -> str:
 
 
 def settings_of(
-    draft_counts: Iterable[int | None], drafters: Iterable[str] = ("",), tree_rows: Iterable[int] = ()
+    draft_counts: Iterable[int | None], drafters: Iterable[str] = ("",), trees: Iterable[tuple[int, int]] = ()
 ) -> dict[str, Speculation]:
     """Settings by their names: plain where K is 0, and auto where it is None, so that the gateway chooses.
 
     All but plain with each of the drafters; an empty one leaves that to the gateway too. Behind them trees of so many
-    rows, of the likeliest ones, whose shape is the drafter's.
+    rows, so deep at most, whose shape is otherwise the drafter's.
     """
     settings = {}
     for count, drafter in product(draft_counts, drafters):
@@ -170,9 +170,9 @@ def settings_of(
         settings[name] = Speculation(
             enabled=count != 0, draft_count=count or None, drafter=drafter if count != 0 else ""
         )
-    for count, drafter in product(tree_rows, drafters):
-        name = f"{TREE} of {count}" + (f", {drafter}" if drafter else "")
-        settings[name] = Speculation(draft_count=count, drafter=drafter, shape=TreeShape())
+    for (count, depth), drafter in product(trees, drafters):
+        name = f"{TREE} of {count}, {depth} deep" + (f", {drafter}" if drafter else "")
+        settings[name] = Speculation(draft_count=count, drafter=drafter, shape=TreeShape(max_depth=depth))
     return settings
 
 

@@ -61,8 +61,8 @@ class LoadPlan:
     """Draft tokens a round; 0 is plain decoding, and None leaves it to the gateway."""
     drafters: tuple[str, ...] = ("",)
     """Whose; an empty name leaves it to the gateway."""
-    tree_rows: tuple[int, ...] = ()
-    """Rows of trees that a draft grows, each a setting too."""
+    trees: tuple[tuple[int, int], ...] = ()
+    """Rows and most depth of trees that a draft grows, each a setting too."""
     temperatures: tuple[float, ...]
     tokens: int
     requests: int
@@ -74,7 +74,7 @@ class LoadPlan:
     @property
     def settings(self) -> dict[str, Speculation]:
         """All settings by their names."""
-        return settings_of(self.draft_counts, self.drafters, self.tree_rows)
+        return settings_of(self.draft_counts, self.drafters, self.trees)
 
 
 class Burst(NamedTuple):
