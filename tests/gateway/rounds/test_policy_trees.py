@@ -29,7 +29,8 @@ class Devices:
         self.noise = random.Random(7)
         self.now_us = 0.0
         self.policy = SpeculationPolicy()
-        self.asked: list[tuple[int, int]] = []
+        self.asked: list[tuple[TreeShape | None, int, int]] = []
+        """Of each plan with guesses the shape, the number of guesses and the room for them."""
 
     def run(self, tokens: int, count: int | None = None, shape: TreeShape | None = None) -> float:
         """Tokens a millisecond of requests of 256 tokens, with so many guesses a round or as the policy chooses."""
@@ -50,7 +51,7 @@ class Devices:
             plan = planner.plan(log, outstanding, DraftOutlook())
             drafted, ranks = self.draft(plan.draft_count, plan.shape, planner.room(log))
             if plan.draft_count:
-                self.asked.append((plan.shape.max_depth if plan.shape else 0, plan.draft_count))
+                self.asked.append((plan.shape, plan.draft_count, planner.room(log)))
             proposal = planner.complete(plan, drafted, Proposal())
             rows = proposal.tree.follow(ranks)
             # What was cut off is not kept.
@@ -70,7 +71,8 @@ class Devices:
         if not count:
             return Proposal(), []
         limits = Limits.of(shape, count, room) if shape is not None else Limits(count, min(count, room), 1)
-        growth, kinds, levels = Growth(limits), {}, 0
+        growth, levels = Growth(limits), 0
+        kinds: dict[int, list[float]] = {}
         while wanted := growth.frontier():
             levels += 1
             for number in wanted:
@@ -100,6 +102,8 @@ def test_auto_finds_the_best_tree(draft_us: float) -> None:
     devices = Devices(draft_us)
     devices.run(4000)
     chosen = devices.run(6000)
+    # The room limits how deep a tree is, and not how many rows it has.
+    assert any(count > room for shape, count, room in devices.asked if shape is not None)
     assert chosen >= 0.95 * max(fixed)
     assert chosen >= 1.2 * max(chains)
 
@@ -110,3 +114,12 @@ def test_trees_are_given_up_where_rows_are_dear() -> None:
     devices = Devices(600, row_us=630)
     devices.run(4000)
     assert devices.run(6000) >= 0.94 * max(chains)
+
+
+@pytest.mark.parametrize("shape", [TreeShape(max_depth=2), TreeShape(max_children=3), TreeShape(expansions=(3, 1))])
+def test_a_shape_that_a_request_names_is_asked_for(shape: TreeShape) -> None:
+    """As it is, whatever depth would be best; how many rows it has is still chosen."""
+    devices = Devices(600)
+    devices.run(2000, None, shape)
+    assert {each for each, _, _ in devices.asked} == {shape}
+    assert len({count for _, count, _ in devices.asked}) > 1
