@@ -26,13 +26,14 @@ from outrider.model_service.settings import MAX_THREADS, Dtype, available_cpus, 
 from outrider.parameters import SamplingParameters, SessionSpec
 from outrider.process.children import Supervisor
 from outrider.process.options import between, run_app
+from outrider.token_tree import TreeShape
 
 CPU_INFO = Path("/proc/cpuinfo")
 REPOSITORY = Path(__file__).resolve().parents[1]
 DISTRIBUTIONS = {"outrider", "torch", "numpy", "grpcio", "protobuf"}
 # Beginnings of fairy tales, written for tests and measurements; no text of the training corpus.
 OPENINGS = tuple(Path(__file__).with_name("openings.txt").read_text(encoding="utf-8").splitlines())
-PLAIN, AUTO = "plain", "auto"
+PLAIN, AUTO, TREE = "plain", "auto", "tree"
 RESAMPLES, COVERAGE = 2_000, 0.95
 
 N = TypeVar("N", int, float)
@@ -153,10 +154,13 @@ def fixed(draft_count: int) -> str:
     return f"K = {draft_count}"
 
 
-def settings_of(draft_counts: Iterable[int | None], drafters: Iterable[str] = ("",)) -> dict[str, Speculation]:
+def settings_of(
+    draft_counts: Iterable[int | None], drafters: Iterable[str] = ("",), trees: Iterable[tuple[int, int]] = ()
+) -> dict[str, Speculation]:
     """Settings by their names: plain where K is 0, and auto where it is None, so that the gateway chooses.
 
-    All but plain with each of the drafters; an empty one leaves that to the gateway too.
+    All but plain with each of the drafters; an empty one leaves that to the gateway too. Behind them trees of so many
+    rows, so deep at most, whose shape is otherwise the drafter's.
     """
     settings = {}
     for count, drafter in product(draft_counts, drafters):
@@ -166,6 +170,9 @@ def settings_of(draft_counts: Iterable[int | None], drafters: Iterable[str] = ("
         settings[name] = Speculation(
             enabled=count != 0, draft_count=count or None, drafter=drafter if count != 0 else ""
         )
+    for (count, depth), drafter in product(trees, drafters):
+        name = f"{TREE} of {count}, {depth} deep" + (f", {drafter}" if drafter else "")
+        settings[name] = Speculation(draft_count=count, drafter=drafter, shape=TreeShape(max_depth=depth))
     return settings
 
 

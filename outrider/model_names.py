@@ -4,13 +4,14 @@ A sized model is an embedded one inside a larger shape. Its name is `sized:PRESE
 `sized:draft-PRESET`, with `@SEED` behind it for other random numbers than those of seed 0.
 
 A simulated model computes no matrices: its forward takes as long as a stated law says, and its tokens come from a hash.
-Its name is `sim:PRESET`, with options behind it as in `sim:h100-1b@acceptance=0.8,stretch=4`. docs/simulation.md says
-what each number stands on.
+Its name is `sim:PRESET`, with options behind it as in `sim:h100-1b@acceptance=0.8+0.1,stretch=4`. docs/simulation.md
+says what each number stands on.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Self
 
@@ -117,8 +118,11 @@ SIM_PREFIX = "sim:"
 SIM_VOCAB_SIZE, SIM_CONTEXT_LEN, SIM_ITEM_BYTES = 128_256, 131_072, 2
 # The options behind a name, and what they may be.
 SIM_OPTIONS: Mapping[str, tuple[float, float]] = {"acceptance": (0.0, 1.0), "stretch": (0.001, 1000.0)}
+# Choices of a draft that are told apart, and the least probability of each, and of all that is behind them.
+MAX_RANKS, LEAST_RATE = 8, 0.001
 _SIM_NAME = re.compile(r"(?P<preset>[^@]*)(?:@(?P<options>.*))?", re.DOTALL)
-_SIM_OPTION = re.compile(r"(?P<key>[a-z]+)=(?P<value>[0-9]{1,9}(?:\.[0-9]{1,9})?)")
+_SIM_NUMBER = r"[0-9]{1,9}(?:\.[0-9]{1,9})?"
+_SIM_OPTION = re.compile(rf"(?P<key>[a-z]+)=(?P<value>{_SIM_NUMBER}(?:\+{_SIM_NUMBER})*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +165,9 @@ class SimulatedModel:
     preset: str
     device: Accelerator
     shape: Shape
-    acceptance: float = 1.0
-    """The probability that it names the token that the law of all simulated models names, position by position."""
+    acceptance: tuple[float, ...] = (1.0,)
+    """The probability that the token which the law of all simulated models names is its first choice, its second, and
+    so on, position by position."""
     stretch: float = 1.0
     """What all times are multiplied with."""
 
@@ -171,7 +176,7 @@ class SimulatedModel:
         """The name with the options that are not the preset's own."""
         own = SIM_PRESETS[self.preset]
         given = {key: getattr(self, key) for key in SIM_OPTIONS if getattr(self, key) != getattr(own, key)}
-        options = ",".join(f"{key}={value:.9f}".rstrip("0").rstrip(".") for key, value in given.items())
+        options = ",".join(f"{key}={_shown(value)}" for key, value in given.items())
         return f"{SIM_PREFIX}{self.preset}" + (f"@{options}" if options else "")
 
     @property
@@ -215,21 +220,40 @@ class SimulatedModel:
         if option is None or option["key"] not in SIM_OPTIONS:
             kinds = " and ".join(f"{key}=NUMBER" for key in SIM_OPTIONS)
             raise ModelRefused(f"{model} has {text!r} behind @; there may be {kinds}, separated by commas", model=model)
-        key, value = option["key"], float(option["value"])
+        key, given = option["key"], option["value"]
+        values = tuple(map(float, given.split("+")))
         low, high = SIM_OPTIONS[key]
-        if not low <= value <= high:
-            message = f"{model}: {key} is {option['value']}, but must be in [{low:g}, {high:g}]"
-            raise ModelRefused(message, model=model)
-        return replace(self, acceptance=value) if key == "acceptance" else replace(self, stretch=value)
+        limit = ""
+        if not all(low <= each <= high for each in values):
+            limit = f"in [{low:g}, {high:g}]"
+        elif key == "stretch" and len(values) > 1:
+            limit = "one number"
+        elif len(values) > 1 and not _are_ranks(values):
+            limit = f"at most {MAX_RANKS} falling numbers from {LEAST_RATE:g} on, together {1 - LEAST_RATE:g} at most"
+        if limit:
+            raise ModelRefused(f"{model}: {key} is {given}, but must be {limit}", model=model)
+        return replace(self, acceptance=values) if key == "acceptance" else replace(self, stretch=values[0])
 
 
-# Llama 3.1 8B, Llama 3.1 70B and, as a draft, Llama 3.2 1B, each alone on its device. The acceptance is assumed.
+def _are_ranks(rates: Sequence[float]) -> bool:
+    falls = all(one > two for one, two in pairwise(rates))
+    return falls and len(rates) <= MAX_RANKS and rates[-1] >= LEAST_RATE and sum(rates) <= 1 - LEAST_RATE
+
+
+def _shown(option: float | tuple[float, ...]) -> str:
+    values = option if isinstance(option, tuple) else (option,)
+    return "+".join(f"{value:.9f}".rstrip("0").rstrip(".") for value in values)
+
+
+# Llama 3.1 8B, Llama 3.1 70B and, as drafts, Llama 3.2 1B and Qwen 3 0.6B, each alone on its device. Acceptances are
+# assumed.
 SIM_PRESETS: Mapping[str, SimulatedModel] = {
     each.preset: each
     for each in (
         SimulatedModel("h100-8b", H100, PRESETS["target"]["8b"]),
         SimulatedModel("h100-70b", FOUR_H100, Shape(8192, 28672, 80, 64, 8, 128, tied_embeddings=False)),
-        SimulatedModel("h100-1b", H100, PRESETS["draft"]["1b"], acceptance=0.75),
+        SimulatedModel("h100-1b", H100, PRESETS["draft"]["1b"], acceptance=(0.78, 0.1, 0.04, 0.02, 0.012)),
+        SimulatedModel("h100-600m", H100, PRESETS["draft"]["600m"], acceptance=(0.68, 0.09, 0.04, 0.03, 0.01)),
     )
 }
 

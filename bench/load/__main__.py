@@ -5,6 +5,7 @@ can be compared, and their answers too. Prints a report, or one JSON object; `--
 """
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -42,6 +43,7 @@ from outrider.process.options import between, grouped, options_of, refuse_togeth
 from outrider.rpc.channels import check_address
 
 MOST_STREAMS, MOST_REQUESTS, MOST_TURNS = 4096, 1000, 1000
+MAX_TREE_ROWS, TREE_SIZE = 32, re.compile("(?P<rows>[0-9]{1,3})x(?P<depth>[0-9]{1,3})")
 MOST_ASKED = MOST_STREAMS * MOST_REQUESTS * MOST_TURNS
 # What the gateway may name, some by options that hold several values.
 NAMES = {
@@ -94,6 +96,13 @@ class LoadOptions:
             metavar="NAME,...",
         ),
     ] = ANY
+    trees: Annotated[
+        str,
+        typer.Option(
+            help="Trees that the draft grows, by rows and most depth, as in 16x4,31x5. Default: none.",
+            metavar="ROWSxDEPTH,...",
+        ),
+    ] = ""
     temperatures: Temperatures = "0,0.8"
     tokens: Annotated[int, counted(help="Tokens a request.", callback=between(8, INT32_MAX))] = 48
     requests: Annotated[
@@ -186,6 +195,7 @@ def plan_of(wanted: LoadOptions) -> LoadPlan:
         streams=parse_numbers("--streams", wanted.streams, int, 1, MOST_STREAMS),
         draft_counts=draft_counts,
         drafters=tuple("" if name == ANY else name for name in wanted.drafters.split(",")),
+        trees=parse_trees(wanted.trees),
         temperatures=parse_temperatures(wanted.temperatures),
         tokens=wanted.tokens,
         requests=wanted.requests,
@@ -193,6 +203,16 @@ def plan_of(wanted: LoadOptions) -> LoadPlan:
         connections=wanted.connections,
         seed=wanted.seed,
     )
+
+
+def parse_trees(text: str) -> tuple[tuple[int, int], ...]:
+    """Rows and depth of each tree, each once. Raises InvalidRequest."""
+    found = [TREE_SIZE.fullmatch(part) for part in text.split(",")] if text else []
+    sizes = [(int(each["rows"]), int(each["depth"])) for each in found if each]
+    if len(sizes) < len(found) or not all(1 <= depth <= rows <= MAX_TREE_ROWS for rows, depth in sizes):
+        limit = f"ROWSxDEPTH with commas between, rows in [1, {MAX_TREE_ROWS}] and depths in [1, rows]"
+        raise InvalidRequest("--trees", text, limit)
+    return tuple(dict.fromkeys(sizes))
 
 
 def metrics_of(wanted: LoadOptions) -> dict[str, str]:

@@ -26,7 +26,7 @@ from prometheus_client.samples import Sample
 
 from bench.common import OPENINGS, rotated, settings_of
 from outrider.cli.running import note
-from outrider.client import Round
+from outrider.client import Round, Speculation
 from outrider.client.calls import failure
 from outrider.client.events import event_from
 from outrider.client.requests import generate_request
@@ -61,6 +61,8 @@ class LoadPlan:
     """Draft tokens a round; 0 is plain decoding, and None leaves it to the gateway."""
     drafters: tuple[str, ...] = ("",)
     """Whose; an empty name leaves it to the gateway."""
+    trees: tuple[tuple[int, int], ...] = ()
+    """Rows and most depth of trees that a draft grows, each a setting too."""
     temperatures: tuple[float, ...]
     tokens: int
     requests: int
@@ -68,6 +70,11 @@ class LoadPlan:
     turns: int
     connections: int
     seed: int
+
+    @property
+    def settings(self) -> dict[str, Speculation]:
+        """All settings by their names."""
+        return settings_of(self.draft_counts, self.drafters, self.trees)
 
 
 class Burst(NamedTuple):
@@ -153,7 +160,7 @@ class Driver:
 
     async def run(self) -> list[Block]:
         """All blocks. Raises what the gateway answers, PeerLost where /metrics is not read, and NothingToMeasure."""
-        plan, settings, blocks = self.plan, list(settings_of(self.plan.draft_counts, self.plan.drafters)), []
+        plan, settings, blocks = self.plan, list(self.plan.settings), []
         samples = await asyncio.gather(*(scrape(place, MODEL) for place in self.metrics.values()))
         for process, found in zip(self.metrics, samples, strict=True):
             self.models.update((process, sample.labels["model_name"]) for sample in found)
@@ -239,7 +246,7 @@ class Driver:
                 "ignore_eos": True,
                 "temperature": temperature,
                 "seed": self.plan.seed + number,
-                "speculation": settings_of(self.plan.draft_counts, self.plan.drafters)[setting],
+                "speculation": self.plan.settings[setting],
             },
         )
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from bench.common import AUTO, PLAIN, Spread, interval, spread
+from bench.common import AUTO, PLAIN, TREE, Spread, interval, spread
 from bench.load.driver import CLIENT, Block, Clocks
 
 
@@ -24,6 +24,8 @@ class LoadFigures:
     over_plain: Spread
     over_best_fixed: Spread
     """Tokens/s over those of the fastest setting but auto."""
+    over_best_chain: Spread
+    """The same without trees."""
     rounds_per_s: Spread
     tokens_per_round: float
     drafted_per_round: float
@@ -86,13 +88,18 @@ def summarize(blocks: Sequence[Block]) -> list[LoadFigures]:
             if (block.temperature, block.streams) == load:
                 settings.setdefault(block.setting, []).append(block)
         fixed = [name for name in settings if not name.startswith(AUTO)]
-        best = max(fixed, key=lambda name: spread(each.tokens_per_s for each in settings[name]).median)
-        found += [figures_of(each, settings[PLAIN], settings[best]) for each in settings.values()]
+        medians = {name: spread(each.tokens_per_s for each in settings[name]).median for name in fixed}
+        best = max(fixed, key=medians.__getitem__)
+        chain = max((name for name in fixed if not name.startswith(TREE)), key=medians.__getitem__)
+        bases = settings[PLAIN], settings[best], settings[chain]
+        found += [figures_of(each, *bases) for each in settings.values()]
     return found
 
 
-def figures_of(blocks: Sequence[Block], plain: Sequence[Block], best: Sequence[Block]) -> LoadFigures:
-    """Figures of one setting; `plain` and `best` are what it is compared with. Raises ValueError about no blocks."""
+def figures_of(
+    blocks: Sequence[Block], plain: Sequence[Block], best: Sequence[Block], chain: Sequence[Block]
+) -> LoadFigures:
+    """Figures of one setting, the others are what it is compared with. Raises ValueError about no blocks."""
     bursts = [burst for block in blocks for burst in block.bursts]
     seconds, evaluated = sum(block.seconds for block in blocks), sum(burst.evaluated for burst in bursts)
     gaps_s = [gap_s for block in blocks for gap_s in block.gaps_s]
@@ -105,6 +112,7 @@ def figures_of(blocks: Sequence[Block], plain: Sequence[Block], best: Sequence[B
         tokens_per_s=spread(each.tokens_per_s for each in blocks),
         over_plain=ratios(blocks, plain, lambda block: block.tokens_per_s),
         over_best_fixed=ratios(blocks, best, lambda block: block.tokens_per_s),
+        over_best_chain=ratios(blocks, chain, lambda block: block.tokens_per_s),
         rounds_per_s=spread(len(each.bursts) / each.seconds for each in blocks),
         tokens_per_round=sum(burst.tokens for burst in bursts) / len(bursts),
         drafted_per_round=sum(burst.drafted for burst in bursts) / len(bursts),

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from functools import cache
 from statistics import median
 
+from outrider.token_tree import TokenTree
+
 NUM_SEEDS = 3  # samples of which the median begins an estimate
 OUTLIER = 4.0  # a sample counts as so many times what was expected at most
 MAX_DRAFT_COUNT = 8  # guesses of a chain
@@ -226,21 +228,39 @@ class AcceptanceRates:
 
 
 class TreeGains:
-    """What the best rows of trees bring: the values that a drafter promises, corrected by how many it keeps of them."""
+    """What the best rows of trees bring, by their number and how deep they may lie: the values that a drafter promises,
+    corrected by how many it keeps of them.
+    """
 
     def __init__(self) -> None:
-        # Of the n most valuable rows the mean sum of values; drawn towards that of a chain at first.
-        self._sums = [sum(FIRST_RATE**depth for depth in range(1, count + 1)) for count in range(MAX_TREE_ROWS + 1)]
-        self._weight = FIRST_WEIGHT
+        # By depth and number of rows the mean sum of values; drawn towards that of a chain at first.
+        self._sums = [
+            [sum(FIRST_RATE**step for step in range(1, min(count, depth) + 1)) for count in range(MAX_TREE_ROWS + 1)]
+            for depth in range(MAX_DRAFT_COUNT + 1)
+        ]
+        self._weights = [[FIRST_WEIGHT] * (MAX_TREE_ROWS + 1) for _ in self._sums]
         self._promised = self._kept = FIRST_WEIGHT * FIRST_RATE
+        self.num_promises = 0
 
-    def promise(self, values: Sequence[float]) -> None:
-        """Adds the values of a proposal; behind its last row nothing more was to be had."""
-        self._weight = min(self._weight + 1, 50.0)
-        total, ranked = 0.0, sorted(values, reverse=True)
-        for count in range(1, MAX_TREE_ROWS + 1):
-            total += ranked[count - 1] if count <= len(ranked) else 0.0
-            self._sums[count] += (total - self._sums[count]) / self._weight
+    def promise(self, tree: TokenTree, count: int, max_depth: int) -> None:
+        """Adds a proposal with values, of which so many rows were wanted, so deep at most.
+
+        Nothing more was to be had within these limits. Beyond them nothing is known, and it is no less than within.
+        """
+        self.num_promises += 1
+        count, max_depth = min(count, MAX_TREE_ROWS), min(max_depth, MAX_DRAFT_COUNT)
+        ranked = sorted(zip(tree.values, tree.depths[1:], strict=True), reverse=True)
+        for depth in range(1, max_depth + 1):
+            sums, weights, total = self._sums[depth], self._weights[depth], 0.0
+            values = [value for value, own_depth in ranked if own_depth <= depth]
+            for number in range(1, count + 1):
+                total += values[number - 1] if number <= len(values) else 0.0
+                weights[number] = min(weights[number] + 1, 50.0)
+                sums[number] += (total - sums[number]) / weights[number]
+            sums[count + 1 :] = [max(each, sums[count]) for each in sums[count + 1 :]]
+        within = self._sums[max_depth]
+        for deeper in self._sums[max_depth + 1 :]:
+            deeper[:] = map(max, deeper, within)
 
     def observe(self, values: Sequence[float], accepted_count: int) -> None:
         """Adds a tree that was verified, and how many of its rows were kept."""
@@ -252,6 +272,6 @@ class TreeGains:
         """What is kept of what is promised."""
         return self._kept / self._promised
 
-    def tokens(self) -> list[float]:
-        """Tokens that a round with the best n rows of a tree is expected to commit, for n in [0, MAX_TREE_ROWS]."""
-        return [1.0 + self.correction * each for each in self._sums]
+    def at(self, count: int, depth: int = MAX_DRAFT_COUNT) -> float:
+        """Tokens that a round with the best `count` rows up to a depth is expected to commit."""
+        return 1.0 + self.correction * self._sums[depth][count]

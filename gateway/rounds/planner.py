@@ -134,7 +134,8 @@ class RoundPlanner:
         past_context = draft.context_len is not None and len(log) + 1 > draft.context_len
         obstacle = FallbackReason.DRAFT_CONTEXT if past_context else draft.obstacle
         ready = not (is_first or (not own and (outstanding or obstacle)))
-        choice = self._next or self._choose(limit, ready=ready)
+        # The room is how deep guesses may lie, and a tree may have more of them.
+        choice = self._next or self._choose(min(limit, 1) * self._max_draft_count, ready=ready)
         self._next, self._unasked = None, outstanding > 0
         if choice.draft_count == 0 or limit == 0:
             return self._plain(choice.plain_budget)
@@ -155,7 +156,7 @@ class RoundPlanner:
             parts = [self._policy.valued(each) for each in (*(drafted.parts or (drafted,)), found)]
             proposal = replace(merged(parts, rule, self._max_draft_count), drafter=self._remote or LOOKUP)
         if proposal.tree.values and proposal.drafter != LOOKUP:
-            self._policy.saw(proposal, plan.draft_count)
+            self._policy.saw(proposal, plan.draft_count, plan.shape.max_depth if plan.shape else 0)
             if self._draft_count is None and not rule.needs_distributions:
                 proposal = cut(proposal, self._policy.cut_count(proposal))
         return plan.explain(proposal)
@@ -194,6 +195,9 @@ class RoundPlanner:
             self._next = replace(choice, rounds=choice.rounds - 1)
         room = self.room(log) if draft.context_len is None else min(self.room(log), draft.context_len - len(log))
         shape = self._drafting.shape or (TreeShape() if choice.drafter.endswith(TREE) and self._grows_trees else None)
+        if shape == TreeShape():
+            # How deep a tree should be depends on what a forward of the draft costs, which only the policy knows.
+            shape = TreeShape(max_depth=choice.depth)
         count = min(choice.draft_count, self._max_draft_count, draft.max_draft_count or choice.draft_count)
         # A tree is limited in depth by the room, and its drafter sees to that.
         count = min(count, room) if shape is None else count

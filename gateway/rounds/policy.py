@@ -17,11 +17,21 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 
-from gateway.rounds.estimates import MAX_DRAFT_COUNT, AcceptanceRates, Average, ByLoad, RowTable, TreeGains
+from gateway.rounds.estimates import (
+    MAX_DRAFT_COUNT,
+    MAX_TREE_ROWS,
+    AcceptanceRates,
+    Average,
+    ByLoad,
+    RowTable,
+    TreeGains,
+)
 from gateway.rounds.round import LOOKUP, Proposal, Round
 
 TREE = " tree"  # behind a drafter's name, for the trees that it makes
 FIRST_GUESS = 4  # before anything is known
+FIRST_TREE = (16, 4)  # the same for a tree: rows, and how deep they may lie
+LOOK_AHEAD_ROUNDS = 16  # trees between two that are larger and deeper than what is best as far as is known
 PLAIN_PROBE_ROUNDS = 64  # speculative rounds between two looks at what plain decoding costs
 PROBE_COST = 0.005  # share of the time that probes, which look for a faster draft, may cost
 PROBE_TOKENS = (32, 2048)  # minimum of plain tokens between two probes, and maximum for each session
@@ -56,6 +66,8 @@ class DrafterEstimates:
         self.acceptance = AcceptanceRates()
         self.gains = None if is_chain else TreeGains()
         self.levels = RowTable()  # by the guesses of a tree that were asked for, the forwards that they took
+        self.has_depths = False  # whether trees are asked for with a depth, which then is their forwards
+        self.depths: dict[int, int] = {}  # the best one by the guesses that are asked for
         self.width = Average()  # rows of a session in each
         self.step_us = RowTable(verify_us)
         self.overhead_us = ByLoad()  # of a round, beside both computations
@@ -63,7 +75,8 @@ class DrafterEstimates:
         # where two groups take turns, of which one drafts while the other is verified.
         self.share = ByLoad()
         # By K, what rounds have cost in fact when most sessions had some: how groups form cannot be foretold.
-        self.round_us: defaultdict[int, ByLoad] = defaultdict(ByLoad)
+        # Of trees by the forwards that made them too.
+        self.round_us: defaultdict[tuple[int, int], ByLoad] = defaultdict(ByLoad)
         self.is_unasked = False  # its rounds come without a message from here, but for the first of a stretch
         self.explorer: SessionEstimates | None = None  # that finds out what it costs
         self.num_asked = 0  # sessions that were to find out what it costs
@@ -84,7 +97,10 @@ class DrafterEstimates:
 
     def tokens(self, own: AcceptanceRates | None = None) -> list[float]:
         """Tokens that a round with K guesses is expected to commit, by K; `own` are the rates of one session."""
-        return (own or self.acceptance).tokens() if self.gains is None else self.gains.tokens()
+        if self.gains is None:
+            return (own or self.acceptance).tokens()
+        depths = (self.depths.get(count, MAX_DRAFT_COUNT) for count in range(MAX_TREE_ROWS + 1))
+        return [self.gains.at(count, depth) for count, depth in enumerate(depths)]
 
     def judge(self, costs: Mapping[int, float]) -> None:
         """Looks whether guesses are worth it at the present costs of K; where not, the next time begins with one."""
@@ -97,12 +113,16 @@ class DrafterEstimates:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How to go on: K, whose guesses, for how many rounds, and for K = 0 how many tokens may be committed unasked."""
+    """How to go on: K, whose guesses, for how many rounds, and for K = 0 how many tokens may be committed unasked.
+
+    `depth` is how deep the rows of a tree may lie.
+    """
 
     draft_count: int
     plain_budget: int = 0
     rounds: int = 1
     drafter: str = ""
+    depth: int = 0
 
 
 class SessionEstimates:
@@ -256,7 +276,8 @@ class SpeculationPolicy:
             own_rows = self._num_drafting * draft_count + num_sessions
             share = rows * num_sessions / (own_rows * self._load)
             count = min(draft_count, estimates.counts[-1])
-            estimates.round_us[count].add(self._load, max(committed.round_us, 1), self._num_rounds)
+            levels = 0 if estimates.gains is None else proposal.forward_count
+            estimates.round_us[count, levels].add(self._load, max(committed.round_us, 1), self._num_rounds)
             estimates.share.add(self._load, min(max(share, LEAST_SHARE), 1.0))
 
     def choose(self, limit: int, session: SessionEstimates | None = None, *, ready: bool = True) -> Choice:
@@ -279,21 +300,24 @@ class SpeculationPolicy:
             self._estimates(unknown).explorer = session
         if unknown is not None or not known:
             plain = Choice(0, SHORT_BUDGET if drafters else PLAIN_BUDGET)
-            return plain if unknown is None else Choice(min(FIRST_GUESS, most), drafter=unknown)
+            if unknown is None:
+                return plain
+            count, depth = (FIRST_GUESS, 0) if self._estimates(unknown).gains is None else FIRST_TREE
+            return Choice(min(count, most), drafter=unknown, depth=depth)
         worths = {drafter: self._best(drafter, most, session) for drafter in known}
         drafter = max(known, key=lambda each: worths[each][0])
         others = [each for each in known if each != drafter]
         if others and ready and self._rounds_since_other >= OTHER_PROBE_ROUNDS * self._load:
             self._rounds_since_other = 0
             other = others[self._num_rounds % len(others)]
-            return Choice(worths[other][1], rounds=PROBE_ROUNDS, drafter=other)
+            return self._asked(other, worths[other][1], most, rounds=PROBE_ROUNDS)
         estimates, (speed, best) = self._estimates(drafter), worths[drafter]
         if not estimates.is_worth:
-            return self._plain_or_probe(drafter, best, ready=ready)
-        return self._draft_or_plain(drafter, best, speed, session, ready=ready)
+            return self._plain_or_probe(drafter, best, most, ready=ready)
+        return self._draft_or_plain(drafter, self._asked(drafter, best, most), speed, session, ready=ready)
 
     def _draft_or_plain(
-        self, drafter: str, best: int, speed: float, session: SessionEstimates | None, *, ready: bool
+        self, drafter: str, best: Choice, speed: float, session: SessionEstimates | None, *, ready: bool
     ) -> Choice:
         """Guesses, while they are worth it; now and then some plain tokens that tell what these cost."""
         estimates = self._estimates(drafter)
@@ -301,9 +325,22 @@ class SpeculationPolicy:
         if not may_draft or speed * self._costs_of(drafter)[0] <= 1:
             return Choice(0, SHORT_BUDGET)
         if not ready or self._rounds_without_plain < PLAIN_PROBE_ROUNDS * self._load:
-            return Choice(best, drafter=drafter)
+            return best
         self._rounds_without_plain = 0
         return Choice(0, 2)  # the unasked tokens are what measures plain decoding
+
+    def _asked(self, drafter: str, best: int, most: int, rounds: int = 1) -> Choice:
+        """The best K of a drafter; of its trees now and then, and when they are probed, a larger and deeper one.
+
+        A tree says what all smaller ones would have brought, and nothing of larger ones.
+        """
+        estimates = self._estimates(drafter)
+        if estimates.gains is None:
+            return Choice(best, rounds=rounds, drafter=drafter)
+        depth = estimates.depths.get(best, FIRST_TREE[1])
+        if rounds > 1 or estimates.gains.num_promises % LOOK_AHEAD_ROUNDS == 0:
+            best, depth = min(2 * best, most), min(depth + 1, MAX_DRAFT_COUNT)
+        return Choice(best, rounds=rounds, drafter=drafter, depth=depth)
 
     def _unknown(self, drafters: Sequence[str], session: SessionEstimates | None) -> str | None:
         """A drafter of which nothing is known, for this session to find out; the others need not pay for it."""
@@ -369,17 +406,21 @@ class SpeculationPolicy:
         values = tuple(reached[min(depth, MAX_DRAFT_COUNT) - 1] for depth in tree.depths[1:])
         return replace(proposal, tree=replace(tree, values=values))
 
-    def saw(self, proposal: Proposal, asked_count: int) -> None:
-        """Learns from a tree as it came, before any of its rows were left out; the draft was asked for so many."""
+    def saw(self, proposal: Proposal, asked_count: int, max_depth: int = 0) -> None:
+        """Learns from a tree as it came, before any of its rows were left out; the draft was asked for so many.
+
+        max_depth is how deep they might lie, 0 where that was left to the draft.
+        """
         estimates = self._estimates(estimates_key(proposal))
         if estimates.gains is not None and proposal.tree:
-            estimates.gains.promise(proposal.tree.values)
+            estimates.gains.promise(proposal.tree, asked_count, max_depth or MAX_DRAFT_COUNT)
             estimates.levels.add(asked_count, max(proposal.forward_count, 1))
+            estimates.has_depths = estimates.has_depths or max_depth > 0
 
     def _known(self, session: SessionEstimates) -> list[str]:
         return [drafter for drafter in session.drafters if self._estimates(drafter).step_us.known]
 
-    def _plain_or_probe(self, drafter: str, best: int, *, ready: bool) -> Choice:
+    def _plain_or_probe(self, drafter: str, best: int, most: int, *, ready: bool) -> Choice:
         """Plain decoding, while guesses are not worth it; now and then some rounds that look whether they are."""
         minimum, maximum = PROBE_TOKENS
         if self._plain_tokens < minimum or (self._plain_tokens < maximum * self._load and self._lost_us > 0):
@@ -387,7 +428,7 @@ class SpeculationPolicy:
         if ready:
             self._plain_tokens = 0
             self._estimates(drafter).step_us.renew()
-        return Choice(best, rounds=PROBE_ROUNDS, drafter=drafter)
+        return self._asked(drafter, best, most, rounds=PROBE_ROUNDS)
 
     @property
     def best_count(self) -> int:
@@ -399,8 +440,8 @@ class SpeculationPolicy:
 
     def speed(self, draft_count: int, drafter: str = "") -> float:
         """Tokens per microsecond that K draft tokens a round are expected to bring to each session."""
-        tokens = self._estimates(drafter).tokens()
-        return tokens[draft_count] / self.cost_us(draft_count, drafter)
+        cost_us = self.cost_us(draft_count, drafter)
+        return self._estimates(drafter).tokens()[draft_count] / cost_us
 
     def cost_us(self, draft_count: int, drafter: str = "") -> float:
         """Expected microseconds of a round with K draft tokens, if all sessions had such rounds at the present load.
@@ -413,18 +454,33 @@ class SpeculationPolicy:
             return max(self._verify_us.at(load) + self._plain_overhead_us.at(load), 1.0)
         estimates = self._estimates(drafter)
         share = estimates.share.at(load, 1.0) if load > 1 else 1.0
-        num_steps, width = float(draft_count), 1.0
-        if estimates.gains is not None:
-            num_steps, width = estimates.levels.at(draft_count) or num_steps, max(1.0, estimates.width.mean)
-        draft_us = num_steps * estimates.step_us.at(max(width, share * load * width))
+        width = 1.0 if estimates.gains is None else max(1.0, estimates.width.mean)
+        step_us = estimates.step_us.at(max(width, share * load * width))
         verify_us = self._shared_us(estimates, draft_count)
+        num_steps, levels = float(draft_count), 0
+        if estimates.gains is not None:
+            fixed_us = max(verify_us + estimates.overhead_us.at(load), 1.0)
+            levels = self._best_depth(estimates, draft_count, step_us, fixed_us)
+            num_steps = levels or estimates.levels.at(draft_count) or num_steps
+        draft_us = num_steps * step_us
         # Groups are of unequal size, and most answers come from the larger ones.
         num_groups = 1 if share > ONE_GROUP else 2
         model_us = max(draft_us + verify_us + estimates.overhead_us.at(load), num_groups * verify_us, 1.0)
         if estimates.is_unasked:
             # How long such a round took here says nothing, because its verdict may have waited for its reader.
             return model_us
-        return estimates.round_us[draft_count].blend(load, model_us, self._num_rounds)
+        return estimates.round_us[draft_count, levels].blend(load, model_us, self._num_rounds)
+
+    @staticmethod
+    def _best_depth(estimates: DrafterEstimates, draft_count: int, step_us: float, fixed_us: float) -> int:
+        """The best depth of trees of so many rows, which is kept; 0 where it is not chosen here."""
+        if estimates.gains is None or not estimates.has_depths:
+            return 0
+        gains = estimates.gains
+        depths = range(1, MAX_DRAFT_COUNT + 1)
+        best = max(depths, key=lambda depth: gains.at(draft_count, depth) / (fixed_us + depth * step_us))
+        estimates.depths[draft_count] = best
+        return best
 
     def _shared_us(self, estimates: DrafterEstimates, draft_count: int) -> float:
         """Cost of the target's forward when all sessions have so many guesses."""

@@ -46,6 +46,22 @@ async def test_the_draft_is_accepted_as_often_as_its_name_says(rule: str, accept
     assert abs(kept - acceptance * looked_at) <= 5 * (looked_at * acceptance * (1 - acceptance)) ** 0.5
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+async def test_a_tree_keeps_more_than_a_chain_as_deep(temperature: float) -> None:
+    """And both, like whatever the gateway chooses, say what plain decoding says."""
+    async with running_stack(*PAIR, gateway=PATIENT) as stack:
+        # By the draft alone, because a lookup would find the answers before.
+        fields = {"temperature": temperature, "max_tokens": 64, "drafters": ["model"]}
+        plain = await answers(stack, PROMPTS, temperature=temperature, max_tokens=64, draft_count=0)
+        chains = await answers(stack, PROMPTS, draft_count=4, **fields)
+        trees = await answers(stack, PROMPTS, draft_count=24, shape=types_pb2.TreeShape(max_depth=4), **fields)
+        chosen = await answers(stack, PROMPTS, draft_count=None, **fields)
+    assert token_ids(plain) == token_ids(chains) == token_ids(trees) == token_ids(chosen)
+    num_rounds = [sum(len(each.rounds) for each in some) for some in (chains, trees)]
+    # At temperature 0 it should be 4.2 tokens a round for 3.2; the first rounds teach the tree's scale.
+    assert num_rounds[0] > 1.1 * num_rounds[1]
+
+
 async def test_blocks_prefixes_and_preemption_are_the_real_ones() -> None:
     """With a pool that holds a few streams at a time, and prompts that begin alike, not one token differs."""
     prompts = [OPENINGS[0] * 6 + opening for opening in PROMPTS]

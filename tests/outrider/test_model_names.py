@@ -96,7 +96,16 @@ def simulated(model: str) -> SimulatedModel:
     return found
 
 
-@pytest.mark.parametrize("preset", ["h100-8b", "h100-70b", "h100-1b@acceptance=0.8", "h100-1b@acceptance=0,stretch=4"])
+@pytest.mark.parametrize(
+    "preset",
+    [
+        "h100-8b",
+        "h100-70b",
+        "h100-1b@acceptance=0.8",
+        "h100-1b@acceptance=0,stretch=4",
+        "h100-600m@acceptance=0.7+0.1",
+    ],
+)
 def test_simulated_names_come_back(preset: str) -> None:
     """A name that went through a service means the same model, and is the embedded target to a tokenizer."""
     assert simulated(f"sim:{preset}").name == f"sim:{preset}"
@@ -106,10 +115,10 @@ def test_simulated_names_come_back(preset: str) -> None:
 
 def test_what_a_preset_has_anyway_is_not_in_the_name() -> None:
     """So that two names of one model are one name, however its numbers are written."""
-    assert simulated("sim:h100-1b@stretch=1.0,acceptance=0.75").name == SIM_DRAFT
+    assert simulated("sim:h100-1b@stretch=1.0,acceptance=0.78+0.10+0.04+0.02+0.012").name == SIM_DRAFT
     assert simulated("sim:h100-8b@stretch=0.50").name == "sim:h100-8b@stretch=0.5"
     assert simulated("sim:h100-8b@stretch=100").name == "sim:h100-8b@stretch=100"
-    assert simulated("sim:h100-1b@acceptance=0.123456789").acceptance == 0.123456789
+    assert simulated("sim:h100-1b@acceptance=0.123456789").acceptance == (0.123456789,)
     assert simulated("sim:h100-1b@acceptance=0.123456789").name == "sim:h100-1b@acceptance=0.123456789"
 
 
@@ -122,8 +131,8 @@ def test_other_models_are_not_simulated() -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("sim:", "is no simulated model; there are sim:h100-8b, sim:h100-70b, sim:h100-1b"),
-        ("sim:h100-7b", "is no simulated model; there are sim:h100-8b, sim:h100-70b, sim:h100-1b"),
+        ("sim:", "is no simulated model; there are sim:h100-8b, sim:h100-70b, sim:h100-1b, sim:h100-600m"),
+        ("sim:h100-7b", "is no simulated model; there are sim:h100-8b, sim:h100-70b, sim:h100-1b, sim:h100-600m"),
         ("sim:h100-8b/x@stretch=2", "is no simulated model"),
         ("sim:h100-8b@", "has '' behind @; there may be acceptance=NUMBER and stretch=NUMBER, separated by commas"),
         ("sim:h100-8b@stretch=2,", "has '' behind @"),
@@ -133,6 +142,12 @@ def test_other_models_are_not_simulated() -> None:
         ("sim:h100-8b@stretch=0", "stretch is 0, but must be in [0.001, 1000]"),
         ("sim:h100-8b@stretch=1000.5", "stretch is 1000.5, but must be in [0.001, 1000]"),
         ("sim:h100-1b@acceptance=1.01", "acceptance is 1.01, but must be in [0, 1]"),
+        ("sim:h100-1b@acceptance=0.5+1.01", "acceptance is 0.5+1.01, but must be in [0, 1]"),
+        ("sim:h100-1b@acceptance=0.4+0.5", "is 0.4+0.5, but must be at most 8 falling numbers from 0.001 on"),
+        ("sim:h100-1b@acceptance=0.9+0.1", "together 0.999 at most"),
+        ("sim:h100-1b@acceptance=0.9+0.0005", "but must be at most 8 falling numbers from 0.001 on"),
+        ("sim:h100-1b@acceptance=0.9+", "has 'acceptance=0.9+' behind @"),
+        ("sim:h100-1b@stretch=2+1", "stretch is 2+1, but must be one number"),
     ],
 )
 def test_wrong_simulated_names_are_refused(model: str, words: str) -> None:
@@ -152,6 +167,8 @@ def test_wrong_simulated_names_are_refused(model: str, words: str) -> None:
         ("h100-8b", 8_030_261_248, 7_504_924_672, 131_072, 426_784),
         ("h100-70b", 70_553_706_496, 69_503_033_344, 327_680, 448_280),
         ("h100-1b", 1_235_814_400, 1_235_814_400, 32_768, 2_121_837),
+        # With the vocabulary that all of them have here.
+        ("h100-600m", 571_794_432, 571_794_432, 114_688, 617_818),
     ],
 )
 def test_presets_have_the_sizes_of_their_models(

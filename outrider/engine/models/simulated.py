@@ -2,8 +2,8 @@
 
 The next token of a row is a hash of its position and of the last tokens that it sees, read from the paged cache by the
 row's own list of slots. So a row has the same logits whoever shares its forward and however its prompt was cut, and
-other ones if a block were lost or mixed up. A draft names the same token where another hash of the same context, as a
-uniform, is below its acceptance, and elsewhere another one.
+other ones if a block were lost or mixed up. Other hashes of the same context say which choice of a draft that token is,
+and how sure the draft may be: half of all contexts are easy ones, where it errs less often, and says so.
 """
 
 import hashlib
@@ -33,6 +33,11 @@ WINDOW = 8
 WEIGHTS: Words = numpy_hash_words(np.zeros(1, dtype=np.uint64), 1 + WINDOW)[0] | np.uint64(1)
 # Above the others by more than all noise (36.8 to -3.7) at a temperature of 2, so that every seed draws it.
 PEAK = 100.0
+# Of a draft with choices: its logits are so many times the logarithms of their chances, so that noise of temperatures
+# up to 1 changes few first choices, and a tree's scale is within what outrider.drafters.scales fits.
+SHARPNESS = 2.0
+# How much less a draft errs in easy contexts, and how much more in the others, as a share of its errors. Assumed.
+SPREAD = 0.8
 # What a wake-up that came late takes off the next wait, at most: more is a host that has too much to do.
 MAX_CREDIT_S = 0.00025
 
@@ -92,7 +97,13 @@ class SimulatedDecoder:
         self.weights: Sequence[Tensor] = (torch.empty(model.parameter_count, dtype=torch.bfloat16, device="meta"),)
         # No answer ends by itself, unless its end is asked for.
         self._ordinary = np.setdiff1d(np.arange(config.vocab_size), list(config.eos_token_ids))
-        # Zero but for one peak a row, which the next forward takes away: to zero all of it would cost more.
+        # [2, ranks]: in easy contexts and in the others.
+        rates = np.array([rates_of(model.acceptance, is_easy=is_easy) for is_easy in (True, False)])
+        self._reached = rates.cumsum(axis=1)
+        each_other = (1 - rates.sum(axis=1, keepdims=True)) / (len(self._ordinary) - rates.shape[1])
+        has_choices = rates.shape[1] > 1
+        self._heights = SHARPNESS * np.log(rates / each_other) if has_choices else np.full_like(rates, PEAK)
+        # Zero but for the peaks of each row, which the next forward takes away: to zero all of it would cost more.
         self._logits = torch.zeros(0, config.vocab_size)
         self._peaks = torch.empty(0, dtype=torch.int64)
         self._started_s = self._step_s = self._credit_s = 0.0
@@ -104,15 +115,18 @@ class SimulatedDecoder:
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
         """As a Decoder does; the logits hold until the next forward."""
         self._started_s = time.perf_counter()
-        self._step_s = self.model.step_s(plan.num_rows, len(plan.key_slots), int(plan.key_counts.sum()))
         stored = cache.keys[0].view(-1)
+        # The leaves of a tree list the same prefix, and it is read once.
+        is_read = np.zeros(len(stored), dtype=bool)
+        is_read[plan.key_slots.numpy()] = True
+        num_keys = int(np.count_nonzero(is_read))
+        self._step_s = self.model.step_s(plan.num_rows, num_keys, int(plan.key_counts.sum()))
         stored[plan.slots] = plan.token_ids.float()
         cache.values[0].view(-1)[plan.slots] = plan.positions.float()
         behind = torch.minimum(torch.arange(WINDOW)[None], plan.key_counts[wanted, None] - 1)
         places = (plan.key_starts + plan.key_counts - 1)[wanted, None] - behind
         seen = stored[plan.key_slots[places].long()].numpy().astype(np.uint64)
-        token_ids = torch.from_numpy(self.next_ids(plan.positions[wanted].numpy(), seen))
-        return self._peaked(token_ids)
+        return self._peaked(*self.choices(plan.positions[wanted].numpy(), seen))
 
     def wait(self) -> float:
         """Waits for the end of the forward's time, and returns that time in seconds.
@@ -126,21 +140,45 @@ class SimulatedDecoder:
             self._credit_s = min(time.perf_counter() - ends_s, MAX_CREDIT_S)
         return self._step_s
 
-    def next_ids(self, positions: NDArray[np.int64], seen: Words) -> NDArray[np.int64]:
-        """Token ids [R] behind rows at these positions that see these tokens [R, WINDOW], their own first."""
-        keys = positions.astype(np.uint64) * WEIGHTS[0] + (seen * WEIGHTS[1:]).sum(axis=1, dtype=np.uint64)
-        words, count = numpy_hash_words(keys, 3), len(self._ordinary)
-        chosen = words[:, 0] % np.uint64(count)
-        differs = (words[:, 1] >> np.uint64(UNIFORM_SHIFT)).astype(np.float64) * UNIFORM_STEP >= self.model.acceptance
-        other = (chosen + np.uint64(1) + words[:, 2] % np.uint64(count - 1)) % np.uint64(count)
-        return self._ordinary[np.where(differs, other, chosen)]
+    def choices(self, positions: NDArray[np.int64], seen: Words) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Its choices, the first one first, and their logits, both [R, ranks]; all other tokens' logits are 0.
 
-    def _peaked(self, token_ids: Tensor) -> Tensor:
-        """Logits [R, V] of which each row is PEAK at its token and 0 elsewhere."""
+        Rows are at these positions and see these tokens [R, WINDOW], their own first.
+        """
+        keys = positions.astype(np.uint64) * WEIGHTS[0] + (seen * WEIGHTS[1:]).sum(axis=1, dtype=np.uint64)
+        words, count = numpy_hash_words(keys, 4), len(self._ordinary)
+        named = (words[:, :1] % np.uint64(count)).astype(np.int64)
+        uniforms = (words[:, 1:2] >> np.uint64(UNIFORM_SHIFT)).astype(np.float64) * UNIFORM_STEP
+        # The kind of context: 0 is an easy one.
+        kinds = words[:, 3] >> np.uint64(63)
+        # Of the token that is named; behind all choices it is none of them.
+        rank = (uniforms >= self._reached[kinds]).sum(axis=1, keepdims=True)
+        places = np.arange(self._reached.shape[1])
+        steps = (words[:, 2:3] % np.uint64(count - 1)).astype(np.int64) + places - (places > rank)
+        others = (named + 1 + steps % (count - 1)) % count
+        return self._ordinary[np.where(places == rank, named, others)], self._heights[kinds]
+
+    def _peaked(self, token_ids: NDArray[np.int64], heights: NDArray[np.float64]) -> Tensor:
+        """Logits [R, V] of which each row has these heights at its tokens, and 0 elsewhere."""
         num_rows = len(token_ids)
         self._logits.view(-1)[self._peaks] = 0
         if num_rows > len(self._logits):
             self._logits = torch.zeros(num_rows, self.config.vocab_size)
-        self._peaks = torch.arange(num_rows) * self.config.vocab_size + token_ids
-        self._logits.view(-1)[self._peaks] = PEAK
+        peaks = np.arange(num_rows)[:, None] * self.config.vocab_size + token_ids
+        self._peaks = torch.from_numpy(peaks.reshape(-1))
+        self._logits.view(-1)[self._peaks] = torch.from_numpy(heights.reshape(-1)).float()
         return self._logits[:num_rows]
+
+
+def rates_of(acceptance: Sequence[float], *, is_easy: bool) -> list[float]:
+    """The chance of each choice to be right in one kind of context; over both kinds their mean is the acceptance.
+
+    Whatever the first choice misses is multiplied with one number, of which the others get their parts; where there is
+    one choice, kinds are alike. In no context is the second choice as likely as the first.
+    """
+    first, *others = acceptance
+    if not others:
+        return [first]
+    spread = min(SPREAD, 0.9 * (1 / (1 - first + others[0]) - 1))
+    errs = 1 - spread if is_easy else 1 + spread
+    return [1 - errs * (1 - first), *(errs * each for each in others)]

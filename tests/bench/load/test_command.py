@@ -19,6 +19,7 @@ from bench.load.driver import CLIENT, LEAST_REQUESTS, Driver, LoadPlan, NothingT
 from outrider.cli.options import HostedOptions, Models
 from outrider.errors import InvalidRequest, PeerLost
 from outrider.process.metrics import new_registry, serve_metrics
+from outrider.token_tree import TreeShape
 from outrider.v1 import generation_service_pb2 as pb
 
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()", "bench", "load")
@@ -142,6 +143,21 @@ async def test_a_request_says_its_setting() -> None:
     plain, three, auto = (False, None), (True, 3), (True, None)
     assert found == [plain, three, auto, plain, auto, three]
     assert len(measured) == 6 * count
+
+
+def test_trees_are_settings_too() -> None:
+    """Each of so many rows, so deep at most, and of each of the drafters."""
+    settings = plan_of(LoadOptions(draft_counts="0", trees="16x4,8x8,16x4", drafters="model")).settings
+    assert list(settings) == [PLAIN, "tree of 16, 4 deep, model", "tree of 8, 8 deep, model"]
+    tree = settings["tree of 16, 4 deep, model"]
+    assert (tree.draft_count, tree.shape, tree.drafter) == (16, TreeShape(max_depth=4), "model")
+
+
+@pytest.mark.parametrize("trees", ["16", "x4", "4x5", "33x4", "0x0", "16x0", "16x4,", "16*4"])
+def test_no_trees_are_refused(trees: str) -> None:
+    """By the option's name and with what may be there."""
+    with pytest.raises(InvalidRequest, match=r"^--trees is .*ROWSxDEPTH with commas between"):
+        plan_of(LoadOptions(trees=trees))
 
 
 async def test_too_little_to_measure_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

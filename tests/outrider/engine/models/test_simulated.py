@@ -10,7 +10,7 @@ from support.tiny_models import TARGET
 
 from outrider.engine.batching import Feed
 from outrider.engine.models.checkpoints import find_checkpoint
-from outrider.engine.models.simulated import WINDOW, SimulatedCheckpoint, SimulatedDecoder
+from outrider.engine.models.simulated import SHARPNESS, WINDOW, SimulatedCheckpoint, SimulatedDecoder
 from outrider.engine.ops import choose_ops
 from outrider.engine.runner import ModelRunner
 from outrider.errors import ModelRefused
@@ -39,6 +39,11 @@ def contexts(count: int) -> tuple[np.ndarray, np.ndarray]:
     """Positions and tokens that rows see, from a fixed seed."""
     random = np.random.default_rng(5)
     return random.integers(0, 4096, count), random.integers(0, 4096, (count, WINDOW)).astype(np.uint64)
+
+
+def first_choices(model: str, positions: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    """What a model names first."""
+    return decoder(model).choices(positions, seen)[0][:, 0]
 
 
 def test_rows_are_independent(runner: ModelRunner) -> None:
@@ -82,18 +87,64 @@ def test_a_wrong_block_is_seen(runner: ModelRunner) -> None:
 def test_a_draft_names_the_law_s_token_as_often_as_it_says() -> None:
     """Within five standard deviations of 20,000 contexts; never with an acceptance of 0, and always with 1."""
     positions, seen = contexts(SAMPLES)
-    law = decoder("sim:h100-70b").next_ids(positions, seen)
-    assert np.array_equal(decoder("sim:h100-8b").next_ids(positions, seen), law)
+    law = first_choices("sim:h100-70b", positions, seen)
+    assert np.array_equal(first_choices("sim:h100-8b", positions, seen), law)
     for acceptance in (0.0, 0.3, 0.75, 1.0):
-        own = decoder(f"sim:h100-1b@acceptance={acceptance}").next_ids(positions, seen)
+        own = first_choices(f"sim:h100-1b@acceptance={acceptance}", positions, seen)
         deviation = (SAMPLES * acceptance * (1 - acceptance)) ** 0.5
         assert abs(int((own == law).sum()) - SAMPLES * acceptance) <= 5 * deviation
+
+
+def right_choices(model: str) -> tuple[np.ndarray, np.ndarray]:
+    """[SAMPLES, ranks]: which choice is the law's token, and the chances that its logits give to all choices."""
+    positions, seen = contexts(SAMPLES)
+    ids, heights = decoder(model).choices(positions, seen)
+    assert all(len(set(row)) == ids.shape[1] for row in ids[:100].tolist())
+    others = decoder(model).config.vocab_size - 1 - ids.shape[1]
+    weights = np.exp(heights / SHARPNESS)
+    law = first_choices("sim:h100-8b", positions, seen)
+    return ids == law[:, None], weights / (weights.sum(axis=1, keepdims=True) + others)
+
+
+@pytest.mark.parametrize("acceptance", ["0.78+0.1+0.04+0.02+0.012", "0.6+0.13+0.06+0.035+0.022", "0.42+0.2"])
+def test_the_law_s_token_has_each_rank_as_often_as_the_name_says(acceptance: str) -> None:
+    """Within four standard deviations of 20,000 contexts."""
+    right, _ = right_choices(f"sim:h100-1b@acceptance={acceptance}")
+    rates = np.array([float(rate) for rate in acceptance.split("+")])
+    assert (abs(right.mean(axis=0) - rates) <= 4 * (rates * (1 - rates) / SAMPLES) ** 0.5).all()
+
+
+def test_a_draft_is_as_sure_as_it_is_right() -> None:
+    """In easy contexts and in the others: choices are right as often as their logits say, within four deviations."""
+    right, chances = right_choices("sim:h100-1b")
+    is_easy = chances[:, 0] > 0.78
+    assert abs(is_easy.mean() - 0.5) < 4 * 0.5 / SAMPLES**0.5
+    for kind in (is_easy, ~is_easy):
+        expected = chances[kind][0]
+        assert (abs(right[kind].mean(axis=0) - expected) <= 4 * (expected * (1 - expected) / kind.sum()) ** 0.5).all()
+    assert [*chances[is_easy][0].round(3)] == [0.956, 0.02, 0.008, 0.004, 0.002]
+    assert [*chances[~is_easy][0].round(3)] == [0.604, 0.18, 0.072, 0.036, 0.022]
+
+
+def test_a_prefix_is_read_once_for_all_leaves_of_a_tree() -> None:
+    """Its step takes what its rows take, however many of them are leaves; a chain's is the same but for its scores."""
+    runner = ModelRunner.load("sim:h100-8b", kv_tokens=4096)
+    assert isinstance(runner.model, SimulatedDecoder)
+    session, wide = runner.open(random_ids(200), 1), TokenTree(tuple(range(1, 32)), (0,) * 31)
+    finish(runner, Feed(session))
+    busy_s = runner.forward_counts.busy_s
+    runner.forward([Feed(session, wide)])
+    runner.finish()
+    law = runner.model.model
+    assert runner.forward_counts.busy_s - busy_s == pytest.approx(law.step_s(32, 231, 200 + 31 * 201), rel=1e-12)
+    assert law.step_s(32, 231, 200 + 31 * 201) < law.step_s(32, 31 * 201, 200 + 31 * 201) - 0.0003
+    close(runner, session)
 
 
 def test_tokens_are_spread_and_none_ends_an_answer() -> None:
     """All ids but the end of a sequence, each about as often: chi-squared within five deviations."""
     positions, seen = contexts(40 * 4095)
-    counts = np.bincount(decoder("sim:h100-8b").next_ids(positions, seen), minlength=4096)
+    counts = np.bincount(first_choices("sim:h100-8b", positions, seen), minlength=4096)
     assert counts[0] == 0
     chi_squared = ((counts[1:] - 40) ** 2 / 40).sum()
     assert abs(chi_squared - 4094) < 5 * (2 * 4094) ** 0.5
