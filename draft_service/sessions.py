@@ -3,13 +3,13 @@
 Everything here runs on the device thread, between two steps, so that no session changes under one.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 from outrider.drafters.model_drafter import MODEL, DraftTask, noise_of
-from outrider.drafters.scales import Scales
+from outrider.drafters.scales import Experience
 from outrider.drafters.tree_drafter import as_tree
 from outrider.engine.runner import ModelRunner
 from outrider.model_service.session_store import LeaseTable, Outbox, SessionAnswer, SessionState, SessionStore
@@ -39,6 +39,8 @@ class DraftState(SessionState[DraftTask]):
     """base_len of the last request of this epoch, 0 before the first."""
     reply: SessionAnswer[TokenTree] | None = None
     """The answer to the last request of this epoch, None while it is under way."""
+    learn: Callable[[TokenTree, Sequence[int]], None] | None = None
+    """What learns from the tokens that follow it."""
 
     def __post_init__(self) -> None:
         self.committed_len = len(self.session)
@@ -70,7 +72,7 @@ class DraftSessions(SessionStore[DraftState]):
         super().__init__(runner, table, DraftState, prefix_cache=prefix_cache)
         self._context_len = runner.context_len
         self._submit = submit
-        self._scales = Scales()
+        self._known = Experience()
 
     def open(self, fence: Fence, spec: SessionSpec, wanted: Wanted, owner: Outbox, drafter: str = MODEL) -> None:
         """Opens a session, or opens it again with a newer epoch, and asks for guesses.
@@ -101,9 +103,9 @@ class DraftSessions(SessionStore[DraftState]):
             elif held.task is not None:
                 # The gateway has moved on; the request that it overtakes is answered with what there is.
                 held.task.finish()
-            base_len, reply = fence.base_len - len(token_ids), held.reply
-            if reply is not None and reply.content is not None and reply.content.values and held.asked_len == base_len:
-                self._scales.learn(held.spec, reply.content, token_ids)
+            base_len, made = fence.base_len - len(token_ids), held.reply and held.reply.content
+            if made is not None and held.learn is not None and held.asked_len == base_len:
+                held.learn(made, token_ids)
             held.session.replace_tail(base_len, token_ids)
             self._draft(held, fence, wanted)
 
@@ -132,11 +134,11 @@ class DraftSessions(SessionStore[DraftState]):
         )
         if wanted.shape is not None and task.draft_count:
             # Where it is the room that counts, a tree may have as many rows as are wanted, and no deeper ones.
-            task = as_tree(task, wanted.shape, wanted.draft_count, room, self._scales)
+            task = as_tree(task, wanted.shape, wanted.draft_count, room, self._known)
         held.task = task
         self._submit(task)
 
     def _on_done(self, fence: Fence, held: DraftState, task: DraftTask) -> None:
-        held.task = None
+        held.task, held.learn = None, task.learn
         held.reply = SessionAnswer(fence, task.proposal, held.committed_len, held.cached_len, task.meter.times())
         held.answer(held.reply)

@@ -96,6 +96,8 @@ class DraftTask:
     on_failure: Callable[[OutriderError], None]
     num_private: int = 0
     """Committed tokens at the end of which other sessions must not find what is cached."""
+    learn: Callable[[TokenTree, Sequence[int]], None] | None = None
+    """Takes into account what was committed behind the tokens that its proposal was made behind."""
     base_len: int = field(init=False)
     """Committed tokens that the guesses build on."""
     draw_input: DrawInput = field(init=False)
