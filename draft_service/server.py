@@ -41,6 +41,6 @@ async def start_with(model: LoadedModel, settings: DraftSettings) -> RunningMode
     drafter = ModelDrafter(model.runner, table.with_room, settings.top_n)
     worker = DeviceWorker[DraftTask](drafter.advance, model.set_threads, "draft device", outboxes.flush)
     sessions = DraftSessions(model.runner, table, worker.submit, prefix_cache=settings.prefix_cache)
-    facts = replace(describe("draft", model), drafters=DRAFTERS, makes_trees=True)
+    facts = replace(describe("draft", model), drafters=DRAFTERS, tree_drafters=frozenset(DRAFTERS))
     serving = partial(DraftServicer, facts, sessions, worker, outboxes)
     return await serve_model(settings, model, facts, worker, sessions, serving)

@@ -3,12 +3,12 @@
 Everything here runs on the device thread, between two steps, so that no session changes under one.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from outrider.drafters.model_drafter import MODEL, DraftTask, noise_of
+from outrider.drafters.model_drafter import MODEL, DraftTask, Learn, noise_of
 from outrider.drafters.scales import Experience
 from outrider.drafters.tree_drafter import as_tree
 from outrider.engine.runner import ModelRunner
@@ -39,7 +39,7 @@ class DraftState(SessionState[DraftTask]):
     """base_len of the last request of this epoch, 0 before the first."""
     reply: SessionAnswer[TokenTree] | None = None
     """The answer to the last request of this epoch, None while it is under way."""
-    learn: Callable[[TokenTree, Sequence[int]], None] | None = None
+    learn: Learn | None = None
     """What learns from the tokens that follow it."""
 
     def __post_init__(self) -> None:

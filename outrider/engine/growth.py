@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from outrider.errors import InvalidRequest
 from outrider.token_tree import TokenTree, TreeShape
 
 ROOT = 0
@@ -230,3 +231,10 @@ def row_count(expansions: Sequence[int]) -> int:
         width *= count
         total += width
     return total
+
+
+def check_rows(shape: TreeShape, num_rows: int, field: str, count_field: str) -> None:
+    """Raises InvalidRequest about a shape whose expansions have more rows than are asked for; fields by their names."""
+    found = row_count(shape.expansions)
+    if found > num_rows:
+        raise InvalidRequest(f"{field}.expansions", f"{found} rows", f"at most the {num_rows} rows of {count_field}")
