@@ -7,6 +7,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 from statistics import median
 
 NUM_SEEDS = 3  # samples of which the median begins an estimate
@@ -229,18 +230,20 @@ class TreeGains:
     """What the best rows of trees bring: the values that a drafter promises, corrected by how many it keeps of them."""
 
     def __init__(self) -> None:
-        # Of the n most valuable rows the mean sum of values; drawn towards that of a chain at first.
-        self._sums = [sum(FIRST_RATE**depth for depth in range(1, count + 1)) for count in range(MAX_TREE_ROWS + 1)]
+        # The mean value of the n-th most valuable row; drawn towards that of a chain at first.
+        self._values = [FIRST_RATE**rank for rank in range(1, MAX_TREE_ROWS + 1)]
         self._weight = FIRST_WEIGHT
         self._promised = self._kept = FIRST_WEIGHT * FIRST_RATE
 
-    def promise(self, values: Sequence[float]) -> None:
-        """Adds the values of a proposal; behind its last row nothing more was to be had."""
+    def promise(self, values: Sequence[float], asked_count: int) -> None:
+        """Adds the values of a proposal: of the rows that were asked for there are no more, and of others it says
+        nothing.
+        """
         self._weight = min(self._weight + 1, 50.0)
-        total, ranked = 0.0, sorted(values, reverse=True)
-        for count in range(1, MAX_TREE_ROWS + 1):
-            total += ranked[count - 1] if count <= len(ranked) else 0.0
-            self._sums[count] += (total - self._sums[count]) / self._weight
+        ranked = sorted(values, reverse=True)
+        for rank in range(min(max(asked_count, len(ranked)), MAX_TREE_ROWS)):
+            value = ranked[rank] if rank < len(ranked) else 0.0
+            self._values[rank] += (value - self._values[rank]) / self._weight
 
     def observe(self, values: Sequence[float], accepted_count: int) -> None:
         """Adds a tree that was verified, and how many of its rows were kept."""
@@ -254,4 +257,4 @@ class TreeGains:
 
     def tokens(self) -> list[float]:
         """Tokens that a round with the best n rows of a tree is expected to commit, for n in [0, MAX_TREE_ROWS]."""
-        return [1.0 + self.correction * each for each in self._sums]
+        return [1.0 + self.correction * each for each in accumulate(self._values, initial=0.0)]
