@@ -90,6 +90,6 @@ async def start_with(
 
     worker = DeviceWorker[DraftTask | BeamDraftTask](advance, model.set_threads, "draft device", outboxes.flush)
     sessions = DraftSessions(model.runner, table, worker.submit, prefix_cache=settings.prefix_cache, cascade=cascade)
-    facts = replace(describe("draft", model), drafters=DRAFTERS, hosted=hosted, makes_trees=True)
+    facts = replace(describe("draft", model), drafters=DRAFTERS, hosted=hosted, tree_drafters=frozenset(DRAFTERS))
     serving = partial(DraftServicer, facts, sessions, worker, outboxes)
     return await serve_model(settings, model, facts, worker, sessions, serving)

@@ -5,7 +5,7 @@ from functools import partial
 
 from draft_service.sessions import DraftSessions, Search, Wanted
 from outrider.drafters.model_drafter import choose_drafter
-from outrider.engine.growth import row_count
+from outrider.engine.growth import check_rows
 from outrider.errors import InvalidRequest, check_range, check_token_ids
 from outrider.model_service.link import Job, LinkServicer
 from outrider.model_service.servicer import MAX_DRAFT_COUNT
@@ -59,10 +59,7 @@ class DraftServicer(LinkServicer[pb.ProposeRequest, DraftSessions], DraftService
         if search is not None:
             raise InvalidRequest(f"{action}.shape", "present", "absent for a beam search, which has a shape of its own")
         shape = messages.shape_from(message.shape, f"{action}.shape")
-        num_rows = row_count(shape.expansions)
-        if num_rows > draft_count:
-            limit = f"at most the {draft_count} rows of {action}.draft_count"
-            raise InvalidRequest(f"{action}.shape.expansions", f"{num_rows} rows", limit)
+        check_rows(shape, draft_count, f"{action}.shape", f"{action}.draft_count")
         return Wanted(draft_count, arrived_ns, shape)
 
     def _search(self, message: pb.DraftOpen | pb.DraftAdvance, field: str) -> Search | None:

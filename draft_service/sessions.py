@@ -11,8 +11,8 @@ from typing import NamedTuple
 from outrider.beams import LiveBeam
 from outrider.drafters.beam_drafter import BeamDraftTask
 from outrider.drafters.cascade import Cascade, CheaperDraft
-from outrider.drafters.model_drafter import MODEL, DraftTask, noise_of
-from outrider.drafters.scales import Scales
+from outrider.drafters.model_drafter import MODEL, DraftTask, Learn, noise_of
+from outrider.drafters.scales import Experience
 from outrider.drafters.tree_drafter import as_tree
 from outrider.engine.beams import Beams
 from outrider.engine.runner import ModelRunner
@@ -61,6 +61,8 @@ class DraftState(SessionState[DraftTask | BeamDraftTask]):
     """The answer to the last request of this epoch, None while it is under way."""
     beams: Beams | None = None
     """Those that stand on its tokens, the prompt, where it is a search; behind the live ones they hold guesses."""
+    learn: Learn | None = None
+    """What learns from the tokens that follow it."""
 
     def __post_init__(self) -> None:
         self.committed_len = len(self.session)
@@ -112,7 +114,7 @@ class DraftSessions(SessionStore[DraftState]):
         super().__init__(runner, table, DraftState, prefix_cache=prefix_cache)
         self._context_len = runner.context_len
         self._submit = submit
-        self._scales = Scales()
+        self._known = Experience()
         self._cascade = cascade
 
     def open(self, fence: Fence, spec: SessionSpec, wanted: Wanted, owner: Outbox, drafter: str = MODEL) -> None:
@@ -153,10 +155,9 @@ class DraftSessions(SessionStore[DraftState]):
                 # The gateway has moved on; the request that it overtakes is answered with what there is.
                 held.task.finish()
             if search is None:
-                base_len = fence.base_len - len(token_ids)
-                tree = held.reply.content if held.reply is not None else None
-                if tree is not None and tree.values and held.asked_len == base_len:
-                    self._scales.learn(held.spec, tree, token_ids)
+                base_len, made = fence.base_len - len(token_ids), held.reply and held.reply.content
+                if made is not None and held.learn is not None and held.asked_len == base_len:
+                    held.learn(made, token_ids)
                 held.session.replace_tail(base_len, token_ids)
             self._draft(held, fence, wanted)
 
@@ -190,7 +191,7 @@ class DraftSessions(SessionStore[DraftState]):
         )
         if wanted.shape is not None and task.draft_count:
             # Where it is the room that counts, a tree may have as many rows as are wanted, and no deeper ones.
-            task = as_tree(task, wanted.shape, wanted.draft_count, room, self._scales)
+            task = as_tree(task, wanted.shape, wanted.draft_count, room, self._known)
         held.task = task
         self._submit(task)
 
@@ -211,6 +212,7 @@ class DraftSessions(SessionStore[DraftState]):
 
     def _on_done(self, fence: Fence, held: DraftState, task: DraftTask | BeamDraftTask) -> None:
         held.task = None
+        held.learn = task.learn if isinstance(task, DraftTask) else None
         held.reply = SessionAnswer(fence, task.proposal, held.committed_len, held.cached_len, task.meter.times())
         held.answer(held.reply)
 

@@ -42,7 +42,7 @@ async def speculate(
                 plan = planner.plan(log, target.outstanding, draft.outlook, target.drafter, look.tree.values)
                 drafted = await draft.propose(plan.draft_count, plan.shape)
                 proposal = planner.complete(plan, drafted, lookup.proposal(plan.look_count))
-                verdict = await target.verify(proposal, plan.plain_budget, plan.own_draft_count)
+                verdict = await target.verify(proposal, plan.plain_budget, plan.own)
                 committed = log.commit(proposal, verdict)
                 planner.observe(committed)
                 lookup.commit(committed.token_ids)

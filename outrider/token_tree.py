@@ -7,8 +7,8 @@ from typing import Self
 from outrider.errors import InvalidRequest
 from outrider.parameters import DraftDistribution
 
-MAX_DEPTH, MAX_CHILDREN = 32, 8
-"""Of a tree that is asked for: rows on a path, and children of a row."""
+MAX_DEPTH, MAX_CHILDREN, MAX_LEVEL_ROWS = 32, 8, 64
+"""Of a tree that is asked for: rows on a path, children of a row, and rows of a level that have children."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,21 @@ EMPTY = TokenTree()
 class TreeShape:
     """The shape of a tree of guesses; 0 and empty leave it to the drafter.
 
-    `expansions` are the children of every row at each depth, the root's first: a fixed shape.
+    `expansions` are the children of every row at each depth, the root's first: a fixed shape. `max_width` is how many
+    rows of a level get children, the likeliest (EAGLE-2, Li et al., 2024, arXiv 2406.16858). `is_static` fixes the
+    shape before anything is guessed, by the drafter's rates of acceptance (Sequoia, Chen et al., 2024, arXiv
+    2402.12374).
     """
 
     max_depth: int = 0
     max_children: int = 0
     expansions: tuple[int, ...] = ()
+    max_width: int = 0
+    is_static: bool = False
+
+    def checked(self, name: str) -> Self:
+        """The shape itself, which a message calls `name`; raises InvalidRequest about what does not go together."""
+        if self.expansions and (self.max_width or self.is_static):
+            other = "max_width" if self.max_width else "is_static"
+            raise InvalidRequest(f"{name}.expansions", list(self.expansions), f"empty together with {name}.{other}")
+        return self

@@ -7,12 +7,15 @@ tokens, K, noise and sampling alone, and never on what was computed before. All 
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
 
 import structlog
 import torch
 
-from outrider.drafters.model_drafter import MODEL, DraftTask, ModelDrafter, noise_of
+from outrider.drafters.model_drafter import MODEL, DraftTask, Learn, ModelDrafter, noise_of
+from outrider.drafters.scales import Experience
+from outrider.drafters.tree_drafter import as_tree
 from outrider.engine.batching import MAX_STEP_TOKENS
 from outrider.engine.cache import KVCache
 from outrider.engine.heads.fused import FusedHead, head_decoder
@@ -25,7 +28,7 @@ from outrider.engine.session import Session
 from outrider.errors import CacheFull, OutriderError
 from outrider.parameters import Rule, SessionSpec
 from outrider.rpc.fencing import ComputeTimes, Meter
-from outrider.token_tree import EMPTY, TokenTree
+from outrider.token_tree import EMPTY, TokenTree, TreeShape
 
 log = structlog.get_logger()
 
@@ -44,6 +47,17 @@ class OwnProposal(NamedTuple):
 
 
 NO_PROPOSAL = OwnProposal(EMPTY, ComputeTimes(), 0)
+
+
+class Asked(NamedTuple):
+    """What a drafter is asked for: so many guesses, a chain or the rows of a tree of a shape, at most so deep."""
+
+    draft_count: int = 0
+    shape: TreeShape | None = None
+    max_depth: int = 0
+
+
+NOT_ASKED = Asked()
 
 
 class OwnDraft(Protocol):
@@ -94,6 +108,8 @@ class OwnDrafter(Protocol[DraftT]):
     """Makes proposals in the target's process."""
 
     rules: frozenset[Rule]
+    makes_trees: bool
+    """Whether its drafts are instances of HostedDraft that begin trees."""
 
     def open(self, spec: SessionSpec, salt: bytes | None) -> DraftT:
         """A session's part; with a salt it shares what is read of equal tokens with those of the same salt."""
@@ -115,13 +131,21 @@ class Hosting(Generic[DraftT]):
     def rules(self) -> frozenset[Rule]:
         return self.drafter.rules
 
+    @property
+    def makes_trees(self) -> bool:
+        """Whether a shape may be asked for."""
+        return self.drafter.makes_trees
+
     def open(self, spec: SessionSpec, salt: bytes | None) -> DraftT:
         return self.drafter.open(spec, salt)
 
-    def begin(self, draft: DraftT, session: Session, draft_count: int) -> None:
-        """Lets a draft begin; one that fails has an empty proposal."""
+    def begin(self, draft: DraftT, session: Session, asked: Asked) -> None:
+        """Lets a draft begin, a tree only where it makes some; one that fails has an empty proposal."""
         try:
-            draft.begin(session, draft_count)
+            if asked.shape is not None and isinstance(draft, HostedDraft):
+                draft.begin_tree(session, asked.draft_count, asked.shape, asked.max_depth)
+            else:
+                draft.begin(session, asked.draft_count)
         except Exception:
             # Guesses are worth no request, and what a bug says is for the log.
             log.exception("drafting failed", drafter=self.name, num_sessions=1)
@@ -176,18 +200,36 @@ class FeatureCopy:
             own.index_copy_(0, torch.from_numpy(places[1]).to(own.device), states)
 
 
+class Lesson(NamedTuple):
+    """A proposal that can be learned from, when the tokens that follow base_len are committed."""
+
+    learn: Learn
+    tree: TokenTree
+    base_len: int
+
+
 class HostedDraft:
     """A session of a model in this process, which follows a session of the target."""
 
     def __init__(
-        self, runner: ModelRunner, spec: SessionSpec, salt: bytes | None, copy: FeatureCopy | None = None
+        self,
+        runner: ModelRunner,
+        spec: SessionSpec,
+        salt: bytes | None,
+        copy: FeatureCopy | None = None,
+        known: Experience | None = None,
     ) -> None:
-        """With `copy` the model is a head, which reads the target's features beside the tokens."""
+        """With `copy` the model is a head, which reads the target's features beside the tokens.
+
+        `known` is what sessions of the model have learned about its trees.
+        """
         self.proposal: OwnProposal | None = NO_PROPOSAL
         self.task: DraftTask | None = None
         self._runner = runner
         self._spec = spec
         self._copy = copy
+        self._known = known or Experience()
+        self._lesson: Lesson | None = None
         # Without keys and values there is nothing that sessions could share.
         self._salt = salt if runner.config.num_layers else None
         self._session: Session | None = None
@@ -203,13 +245,23 @@ class HostedDraft:
         return self._copy is not None
 
     def begin(self, session: Session, draft_count: int) -> None:
+        self._begin(session, draft_count)
+
+    def begin_tree(self, session: Session, max_rows: int, shape: TreeShape, max_depth: int) -> None:
+        """Begins a proposal of at most max_rows rows, none of them more than max_depth deep; as `begin` does else."""
+        self._begin(session, max_rows, shape, max_depth)
+
+    def _begin(self, session: Session, draft_count: int, shape: TreeShape | None = None, max_depth: int = 0) -> None:
         self._stop()
         token_ids = session.token_ids
+        if self._lesson is not None:
+            self._lesson.learn(self._lesson.tree, token_ids[self._lesson.base_len :])
+            self._lesson = None
         # The last token of a request is the target's alone, and no guess may lie past the draft's context.
         room = min(self._spec.max_len - 1, self._runner.context_len) - len(token_ids)
         if room < 0:
             return
-        draft_count = min(draft_count, room)
+        num_rows, draft_count = draft_count, min(draft_count, room)
         if self._copy is not None:
             draft_count = min(draft_count, self._copy.head.facts.max_draft_count or draft_count)
             if not draft_count:
@@ -224,17 +276,26 @@ class HostedDraft:
                 return
         caught_up_count = len(token_ids) - own.cached_len
         self.proposal = None
-        self.task = DraftTask(
+        task = DraftTask(
             session=own,
             spec=self._spec,
             noise=noise_of(MODEL, self._spec.acceptance.rule),
             draft_count=draft_count,
             meter=Meter(),
-            on_done=lambda task: self._end(OwnProposal(task.proposal, task.meter.times(), caught_up_count)),
+            on_done=partial(self._done, caught_up_count),
             on_failure=self._fail,
             # Of the last token a head knows its own guess of a state only, until the target has read it.
             num_private=1 if self._copy is not None else 0,
         )
+        if shape is not None and draft_count:
+            task = as_tree(task, shape, num_rows, min(room, max_depth), self._known)
+        self.task = task
+
+    def _done(self, caught_up_count: int, task: DraftTask) -> None:
+        tree = task.proposal
+        if task.learn is not None:
+            self._lesson = Lesson(task.learn, tree, task.base_len)
+        self._end(OwnProposal(tree, task.meter.times(), caught_up_count))
 
     def _follow(self, token_ids: Sequence[int]) -> Session:
         """Its session of just these tokens, with what is cached of them."""
@@ -264,6 +325,8 @@ class HostedDraft:
 
     def truncate(self, length: int) -> None:
         self._stop()
+        if self._lesson is not None and length < self._lesson.base_len:
+            self._lesson = None
         self._known_len = min(self._known_len, length)
         self._stated_len = min(self._stated_len, length)
 
@@ -271,7 +334,7 @@ class HostedDraft:
         self._stop()
         if self._session is not None:
             self._session.free()
-        self._session, self._known_len, self._stated_len = None, 0, 0
+        self._session, self._known_len, self._stated_len, self._lesson = None, 0, 0, None
 
     def _stop(self) -> None:
         if self.task is not None:
@@ -299,10 +362,12 @@ class HostedModel:
         """`copy` as in HostedDraft."""
         self.runner = runner
         self.copy = copy
+        self.makes_trees = copy is None
+        self._known = Experience()
         self._drafter = ModelDrafter(runner, without_room, top_n)
 
     def open(self, spec: SessionSpec, salt: bytes | None) -> HostedDraft:
-        return HostedDraft(self.runner, spec, salt, self.copy)
+        return HostedDraft(self.runner, spec, salt, self.copy, self._known)
 
     def advance(self, drafts: Sequence[HostedDraft]) -> None:
         self._drafter.advance([draft.task for draft in drafts if draft.task is not None])

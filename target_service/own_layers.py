@@ -103,6 +103,7 @@ class LayerSkip:
     """The target's layers below an exit layer, as a drafter."""
 
     rules = frozenset(Rule)
+    makes_trees = False
 
     def __init__(self, runner: ModelRunner, exit_layer: int) -> None:
         """`runner` computes these layers; see ModelRunner.lower."""
@@ -151,6 +152,7 @@ class Kangaroo:
     """The target's lower layers and an adapter behind them, as a drafter."""
 
     rules = frozenset(Rule)
+    makes_trees = False
 
     def __init__(self, lower: ModelRunner, adapter: ModelRunner, copy: FeatureCopy) -> None:
         """`lower` computes the layers below the one that `copy` reads; see ModelRunner.lower."""

@@ -184,6 +184,7 @@ class ProbeDrafter:
     """The drafter of all sessions whose finders are of one kind; see own_drafts.OwnDrafter."""
 
     rules = frozenset(Rule)
+    makes_trees = False
 
     def __init__(self, new_finder: Callable[[], Finder]) -> None:
         self._new_finder = new_finder

@@ -111,6 +111,7 @@ async def start_with(
         describe("target", model),
         unacknowledged_window=UNACKNOWLEDGED_WINDOW,
         drafters={hosting.name: hosting.rules for hosting in hostings},
+        tree_drafters=frozenset(hosting.name for hosting in hostings if hosting.makes_trees),
         hosted={hosting.name: hosting.runner for hosting in hostings if hosting.runner is not None},
     )
     serving = partial(TargetServicer, facts, sessions, worker, outboxes)

@@ -5,6 +5,7 @@ from functools import partial
 
 from outrider.beams import cache_tokens
 from outrider.drafters.model_drafter import choose_drafter
+from outrider.engine.growth import check_rows
 from outrider.errors import InvalidRequest, PromptTooLong, check_range
 from outrider.model_service.link import Job, LinkServicer
 from outrider.model_service.servicer import MAX_DRAFT_COUNT
@@ -13,6 +14,7 @@ from outrider.parameters import SessionSpec
 from outrider.rpc import channels, messages
 from outrider.rpc.fencing import Fence
 from outrider.rpc.messages import write_times, write_tree
+from outrider.token_tree import TreeShape
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1.target_service_pb2_grpc import TargetServiceServicer, add_TargetServiceServicer_to_server
 from target_service.acceptance import TargetVerdict
@@ -49,8 +51,7 @@ class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServi
             return partial(self._sessions.step, fence, self._step(request.step, arrived_ns), owner)
         message = request.acknowledge
         budget = check_range("acknowledge.plain_budget", message.plain_budget, 0, MAX_PLAIN_BUDGET)
-        own_count = check_range("acknowledge.own_draft_count", message.own_draft_count, 0, MAX_DRAFT_COUNT)
-        return partial(self._sessions.acknowledge, fence, budget, arrived_ns, owner, own_count)
+        return partial(self._sessions.acknowledge, fence, budget, arrived_ns, owner, *_own("acknowledge", message))
 
     def _search_job(
         self, opening: pb.TargetOpen, fence: Fence, arrived_ns: int, earlier: Sequence[int], owner: Outbox
@@ -103,5 +104,14 @@ class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServi
     def _step(self, message: pb.TargetStep, arrived_ns: int) -> Step:
         tree = messages.tree_from(message.proposal, self._facts.vocabulary_size, MAX_DRAFT_COUNT)
         budget = check_range("step.plain_budget", message.plain_budget, 0, MAX_PLAIN_BUDGET)
-        own_count = check_range("step.own_draft_count", message.own_draft_count, 0, MAX_DRAFT_COUNT)
-        return Step(tree, budget, arrived_ns, own_count)
+        return Step(tree, budget, arrived_ns, *_own("step", message))
+
+
+def _own(action: str, message: pb.TargetStep | pb.Acknowledge) -> tuple[int, TreeShape | None]:
+    """Guesses that the session's drafter is asked for, and their shape; raises InvalidRequest."""
+    count = check_range(f"{action}.own_draft_count", message.own_draft_count, 0, MAX_DRAFT_COUNT)
+    if not message.HasField("own_shape"):
+        return count, None
+    shape = messages.shape_from(message.own_shape, f"{action}.own_shape")
+    check_rows(shape, count, f"{action}.own_shape", f"{action}.own_draft_count")
+    return count, shape

@@ -16,10 +16,10 @@ from outrider.errors import InvalidRequest, ProtocolViolation
 from outrider.model_service.session_store import LeaseTable, Outbox, SessionAnswer, SessionState, SessionStore
 from outrider.parameters import FinishReason, SessionSpec
 from outrider.rpc.fencing import ComputeTimes, Fence, MessageStatus, Meter, classify
-from outrider.token_tree import EMPTY, TokenTree
+from outrider.token_tree import EMPTY, TokenTree, TreeShape
 from target_service.acceptance import TargetVerdict
 from target_service.beam_tasks import BeamTask
-from target_service.own_drafts import Hosting, OwnSession
+from target_service.own_drafts import NOT_ASKED, Asked, Hosting, OwnSession
 from target_service.verifier import TargetTask, VerifyTask
 
 UNACKNOWLEDGED_WINDOW = 256
@@ -39,6 +39,7 @@ class Step(NamedTuple):
     plain_budget: int
     arrived_ns: int
     own_draft_count: int = 0
+    own_shape: TreeShape | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -55,8 +56,8 @@ class TargetState(SessionState[TargetTask]):
     """The unacknowledged ones, in order."""
     own: OwnSession | None = None
     """Its drafter in this process, where it has one."""
-    own_draft_count: int = 0
-    """Guesses that this is asked for."""
+    own_asked: Asked = NOT_ASKED
+    """What this is asked for, however far the request and the budget reach."""
     beams: Beams | None = None
     """Those that stand on its tokens, the prompt, where it is a search."""
     width: int = 0
@@ -93,17 +94,18 @@ class TargetState(SessionState[TargetTask]):
         return min(self.limit, self.acknowledged_len + UNACKNOWLEDGED_WINDOW)
 
     @property
-    def next_own_count(self) -> int:
-        """Guesses of its own drafter for the next verdict; none while the prompt is read.
+    def next_own(self) -> Asked:
+        """What its own drafter is to make for the next verdict; nothing while the prompt is read.
 
-        They depend on lengths and never on tokens: rules that test with uniforms would otherwise be biased.
+        Numbers depend on lengths and never on tokens: rules that test with uniforms would otherwise be biased.
         """
         length = len(self.session)
         if self.own is None or length == self.spec.prompt_len:
-            return 0
+            return NOT_ASKED
         # An unasked verdict commits no more than its budget.
         end = self.spec.max_len if length == self.asked_len else min(self._unasked_end, self.spec.max_len)
-        return max(0, min(self.own_draft_count, end - length - 1))
+        count, shape, room = self.own_asked.draft_count, self.own_asked.shape, max(0, end - length - 1)
+        return Asked(count if shape is not None and room else min(count, room), shape, room)
 
     def acknowledge(self, base_len: int) -> None:
         """Forgets the verdicts below base_len."""
@@ -175,7 +177,7 @@ class TargetSessions(SessionStore[TargetState]):
         if status is MessageStatus.CURRENT:
             if search is None:
                 _check_proposal(step.tree, spec, fence.base_len)
-            _check_own(drafter, step.own_draft_count, "step.own_draft_count")
+            _check_own(self._hostings.get(drafter), step.own_draft_count, step.own_shape, "step")
             if held is not None and held.beams is not None:
                 held.beams.free_beams()
                 held.beams = None
@@ -207,14 +209,20 @@ class TargetSessions(SessionStore[TargetState]):
         elif status is not MessageStatus.STALE:
             if held.beams is None:
                 _check_proposal(step.tree, held.spec, fence.base_len)
-            _check_own(held.own, step.own_draft_count, "step.own_draft_count")
+            _check_own(held.own and held.own.hosting, step.own_draft_count, step.own_shape, "step")
             if status is MessageStatus.REWIND:
                 self._rewind(held, fence.epoch, fence.base_len)
             held.acknowledge(fence.base_len)
             self._accept(held, fence, step)
 
     def acknowledge(
-        self, fence: Fence, plain_budget: int, arrived_ns: int, owner: Outbox, own_draft_count: int = 0
+        self,
+        fence: Fence,
+        plain_budget: int,
+        arrived_ns: int,
+        owner: Outbox,
+        own_draft_count: int = 0,
+        own_shape: TreeShape | None = None,
     ) -> None:
         """Forgets verdicts, and lets the target go on unasked; never answered."""
         held = self.table.get(fence.session_id)
@@ -226,10 +234,10 @@ class TargetSessions(SessionStore[TargetState]):
             self._rewind(held, fence.epoch, fence.base_len)
         if fence.base_len < held.acknowledged_len:
             return
-        _check_own(held.own, own_draft_count, "acknowledge.own_draft_count")
+        _check_own(held.own and held.own.hosting, own_draft_count, own_shape, "acknowledge")
         held.acknowledge(fence.base_len)
         held.allow(fence.base_len, plain_budget)
-        held.own_draft_count = own_draft_count
+        held.own_asked = Asked(own_draft_count, own_shape)
         if not held.may_go_on and len(held.session) > held.asked_len:
             # The stretch ends here: a step is about to come, and what has begun unasked would only delay it.
             held.stop_job()
@@ -272,7 +280,7 @@ class TargetSessions(SessionStore[TargetState]):
             )
         is_repeat = fence.base_len == held.asked_len
         held.allow(fence.base_len, step.plain_budget, is_repeat=is_repeat)
-        held.asked_len, held.own_draft_count = fence.base_len, step.own_draft_count
+        held.asked_len, held.own_asked = fence.base_len, Asked(step.own_draft_count, step.own_shape)
         if held.beams is not None:
             self._search(fence.session_id, held, held.beams, step)
         elif held.task is None:
@@ -280,7 +288,7 @@ class TargetSessions(SessionStore[TargetState]):
         elif isinstance(held.task, VerifyTask) and not is_repeat and (step.tree or held.task.own_proposal is None):
             # A verdict on just this length is under way, because the budget allowed it: it becomes the step's own. Only
             # guesses that have been made for it stay.
-            held.task.next_verdict(step.tree, Meter(step.arrived_ns), held.next_own_count)
+            held.task.next_verdict(step.tree, Meter(step.arrived_ns), held.next_own)
 
     def _start(self, session_id: bytes, held: TargetState, step: Step) -> None:
         held.task = VerifyTask(
@@ -291,11 +299,11 @@ class TargetSessions(SessionStore[TargetState]):
             on_verdict=partial(self._on_verdict, session_id, held),
             on_failure=partial(self.fail, session_id, held),
             own=held.own,
-            own_draft_count=held.next_own_count,
+            own_asked=held.next_own,
         )
-        if held.own is not None and held.own_draft_count and len(held.session) == held.spec.prompt_len:
+        if held.own is not None and held.own_asked.draft_count and len(held.session) == held.spec.prompt_len:
             # The drafter reads the prompt while the target does.
-            held.own.hosting.begin(held.own.draft, held.session, 0)
+            held.own.hosting.begin(held.own.draft, held.session, NOT_ASKED)
         self._submit(held.task)
 
     def _search(self, session_id: bytes, held: TargetState, beams: Beams, step: Step) -> None:
@@ -326,15 +334,20 @@ class TargetSessions(SessionStore[TargetState]):
             held.task, task.done = None, True
         elif task is not None:
             # Prepared before the reply, so that whoever has the answer finds the session at rest.
-            task.next_verdict(EMPTY, Meter(), held.next_own_count)
+            task.next_verdict(EMPTY, Meter(), held.next_own)
             task.done = not held.may_go_on
             held.task = None if task.done else task
         held.answer(answer)
 
 
-def _check_own(own: object, own_draft_count: int, field: str) -> None:
-    if own_draft_count and not own:
-        raise InvalidRequest(field, own_draft_count, "0 for a session that was opened without a drafter")
+def _check_own(hosting: Hosting[Any] | None, draft_count: int, shape: TreeShape | None, message: str) -> None:
+    """Raises InvalidRequest unless a session's drafter, if it has one, makes what a message asks for."""
+    if hosting is None and draft_count:
+        limit = "0 for a session that was opened without a drafter"
+        raise InvalidRequest(f"{message}.own_draft_count", draft_count, limit)
+    if shape is not None and (hosting is None or not hosting.makes_trees):
+        who = "a session without a drafter" if hosting is None else f"the drafter {hosting.name}, which makes chains"
+        raise InvalidRequest(f"{message}.own_shape", "present", f"absent for {who}")
 
 
 def _check_proposal(tree: TokenTree, spec: SessionSpec, base_len: int) -> None:

@@ -30,7 +30,7 @@ from target_service.acceptance import TargetVerdict, commit_walk, decide
 from target_service.beam_tasks import BeamTask
 from target_service.block_allocator import BlockAllocator
 from target_service.gathering import Gathering
-from target_service.own_drafts import OwnProposal, OwnSession, guess
+from target_service.own_drafts import NOT_ASKED, Asked, OwnProposal, OwnSession, guess
 
 
 @dataclass(slots=True, eq=False)
@@ -46,8 +46,8 @@ class VerifyTask:
     on_failure: Callable[[OutriderError], None]
     own: OwnSession | None = None
     """Drafts where the tree is empty."""
-    own_draft_count: int = 0
-    """Guesses that it is to make for the next verdict."""
+    own_asked: Asked = NOT_ASKED
+    """What it is to make for the next verdict."""
     own_proposal: OwnProposal | None = None
     """What it has made for the next verdict."""
     is_drafting: bool = False
@@ -81,14 +81,14 @@ class VerifyTask:
     @property
     def wants_own(self) -> bool:
         """Whether guesses are to be made before its next forward; they are made once for each verdict."""
-        return bool(self.own_draft_count) and not self.tree and self.own_proposal is None
+        return bool(self.own_asked.draft_count) and not self.tree and self.own_proposal is None
 
-    def next_verdict(self, tree: TokenTree, meter: Meter, own_draft_count: int) -> None:
+    def next_verdict(self, tree: TokenTree, meter: Meter, own_asked: Asked) -> None:
         """Prepares the task for what follows the session's tokens now; guesses that are under way end."""
         if self.is_drafting and self.own is not None:
             self.own.draft.truncate(len(self.session))
         self.tree, self.meter = tree, meter
-        self.own_draft_count, self.own_proposal, self.is_drafting = own_draft_count, None, False
+        self.own_asked, self.own_proposal, self.is_drafting = own_asked, None, False
 
     def reserve(self, allocator: BlockAllocator) -> bool:
         """Takes the blocks of its step, without its proposal when there is no room for that; tells whether it has."""
@@ -261,7 +261,7 @@ def _with_proposals(tasks: Sequence[TargetTask]) -> list[TargetTask]:
         session = task.session
         has_features = not own.draft.reads_features or session.cached_len >= len(session) - 1
         if task.wants_own and not task.is_drafting and has_features:
-            own.hosting.begin(own.draft, session, task.own_draft_count)
+            own.hosting.begin(own.draft, session, task.own_asked)
             task.is_drafting = True
     guess([own for _, own in guessing], [own.draft for task, own in guessing if task.is_drafting])
     for task, own in guessing:

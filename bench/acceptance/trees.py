@@ -13,7 +13,7 @@ from bench.acceptance.report import mean
 from bench.acceptance.runs import AT_A_TIME, AcceptancePlan, ModelPair, Readers
 from bench.common import markdown
 from outrider.drafters.model_drafter import DraftTask, ModelDrafter
-from outrider.drafters.scales import Scales
+from outrider.drafters.scales import Experience, Scales
 from outrider.drafters.tree_drafter import as_tree
 from outrider.engine.noise import Purpose
 from outrider.engine.session import Session
@@ -118,7 +118,7 @@ def propose(
     found: list[TokenTree] = []
     task = DraftTask(session, spec, Purpose.TOKEN, num_rows, Meter(), lambda task: found.append(task.proposal), _refuse)
     if shape is not None:
-        task = as_tree(task, shape, num_rows, num_rows, scales)
+        task = as_tree(task, shape, num_rows, num_rows, Experience(scales))
     step_s = []
     while not task.done:
         started_s = time.perf_counter()

@@ -3,7 +3,7 @@
 from typing import cast
 
 from gateway.beams.record import BeamRecord
-from gateway.rounds.round import Proposal, Verdict
+from gateway.rounds.round import OwnGuesses, Proposal, Verdict
 from gateway.sessions.draft import DraftOpening, RemoteDraftSession
 from gateway.sessions.link import ServiceLink
 from gateway.sessions.stream import opening_of
@@ -25,11 +25,10 @@ class BeamTargetOpening(TargetOpening):
         self.steps: tuple[BeamStep, ...] = ()
         """Of the last answer."""
 
-    def send_step(self, proposal: Proposal, plain_budget: int, own_draft_count: int) -> None:
-        """Opens with all beams, or asks for a pass; a search has neither budget nor own guesses, both are 0."""
+    def send_step(self, proposal: Proposal, plain_budget: int, _own: OwnGuesses) -> None:
+        """Opens with all beams, or asks for a pass; a search has neither budget nor own guesses."""
         message = self._next_message(plain_budget)
         step, parts = message.open.step if self.is_opening else message.step, list[types_pb2.OpenPart]()
-        step.own_draft_count = own_draft_count
         write_tree(step.proposal, proposal.tree)
         if self.is_opening:
             session, parts = opening_of(self._spec, self._record)

@@ -49,7 +49,7 @@ class Backend:
                 # What a draft that is away can do, it says when it is back.
                 rules = frozenset(Rule) if info is None else frozenset().union(*info.drafters.values())
                 remote[name] = rules
-        return Offers(remote, target.drafters, self.lookup is not None)
+        return Offers(remote, target.drafters, self.lookup is not None, target.tree_drafters)
 
     def drafting(self, request: CheckedRequest, target: ModelInfo) -> Drafting:
         """Who guesses for a request."""
@@ -59,8 +59,11 @@ class Backend:
         looks = self.lookup is not None and (not names or LOOKUP in names)
         own = next((name for name in names if name in target.drafters), "")
         if own:
-            return Drafting(None, own, looks=looks, rule=rule)
+            makes_trees = own in target.tree_drafters
+            return Drafting(None, own, request.shape, own_makes_trees=makes_trees, looks=looks, rule=rule)
         fitting = [name for name, rules in target.drafters.items() if rule in rules] if not names else []
+        if request.shape is not None:
+            fitting = [name for name in fitting if name in target.tree_drafters]
         own = self.policy.pick(fitting) if fitting else ""
         remotes = [name for name in names if name != LOOKUP]
         has_remote = bool(self.drafts) and (not names or bool(remotes))
@@ -68,6 +71,7 @@ class Backend:
             "+".join(names or [*self.drafts][:1]) if has_remote else None,
             own,
             shape=request.shape,
+            own_makes_trees=own in target.tree_drafters,
             may_grow_trees=self._grows_trees(remotes) and not rule.needs_distributions,
             looks=looks,
             merges=len(names) > 1,

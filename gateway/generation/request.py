@@ -101,12 +101,13 @@ class Offers:
     """The drafters that there are, each with the rules that it can serve.
 
     `remote` are those of draft services, None while nobody knows them because the service is away; `own` those in the
-    target's process; `looks` says whether the gateway looks guesses up.
+    target's process, of which own_trees make trees; `looks` says whether the gateway looks guesses up.
     """
 
     remote: Mapping[str, frozenset[Rule]] | None
     own: Mapping[str, frozenset[Rule]]
     looks: bool = True
+    own_trees: frozenset[str] = frozenset()
 
     @property
     def names(self) -> dict[str, frozenset[Rule]]:
@@ -237,9 +238,9 @@ def _check_shape(request: GenerationRequest, drafters: Sequence[str], offers: Of
     shape = request.shape
     if shape is None:
         return
-    names = [name for name in drafters if name != LOOKUP and name not in offers.own]
-    if not names and (drafters or offers.remote == {}):
-        raise InvalidRequest("speculation.shape", "present", "absent where no draft service guesses")
+    names = [name for name in drafters if name != LOOKUP and (name not in offers.own or name in offers.own_trees)]
+    if not names and (drafters or (offers.remote == {} and not offers.own_trees)):
+        raise InvalidRequest("speculation.shape", "present", "absent where nobody makes trees")
     name, limit = "draft_count", request.draft_count
     if not limit:
         name, limit = "max_draft_count", target.max_draft_count

@@ -27,7 +27,7 @@ from gateway.rest import responses
 from gateway.rest.errors import UnknownModel, error_json, unexpected
 from gateway.rest.middleware import RestSettings
 from gateway.rest.responses import ChoiceBuffer, ResponseFormatter, ResponseHeader
-from gateway.rest.schemas import GenerationFields, SpeculationFields, StreamOptions
+from gateway.rest.schemas import GenerationFields, ShapeFields, SpeculationFields, StreamOptions
 from gateway.rest.sse import DONE, EventStream, data, line, while_there
 from outrider.beams import MAX_WIDTH, MIN_WIDTH, BeamSearch, EarlyStopping
 from outrider.errors import InvalidRequest, OutriderError, PromptTooLong
@@ -59,7 +59,7 @@ def generation_request(fields: GenerationFields, served_model: str) -> Generatio
         sampling["logit_bias"] = {int(key): bias for key, bias in sampling["logit_bias"].items()}
     sampling_parameters = SamplingParameters.checked(sampling)
     speculation = fields.speculation or SpeculationFields()
-    rule, shape = Rule(speculation.rule or Rule.MATCH), speculation.shape
+    rule = Rule(speculation.rule or Rule.MATCH)
     settings = speculation.model_dump(include=SETTING_NAMES, exclude_none=True)
     for name, value in settings.items():
         if name not in SETTINGS.get(rule, ()):
@@ -74,7 +74,7 @@ def generation_request(fields: GenerationFields, served_model: str) -> Generatio
         draft_count=speculation.draft_count if isinstance(speculation.draft_count, int) else None,
         acceptance=Acceptance.checked({"rule": rule, **settings}, "speculation."),
         drafters=_drafters(speculation.drafter),
-        shape=None if shape is None else TreeShape(shape.max_depth, shape.max_children, tuple(shape.expansions)),
+        shape=None if speculation.shape is None else _shape(speculation.shape),
         prediction=None if fields.prediction is None else fields.prediction.text,
         sample_count=None if fields.use_beam_search else fields.n,
         beam_search=_beam_search(fields),
@@ -82,6 +82,13 @@ def generation_request(fields: GenerationFields, served_model: str) -> Generatio
         return_rounds=bool(speculation.return_rounds),
         cache_salt=fields.cache_salt or "",
     )
+
+
+def _shape(fields: ShapeFields) -> TreeShape:
+    shape = TreeShape(
+        fields.max_depth, fields.max_children, tuple(fields.expansions), fields.max_width, fields.is_static
+    )
+    return shape.checked("speculation.shape")
 
 
 def _drafters(drafter: str | list[str] | None) -> tuple[str, ...]:

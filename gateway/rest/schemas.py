@@ -21,7 +21,7 @@ from outrider.parameters import (
     Share,
     TokenId,
 )
-from outrider.token_tree import MAX_CHILDREN, MAX_DEPTH
+from outrider.token_tree import MAX_CHILDREN, MAX_DEPTH, MAX_LEVEL_ROWS
 
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**31 - 1
@@ -83,6 +83,8 @@ class ShapeFields(Parameters):
     max_depth: Annotated[int, Field(ge=0, le=MAX_DEPTH)] = 0
     max_children: Annotated[int, Field(ge=0, le=MAX_CHILDREN)] = 0
     expansions: Annotated[list[Children], Field(default_factory=list, max_length=MAX_DEPTH, fail_fast=True)]
+    max_width: Annotated[int, Field(ge=0, le=MAX_LEVEL_ROWS)] = 0
+    is_static: bool = False
 
 
 class SpeculationFields(Parameters):

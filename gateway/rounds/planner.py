@@ -6,7 +6,7 @@ from typing import Self
 
 from gateway.rounds.merging import cut, merged
 from gateway.rounds.policy import PLAIN_BUDGET, TREE, Choice, SpeculationPolicy
-from gateway.rounds.round import LOOKUP, FallbackReason, Proposal, Round, TokenLog
+from gateway.rounds.round import LOOKUP, FallbackReason, OwnGuesses, Proposal, Round, TokenLog
 from outrider.parameters import Rule
 from outrider.token_tree import TreeShape
 
@@ -27,9 +27,9 @@ class DraftOutlook:
 class RoundPlan:
     """One round: draft tokens to ask for, tokens that the target may commit unasked, and why there is no draft.
 
-    own_draft_count are those that the target's own drafter is to make, for this verdict and for unasked ones behind it.
-    `shape` is that of the draft's guesses, None for a chain. look_count rows come from a lookup, and where the target
-    would go on unasked, they end that.
+    own_draft_count are those that the target's own drafter is to make, for this verdict and for unasked ones behind it,
+    a chain or in own_shape. `shape` is that of the draft's guesses, None for a chain. look_count rows come from a
+    lookup, and where the target would go on unasked, they end that.
     """
 
     draft_count: int
@@ -38,6 +38,11 @@ class RoundPlan:
     own_draft_count: int = 0
     shape: TreeShape | None = None
     look_count: int = 0
+    own_shape: TreeShape | None = None
+
+    @property
+    def own(self) -> OwnGuesses:
+        return OwnGuesses(self.own_draft_count, self.own_shape)
 
     def explain(self, proposal: Proposal) -> Proposal:
         """The proposal, with this plan's reason where it has none of its own."""
@@ -50,16 +55,18 @@ class Drafting:
     """Who may guess for a request.
 
     `remote` is what the draft services are asked for, None where there is none to ask; `own` a drafter of the target's
-    process, empty for none. `shape` is that of a draft's guesses where the request names one, and may_grow_trees lets
-    the policy choose between chains and trees where it does not. `looks` says that lookups are made: the policy chooses
-    between these and the other drafters. With `merges` several drafters, lookups among them, make one proposal under
-    the request's rule, and `remote` is what they are called together.
+    process, empty for none, and own_makes_trees says whether it makes any. `shape` is that of guesses where the request
+    names one. Where it does not, the policy chooses between chains and trees, of a draft with may_grow_trees, and of
+    the target's own drafter wherever it makes some and the rule does not test with distributions. `looks` says that
+    lookups are made: the policy chooses between these and the other drafters. With `merges` several drafters, lookups
+    among them, make one proposal under the request's rule, and `remote` is what they are called together.
     """
 
     remote: str | None = ""
     own: str = ""
     shape: TreeShape | None = None
     may_grow_trees: bool = False
+    own_makes_trees: bool = False
     looks: bool = False
     merges: bool = False
     rule: Rule = Rule.MATCH
@@ -82,8 +89,11 @@ class RoundPlanner:
         self._policy = policy
         self._drafting = drafting
         self._remote = drafting.remote
-        self._grows_trees = drafting.may_grow_trees and draft_count is None and drafting.shape is None
+        is_free = draft_count is None and drafting.shape is None
+        self._grows_trees = drafting.may_grow_trees and is_free
+        self._grows_own_trees = drafting.own_makes_trees and is_free and not drafting.rule.needs_distributions
         self._own = drafting.own
+        self._own_shape = drafting.shape if drafting.own_makes_trees else None
         # Where nobody guesses at all, rounds say that a draft is absent.
         nobody = () if drafting.looks else ("",)
         self._session = policy.session(*(self._drafters(drafting.own) or nobody))
@@ -139,7 +149,7 @@ class RoundPlanner:
         self._next, self._unasked = None, outstanding > 0
         if choice.draft_count == 0 or limit == 0:
             return self._plain(choice.plain_budget)
-        if self._own and choice.drafter == self._own:
+        if choice.drafter in self._owns(self._own):
             return self._own_plan(choice, limit, own, is_first)
         if obstacle is None and (outstanding or is_first):
             # Choosing waits for the end of the stretch, or for the prompt's own pass.
@@ -165,7 +175,10 @@ class RoundPlanner:
         """Passes a round on to the policy, except for the prompt's own pass, which costs what the prompt costs."""
         if not committed.is_first:
             # What was asked to end a stretch has been asked; a verdict that came before it has not.
-            unasked = self._unasked and (committed.verdict.own is not None or not committed.proposal.tree)
+            own = committed.verdict.own
+            unasked = self._unasked and (own is not None or not committed.proposal.tree)
+            if own is not None and own.tree.values:
+                self._policy.saw(own, self._plain_plan.own_draft_count)
             self._policy.observe(committed, self._session, unasked=unasked)
 
     def _look_count(self, outstanding: int, look: Sequence[float]) -> int:
@@ -211,22 +224,35 @@ class RoundPlanner:
         """
         if not own:
             return self._plain(WAITING_BUDGET, FallbackReason.DRAFT_ABSENT, is_first)
-        count = min(choice.draft_count, limit)
+        shape = self._own_shape or (TreeShape() if choice.drafter.endswith(TREE) else None)
+        # A tree is limited in depth by the room, as that of a draft service is.
+        count = min(choice.draft_count, limit if shape is None else self._max_draft_count)
         if is_first:
-            return RoundPlan(0, 0, own_draft_count=count)
-        budget = OWN_BUDGET if choice.rounds == 1 else choice.rounds * (count + 1)
-        self._plain_plan = RoundPlan(0, budget, own_draft_count=count)
+            return RoundPlan(0, 0, own_draft_count=count, own_shape=shape)
+        budget = OWN_BUDGET if choice.rounds == 1 else min(choice.rounds * (count + 1), OWN_BUDGET)
+        self._plain_plan = RoundPlan(0, budget, own_draft_count=count, own_shape=shape)
         return self._plain_plan
 
     def _drafters(self, own: str) -> tuple[str, ...]:
-        """Those that there are, the target's own first; a draft's trees are one, because they cost and bring others."""
-        return (*([own] if own else []), *self._remotes)
+        """Those that there are, the target's own first; a drafter's trees are one, because they cost and bring others.
+
+        Trees that were drawn have no values, and are taken for chains.
+        """
+        return (*self._owns(own), *self._remotes)
+
+    def _owns(self, own: str) -> tuple[str, ...]:
+        """The target's own drafter, if it has one, by what it makes."""
+        if not own:
+            return ()
+        if self._own_shape is not None and not self._drafting.rule.needs_distributions:
+            return (own + TREE,)
+        return (own, own + TREE) if self._grows_own_trees else (own,)
 
     @property
     def _remotes(self) -> tuple[str, ...]:
         if self._remote is None:
             return ()
-        if self._drafting.shape is not None or (self._drafting.merges and not self._drafting.rule.needs_distributions):
+        if (self._drafting.shape is not None or self._drafting.merges) and not self._drafting.rule.needs_distributions:
             return (self._remote + TREE,)
         return (self._remote, *([self._remote + TREE] if self._grows_trees else []))
 
@@ -240,5 +266,5 @@ class RoundPlanner:
         if ready:
             self._policy.note(self._session, is_drafting=self._draft_count > 0)
         # The draft service remains what it is for where there are two devices.
-        drafter = self._own if self._remote is None else self._remotes[0]
+        drafter, *_ = *self._remotes, *self._owns(self._own), ""
         return Choice(self._draft_count, 0 if self._draft_count else PLAIN_BUDGET, drafter=drafter)

@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from outrider.errors import ProtocolViolation
 from outrider.parameters import FinishReason, TokenLogprob
-from outrider.token_tree import EMPTY, TokenTree
+from outrider.token_tree import EMPTY, TokenTree, TreeShape
 
 LOOKUP = "lookup"
 """The drafter in the gateway itself, which needs no model."""
@@ -67,6 +68,16 @@ class Proposal:
 
 
 NOTHING = Proposal()
+
+
+class OwnGuesses(NamedTuple):
+    """What the target's own drafter is to make, for this verdict and for unasked ones behind it: a chain or a tree."""
+
+    draft_count: int = 0
+    shape: TreeShape | None = None
+
+
+NO_OWN_GUESSES = OwnGuesses()
 
 
 @dataclass(slots=True)

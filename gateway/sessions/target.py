@@ -10,7 +10,7 @@ import asyncio
 
 import structlog
 
-from gateway.rounds.round import HopCost, Proposal, TokenLog, Verdict
+from gateway.rounds.round import NO_OWN_GUESSES, HopCost, OwnGuesses, Proposal, TokenLog, Verdict
 from gateway.sessions.link import Need, Replicas, ServiceLink
 from gateway.sessions.session import MAX_DRIFT_REPAIRS, RemoteSession, RetryBudget, TargetTimeouts
 from gateway.sessions.stream import Mailbox, opening_of
@@ -20,7 +20,7 @@ from outrider.process import telemetry
 from outrider.process.telemetry import session_prefix
 from outrider.rpc import messages
 from outrider.rpc.errors import session_error_from
-from outrider.rpc.messages import logprobs_from, tree_from, write_tree
+from outrider.rpc.messages import logprobs_from, shape_message, tree_from, write_tree
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1 import types_pb2
 
@@ -54,6 +54,8 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
         self._max_budget = max(0, info.unacknowledged_window - 1)
         self._max_own_count = info.max_draft_count
         self.drafter = drafter if drafter in info.drafters else ""
+        # A replica whose drafter of that name makes none is asked for chains.
+        self._makes_trees = drafter in info.tree_drafters
         self.vocabulary_size = info.vocabulary_size
         self._limit = 0  # committed length up to which the target may go on its own
         self._largest_limit = 0  # that it was ever given: what is taken back, it may have used before it knew
@@ -68,7 +70,7 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
         # A verdict that is here already decides the next token, whatever is proposed.
         return max(left, 0) or int(len(self._log) in self._early)
 
-    def send_next(self, proposal: Proposal, plain_budget: int, own_draft_count: int) -> None:
+    def send_next(self, proposal: Proposal, plain_budget: int, own: OwnGuesses) -> None:
         """Opens, steps, extends a stretch of unasked tokens, ends it for a proposal, or sends nothing within one."""
         budget = min(plain_budget, self._max_budget)
         if proposal.tree and self.outstanding and len(self._log) not in self._early:
@@ -76,21 +78,22 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
             message = self._next_message(0)
             message.acknowledge.SetInParent()
             self.send(message)
-            self.send_step(proposal, plain_budget, own_draft_count)
+            self.send_step(proposal, plain_budget, own)
         elif self.is_opening or not self.outstanding:
-            self.send_step(proposal, plain_budget, own_draft_count)
+            self.send_step(proposal, plain_budget, own)
         elif budget and 2 * self.outstanding <= budget and self._limit < self._spec.max_len:
             message = self._next_message(budget)
             message.acknowledge.plain_budget = budget
-            message.acknowledge.own_draft_count = self._own_count(own_draft_count)
+            self._ask_own(message.acknowledge, own)
             self.send(message)
 
-    def send_step(self, proposal: Proposal, plain_budget: int, own_draft_count: int) -> None:
+    def send_step(self, proposal: Proposal, plain_budget: int, own: OwnGuesses) -> None:
         """Opens, or asks for the verdict on the log's length, which a target that has given it gives once more."""
         budget = min(plain_budget, self._max_budget)
         message = self._next_message(budget)
         step, parts = message.open.step if self.is_opening else message.step, list[types_pb2.OpenPart]()
-        step.plain_budget, step.own_draft_count = budget, self._own_count(own_draft_count)
+        step.plain_budget = budget
+        self._ask_own(step, own)
         write_tree(step.proposal, proposal.tree)
         if self.is_opening:
             message.open.drafter = self.drafter
@@ -141,8 +144,10 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
     def end(self, fence: types_pb2.Fence) -> None:
         self.close(pb.VerifyRequest(fence=fence, close=types_pb2.CloseSession()))
 
-    def _own_count(self, own_draft_count: int) -> int:
-        return min(own_draft_count, self._max_own_count) if self.drafter else 0
+    def _ask_own(self, message: pb.TargetStep | pb.Acknowledge, own: OwnGuesses) -> None:
+        message.own_draft_count = min(own.draft_count, self._max_own_count) if self.drafter else 0
+        if own.shape is not None and message.own_draft_count and self._makes_trees:
+            message.own_shape.CopyFrom(shape_message(own.shape))
 
     def _next_message(self, plain_budget: int) -> pb.VerifyRequest:
         """A message on the log's length, to be filled in place; notes how far it lets the target go."""
@@ -196,7 +201,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         """The drafter that guesses in the target's process; empty where there is none."""
         return self._opening.drafter if self._opening is not None else self._drafter
 
-    async def verify(self, proposal: Proposal, plain_budget: int, own_draft_count: int = 0) -> Verdict:
+    async def verify(self, proposal: Proposal, plain_budget: int, own: OwnGuesses = NO_OWN_GUESSES) -> Verdict:
         """Returns the verdict on the log's length, whatever happens to targets within the budget for that.
 
         Raises PeerLost after it, and CacheFull and the like when a target says so.
@@ -204,7 +209,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         loop = asyncio.get_running_loop()
         started_s = loop.time()
         opens, repairs = max(self._num_opens, 1), self._num_repairs
-        opening, response = await self._exchange(proposal, plain_budget, own_draft_count)
+        opening, response = await self._exchange(proposal, plain_budget, own)
         wait_us = int(1e6 * (loop.time() - started_s))
         verdict, times = response.verdict, response.times
         accepted_rows = tuple(verdict.accepted_rows[:])
@@ -239,7 +244,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         )
 
     async def _exchange(
-        self, proposal: Proposal, plain_budget: int, own_draft_count: int
+        self, proposal: Proposal, plain_budget: int, own: OwnGuesses
     ) -> tuple[TargetOpening, pb.VerifyResponse]:
         """The answer of the first target that gives a verdict, and the opening that it came by.
 
@@ -259,7 +264,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
                 await self._drop_cache()
             opening = self._opening or await self._open(budget.until_s)
             try:
-                response = await self._attempt(opening, proposal, plain_budget, own_draft_count)
+                response = await self._attempt(opening, proposal, plain_budget, own)
                 if response.WhichOneof("answer") == "verdict":  # 1
                     self._num_unanswered = 0
                     opening.link.breaker.answered()
@@ -293,7 +298,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         return TargetOpening(link, self._spec, self._log, self._fence(), self._drafter)
 
     async def _attempt(
-        self, opening: TargetOpening, proposal: Proposal, plain_budget: int, own_draft_count: int
+        self, opening: TargetOpening, proposal: Proposal, plain_budget: int, own: OwnGuesses
     ) -> pb.VerifyResponse:
         """One request and its answer. The request is repeated ever more seldom, which fencing makes safe.
 
@@ -313,7 +318,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
             try:
                 if loop.time() >= ask_at_s:
                     send = opening.send_step if num_asked else opening.send_next
-                    send(proposal, plain_budget, own_draft_count)
+                    send(proposal, plain_budget, own)
                     ask_at_s, num_asked = loop.time() + 2**num_asked * allowance_s, num_asked + 1
                 response = await opening.receive(min(deadline_s, max(ask_at_s - loop.time(), MIN_WAIT_S)))
             except TimeoutError:

@@ -226,7 +226,7 @@ def _speculation(settings: object) -> pb.SpeculationSettings:
         if not isinstance(settings.shape, TreeShape):
             raise InvalidRequest("speculation.shape", settings.shape, "an instance of TreeShape")
         message.shape.SetInParent()
-        for name in ("max_depth", "max_children", "expansions"):
+        for name in ("max_depth", "max_children", "expansions", "max_width", "is_static"):
             _put(message.shape, name, getattr(settings.shape, name), prefix + "shape.")
     _put(message, "drafter" if isinstance(settings.drafter, str) else "drafters", settings.drafter, prefix)
     for name in ("enabled", "draft_count", "return_rounds"):

@@ -79,6 +79,8 @@ class Guess(NamedTuple):
 
 # What a step of a task has found, to be taken when all of the batch is; or why there is nothing.
 Step = Callable[[], None] | OutriderError
+# Takes into account that these tokens followed the ones that a tree was made behind.
+Learn = Callable[[TokenTree, Sequence[int]], None]
 # Finds the steps of tasks of one kind, whose rows are logits[ranges[i]], drawing from at most so many tokens.
 Guesser = Callable[[ModelRunner, Sequence[Any], Tensor, Sequence[range], int], list[Step]]
 
@@ -106,6 +108,8 @@ class DraftTask:
     on_failure: Callable[[OutriderError], None]
     num_private: int = 0
     """Committed tokens at the end of which other sessions must not find what is cached."""
+    learn: Learn | None = None
+    """What may be told what was committed behind its base_len, where something can be learned from that."""
     inner: Inner | None = None
     """The session's part in what guesses its guesses, where there is such a thing."""
     base_len: int = field(init=False)

@@ -2,7 +2,8 @@
 
 With the target's noise the children of a row are its best tokens under scores plus noise: the first is what a chain
 would go on with, the others are what the target may draw where the draft errs. The likeliest rows of all are kept,
-whatever was drawn, because the rules that this serves commit the same tokens whatever is proposed.
+whatever was drawn, because the rules that this serves commit the same tokens whatever is proposed. A shape that does
+not depend on the guesses may be asked for as well.
 
 With noise of its own the draft draws the children of a row one after the other without replacement, and which rows have
 how many is fixed before anything is drawn: the rules that test with distributions depend on it.
@@ -18,9 +19,19 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.model_drafter import MIN_PROB, DraftTask, Guess, Guesser, Step, drawable_scores, log_of
-from outrider.drafters.scales import Scales
+from outrider.drafters.scales import Experience
 from outrider.engine.batching import Feed
-from outrider.engine.growth import MAX_CHILDREN, ROOT, Child, Growth, Limits, depth_first, level_order
+from outrider.engine.growth import (
+    MAX_CHILDREN,
+    ROOT,
+    Child,
+    Filling,
+    Growth,
+    Limits,
+    depth_first,
+    level_order,
+    static_shape,
+)
 from outrider.engine.noise import Purpose, round_key
 from outrider.engine.ops import Ops
 from outrider.engine.runner import ModelRunner
@@ -52,10 +63,9 @@ DRAWN_CHILDREN = 2
 class GrownTask(DraftTask):
     """A session on its way to the `draft_count` likeliest guesses; see outrider.engine.growth."""
 
-    limits: Limits
+    growth: Growth | Filling
     scale: float
     """See outrider.drafters.scales."""
-    growth: Growth = field(init=False)
     rows: dict[int, int] = field(init=False)
     """Rows of the session's tree by the numbers of the nodes that are expanded, the newest of them last."""
     num_new: int = 1
@@ -66,7 +76,6 @@ class GrownTask(DraftTask):
     def __post_init__(self) -> None:
         DraftTask.__post_init__(self)
         self.ranked = before_argmax(self.draw_input).spec
-        self.growth = Growth(self.limits)
         self.rows = {ROOT: 0}
 
     @property
@@ -163,7 +172,7 @@ def _children(runner: ModelRunner, tasks: Sequence[GrownTask], scores: Tensor, p
         keys, owners = keys[place : place + 1], owners[place : place + 1]
     is_hot = tasks[0].spec.sampling.temperature > 0
     scales = torch.from_numpy(np.array([task.scale for task in owners])).to(scores.device)
-    count = max(task.limits.max_children for task in tasks)
+    count = max(task.growth.max_children for task in tasks)
     ids, shares = ops.rank(scores, scales, count, key_column(runner, keys) if is_hot else None)
     logprobs: list[list[float]] = [[0.0] * count] * len(owners)
     if any(task.wants_logprob for task in tasks):
@@ -207,7 +216,7 @@ class DrawnTask(DraftTask):
     """A session on its way to at most `draft_count` guesses that are drawn, in a shape that was fixed before."""
 
     parents: tuple[int, ...]
-    """Of the shape, depth by depth. Rows are fewer where a distribution has fewer tokens."""
+    """Of the shape. Rows are fewer where a distribution has fewer tokens."""
     nodes: list[DrawnNode] = field(default_factory=list)
     """The root, and what was drawn, in the order of the shape."""
     level: list[int] = field(default_factory=lambda: [ROOT])
@@ -301,16 +310,25 @@ def _draw_siblings(
     return token_ids
 
 
-def as_tree(chain: DraftTask, shape: TreeShape, max_rows: int, room: int, scales: Scales) -> DraftTask:
+def as_tree(chain: DraftTask, shape: TreeShape, max_rows: int, room: int, known: Experience) -> DraftTask:
     """The task of a tree in the place of a chain's, of at most max_rows guesses, none of them more than `room` deep."""
-    common = chain.session, chain.spec, chain.noise, max_rows, chain.meter, chain.on_done, chain.on_failure
-    max_depth = min(room, MAX_DEPTH)
-    if chain.noise is Purpose.TOKEN:
-        limits = Limits.of(shape, max_rows, max_depth)
-        return GrownTask(*common, chain.num_private, limits=limits, scale=scales.of(chain.spec))
+    spec, noise = chain.spec, chain.noise
+    common = chain.session, spec, noise, max_rows, chain.meter, chain.on_done, chain.on_failure, chain.num_private
+    max_depth, static, is_shared = min(room, MAX_DEPTH), None, noise is Purpose.TOKEN
+    # With noise of its own and at temperature 0 there is one token to draw.
+    most = MAX_CHILDREN if is_shared or spec.sampling.temperature else 1
+    if shape.is_static:
+        rates = known.ranks.of(spec, noise)[: min(shape.max_children or most, most)]
+        static = static_shape(rates, max_rows, min(max_depth, shape.max_depth or max_depth), shape.max_width)
+    learn_ranks = partial(known.ranks.learn, spec, noise)
+    if is_shared:
+        growth = Growth(Limits.of(shape, max_rows, max_depth)) if static is None else Filling(static)
+        learn = partial(known.scales.learn, spec) if static is None else learn_ranks
+        return GrownTask(*common, learn, growth=growth, scale=known.scales.of(spec))
+    if static is not None:
+        return DrawnTask(*common, learn_ranks, parents=static.parents)
     expansions = shape.expansions
     if not expansions:
-        # At temperature 0 there is one token to draw.
-        width = (shape.max_children or DRAWN_CHILDREN) if chain.spec.sampling.temperature else 1
+        width = min(shape.max_children or DRAWN_CHILDREN, most)
         expansions = (width, *[1] * ((shape.max_depth or max_depth) - 1))
-    return DrawnTask(*common, chain.num_private, parents=level_order(expansions[:max_depth], max_rows))
+    return DrawnTask(*common, parents=level_order(expansions[:max_depth], max_rows, shape.max_width))

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from outrider.errors import InvalidRequest
 from outrider.token_tree import TokenTree, TreeShape
 
 ROOT = 0
@@ -55,7 +56,8 @@ class Limits:
         """What a shape asks for, of at most so many rows at such a depth."""
         if shape.expansions:
             return cls(max_rows, min(max_depth, len(shape.expansions)), max(shape.expansions), shape.expansions)
-        return cls(max_rows, min(max_depth, shape.max_depth or max_depth), shape.max_children or MAX_CHILDREN)
+        max_depth, max_children = min(max_depth, shape.max_depth or max_depth), shape.max_children or MAX_CHILDREN
+        return cls(max_rows, max_depth, max_children, width=shape.max_width)
 
     def children_at(self, depth: int) -> int:
         """Most children of a row at a depth."""
@@ -80,6 +82,7 @@ class Growth:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
+        self.max_children = limits.max_children
         # In the order in which they became known, so that of equal values a parent comes before its child.
         self.nodes = [Node(-1, -1, 0, 1.0)]
         # The best rows of all, the least of them first.
@@ -126,19 +129,58 @@ class Growth:
 
     def tree(self, *, with_logprobs: bool = False) -> TokenTree:
         """The best rows with their values, and log-probabilities where they are wanted."""
-        order = depth_first((number, self.nodes[number].parent) for number in sorted(-each for _, each in self._best))
-        rows = {ROOT: 0} | {number: row for row, number in enumerate(order, start=1)}
-        nodes = [self.nodes[number] for number in order]
-        return TokenTree(
-            tuple(node.token_id for node in nodes),
-            tuple(rows[node.parent] for node in nodes),
-            logprobs=tuple(node.logprob for node in nodes) if with_logprobs else (),
-            values=tuple(node.value for node in nodes),
-        )
+        return _tree(self.nodes, sorted(-each for _, each in self._best), with_logprobs=with_logprobs)
 
     def _least(self) -> float:
         """Values up to this are of no use."""
         return self._best[0][0] if len(self._best) == self._limits.max_rows else 0.0
+
+
+class Filling:
+    """A tree on its way, as Growth is one, whose shape and values were there before its tokens."""
+
+    def __init__(self, shape: TokenTree) -> None:
+        """See static_shape. Rows are fewer where a row has fewer children than in the shape."""
+        self._values = (1.0, *shape.values)
+        self._children = [shape.children(row) for row in range(len(shape) + 1)]
+        self.max_children = max(map(len, self._children))
+        self.nodes = [Node(-1, -1, 0, 1.0)]
+        # Rows of the shape, by node.
+        self._places = [ROOT]
+        self._expanded: set[int] = set()
+
+    def frontier(self) -> list[int]:
+        """The nodes of the newest level whose children are wanted."""
+        return [
+            number
+            for number, (node, place) in enumerate(zip(self.nodes, self._places, strict=True))
+            if number not in self._expanded and self._children[place] and not node.is_leaf
+        ]
+
+    def expand(self, number: int, children: Iterable[Child]) -> None:
+        """Says what may follow a node, the likeliest first."""
+        self._expanded.add(number)
+        for place, child in zip(self._children[self._places[number]], children, strict=False):
+            node = Node(child.token_id, number, self.nodes[number].depth + 1, self._values[place], *child[2:])
+            self.nodes.append(node)
+            self._places.append(place)
+
+    def tree(self, *, with_logprobs: bool = False) -> TokenTree:
+        """As in Growth."""
+        return _tree(self.nodes, range(1, len(self.nodes)), with_logprobs=with_logprobs)
+
+
+def _tree(nodes: Sequence[Node], numbers: Iterable[int], *, with_logprobs: bool) -> TokenTree:
+    """The tree of the nodes with these numbers, among which are the parents of each."""
+    order = depth_first((number, nodes[number].parent) for number in numbers)
+    rows = {ROOT: 0} | {number: row for row, number in enumerate(order, start=1)}
+    chosen = [nodes[number] for number in order]
+    return TokenTree(
+        tuple(node.token_id for node in chosen),
+        tuple(rows[node.parent] for node in chosen),
+        logprobs=tuple(node.logprob for node in chosen) if with_logprobs else (),
+        values=tuple(node.value for node in chosen),
+    )
 
 
 def depth_first(nodes: Iterable[tuple[int, int]]) -> list[int]:
@@ -154,12 +196,13 @@ def depth_first(nodes: Iterable[tuple[int, int]]) -> list[int]:
     return order
 
 
-def static_shape(rates: Sequence[float], max_rows: int, max_depth: int) -> TokenTree:
+def static_shape(rates: Sequence[float], max_rows: int, max_depth: int, width: int = 0) -> TokenTree:
     """The best tree where the k-th child of every row is taken with the chance rates[k]; token ids are ranks.
 
-    rates fall, are above 0 and add up to 1 at most. The sum of its values is the expected number of accepted rows.
+    rates fall, are above 0 and add up to 1 at most. `width` as in Limits. The sum of its values is the expected number
+    of accepted rows.
     """
-    growth = Growth(Limits(max_rows, max_depth, len(rates)))
+    growth = Growth(Limits(max_rows, max_depth, len(rates), width=width))
     ranked = [Child(rank, rate) for rank, rate in enumerate(rates)]
     while wanted := growth.frontier():
         for number in wanted:
@@ -167,14 +210,17 @@ def static_shape(rates: Sequence[float], max_rows: int, max_depth: int) -> Token
     return growth.tree()
 
 
-def level_order(expansions: Sequence[int], max_rows: int) -> tuple[int, ...]:
-    """Parents of the first max_rows rows, depth by depth, where rows at depth d have expansions[d] children."""
+def level_order(expansions: Sequence[int], max_rows: int, width: int = 0) -> tuple[int, ...]:
+    """Parents of the first max_rows rows, depth by depth, where rows at depth d have expansions[d] children.
+
+    With `width` only the first that many of each depth have some.
+    """
     parents: list[int] = []
     level = [ROOT]
     for count in expansions:
         first = len(parents) + 1
         parents += [parent for parent in level for _ in range(count)]
-        level = list(range(first, len(parents) + 1))
+        level = list(range(first, len(parents) + 1))[: width or None]
     return tuple(parents[:max_rows])
 
 
@@ -185,3 +231,10 @@ def row_count(expansions: Sequence[int]) -> int:
         width *= count
         total += width
     return total
+
+
+def check_rows(shape: TreeShape, num_rows: int, field: str, count_field: str) -> None:
+    """Raises InvalidRequest about a shape whose expansions have more rows than are asked for; fields by their names."""
+    found = row_count(shape.expansions)
+    if found > num_rows:
+        raise InvalidRequest(f"{field}.expansions", f"{found} rows", f"at most the {num_rows} rows of {count_field}")

@@ -55,13 +55,13 @@ class ServiceFacts:
     """The rules that each can serve, by name."""
     hosted: Mapping[str, ModelRunner] = field(default_factory=dict)
     """What computes those drafters that have a model of their own in this process."""
-    makes_trees: bool = False
-    """Whether the drafters make trees where a shape is asked for."""
+    tree_drafters: frozenset[str] = frozenset()
+    """Those that make trees where a shape is asked for."""
 
     def offer(self, drafter: str) -> pb.DrafterOffer:
         """A drafter as it stands now."""
         rules = [RULES[rule] for rule in Rule if rule in self.drafters[drafter]]
-        offer = pb.DrafterOffer(name=drafter, rules=rules, makes_trees=self.makes_trees)
+        offer = pb.DrafterOffer(name=drafter, rules=rules, makes_trees=drafter in self.tree_drafters)
         runner = self.hosted.get(drafter)
         if runner is not None:
             offer.model_name, offer.model_hash = runner.identity.model_name, runner.identity.model_hash
@@ -94,7 +94,7 @@ class ModelServicer(ModelServiceServicer):
         described = {each.name: getattr(facts, each.name) for each in fields(facts)} | asdict(self._sessions.counts())
         described |= {"role": ROLES[facts.role], "eos_token_ids": sorted(facts.eos_token_ids)}
         described |= {"drafters": list(facts.drafters)}
-        del described["hosted"], described["makes_trees"]
+        del described["hosted"], described["tree_drafters"]
         return pb.GetModelInfoResponse(
             **described,
             protocol_version=channels.PROTOCOL_VERSION,

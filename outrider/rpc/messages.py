@@ -27,7 +27,7 @@ from outrider.parameters import (
     TokenLogprob,
 )
 from outrider.rpc.fencing import ComputeTimes, Fence
-from outrider.token_tree import MAX_CHILDREN, MAX_DEPTH, TokenTree, TreeShape
+from outrider.token_tree import MAX_CHILDREN, MAX_DEPTH, MAX_LEVEL_ROWS, TokenTree, TreeShape
 from outrider.v1 import target_service_pb2 as target_pb
 from outrider.v1 import types_pb2 as pb
 
@@ -320,11 +320,21 @@ def shape_from(message: pb.TreeShape, field: str) -> TreeShape:
     check_count(f"{field}.expansions", len(message.expansions), MAX_DEPTH, "entries")
     for depth, count in enumerate(message.expansions):
         check_range(f"{field}.expansions.{depth}", count, 1, MAX_CHILDREN)
-    return TreeShape(message.max_depth, message.max_children, tuple(message.expansions))
+    check_range(f"{field}.max_width", message.max_width, 0, MAX_LEVEL_ROWS)
+    expansions = tuple(message.expansions)
+    return TreeShape(message.max_depth, message.max_children, expansions, message.max_width, message.is_static).checked(
+        field
+    )
 
 
 def shape_message(shape: TreeShape) -> pb.TreeShape:
-    return pb.TreeShape(max_depth=shape.max_depth, max_children=shape.max_children, expansions=shape.expansions)
+    return pb.TreeShape(
+        max_depth=shape.max_depth,
+        max_children=shape.max_children,
+        expansions=shape.expansions,
+        max_width=shape.max_width,
+        is_static=shape.is_static,
+    )
 
 
 def _check_rows(name: str, num_entries: int, num_rows: int) -> None:

@@ -195,6 +195,7 @@ class TargetStep(_message.Message):
     PROPOSAL_FIELD_NUMBER: _builtins.int
     PLAIN_BUDGET_FIELD_NUMBER: _builtins.int
     OWN_DRAFT_COUNT_FIELD_NUMBER: _builtins.int
+    OWN_SHAPE_FIELD_NUMBER: _builtins.int
     plain_budget: _builtins.int
     """Tokens that the target may commit unasked after this step's verdict: it goes on decoding plainly while its
     committed length is below base_len + 1 + plain_budget, and never further than unacknowledged_window past the last
@@ -210,16 +211,23 @@ class TargetStep(_message.Message):
         first rows are the last tokens of the live beams, in order, which alone have the parent 0; guesses follow.
         """
 
+    @_builtins.property
+    def own_shape(self) -> _types_pb2.TreeShape:
+        """Shape of these guesses, own_draft_count being its rows; absent for a chain. No row is deeper than a chain could be.
+        Refused by a drafter that makes no trees (see DrafterOffer).
+        """
+
     def __init__(
         self,
         *,
         proposal: _types_pb2.TokenTree | None = ...,
         plain_budget: _builtins.int = ...,
         own_draft_count: _builtins.int = ...,
+        own_shape: _types_pb2.TreeShape | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["proposal", b"proposal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["own_shape", b"own_shape", "proposal", b"proposal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["own_draft_count", b"own_draft_count", "plain_budget", b"plain_budget", "proposal", b"proposal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["own_draft_count", b"own_draft_count", "own_shape", b"own_shape", "plain_budget", b"plain_budget", "proposal", b"proposal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -233,19 +241,25 @@ class Acknowledge(_message.Message):
 
     PLAIN_BUDGET_FIELD_NUMBER: _builtins.int
     OWN_DRAFT_COUNT_FIELD_NUMBER: _builtins.int
+    OWN_SHAPE_FIELD_NUMBER: _builtins.int
     plain_budget: _builtins.int
     """As in TargetStep, counted from this message's base_len."""
     own_draft_count: _builtins.int
     """As in TargetStep, for the unasked verdicts from now on."""
+    @_builtins.property
+    def own_shape(self) -> _types_pb2.TreeShape:
+        """As in TargetStep."""
+
     def __init__(
         self,
         *,
         plain_budget: _builtins.int = ...,
         own_draft_count: _builtins.int = ...,
+        own_shape: _types_pb2.TreeShape | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["own_shape", b"own_shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["own_draft_count", b"own_draft_count", "plain_budget", b"plain_budget"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["own_draft_count", b"own_draft_count", "own_shape", b"own_shape", "plain_budget", b"plain_budget"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

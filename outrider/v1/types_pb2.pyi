@@ -193,14 +193,22 @@ class TreeShape(_message.Message):
     MAX_DEPTH_FIELD_NUMBER: _builtins.int
     MAX_CHILDREN_FIELD_NUMBER: _builtins.int
     EXPANSIONS_FIELD_NUMBER: _builtins.int
+    MAX_WIDTH_FIELD_NUMBER: _builtins.int
+    IS_STATIC_FIELD_NUMBER: _builtins.int
     max_depth: _builtins.int
     """Most rows on a path, in [0, 32]."""
     max_children: _builtins.int
     """Most children of a row, in [0, 8]. 1 makes a chain."""
+    max_width: _builtins.int
+    """Most rows of a level that get children, in [0, 64]: the likeliest ones."""
+    is_static: _builtins.bool
+    """Whether the shape is fixed before anything is guessed: the best one for the chances with which the drafter has seen
+    a row's first, second, third and further child accepted.
+    """
     @_builtins.property
     def expansions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Children of every row at each depth, the root's first, each in [1, 8]: a fixed shape in place of the likeliest rows.
-        At most 32 entries, and no more rows than asked for.
+        At most 32 entries, and no more rows than asked for. Refused together with max_width and is_static.
         """
 
     def __init__(
@@ -209,10 +217,12 @@ class TreeShape(_message.Message):
         max_depth: _builtins.int = ...,
         max_children: _builtins.int = ...,
         expansions: _abc.Iterable[_builtins.int] | None = ...,
+        max_width: _builtins.int = ...,
+        is_static: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expansions", b"expansions", "max_children", b"max_children", "max_depth", b"max_depth"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expansions", b"expansions", "is_static", b"is_static", "max_children", b"max_children", "max_depth", b"max_depth", "max_width", b"max_width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

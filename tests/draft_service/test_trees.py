@@ -17,8 +17,9 @@ from support.tiny_models import TARGET, TRAINED
 
 from draft_service.server import DraftSettings, start
 from draft_service.sessions import Wanted
-from outrider.drafters.model_drafter import SAMPLED
-from outrider.drafters.scales import FIRST_SCALES, Scales
+from outrider.drafters.model_drafter import MODEL, SAMPLED, noise_of
+from outrider.drafters.scales import FIRST_SCALES, Ranks, Scales
+from outrider.engine.growth import static_shape
 from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest
 from outrider.parameters import Rule, SamplingParameters, SessionSpec
@@ -31,6 +32,10 @@ SHAPES = [
     *(TreeShape(max_children=count) for count in (1, 2, 4, 8)),
     TreeShape(max_depth=2),
     TreeShape(expansions=(2, 2, 1)),
+    TreeShape(max_width=1),
+    TreeShape(max_width=2, max_children=3),
+    TreeShape(is_static=True),
+    TreeShape(is_static=True, max_width=2, max_depth=4),
 ]
 MAX_LEN = 48
 
@@ -130,6 +135,7 @@ def test_what_was_accepted_is_not_computed_again(pair: tuple[Target, Draft]) -> 
 def test_trees_are_pure_after_storms(draft: Draft, rule: Rule, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Advances, rollbacks, openings and lost caches later a proposal is that of a new session, bit for bit."""
     monkeypatch.setattr(Scales, "learn", lambda *_arguments: None)
+    monkeypatch.setattr(Ranks, "learn", lambda *_arguments: None)
     chance, spec, epoch = random.Random(seed), ruled(SPEC, rule), 1
     tokens = list(PROMPT)
     draft.open(spec, 6, shape=TreeShape())
@@ -229,9 +235,29 @@ def test_the_draft_learns_from_what_follows(draft: Draft) -> None:
             length += 1
             made.advance(1, length, [token], 3, TreeShape())
         made.run()
-        scale = made.sessions._scales.of(SPEC)
+        scale = made.sessions._known.scales.of(SPEC)
         assert scale < 0.9 * FIRST_SCALES[True] if right else scale > 1.02 * FIRST_SCALES[True]
         made.table.clear()
+
+
+@pytest.mark.parametrize("drafter", [MODEL, SAMPLED])
+def test_static_shapes_follow_what_was_accepted(draft: Draft, drafter: str) -> None:
+    """Where second children are right again and again, later shapes look at more of them; only static ones teach it."""
+    known, noise, static = draft.sessions._known, noise_of(drafter, Rule.MATCH), TreeShape(is_static=True)
+    draft.open(SPEC, 4, shape=static, drafter=drafter)
+    trees = [draft.tree()]
+    for length in range(len(PROMPT) + 1, len(PROMPT) + 41):
+        token_id = trees[-1].token_ids[trees[-1].children(0)[1] - 1]
+        draft.advance(1, length, [token_id], 4, static)
+        trees.append(draft.tree())
+    assert trees[-1].parents == static_shape(known.ranks.of(SPEC, noise), 4, 10).parents
+    assert [trees[place].parents for place in (0, -1)] == [(0, 1, 2, 0), (0, 1, 1, 0)]
+    assert known.scales.of(SPEC) == FIRST_SCALES[True]
+    rates = known.ranks.of(SPEC, noise)
+    draft.open(SPEC, 4, 2, TreeShape(), drafter)
+    draft.advance(2, len(PROMPT) + 1, [draft.tree().token_ids[0]], 4, TreeShape())
+    draft.run()
+    assert known.ranks.of(SPEC, noise) == rates
 
 
 SETTINGS = DraftSettings(str(TRAINED), "127.0.0.1:0", threads=1, kv_tokens=4096)
@@ -266,6 +292,9 @@ BAD_SHAPES = {
     "nine children": (pb.TreeShape(max_children=9), "shape.max_children"),
     "deeper than 32": (pb.TreeShape(max_depth=33), "shape.max_depth"),
     "no children": (pb.TreeShape(expansions=[0]), "shape.expansions"),
+    "wider than 64": (pb.TreeShape(max_width=65), "shape.max_width"),
+    "two fixed shapes": (pb.TreeShape(expansions=[2], is_static=True), "shape.expansions"),
+    "a level that is narrower than itself": (pb.TreeShape(expansions=[2], max_width=1), "shape.expansions"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,11 +11,11 @@ from support.markov import EOS, NUM_TOKENS, MarkovDraft, MarkovModel, MarkovTarg
 
 from gateway.rounds.planner import Drafting, RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
-from gateway.rounds.round import FallbackReason, Proposal, Round, TokenLog, TokenOrigin, Verdict
+from gateway.rounds.round import FallbackReason, OwnGuesses, Proposal, Round, TokenLog, TokenOrigin, Verdict
 from gateway.speculation import speculate
 from outrider.errors import PeerLost, ProtocolViolation
 from outrider.parameters import FinishReason
-from outrider.token_tree import TokenTree
+from outrider.token_tree import TokenTree, TreeShape
 
 PROMPT = (3, 5)
 QUIET = settings(deadline=None, derandomize=True)
@@ -43,6 +44,9 @@ class Request:
         assert self.target.closed
         assert self.draft.closed
         return rounds
+
+
+SHAPED = Drafting(own="own", own_makes_trees=True, shape=TreeShape())
 
 
 @QUIET
@@ -85,15 +89,20 @@ async def test_no_fault_of_the_draft_changes_a_token(
     st.floats(0, 5),
     st.booleans(),
     st.frozensets(st.integers(2, 60)),
+    st.sampled_from([Drafting(own="own"), Drafting(own="own", own_makes_trees=True), SHAPED]),
 )
 async def test_a_target_that_drafts_for_itself_says_the_same(
-    count: int | None, seed: int, max_len: int, noise: float, has_draft: bool, bare: frozenset[int]
+    count: int | None, seed: int, max_len: int, noise: float, has_draft: bool, bare: frozenset[int], drafting: Drafting
 ) -> None:
-    """Alone or beside a draft, also where some targets lack the drafter; and what it proposed is in the rounds."""
+    """Alone or beside a draft, also where some targets lack the drafter; and what it proposed is in the rounds.
+
+    It makes chains, trees where the gateway likes, or always trees.
+    """
     request = Request(count, seed, max_len)
     request.target.own, request.target.own_model, request.target.bare = "own", MarkovModel(noise=noise), bare
-    drafter = "" if has_draft else None
-    request.planner = RoundPlanner(SpeculationPolicy(), count, max_len, 8, Drafting(drafter, "own"))
+    # The draft makes chains.
+    drafting = replace(drafting, remote="", shape=None) if has_draft else replace(drafting, remote=None)
+    request.planner = RoundPlanner(SpeculationPolicy(), count, max_len, 8, drafting)
     rounds = await request.run()
     for committed in rounds:
         tree = committed.proposal.tree
@@ -104,6 +113,8 @@ async def test_a_target_that_drafts_for_itself_says_the_same(
         assert {committed.proposal.drafter for committed in rounds} <= {""}
     elif not bare and len(rounds) > 3:
         assert any(committed.proposal.drafter == "own" for committed in rounds)
+        grown = [bool(each.proposal.tree.values) for each in rounds if each.proposal.tree]
+        assert all(grown) if drafting.shape is not None else drafting.own_makes_trees or not any(grown)
     assert has_draft or not request.draft.asked
 
 
@@ -211,7 +222,7 @@ async def test_both_sessions_close_when_the_target_fails() -> None:
     """An error of the target reaches the caller after both sessions were left."""
     request = Request(4, 2)
 
-    async def fail(proposal: Proposal, plain_budget: int, own_draft_count: int) -> Verdict:
+    async def fail(proposal: Proposal, plain_budget: int, own: OwnGuesses) -> Verdict:
         """Loses the target."""
         raise PeerLost("gone")
 

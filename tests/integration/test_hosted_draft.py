@@ -21,6 +21,7 @@ from outrider.rpc.channels import open_channel
 from outrider.rpc.errors import error_from
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import model_service_pb2 as model_pb
+from outrider.v1 import types_pb2
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub
 
@@ -66,6 +67,7 @@ async def test_tokens_are_those_of_plain_decoding(alone: Stack) -> None:
         async with open_channel(addresses.target) as channel:
             info = await ModelServiceStub(channel).GetModelInfo(model_pb.GetModelInfoRequest())
             assert list(info.drafters) == ["hosted"]
+            assert [offer.makes_trees for offer in info.drafter_offers] == [True]
         for temperature in (0.0, 0.8):
             plain, _, _ = await answer(stub, temperature=temperature, draft_count=0)
             for fields in ({"draft_count": 4}, {"draft_count": 4, "drafter": "hosted"}, {}):
@@ -76,11 +78,19 @@ async def test_tokens_are_those_of_plain_decoding(alone: Stack) -> None:
                     assert completion.speculation.acceptance_rate > 0.4
                     assert {each.facts.draft_bytes for each in rounds} == {0}
                     assert {each.facts.drafter for each in rounds if each.facts.draft_count} == {"hosted"}
+            for shape in ({}, {"max_width": 2}, {"is_static": True}, {"expansions": [2, 1, 1]}):
+                fields = {"draft_count": 6, "shape": types_pb2.TreeShape(**shape), "return_rounds": True}
+                said, rounds, completion = await answer(stub, temperature=temperature, **fields)
+                assert said == plain
+                assert completion.speculation.accepted_tokens > 60
+                # Guesses that were rejected beside each other.
+                parents = [[guess.parent for guess in each.rejected] for each in rounds]
+                assert sum(len(set(each)) < len(each) for each in parents) > 3
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await answer(stub, drafter="model")
         refused = error_from(caught.value)
         assert isinstance(refused, InvalidRequest)
-        assert refused.message.startswith("speculation.drafter is 'model', but must be one of hosted")
+        assert refused.message.startswith("speculation.drafter is 'model', but must be one of lookup, hosted")
 
 
 @pytest.mark.parametrize("drafter", ["hosted", "eagle1"])

@@ -22,6 +22,8 @@ SHAPES = {
     "two children": pb.TreeShape(max_children=2),
     "any": pb.TreeShape(),
     "expansions": pb.TreeShape(expansions=[3, 1, 1]),
+    "two of a level": pb.TreeShape(max_width=2),
+    "static": pb.TreeShape(is_static=True),
     "no shape": None,
 }
 

@@ -184,7 +184,10 @@ class Process:
                 self.hosted_runner = self._hosted.runner(self._kv_tokens)
                 hostings = [Hosting[HostedDraft](HOSTED, HostedModel(self.hosted_runner))]
             drafters = {hosting.name: hosting.rules for hosting in hostings}
-            facts = replace(describe("target", model), unacknowledged_window=window, drafters=drafters)
+            trees = frozenset(hosting.name for hosting in hostings if hosting.makes_trees)
+            facts = replace(
+                describe("target", model), unacknowledged_window=window, drafters=drafters, tree_drafters=trees
+            )
             targets = TargetSessions(self.runner, self.table, self.device.submit, hostings=hostings)
             return TargetServicer(facts, targets, device, outboxes), model_service(facts, targets, device)
         facts = replace(describe("draft", model), drafters=DRAFTERS)

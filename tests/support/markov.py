@@ -12,7 +12,18 @@ from types import TracebackType
 from typing import Self
 
 from gateway.rounds.planner import DraftOutlook
-from gateway.rounds.round import NOTHING, FallbackReason, HopCost, Proposal, Round, TokenLog, TokenOrigin, Verdict
+from gateway.rounds.round import (
+    NO_OWN_GUESSES,
+    NOTHING,
+    FallbackReason,
+    HopCost,
+    OwnGuesses,
+    Proposal,
+    Round,
+    TokenLog,
+    TokenOrigin,
+    Verdict,
+)
 from outrider.parameters import FinishReason
 from outrider.token_tree import TokenTree, TreeShape
 
@@ -81,7 +92,7 @@ class MarkovTarget(Session):
     limit: int = 0
     own: str = ""
     own_model: MarkovModel = field(default_factory=lambda: MarkovModel(noise=0.3))
-    own_count: int = 0
+    own_asked: OwnGuesses = NO_OWN_GUESSES
     bare: frozenset[int] = frozenset()
     halts: int = 0
 
@@ -95,7 +106,7 @@ class MarkovTarget(Session):
         """Tokens that may still come unasked."""
         return max(0, min(self.limit, self.max_len) - len(self.log))
 
-    async def verify(self, proposal: Proposal, plain_budget: int, own_draft_count: int = 0) -> Verdict:
+    async def verify(self, proposal: Proposal, plain_budget: int, own: OwnGuesses = NO_OWN_GUESSES) -> Verdict:
         """Follows the tree along the target's own draws.
 
         A proposal on top of unasked tokens ends these, but half of the time the target has the next one already.
@@ -108,7 +119,7 @@ class MarkovTarget(Session):
                 return self._walk(NOTHING)
         asked = not self.outstanding
         if plain_budget or asked:
-            self.own_count = own_draft_count if self.drafter else 0
+            self.own_asked = own if self.drafter else NO_OWN_GUESSES
         assert len(self.log) + max(proposal.tree.depths) < self.max_len
         if self.outstanding:
             self.acknowledged += plain_budget > 0 and self.limit < self.max_len
@@ -116,20 +127,26 @@ class MarkovTarget(Session):
             self.steps += 1
         if plain_budget or not self.outstanding:
             self.limit = len(self.log) + 1 + plain_budget
-        own = None if proposal.tree else self._guess(asked)
-        verdict = self._walk(own or proposal)
-        verdict.own = own
+        guessed = None if proposal.tree else self._guess(asked)
+        verdict = self._walk(guessed or proposal)
+        verdict.own = guessed
         return verdict
 
     def _guess(self, asked: bool) -> Proposal | None:
         end = self.max_len if asked else min(self.limit, self.max_len)
-        count = min(self.own_count, end - len(self.log) - 1)
+        count = min(self.own_asked.draft_count, end - len(self.log) - 1)
         if count < 1 or len(self.log) == self.log.prompt_len:
             return None
         prefix = list(self.log.tokens())
         for _ in range(count):
             prefix.append(self.own_model.draw(prefix, self.seed))
-        tree = TokenTree.chain(prefix[len(self.log) :])
+        guesses = prefix[len(self.log) :]
+        tree = TokenTree.chain(guesses)
+        if self.own_asked.shape is not None:
+            # Every second row stands aside.
+            rows = [(guesses[row // 2] + row % 2, max(row - row % 2 - 1, 0)) for row in range(count)]
+            values = tuple(0.8 ** (1 + row // 2) * (0.2 if row % 2 else 1.0) for row in range(count))
+            tree = TokenTree(*zip(*rows, strict=True), values=values)
         return Proposal(tree, compute_us=10 * count, forward_count=count, row_count=count, drafter=self.own)
 
     def _walk(self, proposal: Proposal) -> Verdict:

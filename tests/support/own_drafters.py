@@ -55,6 +55,7 @@ class ToyDrafter:
     """Keeps what it has opened."""
 
     rules = frozenset(Rule)
+    makes_trees = False
 
     def __init__(self, guesses: Guesses, steps: int = 1) -> None:
         self.guesses = guesses

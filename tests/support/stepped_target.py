@@ -13,10 +13,10 @@ from outrider.engine.runner import ModelRunner
 from outrider.model_service.session_store import LeaseTable, SessionAnswer
 from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence
-from outrider.token_tree import EMPTY, TokenTree
+from outrider.token_tree import EMPTY, TokenTree, TreeShape
 from support.basics import Answers, SteppedDevice, spec_of
 from support.engine_cases import kv_state
-from target_service.own_drafts import Hosting
+from target_service.own_drafts import Asked, Hosting
 from target_service.sessions import Step, TargetSessions, TargetState
 from target_service.verifier import Verifier, VerifyTask
 
@@ -74,19 +74,21 @@ class Target:
 class OwnTarget(Target):
     """A target whose sessions have one drafter in its process."""
 
-    def __init__(self, runner: ModelRunner, hosting: Hosting) -> None:
+    def __init__(self, runner: ModelRunner, hosting: Hosting, shape: TreeShape | None = None) -> None:
+        """`shape` is that of all guesses that are asked for."""
         super().__init__(runner)
+        self.shape = shape
         self.sessions = TargetSessions(runner, self.table, self.device.submit, hostings=[hosting])
         self.drafter = hosting.name
 
     def ask(self, spec: SessionSpec, count: int, budget: int = 0, epoch: int = 1) -> None:
         """Opens the session with all tokens of the spec."""
         fence = self.fence(epoch, len(spec.token_ids))
-        self.sessions.open(fence, spec, Step(EMPTY, budget, 0, count), self.answers, self.drafter)
+        self.sessions.open(fence, spec, Step(EMPTY, budget, 0, count, self.shape), self.answers, self.drafter)
 
     def go_on(self, count: int, budget: int = 0, epoch: int = 1, tree: TokenTree = EMPTY) -> None:
         fence = self.fence(epoch, len(self.tokens))
-        self.sessions.step(fence, Step(tree, budget, 0, count), self.answers)
+        self.sessions.step(fence, Step(tree, budget, 0, count, self.shape), self.answers)
 
     def to_the_end(self, spec: SessionSpec, count: int, budget: int = 0) -> list[SessionAnswer]:
         """All answers of a request, and none that does not follow from the tokens and the proposal that it names."""
@@ -184,13 +186,15 @@ def storm(own: OwnTarget, spec: SessionSpec, chance: random.Random) -> tuple[lis
     return said, proposals
 
 
-def check_pure(runner: ModelRunner, hosting: Hosting, spec: SessionSpec, proposals: Proposals) -> None:
+def check_pure(
+    runner: ModelRunner, hosting: Hosting, spec: SessionSpec, proposals: Proposals, shape: TreeShape | None = None
+) -> None:
     """Fresh sessions of target and drafter propose the same behind the same tokens, bit for bit."""
     for before, tree in proposals:
         session, fresh = runner.open(before, spec.prompt_len), hosting.open(spec, None)
         try:
             runner.forward([Feed(session, without_last=True)])
-            fresh.begin(session, len(tree))
+            hosting.begin(fresh, session, Asked(len(tree), shape, max(tree.depths)))
             while fresh.proposal is None:
                 hosting.advance([fresh])
             assert fresh.proposal.tree == tree

@@ -60,6 +60,8 @@ BAD_MESSAGES = {
     ),
     "no distributions under ratio": opening(proposal=pb.TokenTree(token_ids=[1])),
     "plain budget": opening(plain_budget=4097),
+    "own shape": opening(own_shape=pb.TreeShape(max_depth=33)),
+    "own shape with more rows than asked for": opening(own_draft_count=5, own_shape=pb.TreeShape(expansions=[2, 2])),
     "trace": changed(lambda session: session.trace_context.__setitem__("tracestate", "x" * 8183)),
     "part with all tokens": target_pb.VerifyRequest(fence=fenced(), part=pb.OpenPart(token_ids=PROMPT)),
 }

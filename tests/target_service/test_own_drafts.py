@@ -18,12 +18,13 @@ from support.stepped_target import PROMPT, VOCABULARY_SIZE, OwnTarget, check_pur
 from support.tiny_chains import CHAINS, VOCAB, write_chain
 from support.tiny_models import write_tiny_model
 
+from outrider.drafters.scales import Ranks, Scales
 from outrider.engine.heads.checkpoint import read_head
 from outrider.engine.heads.feature_head import Fuse
 from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest
 from outrider.parameters import Rule, SessionSpec
-from outrider.token_tree import EMPTY, TokenTree
+from outrider.token_tree import EMPTY, TokenTree, TreeShape
 from target_service.own_drafts import HOSTED, HostedModel, Hosting, host_head
 from target_service.own_layers import LAYER_SKIP, host_adapter, host_layers
 
@@ -259,6 +260,128 @@ def test_the_hosted_model_proposes_what_a_draft_service_would(
     draft.run()
     draft.table.clear()
     hosted.free()
+
+
+SHAPES = {
+    "any": TreeShape(),
+    "three children": TreeShape(max_children=3, max_depth=3),
+    "expansions": TreeShape(expansions=(2, 1)),
+    "width": TreeShape(max_width=2),
+    "static": TreeShape(is_static=True),
+}
+EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+
+
+@EVERY_SHAPE
+@pytest.mark.parametrize("spec", [GREEDY, SPEC], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("budget", [0, 9])
+def test_trees_change_no_token(
+    runner: ModelRunner, small: ModelRunner, shape: TreeShape, spec: SessionSpec, budget: int
+) -> None:
+    """Asked and unasked, with a budget that stays a length, and with values that travel; some are no chains."""
+    own = OwnTarget(runner, Hosting(HOSTED, HostedModel(small)), shape)
+    answers = own.to_the_end(spec, 6, budget)
+    assert own.tokens == plain(runner, spec)
+    trees = [answer.content.own.tree for answer in answers if answer.content.own.tree]
+    assert all(len(tree.values) == len(tree) <= 6 for tree in trees)
+    assert sum(not tree.is_chain for tree in trees) > len(trees) / 2
+    own.table.clear()
+
+
+def test_guesses_of_the_target_itself_are_kept_by_a_tree(runner: ModelRunner) -> None:
+    """A draft with the target's weights is right down to a leaf every time, and no deeper than was asked for."""
+    own = OwnTarget(runner, Hosting(HOSTED, HostedModel(runner)), TreeShape(max_depth=3))
+    answers = own.to_the_end(SPEC, 8, 20)
+    assert own.tokens == plain(runner, SPEC)
+    rounds = [answer.content for answer in answers if answer.content.own.tree]
+    assert not any(each.own.tree.children(each.accepted_rows[-1]) for each in rounds)
+    assert max(len(each.accepted_rows) for each in rounds) == max(max(each.own.tree.depths) for each in rounds) == 3
+    own.table.clear()
+
+
+@EVERY_SHAPE
+@pytest.mark.parametrize("rule", [Rule.MATCH, Rule.TYPICAL, Rule.RATIO, Rule.BLOCK])
+def test_a_storm_leaves_trees_pure(
+    runner: ModelRunner, small: ModelRunner, shape: TreeShape, rule: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nobody has learned from is a function of tokens, rows, depth and noise alone, distributions included."""
+    monkeypatch.setattr(Scales, "learn", lambda *_arguments: None)
+    monkeypatch.setattr(Ranks, "learn", lambda *_arguments: None)
+    hosting, spec = Hosting(HOSTED, HostedModel(small)), ruled(SPEC, rule)
+    own = OwnTarget(runner, hosting, shape)
+    said, proposals = storm(own, spec, random.Random(7))
+    if rule is Rule.MATCH:
+        tokens = plain(runner, spec)
+        assert own.tokens == tokens
+        assert all(each == tokens[: len(each)] for each in said)
+    assert len(proposals) > 5
+    assert all(bool(tree.distributions) == rule.needs_distributions for _, tree in proposals)
+    check_pure(runner, hosting, spec, proposals, shape)
+    own.table.clear()
+
+
+def test_the_hosted_model_grows_the_trees_of_a_draft_service(runner: ModelRunner, small: ModelRunner) -> None:
+    """Bit for bit, while both learn from the same tokens; of scales and of rates by rank."""
+    tokens = plain(runner, SPEC)
+    for shape in (TreeShape(), TreeShape(is_static=True)):
+        draft, model = Draft(small), HostedModel(small)
+        hosted = Hosting(HOSTED, model).open(SPEC, None)
+        draft.open(SPEC, 5, shape=shape)
+        values: set[tuple[float, ...]] = set()
+        for length in range(5, 40):
+            expected = draft.tree()
+            hosted.begin_tree(runner.open(tokens[:length], len(PROMPT)), 5, shape, 60)
+            while hosted.proposal is None:
+                model.advance([hosted])
+            assert hosted.proposal.tree == expected
+            values.add(expected.values)
+            draft.advance(1, length + 1, tokens[length : length + 1], 5, shape)
+        draft.run()
+        assert len(values) > 10
+        draft.table.clear()
+        hosted.free()
+
+
+def test_what_is_rolled_back_teaches_nothing(runner: ModelRunner, small: ModelRunner) -> None:
+    """Behind a shorter text, and in a session that was freed, there is no proposal to learn from."""
+    tokens, model = plain(runner, SPEC), HostedModel(small)
+    for length, teaches in ((9, True), (8, False), (None, False)):
+        before = model._known.scales.of(SPEC)
+        hosted = Hosting(HOSTED, model).open(SPEC, None)
+        hosted.begin_tree(runner.open(tokens[:9], len(PROMPT)), 5, TreeShape(), 60)
+        while hosted.proposal is None:
+            model.advance([hosted])
+        if length is None:
+            hosted.free()
+        else:
+            hosted.truncate(length)
+        hosted.begin(runner.open(tokens[:12], len(PROMPT)), 0)
+        assert (model._known.scales.of(SPEC) != before) is teaches
+        hosted.free()
+
+
+@pytest.mark.parametrize("drafter", ["eagle1", "medusa", LAYER_SKIP, "kangaroo"])
+def test_who_makes_chains_is_asked_for_no_tree(wide: Path, small: ModelRunner, tmp_path: Path, drafter: str) -> None:
+    """By name, in every message that may ask; so is a session without a drafter."""
+    runner = ModelRunner.load(str(wide), dtype="float32", kv_tokens=4096)
+    hosting = hosting_of(drafter, runner, small, tmp_path)
+    own = OwnTarget(runner, hosting, TreeShape())
+    limit = f"absent for the drafter {hosting.name}, which makes chains"
+    with pytest.raises(InvalidRequest, match=rf"step\.own_shape is 'present', but must be {limit}"):
+        own.ask(GREEDY, 2)
+    own.shape = None
+    own.ask(GREEDY, 2)
+    own.run()
+    own.shape = TreeShape()
+    with pytest.raises(InvalidRequest, match=rf"step\.own_shape .* {limit}"):
+        own.go_on(2)
+    with pytest.raises(InvalidRequest, match=rf"acknowledge\.own_shape .* {limit}"):
+        own.sessions.acknowledge(own.fence(1, len(own.tokens)), 5, 0, own.answers, 2, TreeShape())
+    own.table.clear()
+    bare = OwnTarget(runner, hosting, TreeShape())
+    bare.drafter = ""
+    with pytest.raises(InvalidRequest, match=r"step\.own_shape .* absent for a session without a drafter"):
+        bare.ask(GREEDY, 0)
 
 
 def test_a_session_without_room_at_the_drafter_decodes_plainly(runner: ModelRunner, folder: Path) -> None:

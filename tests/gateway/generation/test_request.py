@@ -186,6 +186,18 @@ async def test_a_drafter_is_not_checked_while_nobody_knows_the_names() -> None:
         await check_request(replace(REQUEST, drafters=("oracle",)), TOKENIZER, TARGET, Offers({}, {}))
 
 
+async def test_a_shape_is_for_whoever_makes_trees() -> None:
+    """In the target's process too, named or not; one that makes chains there is refused it."""
+    shaped = replace(REQUEST, shape=TreeShape(is_static=True))
+    grows = Offers({}, {"hosted": frozenset(Rule), "eagle3": frozenset(Rule)}, own_trees=frozenset({"hosted"}))
+    for drafters in ((), ("hosted",)):
+        request = await check_request(replace(shaped, drafters=drafters), TOKENIZER, TARGET, grows)
+        assert request.shape == shaped.shape
+    for offers, drafters in ((grows, ("eagle3",)), (replace(grows, own_trees=frozenset()), ())):
+        with pytest.raises(InvalidRequest, match="shape is 'present', but must be absent where nobody makes trees"):
+            await check_request(replace(shaped, drafters=drafters), TOKENIZER, TARGET, offers)
+
+
 async def test_auto_is_the_same_as_no_name() -> None:
     """The gateway chooses, in both."""
     assert (await check(replace(REQUEST, drafters=("auto",)))).drafters == (await check(REQUEST)).drafters == ()

@@ -78,6 +78,8 @@ def test_every_field_arrives() -> None:
     )
     assert asked(speculation={"drafter": ["lookup", "model"]}).drafters == ("lookup", "model")
     assert asked(prediction={"type": "content", "content": "Once"}).prediction == "Once"
+    shaped = asked(speculation={"shape": {"max_width": 64, "is_static": True}})
+    assert shaped.shape == TreeShape(max_width=64, is_static=True)
     assert asked(stop=["sea", "king"]).stops == ("sea", "king")
     assert asked(speculation={"draft_count": "auto", "enabled": False}) == GenerationRequest(speculation_enabled=False)
 
@@ -87,6 +89,14 @@ def test_every_field_arrives() -> None:
     [
         ({"stream_options": {}}, "stream_options is 'given', but must be absent unless stream is true"),
         ({"speculation": {"lenience": 0.5}}, "speculation.lenience is 0.5, but must be absent under the rule match"),
+        (
+            {"speculation": {"shape": {"expansions": [2], "is_static": True}}},
+            "speculation.shape.expansions is [2], but must be empty together with speculation.shape.is_static",
+        ),
+        (
+            {"speculation": {"shape": {"expansions": [2, 1], "max_width": 1}}},
+            "speculation.shape.expansions is [2, 1], but must be empty together with speculation.shape.max_width",
+        ),
         ({"logit_bias": {"4294967296": 1}}, "logit_bias key is 4294967296, but must be less than 2147483648"),
     ],
 )

@@ -1,6 +1,8 @@
 """Estimates and outliers."""
 
-from gateway.rounds.estimates import AcceptanceRates, Average, ByLoad, RowTable
+import pytest
+
+from gateway.rounds.estimates import AcceptanceRates, Average, ByLoad, RowTable, TreeGains
 
 
 def test_an_average_begins_with_a_median() -> None:
@@ -102,3 +104,15 @@ def test_rates_of_each_depth_are_drawn_towards_the_pool() -> None:
         session.observe(2, 2)
     assert session.rates[1] > 0.7
     assert pool.tokens()[:3] == [1.0, 1 + pool.rates[0], 1 + pool.rates[0] + pool.rates[0] * pool.rates[1]]
+
+
+def test_what_was_not_asked_for_is_not_thought_worthless() -> None:
+    """A drafter that was asked for four rows and made them says nothing of a fifth; one that has no more says so."""
+    asked, short = TreeGains(), TreeGains()
+    for _ in range(300):
+        asked.promise((0.8, 0.6, 0.5, 0.4), 4)
+        short.promise((0.8, 0.6, 0.5, 0.4), 8)
+    gained = [gains.tokens()[8] - gains.tokens()[4] for gains in (asked, short)]
+    assert gained[0] > 0.2
+    assert gained[1] == pytest.approx(0, abs=0.01)
+    assert asked.tokens()[4] == pytest.approx(short.tokens()[4])

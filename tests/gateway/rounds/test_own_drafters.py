@@ -2,13 +2,15 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from gateway.rounds.planner import OWN_BUDGET, WAITING_BUDGET, Drafting, DraftOutlook, RoundPlan, RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
-from gateway.rounds.round import FallbackReason, Proposal, Round, TokenLog, Verdict
-from outrider.token_tree import TokenTree
+from gateway.rounds.round import FallbackReason, OwnGuesses, Proposal, Round, TokenLog, Verdict
+from outrider.parameters import Rule
+from outrider.token_tree import TokenTree, TreeShape
 
 AWAY = DraftOutlook(FallbackReason.DRAFT_ABSENT)
 
@@ -50,6 +52,65 @@ def test_a_target_without_the_drafter_decodes_plainly() -> None:
 def test_a_fixed_count_is_the_draft_services(own: str, expected: RoundPlan) -> None:
     """Where there is one, unless the request names another."""
     assert planner_of(4, "").plan(log_of(9), 0, DraftOutlook(), own) == expected
+
+
+@pytest.mark.parametrize("shape", [TreeShape(), TreeShape(max_width=2)])
+def test_a_shape_is_asked_for_with_every_stretch(shape: TreeShape) -> None:
+    """Of as many rows as wanted even where there is little room, which limits the depth; some drafters make none."""
+    drafting = Drafting(None, "own", shape, own_makes_trees=True)
+    planner = RoundPlanner(SpeculationPolicy(), 6, 500, 64, drafting)
+    assert planner.plan(log_of(2), 0, AWAY, "own") == RoundPlan(0, 0, own_draft_count=6, own_shape=shape)
+    stretch = RoundPlan(0, OWN_BUDGET, own_draft_count=6, own_shape=shape)
+    assert planner.plan(log_of(3), 0, AWAY, "own") == stretch
+    assert planner.plan(log_of(40), OWN_BUDGET // 2, AWAY, "own") == stretch
+    assert planner.plan(log_of(497), 0, AWAY, "own") == stretch
+    assert stretch.own == OwnGuesses(6, shape)
+    chains = RoundPlanner(SpeculationPolicy(), 6, 500, 64, replace(drafting, own_makes_trees=False))
+    assert chains.plan(log_of(3), 0, AWAY, "own") == replace(stretch, own_shape=None)
+
+
+@pytest.mark.parametrize(("rule", "kinds"), [(Rule.MATCH, {"own", "own tree"}), (Rule.RATIO, {"own"})])
+def test_the_policy_may_choose_trees_where_nobody_asks(rule: Rule, kinds: set[str]) -> None:
+    """For K = auto, under rules that do not test with distributions."""
+    drafting = Drafting(None, "own", own_makes_trees=True, rule=rule)
+    assert set(RoundPlanner(SpeculationPolicy(), None, 500, 8, drafting)._session.drafters) == kinds
+    assert set(RoundPlanner(SpeculationPolicy(), 4, 500, 8, drafting)._session.drafters) == {"own"}
+    shaped = replace(drafting, shape=TreeShape())
+    assert set(RoundPlanner(SpeculationPolicy(), None, 500, 8, shaped)._session.drafters) == {max(kinds)}
+
+
+@pytest.mark.parametrize(("aside", "expected"), [(0.9, True), (0.05, False)])
+def test_trees_are_chosen_where_they_bring_more(aside: float, expected: bool) -> None:
+    """Rows that stand aside are worth what they catch: of a target with cheap rows trees or chains, as it turns out."""
+    policy, noise = SpeculationPolicy(), random.Random(5)
+    drafting = Drafting(None, "own", own_makes_trees=True)
+    planner, grown = RoundPlanner(policy, None, 10**6, 32, drafting), 0
+    log, left = log_of(3), 0
+    for number in range(4000):
+        plan = planner.plan(log, left, AWAY, "own")
+        left = plan.plain_budget or left
+        count, shape = planner._plain_plan.own_draft_count, planner._plain_plan.own_shape
+        # Of a tree every row of the best path has one aside.
+        depth = -(-count // 2) if shape is not None else count
+        accepted = 0
+        while accepted < depth and noise.random() < (0.5 + 0.5 * aside if shape is not None else 0.5):
+            accepted += 1
+        tree = TokenTree.chain((1,) * count)
+        if shape is not None:
+            values = [each for level in range(depth) for each in (0.5 ** (level + 1), aside * 0.5 ** (level + 1))]
+            tree = replace(tree, values=tuple(values[:count]))
+        proposal = Proposal(tree, compute_us=100 * depth, forward_count=depth, row_count=depth, drafter="own")
+        us = 2000 + 20 * count
+        verdict = Verdict(
+            len(log), tuple(range(1, accepted + 1)), 1, None, min(accepted + 1, depth), us, 1, count + 1, 1
+        )
+        verdict.own = proposal if count else None
+        if number > 3000:
+            grown += shape is not None and count > 0
+        planner.observe(Round(proposal, verdict, (1,) * (accepted + 1), (), us + 100 * depth + 10))
+        left = max(0, left - accepted - 1)
+    assert (grown > 700) is expected
+    assert (grown < 300) is not expected
 
 
 class Machine:

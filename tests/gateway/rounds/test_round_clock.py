@@ -6,7 +6,7 @@ from support.markov import MarkovDraft, MarkovTarget
 
 from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
-from gateway.rounds.round import Proposal, TokenLog, Verdict
+from gateway.rounds.round import OwnGuesses, Proposal, TokenLog, Verdict
 from gateway.speculation import speculate
 
 
@@ -15,10 +15,10 @@ class SlowTarget(MarkovTarget):
 
     now_us: int = 0
 
-    async def verify(self, proposal: Proposal, plain_budget: int, own_draft_count: int) -> Verdict:
+    async def verify(self, proposal: Proposal, plain_budget: int, own: OwnGuesses) -> Verdict:
         """The verdict, a millisecond later."""
         self.now_us += 1000
-        return await super().verify(proposal, plain_budget, own_draft_count)
+        return await super().verify(proposal, plain_budget, own)
 
 
 async def test_a_client_that_takes_its_time_is_in_no_round() -> None:

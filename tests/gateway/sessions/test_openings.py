@@ -1,18 +1,20 @@
-"""What a draft says is stopped at the gateway when it does not fit the request: the target must never see it."""
+"""What does not fit a request is stopped at the gateway: in what a draft says, and in what a target is asked."""
 
 from dataclasses import replace
 
 import pytest
 from support.markov import NUM_TOKENS, MarkovModel
-from support.markov_services import DraftServicer, linked
+from support.markov_services import DraftServicer, TargetServicer, linked
 
-from gateway.rounds.round import TokenLog
+from gateway.rounds.round import NOTHING, OwnGuesses, TokenLog
 from gateway.sessions.draft import DraftOpening
+from gateway.sessions.target import TargetOpening
 from outrider.errors import ProtocolViolation
 from outrider.parameters import Acceptance, Rule, SamplingParameters, SessionSpec
-from outrider.token_tree import TokenTree
+from outrider.token_tree import TokenTree, TreeShape
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import model_service_pb2 as model_pb
+from outrider.v1 import target_service_pb2 as target_pb
 from outrider.v1 import types_pb2
 
 PROMPT = (3, 5)
@@ -97,3 +99,36 @@ async def test_malformed_log_probabilities_are_the_draft_s_fault(logprobs: list[
     """Too few, positive, or no number."""
     with pytest.raises(ProtocolViolation, match=r"malformed proposal: proposal\.logprobs"):
         await proposed(Rule.MATCH, draft_logprobs=True, logprobs=logprobs)
+
+
+class WithDrafter(TargetServicer):
+    """A target that has a drafter in its process."""
+
+    makes_trees: bool = False
+
+    async def GetModelInfo(  # noqa: N802
+        self, request: model_pb.GetModelInfoRequest, context: object
+    ) -> model_pb.GetModelInfoResponse:
+        answer = await TargetServicer.GetModelInfo(self, request, context)
+        answer.drafters.append("hosted")
+        rules = [types_pb2.ACCEPTANCE_RULE_MATCH]
+        answer.drafter_offers.add(name="hosted", rules=rules, makes_trees=self.makes_trees)
+        return answer
+
+
+@pytest.mark.parametrize("makes_trees", [True, False])
+async def test_only_a_target_that_makes_trees_is_asked_for_some(makes_trees: bool) -> None:
+    """Another replica may have a drafter of the same name that makes chains, and would refuse a shape."""
+    service = WithDrafter(model_pb.SERVICE_ROLE_TARGET, MarkovModel())
+    service.makes_trees = makes_trees
+    spec = SessionSpec(PROMPT, 2, SamplingParameters(), 9, 60, frozenset({0}), frozenset())
+    sent: list[target_pb.VerifyRequest] = []
+    async with linked(service) as link:
+        fence = types_pb2.Fence(session_id=bytes(16), epoch=1, base_len=2)
+        opening = TargetOpening(link, spec, TokenLog(PROMPT), fence, "hosted")
+        opening.send = lambda *messages: sent.extend(messages)  # type: ignore[method-assign, assignment]
+        opening.send_next(NOTHING, 0, OwnGuesses(4, TreeShape(max_width=3)))
+        opening.send_next(NOTHING, 0, OwnGuesses(4))
+    assert [message.open.step.own_draft_count for message in sent] == [4, 4]
+    assert [message.open.step.HasField("own_shape") for message in sent] == [makes_trees, False]
+    assert sent[0].open.step.own_shape.max_width == (3 if makes_trees else 0)

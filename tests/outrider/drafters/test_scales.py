@@ -1,4 +1,4 @@
-"""The scale of the values converges to the one with which they are true, for each rule and temperature by itself."""
+"""Scales of values and rates by rank converge to the true ones, for each rule and temperature by itself."""
 
 import math
 import random
@@ -8,7 +8,8 @@ import pytest
 from support.basics import spec_of
 from support.rules import ruled
 
-from outrider.drafters.scales import FIRST_SCALES, MAX_SCALE, MIN_SCALE, Scales
+from outrider.drafters.scales import FIRST_RATES, FIRST_SCALES, MAX_SCALE, MIN_SCALE, Ranks, Scales
+from outrider.engine.noise import Purpose
 from outrider.parameters import Rule
 from outrider.token_tree import TokenTree
 
@@ -74,3 +75,43 @@ def test_the_scale_stays_within_its_bounds() -> None:
         for _ in range(5000):
             scales.learn(HOT, TokenTree((0,), (0,), values=(0.5,)), [taken])
         assert scales.of(HOT) == pytest.approx(bound)
+
+
+@pytest.mark.parametrize("spec", [HOT, COLD])
+@pytest.mark.parametrize("num_children", [3, 8])
+def test_rates_by_rank_become_the_true_ones(spec: object, num_children: int) -> None:
+    """However many children rows have: ranks that are never tried keep what is said of them before."""
+    ranks, chance = Ranks(), random.Random(num_children)
+    assert ranks.of(spec, Purpose.TOKEN) == pytest.approx(FIRST_RATES[spec is HOT])  # type: ignore[arg-type]
+    true = [0.4, 0.2, 0.1, 0.05, 0.04, 0.03, 0.02, 0.01]
+    tree = TokenTree(tuple(range(num_children)), (0,) * num_children)
+    for _ in range(5000):
+        [token] = chance.choices(range(9), [*true, 1 - sum(true)])
+        ranks.learn(spec, Purpose.TOKEN, tree, [token])  # type: ignore[arg-type]
+    rates = ranks.of(spec, Purpose.TOKEN)  # type: ignore[arg-type]
+    assert rates[:num_children] == pytest.approx(true[:num_children], abs=0.04)
+    assert ranks.of(spec, Purpose.DRAFT) == pytest.approx(FIRST_RATES[spec is HOT])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("taken", range(9))
+def test_rates_make_a_shape_whatever_was_accepted(taken: int) -> None:
+    """They fall, are above 0 and add up to less than 1 after any history, such as the last child being always right."""
+    ranks = Ranks()
+    for _ in range(3000):
+        ranks.learn(HOT, Purpose.TOKEN, TokenTree(tuple(range(8)), (0,) * 8), [taken])
+    rates = ranks.of(HOT, Purpose.TOKEN)
+    assert sorted(rates, reverse=True) == list(rates)
+    assert rates[-1] > 0
+    assert sum(rates) < 1
+
+
+def test_accepted_rows_count_as_deep_as_tokens_go() -> None:
+    """The first child of both rows of a chain was right; what stands behind its end, or aside, says nothing."""
+    one, two, chain = Ranks(), Ranks(), TokenTree((5, 6), (0, 1))
+    one.learn(HOT, Purpose.TOKEN, chain, [5, 6, 9])
+    for _ in range(2):
+        two.learn(HOT, Purpose.TOKEN, TokenTree((5,), (0,)), [5, 6])
+    assert one.of(HOT, Purpose.TOKEN) == two.of(HOT, Purpose.TOKEN)
+    assert one.of(HOT, Purpose.TOKEN)[0] > FIRST_RATES[True][0]
+    one.learn(HOT, Purpose.TOKEN, TokenTree(), [1])
+    assert one.of(HOT, Purpose.TOKEN) == two.of(HOT, Purpose.TOKEN)

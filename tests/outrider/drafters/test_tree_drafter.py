@@ -15,8 +15,9 @@ from support.tiny_models import write_tiny_model
 
 from outrider.drafters import tree_drafter
 from outrider.drafters.model_drafter import SAMPLED
-from outrider.drafters.scales import FIRST_SCALES
+from outrider.drafters.scales import FIRST_RATES, FIRST_SCALES
 from outrider.engine.batching import Feed
+from outrider.engine.growth import static_shape
 from outrider.engine.noise import Purpose, first_uniforms, noise_key, round_key
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, quantise
@@ -164,6 +165,35 @@ def test_expansions_fix_the_shape(runner: ModelRunner, expansions: tuple[int, ..
             count = expansions[depth] if depth < len(expansions) else 0
             # Under a law with one token there is one child to draw.
             assert len(tree.children(row)) == count or (rule is Rule.RATIO and not sampling["temperature"])
+
+
+def test_a_static_shape_depends_on_no_guess(runner: ModelRunner) -> None:
+    """It is the best one for the rates by rank, whatever tokens there are; at temperature 0 a law has one child."""
+    for sampling, rule in itertools.product(SAMPLINGS.values(), (Rule.MATCH, Rule.RATIO)):
+        rates = FIRST_RATES[sampling["temperature"] > 0][: 8 if sampling["temperature"] or rule is Rule.MATCH else 1]
+        for shape in (TreeShape(is_static=True), TreeShape(4, 2, max_width=2, is_static=True)):
+            expected = static_shape(rates[: shape.max_children or 8], 9, shape.max_depth or 32, shape.max_width)
+            tree = fresh_tree(runner, ruled(spec(sampling), rule), 9, shape)
+            assert tree.parents == expected.parents
+            assert tree.values == (() if rule is Rule.RATIO else pytest.approx(expected.values))
+
+
+def test_rows_of_a_static_shape_are_the_best_of_their_parents(runner: ModelRunner) -> None:
+    """Those that expansions would find there, at temperature 0 too."""
+    for sampling in SAMPLINGS.values():
+        static = fresh_tree(runner, spec(sampling), 12, TreeShape(is_static=True, max_depth=3))
+        full = fresh_tree(runner, spec(sampling), 584, TreeShape(expansions=(8, 8, 8)))
+        assert set(paths_of(static)) <= set(paths_of(full))
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_so_many_rows_of_a_level_have_children(runner: ModelRunner, width: int) -> None:
+    """The likeliest where rows have values, the first elsewhere."""
+    for sampling, rule in itertools.product(SAMPLINGS.values(), (Rule.MATCH, Rule.RATIO)):
+        tree = fresh_tree(runner, ruled(spec(sampling), rule), 24, TreeShape(max_children=4, max_width=width))
+        inner = [tree.depths[parent] for parent in set(tree.parents)]
+        assert max(map(inner.count, inner)) <= width
+        assert rule is not Rule.MATCH or len(tree) == 24
 
 
 def test_the_last_place_is_the_deepest(runner: ModelRunner) -> None:

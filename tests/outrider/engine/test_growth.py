@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from outrider.engine.growth import Child, Growth, Limits, level_order, row_count, static_shape
+from outrider.engine.growth import Child, Filling, Growth, Limits, level_order, row_count, static_shape
 from outrider.token_tree import TokenTree, TreeShape
 
 
@@ -134,7 +134,7 @@ def test_expanding_a_width_and_reranking_is_eagle_2(seed: int) -> None:
         level = sorted(children, key=lambda path: -values[path])[:width]
     del values[()]
     kept = sorted(values, key=lambda path: -values[path])[:max_rows]
-    tree, steps = grow(Limits(max_rows, depth, 4, width=width), shares)
+    tree, steps = grow(Limits.of(TreeShape(depth, 4, max_width=width), max_rows, 32), shares)
     assert paths_of(tree) == pytest.approx({path: values[path] for path in kept})
     assert max(steps) <= width
 
@@ -147,6 +147,28 @@ def test_expansions_fix_the_shape() -> None:
         assert (widths, len(tree), len(steps)) == ([1, 2, 6, 6], row_count((2, 3, 1)), 3)
     assert level_order((2, 3, 1), 99) == (0, 0, 1, 1, 1, 2, 2, 2, 3, 4, 5, 6, 7, 8)
     assert level_order((2, 1, 1, 1), 5) == (0, 0, 1, 2, 3)
+    assert level_order((3, 2, 2), 99, 1) == (0, 0, 0, 1, 1, 4, 4)
+
+
+def test_a_static_shape_is_filled_level_by_level() -> None:
+    """Only rows that have children are expanded, values are the shape's, and nothing stands behind a leaf."""
+    shape = static_shape([0.6, 0.2, 0.1], 12, 4)
+    filling, steps = Filling(shape), 0
+    while wanted := filling.frontier():
+        steps += 1
+        for number in wanted:
+            filling.expand(number, [Child(token_id, 0.5, logprob=-1.0) for token_id in range(8)])
+    assert filling.tree() == shape
+    assert filling.tree(with_logprobs=True).logprobs == (-1.0,) * 12
+    assert (steps, filling.max_children) == (max(shape.depths), 3)
+    ending = Filling(shape)
+    while wanted := ending.frontier():
+        for number in wanted:
+            ending.expand(number, [Child(0, 0.5, is_leaf=True), Child(1, 0.4)])
+    tree = ending.tree()
+    assert all(tree.token_ids[parent - 1] == 1 for parent in tree.parents if parent)
+    assert len(tree) < 12
+    assert Filling(TokenTree()).frontier() == []
 
 
 def test_a_shape_is_cut_at_the_depth_that_there_is_room_for() -> None:

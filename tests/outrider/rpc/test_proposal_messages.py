@@ -4,8 +4,8 @@ import pytest
 
 from outrider.errors import InvalidRequest
 from outrider.parameters import DraftDistribution
-from outrider.rpc.messages import MAX_SUPPORT, MAX_WEIGHT, tree_from, tree_message
-from outrider.token_tree import TokenTree
+from outrider.rpc.messages import MAX_SUPPORT, MAX_WEIGHT, shape_from, shape_message, tree_from, tree_message
+from outrider.token_tree import TokenTree, TreeShape
 from outrider.v1 import types_pb2 as pb
 
 DISTRIBUTIONS = (
@@ -159,3 +159,42 @@ def test_what_is_no_log_probability_is_refused(logprob: float) -> None:
         tree_from(pb.TokenTree(token_ids=[1, 2], logprobs=[-1, logprob]), 10, 8, with_logprobs=True)
     with pytest.raises(InvalidRequest, match=r"^proposal\.logprobs is '1 entries'"):
         tree_from(pb.TokenTree(token_ids=[1, 2], logprobs=[-1]), 10, 8, with_logprobs=True)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        TreeShape(),
+        TreeShape(32, 8, max_width=64, is_static=True),
+        TreeShape(max_width=1),
+        TreeShape(is_static=True),
+        TreeShape(3, 2, (1,) * 31 + (8,)),
+    ],
+)
+def test_shapes_arrive_as_they_were_sent(shape: TreeShape) -> None:
+    """Every field, up to its limit."""
+    assert shape_from(pb.TreeShape.FromString(shape_message(shape).SerializeToString()), "shape") == shape
+
+
+@pytest.mark.parametrize(
+    ("message", "sentence"),
+    [
+        (pb.TreeShape(max_depth=33), "shape.max_depth is 33, but must be in [0, 32]"),
+        (pb.TreeShape(max_children=-1), "shape.max_children is -1, but must be in [0, 8]"),
+        (pb.TreeShape(max_width=65), "shape.max_width is 65, but must be in [0, 64]"),
+        (pb.TreeShape(max_width=-1), "shape.max_width is -1, but must be in [0, 64]"),
+        (
+            pb.TreeShape(expansions=[2], is_static=True),
+            "shape.expansions is [2], but must be empty together with shape.is_static",
+        ),
+        (
+            pb.TreeShape(expansions=[2, 1], max_width=1),
+            "shape.expansions is [2, 1], but must be empty together with shape.max_width",
+        ),
+    ],
+)
+def test_impossible_shapes_are_refused(message: pb.TreeShape, sentence: str) -> None:
+    """With the field, its value and the limit."""
+    with pytest.raises(InvalidRequest) as raised:
+        shape_from(message, "shape")
+    assert raised.value.message == sentence
