@@ -182,6 +182,7 @@ class MarkovDraft(Session):
     context_len: int | None = None
     max_draft_count: int | None = 8
     branching: bool = False
+    max_len: int = 1 << 30  # of the request: a tree is as deep as there is room
     asked: list[int] = field(default_factory=list)
 
     @property
@@ -198,7 +199,7 @@ class MarkovDraft(Session):
         if (fault := self.faults.get(len(self.asked))) is not None:
             return Proposal(fallback_reason=fault)
         prefix = list(self.log.tokens())
-        for _ in range(draft_count):
+        for _ in range(min(draft_count, self.max_len - len(prefix) - 1)):
             prefix.append(self.model.draw(prefix, self.seed))
         guesses = prefix[len(self.log) :]
         if self.branching:

@@ -3,6 +3,7 @@
 import pytest
 
 from gateway.rounds.estimates import AcceptanceRates, Average, ByLoad, RowTable, TreeGains
+from outrider.token_tree import TokenTree
 
 
 def test_an_average_begins_with_a_median() -> None:
@@ -109,10 +110,11 @@ def test_rates_of_each_depth_are_drawn_towards_the_pool() -> None:
 def test_what_was_not_asked_for_is_not_thought_worthless() -> None:
     """A drafter that was asked for four rows and made them says nothing of a fifth; one that has no more says so."""
     asked, short = TreeGains(), TreeGains()
+    tree = TokenTree((1, 2, 3, 4), (0, 0, 1, 2), values=(0.5, 0.3, 0.2, 0.1))
     for _ in range(300):
-        asked.promise((0.8, 0.6, 0.5, 0.4), 4)
-        short.promise((0.8, 0.6, 0.5, 0.4), 8)
-    gained = [gains.tokens()[8] - gains.tokens()[4] for gains in (asked, short)]
+        asked.promise(tree, 4, 4)
+        short.promise(tree, 8, 4)
+    gained = [gains.at(8, 4) - gains.at(4, 4) for gains in (asked, short)]
     assert gained[0] > 0.2
     assert gained[1] == pytest.approx(0, abs=0.01)
-    assert asked.tokens()[4] == pytest.approx(short.tokens()[4])
+    assert asked.at(4, 4) == pytest.approx(short.at(4, 4))

@@ -79,9 +79,9 @@ def test_the_policy_may_choose_trees_where_nobody_asks(rule: Rule, kinds: set[st
     assert set(RoundPlanner(SpeculationPolicy(), None, 500, 8, shaped)._session.drafters) == {max(kinds)}
 
 
-@pytest.mark.parametrize(("aside", "expected"), [(0.9, True), (0.05, False)])
-def test_trees_are_chosen_where_they_bring_more(aside: float, expected: bool) -> None:
-    """Rows that stand aside are worth what they catch: of a target with cheap rows trees or chains, as it turns out."""
+@pytest.mark.parametrize(("aside", "row_us", "expected"), [(0.9, 20, True), (0.05, 200, False)])
+def test_trees_are_chosen_where_they_bring_more(aside: float, row_us: int, expected: bool) -> None:
+    """Rows that stand aside are worth what they catch, and cost what rows cost: trees or chains, as it turns out."""
     policy, noise = SpeculationPolicy(), random.Random(5)
     drafting = Drafting(None, "own", own_makes_trees=True)
     planner, grown = RoundPlanner(policy, None, 10**6, 32, drafting), 0
@@ -93,21 +93,25 @@ def test_trees_are_chosen_where_they_bring_more(aside: float, expected: bool) ->
         # Of a tree every row of the best path has one aside.
         depth = -(-count // 2) if shape is not None else count
         accepted = 0
-        while accepted < depth and noise.random() < (0.5 + 0.5 * aside if shape is not None else 0.5):
+        while accepted < depth:
+            has_aside = shape is not None and 2 * accepted + 1 < count
+            if noise.random() > (0.5 + 0.5 * aside if has_aside else 0.5):
+                break
             accepted += 1
         tree = TokenTree.chain((1,) * count)
         if shape is not None:
             values = [each for level in range(depth) for each in (0.5 ** (level + 1), aside * 0.5 ** (level + 1))]
             tree = replace(tree, values=tuple(values[:count]))
-        proposal = Proposal(tree, compute_us=100 * depth, forward_count=depth, row_count=depth, drafter="own")
-        us = 2000 + 20 * count
+        draft_us = (100 if shape is None else 160) * depth
+        proposal = Proposal(tree, compute_us=draft_us, forward_count=depth, row_count=depth, drafter="own")
+        us = 2000 + row_us * count
         verdict = Verdict(
             len(log), tuple(range(1, accepted + 1)), 1, None, min(accepted + 1, depth), us, 1, count + 1, 1
         )
         verdict.own = proposal if count else None
         if number > 3000:
             grown += shape is not None and count > 0
-        planner.observe(Round(proposal, verdict, (1,) * (accepted + 1), (), us + 100 * depth + 10))
+        planner.observe(Round(proposal, verdict, (1,) * (accepted + 1), (), us + draft_us + 10))
         left = max(0, left - accepted - 1)
     assert (grown > 700) is expected
     assert (grown < 300) is not expected
