@@ -80,7 +80,7 @@ class Request:
     def __init__(
         self, kind: str, drafting: Drafting, draft_count: int | None, seed: int, max_len: int = 60, own: str = ""
     ) -> None:
-        # Half a millisecond passes between two looks at the clock, so that no choice of the policy depends on a machine.
+        # Half a millisecond passes between two looks at the clock, so no choice of the policy depends on a machine.
         self.log = TokenLog(PROMPT, partial(next, count(step=500_000)))
         self.target = MarkovTarget(log=self.log, seed=seed, max_len=max_len, own=own)
         self.expected = plain_decoding(self.target.model, PROMPT, seed, max_len)
