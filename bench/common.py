@@ -231,6 +231,7 @@ def stack_of(models: options.Models, cpus: ComputeThreads) -> Stack:
         cascade_depth=models.cascade_depth or 0,
         # A prompt that is asked again under other settings must cost the same again.
         prefix_cache=False,
+        looks=False,
     )
 
 

@@ -59,6 +59,7 @@ listed = partial(typer.Option, metavar="N,...")
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
+LOOKUP = "lookup"
 ANY = "any"
 
 
@@ -158,6 +159,8 @@ def load(
             head=hosted.head,
             exit_layer=hosted.exit_layer,
             lookahead=bool(hosted.lookahead),
+            # They would find the answers of the turns before.
+            looks=LOOKUP in wanted.drafters.split(","),
         )
 
     async def measuring(interrupts: Interrupts) -> None:
