@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
+from gateway.rounds.drafter_estimates import TREE
 from gateway.rounds.merging import cut, merged
-from gateway.rounds.policy import PLAIN_BUDGET, TREE, Choice, SpeculationPolicy
+from gateway.rounds.policy import PLAIN_BUDGET, Choice, SpeculationPolicy
 from gateway.rounds.round import LOOKUP, FallbackReason, OwnGuesses, Proposal, Round, TokenLog
 from outrider.parameters import Rule
 from outrider.token_tree import TreeShape

@@ -30,7 +30,8 @@ from gateway.generation.backend import Backend
 from gateway.generation.frontend import Admission, Frontend
 from gateway.grpc.servicer import generation_service
 from gateway.metrics import GatewayMetrics
-from gateway.rounds.policy import Choice, SessionEstimates, SpeculationPolicy
+from gateway.rounds.drafter_estimates import SessionEstimates
+from gateway.rounds.policy import Choice, SpeculationPolicy
 from gateway.sessions.link import BREAKERS, CircuitBreaker, Replicas, ServiceLink
 from gateway.sessions.session import DraftDeadline, TargetTimeouts
 from gateway.text.chat_template import ChatTemplate

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from gateway.rounds.drafter_estimates import TREE
 from gateway.rounds.planner import Drafting, DraftOutlook, RoundPlan, RoundPlanner
-from gateway.rounds.policy import PLAIN_BUDGET, TREE, SpeculationPolicy
+from gateway.rounds.policy import PLAIN_BUDGET, SpeculationPolicy
 from gateway.rounds.round import LOOKUP, NOTHING, FallbackReason, HopCost, Proposal, Round, TokenLog, Verdict
 from outrider.parameters import Rule
 from outrider.token_tree import TokenTree, TreeShape
