@@ -27,7 +27,7 @@ from outrider.v1 import types_pb2
 PROMPT_TOKEN_S = 0.02  # allowance for reading a token that is not cached, before a working target is asked again
 MAX_TIMES_AS_LONG = 10  # each request that was left unanswered doubles how long the next one may be, up to this
 MIN_WAIT_S = 0.001
-MAX_BUDGETS = 4  # in a round, one more for each time that a target was found working in between
+MAX_BUDGETS = 8  # in a round, one more for each time that a target was found working in between
 MAX_REFUSALS = 3  # times in a round that a target may ask for tokens which it has just been given
 MAX_UNANSWERED = 8  # times in a row that a working target may leave a request unanswered; an hour or so
 
