@@ -55,7 +55,12 @@ class World:
         """A channel to a gateway of its own, in this process, that knows the role's services by these proxies."""
         addresses = {self.role: ",".join(proxy.address for proxy in proxies), self.other: self.sound_address}
         settings = GatewaySettings(
-            addresses["target"], MODELS["target"], addresses["draft"], "127.0.0.1:0", "", draft_deadline_max_s=1.0
+            addresses["target"],
+            MODELS["target"],
+            addresses["draft"],
+            listen="127.0.0.1:0",
+            rest_listen="",
+            draft_deadline_max_s=1.0,
         )
         self.running = await start_gateway(settings)
         # A target that stands still is found out in time for a test.

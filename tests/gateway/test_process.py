@@ -19,7 +19,7 @@ import runpy, sys
 try:
     runpy.run_module("gateway", run_name="__main__")
 finally:
-    heavy = {"torch", "numpy", "transformers", "safetensors"} | {"outrider.engine"}
+    heavy = {"torch", "transformers", "safetensors"} | {"outrider.engine"}
     sys.stdout.write(f"heavy: {sorted(heavy & set(sys.modules))}\\n")
     sys.stdout.write(f"serving: {sorted({'fastapi', 'tokenizers', 'uvicorn'} & set(sys.modules))}\\n")
 """

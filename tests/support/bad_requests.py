@@ -187,6 +187,16 @@ def grown(*counts: int) -> Fault:
     return Fault(path, value, lambda request: request.speculation.shape.expansions.extend(counts))
 
 
+def beside_expansions(other: tuple[str, Any]) -> Fault:
+    """A fixed shape that is to have something else too."""
+
+    def put(request: pb.GenerateRequest) -> None:
+        setattr(request.speculation.shape, *other)
+        request.speculation.shape.expansions.append(2)
+
+    return Fault("speculation.shape.expansions", [2], put)
+
+
 def predicted(**fields: Any) -> Fault:
     """A prediction where nothing is proposed."""
 
@@ -261,6 +271,8 @@ FAULTS: dict[str, Faults] = {
     "speculation.drafters": teams(),
     "speculation.shape.max_depth": set_in("speculation.shape.max_depth", integers(0, 32)),
     "speculation.shape.max_children": set_in("speculation.shape.max_children", integers(0, 8)),
+    "speculation.shape.max_width": set_in("speculation.shape.max_width", integers(0, 64)),
+    "speculation.shape.is_static": st.sampled_from([("is_static", True), ("max_width", 2)]).map(beside_expansions),
     "speculation.shape.expansions": listed("speculation.shape.expansions", integers(1, 8), 1)
     | too_many("speculation.shape.expansions", 32, 1)
     | st.lists(st.integers(2, 8), min_size=2, max_size=8).map(lambda counts: grown(*counts)),
