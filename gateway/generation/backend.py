@@ -40,16 +40,21 @@ class Backend:
 
     def offers(self, target: ModelInfo) -> Offers:
         """The drafters that requests may name."""
-        remote: dict[str, frozenset[Rule]] | None = {}
-        for number, (name, replicas) in enumerate(self.drafts.items()):
-            info = replicas.info
-            if number == 0 and remote is not None:
-                remote = None if info is None else {**remote, **info.drafters}
-            if name and remote is not None:
-                # What a draft that is away can do, it says when it is back.
-                rules = frozenset(Rule) if info is None else frozenset().union(*info.drafters.values())
-                remote[name] = rules
-        return Offers(remote, target.drafters, self.lookup is not None, target.tree_drafters)
+        return Offers(self._remote_drafters(), target.drafters, self.lookup is not None, target.tree_drafters)
+
+    def _remote_drafters(self) -> Mapping[str, frozenset[Rule]] | None:
+        """The rules of each draft by its name, and of the first one's drafters; None while that one is away."""
+        if self.draft is None:
+            return {}
+        if self.draft.info is None:
+            return None
+        remote = dict(self.draft.info.drafters)
+        for name, replicas in self.drafts.items():
+            if name:
+                # What another draft that is away can do, it says when it is back.
+                info = replicas.info
+                remote[name] = frozenset(Rule) if info is None else frozenset().union(*info.drafters.values())
+        return remote
 
     def drafting(self, request: CheckedRequest, target: ModelInfo) -> Drafting:
         """Who guesses for a request."""
@@ -90,14 +95,14 @@ class Backend:
         """For each draft that guesses: what rounds call it, its services, and the drafter that these are asked for."""
         if drafting.remote is None:
             return []
-        first = next(iter(self.drafts))
-        names = [name for name in request.drafters if name != LOOKUP] or [first]
-        return [
-            (name, self.drafts[name], "") if name in self.drafts else (name, self.drafts[first], name) for name in names
-        ]
+        names = [name for name in request.drafters if name != LOOKUP] or [next(iter(self.drafts))]
+        return [(name, self._behind(name), "" if name in self.drafts else name) for name in names]
 
     def _grows_trees(self, names: list[str]) -> bool:
         """Whether all of these drafters make trees, or the first draft's own choice does."""
-        first, *_ = (*self.drafts, "")
-        infos = [self.drafts[name if name in self.drafts else first].info for name in names or [first] if self.drafts]
+        infos = [self._behind(name).info for name in names or [*self.drafts][:1]] if self.drafts else []
         return bool(infos) and all(info is not None and bool(info.tree_drafters) for info in infos)
+
+    def _behind(self, name: str) -> Replicas:
+        """The draft of that name, or else the first one, which has a drafter of that name."""
+        return self.drafts[name if name in self.drafts else next(iter(self.drafts))]

@@ -16,9 +16,11 @@ from outrider.token_tree import TokenTree
 
 def best_rows(tree: TokenTree, count: int) -> TokenTree:
     """The `count` most valuable rows of a tree whose values never rise along a path; in the tree's own order."""
-    if count >= len(tree):
-        return tree
-    kept = _best(tree, count)
+    return tree if count >= len(tree) else _rows_of(tree, _best(tree, count))
+
+
+def _rows_of(tree: TokenTree, kept: Sequence[int]) -> TokenTree:
+    """The rows of these indices, in order; a row's parent must be among them."""
     numbers = {0: 0} | {index + 1: number for number, index in enumerate(kept, start=1)}
     return TokenTree(
         tuple(tree.token_ids[index] for index in kept),
@@ -37,9 +39,12 @@ def cut(proposal: Proposal, count: int) -> Proposal:
     """A proposal of the `count` most valuable rows of a tree whose values never rise along a path."""
     if count >= len(proposal.tree):
         return proposal
-    tree, sources = proposal.tree, proposal.sources
-    kept = tuple(sources[index] for index in _best(tree, count)) if sources else ()
-    return replace(proposal, tree=best_rows(tree, count), sources=kept)
+    kept, sources = _best(proposal.tree, count), proposal.sources
+    return replace(
+        proposal,
+        tree=_rows_of(proposal.tree, kept),
+        sources=tuple(sources[index] for index in kept) if sources else (),
+    )
 
 
 def one_hot(tree: TokenTree) -> TokenTree:
@@ -112,4 +117,5 @@ def _union(proposals: Sequence[Proposal], max_rows: int) -> tuple[TokenTree, tup
                 values[number - 1] = value
                 number = parents[number - 1]
     whole = TokenTree(tuple(token_ids), tuple(parents), values=tuple(values))
-    return best_rows(whole, max_rows), tuple(sources[index] for index in _best(whole, max_rows))
+    kept = _best(whole, max_rows)
+    return _rows_of(whole, kept), tuple(sources[index] for index in kept)

@@ -11,7 +11,7 @@ One policy serves all requests of a gateway, because they share the machines tha
 is remembered for the next time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
@@ -227,7 +227,7 @@ class SpeculationPolicy:
     def _choose(self, most: int, session: SessionEstimates | None, *, ready: bool) -> Choice:
         drafters = list(session.drafters) if session else [self._usual_drafter]
         unknown = self._unknown(drafters, session)
-        known = [drafter for drafter in drafters if self._estimates(drafter).step_us.known]
+        known = self._known(drafters)
         if unknown is not None and ready:
             self._estimates(unknown).explorer = session
         if unknown is not None or not known:
@@ -295,9 +295,7 @@ class SpeculationPolicy:
         They must make the session faster than its drafters would, and all sessions together faster than plain decoding:
         the rows of one are paid by all. `halts` says that a stretch of unasked tokens would have to be ended for it.
         """
-        if not values:
-            return 0
-        others, known = self._load - 1, self._known(session)
+        others, known = self._load - 1, self._known(session.drafters)
         # Until there was one it is taken to cost what a round with a draft does beside the computing.
         asked_us = (self._estimates(each).overhead_us.at(self._load) for each in known)
         overhead_us = self._look_overhead_us.at(self._load, min(asked_us, default=0.0))
@@ -349,8 +347,8 @@ class SpeculationPolicy:
             estimates.levels.add(asked_count, max(proposal.forward_count, 1))
             estimates.has_depths = estimates.has_depths or max_depth > 0
 
-    def _known(self, session: SessionEstimates) -> list[str]:
-        return [drafter for drafter in session.drafters if self._estimates(drafter).step_us.known]
+    def _known(self, drafters: Iterable[str]) -> list[str]:
+        return [drafter for drafter in drafters if self._estimates(drafter).step_us.known]
 
     def _plain_or_probe(self, drafter: str, best: int, most: int, *, ready: bool) -> Choice:
         """Plain decoding, while guesses are not worth it; now and then some rounds that look whether they are."""
@@ -385,7 +383,7 @@ class SpeculationPolicy:
         if not draft_count:
             return max(self._verify_us.at(load) + self._plain_overhead_us.at(load), 1.0)
         estimates = self._estimates(drafter)
-        share = estimates.share.at(load, 1.0) if load > 1 else 1.0
+        share = self._share(estimates)
         width = 1.0 if estimates.gains is None else max(1.0, estimates.width.mean)
         step_us = estimates.step_us.at(max(width, share * load * width))
         verify_us = self._shared_us(estimates, draft_count)
@@ -416,8 +414,12 @@ class SpeculationPolicy:
 
     def _shared_us(self, estimates: DrafterEstimates, draft_count: int) -> float:
         """Cost of the target's forward when all sessions have so many guesses."""
-        share = estimates.share.at(self._load, 1.0) if self._load > 1 else 1.0
-        return self._verify_us.at(max(draft_count + 1.0, share * self._load * (draft_count + 1)))
+        num_rows = self._share(estimates) * self._load * (draft_count + 1)
+        return self._verify_us.at(max(draft_count + 1.0, num_rows))
+
+    def _share(self, estimates: DrafterEstimates) -> float:
+        """The part of all sessions' rows that one forward of the target has."""
+        return estimates.share.at(self._load, 1.0) if self._load > 1 else 1.0
 
     def _costs_of(self, drafter: str) -> dict[int, float]:
         costs = self._costs.get(drafter)
