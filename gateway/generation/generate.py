@@ -12,7 +12,7 @@ from gateway.generation.backend import Backend
 from gateway.generation.request import CheckedRequest, GenerationRequest, check_request
 from gateway.generation.transcript import (
     GeneratedToken,
-    Guess,
+    GuessFacts,
     PromptToken,
     RejectedToken,
     SpeculationFigures,
@@ -170,7 +170,7 @@ def _rejected(tokenizer: Tokenizer, committed: Round) -> tuple[RejectedToken, ..
     proposal, rows = committed.proposal, committed.rejected_rows
     token_ids = [proposal.tree.token_ids[row - 1] for row in rows]
     texts = [tokenizer.decode([token_id]) for token_id in token_ids]
-    return tuple(map(RejectedToken, token_ids, texts, [Guess.of(proposal, row) for row in rows]))
+    return tuple(map(RejectedToken, token_ids, texts, [GuessFacts.of(proposal, row) for row in rows]))
 
 
 def decode(request: CheckedRequest, backend: Backend, target: ModelInfo) -> AsyncGenerator[Round, None]:

@@ -78,7 +78,7 @@ class _Automaton:
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
+class GuessFacts:
     """A row of a proposal, counted from 1, and the row above it, 0 for the last committed token; who guessed it, with
     its log-probability and the estimate that it would be kept, where the drafter told them.
     """
@@ -106,7 +106,7 @@ class GeneratedToken:
     origin: TokenOrigin
     text: str
     logprob: TokenLogprob | None = None
-    guess: Guess | None = None
+    guess: GuessFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class RejectedToken:
 
     token_id: int
     text: str
-    guess: Guess
+    guess: GuessFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ class Transcript:
         for index, token_id in enumerate(committed.token_ids):
             text = self.scanner.push(self.detokenizer.push(token_id))
             logprob = verdict.logprobs[index] if verdict.logprobs else None
-            guess = Guess.of(committed.proposal, rows[index]) if index < len(rows) else None
+            guess = GuessFacts.of(committed.proposal, rows[index]) if index < len(rows) else None
             tokens.append(GeneratedToken(token_id, committed.origins[index], text, logprob, guess))
             self.token_ids.append(token_id)
             if self.scanner.found is not None:

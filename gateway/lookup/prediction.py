@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from gateway.lookup.chains import Chains, Context, Match
 
 
-class Prediction:
+class PredictionCursor:
     """Follows the answer through a prediction; behind a difference it finds its place by the last three tokens."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:

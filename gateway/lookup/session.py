@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gateway.lookup.chains import Chains, Context
 from gateway.lookup.memory import TenantMemory
-from gateway.lookup.prediction import Prediction
+from gateway.lookup.prediction import PredictionCursor
 from gateway.lookup.rates import Kind, LookupRates
 from gateway.lookup.votes import Ground, Look, Vote, Voter
 from outrider.datastore.reader import Datastore
@@ -36,7 +36,7 @@ class LookupSession:
         self._rates = rates
         self._unread = array("i", prompt)
         self._own = Chains(2 * len(prompt))
-        self._prediction = Prediction(prediction) if prediction else None
+        self._prediction = PredictionCursor(prediction) if prediction else None
         self._memory = memory
         self._datastore = datastore
 

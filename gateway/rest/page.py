@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 from gateway.generation.frontend import Frontend
 from gateway.generation.generate import CompletionEvent, RoundEvent
 from gateway.generation.request import GenerationRequest
-from gateway.generation.transcript import Guess, round_facts
+from gateway.generation.transcript import GuessFacts, round_facts
 from gateway.rest.generate import TEXT_NAMES, check_prompt_len, generation_request, in_names_of
 from gateway.rest.middleware import ParsedBodyRoute, RestSettings
 from gateway.rest.schemas import GenerationFields, Seed, Text, Unserved
@@ -57,7 +57,7 @@ NO_STORE = {"cache-control": "no-store"}
 DIGITS = re.compile(r"-?[0-9]{1,19}")
 VERSION = version("outrider")
 # What a token that was no guess, or of which none is told, has in the place of one.
-UNGUESSED = dict.fromkeys(each.name for each in fields(Guess))
+UNGUESSED = dict.fromkeys(each.name for each in fields(GuessFacts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.datastore.layout import ALIGNMENT, DEPTH, SEPARATOR, TABLE_WIDTH, Head, Section
+from outrider.datastore.layout import ALIGNMENT, DEPTH, SEPARATOR, TABLE_WIDTH, DatastoreHead, Section
 from outrider.errors import ModelRefused
 from outrider.vocabulary import Vocabulary
 
@@ -22,7 +22,7 @@ Buffer: TypeAlias = memoryview | bytes
 Tell: TypeAlias = Callable[[str], None]
 
 
-def build(documents: Iterable[Iterable[int]], vocabulary: Vocabulary, out: Path, tell: Tell) -> Head:
+def build(documents: Iterable[Iterable[int]], vocabulary: Vocabulary, out: Path, tell: Tell) -> DatastoreHead:
     """Writes a datastore, all of it or nothing, and returns its head; `tell` gets a sentence of progress at times.
 
     Takes about 70 bytes of memory a token. Raises ModelRefused about documents without a token and ids outside the
@@ -69,7 +69,7 @@ def build(documents: Iterable[Iterable[int]], vocabulary: Vocabulary, out: Path,
         digest.update(part)
     place_bytes = place_type().nbytes
     counts = (num_documents, told_tokens.size, len(places), place_bytes)
-    head = Head(vocabulary, *counts, sections, digest.hexdigest())
+    head = DatastoreHead(vocabulary, *counts, sections, digest.hexdigest())
     _write(out, [head.packed(), *parts])
     return head
 

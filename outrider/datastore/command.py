@@ -14,7 +14,7 @@ import tokenizers
 import typer
 
 from outrider.datastore.build import build
-from outrider.datastore.layout import Head
+from outrider.datastore.layout import DatastoreHead
 from outrider.datastore.reader import Datastore, Ints
 from outrider.errors import InvalidRequest, ModelRefused
 from outrider.model_names import tokenizer_source
@@ -97,7 +97,7 @@ def inspect(
     _tell(file, told, as_json=as_json)
 
 
-def facts(file: Path, head: Head) -> dict[str, Any]:
+def facts(file: Path, head: DatastoreHead) -> dict[str, Any]:
     """A file as plain values."""
     return {
         "documents": head.num_documents,

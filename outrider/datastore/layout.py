@@ -32,7 +32,7 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class DatastoreHead:
     """What a file says about itself. `digest` is BLAKE2b, 32 bytes in hex, of everything behind the head."""
 
     vocabulary: Vocabulary

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from pathlib import Path
 from typing import Self, TypeAlias
 
-from outrider.datastore.layout import DEPTH, TABLE_WIDTH, Head
+from outrider.datastore.layout import DEPTH, TABLE_WIDTH, DatastoreHead
 from outrider.errors import ModelRefused, VocabularyMismatch
 from outrider.vocabulary import Vocabulary
 
@@ -46,7 +46,7 @@ class Datastore:
         """Maps a file. Raises ModelRefused when it is none, is cut off, or is of another version."""
         try:
             with path.open("rb") as file:
-                head, start = Head.read(path, file)
+                head, start = DatastoreHead.read(path, file)
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise ModelRefused(f"{path} cannot be read as a datastore: {error.strerror}") from None

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from support.markov import round_of
 
-from gateway.generation.transcript import Guess, StopScanner, Transcript
+from gateway.generation.transcript import GuessFacts, StopScanner, Transcript
 from gateway.rounds.round import FallbackReason, Proposal, Round, TokenOrigin, Verdict
 from gateway.text.tokenizer import Tokenizer
 from outrider.parameters import FinishReason
@@ -101,8 +101,8 @@ def test_accepted_tokens_tell_their_guesses_where_they_are_wanted() -> None:
     """Row and parent in the tree, not the place in the round, who guessed it and its value; the target's has none."""
     wanted = Transcript(TOKENIZER.detokenizer(), StopScanner(()), tells_guesses=True)
     assert [token.guess for token in wanted.take(merged_round())] == [
-        Guess(2, 0, "lookup", None, 0.25),
-        Guess(4, 2, "prediction", None, 0.125),
+        GuessFacts(2, 0, "lookup", None, 0.25),
+        GuessFacts(4, 2, "prediction", None, 0.125),
         None,
     ]
     assert [token.guess for token in transcript().take(merged_round())] == [None, None, None]
