@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from support.basics import spec_of
+from support.basics import check_empty, spec_of
 from support.beams import Oracle, Searching, beams_of, junk, last_rows, texts
 from support.engine_cases import assert_like_fresh
 from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target
@@ -157,8 +157,7 @@ def small(folder: Path) -> Iterator[Target]:
     target = Target(ModelRunner.load(str(folder), dtype="float32", kv_tokens=416))
     yield target
     target.table.clear()
-    target.runner.pool.check_integrity()
-    assert target.runner.pool.num_free == target.runner.pool.num_blocks
+    check_empty(target.runner.pool)
 
 
 def test_searches_take_turns_in_a_full_pool(small: Target, target: Target) -> None:

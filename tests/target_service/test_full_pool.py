@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from support.basics import Answers, spec_of
+from support.basics import Answers, check_empty, spec_of
 from support.stepped_target import PROMPT, Target, plain
 
 from outrider.engine.runner import ModelRunner
@@ -24,8 +24,7 @@ def small(folder: Path) -> Iterator[Target]:
     target = Target(ModelRunner.load(str(folder), dtype="float32", kv_tokens=64))
     yield target
     target.table.clear()
-    target.runner.pool.check_integrity()
-    assert target.runner.pool.num_free == target.runner.pool.num_blocks
+    check_empty(target.runner.pool)
 
 
 def test_sessions_take_turns(small: Target, runner: ModelRunner) -> None:
