@@ -22,6 +22,7 @@ def test_a_jump_is_followed_behind_the_last_bin_that_is_away() -> None:
     assert Jump(1, 0.0, 5.0, [(0.1 * number, 4, 3) for number in range(50)]).followed_s == 0
 
 
+@pytest.mark.slow
 def test_a_real_load_jumps(tmp_path: Path) -> None:
     """With the embedded pair, from one stream to three and back, in a table and a plot."""
     plot = tmp_path / "k.svg"

@@ -42,9 +42,10 @@ def num_passes(answers: Sequence[Answer]) -> int:
     return sum(answer.result.speculation.rounds for answer in answers)
 
 
-async def test_beams_are_those_of_transformers_in_fewer_passes() -> None:
-    """Thirty prompts in float32: tokens, order and scores, with guesses and without."""
-    prompts, model = OPENINGS[:30], reference_model(TARGET)
+@pytest.mark.parametrize("num_prompts", [4, pytest.param(30, marks=pytest.mark.slow)])
+async def test_beams_are_those_of_transformers_in_fewer_passes(num_prompts: int) -> None:
+    """Many prompts in float32: tokens, order and scores, with guesses and without."""
+    prompts, model = OPENINGS[:num_prompts], reference_model(TARGET)
     tokenizer = transformers.AutoTokenizer.from_pretrained(TARGET)
     async with running_stack(str(TARGET), dtype="float32", gateway=PATIENT) as stack:
         plain, guided = await found(stack, prompts, speculation=PLAIN), await found(stack, prompts)

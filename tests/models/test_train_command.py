@@ -14,6 +14,8 @@ from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner
 from outrider.vocabulary import Vocabulary
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_run_says_what_it_does_and_what_came_of_it(trained: tuple[Path, str]) -> None:
     """All four stages, the held-out text, a table, and how to serve the pair."""

@@ -16,6 +16,8 @@ from train_head import app
 from training.data import IGNORED, encode, held_out_blocks, read_documents, targets_of
 from training.head_files import METHODS
 
+pytestmark = pytest.mark.slow
+
 COMMAND = "train_head.py"
 Made = dict[str, tuple[Path, str]]
 """Folder and output of a run by its method."""

@@ -26,6 +26,8 @@ from outrider.v1 import types_pb2
 from target_service.own_drafts import NO_PROPOSAL, HostedDraft, OwnProposal
 from target_service.probing import Lookahead, ProbeDraft
 
+pytestmark = pytest.mark.slow
+
 NUM_TOKENS = 16
 AT_A_TIME = 32
 PROMPT = [5, 9, 2, 11]

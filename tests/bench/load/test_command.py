@@ -43,6 +43,7 @@ async def command(*arguments: str) -> tuple[int, str, str]:
     return process.returncode or 0, output.decode(), notes.decode()
 
 
+@pytest.mark.slow
 async def test_a_stack_of_its_own_from_the_command_line(tmp_path: Path) -> None:
     """All figures of all settings, from every process, and they are those of the messages in the file."""
     file, picture = tmp_path / "load.json", tmp_path / "load.svg"

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from bench.common import AUTO, PLAIN, fixed
 from bench.rounds.samples import BARE, DRAFT, ENGINE, MEMORY, OPERATORS, PING, READ, TARGET
 
@@ -13,6 +15,7 @@ COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()", "bench
 SETTINGS = {BARE, PLAIN, fixed(2), fixed(4), AUTO}
 
 
+@pytest.mark.slow
 def test_a_quick_run_measures_everything_and_compares_tokens(tmp_path: Path) -> None:
     """Every instrument leaves samples, every setting the same tokens, and the report has its tables."""
     file = tmp_path / "samples.json"
