@@ -11,7 +11,7 @@ import structlog
 
 from outrider.engine.heads.checkpoint import read_head
 from outrider.engine.heads.pass_embeddings import is_pass, read_pass
-from outrider.engine.models.weights import DTYPES, resolve
+from outrider.engine.models.weights import DTYPES, PACKED_BITS, resolve
 from outrider.engine.ops import choose_ops
 from outrider.engine.runner import ModelRunner
 from outrider.engine.worker import DeviceWorker
@@ -92,7 +92,7 @@ def load_head(target: ModelRunner, name: str, dtype: str, num_threads: int = 1) 
         log.info("embeddings of PaSS loaded", folder=str(folder), count=len(probe_ids))
         return Hosting(PASS, ProbeDrafter(partial(PassChain, probe_ids)))
     found = read_head(folder, parts)
-    ops = choose_ops(target.device, num_threads)
+    ops = choose_ops(target.device, num_threads, PACKED_BITS.get(dtype))
     head = found.load(parts, target.device, DTYPES[dtype], ops)
     log.info("head loaded", method=found.method, folder=str(found.folder), taps=head.facts.taps, switches=found.notes)
     host = host_adapter if head.facts.reads_own else host_head

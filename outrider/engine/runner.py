@@ -23,7 +23,7 @@ from outrider.engine.models.fused import fused
 from outrider.engine.models.layers import LowerLayers, resume
 from outrider.engine.models.simulated import SimulatedDecoder
 from outrider.engine.models.transformer import Transformer
-from outrider.engine.models.weights import DTYPES
+from outrider.engine.models.weights import DTYPES, PACKED_BITS
 from outrider.engine.ops import Ops, choose_ops
 from outrider.engine.ops.native import MAX_HEAD_DIM, MAX_THREADS, NativeOps
 from outrider.engine.session import Session
@@ -124,7 +124,8 @@ class ModelRunner:
     ) -> Self:
         """Loads a folder, a hub id, a sized or simulated model (outrider.model_names), or what find_checkpoint found.
 
-        dtype, "bfloat16" or "float32", is that of the weights in memory, whatever the file holds. kv_tokens is the
+        dtype, "bfloat16", "float32", or on the CPU "int8" or "int4", is that of the weights in memory, whatever the
+        file holds. kv_tokens is the
         size of the cache in tokens; by default as many as 512 MiB hold, and at least one full context, or what the
         memory of a simulated device would hold.
         vocabulary_size defaults to the width of the logits. Raises ModelRefused and InvalidRequest.
@@ -132,17 +133,23 @@ class ModelRunner:
         torch_device = _checked_device(device)
         if dtype not in DTYPES:
             raise InvalidRequest("dtype", dtype, f"one of {', '.join(DTYPES)}")
+        packed_bits = PACKED_BITS.get(dtype)
+        if packed_bits is not None and torch_device.type != "cpu":
+            raise InvalidRequest("dtype", dtype, f"bfloat16 or float32 on {device}: integers are for the CPU")
         if not 1 <= num_threads <= MAX_THREADS:
             raise InvalidRequest("num_threads", num_threads, f"in [1, {MAX_THREADS}]")
         if kv_tokens is not None and kv_tokens < 1:
             raise InvalidRequest("kv_tokens", kv_tokens, "at least 1")
         checkpoint = find_checkpoint(model) if isinstance(model, str) else model
+        if packed_bits is not None and checkpoint.modelling:
+            message = f"{checkpoint.name}: dtype is {dtype}, but only models of our own families are quantised"
+            raise ModelRefused(message, dtype=dtype)
         config = checkpoint.config
         size = config.vocab_size if vocabulary_size is None else vocabulary_size
         if not 1 <= size <= config.vocab_size:
             message = f"{checkpoint.name}: the tokenizer knows {size} ids, but the model embeds {config.vocab_size}"
             raise ModelRefused(message, vocabulary_size=size, vocab_size=config.vocab_size)
-        ops = choose_ops(torch_device, num_threads)
+        ops = choose_ops(torch_device, num_threads, packed_bits)
         if isinstance(ops, NativeOps) and config.head_dim > MAX_HEAD_DIM:
             message = f"{checkpoint.name} has heads of {config.head_dim}, but at most {MAX_HEAD_DIM} fit the kernels"
             raise ModelRefused(message, head_dim=config.head_dim, limit=MAX_HEAD_DIM)

@@ -64,6 +64,8 @@ class Dtype(StrEnum):
 
     BFLOAT16 = "bfloat16"
     FLOAT32 = "float32"
+    INT8 = "int8"
+    INT4 = "int4"
 
 
 Listen = Annotated[str, Setting("Where to serve gRPC; port 0 takes a free one.", addresses(min_port=0))]

@@ -30,6 +30,7 @@ from outrider.engine.models.config import JsonKeys, read_json, read_rope
 from outrider.engine.models.transformer import Linear
 from outrider.engine.models.weights import StoredTensor, check_tensors, files_hash, read_tensors
 from outrider.engine.ops import Ops
+from outrider.engine.ops.packed import unpacked
 from outrider.errors import ModelRefused
 
 Stored = Mapping[str, StoredTensor]
@@ -103,15 +104,14 @@ def read_mlp_speculator(
     check_tensors(folder, stored, required, shapes, SOURCE)
 
     def build(tensors: dict[str, Tensor], target: TargetParts, ops: Ops) -> Head:
-        kept = {}
-        for name in required:
-            tensor = tensors.pop(name)
-            kept[name] = ops.stack([tensor]) if name.startswith(("proj", "head")) else tensor
+        kept = {name: tensors.pop(name) for name in required}
         for name in [name for name in tensors if name in shapes]:
             if not torch.equal(tensors.pop(name), kept[originals[name]]):
                 raise stored[name].refuse(f"differs from {originals[name]}, but tie_weights makes them one")
         names = ("emb.{}.weight", "proj.{}.weight", "ln.{}.weight", "ln.{}.bias", "head.{}.weight")
-        cells = [Cell(*(kept[originals[name.format(index)]] for name in names)) for index in range(count)]
+        products = {name: ops.stack([kept[name]]) for name in required if name.startswith(("proj", "head"))}
+        parts: dict[str, Any] = kept | products
+        cells = [Cell(*(parts[originals[name.format(index)]] for name in names)) for index in range(count)]
         return MlpSpeculator(cells, scales_input, target, ops)
 
     return ChainCheckpoint(
@@ -208,7 +208,7 @@ def read_vllm_medusa(folder: Path, config: Mapping[str, Any], stored: Stored, ta
         if ids is not None:
             matrices = [
                 matrix.index_select(0, ids) if matrix.shape[0] == vocab_size else matrix
-                for matrix in matrices or [target.output]
+                for matrix in matrices or [unpacked(target.output)]
             ]
         own = [Linear(ops.stack([matrix]), None) for matrix in matrices]
         branches = []

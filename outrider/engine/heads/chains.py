@@ -25,7 +25,7 @@ from torch.nn import functional
 from outrider.engine.heads.law import HeadFacts, HeadRows, TargetParts, over_target_ids
 from outrider.engine.models.rope import Rope, rotary_tables
 from outrider.engine.models.transformer import Layer, Linear
-from outrider.engine.ops import Ops
+from outrider.engine.ops import Ops, Weight
 
 CELL_EPSILON = 1e-6
 
@@ -47,10 +47,10 @@ class Cell:
     """One depth of an MLP speculator; tied ones share tensors."""
 
     embedding: Tensor
-    projection: Tensor
+    projection: Weight
     norm: Tensor
     bias: Tensor
-    head: Tensor
+    head: Weight
 
 
 class MlpSpeculator:
@@ -66,7 +66,7 @@ class MlpSpeculator:
         self.facts = _facts("mlp_speculator", target.num_layers, max(hidden_size, inner_size), len(cells), target)
 
     @property
-    def weights(self) -> Sequence[Tensor]:
+    def weights(self) -> Sequence[Weight]:
         each = [
             tensor
             for cell in self._cells
@@ -109,7 +109,7 @@ class SiluBlock:
     has_shortcut: bool = False
 
     @property
-    def weights(self) -> list[Tensor]:
+    def weights(self) -> list[Weight]:
         return self.linear.weights
 
     def apply(self, y: Tensor, ops: Ops) -> Tensor:
@@ -128,7 +128,7 @@ class ReluBlock:
     down: Linear
 
     @property
-    def weights(self) -> list[Tensor]:
+    def weights(self) -> list[Weight]:
         return [*self.up.weights, *self.down.weights]
 
     def apply(self, y: Tensor, ops: Ops) -> Tensor:
@@ -159,7 +159,7 @@ class PrefixLayer:
         self._cos, self._sin = rotary_tables(law.rope, law.head_dim, law.context_len, self._norm.device)
 
     @property
-    def weights(self) -> list[Tensor]:
+    def weights(self) -> list[Weight]:
         return [*self._layer.weights, self._norm]
 
     def forward(self, x: Tensor, rows: HeadRows) -> Tensor:
@@ -219,7 +219,7 @@ class BlockHeads:
         self.facts = facts
 
     @property
-    def weights(self) -> Sequence[Tensor]:
+    def weights(self) -> Sequence[Weight]:
         parts = self._parts
         each = [tensor for branch in parts.branches for block in branch.blocks for tensor in block.weights]
         each += [tensor for branch in parts.branches if branch.output is not None for tensor in branch.output.weights]
@@ -282,5 +282,5 @@ def _padded(rows: Tensor, width: int) -> Tensor:
     return functional.pad(rows, (0, width - rows.shape[1])) if rows.shape[1] < width else rows
 
 
-def _unique(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _unique(tensors: Sequence[Weight]) -> list[Weight]:
     return list({id(tensor): tensor for tensor in tensors}.values())

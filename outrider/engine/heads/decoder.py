@@ -15,7 +15,7 @@ from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
 from outrider.engine.heads.law import Head, HeadRows, TargetParts
 from outrider.engine.models.config import DecoderFacts
-from outrider.engine.ops import Ops
+from outrider.engine.ops import Ops, Weight
 
 
 class HeadDecoder:
@@ -37,7 +37,7 @@ class HeadDecoder:
         )
 
     @property
-    def weights(self) -> Sequence[Tensor]:
+    def weights(self) -> Sequence[Weight]:
         return self._drafting.weights
 
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:

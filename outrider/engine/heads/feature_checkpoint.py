@@ -103,7 +103,8 @@ class FeatureCheckpoint:
         others = {name: tensor for name, tensor in tensors.items() if name not in own_ids}
         for name, tensor in read_tensors(others, title, device, dtype).items():
             shared = {"embedding.weight": target.embedding, "head.weight": target.output}.get(name)
-            if shared is None or tensor.dtype != shared.dtype or not torch.equal(tensor, shared):
+            is_same = isinstance(shared, Tensor) and tensor.dtype == shared.dtype and torch.equal(tensor, shared)
+            if not is_same:
                 kept[name] = tensor
         return FeatureHead(self.law, kept, target, ops)
 

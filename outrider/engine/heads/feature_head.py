@@ -25,7 +25,7 @@ from torch import Tensor
 from outrider.engine.heads.law import HeadFacts, HeadRows, TargetParts, over_target_ids
 from outrider.engine.models.rope import Rope, rotary_tables
 from outrider.engine.models.transformer import Linear
-from outrider.engine.ops import Ops
+from outrider.engine.ops import Ops, Weight
 
 
 class Fuse(StrEnum):
@@ -70,7 +70,7 @@ class FeatureHead:
         self.law = law
         self._ops = ops
 
-        def matrix(name: str) -> Tensor | None:
+        def matrix(name: str) -> Weight | None:
             weight = tensors.pop(f"{name}.weight", None)
             return None if weight is None else ops.stack([weight])
 
@@ -120,7 +120,7 @@ class FeatureHead:
         )
 
     @property
-    def weights(self) -> Sequence[Tensor]:
+    def weights(self) -> Sequence[Weight]:
         return self._own
 
     @property

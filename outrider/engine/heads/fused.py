@@ -17,7 +17,7 @@ from outrider.engine.heads.law import Head, TargetParts
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.fused import address_of, matrix_fields, plan_fields
 from outrider.engine.models.transformer import Linear
-from outrider.engine.ops import Ops
+from outrider.engine.ops import Ops, Weight
 from outrider.engine.ops.library import DecoderFields, HeadFields, LayerFields, MatrixFields
 from outrider.engine.ops.native import MAX_HEAD_DIM, NativeOps, expect
 
@@ -41,7 +41,7 @@ class FusedHead:
             self._projection = matrix_fields("features", Linear(head.features, None), (num_outputs, num_inputs))
 
     @property
-    def weights(self) -> Sequence[Tensor]:
+    def weights(self) -> Sequence[Weight]:
         return self._head.weights
 
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:

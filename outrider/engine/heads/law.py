@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
+from outrider.engine.ops import Weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,7 @@ class Head(Protocol):
     def facts(self) -> HeadFacts: ...
 
     @property
-    def weights(self) -> Sequence[Tensor]:
+    def weights(self) -> Sequence[Weight]:
         """Its own tensors, without those that are the target's."""
 
     def states_of(self, features: Tensor) -> Tensor:
@@ -75,7 +76,7 @@ class TargetParts(NamedTuple):
 
     embedding: Tensor
     """[V, H], in the type of the weights."""
-    output: Tensor
+    output: Weight
     """[V, H]: the matrix that makes logits of f."""
     num_layers: int
     context_len: int

@@ -8,7 +8,7 @@ from torch import Tensor
 from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
 from outrider.engine.models.config import DecoderFacts
-from outrider.engine.ops import Ops
+from outrider.engine.ops import Ops, Weight
 
 
 class Decoder(Protocol):
@@ -25,8 +25,8 @@ class Decoder(Protocol):
         """The embedding matrix; device and type of the weights are its own."""
 
     @property
-    def weights(self) -> Sequence[Tensor]:
-        """Its tensors, a tied matrix once."""
+    def weights(self) -> Sequence[Weight]:
+        """Its tensors, a tied matrix once: as it makes logits."""
 
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
         """Computes the rows of the plan, stores their keys and values, returns logits [len(wanted), V] float32.
@@ -50,7 +50,7 @@ class TappedDecoder(Decoder, Protocol):
     """A decoder whose forwards store what the cache taps; see KVCache.taps."""
 
     @property
-    def head(self) -> Tensor:
+    def head(self) -> Weight:
         """The matrix that makes logits of what leaves the final norm, [V, H]."""
 
 

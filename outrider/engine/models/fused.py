@@ -13,8 +13,9 @@ from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.transformer import Layer, Linear, Transformer
+from outrider.engine.ops import Weight
 from outrider.engine.ops.library import DecoderFields, LayerFields, MatrixFields, PlanFields, TapFields
-from outrider.engine.ops.native import MAX_HEAD_DIM, NativeOps, expect
+from outrider.engine.ops.native import MAX_HEAD_DIM, NativeOps, expect, expect_weight
 
 
 class FusedTransformer:
@@ -39,7 +40,7 @@ class FusedTransformer:
         self._scratch = torch.empty(0)
 
     @property
-    def weights(self) -> list[Tensor]:
+    def weights(self) -> list[Weight]:
         return self._model.weights
 
     def embed_more(self, rows: Tensor) -> None:
@@ -131,10 +132,9 @@ def _layer(layer: Layer, plan: int, config: ModelConfig) -> LayerFields:
 
 def matrix_fields(name: str, linear: Linear, shape: tuple[int, int]) -> MatrixFields:
     """A matrix of this shape with its bias; raises ValueError for any other."""
-    is_bf16 = linear.weight.dtype is torch.bfloat16
-    expect(name, linear.weight, torch.bfloat16 if is_bf16 else torch.float32, shape)
+    place, bits = expect_weight(name, linear.weight, shape)
     bias = address_of(f"bias of {name}", linear.bias, shape[:1])
-    return MatrixFields(linear.weight.data_ptr(), bias, shape[1], shape[0], is_bf16)
+    return MatrixFields(place, bias, shape[1], shape[0], bits)
 
 
 def address_of(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> int | None:

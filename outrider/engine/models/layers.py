@@ -13,7 +13,7 @@ from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
 from outrider.engine.models.config import DecoderFacts
 from outrider.engine.models.decoder import LayeredDecoder
-from outrider.engine.ops import Ops
+from outrider.engine.ops import Ops, Weight
 
 
 class LowerLayers:
@@ -23,7 +23,7 @@ class LowerLayers:
         self.config: DecoderFacts = model.config
         self.ops: Ops = model.ops
         self.embedding = model.embedding
-        self.weights: Sequence[Tensor] = ()
+        self.weights: Sequence[Weight] = ()
         self._model = model
         self._layers = range(num_layers)
         self._has_logits = has_logits

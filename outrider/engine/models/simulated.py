@@ -22,7 +22,7 @@ from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
 from outrider.engine.models.config import DecoderFacts, JsonKeys, read_eos_token_ids, read_json
 from outrider.engine.noise import UNIFORM_SHIFT, UNIFORM_STEP, Words, numpy_hash_words
-from outrider.engine.ops import Ops
+from outrider.engine.ops import Ops, Weight
 from outrider.errors import ModelRefused
 from outrider.model_names import SIM_CONTEXT_LEN, SimulatedModel, tokenizer_source
 
@@ -94,7 +94,7 @@ class SimulatedDecoder:
         self.ops = ops
         self.embedding = torch.empty(0)
         # Counted in facts, and held by nobody.
-        self.weights: Sequence[Tensor] = (torch.empty(model.parameter_count, dtype=torch.bfloat16, device="meta"),)
+        self.weights: Sequence[Weight] = (torch.empty(model.parameter_count, dtype=torch.bfloat16, device="meta"),)
         # No answer ends by itself, unless its end is asked for.
         self._ordinary = np.setdiff1d(np.arange(config.vocab_size), list(config.eos_token_ids))
         # [2, ranks]: in easy contexts and in the others.

@@ -15,14 +15,14 @@ from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.rope import rotary_tables
-from outrider.engine.ops import Ops
+from outrider.engine.ops import Ops, Weight
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
     """Weight [N, K] and bias [N] float32 or None."""
 
-    weight: Tensor
+    weight: Weight
     bias: Tensor | None
 
     @classmethod
@@ -33,7 +33,7 @@ class Linear:
         return cls(ops.stack(weights), torch.cat(biases) if biases else None)
 
     @property
-    def weights(self) -> list[Tensor]:
+    def weights(self) -> list[Weight]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
 
@@ -65,10 +65,10 @@ class Layer:
         )
 
     @property
-    def weights(self) -> list[Tensor]:
+    def weights(self) -> list[Weight]:
         norms = (self.input_norm, self.query_norm, self.key_norm, self.post_norm)
         linears = (self.qkv, self.output, self.gate_up, self.down)
-        return [norm for norm in norms if norm is not None] + [tensor for each in linears for tensor in each.weights]
+        return [*(norm for norm in norms if norm is not None), *(tensor for each in linears for tensor in each.weights)]
 
 
 class Transformer:
@@ -84,19 +84,22 @@ class Transformer:
         self.layers = [Layer.take(ops, tensors, f"model.layers.{index}.") for index in range(config.num_layers)]
         head = tensors.pop("lm_head.weight", None)
         self.head = ops.stack([embedding if head is None else head])
-        self.embedding = self.head if head is None else embedding
+        # Rows of a packed matrix cannot be looked up: a tied embedding stays as it was then.
+        self._is_tied = head is None
+        self.embedding = self.head if self._is_tied and isinstance(self.head, Tensor) else embedding
         self.cos, self.sin = rotary_tables(config.rope, config.head_dim, config.context_len, self.embedding.device)
         self.scale = config.head_dim**-0.5
 
     @property
-    def weights(self) -> list[Tensor]:
-        """Its tensors, a tied matrix once; the rotary tables are none."""
-        outer = [self.embedding, self.norm] + ([] if self.head is self.embedding else [self.head])
-        return outer + [tensor for layer in self.layers for tensor in layer.weights]
+    def weights(self) -> list[Weight]:
+        """As of any Decoder; the rotary tables are none."""
+        looked_up = [] if self._is_tied else [self.embedding]
+        return [*looked_up, self.norm, self.head, *(weight for layer in self.layers for weight in layer.weights)]
 
     def embed_more(self, rows: Tensor) -> None:
         """As of any ProbedDecoder. A matrix that was the output's, too, is one of its own from then on."""
         self.embedding = torch.cat((self.embedding, rows.to(self.embedding)))
+        self._is_tied = False
 
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
         """As of any Decoder. The product with the vocabulary is the dearest of all; few rows of a prompt need it."""

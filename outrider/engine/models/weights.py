@@ -30,7 +30,9 @@ from torch import Tensor
 from outrider.engine.models.config import FAMILIES, JsonKeys, ModelConfig, read_json
 from outrider.errors import ModelRefused
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+# How weights are kept in memory, and the type in which they are read for that.
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.bfloat16, "int4": torch.bfloat16}
+PACKED_BITS = {"int8": 8, "int4": 4}
 FILE_DTYPES = ("BF16", "F16", "F32")
 HASH_SAMPLES, HASH_SAMPLE_BYTES = 64, 4096
 # What a hub is asked for; Mistral's own format repeats the weights under other names.

@@ -14,13 +14,14 @@ from outrider.engine.batching import RowPlan
 from outrider.engine.ops.eager import EagerOps
 from outrider.engine.ops.library import load_kernels
 from outrider.engine.ops.native import NativeOps
+from outrider.engine.ops.packed import Weight
 from outrider.engine.ops.reference import ReferenceOps
 
-__all__ = ["Ops", "choose_ops"]
+__all__ = ["Ops", "Weight", "choose_ops"]
 
 
 class Ops(Protocol):
-    """Operations on float32 rows; weights are bfloat16 or float32, sums are float32.
+    """Operations on float32 rows; weights are bfloat16, float32 or packed, sums are float32.
 
     Sizes: R rows, K inputs, N outputs, D head size, H query heads, G key-value heads, S cache slots, V vocabulary.
     All raise ValueError for shapes and types that do not fit.
@@ -30,10 +31,10 @@ class Ops(Protocol):
     def name(self) -> str:
         """The kernel set as it stands in the numerics id, for instance "native-v4"."""
 
-    def stack(self, weights: Sequence[Tensor]) -> Tensor:
-        """One matrix of the rows of all weights [N, K], where `linear` reads it fastest; may be the only one itself."""
+    def stack(self, weights: Sequence[Tensor]) -> Weight:
+        """One matrix of the rows of all weights [N, K], as `linear` reads it fastest; may be the only one itself."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """x [R, K] times the transpose of weight [N, K], plus bias [N] float32; returns [R, N] float32."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -93,9 +94,12 @@ class Ops(Protocol):
         """
 
 
-def choose_ops(device: torch.device, num_threads: int) -> Ops:
-    """The fastest operations for a device: compiled kernels on a CPU that has them, torch otherwise."""
+def choose_ops(device: torch.device, num_threads: int, packed_bits: int | None = None) -> Ops:
+    """The fastest operations for a device: compiled kernels on a CPU that has them, torch otherwise.
+
+    With packed_bits, 8 or 4, stacked matrices are quantised to that (outrider.engine.ops.packed).
+    """
     if device.type != "cpu":
-        return EagerOps()
+        return EagerOps(packed_bits)
     kernels = load_kernels()
-    return ReferenceOps() if kernels is None else NativeOps(kernels, num_threads)
+    return ReferenceOps(packed_bits) if kernels is None else NativeOps(kernels, num_threads, packed_bits=packed_bits)

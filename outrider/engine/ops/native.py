@@ -14,6 +14,7 @@ from torch import Tensor
 from outrider.engine.batching import RowPlan
 from outrider.engine.ops.arena import Arena
 from outrider.engine.ops.library import Kernels
+from outrider.engine.ops.packed import PackedMatrix, Weight, pack, packed_shape
 
 MAX_THREADS = 256
 MAX_HEAD_DIM = 512
@@ -30,7 +31,9 @@ class NativeOps:
     threads, which then take turns. The interpreter's lock is released during every call.
     """
 
-    def __init__(self, kernels: Kernels, num_threads: int, spin_us: int = SPIN_US) -> None:
+    def __init__(
+        self, kernels: Kernels, num_threads: int, spin_us: int = SPIN_US, packed_bits: int | None = None
+    ) -> None:
         """Raises ValueError for a number of threads outside 1..256."""
         if not 1 <= num_threads <= MAX_THREADS:
             raise ValueError(f"num_threads is {num_threads}, but must be 1 to {MAX_THREADS}")
@@ -38,6 +41,7 @@ class NativeOps:
         self.num_threads = num_threads
         self.functions = kernels.functions
         self._arena = Arena()
+        self._packed_bits = packed_bits
         self._stretch: int = self.functions.outrider_draw_stretch()
         self.pool: int | None = self.functions.outrider_pool_create(num_threads, spin_us)
         if self.pool is None:
@@ -45,22 +49,26 @@ class NativeOps:
         # Not at exit: another thread may still be inside a kernel then, and the process takes the workers along.
         weakref.finalize(self, self.functions.outrider_pool_destroy, self.pool).atexit = False
 
-    def stack(self, weights: Sequence[Tensor]) -> Tensor:
+    def stack(self, weights: Sequence[Tensor]) -> Weight:
         """In the memory of this object's arena."""
-        num_rows = sum(weight.shape[0] for weight in weights)
-        stacked = self._arena.empty((num_rows, *weights[0].shape[1:]), weights[0].dtype)
+        num_rows, num_inputs = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+        if self._packed_bits is not None:
+            shape = packed_shape(num_rows, num_inputs, self._packed_bits)
+            return pack(weights, self._packed_bits, self._arena.empty(shape, torch.uint8))
+        stacked = self._arena.empty((num_rows, num_inputs), weights[0].dtype)
         return torch.cat(list(weights), out=stacked)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         (num_rows, num_inputs), num_outputs = _matrix("x", x), weight.shape[0]
-        is_bf16 = weight.dtype is torch.bfloat16
-        expect("weight", weight, torch.bfloat16 if is_bf16 else torch.float32, (num_outputs, num_inputs))
+        place, bits = expect_weight("weight", weight, (num_outputs, num_inputs))
         if bias is not None:
             expect("bias", bias, torch.float32, (num_outputs,))
         output = torch.empty(num_rows, num_outputs)
         address = None if bias is None else bias.data_ptr()
-        places = x.data_ptr(), weight.data_ptr(), is_bf16, address, output.data_ptr()
-        self.functions.outrider_linear(self.pool, *places, num_rows, num_inputs, num_outputs)
+        scratch = torch.empty(self.functions.outrider_linear_scratch(bits, num_rows, num_inputs), dtype=torch.uint8)
+        places = x.data_ptr(), place, bits, address, output.data_ptr()
+        sizes = num_rows, num_inputs, num_outputs
+        self.functions.outrider_linear(self.pool, *places, *sizes, scratch.data_ptr())
         return output
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -195,6 +203,18 @@ def expect(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
             f"{name} is {tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()} on {tensor.device}, "
             f"but must be {dtype} {list(shape)}, contiguous, on the CPU"
         )
+
+
+def expect_weight(name: str, weight: Weight, shape: tuple[int, int]) -> tuple[int, int]:
+    """Where a matrix of this shape lies, and the bits of a weight; raises ValueError for any other."""
+    if isinstance(weight, PackedMatrix):
+        if weight.shape != shape:
+            raise ValueError(f"{name} is {list(weight.shape)}, but must be {list(shape)}")
+        expect(name, weight.data, torch.uint8, packed_shape(*shape, weight.bits))
+        return weight.data.data_ptr(), weight.bits
+    is_bf16 = weight.dtype is torch.bfloat16
+    expect(name, weight, torch.bfloat16 if is_bf16 else torch.float32, shape)
+    return weight.data_ptr(), 16 if is_bf16 else 32
 
 
 def _matrix(name: str, tensor: Tensor) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from outrider.engine.batching import RowPlan
 from outrider.engine.ops.eager import EagerOps
+from outrider.engine.ops.packed import Weight
 
 
 class ReferenceOps(EagerOps):
@@ -18,8 +19,8 @@ class ReferenceOps(EagerOps):
 
     name = "reference"
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        linear, widened = super().linear, weight.float()
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        linear, widened = super().linear, weight.float() if isinstance(weight, Tensor) else weight
         return _by_row(lambda row: linear(row, widened, bias), x)
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -9,7 +9,8 @@ typedef struct {
     const void *weight;
     const float *bias;
     int64_t num_inputs, num_outputs;
-    int64_t is_bf16;
+    /* Of a weight: 32, 16, 8 or 4; see outrider_linear. */
+    int64_t bits;
 } matrix;
 
 typedef struct {
@@ -47,6 +48,8 @@ typedef struct {
 /* Activations of all rows, in one piece of memory that the caller keeps. */
 typedef struct {
     float *x, *normed, *qkv, *query, *attended, *gate_up, *gated, *product;
+    /* What a product needs beside its rows. */
+    float *scratch;
 } activations;
 
 typedef struct {
@@ -78,15 +81,24 @@ static int64_t mlp_size(const decoder *model) {
 
 static int64_t qkv_size(const decoder *model) { return (model->num_heads + 2 * model->num_groups) * model->head_dim; }
 
+/* Floats a row of the largest product's scratch; none where nothing is packed. */
+static int64_t scratch_floats(const decoder *model, int64_t normed) {
+    const int64_t widths[] = {hidden_size(model), normed, query_size(model), mlp_size(model)};
+    int64_t widest = 0;
+    for (int each = 0; each < 4; each++) widest = widths[each] > widest ? widths[each] : widest;
+    const int64_t bits = model->head.bits < model->layers[0].down.bits ? model->head.bits : model->layers[0].down.bits;
+    return outrider_linear_scratch(bits, 1, widest) / (int64_t)sizeof(float);
+}
+
 /* Cuts `floats` into the activations of num_rows rows, of which `normed` has so many columns; returns how many floats
  * they take. */
 static int64_t lay_out(const decoder *model, int64_t normed, int64_t num_rows, float *floats, activations *parts) {
     const int64_t hidden = hidden_size(model), mlp = mlp_size(model), query = query_size(model);
-    const int64_t sizes[] = {hidden, normed, qkv_size(model), query, query, 2 * mlp, mlp, hidden};
-    float **const places[] = {&parts->x,        &parts->normed,  &parts->qkv,   &parts->query,
-                              &parts->attended, &parts->gate_up, &parts->gated, &parts->product};
+    const int64_t sizes[] = {hidden, normed, qkv_size(model), query, query, 2 * mlp, mlp, hidden, scratch_floats(model, normed)};
+    float **const places[] = {&parts->x,     &parts->normed,  &parts->qkv,   &parts->query,  &parts->attended,
+                              &parts->gate_up, &parts->gated, &parts->product, &parts->scratch};
     int64_t used = 0;
-    for (int part = 0; part < 8; part++) {
+    for (int part = 0; part < 9; part++) {
         *places[part] = floats == 0 ? 0 : floats + used;
         used += num_rows * sizes[part];
     }
@@ -106,14 +118,15 @@ static void embed(const decoder *model, const row_plan *plan, float *x) {
         const uint16_t *halves = (const uint16_t *)model->embedding.weight + offset;
         for (int64_t i = 0; i < hidden; i += WIDTH) {
             const int64_t left = hidden - i;
-            store_upto(x + i, model->embedding.is_bf16 ? load_bf16_upto(halves + i, left) : load_upto(floats + i, left),
+            store_upto(x + i, model->embedding.bits == 16 ? load_bf16_upto(halves + i, left) : load_upto(floats + i, left),
                        left);
         }
     }
 }
 
-static void multiply(pool *threads, const matrix *m, const float *x, float *output, int64_t num_rows) {
-    outrider_linear(threads, x, m->weight, (int)m->is_bf16, m->bias, output, num_rows, m->num_inputs, m->num_outputs);
+static void multiply(pool *threads, const matrix *m, const float *x, float *output, int64_t num_rows, void *scratch) {
+    outrider_linear(threads, x, m->weight, (int)m->bits, m->bias, output, num_rows, m->num_inputs, m->num_outputs,
+                    scratch);
 }
 
 static void add(float *x, const float *addend, int64_t count) {
@@ -151,14 +164,14 @@ static void attend(pool *threads, const decoder *model, const layer *layer, cons
 static void run_behind_norm(pool *threads, const decoder *model, const layer *layer, const row_plan *plan,
                             const activations *at, float *keys, float *values) {
     const int64_t hidden = hidden_size(model), num_rows = plan->num_rows;
-    multiply(threads, &layer->qkv, at->normed, at->qkv, num_rows);
+    multiply(threads, &layer->qkv, at->normed, at->qkv, num_rows, at->scratch);
     attend(threads, model, layer, plan, at, keys, values);
-    multiply(threads, &layer->output, at->attended, at->product, num_rows);
+    multiply(threads, &layer->output, at->attended, at->product, num_rows, at->scratch);
     add(at->x, at->product, num_rows * hidden);
     outrider_rms_norm(threads, at->x, layer->post_norm, at->normed, num_rows, hidden, model->epsilon);
-    multiply(threads, &layer->gate_up, at->normed, at->gate_up, num_rows);
+    multiply(threads, &layer->gate_up, at->normed, at->gate_up, num_rows, at->scratch);
     outrider_silu_multiply(threads, at->gate_up, at->gated, num_rows, layer->down.num_inputs);
-    multiply(threads, &layer->down, at->gated, at->product, num_rows);
+    multiply(threads, &layer->down, at->gated, at->product, num_rows, at->scratch);
     add(at->x, at->product, num_rows * hidden);
 }
 
@@ -216,7 +229,7 @@ void outrider_forward(pool *threads, const decoder *model, const row_plan *plans
     for (int64_t row = 0; row < plan->num_wanted; row++)
         memcpy(at.product + row * hidden, at.x + plan->wanted[row] * hidden, (size_t)hidden * sizeof(float));
     outrider_rms_norm(threads, at.product, model->norm, at.normed, plan->num_wanted, hidden, model->epsilon);
-    multiply(threads, &model->head, at.normed, logits, plan->num_wanted);
+    multiply(threads, &model->head, at.normed, logits, plan->num_wanted, at.scratch);
 }
 
 /* Activations of the head, and before them lists of keys without the first token of a text. */
@@ -257,7 +270,7 @@ static void enter_head(pool *threads, const feature_head *head, const row_plan *
         if (is_wide && head->has_normed_residual) memcpy(x, state, (size_t)hidden * sizeof(float));
     }
     if (is_wide) return;
-    multiply(threads, &head->fuse, at->normed, at->x, plan->num_rows);
+    multiply(threads, &head->fuse, at->normed, at->x, plan->num_rows, at->scratch);
     for (int64_t row = 0; row < plan->num_rows; row++)
         norm_or_copy(at->x + row * hidden, model->layers[0].input_norm, at->normed + row * hidden, hidden,
                      model->epsilon);
@@ -298,10 +311,10 @@ void outrider_head_forward(pool *threads, const feature_head *head, const row_pl
         behind[hidden] = depth;
     }
     if (head->target_ids == 0) {
-        multiply(threads, &model->head, at.product, logits, num_wanted);
+        multiply(threads, &model->head, at.product, logits, num_wanted, at.scratch);
         return;
     }
-    multiply(threads, &model->head, at.product, own, num_wanted);
+    multiply(threads, &model->head, at.product, own, num_wanted, at.scratch);
     for (int64_t index = 0; index < num_wanted; index++) {
         float *row = logits + index * head->vocab_size;
         for (int64_t id = 0; id < head->vocab_size; id++) row[id] = -INFINITY;
@@ -320,7 +333,7 @@ void outrider_head_states(pool *threads, const matrix *m, int64_t width, const f
     float *states = m->weight == 0 ? scratch : scratch + num_rows * width;
     for (int64_t row = 0; row < num_rows; row++)
         memcpy(scratch + row * width, source + source_slots[row] * width, (size_t)width * sizeof(float));
-    if (m->weight != 0) multiply(threads, m, scratch, states, num_rows);
+    if (m->weight != 0) multiply(threads, m, scratch, states, num_rows, scratch + num_rows * (width + hidden));
     for (int64_t row = 0; row < num_rows; row++) {
         float *place = features + slots[row] * (hidden + 1);
         memcpy(place, states + row * hidden, (size_t)hidden * sizeof(float));

@@ -4,8 +4,13 @@
 
 #include "pool.h"
 
-void outrider_linear(pool *threads, const float *x, const void *weight, int is_bf16, const float *bias, float *output,
-                     int64_t num_rows, int64_t num_inputs, int64_t num_outputs);
+void outrider_linear(pool *threads, const float *x, const void *weight, int bits, const float *bias, float *output,
+                     int64_t num_rows, int64_t num_inputs, int64_t num_outputs, void *scratch);
+
+int64_t outrider_linear_scratch(int64_t bits, int64_t num_rows, int64_t num_inputs);
+
+void linear_integer(pool *threads, const float *x, const void *weight, int bits, const float *bias, float *output,
+                    int64_t num_rows, int64_t num_inputs, int64_t num_outputs, void *scratch);
 
 void outrider_rms_norm(pool *threads, const float *x, const float *weight, float *output, int64_t num_rows,
                        int64_t width, float epsilon);

@@ -223,9 +223,15 @@ static int64_t outputs_of_a_large_item(const linear_job *job, int64_t row_bytes)
     return whole_tiles((bytes < MIN_ITEM_BYTES ? MIN_ITEM_BYTES : bytes > most ? most : bytes) / row_bytes);
 }
 
-/* x [num_rows, num_inputs], weight [num_outputs, num_inputs] bfloat16 or float32, bias [num_outputs] or NULL. */
-void outrider_linear(pool *threads, const float *x, const void *weight, int is_bf16, const float *bias, float *output,
-                     int64_t num_rows, int64_t num_inputs, int64_t num_outputs) {
+/* x [num_rows, num_inputs], weight [num_outputs, num_inputs] of 32 bits (float32) or 16 (bfloat16), or packed ones of 8
+ * or 4 (linear_integer.c), which need outrider_linear_scratch bytes; bias [num_outputs] or NULL. */
+void outrider_linear(pool *threads, const float *x, const void *weight, int bits, const float *bias, float *output,
+                     int64_t num_rows, int64_t num_inputs, int64_t num_outputs, void *scratch) {
+    if (bits <= 8) {
+        linear_integer(threads, x, weight, bits, bias, output, num_rows, num_inputs, num_outputs, scratch);
+        return;
+    }
+    const int is_bf16 = bits == 16;
     linear_job job = {x, weight, bias, output, num_rows, num_inputs, num_outputs, pool_num_threads(threads), 0, 0, 0, 0};
     job.num_blocks = num_blocks(num_rows, num_inputs);
     job.large_outputs = outputs_of_a_large_item(&job, num_inputs * (is_bf16 ? 2 : 4));
