@@ -1,11 +1,12 @@
 """What a forward costs by its rows: a chain or a tree of one session, or one row each of many sessions.
 
-    python -m bench.rows [--model sized:200m] [--old DIR | --taps 1,3,5] [--rows 1,2,4] [--turns 12] [--threads 2]
+    python -m bench.rows [--model sized:200m] [--old DIR | --taps 1,3,5 | --against int8] [--rows 1,2,4] [--turns 12]
 
 Prints a Markdown table in milliseconds. With --old another checkout, whose kernels are built and have the same
 functions, computes the same forwards in this process, in turns, and every logit of both is compared bit by bit. Ratios
 are of neighbours: below 1 this checkout is faster. With --taps the other one is this checkout without what a head would
-read, so that the ratio is what keeping it costs. Nothing fails by how fast anything is.
+read, so that the ratio is what keeping it costs; with --against it is this checkout with its weights in another type, and
+logits are not compared. Before the table stand the bytes of the weights over the bandwidth of this run, the floor of one row. Nothing fails by how fast anything is.
 """
 
 import argparse
@@ -19,10 +20,12 @@ import torch
 from torch import Tensor
 
 from bench.common import REPOSITORY, TokensDiffer, machine, markdown, revision, spread
+from bench.rounds.instruments import read_ms
+from bench.rounds.samples import MEMORY_BYTES
 from bench.versions import in_turns
 from outrider.engine.batching import Feed
 from outrider.engine.models.checkpoints import Checkpoint, find_checkpoint
-from outrider.engine.models.weights import DTYPES
+from outrider.engine.models.weights import DTYPES, PACKED_BITS
 from outrider.engine.ops.library import FOLDER, load_kernels
 from outrider.engine.ops.native import NativeOps
 from outrider.engine.runner import ModelIdentity, ModelRunner
@@ -34,6 +37,8 @@ ROWS = (*range(1, 17), 20, 24, 28, 32)
 CHAIN, TREE, SESSIONS = SHAPES = ("chain", "tree", "sessions")
 # The first of them brings back what the other checkout's forward took from the caches.
 STEPS_IN_A_ROW = 4
+# The fastest of them is the bandwidth.
+READS = 9
 
 RowTimes = dict[int, dict[str, dict[str, list[float]]]]
 """Milliseconds of a forward by rows, shape and checkout."""
@@ -56,7 +61,8 @@ class Forwards:
         kernels = load_kernels(folder=folder)
         if kernels is None:
             raise ModelRefused(f"{folder} has no kernels that are built and run here", model=checkpoint.name)
-        decoder = checkpoint.build(torch.device("cpu"), DTYPES[dtype], NativeOps(kernels, num_threads))
+        ops = NativeOps(kernels, num_threads, packed_bits=PACKED_BITS.get(dtype))
+        decoder = checkpoint.build(torch.device("cpu"), DTYPES[dtype], ops)
         identity = ModelIdentity(checkpoint.name, "", dtype, num_threads, checkpoint.config.vocab_size)
         self._runner = ModelRunner(decoder, identity, kv_tokens=2 * (most + 1) * (context + most))
         self._runner.tap(taps)
@@ -66,6 +72,10 @@ class Forwards:
         for session in self._sessions:
             while session.cached_len < context:
                 self._runner.forward([Feed(session)])
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(weight.nbytes for weight in self._runner.model.weights)
 
     def step(self, shape: str, num_rows: int) -> tuple[float, Tensor]:
         """Milliseconds of a forward over the last cached token of one session or of each, and its logits."""
@@ -82,8 +92,10 @@ class Forwards:
         return median(times_ms[1:]), result.logits
 
 
-def measure(versions: Mapping[str, Forwards], row_counts: Sequence[int], turns: int) -> RowTimes:
-    """Raises TokensDiffer where a bit of a logit differs between versions."""
+def measure(
+    versions: Mapping[str, Forwards], row_counts: Sequence[int], turns: int, *, are_equal: bool = True
+) -> RowTimes:
+    """Raises TokensDiffer where a bit of a logit differs between versions that should be equal."""
     found: RowTimes = {
         num_rows: {shape: {name: [] for name in versions} for shape in SHAPES} for num_rows in row_counts
     }
@@ -95,7 +107,7 @@ def measure(versions: Mapping[str, Forwards], row_counts: Sequence[int], turns: 
             if turn:
                 found[num_rows][shape][name].append(taken_ms)
         first, *others = logits.values()
-        if not all(torch.equal(first, other) for other in others):
+        if are_equal and not all(torch.equal(first, other) for other in others):
             raise TokensDiffer(f"{num_rows} rows, {shape}: logits differ between {' and '.join(logits)}")
     return found
 
@@ -105,7 +117,7 @@ def render(found: RowTimes) -> str:
     names = list(found[min(found)][CHAIN])
     header, lines = ["rows"], []
     for shape in SHAPES:
-        header += [f"{shape}, {name}" for name in names] + [f"{shape}, new over old"] * (len(names) > 1)
+        header += [f"{shape}, {name}" for name in names] + [f"{shape}, {names[-1]} over {names[0]}"] * (len(names) > 1)
     for num_rows, shapes in found.items():
         line = [str(num_rows)]
         for times in shapes.values():
@@ -124,6 +136,7 @@ def main() -> None:
     parser.add_argument("--model", default="models/target", help="folder or sized:PRESET; default: the embedded target")
     parser.add_argument("--old", type=Path, help="another checkout, with its kernels built")
     parser.add_argument("--taps", default="", help="boundaries whose residuals are kept, with commas between")
+    parser.add_argument("--against", choices=sorted(DTYPES), help="another type of the weights, for comparison")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="numbers of rows, with commas between")
     parser.add_argument("--context", type=int, default=128, help="tokens before the first row")
     parser.add_argument("--turns", type=int, default=12, help="measured passes over all shapes, rows and checkouts")
@@ -133,18 +146,25 @@ def main() -> None:
     row_counts = sorted({int(count) for count in given.rows.split(",")})
     folders = {"old": given.old.resolve() / FOLDER.relative_to(REPOSITORY)} if given.old else {}
     taps = tuple(int(tap) for tap in given.taps.split(",")) if given.taps else ()
-    if given.old and taps:
-        parser.error("--taps is left out with --old")
+    if sum(map(bool, (given.old, taps, given.against))) > 1:
+        parser.error("of --old, --taps and --against only one can be given")
     if taps:
         folders = {"without": FOLDER}
     checkpoint = find_checkpoint(given.model)
     torch.set_num_threads(1)
-    sizes = given.dtype, given.threads, given.context, row_counts[-1]
-    versions = {name: Forwards(folder, checkpoint, *sizes) for name, folder in folders.items()}
-    versions["new"] = Forwards(FOLDER, checkpoint, *sizes, taps)
+    sizes = given.threads, given.context, row_counts[-1]
+    versions = {name: Forwards(folder, checkpoint, given.dtype, *sizes) for name, folder in folders.items()}
+    if given.against:
+        versions[given.against] = Forwards(FOLDER, checkpoint, given.against, *sizes)
+    versions[given.dtype if given.against else "new"] = Forwards(FOLDER, checkpoint, given.dtype, *sizes, taps)
+    buffer = torch.ones(MEMORY_BYTES // 4)
+    fastest_ms = min(read_ms(buffer, given.threads) for _ in range(READS))
     print(f"{checkpoint.name}, {given.dtype}, {given.context} tokens of context, {given.threads} threads; {machine()};")
     print(f"{given.turns} turns; medians in ms, in brackets quartiles; commit {revision() or 'unknown'}.\n")
-    print(render(measure(versions, row_counts, given.turns)))
+    for name, forwards in versions.items():
+        floor_ms = fastest_ms * forwards.num_bytes / buffer.nbytes
+        print(f"{name}: {forwards.num_bytes / 1e6:.0f} MB of weights, which memory takes {floor_ms:.2f} ms to bring.\n")
+    print(render(measure(versions, row_counts, given.turns, are_equal=not given.against)))
 
 
 if __name__ == "__main__":

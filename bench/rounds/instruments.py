@@ -69,7 +69,7 @@ class Instruments:
         ):
             settings = ModelServiceSettings(model, dtype=Dtype(dtype), threads=threads, kv_tokens=KV_TOKENS)
             loop = self.loops[role] = EngineLoop(load_model(settings).runner)
-            size = self.sizes[role] = loop.size(DTYPES[dtype].itemsize)
+            size = self.sizes[role] = loop.size()
             self._operators[role] = OperatorStep(loop.config, DTYPES[dtype], threads)
             # Past the caches more bytes do not come faster, so a large model needs no second copy of its size.
             self._buffers.append((role, torch.ones(min(size.step_bytes, memory_bytes) // 4), threads))
@@ -188,13 +188,15 @@ class EngineLoop:
         while self._session.cached_len < CONTEXT_LEN:
             runner.forward([Feed(self._session)])
 
-    def size(self, item_bytes: int) -> ModelSize:
-        """Bytes that one step touches: all layers and the product with the vocabulary, and vectors in float32.
+    def size(self) -> ModelSize:
+        """Bytes that one step touches: all layers and the product with the vocabulary.
 
         Of an embedding of its own a step reads one row for a token, which does not count.
         """
-        shapes = expected_shapes(replace(self.config, tied_embeddings=True)).values()
-        step_bytes = sum(prod(shape) * (item_bytes if len(shape) > 1 else 4) for shape in shapes)
+        model = self._runner.model
+        is_own = isinstance(model, TappedDecoder) and model.head is not model.embedding
+        read = [weight for weight in model.weights if not (is_own and weight is model.embedding)]
+        step_bytes = sum(weight.nbytes for weight in read)
         return ModelSize(self._runner.identity.model_name, step_bytes)
 
     def step_ms(self, rows: int, temperature: float) -> float:

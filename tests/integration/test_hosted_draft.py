@@ -93,6 +93,19 @@ async def test_tokens_are_those_of_plain_decoding(alone: Stack) -> None:
         assert refused.message.startswith("speculation.drafter is 'model', but must be one of lookup, hosted")
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+async def test_packed_weights_draft_for_packed_weights(tmp_path: Path, dtype: str) -> None:
+    """A head and a draft, each in the target's process and in its type, give the tokens of plain decoding."""
+    head = str(eagle1(tmp_path / "head", hidden=384, vocab=4096, scale=0.3))
+    async with served(Stack(TARGET, None, head=head, hosted_draft=DRAFT, dtype=dtype)) as (stub, _, _):
+        plain, _, completion = await answer(stub, temperature=0.8, draft_count=0)
+        assert f"cpu-{dtype}-" in completion.numerics_id
+        for drafter in ("hosted", "eagle1"):
+            said, _, completion = await answer(stub, temperature=0.8, draft_count=4, drafter=drafter)
+            assert said == plain
+            assert completion.speculation.drafts > 0.8 * completion.speculation.rounds
+
+
 @pytest.mark.parametrize("drafter", ["hosted", "eagle1"])
 async def test_a_target_killed_within_an_unasked_stretch_costs_time_and_no_token(
     alone: Stack, tmp_path: Path, drafter: str

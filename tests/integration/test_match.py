@@ -86,7 +86,7 @@ async def test_a_parameter_changes_no_token_by_speculation(parameters: dict[str,
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
 @pytest.mark.parametrize("parameters", PARAMETERS, ids=named)
 async def test_no_parameter_changes_a_token_by_speculation(parameters: dict[str, Any], dtype: str) -> None:
     """With each parameter at three temperatures, alone and sixteen at once, tokens are those of plain decoding."""
@@ -109,7 +109,7 @@ async def check_restarts(stack: RunningStack, parameters: dict[str, Any], **fiel
     assert sum(each.completion.speculation.fallback_rounds for each in results) > 0
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "int4"])
 async def test_restarts_of_the_draft_change_no_token(dtype: str) -> None:
     """Sixteen requests, during which the draft service is restarted twice, get the tokens of plain decoding."""
     async with running_stack(str(TARGET), str(TRAINED), dtype=dtype) as stack:

@@ -120,17 +120,18 @@ class AttentionCase:
     value_cache: Tensor
 
 
-def native(name: str = "", num_threads: int = 2) -> NativeOps:
+def native(name: str = "", num_threads: int = 2, packed_bits: int | None = None) -> NativeOps:
     """Compiled operations; skips, with a reason in the summary, where there was no compiler to build the kernels."""
     kernels = load_kernels(*([name] if name else []))
     if kernels is None:
         pytest.skip("the CPU kernels are not built: install a C compiler and run `pip install -e .` again")
-    return NativeOps(kernels, num_threads)
+    return NativeOps(kernels, num_threads, packed_bits=packed_bits)
 
 
-def every_ops() -> list[Ops]:
+def every_ops(packed_bits: int | None = None) -> list[Ops]:
     """Every implementation that runs here, each build of the kernels by itself."""
-    return [*(native(name) for name in BUILT), EagerOps(), ReferenceOps()]
+    compiled = (native(name, packed_bits=packed_bits) for name in BUILT)
+    return [*compiled, EagerOps(packed_bits), ReferenceOps(packed_bits)]
 
 
 def keys_of(num_rows: int, generator: torch.Generator) -> Tensor:

@@ -179,7 +179,8 @@ def needed_bytes(model: ModelFiles, dtype: str) -> int:
     """
     if model.simulated is not None:
         return PROCESS_BYTES
-    item_bytes = 2 if dtype == "bfloat16" else 4
+    # Integers are made of bfloat16, which is all in memory before.
+    item_bytes = 4 if dtype == "float32" else 2
     token_bytes = 2 * 4 * model.key_value_width
     cache = max(DEFAULT_KV_BYTES, min(model.context_len * token_bytes, MAX_KV_BYTES))
     return model.parameter_count * item_bytes + cache + PROCESS_BYTES

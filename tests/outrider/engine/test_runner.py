@@ -21,7 +21,7 @@ from outrider.engine.session import Session
 from outrider.errors import CacheFull, InvalidRequest, ModelRefused, PromptTooLong
 from outrider.token_tree import EMPTY, TokenTree
 
-DTYPES = ["bfloat16", "float32"]
+DTYPES = ["bfloat16", "float32", "int8", "int4"]
 
 
 @functools.cache
@@ -167,7 +167,9 @@ def test_every_family_is_exact_with_and_without_kernels(
 ) -> None:
     """Awkward sizes and the operations without compiled kernels keep the same promise."""
     if kernels == "reference":
-        monkeypatch.setattr(runner_module, "choose_ops", lambda device, num_threads: ReferenceOps())
+        monkeypatch.setattr(
+            runner_module, "choose_ops", lambda device, num_threads, packed_bits: ReferenceOps(packed_bits)
+        )
     runner = ModelRunner.load(str(write_tiny_model(tmp_path / "tiny", family)), kv_tokens=512)
     prompt = [token_id % 300 for token_id in random_ids(40)]
     session = runner.open(prompt[:9], 1)

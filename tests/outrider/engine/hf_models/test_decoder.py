@@ -100,6 +100,13 @@ def test_bfloat16_rounds_matrices_and_nothing_else(folders: dict[str, Path], nam
     torch.testing.assert_close(decoded(runner, token_ids, PROMPT_LEN), expected, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_integers_are_for_our_own_families(folders: dict[str, Path], dtype: str) -> None:
+    """Another modelling code multiplies by itself, and is refused before anything is loaded."""
+    with pytest.raises(ModelRefused, match=f"dtype is {dtype}, but only models of our own families are quantised"):
+        runner_of(folders[next(iter(CASES))], dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
 def test_rows_do_not_depend_on_their_neighbours(folders: dict[str, Path], name: str, dtype: str) -> None:
@@ -157,7 +164,7 @@ def test_the_operations_without_kernels_keep_the_promise(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine without a compiler gets the same rows in any company too."""
-    monkeypatch.setattr(runner_module, "choose_ops", lambda device, num_threads: ReferenceOps())
+    monkeypatch.setattr(runner_module, "choose_ops", lambda device, num_threads, packed_bits: ReferenceOps(packed_bits))
     runner = ModelRunner.load(str(folders["gemma3"]), kv_tokens=512)
     assert runner.numerics_id.endswith("-reference")
     prompts = [random_ids(9 + index, seed=index, vocab_size=300) for index in range(3)]

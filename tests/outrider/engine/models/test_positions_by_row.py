@@ -53,7 +53,9 @@ def runner(
 ) -> Iterator[ModelRunner]:
     """A tiny model in one weight type, with compiled operations or those in torch."""
     if kernels == "reference":
-        monkeypatch.setattr(runner_module, "choose_ops", lambda device, num_threads: ReferenceOps())
+        monkeypatch.setattr(
+            runner_module, "choose_ops", lambda device, num_threads, packed_bits: ReferenceOps(packed_bits)
+        )
     num_threads = torch.get_num_threads()
     # Products of one row are so small that torch's team would only wait for each other.
     torch.set_num_threads(1)

@@ -8,7 +8,7 @@ import torch
 from support.engine_cases import BUILT, attend, attention_case, keys_of, native, rotate, rows_of
 from torch import Tensor
 
-from outrider.engine.ops import Ops
+from outrider.engine.ops import Ops, Weight
 from outrider.engine.ops.reference import ReferenceOps
 
 NUM_ROWS = 300
@@ -23,6 +23,7 @@ def by_rows() -> dict[str, Operation]:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(NUM_ROWS, WIDTH, generator=generator)
     weight, bias = torch.randn(91, WIDTH, generator=generator), torch.randn(91, generator=generator)
+    packed = {bits: native(packed_bits=bits).stack([weight]) for bits in (8, 4)}
     scores, keys = torch.randn(NUM_ROWS, 300, generator=generator), keys_of(NUM_ROWS, generator)
     case = attention_case(NUM_ROWS, 6, 2, 72)
 
@@ -34,6 +35,8 @@ def by_rows() -> dict[str, Operation]:
 
     return {
         "linear bf16": lambda ops, rows: ops.linear(x[rows], weight.bfloat16(), bias),
+        "linear int8": lambda ops, rows: ops.linear(x[rows], packed[8], bias),
+        "linear int4": lambda ops, rows: ops.linear(x[rows], packed[4]),
         "linear f32": lambda ops, rows: ops.linear(x[rows], weight),
         "rms_norm": lambda ops, rows: ops.rms_norm(x[rows], weight[0], 1e-6),
         "silu_multiply": lambda ops, rows: ops.silu_multiply(x[rows, :202].contiguous()),
@@ -67,12 +70,13 @@ def test_rows_of_compiled_kernels_are_independent(operation: Operation, name: st
 
 @pytest.mark.parametrize("name", BUILT)
 @pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_every_number_of_rows_gives_the_bits_of_one(name: str, num_threads: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("bits", [32, 16, 8, 4])
+def test_every_number_of_rows_gives_the_bits_of_one(name: str, num_threads: int, bits: int) -> None:
     """1 to 50 rows over more weights than one panel, with a tail: strips of every height, and blocks of rows."""
     generator = torch.Generator().manual_seed(5)
-    x, weight = torch.randn(50, 1043, generator=generator), torch.randn(601, 1043, generator=generator).to(dtype)
-    ops = native(name, num_threads)
+    x, floats = torch.randn(50, 1043, generator=generator), torch.randn(601, 1043, generator=generator)
+    ops = native(name, num_threads, packed_bits=bits if bits <= 8 else None)
+    weight = ops.stack([floats.bfloat16() if bits == 16 else floats])
     one_by_one = torch.cat([ops.linear(row, weight) for row in x.split(1)])
     for num_rows in range(1, 51):
         assert torch.equal(ops.linear(x[:num_rows], weight), one_by_one[:num_rows])
@@ -122,8 +126,8 @@ def test_the_check_finds_another_order_of_additions() -> None:
     """A planted bug: an implementation that adds in another order for single rows does not pass."""
 
     class Careless(ReferenceOps):
-        def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            if len(x) == 1:
+        def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+            if len(x) == 1 and isinstance(weight, Tensor):
                 return super().linear(x.flip(1), weight.flip(1), bias)
             return super().linear(x, weight, bias)
 
