@@ -91,5 +91,8 @@ def fetch_file(hub: HubName, snapshot: Callable[..., Any]) -> Path:
     file = str(hub.file)
     found = Path(snapshot(hub.model_id, revision=hub.revision, allow_patterns=[file])) / file
     if not found.is_file():
-        raise ModelRefused(f"{hub.model_id} has no file {file}", model=hub.model_id)
+        message = (
+            f"{hub.model_id}:{file} is not downloaded, and the hub does not give it: run `{hub.command}` to see why"
+        )
+        raise ModelRefused(message, model=hub.model_id)
     return found

@@ -7,6 +7,7 @@ sentence. What is read is all that stands before the tensors; of these themselve
 
 import math
 import struct
+import sys
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,9 +198,11 @@ class _Cursor:
             return [self.string(key) for _ in range(count)]
         if kind not in NUMBERS:
             raise self.refuse(f"has an array of the type {kind} in {key}, but only numbers and strings are read")
-        code = NUMBERS[kind]
-        data = self.take(count * struct.calcsize(f"<{code}"), key)
-        return array(code, struct.unpack(f"<{count}{code}", data))
+        numbers = array(NUMBERS[kind])
+        numbers.frombytes(self.take(count * numbers.itemsize, key))
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        return numbers
 
     def _single(self, kind: int, key: str) -> bool | int | float | str:
         if kind == STRING:
