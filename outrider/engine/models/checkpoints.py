@@ -71,25 +71,20 @@ class FolderCheckpoint:
         return model_hash(self.folder)
 
 
-@dataclass(frozen=True, slots=True)
-class GgufCheckpoint:
-    """A GGUF file on this machine, of a family that our own transformer knows; its numbers are widened as it loads."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufCheckpoint(FolderCheckpoint):
+    """The same in a GGUF file, which stands in the folder's place; its numbers are widened as they are loaded."""
 
-    name: str
-    folder: Path
-    """The file."""
     file: GgufFile
-    config: ModelConfig
-    modelling: str = ""
 
     @classmethod
     def of(cls, name: str, path: Path) -> Self:
         """Reads the header. Raises ModelRefused, also for tensors that are missing, unexpected or misshapen."""
         file = GgufFile.read(path)
-        return cls(name, path, file, read_config(file))
+        return cls(name, path, read_config(file), file=file)
 
-    def build(self, device: torch.device, dtype: torch.dtype, ops: Ops) -> Decoder:
-        return Transformer(self.config, load_gguf(self.file, self.config, device, dtype), ops)
+    def load(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        return load_gguf(self.file, self.config, device, dtype)
 
     def digest(self) -> str:
         return gguf_hash(self.file)
