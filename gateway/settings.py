@@ -82,7 +82,7 @@ class GatewaySettings(ProcessSettings):
     """
 
     target: Annotated[str, Setting("Where the target answers; of several the best first.", addresses(several=True))]
-    tokenizer: Annotated[str, Setting("Folder or hub id of the target's model.")]
+    tokenizer: Annotated[str, Setting("Folder, GGUF file or hub id of the target's model.")]
     draft: Annotated[
         str,
         Setting(

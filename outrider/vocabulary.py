@@ -10,6 +10,9 @@ from typing import Self
 from tokenizers import Tokenizer
 
 from outrider.errors import ModelRefused
+from outrider.gguf.files import gguf_in
+from outrider.gguf.header import GgufFile
+from outrider.gguf.tokenizer import read_tokenizer
 
 IDS_PER_DIGEST = 1024
 DIGEST_BYTES = 8
@@ -23,11 +26,16 @@ class Vocabulary:
     digests: tuple[int, ...]
 
     @classmethod
-    def read(cls, folder: Path | str) -> Self:
-        """The vocabulary of the tokenizer.json in a folder, added tokens included. Raises ModelRefused."""
-        path = Path(folder) / "tokenizer.json"
-        if not path.is_file():
-            raise ModelRefused(f"There is no tokenizer.json in {folder}, so nobody can tell whether the pair fits.")
+    def read(cls, place: Path | str) -> Self:
+        """The vocabulary of a GGUF file, or of the tokenizer.json in a folder, added tokens included.
+
+        Raises ModelRefused.
+        """
+        gguf, path = gguf_in(Path(place)), Path(place) / "tokenizer.json"
+        if gguf is None and not path.is_file():
+            raise ModelRefused(f"There is no tokenizer.json in {place}, so nobody can tell whether the pair fits.")
+        if gguf is not None:
+            return cls.of(read_tokenizer(GgufFile.read(gguf)).get_vocab(with_added_tokens=True).items())
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exceptions for every kind of fault

@@ -41,6 +41,8 @@ SHARED = (
     "outrider.beams",
     "outrider.vocabulary",
     "outrider.model_names",
+    "outrider.gguf",
+    "outrider.tokenizer_files",
 )
 PLUMBING = ("outrider.rpc", "outrider.process")
 SERVICE = (*SHARED, *PLUMBING, "outrider.engine", "outrider.drafters", "outrider.model_service")
@@ -48,7 +50,9 @@ RULES = (
     Rule("outrider.errors"),
     Rule("outrider.parameters", ("outrider.errors",)),
     Rule("outrider.model_names", ("outrider.errors",)),
-    Rule("outrider.vocabulary", ("outrider.errors",)),
+    Rule("outrider.gguf", ("outrider.errors",)),
+    Rule("outrider.vocabulary", ("outrider.errors", "outrider.gguf")),
+    Rule("outrider.tokenizer_files", ("outrider.errors", "outrider.gguf", "outrider.model_names")),
     Rule("outrider.token_tree", ("outrider.errors", "outrider.parameters")),
     Rule("outrider.datastore", (*SHARED, "outrider.process")),
     Rule("outrider.beams", ("outrider.errors", "outrider.token_tree")),

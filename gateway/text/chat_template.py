@@ -1,9 +1,10 @@
 """From a conversation to a prompt, by the template that comes with the target's tokenizer.
 
-Templates and special tokens lie beside the tokenizer, in the files and the order of precedence of transformers. A model
-without a template gets lines instead, "System: ...", "User: ..." and "Assistant: ...", with blank lines between them
-and "Assistant:" at the end. Nothing hides the borders of messages there: a message can look like several. Where there
-is a template, text that looks like a special token becomes one when the prompt is encoded, as everywhere.
+Templates and special tokens lie beside the tokenizer, in the files and the order of precedence of transformers, or in
+a GGUF file. A model without a template gets lines instead, "System: ...", "User: ..." and "Assistant: ...", with blank
+lines between them and "Assistant:" at the end. Nothing hides the borders of messages there: a message can look like
+several. Where there is a template, text that looks like a special token becomes one when the prompt is encoded, as
+everywhere.
 """
 
 import asyncio
@@ -18,7 +19,11 @@ import huggingface_hub
 
 from gateway.text.template_sandbox import SafeTemplate, TemplateRefusal
 from outrider.errors import InvalidRequest, ModelRefused, Unsupported
+from outrider.gguf.files import HubName
+from outrider.gguf.header import GgufFile
+from outrider.gguf.tokenizer import chat_templates, special_tokens
 from outrider.model_names import tokenizer_source
+from outrider.tokenizer_files import find_gguf
 
 PATTERNS = ("tokenizer_config.json", "special_tokens_map.json", "*.jinja")
 DEFAULT, TOOL_USE = "default", "tool_use"
@@ -34,15 +39,18 @@ class TemplateFiles:
 
 
 def find_templates(model: str) -> TemplateFiles:
-    """Of a local folder, of a model on the hub, or of the model inside a sized one. Raises ModelRefused."""
+    """Of a folder, a GGUF file, a model on the hub, or the model inside a sized one. Raises ModelRefused."""
     source = tokenizer_source(model)
     try:
-        folder = Path(source)
+        gguf = find_gguf(source)
+        if gguf is not None:
+            file = GgufFile.read(gguf)
+            return TemplateFiles(chat_templates(file), special_tokens(file))
+        folder = Path(source).expanduser()
         if not folder.is_dir():
             # What was downloaded once is used when there is no network.
-            model_id, _, revision = source.partition("@")
-            patterns = list(PATTERNS)
-            snapshot = huggingface_hub.snapshot_download(model_id, revision=revision or None, allow_patterns=patterns)
+            hub, patterns = HubName.parse(source), list(PATTERNS)
+            snapshot = huggingface_hub.snapshot_download(hub.model_id, revision=hub.revision, allow_patterns=patterns)
             folder = Path(snapshot)
         config = _object(folder / "tokenizer_config.json")
         # Templates in files of their own replace those of the configuration.
@@ -51,6 +59,8 @@ def find_templates(model: str) -> TemplateFiles:
             paths[DEFAULT] = folder / "chat_template.jinja"
         files = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
         return TemplateFiles(files or _named(config.get("chat_template")), _special_tokens(folder, config))
+    except ModelRefused:
+        raise
     except Exception as error:  # the hub's library has errors of several roots
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ModelRefused(f"the chat template of {model} cannot be read: {reason}", model=model) from error

@@ -1,4 +1,4 @@
-"""Text to token ids and back, through the target's own tokenizer.json.
+"""Text to token ids and back, through the target's own tokenizer.
 
 Encoding adds the special tokens that the tokenizer's post-processor asks for, as transformers does. Decoding leaves
 special tokens out and never shows half a character.
@@ -7,13 +7,9 @@ special tokens out and never shows half a character.
 import asyncio
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-
-import tokenizers
 
 from gateway.text.token_pieces import TokenPiece, TokenPieces
-from outrider.errors import ModelRefused
-from outrider.model_names import tokenizer_source
+from outrider.tokenizer_files import load_tokenizer
 from outrider.vocabulary import Vocabulary
 
 LONG_TEXT = 2_000  # characters; encoding more takes long enough to be felt by other requests
@@ -27,19 +23,11 @@ class Tokenizer:
     """The tokenizer of a model."""
 
     def __init__(self, model: str) -> None:
-        """Reads tokenizer.json of a local folder, of a model on the hub, or of the one inside a sized model.
+        """Reads that of a folder, a GGUF file, a model on the hub, or the one inside a sized model.
 
         Raises ModelRefused.
         """
-        source = tokenizer_source(model)
-        try:
-            if Path(source).is_dir():
-                self._tokenizer = tokenizers.Tokenizer.from_file(str(Path(source) / "tokenizer.json"))
-            else:
-                model_id, _, revision = source.partition("@")
-                self._tokenizer = tokenizers.Tokenizer.from_pretrained(model_id, revision=revision or "main")
-        except Exception as error:  # the library raises bare Exception
-            raise ModelRefused(f"{model} has no tokenizer.json that can be read: {error}", model=model) from error
+        self._tokenizer = load_tokenizer(model)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._pieces = TokenPieces(self._tokenizer)

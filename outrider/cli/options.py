@@ -176,7 +176,8 @@ Story = Annotated[bool, typer.Option("--story", help="Stream one story when ever
 Target = Annotated[
     Text,
     _models(
-        help="Folder or hub id of the model that decides, sized:PRESET, or sim:PRESET. Default: the embedded one.",
+        help="Folder, GGUF file or hub id of the model that decides, sized:PRESET, or sim:PRESET. Default: the "
+        "embedded one.",
         metavar="MODEL",
         show_default=False,
     ),
@@ -184,8 +185,8 @@ Target = Annotated[
 Draft = Annotated[
     Text,
     _models(
-        help="Folder or hub id of the model that guesses, sized:PRESET, or sim:PRESET. Default: the embedded one, if "
-        "the target is embedded or sized; sim:h100-1b, if it is simulated.",
+        help="Folder, GGUF file or hub id of the model that guesses, sized:PRESET, or sim:PRESET. Default: the "
+        "embedded one, if the target is embedded or sized; sim:h100-1b, if it is simulated.",
         metavar="MODEL",
         show_default=False,
     ),

@@ -17,8 +17,8 @@ from outrider.datastore.build import build
 from outrider.datastore.layout import DatastoreHead
 from outrider.datastore.reader import Datastore, Ints
 from outrider.errors import InvalidRequest, ModelRefused
-from outrider.model_names import tokenizer_source
 from outrider.process.options import run_app, service_app
+from outrider.tokenizer_files import load_tokenizer
 from outrider.vocabulary import Vocabulary
 
 BATCH = 256  # pieces that are encoded side by side
@@ -69,7 +69,7 @@ def build_command(
         raise InvalidRequest("--out", str(out), "a file in a folder that exists")
     if out.exists() and not force:
         raise InvalidRequest("--out", str(out), "a file that is not there yet; --force replaces it")
-    encoder = _load(tokenizer)
+    encoder = load_tokenizer(tokenizer)
     documents = encode(encoder, (piece for text in texts for piece in read_pieces(text, field)))
     head = build(documents, _vocabulary(encoder), out, lambda words: typer.echo(words, err=True))
     _tell(out, facts(out, head), as_json=as_json)
@@ -91,7 +91,7 @@ def inspect(
         raise ModelRefused(f"{file} is damaged: what it holds is not what it was written with")
     told: dict[str, Any] = facts(file, store.head)
     if query is not None:
-        encoder = _load(tokenizer)
+        encoder = load_tokenizer(tokenizer)
         Datastore.open(file, _vocabulary(encoder))
         told["proposals"] = proposals(store, encoder, query)
     _tell(file, told, as_json=as_json)
@@ -171,17 +171,6 @@ def encode(encoder: tokenizers.Tokenizer, pieces: Iterable[Piece]) -> Iterator[l
                 document = []
             document += encoding.ids
     yield document
-
-
-def _load(model: str) -> tokenizers.Tokenizer:
-    source = tokenizer_source(model)
-    try:
-        if Path(source).is_dir():
-            return tokenizers.Tokenizer.from_file(str(Path(source) / "tokenizer.json"))
-        model_id, _, revision = source.partition("@")
-        return tokenizers.Tokenizer.from_pretrained(model_id, revision=revision or "main")
-    except Exception as error:  # the library raises bare Exception
-        raise ModelRefused(f"{model} has no tokenizer.json that can be read: {error}", model=model) from error
 
 
 def _vocabulary(encoder: tokenizers.Tokenizer) -> Vocabulary:

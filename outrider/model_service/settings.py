@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from outrider.errors import InvalidRequest, ModelRefused
+from outrider.gguf.files import SUFFIX
 from outrider.model_names import parse, parse_simulated
 from outrider.process.options import Setting, above, addresses, check_settings, within
 from outrider.process.run import ProcessSettings
@@ -23,9 +24,9 @@ def available_cpus() -> int:
 
 
 def check_model(option: str, model: str, role: str = "target") -> str:
-    """Returns a model that may be a folder or a hub id, and a sized or simulated one by its explicit name.
+    """Returns a model that may be a folder, a GGUF file or a hub id, and a sized or simulated one by its explicit name.
 
-    Raises ModelRefused about a path that is no folder and an unknown preset. The engine says so too, but knows the
+    Raises ModelRefused about a path that is neither and an unknown preset. The engine says so too, but knows the
     model only, and not by which option it was named.
     """
     known = parse(model, role) or parse_simulated(model)
@@ -35,8 +36,10 @@ def check_model(option: str, model: str, role: str = "target") -> str:
     path = Path(os.path.expanduser(model))
     # And os.path finds nothing under a name that is too long, where Path raises.
     looks_like_path = path.is_absolute() or model.startswith((".", "~")) or os.path.exists(path)
-    if not model or (looks_like_path and not os.path.isdir(path)):
-        raise ModelRefused(f"{option} is {model!r}, but must be a folder or the id of a model on the hub", model=model)
+    is_place = os.path.isdir(path) or (path.suffix == SUFFIX and os.path.isfile(path))
+    if not model or (looks_like_path and not is_place):
+        limit = f"a folder, a {SUFFIX} file or the id of a model on the hub"
+        raise ModelRefused(f"{option} is {model!r}, but must be {limit}", model=model)
     return model
 
 
@@ -80,7 +83,7 @@ class ModelServiceSettings(ProcessSettings):
 
     role: ClassVar[str] = "target"
 
-    model: Annotated[str, Setting("Folder or hub id of the model, sized:PRESET, or sim:PRESET.")]
+    model: Annotated[str, Setting("Folder, GGUF file or hub id of the model, sized:PRESET, or sim:PRESET.")]
     listen: Listen = "127.0.0.1:0"
     device: Annotated[str, Setting("cpu or cuda:N.")] = "cpu"
     dtype: Annotated[Dtype, Setting("Type of the weights in memory.")] = Dtype.BFLOAT16

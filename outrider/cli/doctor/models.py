@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import struct
 from collections import Counter
@@ -14,6 +15,9 @@ from typing import Any
 from outrider.cli.doctor.report import Finding, failed, gibibytes, ok, skipped, warning
 from outrider.cli.local_stack import Stack
 from outrider.errors import ModelRefused
+from outrider.gguf.config import json_config
+from outrider.gguf.files import HubName, cached_gguf, gguf_in
+from outrider.gguf.header import GgufFile
 from outrider.model_names import CONTEXT_LEN, SIM_CONTEXT_LEN, SimulatedModel, parse, parse_simulated, tokenizer_source
 from outrider.vocabulary import Vocabulary
 
@@ -76,22 +80,21 @@ def check_pair(stack: Stack) -> tuple[list[Finding], list[str]]:
 
 
 def read_model(role: str, model: str) -> ModelFiles | None:
-    """Reads a folder, a hub id that was downloaded, or the embedded part of a sized or simulated model.
+    """Reads a folder, a GGUF file, a hub id that was downloaded, or the embedded part of a sized or simulated model.
 
     None for a hub id that is not on this machine. Raises ModelRefused.
     """
     sized, simulated = parse(model, role), parse_simulated(model)
     given = Path(tokenizer_source(model)).expanduser()
-    folder = given if given.is_dir() else downloaded(model)
+    folder = given if os.path.exists(given) else downloaded(model)
     if folder is None:
         return None
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise ModelRefused(f"{folder / 'config.json'} cannot be read as JSON") from None
-    if not isinstance(config, dict):
-        raise ModelRefused(f"{folder / 'config.json'} is no JSON object")
-    stored_dtype, count = stored_weights(folder)
+    gguf = gguf_in(folder)
+    if gguf is not None:
+        folder, file = gguf, GgufFile.read(gguf)
+        config, (stored_dtype, count) = json_config(file), stored_numbers(file)
+    else:
+        config, (stored_dtype, count) = _config(folder), stored_weights(folder)
     context_len = _positive(config, "max_position_embeddings", 0)
     heads = _positive(config, "num_attention_heads", 1)
     head_dim = _positive(config, "head_dim", _positive(config, "hidden_size", 0) // heads)
@@ -103,20 +106,23 @@ def read_model(role: str, model: str) -> ModelFiles | None:
     if simulated is not None:
         count, context_len, stored_dtype = simulated.parameter_count, SIM_CONTEXT_LEN, "bfloat16"
     known = simulated or sized
-    name = known.name if known else (given.resolve() if given.is_dir() else given).name
+    local_name = given.stem if given.is_file() else (given.resolve() if given.is_dir() else given).name
+    name = known.name if known else local_name
     return ModelFiles(name, folder, count, stored_dtype, context_len, width, Vocabulary.read(folder), simulated)
 
 
 def downloaded(name: str) -> Path | None:
-    """The folder of a model `org/name` or `org/name@revision` of the hub, None when its weights are not here.
+    """The folder or GGUF file of a model `org/name` or `org/name@revision` of the hub, None when it is not here.
 
     The hub's library is imported by name, here and nowhere else: it takes a third of a second, which no other command
     should pay.
     """
-    model_id, _, revision = name.partition("@")
-    find = import_module("huggingface_hub").snapshot_download
+    hub, find = HubName.parse(name), import_module("huggingface_hub").snapshot_download
     try:
-        folder = Path(find(model_id, revision=revision or None, local_files_only=True))
+        gguf = cached_gguf(name, find)
+        if gguf is not None or hub.file is not None:
+            return gguf
+        folder = Path(find(hub.model_id, revision=hub.revision, local_files_only=True))
     # What it raises for an id that is not here, and for what cannot be one.
     except (OSError, ValueError):
         return None
@@ -152,7 +158,7 @@ def check_model(role: str, model: str | None, files: ModelFiles | None, dtype: s
 
 def download_fix(names: Sequence[str]) -> str:
     """How models of the hub come here; `outrider up` does it as well."""
-    commands = (f"`hf download {name.replace('@', ' --revision ')}`" for name in names)
+    commands = (f"`{HubName.parse(name).command}`" for name in names)
     return f"Run {' and '.join(commands)}, or let `outrider up` download."
 
 
@@ -227,6 +233,24 @@ def stored_weights(folder: Path) -> tuple[str, int]:
             if name != "__metadata__":
                 counts[DTYPES.get(tensor["dtype"], tensor["dtype"])] += math.prod(tensor["shape"])
     return max(counts, key=lambda each: counts[each], default="nothing"), counts.total()
+
+
+def stored_numbers(file: GgufFile) -> tuple[str, int]:
+    """The same of a GGUF file."""
+    counts: Counter[str] = Counter()
+    for tensor in file.tensors.values():
+        counts[DTYPES.get(tensor.type.name, tensor.type.name)] += math.prod(tensor.shape)
+    return max(counts, key=lambda each: counts[each], default="nothing"), counts.total()
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise ModelRefused(f"{folder / 'config.json'} cannot be read as JSON") from None
+    if not isinstance(config, dict):
+        raise ModelRefused(f"{folder / 'config.json'} is no JSON object")
+    return config
 
 
 def _header(path: Path) -> dict[str, Any]:

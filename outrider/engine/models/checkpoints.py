@@ -1,6 +1,7 @@
-"""From a model's name to a decoder in memory: a folder, a hub id, a sized model, or a simulated one."""
+"""From a model's name to a decoder in memory: a folder, a GGUF file, a hub id, a sized model, or a simulated one."""
 
 import importlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,13 @@ from torch import Tensor
 
 from outrider.engine.models.config import FAMILIES, DecoderFacts, JsonKeys, ModelConfig, read_architecture, read_json
 from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.gguf import gguf_hash, load_gguf, read_config
 from outrider.engine.models.simulated import SimulatedCheckpoint
 from outrider.engine.models.sized import sized_hash, widen, widened
 from outrider.engine.models.transformer import Transformer
 from outrider.engine.models.weights import expected_shapes, load_tensors, model_hash, resolve
 from outrider.engine.ops import Ops
+from outrider.gguf.header import GgufFile
 from outrider.model_names import Shape, parse, parse_simulated, tokenizer_source
 
 HF_MODELS = "outrider.engine.hf_models.checkpoint"
@@ -32,7 +35,7 @@ class Checkpoint(Protocol):
 
     @property
     def folder(self) -> Path:
-        """Where its tokenizer lies."""
+        """Where its tokenizer lies: a folder, or a GGUF file."""
 
     @property
     def config(self) -> DecoderFacts: ...
@@ -69,6 +72,25 @@ class FolderCheckpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GgufCheckpoint(FolderCheckpoint):
+    """The same in a GGUF file, which stands in the folder's place; its numbers are widened as they are loaded."""
+
+    file: GgufFile
+
+    @classmethod
+    def of(cls, name: str, path: Path) -> Self:
+        """Reads the header. Raises ModelRefused, also for tensors that are missing, unexpected or misshapen."""
+        file = GgufFile.read(path)
+        return cls(name, path, read_config(file), file=file)
+
+    def load(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        return load_gguf(self.file, self.config, device, dtype)
+
+    def digest(self) -> str:
+        return gguf_hash(self.file)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SizedCheckpoint(FolderCheckpoint):
     """A small model, that of the folder, inside a larger shape, made in memory."""
 
@@ -100,8 +122,12 @@ def find_checkpoint(model: str) -> Checkpoint:
         return SimulatedCheckpoint.of(simulated)
     if sized is not None:
         return SizedCheckpoint.of(sized.name, Path(tokenizer_source(model)), sized.shape, sized.seed)
-    folder = resolve(model)
-    name = folder.resolve().name if Path(model).expanduser().is_dir() else model.rsplit("/", 1)[-1]
+    folder, given = resolve(model), Path(model).expanduser()
+    # A file's suffix says nothing that a reader of logs would miss.
+    own_name = given.stem if given.is_file() else given.resolve().name
+    name = own_name if os.path.exists(given) else model.rsplit("/", 1)[-1]
+    if folder.is_file():
+        return GgufCheckpoint.of(name, folder)
     keys = JsonKeys(folder / "config.json", read_json(folder / "config.json"))
     if read_architecture(keys) in FAMILIES:
         return FolderCheckpoint(name, folder, ModelConfig.read(folder))

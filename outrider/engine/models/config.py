@@ -12,8 +12,8 @@ refused, though transformers only warns.
 """
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -59,9 +59,12 @@ class JsonKeys:
     values: dict[str, Any]
     prefix: str = ""
     """Where in the file this object lies, for instance "rope_scaling."; errors name keys with it."""
+    spelled: Mapping[str, str] = field(default_factory=dict)
+    """What errors call keys that have another name in the file."""
 
     def refuse(self, key: str, fault: str) -> ModelRefused:
-        return ModelRefused(f'{self.path}: "{self.prefix}{key}" {fault}', file=self.path, key=f"{self.prefix}{key}")
+        name = self.spelled.get(key, f"{self.prefix}{key}")
+        return ModelRefused(f'{self.path}: "{name}" {fault}', file=self.path, key=name)
 
     def integer(self, key: str, default: int | None = None, minimum: int = 1, maximum: int = INT32_MAX) -> int:
         """An integer from `minimum` to `maximum`; absent keys without a default are refused."""
@@ -177,7 +180,7 @@ def _parameters(keys: JsonKeys) -> JsonKeys:
     nested = next((kind for kind in (FULL, SLIDING) if kind in values), None)
     if nested is not None:
         raise keys.refuse(name, f"has an entry for {nested}, but only one rotary embedding for all layers is served")
-    return JsonKeys(keys.path, values, f"{name}.")
+    return JsonKeys(keys.path, values, f"{name}.", keys.spelled)
 
 
 def _original_len(keys: JsonKeys, inside: JsonKeys) -> int:
@@ -283,6 +286,11 @@ class ModelConfig(DecoderFacts):
     def read(cls, folder: Path) -> Self:
         """Reads config.json and generation_config.json; raises ModelRefused with one sentence."""
         keys = JsonKeys(folder / "config.json", read_json(folder / "config.json"))
+        return cls.of(keys, read_eos_token_ids(folder, keys))
+
+    @classmethod
+    def of(cls, keys: JsonKeys, eos_token_ids: frozenset[int]) -> Self:
+        """The same from keys that were read; raises ModelRefused."""
         architecture = read_architecture(keys)
         if architecture not in FAMILIES:
             raise keys.refuse("architectures", f"is {architecture}, but must be one of {', '.join(FAMILIES)}")
@@ -319,7 +327,7 @@ class ModelConfig(DecoderFacts):
             output_bias=attention_bias,
             mlp_bias=keys.flag("mlp_bias") if family.mlp_bias_key else False,
             qk_norm=family.qk_norm,
-            eos_token_ids=read_eos_token_ids(folder, keys),
+            eos_token_ids=eos_token_ids,
         )
         if num_heads % config.num_kv_heads:
             raise keys.refuse("num_key_value_heads", f"is {config.num_kv_heads}, which does not divide {num_heads}")
@@ -347,13 +355,16 @@ def read_eos_token_ids(folder: Path, config: JsonKeys) -> frozenset[int]:
     """Tokens that end a sequence; generation_config.json wins where it names any. Raises ModelRefused."""
     path = folder / "generation_config.json"
     sources = [JsonKeys(path, read_json(path))] if path.exists() else []
-    for keys in (*sources, config):
-        value = keys.values.get("eos_token_id")
-        ids = value if isinstance(value, list) else [value]
-        if value is None:
-            continue
-        # What does not fit into a message would fail at every request instead of here.
-        if not all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each <= INT32_MAX for each in ids):
-            raise keys.refuse("eos_token_id", f"is {value!r}, but must be a token id or a list of them")
-        return frozenset(ids)
-    return frozenset()
+    return next((ids for keys in (*sources, config) if (ids := eos_token_ids_in(keys)) is not None), frozenset())
+
+
+def eos_token_ids_in(keys: JsonKeys) -> frozenset[int] | None:
+    """Those that one object names, if it does. Raises ModelRefused."""
+    value = keys.values.get("eos_token_id")
+    if value is None:
+        return None
+    ids = value if isinstance(value, list) else [value]
+    # What does not fit into a message would fail at every request instead of here.
+    if not all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each <= INT32_MAX for each in ids):
+        raise keys.refuse("eos_token_id", f"is {value!r}, but must be a token id or a list of them")
+    return frozenset(ids)

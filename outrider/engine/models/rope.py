@@ -91,6 +91,16 @@ class Llama3Rope(Rope):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DividedRope(Rope):
+    """Every pair turns slower by a factor of its own, as GGUF files state Llama 3.1's embedding."""
+
+    divisors: tuple[float, ...]
+
+    def frequencies(self, head_dim: int, positions: Tensor) -> Tensor:
+        return Rope.frequencies(self, head_dim, positions) / torch.tensor(self.divisors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class YarnRope(Rope):
     """YaRN (Peng et al., 2023): like Llama 3's, but blended along a ramp over the pairs, and with an amplitude.
 

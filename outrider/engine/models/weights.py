@@ -7,10 +7,10 @@ wrong is found in the files' headers, before anything large is allocated, and is
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from huggingface_hub import snapshot_download
@@ -29,49 +29,64 @@ from torch import Tensor
 
 from outrider.engine.models.config import FAMILIES, JsonKeys, ModelConfig, read_json
 from outrider.errors import ModelRefused
+from outrider.gguf.files import IGNORED, HubName, cached_gguf, fetch_file, fetch_gguf, gguf_in
 
 # How weights are kept in memory, and the type in which they are read for that.
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.bfloat16, "int4": torch.bfloat16}
 PACKED_BITS = {"int8": 8, "int4": 4}
 FILE_DTYPES = ("BF16", "F16", "F32")
 HASH_SAMPLES, HASH_SAMPLE_BYTES = 64, 4096
-# What a hub is asked for; Mistral's own format repeats the weights under other names.
-PATTERNS, IGNORED = ["*.json", "*.safetensors", "*.jinja"], ["consolidated*", "*/*"]
+# What a hub is asked for first.
+PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def resolve(name_or_path: str) -> Path:
-    """The local folder of a model: the folder itself, or the snapshot of a hub id, downloaded when it is not cached.
+    """The local folder or GGUF file of a model: the path itself, or a hub id's snapshot, downloaded when not cached.
 
-    A hub id is `org/name` or `org/name@revision`. Raises ModelRefused when there is none of these, or when it has no
-    safetensors weights.
+    A hub id is `org/name` or `org/name@revision`, and may have `:FILE.gguf` behind it; safetensors go first where a
+    place has both. Raises ModelRefused when there is none of these, when a folder has no safetensors weights, and when
+    it has several GGUF files instead.
     """
-    folder = Path(name_or_path).expanduser()
+    path = Path(name_or_path).expanduser()
     # Path's own questions raise where a name is too long for the file system.
-    if not os.path.isdir(folder):
-        if folder.is_absolute() or name_or_path.startswith((".", "~")) or os.path.exists(folder):
-            raise ModelRefused(f"{name_or_path} is not a folder", model=name_or_path)
-        folder = _cached(name_or_path) or _downloaded(name_or_path)
-    weight_files(folder)
-    return folder
+    gguf = gguf_in(path)
+    if gguf is None and not os.path.isdir(path):
+        if path.is_absolute() or name_or_path.startswith((".", "~")) or os.path.exists(path):
+            raise ModelRefused(f"{name_or_path} is not a folder and not a .gguf file", model=name_or_path)
+        path = _cached(name_or_path) or _downloaded(name_or_path)
+        gguf = gguf_in(path)
+    if gguf is None:
+        weight_files(path)
+    return gguf or path
 
 
 def _cached(name: str) -> Path | None:
+    hub = HubName.parse(name)
     try:
-        folder = _snapshot(name, local_files_only=True)
-        # A download that broke off leaves a folder too.
-        weight_files(folder)
-    except (LocalEntryNotFoundError, ModelRefused):
+        if hub.file is not None:
+            return cached_gguf(name, snapshot_download)
+        folder = _snapshot(hub, local_files_only=True)
+    except LocalEntryNotFoundError:
         return None
     except HFValidationError:
         raise ModelRefused(f"{name} is neither a folder nor the id of a model on the hub", model=name) from None
-    return folder
+    try:
+        # A download that broke off leaves a folder too.
+        return gguf_in(folder) or (folder if weight_files(folder) else None)
+    except ModelRefused:
+        return None
 
 
 def _downloaded(name: str) -> Path:
+    hub = HubName.parse(name)
     try:
-        return _snapshot(name, local_files_only=False)
+        if hub.file is not None:
+            return fetch_file(hub, snapshot_download)
+        folder = _snapshot(hub, local_files_only=False)
+        has_safetensors = any(folder.glob("*.safetensors"))
+        return folder if has_safetensors else fetch_gguf(name, snapshot_download) or folder
     except GatedRepoError as error:
         advice = "accept its conditions on its page and set HF_TOKEN to a token of that account"
         raise ModelRefused(f"{name} is a gated model of the hub: {advice}", model=name) from error
@@ -83,10 +98,8 @@ def _downloaded(name: str) -> Path:
     except LocalEntryNotFoundError as error:
         is_offline = isinstance(error.__cause__, OfflineModeIsEnabled)
         reason = "HF_HUB_OFFLINE forbids to download it" if is_offline else "the hub cannot be reached"
-        model_id, _, revision = name.partition("@")
-        command = f"hf download {model_id}" + (f" --revision {revision}" if revision else "")
         where = "on a machine with network and copy its cache here, or set HF_HOME to where the cache is"
-        message = f"{name} is neither a folder here nor downloaded, and {reason}: run `{command}` {where}"
+        message = f"{name} is neither a folder here nor downloaded, and {reason}: run `{hub.command}` {where}"
         raise ModelRefused(message, model=name) from error
     except (OSError, ValueError, RuntimeError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(". ")
@@ -94,10 +107,9 @@ def _downloaded(name: str) -> Path:
         raise ModelRefused(message, model=name) from error
 
 
-def _snapshot(name: str, local_files_only: bool) -> Path:
-    model_id, _, revision = name.partition("@")
+def _snapshot(hub: HubName, local_files_only: bool) -> Path:
     kept: dict[str, Any] = {"allow_patterns": PATTERNS, "ignore_patterns": IGNORED}
-    return Path(snapshot_download(model_id, revision=revision or None, local_files_only=local_files_only, **kept))
+    return Path(snapshot_download(hub.model_id, revision=hub.revision, local_files_only=local_files_only, **kept))
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -271,8 +283,14 @@ def files_hash(config: Mapping[str, Any], files: Sequence[Path]) -> str:
         with file.open("rb") as stream:
             header_size = min(int.from_bytes(stream.read(8), "little"), size)
             digest.update(stream.read(header_size))
-            last = max(size - HASH_SAMPLE_BYTES, 0)
-            for sample in range(HASH_SAMPLES):
-                stream.seek(last * sample // (HASH_SAMPLES - 1))
-                digest.update(stream.read(HASH_SAMPLE_BYTES))
+            for sample in samples(stream, 0, size):
+                digest.update(sample)
     return digest.hexdigest()[:32]
+
+
+def samples(stream: BinaryIO, first: int, end: int) -> Iterator[bytes]:
+    """HASH_SAMPLES evenly spaced samples of a file's bytes from first to end, shorter where there are not enough."""
+    last = max(end - HASH_SAMPLE_BYTES, first)
+    for number in range(HASH_SAMPLES):
+        stream.seek(first + (last - first) * number // (HASH_SAMPLES - 1))
+        yield stream.read(HASH_SAMPLE_BYTES)

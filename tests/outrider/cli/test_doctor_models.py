@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType
 from support.stack import DRAFT, TARGET
+from support.tiny_gguf import write_gguf
 
 from outrider.cli.doctor import models
 from outrider.cli.doctor.checks import engine_findings
@@ -193,3 +195,26 @@ def test_a_probe_that_fails_is_told_by_its_last_words() -> None:
     assert engine_findings(1, "", "Traceback\nOSError: disk", "cpu")[0].exit_code == 70
     gone = "ModuleNotFoundError: No module named 'torch'"
     assert engine_findings(1, "", gone, "cpu")[0].status is Status.SKIPPED
+
+
+def test_a_gguf_file_is_read_by_its_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a path, a folder, or the library's cache: its numbers, its type, its tokens; a broken one fails."""
+    file = write_gguf(Path(TARGET), tmp_path / "small.gguf", GGMLQuantizationType.Q4_0)
+    expected = read("target", TARGET)
+    for place in (file, tmp_path):
+        files = read("target", str(place))
+        assert (files.parameter_count, files.vocabulary) == (expected.parameter_count, expected.vocabulary)
+        assert (files.context_len, files.key_value_width) == (expected.context_len, expected.key_value_width)
+        assert (files.folder, files.stored_dtype) == (file, "Q4_0")
+    assert read("target", str(file)).name == "small"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    snapshot = cached(tmp_path, "someone/something")
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "a.gguf").write_bytes(file.read_bytes())
+    assert [read("target", f"someone/something{end}").folder for end in ("", ":a.gguf")] == [snapshot / "a.gguf"] * 2
+    assert models.read_model("target", "someone/something:b.gguf") is None
+    assert "`hf download someone/something b.gguf`" in models.download_fix(["someone/something:b.gguf"])
+    file.write_bytes(file.read_bytes()[:1000])
+    findings, _ = models.check_pair(Stack(str(file), None))
+    assert findings[0].status is Status.FAILED
+    assert "is truncated" in findings[0].sentence

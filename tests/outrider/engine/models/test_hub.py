@@ -3,11 +3,16 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import huggingface_hub
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+from support.tiny_gguf import write_gguf
 from support.tiny_models import write_tiny_model
 
 from outrider.engine.models import weights
@@ -80,6 +85,18 @@ def write_snapshot(cache: Path, commit: str, revision: str, seed: int = 0) -> Pa
     return folder
 
 
+def write_gguf_snapshot(cache: Path, *names: str) -> Path:
+    """The same of a repository that has GGUF files alone."""
+    model = write_tiny_model(cache.parent / "tiny", "llama")
+    folder = cache / "models--some-org--tiny" / "snapshots" / COMMIT
+    folder.mkdir(parents=True)
+    (folder.parents[1] / "refs").mkdir()
+    (folder.parents[1] / "refs" / "main").write_text(COMMIT)
+    for name in names:
+        write_gguf(model, folder / name)
+    return folder
+
+
 def refusal(name: str) -> str:
     """The sentence of a refusal."""
     with pytest.raises(ModelRefused) as caught:
@@ -98,6 +115,74 @@ def test_what_was_downloaded_is_used_without_network(cache: Path, monkeypatch: p
     assert resolve("some-org/tiny@v1") == older
     found = find_checkpoint("some-org/tiny@v1")
     assert (found.name, found.folder) == ("tiny@v1", older)
+
+
+def test_gguf_files_of_a_repository_are_used_without_network(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only one by the id alone, one of several by its name behind it."""
+    point_to(monkeypatch, closed_port())
+    folder = write_gguf_snapshot(cache, "a.gguf")
+    assert resolve("some-org/tiny") == resolve("some-org/tiny:a.gguf") == folder / "a.gguf"
+    assert find_checkpoint("some-org/tiny@main").name == "tiny@main"
+    (folder / "b.gguf").write_bytes((folder / "a.gguf").read_bytes())
+    assert resolve("some-org/tiny@main:b.gguf") == folder / "b.gguf"
+    with pytest.raises(ModelRefused, match=r"has several GGUF files \(a\.gguf, b\.gguf\): name one of them"):
+        resolve("some-org/tiny")
+    assert "run `hf download some-org/tiny c.gguf`" in refusal("some-org/tiny:c.gguf")
+
+
+class Offering:
+    """A hub whose repository has some files: what snapshot_download does with them, in a folder."""
+
+    def __init__(self, folder: Path, *names: str) -> None:
+        self.folder, self.names = folder, names
+        self.fetched: list[str] = []
+
+    def __call__(
+        self,
+        model_id: str,
+        *,
+        allow_patterns: list[str],
+        dry_run: bool = False,
+        local_files_only: bool = False,
+        **_: Any,
+    ) -> Any:
+        """Which files it would fetch, or the folder after it has."""
+        if local_files_only:
+            raise LocalEntryNotFoundError(model_id)
+        wanted = [name for name in self.names if any(fnmatch(name, each) for each in allow_patterns)]
+        if dry_run:
+            return [SimpleNamespace(filename=name) for name in wanted]
+        self.fetched += wanted
+        for name in wanted:
+            (self.folder / name).touch()
+        return str(self.folder)
+
+
+@pytest.mark.parametrize(
+    ("names", "model", "fetched"),
+    [
+        (("config.json", "a.gguf"), "some-org/tiny", ["config.json", "a.gguf"]),
+        (("config.json", "model.safetensors", "a.gguf"), "some-org/tiny", ["config.json", "model.safetensors"]),
+        (("config.json", "a.gguf", "b.gguf"), "some-org/tiny:b.gguf", ["b.gguf"]),
+    ],
+)
+def test_only_what_is_served_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], model: str, fetched: list[str]
+) -> None:
+    """Safetensors where a repository has them, else its only GGUF file, or the one that is named."""
+    hub = Offering(tmp_path, *names)
+    monkeypatch.setattr(weights, "snapshot_download", hub)
+    assert resolve(model) == (tmp_path / fetched[-1] if fetched[-1].endswith(".gguf") else tmp_path)
+    assert hub.fetched == fetched
+
+
+def test_several_files_on_the_hub_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are named instead."""
+    hub = Offering(tmp_path, "a.gguf", "b.gguf")
+    monkeypatch.setattr(weights, "snapshot_download", hub)
+    assert "has several GGUF files (a.gguf, b.gguf): name one" in refusal("some-org/tiny")
+    assert "is not downloaded, and the hub does not give it" in refusal("some-org/tiny:c.gguf")
+    assert hub.fetched == []
 
 
 def test_a_download_that_broke_off_is_not_taken_for_a_model(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,147 @@
+"""A GGUF file as a model: its configuration, its tensors under the names of a checkpoint, its digest.
+
+Quantised numbers become float32 by the gguf package, a piece of a tensor at a time, and then the type that is asked
+for: beside the model itself there are never more than a few megabytes of float32 in memory, and the file is mapped.
+"""
+
+import hashlib
+import re
+from dataclasses import replace
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+from outrider.engine.models.config import JsonKeys, ModelConfig, eos_token_ids_in
+from outrider.engine.models.rope import DividedRope, Rope
+from outrider.engine.models.weights import expected_shapes, samples
+from outrider.errors import ModelRefused
+from outrider.gguf.config import architecture_of, json_config, spelled
+from outrider.gguf.header import GgufFile, TensorPlace
+
+PIECE_NUMBERS = 1 << 20
+ROPE_FACTORS = "rope_freqs.weight"
+# Divisors of a frequency; above any that a model was made with.
+MAX_DIVISOR = 1e6
+OUTSIDE = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+IN_LAYER = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+def read_config(file: GgufFile) -> ModelConfig:
+    """The shape of the model, its tensors compared with it. Raises ModelRefused with one sentence."""
+    keys = JsonKeys(file.path, json_config(file), spelled=spelled(file))
+    config = ModelConfig.of(keys, eos_token_ids_in(keys) or frozenset())
+    factors = file.tensors.get(ROPE_FACTORS)
+    if factors is not None:
+        config = replace(config, rope=_divided(file, factors, config))
+    places = {_gguf_name(name): shape for name, shape in expected_shapes(config).items()}
+    for name, tensor in file.tensors.items():
+        if name not in places and name != ROPE_FACTORS:
+            raise _refuse(file, name, "is none that its configuration asks for")
+        if name in places and tensor.shape != places[name]:
+            fault = f"has the shape {list(tensor.shape)}, but its configuration asks for {list(places[name])}"
+            raise _refuse(file, name, fault)
+    missing = sorted(places.keys() - file.tensors.keys())
+    if missing:
+        more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
+        message = f"{file.path} lacks the tensor {missing[0]}{more}"
+        raise ModelRefused(message, file=file.path, tensor=missing[0])
+    return config
+
+
+def load_gguf(file: GgufFile, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """All tensors of the model on the device, by checkpoint name: matrices in dtype, vectors in float32.
+
+    The rows of queries and keys are put back from the order in which llama.cpp rotates a Llama's. A bar on stderr shows
+    progress when it is a terminal.
+    """
+    console, tensors, is_permuted = Console(stderr=True), dict[str, Tensor](), architecture_of(file) == "llama"
+    data = np.memmap(file.path, np.uint8, "r")
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        names = list(expected_shapes(config))
+        for name in progress.track(names, description=f"Loading {file.path.name}"):
+            place = file.tensors[_gguf_name(name)]
+            tensor = _widened(data, place, dtype if len(place.shape) > 1 else torch.float32)
+            heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2], 0)
+            if heads and is_permuted:
+                halves = tensor.view(heads, config.head_dim // 2, 2, -1)
+                tensor = halves.transpose(1, 2).reshape(tensor.shape)
+            tensors[name] = tensor.to(device)
+    return tensors
+
+
+def gguf_hash(file: GgufFile) -> str:
+    """Thirty-two hexadecimal digits that name a model: SHA-256 over the header, and samples of what stands behind it.
+
+    They are as many and as long as outrider.engine.models.weights.model_hash takes; the file's name does not count.
+    """
+    size = file.path.stat().st_size
+    digest = hashlib.sha256(f"GGUF\0{size}\0".encode())
+    with file.path.open("rb") as stream:
+        digest.update(stream.read(file.data_offset))
+        for sample in samples(stream, file.data_offset, size):
+            digest.update(sample)
+    return digest.hexdigest()[:32]
+
+
+def _widened(data: "np.memmap[tuple[int, ...], np.dtype[np.uint8]]", place: TensorPlace, dtype: torch.dtype) -> Tensor:
+    """One tensor on the CPU; pieces of it, whole rows, are float32 for a moment."""
+    rows, row_bytes = place.size // _row_bytes(place), _row_bytes(place)
+    stored = data[place.offset : place.offset + place.size].reshape(rows, row_bytes)
+    made = torch.empty(rows, place.shape[-1], dtype=dtype)
+    step = max(1, PIECE_NUMBERS // place.shape[-1])
+    kind = GGMLQuantizationType(place.type_id)
+    for first in range(0, rows, step):
+        piece = np.array(stored[first : first + step])
+        # A block whose scale is no number is what the file says, and no reason for a warning.
+        with np.errstate(all="ignore"):
+            made[first : first + step] = torch.from_numpy(np.asarray(dequantize(piece, kind), np.float32))
+    return made.view(place.shape)
+
+
+def _row_bytes(place: TensorPlace) -> int:
+    return place.shape[-1] // place.type.block_len * place.type.block_bytes
+
+
+def _divided(file: GgufFile, place: TensorPlace, config: ModelConfig) -> DividedRope:
+    if type(config.rope) is not Rope:
+        raise _refuse(file, ROPE_FACTORS, "stands beside a scaling of the rotary embedding, and only one can be meant")
+    if place.shape != (config.head_dim // 2,):
+        raise _refuse(file, ROPE_FACTORS, f"has the shape {list(place.shape)}, but must have [{config.head_dim // 2}]")
+    factors = _widened(np.memmap(file.path, np.uint8, "r"), place, torch.float32).tolist()
+    wrong = next((factor for factor in factors if not 1 <= factor <= MAX_DIVISOR), None)
+    if wrong is not None:
+        raise _refuse(file, ROPE_FACTORS, f"holds {wrong:g}, but a factor must be from 1 to {MAX_DIVISOR:g}")
+    return DividedRope(theta=config.rope.theta, divisors=tuple(factors))
+
+
+def _gguf_name(name: str) -> str:
+    """What a tensor of a checkpoint is called in a file."""
+    stem, _, kind = name.rpartition(".")
+    found = _LAYER.fullmatch(stem)
+    return f"blk.{found[1]}.{IN_LAYER[found[2]]}.{kind}" if found else f"{OUTSIDE[stem]}.{kind}"
+
+
+def _refuse(file: GgufFile, name: str, fault: str) -> ModelRefused:
+    return ModelRefused(f"{file.path}: the tensor {name} {fault}", file=file.path, tensor=name)

@@ -1,0 +1,124 @@
+"""What config.json would say of a GGUF file: the keys that transformers gives the same model.
+
+Keys of GGUF carry the architecture's name in front, as in `llama.block_count`; here they stand without it. Whatever
+would make other numbers than the families that are served, and cannot be said in those keys, is refused by name.
+"""
+
+from typing import Any
+
+from outrider.errors import ModelRefused, shown
+from outrider.gguf.header import GgufFile
+
+# Mistral's models, and many others of Llama's shape, call themselves llama.
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+MISTRAL = "MistralForCausalLM"
+# Keys of config.json, and those of GGUF that hold the same.
+KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+}
+REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+SCALING = {
+    "rope_type": "rope.scaling.type",
+    "factor": "rope.scaling.factor",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "beta_fast": "rope.scaling.yarn_beta_fast",
+    "beta_slow": "rope.scaling.yarn_beta_slow",
+}
+# What would change the numbers, with the only value at which it does not.
+NEUTRAL = {
+    "expert_count": 0,
+    "rope.scale_linear": 1.0,
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+    "attention.clamp_kqv": 0.0,
+    "attention.max_alibi_bias": 0.0,
+    "attention.scale": 0.0,
+    "attention.temperature_length": 0,
+    "attention.temperature_scale": 0.0,
+    "attention.causal": True,
+    "logit_scale": 1.0,
+    "residual_scale": 1.0,
+    "embedding_scale": 1.0,
+    "attn_logit_softcapping": 0.0,
+    "final_logit_softcapping": 0.0,
+}
+EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
+ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+
+
+def architecture_of(file: GgufFile) -> str:
+    """`general.architecture`, one of ARCHITECTURES. Raises ModelRefused, also for one part of a split model."""
+    found = file.metadata.get("general.architecture")
+    if not isinstance(found, str) or found not in ARCHITECTURES:
+        raise file.refuse("general.architecture", f"is {shown(found)}, but must be one of {', '.join(ARCHITECTURES)}")
+    parts = file.metadata.get("split.count", 0)
+    if parts not in (0, 1):
+        fault = f"is {shown(parts)}, but only whole models are read: join the parts with gguf-split --merge"
+        raise file.refuse("split.count", fault)
+    return found
+
+
+def spelled(file: GgufFile) -> dict[str, str]:
+    """What the keys of `json_config` are called in the file, for errors to name."""
+    prefix = architecture_of(file)
+    return {key: f"{prefix}.{name}" for key, name in (KEYS | SCALING).items()}
+
+
+def json_config(file: GgufFile) -> dict[str, Any]:
+    """The keys of config.json, those that the file states or its tensors show. Raises ModelRefused.
+
+    Values are as the file has them: whoever reads them checks types and limits as for any config.json.
+    """
+    name = architecture_of(file)
+    given = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items() if key.startswith(f"{name}.")}
+    config = {key: given[spelling] for key, spelling in KEYS.items() if spelling in given}
+    missing = next((key for key in REQUIRED if key not in config), None)
+    if missing is not None:
+        raise file.refuse(f"{name}.{KEYS[missing]}", "is missing")
+    for key, neutral in NEUTRAL.items():
+        if key in given and given[key] != neutral:
+            raise file.refuse(f"{name}.{key}", f"is {shown(given[key])}, but only {neutral!r} is served")
+    embedding = file.tensors.get(EMBEDDING)
+    if embedding is None:
+        raise ModelRefused(f"{file.path} lacks the tensor {EMBEDDING}", file=file.path, tensor=EMBEDDING)
+    heads, width = config["num_attention_heads"], config["hidden_size"]
+    if "head_dim" not in config and type(heads) is int and type(width) is int and heads > 0:
+        config["head_dim"] = width // heads
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if given.get(key, config.get("head_dim")) != config.get("head_dim"):
+            limit = f"the size of a head, {shown(config.get('head_dim'))}"
+            raise file.refuse(f"{name}.{key}", f"is {shown(given[key])}, but must be {limit}")
+    scaling = {key: given[spelling] for key, spelling in SCALING.items() if spelling in given}
+    if scaling.get("rope_type") not in (None, "none"):
+        config["rope_scaling"] = scaling
+    config |= {
+        "architectures": [ARCHITECTURES[name]],
+        "vocab_size": embedding.shape[0],
+        "tie_word_embeddings": OUTPUT not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+    }
+    ends = sorted({file.metadata[key] for key in ENDS if type(file.metadata.get(key)) is int})
+    return config | _window(file, name, given, config) | ({"eos_token_id": ends} if ends else {})
+
+
+def _window(file: GgufFile, name: str, given: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    window, key = given.get("attention.sliding_window", 0), f"{name}.attention.sliding_window"
+    if type(window) is not int or window < 0:
+        raise file.refuse(key, f"is {shown(window)}, but must be a number of positions")
+    context_len = config["max_position_embeddings"]
+    if window == 0 or (type(context_len) is int and window >= context_len):
+        return {}
+    if name != "llama" or config["attention_bias"] or config["mlp_bias"]:
+        raise file.refuse(key, f"is {window}, but does not say in which layers; only Mistral's shape has it in all")
+    return {"architectures": [MISTRAL], "sliding_window": window}

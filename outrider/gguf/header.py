@@ -1,0 +1,232 @@
+"""The header of a GGUF file, versions 2 and 3, little-endian: metadata, and where each tensor lies.
+
+The format is described in docs/gguf.md of the ggml project. Nothing in a file is believed: every count and length is
+held against what the file has left before anything is read or allocated, so that a broken or hostile file costs one
+sentence. What is read is all that stands before the tensors; of these themselves nothing.
+"""
+
+import math
+import struct
+import sys
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+from outrider.errors import ModelRefused, shown
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+# Above any model's: vocabularies have some 300,000 tokens, and about as many merges.
+MAX_HEADER_BYTES, MAX_KEYS, MAX_TENSORS, MAX_VALUES = 256 << 20, 1 << 14, 1 << 17, 1 << 22
+MAX_NAME_BYTES, MAX_DIMENSIONS, MAX_ALIGNMENT, DEFAULT_ALIGNMENT = 1 << 16, 4, 1 << 16, 32
+BOOL, STRING, ARRAY = 7, 8, 9
+# Type codes of array and struct by the format's number of a value's type; a boolean is one byte.
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", BOOL: "B", 10: "Q", 11: "q", 12: "d"}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """How numbers are stored: in blocks of so many, each of so many bytes."""
+
+    name: str
+    block_len: int
+    block_bytes: int
+
+
+# All types that the gguf package turns into float32, by the format's number.
+TYPES = {
+    0: TensorType("F32", 1, 4),
+    1: TensorType("F16", 1, 2),
+    2: TensorType("Q4_0", 32, 18),
+    3: TensorType("Q4_1", 32, 20),
+    6: TensorType("Q5_0", 32, 22),
+    7: TensorType("Q5_1", 32, 24),
+    8: TensorType("Q8_0", 32, 34),
+    10: TensorType("Q2_K", 256, 84),
+    11: TensorType("Q3_K", 256, 110),
+    12: TensorType("Q4_K", 256, 144),
+    13: TensorType("Q5_K", 256, 176),
+    14: TensorType("Q6_K", 256, 210),
+    16: TensorType("IQ2_XXS", 256, 66),
+    17: TensorType("IQ2_XS", 256, 74),
+    18: TensorType("IQ3_XXS", 256, 98),
+    19: TensorType("IQ1_S", 256, 50),
+    20: TensorType("IQ4_NL", 32, 18),
+    21: TensorType("IQ3_S", 256, 110),
+    22: TensorType("IQ2_S", 256, 82),
+    23: TensorType("IQ4_XS", 256, 136),
+    29: TensorType("IQ1_M", 256, 56),
+    30: TensorType("BF16", 1, 2),
+    34: TensorType("TQ1_0", 256, 54),
+    35: TensorType("TQ2_0", 256, 66),
+    39: TensorType("MXFP4", 32, 17),
+    40: TensorType("NVFP4", 64, 36),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """One tensor: its shape, outermost dimension first, and the bytes of the file that hold it."""
+
+    name: str
+    shape: tuple[int, ...]
+    type_id: int
+    offset: int
+    size: int
+
+    @property
+    def type(self) -> TensorType:
+        return TYPES[self.type_id]
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """What a file says of itself. Arrays of numbers are `array.array`, those of strings lists."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorPlace]
+    data_offset: int
+    """Where the header ends, as far as tensors are concerned."""
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Raises ModelRefused for what is no GGUF file, of another version, truncated, or otherwise unsound."""
+        try:
+            with path.open("rb") as stream:
+                return cls._read(_Cursor(path, stream, path.stat().st_size))
+        except OSError as error:
+            raise ModelRefused(f"{path} cannot be read: {error.strerror}", file=path) from None
+
+    @classmethod
+    def _read(cls, cursor: "_Cursor") -> Self:
+        magic = cursor.take(len(MAGIC), "magic number")
+        if magic != MAGIC:
+            raise cursor.refuse(f"is not a GGUF file: it begins with {magic!r}, but must begin with {MAGIC!r}")
+        version = int(cursor.number("I", "version"))
+        if version not in VERSIONS:
+            known = " or ".join(map(str, VERSIONS))
+            if version >> 16:
+                raise cursor.refuse(f"is big-endian, but must be a little-endian GGUF file of version {known}")
+            raise cursor.refuse(f"has the version {version} of GGUF, but must have {known}")
+        num_tensors = cursor.count("number of tensors", MAX_TENSORS)
+        num_keys = cursor.count("number of metadata keys", MAX_KEYS)
+        metadata: dict[str, Any] = {}
+        for index in range(num_keys):
+            key = cursor.string(f"metadata key {index}", MAX_NAME_BYTES)
+            if key in metadata:
+                raise cursor.refuse(f"has the metadata key {shown(key)} twice")
+            metadata[key] = cursor.value(shown(key))
+        found = [cursor.tensor(index) for index in range(num_tensors)]
+        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+            fault = f"is {shown(alignment)}, but must be a power of two of at most {MAX_ALIGNMENT}"
+            raise cursor.refuse(f'has a "general.alignment" that {fault}')
+        data_offset = -(-cursor.position // alignment) * alignment
+        tensors: dict[str, TensorPlace] = {}
+        for tensor in found:
+            if tensor.name in tensors:
+                raise cursor.refuse(f"has the tensor {shown(tensor.name)} twice")
+            if tensor.offset % alignment:
+                fault = f"at the offset {tensor.offset}, which is no multiple of {alignment}"
+                raise cursor.refuse(f"has the tensor {shown(tensor.name)} {fault}")
+            start = data_offset + tensor.offset
+            if start + tensor.size > cursor.size:
+                fault = f"that ends at byte {start + tensor.size:,}, but it has only {cursor.size:,}"
+                raise cursor.refuse(f"is truncated: it has the tensor {shown(tensor.name)} {fault}")
+            tensors[tensor.name] = TensorPlace(tensor.name, tensor.shape, tensor.type_id, start, tensor.size)
+        return cls(cursor.path, metadata, tensors, data_offset)
+
+    def refuse(self, key: str, fault: str) -> ModelRefused:
+        return ModelRefused(f'{self.path}: "{key}" {fault}', file=self.path, key=key)
+
+
+@dataclass(slots=True)
+class _Cursor:
+    """Reads a header from its beginning, never past its end."""
+
+    path: Path
+    stream: BinaryIO
+    size: int
+    position: int = 0
+    num_values: int = 0
+
+    def refuse(self, fault: str) -> ModelRefused:
+        return ModelRefused(f"{self.path} {fault}", file=self.path)
+
+    def take(self, length: int, what: str) -> bytes:
+        left = self.size - self.position
+        if length > left:
+            raise self.refuse(f"is truncated: {what} takes {length:,} bytes, but only {left:,} are left")
+        self.position += length
+        if self.position > MAX_HEADER_BYTES:
+            raise self.refuse(f"has a header of more than {MAX_HEADER_BYTES:,} bytes, at {what}")
+        data = self.stream.read(length)
+        if len(data) < length:
+            raise self.refuse(f"became shorter while {what} was read")
+        return data
+
+    def number(self, code: str, what: str) -> int | float:
+        found: int | float = struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}"), what))[0]
+        return found
+
+    def count(self, what: str, maximum: int) -> int:
+        found = int(self.number("Q", what))
+        if found > maximum:
+            raise self.refuse(f"has {found:,} as its {what}, but there may be {maximum:,}")
+        return found
+
+    def string(self, what: str, maximum: int = MAX_HEADER_BYTES) -> str:
+        length = int(self.number("Q", what))
+        if length > maximum:
+            raise self.refuse(f"has {length:,} bytes in {what}, but there may be {maximum:,}")
+        try:
+            return self.take(length, what).decode()
+        except UnicodeDecodeError:
+            raise self.refuse(f"has bytes in {what} that are not UTF-8") from None
+
+    def value(self, key: str) -> Any:  # noqa: ANN401 - what the format can hold
+        kind = int(self.number("I", f"the type of {key}"))
+        if kind != ARRAY:
+            return self._single(kind, key)
+        kind, count = int(self.number("I", f"the type of {key}")), int(self.number("Q", f"the length of {key}"))
+        self.num_values += count
+        if self.num_values > MAX_VALUES:
+            raise self.refuse(f"has more than {MAX_VALUES:,} values in arrays, at {key}")
+        if kind == STRING:
+            return [self.string(key) for _ in range(count)]
+        if kind not in NUMBERS:
+            raise self.refuse(f"has an array of the type {kind} in {key}, but only numbers and strings are read")
+        numbers = array(NUMBERS[kind])
+        numbers.frombytes(self.take(count * numbers.itemsize, key))
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        return numbers
+
+    def _single(self, kind: int, key: str) -> bool | int | float | str:
+        if kind == STRING:
+            return self.string(key)
+        if kind not in NUMBERS:
+            raise self.refuse(f"has the type {kind} for {key}, which GGUF does not know")
+        found = self.number(NUMBERS[kind], key)
+        return bool(found) if kind == BOOL else found
+
+    def tensor(self, index: int) -> TensorPlace:
+        """Its offset is that in the file's data, which begins where all of the header is read."""
+        name = self.string(f"the name of tensor {index}", MAX_NAME_BYTES)
+        what = f"the tensor {shown(name)}"
+        num_dimensions = int(self.number("I", what))
+        if not 0 < num_dimensions <= MAX_DIMENSIONS:
+            raise self.refuse(f"has {num_dimensions} dimensions for {what}, but there may be 1 to {MAX_DIMENSIONS}")
+        # The format's order is innermost first.
+        shape = tuple(int(self.number("Q", what)) for _ in range(num_dimensions))[::-1]
+        type_id, offset = int(self.number("I", what)), int(self.number("Q", what))
+        if type_id not in TYPES:
+            names = ", ".join(each.name for each in TYPES.values())
+            raise self.refuse(f"has the type {type_id} for {what}, but it must be one of {names}")
+        kind = TYPES[type_id]
+        if 0 in shape or shape[-1] % kind.block_len:
+            rows = f"rows of a multiple of {kind.block_len} numbers"
+            raise self.refuse(f"has the shape {list(shape)} for {what}, but {kind.name} needs {rows}")
+        return TensorPlace(name, shape, type_id, offset, math.prod(shape) // kind.block_len * kind.block_bytes)

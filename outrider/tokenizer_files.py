@@ -1,0 +1,46 @@
+"""The tokenizer of a model by its name: from tokenizer.json, or from a GGUF file."""
+
+from pathlib import Path
+
+import huggingface_hub
+import tokenizers
+
+from outrider.errors import ModelRefused
+from outrider.gguf.files import HubName, cached_gguf, fetch_file, fetch_gguf, gguf_in
+from outrider.gguf.header import GgufFile
+from outrider.gguf.tokenizer import read_tokenizer
+from outrider.model_names import tokenizer_source
+
+
+def load_tokenizer(model: str) -> tokenizers.Tokenizer:
+    """That of a folder, a GGUF file, a model on the hub, or the one inside a sized model. Raises ModelRefused."""
+    source = tokenizer_source(model)
+    try:
+        gguf = find_gguf(source)
+        if gguf is not None:
+            return read_tokenizer(GgufFile.read(gguf))
+        folder = Path(source).expanduser()
+        if folder.is_dir():
+            return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        hub = HubName.parse(source)
+        return tokenizers.Tokenizer.from_pretrained(hub.model_id, revision=hub.revision or "main")
+    except ModelRefused:
+        raise
+    except Exception as error:  # the library raises bare Exception
+        raise ModelRefused(f"{model} has no tokenizer.json that can be read: {error}", model=model) from error
+
+
+def find_gguf(source: str) -> Path | None:
+    """The GGUF file that holds a model's tokenizer, downloaded where it must be; None where tokenizer.json does.
+
+    The services choose in the same way: a repository's safetensors go first. Raises ModelRefused.
+    """
+    path = Path(source).expanduser()
+    if path.exists():
+        return gguf_in(path)
+    hub, snapshot = HubName.parse(source), huggingface_hub.snapshot_download
+    try:
+        found = cached_gguf(source, snapshot)
+    except (OSError, ValueError):  # what the library raises for an id that is not in its cache
+        found = None if hub.file is not None else fetch_gguf(source, snapshot)
+    return fetch_file(hub, snapshot) if found is None and hub.file is not None else found

@@ -1,0 +1,145 @@
+"""GGUF files for tests: a model folder written anew by the gguf package, in the way of llama.cpp's converter."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
+from gguf.quants import quantize
+from safetensors.torch import load_file
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "model.layers": "blk",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+F32 = GGMLQuantizationType.F32
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+
+Metadata = dict[str, Any]
+Tensors = dict[str, tuple[np.ndarray[Any, Any], GGMLQuantizationType]]
+
+
+def write_gguf(
+    folder: Path,
+    file: Path,
+    kind: GGMLQuantizationType = F32,
+    edit: Callable[[Metadata, Tensors], object] | None = None,
+) -> Path:
+    """Writes the model of a folder into a file, its matrices in one type; returns the file.
+
+    What is written may be edited before: metadata by full key, and tensors by name, each an array with its type.
+    """
+    metadata, tensors = metadata_of(folder), tensors_of(folder, kind)
+    if edit is not None:
+        edit(metadata, tensors)
+    return write_parts(file, metadata, tensors)
+
+
+def write_parts(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> Path:
+    """Writes metadata and tensors as they are; returns the file."""
+    writer = GGUFWriter(file, str(metadata.get("general.architecture", "none")))
+    for key, value in metadata.items():
+        if key == "general.architecture":
+            continue
+        is_list = isinstance(value, list)
+        kind = GGUFValueType.ARRAY if is_list else GGUFValueType.get_type(value)
+        kind = GGUFValueType.BOOL if isinstance(value, bool) else kind
+        writer.add_key_value(key, value, kind)
+    for name, (array, type_id) in tensors.items():
+        writer.add_tensor(name, array, raw_dtype=type_id)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def metadata_of(folder: Path) -> Metadata:
+    """What the converter would say of the model in a folder and of its tokenizer."""
+    config = json.loads((folder / "config.json").read_text())
+    name = ARCHITECTURES[config["architectures"][0]]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    own = {
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "block_count": config["num_hidden_layers"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "rope.freq_base": float(config["rope_parameters"]["rope_theta"]),
+        "rope.dimension_count": head_dim,
+    }
+    if config.get("sliding_window") and name == "llama":
+        own["attention.sliding_window"] = config["sliding_window"]
+    kind, factor = config["rope_parameters"]["rope_type"], config["rope_parameters"].get("factor")
+    if kind in ("linear", "yarn"):
+        own |= {"rope.scaling.type": kind, "rope.scaling.factor": float(factor)}
+    if kind == "yarn":
+        own["rope.scaling.original_context_length"] = config["rope_parameters"]["original_max_position_embeddings"]
+    return {
+        "general.architecture": name,
+        **{f"{name}.{key}": value for key, value in own.items()},
+        **tokenizer_of(folder, config["vocab_size"]),
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.chat_template": CHAT,
+    }
+
+
+def tokenizer_of(folder: Path, vocab_size: int) -> Metadata:
+    """Tokens, types and merges of a folder's tokenizer; rows without a token are padding, and one of them a merge."""
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    by_id = {token_id: token for token, token_id in model["vocab"].items()}
+    merges = [" ".join(merge) for merge in model["merges"]]
+    if not merges:
+        merges, by_id[len(by_id)] = ["a b"], "ab"
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": [by_id.get(index, f"[PAD{index}]") for index in range(vocab_size)],
+        "tokenizer.ggml.token_type": [3 if index == 0 else 1 if index in by_id else 5 for index in range(vocab_size)],
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.add_bos_token": False,
+    }
+
+
+def tensors_of(folder: Path, kind: GGMLQuantizationType) -> Tensors:
+    """The tensors of a folder under the names of GGUF; a Llama's queries and keys in the order of llama.cpp."""
+    config = json.loads((folder / "config.json").read_text())
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    tensors: Tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        array, gguf_name = tensor.float().numpy(), name
+        for own, theirs in NAMES.items():
+            gguf_name = gguf_name.replace(own, theirs)
+        part = gguf_name.split(".")[-2]
+        if ARCHITECTURES[config["architectures"][0]] == "llama" and part in heads:
+            halves = array.reshape(heads[part], 2, -1, *array.shape[1:])
+            array = halves.swapaxes(1, 2).reshape(array.shape)
+        own_kind = kind if array.ndim > 1 else F32
+        tensors[gguf_name] = (array if own_kind == F32 else quantize(array, own_kind), own_kind)
+    return tensors
