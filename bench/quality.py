@@ -21,9 +21,8 @@ from bench.common import machine, markdown, revision
 from outrider.engine.batching import Feed
 from outrider.engine.models.weights import DTYPES
 from outrider.engine.runner import ModelRunner
-from outrider.model_names import tokenizer_source
 from outrider.model_service.settings import available_cpus
-from outrider.vocabulary import Vocabulary
+from outrider.tokenizer_files import load_tokenizer
 
 BASE = "bfloat16"
 RESAMPLES, SEED = 2000, 1
@@ -64,12 +63,14 @@ def log_probabilities(runner: ModelRunner, token_ids: Sequence[int]) -> Tensor:
     session = runner.open(token_ids, 1)
     rows = []
     while session.cached_len < len(token_ids):
-        rows.append(runner.forward([Feed(session)]).logits.clone())
-    runner.close([session])
+        rows.append(runner.forward([Feed(session, wants_prefix=True)]).logits.clone())
+    session.free()
     return torch.log_softmax(torch.cat(rows)[:, : runner.vocabulary_size], 1)
 
 
-def compare(model: str, token_ids: Sequence[int], dtypes: Sequence[str], window: int, threads: int) -> dict[str, Windows]:
+def compare(
+    model: str, token_ids: Sequence[int], dtypes: Sequence[str], window: int, threads: int
+) -> dict[str, Windows]:
     """All types, bfloat16 first, over windows of the text."""
     runners = {
         dtype: ModelRunner.load(model, dtype=dtype, num_threads=threads, kv_tokens=2 * window)
@@ -116,7 +117,7 @@ def main() -> None:
     unknown = next((dtype for dtype in dtypes if dtype not in DTYPES), None)
     if unknown is not None:
         parser.error(f"--dtypes names {unknown}, but there are {', '.join(DTYPES)}")
-    tokenizer = read_tokenizer(tokenizer_source(given.model))
+    tokenizer = load_tokenizer(given.model)
     token_ids = tokenizer.encode(given.text.read_text(encoding="utf-8"), add_special_tokens=False).ids[: given.tokens]
     if len(token_ids) < 2:
         parser.error(f"--text {given.text} has {len(token_ids)} tokens, but must have at least 2")

@@ -5,8 +5,9 @@
 Prints a Markdown table in milliseconds. With --old another checkout, whose kernels are built and have the same
 functions, computes the same forwards in this process, in turns, and every logit of both is compared bit by bit. Ratios
 are of neighbours: below 1 this checkout is faster. With --taps the other one is this checkout without what a head would
-read, so that the ratio is what keeping it costs; with --against it is this checkout with its weights in another type, and
-logits are not compared. Before the table stand the bytes of the weights over the bandwidth of this run, the floor of one row. Nothing fails by how fast anything is.
+read, so that the ratio is what keeping it costs; with --against it is this checkout with weights of another type, and
+logits are not compared. The bytes of the weights over the bandwidth of this run, the floor of one row, stand before the
+table. Nothing fails by how fast anything is.
 """
 
 import argparse

@@ -6,9 +6,7 @@ One call of `Instruments.sample` takes a few samples of each, so that a run can 
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from itertools import product
-from math import prod
 from statistics import median
 
 import torch
@@ -33,7 +31,8 @@ from bench.rounds.samples import (
 )
 from outrider.engine.batching import Feed
 from outrider.engine.models.config import ModelConfig
-from outrider.engine.models.weights import DTYPES, expected_shapes
+from outrider.engine.models.decoder import TappedDecoder
+from outrider.engine.models.weights import DTYPES
 from outrider.engine.runner import ModelRunner, reserve
 from outrider.engine.sampling.draw import DrawInput, forward_and_draw
 from outrider.engine.walk import Walk

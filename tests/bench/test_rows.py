@@ -24,8 +24,8 @@ def test_a_checkout_against_itself(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     lines = capsys.readouterr().out.splitlines()
     assert "8 tokens of context, 1 threads" in lines[0]
     for shape in SHAPES:
-        assert f"| {shape}, old | {shape}, new | {shape}, new over old |" in lines[3]
-    assert [line.split()[1] for line in lines[5:]] == ["1", "3"]
+        assert f"| {shape}, old | {shape}, new | {shape}, new over old |" in lines[-4]
+    assert [line.split()[1] for line in lines[-2:]] == ["1", "3"]
 
 
 def test_logits_that_differ_end_the_run() -> None:
@@ -48,3 +48,14 @@ def test_ratios_are_those_of_neighbours() -> None:
     times = {"old": [1.0, 2.0, 30.0], "new": [2.0, 6.0, 60.0]}
     found: RowTimes = {5: dict.fromkeys(SHAPES, times)}
     assert render(found).splitlines()[2].startswith("| 5 | 2.00 | 6.00 (4.00 to 33.00) | 2.00 (2.00 to 2.50) |")
+
+
+def test_types_of_weights_side_by_side(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both are named with their bytes, and logits that differ end nothing."""
+    options = ["--model", str(ROOT / "models/target"), "--dtype", "int8", "--against", "bfloat16", "--rows", "1"]
+    monkeypatch.setattr("sys.argv", ["rows", *options, "--context", "8", "--turns", "1", "--threads", "1"])
+    main()
+    output = capsys.readouterr().out
+    assert "bfloat16: 22 MB of weights" in output
+    assert "int8: 11 MB of weights" in output
+    assert "| chain, bfloat16 | chain, int8 | chain, int8 over bfloat16 |" in output
