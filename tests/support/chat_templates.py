@@ -1,4 +1,11 @@
-"""Chat templates in the manner of well-known models, each with another way to trouble a renderer."""
+"""Chat templates in the manner of well-known models, each with another way to trouble a renderer, and the embedded
+pair's tokenizer with one.
+"""
+
+import shutil
+from pathlib import Path
+
+from support.stack import TARGET
 
 CHATML = """
 {%- for message in messages %}
@@ -156,3 +163,11 @@ TOOL = {
         "parameters": {"type": "object", "properties": {}},
     },
 }
+
+
+def templated(folder: Path, template: str = CHATML) -> str:
+    """Writes the embedded pair's tokenizer with a chat template into a folder, and returns that."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(TARGET) / name, folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return str(folder)
