@@ -211,6 +211,21 @@ async def test_each_view_keeps_what_it_has(page: Page) -> None:
     assert await page.locator("#lane-main .asked").inner_text() == "Once upon a time"
 
 
+async def test_leaving_the_view_stops_its_answer(page: Page, stack: RunningStack) -> None:
+    """What came of it is there when the conversation is seen again."""
+    await fill(page, max_tokens=3000)
+    await page.locator("#message").fill("Tell me all.")
+    await page.keyboard.press("Enter")
+    await expect(page.locator("#lane-main .t").nth(4)).to_be_visible()
+    await page.get_by_role("radio", name="Completion").check()
+    assert (await ended(page)).startswith("Stopped after")
+    await expect(page.locator("#prompt")).to_be_visible()
+    await stack.quiet()
+    await page.get_by_role("radio", name="Chat").check()
+    assert await messages(page) == ["Tell me all."]
+    assert await answer(page) != ""
+
+
 async def test_the_request_as_code_is_the_conversation(page: Page, stack: RunningStack) -> None:
     """With the message that is written, or up to the last one; the curl command gives the same answer."""
     text = await send(page, "It's a “trap”?")
