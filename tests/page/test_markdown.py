@@ -5,7 +5,7 @@ import re
 import pytest
 from axe_playwright_python.async_playwright import Axe
 from page.browser import visit
-from playwright.async_api import Browser, Page
+from playwright.async_api import Browser, Page, expect
 from support.stack import RunningStack
 
 pytestmark = [pytest.mark.page, pytest.mark.asyncio(loop_scope="module")]
@@ -162,10 +162,13 @@ async def test_no_text_is_too_odd_to_be_drawn(page: Page, mark: str) -> None:
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 360)])
 async def test_everybody_can_read_it(browser: Browser, stack: RunningStack, scheme: str, width: int) -> None:
-    """Axe has no serious finding, and wide tables and code scroll within themselves."""
+    """Everything is seen, axe has no serious finding, and wide tables and code scroll within themselves."""
     window = {"width": width, "height": 740}
     async with visit(browser, stack.gateway.rest_address, color_scheme=scheme, viewport=window) as page:
         await page.evaluate(DRAW, [ALL.replace("print", "print" * 60).replace("| 1 |", f"| {'w' * 300} |")])
+        await page.evaluate("for (const id of ['openers', 'lane-main']) document.getElementById(id).hidden = false")
+        for tag in ("h3", "ol", "ul", "blockquote", "table", "pre", "a"):
+            await expect(page.locator(f"#lane-main .stream {tag}").first).to_be_visible()
         results = await Axe().run(page)
         found = [each for each in results.response["violations"] if each["impact"] in {"serious", "critical"}]
         assert [(each["id"], [node["html"] for node in each["nodes"]][:3]) for each in found] == []
