@@ -44,7 +44,8 @@ const PROMISES = {
 };
 // What a link does not name is as on a fresh page, so that a link means the same wherever it is opened.
 const DEFAULTS = { ...PRESETS[0], rule: "match", drafter: "", top_p: "1", seed: "", stop_strings: "", system: "", message: "" };
-const VIEWS = { completion: DEFAULTS, chat: { ...DEFAULTS, draft_count: "auto", max_tokens: "512" } };
+// Small models lose the thread at the temperature of stories.
+const VIEWS = { completion: DEFAULTS, chat: { ...DEFAULTS, temperature: "0.2", draft_count: "auto", max_tokens: "512" } };
 const TEXTS = { completion: ["prompt"], chat: ["system", "message"] };
 const SHARED = ["view", "draft_count", "rule", "drafter", "temperature", "top_p", "max_tokens", "seed", "stop_strings"];
 const FIELDS = [...SHARED, ...TEXTS.completion, ...TEXTS.chat];

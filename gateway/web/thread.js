@@ -5,10 +5,10 @@ import { Stream } from "./stream.js";
 import { made } from "./trees.js";
 
 const OPENERS = {
-  Explain: "Why is the sky blue? Explain it in three sentences.",
-  List: "List the planets of the solar system in order, with one short fact about each.",
+  Explain: "Why is the sky blue? Explain it to a child.",
+  Tips: "Give me five tips for sleeping better, each in one sentence.",
   Code: "Write a Python function that tells whether a word is a palindrome, with an example of its use.",
-  Rewrite: "Repeat this text word for word, but in the past tense: The fox sees the grapes. The fox jumps for the grapes. The fox does not reach the grapes. The fox says that the grapes are sour.",
+  Poem: "Write a short poem about the sea, with a refrain after every verse.",
 };
 
 export class Thread {
