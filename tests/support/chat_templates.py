@@ -1,11 +1,4 @@
-"""Chat templates in the manner of well-known models, each with another way to trouble a renderer, and the embedded
-pair's tokenizer with one.
-"""
-
-import shutil
-from pathlib import Path
-
-from support.stack import TARGET
+"""Chat templates in the manner of well-known models, each with another way to trouble a renderer."""
 
 CHATML = """
 {%- for message in messages %}
@@ -163,11 +156,3 @@ TOOL = {
         "parameters": {"type": "object", "properties": {}},
     },
 }
-
-
-def templated(folder: Path, template: str = CHATML) -> str:
-    """Writes the embedded pair's tokenizer with a chat template into a folder, and returns that."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(TARGET) / name, folder)
-    (folder / "chat_template.jinja").write_text(template)
-    return str(folder)
