@@ -37,8 +37,7 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
         if newer is not None and older is not None and newer != older:
             raise InvalidRequest("max_tokens", older, f"absent, or equal to max_completion_tokens, which is {newer}")
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-        messages = [_template_message(number, message) for number, message in enumerate(body.messages)]
-        rendered = await frontend.chat_template.prompt(messages, tools or None)
+        rendered = await frontend.chat_template.prompt(template_messages(body.messages), tools or None)
         check_prompt_len("messages", rendered.text, settings.max_prompt_chars)
         generation = replace(
             shared,
@@ -55,6 +54,11 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
         return await responder.respond(request.receive)
 
     return router
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """A conversation as templates take it; raises MissingParameter and InvalidRequest about the message at fault."""
+    return [_template_message(number, message) for number, message in enumerate(messages)]
 
 
 def _template_message(number: int, message: Message) -> dict[str, Any]:

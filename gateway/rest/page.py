@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from importlib.resources import files
@@ -25,13 +25,16 @@ from gateway.generation.frontend import Frontend
 from gateway.generation.generate import CompletionEvent, RoundEvent
 from gateway.generation.request import GenerationRequest
 from gateway.generation.transcript import GuessFacts, round_facts
-from gateway.rest.generate import TEXT_NAMES, check_prompt_len, generation_request, in_names_of
+from gateway.rest.chat import template_messages
+from gateway.rest.errors import MissingParameter
+from gateway.rest.generate import CHAT_NAMES, TEXT_NAMES, check_prompt_len, generation_request, in_names_of
 from gateway.rest.middleware import ParsedBodyRoute, RestSettings
-from gateway.rest.schemas import GenerationFields, Seed, Text, Unserved
+from gateway.rest.schemas import GenerationFields, Messages, Seed, Text, Unserved
 from gateway.rest.sse import EventStream, typed
 from gateway.rounds.estimates import MAX_DRAFT_COUNT
 from gateway.sessions.link import Replicas
-from outrider.errors import OutriderError
+from gateway.text.chat_template import RenderedPrompt
+from outrider.errors import InvalidRequest, OutriderError
 
 MEDIA_TYPES = {
     "html": "text/html; charset=utf-8",
@@ -77,9 +80,12 @@ class WebFile:
 
 
 class PageRequest(GenerationFields):
-    """The body of /api/generate: that of /v1/completions for one prompt and one answer. A seed may be a string."""
+    """The body of /api/generate: that of /v1 for one answer to either a prompt or a conversation. A seed may be a
+    string.
+    """
 
-    prompt: Text
+    prompt: Text | None = None
+    messages: Messages | None = None
     seed: Annotated[
         Seed | None,
         BeforeValidator(lambda seed: int(seed) if isinstance(seed, str) and DIGITS.fullmatch(seed) else seed),
@@ -111,9 +117,20 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
     async def generate(body: PageRequest, request: Request) -> Response:
         logprob_count = 0 if body.probabilities else None
         shared = generation_request(body, frontend.model_name)
-        check_prompt_len("prompt", body.prompt, settings.max_prompt_chars)
-        generation = replace(shared, text=body.prompt, logprob_count=logprob_count)
-        stream = EventStream(event_frames(frontend, generation), settings.keep_alive_s, settings.client_stall_s)
+        if body.messages is None:
+            if body.prompt is None:
+                raise MissingParameter("prompt")
+            names, asked = TEXT_NAMES, RenderedPrompt(body.prompt, add_special_tokens=True)
+        else:
+            if body.prompt is not None:
+                raise InvalidRequest("prompt", body.prompt, "absent beside messages")
+            names, asked = CHAT_NAMES, await frontend.chat_template.prompt(template_messages(body.messages))
+        check_prompt_len(names.get("prompt", "prompt"), asked.text, settings.max_prompt_chars)
+        generation = replace(
+            shared, text=asked.text, add_special_tokens=asked.add_special_tokens, logprob_count=logprob_count
+        )
+        frames = event_frames(frontend, generation, names)
+        stream = EventStream(frames, settings.keep_alive_s, settings.client_stall_s)
         await stream.begin(request.receive)
         return stream
 
@@ -135,8 +152,12 @@ def read_files() -> dict[str, WebFile]:
     return found
 
 
-async def event_frames(frontend: Frontend, request: GenerationRequest) -> AsyncGenerator[bytes, None]:
-    """The events of a request. What is wrong before it has its place is raised, what goes wrong later is an event."""
+async def event_frames(
+    frontend: Frontend, request: GenerationRequest, names: Mapping[str, str]
+) -> AsyncGenerator[bytes, None]:
+    """The events of a request. What is wrong before it has its place is raised, in the route's `names` of fields; what
+    goes wrong later is an event.
+    """
     started_ns = time.perf_counter_ns()
     is_open = False
     try:
@@ -161,7 +182,7 @@ async def event_frames(frontend: Frontend, request: GenerationRequest) -> AsyncG
                     yield _frame("completion", _completion_view(event))
     except OutriderError as error:
         if not is_open:
-            raise in_names_of(TEXT_NAMES, error) from None
+            raise in_names_of(names, error) from None
         yield _frame("error", {"reason": error.reason, "message": error.message, "metadata": error.metadata})
 
 
@@ -229,6 +250,7 @@ def status_view(frontend: Frontend, grpc_port: int) -> dict[str, Any]:
             "up": True,
             "version": VERSION,
             "model": frontend.model_name,
+            "has_chat_template": not frontend.chat_template.is_default,
             "grpc_port": grpc_port,
             "started_s": int(frontend.started_s),
             "running": frontend.admission.running,

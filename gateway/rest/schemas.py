@@ -232,6 +232,9 @@ class Message(Parameters):
     function_call: Unserved = None
 
 
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
 class Function(Parameters):
     """A function that the model may be told of."""
 
@@ -257,7 +260,7 @@ class ResponseFormat(Parameters):
 class ChatRequest(GenerationFields):
     """A conversation and how to go on."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROB_COUNT)] | None = None

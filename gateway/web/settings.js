@@ -1,4 +1,4 @@
-// The form: presets, what it asks for, and the link that fills it in. A link never runs anything.
+// The form, which both views share: presets, what it asks for, and the link that fills it in. A link never runs anything.
 
 // What repeats itself is what `lookup` finds again.
 const REFRAIN = "Run, run, as fast as you can! You can't catch me, I'm the Gingerbread Man! ";
@@ -43,12 +43,19 @@ const PROMISES = {
   typical: "typical: keeps what the target finds likely enough, and does not follow its distribution.",
 };
 // What a link does not name is as on a fresh page, so that a link means the same wherever it is opened.
-const DEFAULTS = { ...PRESETS[0], rule: "match", drafter: "", top_p: "1", seed: "", stop_strings: "" };
-const FIELDS = ["prompt", "draft_count", "rule", "drafter", "temperature", "top_p", "max_tokens", "seed", "stop_strings"];
+const DEFAULTS = { ...PRESETS[0], rule: "match", drafter: "", top_p: "1", seed: "", stop_strings: "", system: "", message: "" };
+// Small models lose the thread at the temperature of stories.
+const VIEWS = { completion: DEFAULTS, chat: { ...DEFAULTS, temperature: "0.2", draft_count: "auto", max_tokens: "512" } };
+const TEXTS = { completion: ["prompt"], chat: ["system", "message"] };
+const SHARED = ["view", "draft_count", "rule", "drafter", "temperature", "top_p", "max_tokens", "seed", "stop_strings"];
+const FIELDS = [...SHARED, ...TEXTS.completion, ...TEXTS.chat];
 
 export class Settings {
-  constructor(form) {
+  // `viewed` is called when another view is to be shown.
+  constructor(form, viewed) {
     this.form = form;
+    this.viewed = viewed;
+    this.shown = "";
     this.fields = Object.fromEntries(FIELDS.map((name) => [name, form.elements.namedItem(name)]));
     this.offered = [];
     const row = form.querySelector("#presets");
@@ -56,7 +63,24 @@ export class Settings {
     this.fill(DEFAULTS);
     this.read();
     form.addEventListener("change", () => this.promise());
+    for (const choice of this.fields.view) choice.addEventListener("change", () => this.show());
     window.addEventListener("hashchange", () => this.read());
+  }
+
+  get view() {
+    return this.fields.view.value;
+  }
+
+  // The view of a fresh page, which is the gateway's to say, unless a link has said it.
+  settle(view) {
+    if (this.view === "") this.fill({ ...VIEWS[view], view });
+  }
+
+  show() {
+    if (this.view === this.shown) return;
+    this.shown = this.view;
+    this.fields.prompt.required = this.view === "completion";
+    this.viewed(this.view);
   }
 
   button(preset) {
@@ -85,6 +109,7 @@ export class Settings {
     // A select takes no value that it does not offer; what a link got wrong stays visible as the first choice.
     for (const select of [this.fields.draft_count, this.fields.rule]) if (select.selectedIndex < 0) select.selectedIndex = 0;
     this.promise();
+    this.show();
   }
 
   promise() {
@@ -94,23 +119,26 @@ export class Settings {
   read() {
     const told = new URLSearchParams(location.hash.slice(1));
     const named = FIELDS.filter((name) => told.has(name));
-    if (named.length) this.fill({ ...DEFAULTS, ...Object.fromEntries(named.map((name) => [name, told.get(name)])) });
+    if (named.length === 0) return;
+    const view = told.get("view") === "chat" ? "chat" : "completion";
+    this.fill({ ...VIEWS[view], ...Object.fromEntries(named.map((name) => [name, told.get(name)])), view });
   }
 
-  link() {
-    const told = new URLSearchParams();
-    for (const name of FIELDS) if (this.fields[name].value !== "") told.set(name, this.fields[name].value);
-    return `${location.origin}${location.pathname}#${told}`;
+  // `message` stands for the one that is not written yet.
+  link(message) {
+    const values = { ...Object.fromEntries(FIELDS.map((name) => [name, this.fields[name].value])) };
+    values.message ||= message;
+    const told = [...SHARED, ...TEXTS[this.view]].filter((name) => values[name] !== "").map((name) => [name, values[name]]);
+    return `${location.origin}${location.pathname}#${new URLSearchParams(told)}`;
   }
 
-  // The body of /api/generate. A seed goes as text, because a number of JavaScript has only 53 bits.
+  // The body of /api/generate, all but what it is about. A seed goes as text, because a number of JavaScript has only 53 bits.
   request() {
     const value = (name) => this.fields[name].value;
     const stops = value("stop_strings").split("\n").filter((stop) => stop !== "");
     const count = value("draft_count");
     const drafter = value("drafter");
     return {
-      prompt: value("prompt"),
       max_tokens: Number(value("max_tokens")),
       temperature: Number(value("temperature")),
       top_p: Number(value("top_p")),

@@ -2,7 +2,8 @@
 
 const RULES = "ACCEPTANCE_RULE_";
 
-// What /v1/completions takes. The seed stays digits: 64 bits do not fit into a number of JavaScript.
+// What /v1 takes: a prompt, or the messages of a conversation. The seed stays digits: 64 bits do not fit into a number of
+// JavaScript.
 function body(request, model) {
   const { seed, ...rest } = { model, ...request };
   const { enabled, ...speculation } = rest.speculation;
@@ -32,30 +33,31 @@ function python(value) {
 }
 
 function curl(request, { origin, model }) {
-  return `curl -N ${origin}v1/completions \\\n  -H 'content-type: application/json' \\\n  -d ${shell(json({ ...body(request, model), stream: true }))}`;
+  return `curl -N ${origin}v1/${request.messages ? "chat/" : ""}completions \\\n  -H 'content-type: application/json' \\\n  -d ${shell(json({ ...body(request, model), stream: true }))}`;
 }
 
 function openai(request, { origin, model }) {
   const { speculation, ...rest } = body(request, model);
   const rows = Object.entries(rest).map(([name, value]) => `    ${name}=${python(value)},`);
+  const [maker, text] = request.messages ? ["chat.completions", 'delta.content or ""'] : ["completions", "text"];
   return [
     "from openai import OpenAI",
     "",
     `client = OpenAI(base_url="${origin}v1", api_key="none")`,
-    "stream = client.completions.create(",
+    `stream = client.${maker}.create(`,
     ...rows,
     "    stream=True,",
     `    extra_body={"speculation": ${python(speculation)}},`,
     ")",
     "for chunk in stream:",
-    '    print(chunk.choices[0].text if chunk.choices else "", end="", flush=True)',
+    `    print(chunk.choices[0].${text} if chunk.choices else "", end="", flush=True)`,
   ].join("\n");
 }
 
 function grpcurl(request, { grpc }) {
   const { speculation } = request;
   const message = {
-    text: request.prompt,
+    ...(request.messages ? {} : { text: request.prompt }),
     max_tokens: request.max_tokens,
     sampling: { temperature: request.temperature, top_p: request.top_p },
     ...(request.seed === undefined ? {} : { seed: BigInt(request.seed) }),
@@ -66,11 +68,12 @@ function grpcurl(request, { grpc }) {
       ...(speculation.drafter ? { drafter: speculation.drafter } : {}),
     },
   };
-  return `grpcurl -plaintext -d ${shell(json(message))} \\\n  ${grpc} outrider.v1.GenerationService/Generate`;
+  const [method, asked] = request.messages ? ["Chat", { messages: request.messages, generation: message }] : ["Generate", message];
+  return `grpcurl -plaintext -d ${shell(json(asked))} \\\n  ${grpc} outrider.v1.GenerationService/${method}`;
 }
 
 function outrider(request, { grpc }) {
-  const { prompt, speculation, ...fields } = body(request, "");
+  const { prompt, messages, speculation, ...fields } = body(request, "");
   delete fields.model;
   if (speculation.draft_count === "auto") delete speculation.draft_count;
   const settings = Object.entries(speculation).map(([name, value]) => `${name}=${python(value)}`).join(", ");
@@ -78,8 +81,8 @@ function outrider(request, { grpc }) {
     "from outrider.client import Client, Speculation",
     "",
     `with Client(${JSON.stringify(grpc)}) as client:`,
-    "    stream = client.generate(",
-    `        ${JSON.stringify(prompt)},`,
+    `    stream = client.${messages ? "chat" : "generate"}(`,
+    `        ${python(messages ?? prompt)},`,
     ...Object.entries(fields).map(([name, value]) => `        ${name}=${python(value)},`),
     `        speculation=Speculation(${settings}),`,
     "    )",

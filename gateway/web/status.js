@@ -5,7 +5,7 @@ import { percent, plural } from "./format.js";
 const PAUSE_MS = 2000;
 
 export class Status {
-  // `told` is called with every answer of the gateway.
+  // `told` is called with every answer of the gateway, and with null where none came.
   constructor(list, banner, told) {
     this.list = list;
     this.banner = banner;
@@ -28,7 +28,7 @@ export class Status {
       this.now = null; // No gateway, no answer: that is what is shown.
     }
     this.show();
-    if (this.now !== null) this.told(this.now);
+    this.told(this.now);
     this.asking = false;
     if (!document.hidden) this.timer = setTimeout(() => this.ask(), PAUSE_MS);
   }
@@ -53,9 +53,10 @@ export class Status {
   }
 
   warning() {
-    const { target, draft } = this.now;
+    const { gateway, target, draft } = this.now;
     if (!target.up) return "The target is away. New requests wait for it, and running ones go on when it is back.";
     if (!draft.configured && target.drafters.length > 0) return "";
+    if (!draft.configured && gateway.drafters.length > 0) return "No draft is configured: only what repeats the text before it is guessed.";
     if (!draft.configured) return "No draft is configured: every answer is decoded plainly.";
     if (!draft.up) return "Degraded: the draft is away. Answers go on without it, only slower, and speculation comes back when the draft does.";
     return "";

@@ -1,18 +1,22 @@
-// A run's text, each token marked by its origin. Appends only; text of the model goes in as text, never as markup.
+// A run's text, token by token or as Markdown, each token marked by its origin. Text of the model goes in as text, never
+// as markup of the page.
 
 import { fillFacts } from "./facts.js";
 import { visible } from "./format.js";
-import { replaced } from "./trees.js";
+import { Rendered } from "./rendered.js";
+import { made, replaced } from "./trees.js";
 
 export class Stream {
   // `facts` is the panel for what is chosen, `tip` the box for what is pointed at; both are shared by all streams.
   constructor(box, tip, facts) {
     this.box = box;
+    // Which of them scrolls is the view's choice.
+    this.scrollers = [box, box.closest(".thread")].filter((each) => each !== null);
     this.tip = tip;
     this.facts = facts;
     this.tokens = new WeakMap();
     this.spans = [];
-    this.clear(null, "");
+    this.clear(null);
     box.addEventListener("pointerover", (event) => this.point(event));
     box.addEventListener("pointerleave", () => tip.hide());
     box.addEventListener("click", (event) => this.pick(event));
@@ -21,7 +25,7 @@ export class Stream {
     box.addEventListener("scroll", () => tip.hide(), { passive: true });
   }
 
-  clear(run, prompt) {
+  clear(run, prompt = "", rendered = false) {
     this.run = run;
     this.spans = [];
     this.place = -1;
@@ -30,53 +34,69 @@ export class Stream {
     this.ended = false;
     this.line = null;
     this.box.replaceChildren();
-    if (!prompt) return;
-    const asked = document.createElement("span");
-    asked.className = "asked";
-    asked.textContent = prompt;
-    this.newLine().append(asked);
+    this.box.classList.toggle("rendered", rendered);
+    this.layout = rendered ? new Rendered(this.box, (...piece) => this.addPiece(...piece), (index) => this.forget(index)) : null;
+    if (prompt) this.newLine().append(made("span", "asked", prompt));
   }
 
   // Shows the rounds that have come since the last call, in one change of the page.
   draw() {
-    const { run, box } = this;
-    if (run === null) return;
-    const follows = box.scrollHeight - box.scrollTop - box.clientHeight < 48;
+    const { run } = this;
+    if (run === null || this.ended) return;
+    const following = this.scrollers.filter((each) => each.scrollHeight - each.scrollTop - each.clientHeight < 48);
+    if (this.layout !== null) this.drawRendered();
+    else this.append();
+    this.ended = run.ended;
+    for (const each of following) each.scrollTop = each.scrollHeight;
+  }
+
+  drawRendered() {
+    if (this.shown === this.run.rounds.length && !this.run.ended) return;
+    this.shown = this.run.rounds.length;
+    this.layout.draw(this.run);
+  }
+
+  append() {
+    const { run } = this;
     let before = this.spans.length;
     for (; this.shown < run.rounds.length; this.shown += 1) {
-      const round = run.rounds[this.shown];
-      for (const token of run.tokens.slice(before, before + round.tokens.length)) {
-        // The guesses that were not kept stand before what the target said in their place.
-        if (token.origin === "correction") this.strike(round);
-        this.add(token);
-      }
-      before += round.tokens.length;
+      const count = run.rounds[this.shown].tokens.length;
+      for (const token of run.tokens.slice(before, before + count)) this.add(token);
+      before += count;
     }
-    if (run.rest && !this.ended) this.line.append(run.rest);
-    this.ended = this.ended || run.rest !== "";
-    if (follows) box.scrollTop = box.scrollHeight;
+    if (run.rest) (this.line ?? this.newLine()).append(run.rest);
   }
 
   add(token) {
-    const span = document.createElement("span");
-    span.className = `t ${token.origin}`;
-    span.textContent = token.text;
+    const line = this.line ?? this.newLine();
+    const span = this.span(line, this.spans.length, token.text);
     if (token.text === "") span.classList.add("part");
     if (/^\n+$/.test(token.text)) span.classList.add("line");
-    this.tokens.set(span, this.spans.length);
     this.spans.push(span);
-    (this.line ?? this.newLine()).append(span);
     // A paragraph is a block of its own, so that appending lays out one paragraph and not the whole answer.
     if (token.text.endsWith("\n")) this.newLine();
   }
 
-  strike(round) {
-    for (const guess of replaced(round)) {
-      const struck = document.createElement("s");
-      struck.className = "rejected";
-      struck.textContent = visible(guess.text);
-      (this.line ?? this.newLine()).append(struck);
+  // A part of a token, or all of it. Marks of Markdown are not shown, so there are tokens without any.
+  addPiece(box, index, text) {
+    const isFirst = this.spans[index] === undefined;
+    const span = this.span(box, index, text, isFirst);
+    if (isFirst) this.spans[index] = span;
+  }
+
+  forget(index) {
+    this.spans.length = Math.min(this.spans.length, index);
+  }
+
+  span(box, index, text, isFirst = true) {
+    const token = this.run.tokens[index];
+    // The guesses that were not kept stand before what the target said in their place.
+    if (token.origin === "correction" && isFirst) {
+      for (const guess of replaced(this.run.rounds[token.round])) box.append(made("s", "rejected", visible(guess.text)));
     }
+    const span = box.appendChild(made("span", `t ${token.origin}`, text));
+    this.tokens.set(span, index);
+    return span;
   }
 
   newLine() {
@@ -99,9 +119,11 @@ export class Stream {
   step(event) {
     const last = this.spans.length - 1;
     const moves = { ArrowRight: this.place + 1, ArrowLeft: this.place - 1, ArrowDown: this.round(1), ArrowUp: this.round(-1), Home: 0, End: last };
-    if (!(event.key in moves) || last < 0 || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.target !== this.box || !(event.key in moves) || last < 0 || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
-    const index = Math.max(0, Math.min(last, moves[event.key]));
+    const wanted = Math.max(0, Math.min(last, moves[event.key]));
+    const index = this.seen(wanted, wanted < this.place || event.key === "End" ? -1 : 1);
+    if (index === null) return;
     this.go(index);
     this.spans[index].scrollIntoView({ block: "nearest" });
     this.tip.show(this.run, this.run.tokens[index], this.spans[index]);
@@ -113,6 +135,14 @@ export class Stream {
     const wanted = (tokens[this.place]?.round ?? -1) + way;
     const found = tokens.findIndex((token) => token.round === wanted);
     return found < 0 ? this.place : found;
+  }
+
+  // The next token from a place that is shown; the last one that way, where all behind it are hidden.
+  seen(from, way) {
+    for (const step of [way, -way]) {
+      for (let index = from; index >= 0 && index < this.spans.length; index += step) if (this.spans[index]) return index;
+    }
+    return null;
   }
 
   go(index) {

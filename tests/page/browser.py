@@ -60,6 +60,8 @@ async def visit(browser: Browser, address: str, fragment: str = "", **options: A
         page.on("pageerror", lambda error: complaints.append(f"uncaught: {error}"))
         await page.add_init_script(WATCH)
         await page.goto(f"http://{address}/{fragment}")
+        # Which view it shows, the page learns from the gateway.
+        await expect(page.locator("main")).to_be_visible()
         yield page
         assert complaints == []
     finally:

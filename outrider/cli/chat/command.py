@@ -1,23 +1,25 @@
 """`outrider chat`: starts what a conversation needs, reads a line, does what it means, shows what comes back."""
 
 import asyncio
+import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 
 import typer
 from anyio.from_thread import start_blocking_portal
 from rich.console import Console
 
-from outrider.cli.chat.conversation import COMMANDS, Conversation, Turn, help_text, parse_line
+from outrider.cli.chat.conversation import COMMANDS, Conversation, Turn, help_text, numbered, parse_line
+from outrider.cli.chat.race import verdict
 from outrider.cli.chat.terminal import Reader, Screen, choose_ends
 from outrider.cli.local_stack import Stack, start_stack
 from outrider.cli.options import OPTIONS, in_options
 from outrider.cli.running import failures_as_exits, note, service_log
-from outrider.client import Client, GenerationOptions, OutriderError, Stream
+from outrider.client import ChatMessage, Client, GenerationOptions, OutriderError, Speculation, Stream
 from outrider.process.children import Supervisor
 
 HINT = "Ctrl-C again leaves, and so does /quit."
@@ -116,10 +118,15 @@ class Talk:
                 pass
             case "", text:
                 self._answer(conversation.ask(text))
-            case "retry", _:
-                self._answer(conversation.retry())
-            case "edit", text:
-                self._answer(conversation.edit(text))
+            case "retry", argument:
+                self._answer(conversation.retry(numbered(argument)[0]))
+            case "edit", argument:
+                number, text = numbered(argument)
+                self._answer(conversation.edit(text, number))
+            case "race", _:
+                self._race()
+            case "list", _:
+                say(conversation.listing())
             case "system", text:
                 if text:
                     conversation.system = "" if text == "-" else text
@@ -134,11 +141,28 @@ class Talk:
                 return False
         return True
 
-    def _answer(self, turn: Turn) -> None:
-        """Requests an answer and keeps it, or what came of it until Ctrl-C."""
-        options = GenerationOptions(**{**self._options, "seed": turn.seed})
+    def _race(self) -> None:
+        """Answers the last message twice, one behind the other, because both answers share the machine."""
+        fast = self._conversation.again()
+        messages, salt = self._conversation.messages(), secrets.token_hex(8)
+        plain = Turn(fast.user, fast.seed)
+        # Each reads its prompt itself: with a salt of its own it does not find what the other one left in the cache.
+        self._screen.say("With speculation:")
+        self._answer(fast, messages, {"cache_salt": f"{salt}-fast"})
+        if fast.result is not None:
+            speculation = replace(self._options.get("speculation") or Speculation(), enabled=False)
+            self._screen.say("Without speculation:")
+            self._answer(plain, messages, {"cache_salt": f"{salt}-plain", "speculation": speculation})
+        self._screen.say(verdict(fast, plain))
+
+    def _answer(
+        self, turn: Turn, messages: Sequence[ChatMessage] = (), changes: GenerationOptions | None = None
+    ) -> None:
+        """Requests an answer, by default to the whole conversation, and keeps it, or what came of it until Ctrl-C."""
+        options = GenerationOptions(**{**self._options, **(changes or {}), "seed": turn.seed})
+        said = messages or self._conversation.messages()
         try:
-            with self._client.chat(self._conversation.messages(), **options) as stream, self._stoppable(stream):
+            with self._client.chat(said, **options) as stream, self._stoppable(stream):
                 for event in stream:
                     turn.add(event)
                     self._screen.show(event)

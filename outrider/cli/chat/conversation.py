@@ -1,5 +1,6 @@
 """What was said so far, what the next request says, and what a line of input means."""
 
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,13 +12,16 @@ from outrider.client import ChatMessage, Event, OutriderError, Result, Round
 SEED_BITS = 31
 # What stands behind a command, and what it does.
 COMMANDS: Mapping[str, tuple[str, str]] = {
-    "retry": ("", "answer the last message again, with another seed"),
-    "edit": ("TEXT", "change the last message and answer it again"),
+    "retry": ("[#N]", "answer the last message, or message N, again with another seed"),
+    "edit": ("[#N] TEXT", "change the last message, or message N, and answer it again"),
+    "race": ("", "answer the last message with and without speculation, and compare"),
+    "list": ("", "show the messages and their numbers"),
     "system": ("[TEXT|-]", "show, set or, with -, remove the system message"),
     "reset": ("", "forget the conversation, but not the system message"),
     "help": ("", "show this list"),
     "quit": ("", "leave, as Ctrl-D does"),
 }
+NUMBER = re.compile(r"#([0-9]{1,6})(?:\s+|$)")
 
 
 class WrongCommand(OutriderError):
@@ -29,7 +33,8 @@ class WrongCommand(OutriderError):
 
 
 def parse_line(line: str) -> tuple[str, str]:
-    """A command and what stands behind it; a message has no command, and a line without a word neither.
+    """A command and what stands behind it; a message has no command, and a line without a word neither. What stands
+    behind /retry and /edit may begin with the number of a message, for `numbered`.
 
     A command begins with a slash, two slashes a message that begins with one. Raises WrongCommand about a command that
     there is not, that takes no argument, or that needs one.
@@ -43,9 +48,18 @@ def parse_line(line: str) -> tuple[str, str]:
         raise WrongCommand(f"There is no command /{name}; /help lists all, and // begins a message with a slash.")
     if argument and not COMMANDS[name][0]:
         raise WrongCommand(f"/{name} takes nothing behind it.")
-    if name == "edit" and not argument:
+    text = numbered(argument)[1]
+    if name == "edit" and not text:
         raise WrongCommand("/edit needs the new text behind it.")
+    if name == "retry" and text:
+        raise WrongCommand("/retry takes #N, the number of a message, and nothing else.")
     return name, argument
+
+
+def numbered(argument: str) -> tuple[int | None, str]:
+    """The number of a message at the beginning of an argument, None where there is none, and the rest."""
+    found = NUMBER.match(argument)
+    return (int(found[1]), argument[found.end() :]) if found else (None, argument)
 
 
 def help_text() -> str:
@@ -118,17 +132,29 @@ class Conversation:
             self.turns.pop()
         return self._begin(text, self.seed)
 
-    def retry(self) -> Turn:
-        """Begins the last turn again, with another seed. Raises WrongCommand when there is none."""
-        last = self._pop_last()
+    def again(self) -> Turn:
+        """Begins the last turn again, with its seed. Raises WrongCommand when there is none."""
+        last = self._back_to(None)
+        return self._begin(last.user, last.seed)
+
+    def retry(self, number: int | None = None) -> Turn:
+        """Begins the last turn, or one by its number from 1, again with another seed; the turns behind it are
+        forgotten. Raises WrongCommand when there is none.
+        """
+        last = self._back_to(number)
         # Where seeds are fixed it is the next one, so that the repetition can be repeated.
         next_seed = last.seed + 1 if last.seed < INT64_MAX else -INT64_MAX
         return self._begin(last.user, None if self.seed is None else next_seed)
 
-    def edit(self, text: str) -> Turn:
-        """Begins the last turn again with other words. Raises WrongCommand when there is none."""
-        self._pop_last()
+    def edit(self, text: str, number: int | None = None) -> Turn:
+        """The same with other words."""
+        self._back_to(number)
         return self.ask(text)
+
+    def listing(self) -> str:
+        """All messages with their numbers, one a line."""
+        lines = (f"#{number} {' '.join(turn.user.split())}" for number, turn in enumerate(self.turns, start=1))
+        return "\n".join(lines) or "Nothing was said yet."
 
     def messages(self) -> list[ChatMessage]:
         """The whole conversation, as a request takes it."""
@@ -143,7 +169,12 @@ class Conversation:
         self.turns.append(Turn(text, secrets.randbits(SEED_BITS) if seed is None else seed))
         return self.turns[-1]
 
-    def _pop_last(self) -> Turn:
+    def _back_to(self, number: int | None) -> Turn:
         if not self.turns:
             raise WrongCommand("There is no message yet that could be sent again.")
-        return self.turns.pop()
+        if number is not None and not 1 <= number <= len(self.turns):
+            raise WrongCommand(f"There is no message #{number}; the last one is #{len(self.turns)}.")
+        place = (number or len(self.turns)) - 1
+        found = self.turns[place]
+        del self.turns[place:]
+        return found

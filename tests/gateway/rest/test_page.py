@@ -103,6 +103,44 @@ async def test_status_tells_the_drafters_that_may_be_named(stack: MarkovStack, c
     assert (await client.post("/api/generate", json=body)).json()["error"]["param"] == "speculation.drafter"
 
 
+async def test_a_conversation_is_answered_as_v1_does(client: httpx.AsyncClient) -> None:
+    """Messages become the same prompt, with the same answer, as those of /v1/chat/completions."""
+    body = {"messages": [{"role": "user", "content": "fox sea"}], "seed": 9, "max_tokens": 12}
+    opened, *rounds, completion = (told for _, told in await events(client, body))
+    reply = (await client.post("/v1/chat/completions", json=body)).json()
+    said = "".join(token["text"] for told in rounds for token in told["tokens"]) + completion["text"]
+    assert said == reply["choices"][0]["message"]["content"] != ""
+    assert opened["prompt_tokens"] == reply["usage"]["prompt_tokens"] > 2
+    status = (await client.get("/api/status")).json()
+    assert status["gateway"]["has_chat_template"] is False
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "code"),
+    [
+        ({}, "prompt", "missing_required_parameter"),
+        ({"messages": []}, "messages", "invalid_value"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content", "missing_required_parameter"),
+        ({"messages": [{"role": "fox", "content": "a"}]}, "messages.0.role", "invalid_value"),
+        ({"messages": [{"role": "user", "content": "a"}], "prompt": "fox"}, "prompt", "invalid_value"),
+        (
+            {"messages": [{"role": "tool", "content": "a", "tool_call_id": "b"}]},
+            "messages.0.tool_call_id",
+            "unsupported",
+        ),
+        ({"messages": [{"role": "user", "content": "fox " * 3000}]}, "messages", "context_length_exceeded"),
+    ],
+)
+async def test_a_conversation_is_refused_as_v1_does(
+    client: httpx.AsyncClient, body: dict[str, Any], field: str, code: str
+) -> None:
+    """By the names of its own fields, and there is either a prompt or a conversation."""
+    response = await client.post("/api/generate", json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, field), error
+    assert error["code"].startswith(code), error
+
+
 async def test_seeds_of_64_bits_survive(client: httpx.AsyncClient) -> None:
     """A seed goes as text both ways, because a number of JavaScript would lose its last bits."""
     seed = str(2**63 - 1)

@@ -1,15 +1,14 @@
 """Conversations with tools over REST, where the model's chat template has a place for all that a turn can carry."""
 
 import json
-import shutil
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
-from support.stack import TARGET, RunningStack, running_stack
+from support.stack import RunningStack, running_stack
+from support.templated import templated
 from transformers import PreTrainedTokenizerFast
 
 from outrider.v1 import generation_service_pb2 as pb
@@ -56,11 +55,7 @@ CHAT = "/v1/chat/completions"
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
     """The embedded pair's tokenizer as transformers reads it, from a folder with a chat template."""
-    folder = tmp_path_factory.mktemp("templated")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(TARGET) / name, folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return PreTrainedTokenizerFast.from_pretrained(str(folder))
+    return PreTrainedTokenizerFast.from_pretrained(templated(tmp_path_factory.mktemp("templated"), TEMPLATE))
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

@@ -11,8 +11,10 @@ from dataclasses import replace
 import pytest
 from support.command_line import RESULT, ScriptedGateway, scripted_gateway
 
-from outrider.cli.chat.conversation import COMMANDS, Conversation, WrongCommand, help_text, parse_line
+from outrider.cli.chat.conversation import COMMANDS, Conversation, Turn, WrongCommand, help_text, parse_line
+from outrider.cli.chat.race import verdict
 from outrider.client import GeneratedToken, Origin, Round
+from outrider.parameters import Acceptance, Rule
 
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()", "chat")
 ANSWER = "Once upon a!"
@@ -159,11 +161,71 @@ def test_what_a_line_means(line: str, meaning: tuple[str, str]) -> None:
     assert parse_line(line) == meaning
 
 
-@pytest.mark.parametrize("line", ["/", "/Retry", "/retry now", "/edits"])
+@pytest.mark.parametrize("line", ["/", "/Retry", "/retry now", "/retry #2 now", "/race now", "/edit #2", "/edits"])
 def test_wrong_commands_are_refused(line: str) -> None:
     """By name; nothing is taken for a message by mistake."""
-    with pytest.raises(WrongCommand, match=r"^(There is no command /|/retry takes nothing)"):
+    with pytest.raises(
+        WrongCommand, match=r"^(There is no command /|/retry takes #N|/race takes nothing|/edit needs the new text)"
+    ):
         parse_line(line)
+
+
+def test_an_earlier_message_is_changed_or_sent_again() -> None:
+    """What came after it is forgotten, and a number that no message has is refused by name."""
+    conversation = Conversation(seed=5)
+    for message in ("One", "Two", "Three"):
+        conversation.ask(message).add(ONCE)
+    with pytest.raises(WrongCommand, match=r"^There is no message #4; the last one is #3\.$"):
+        conversation.retry(4)
+    assert conversation.listing() == "#1 One\n#2 Two\n#3 Three"
+    assert conversation.retry(2).seed == 6
+    conversation.turns[-1].add(ONCE)
+    assert [turn.user for turn in conversation.turns] == ["One", "Two"]
+    conversation.edit("First", 1)
+    assert conversation.listing() == "#1 First"
+
+
+async def test_a_race_compares_the_tokens_of_both_answers(gateway: ScriptedGateway) -> None:
+    """The last message is answered twice from one seed, with salts of their own; the first answer is kept."""
+    lines = b"Hello\n/race\nGo on\n"
+    code, output, notes = await run_command("--address", gateway.address, stdin=lines)
+    assert (code, output) == (0, f"{ANSWER}\n" * 4)
+    assert "Identical token for token: 3 tokens. 1.00 times as fast: 0.00 s with speculation" in notes
+    _, fast, plain, after = gateway.chats
+    assert [each.generation.speculation.enabled for each in (fast, plain)] == [True, False]
+    assert len({chat.generation.seed for chat in gateway.chats[:3]}) == 1
+    assert len({chat.generation.cache_salt for chat in gateway.chats[:3]}) == 3
+    assert [message.content for message in plain.messages] == ["Hello"]
+    assert [message.content for message in after.messages] == ["Hello", ANSWER, "Go on"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "numerics", "reason"),
+    [
+        (Rule.RATIO, "cpu-test", "The rule ratio does not promise the same tokens"),
+        (Rule.MATCH, "cuda-test", "computed in different ways"),
+        (Rule.MATCH, "cpu-test", "this must not happen"),
+    ],
+)
+def test_a_race_names_the_token_that_differs_and_the_reason(rule: Rule, numerics: str, reason: str) -> None:
+    """Counted from 1; an answer that ends sooner differs at its end."""
+    other = Round((*ONCE.tokens, GeneratedToken(9, Origin.PLAIN, "!")), "Once!")
+    fast = Turn("One", 5, [ONCE], replace(RESULT, acceptance=Acceptance(rule=rule)))
+    plain = Turn("One", 5, [other], replace(RESULT, numerics_ids=(numerics,)))
+    told = verdict(fast, plain)
+    assert told.startswith("Differs at token 2. ")
+    assert reason in told
+
+
+def test_a_race_promises_nothing_that_was_not_seen() -> None:
+    """A stopped one has no result, equal answers under another rule are chance, and without guesses time is nothing."""
+    ended = Turn("One", 5, [ONCE], RESULT)
+    assert verdict(Turn("One", 5, [ONCE]), ended).startswith("No result")
+    assert verdict(replace(ended, result=replace(RESULT, acceptance=Acceptance(rule=Rule.BLOCK))), ended).startswith(
+        "The same"
+    )
+    idle = replace(RESULT, speculation=replace(RESULT.speculation, draft_tokens=0))
+    assert "Neither answer had any guesses" in verdict(replace(ended, result=idle), ended)
 
 
 def test_help_lists_every_command() -> None:

@@ -23,7 +23,7 @@ def said(gateway: ScriptedGateway) -> list[str]:
 
 
 async def test_a_conversation_in_a_terminal(gateway: ScriptedGateway) -> None:
-    """Styles, figures, history, another seed, an edit, Ctrl-C that keeps what came, a reset, and twice to leave."""
+    """Styles, figures, history, another seed, edits, a race, Ctrl-C that keeps what came, a reset; twice it leaves."""
     async with terminal("chat", "--address", gateway.address, "--system", "Be brief.") as screen:
         await screen.until(PROMPT)
         screen.type("Hello\n")
@@ -43,6 +43,13 @@ async def test_a_conversation_in_a_terminal(gateway: ScriptedGateway) -> None:
         screen.type("/edit Hello again\n")
         await screen.until(FIGURES)
         assert said(gateway) == ["Be brief.", "Hello", ANSWER, "Hello again"]
+        await screen.until(PROMPT)
+        screen.type("/race\n")
+        await screen.until("Identical token for token: 3 tokens.")
+        await screen.until(PROMPT)
+        screen.type("/edit #1 Hi\n")
+        await screen.until(FIGURES)
+        assert said(gateway) == ["Be brief.", "Hi"]
         await screen.until(PROMPT)
         screen.type("wait\n")
         await screen.until("Once")
