@@ -29,8 +29,8 @@ $(SETUP): pyproject.toml constraints.txt setup.py $(KERNELS)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[engine,otlp,dev]"
 	@touch $@
 
-run: $(SETUP) ## starts the stack with the embedded pair, streams one story, serves until Ctrl-C
-	@$(BIN)/outrider up --story
+run: $(SETUP) ## starts the stack with the assistant, answers with and without speculation, serves until Ctrl-C
+	@$(BIN)/outrider up --race
 
 test: $(SETUP) ## all tests but the slow ones, the full exactness grid, the browser's, and the full conformance tests
 	$(BIN)/python -m pytest -m "not grid and not surface and not page and not slow" $(SIDE_BY_SIDE)

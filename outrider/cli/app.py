@@ -14,9 +14,12 @@ from outrider.cli.doctor.command import examine_gateway, examine_machine
 from outrider.cli.generate import check_chat, check_request, generation, read_prompt
 from outrider.cli.local_stack import Stack, choose_models
 from outrider.cli.output import choose_view, installed_versions
+from outrider.cli.pairs import choose_pair
+from outrider.cli.race import QUESTION, STORY
 from outrider.cli.running import note, run
 from outrider.cli.up import choose_display, serving
 from outrider.errors import InvalidRequest, ModelRefused
+from outrider.model_names import embedded_model
 from outrider.model_service.settings import Dtype, available_cpus, check_cascade, check_model
 from outrider.process.options import grouped, listed, options_of, refuse_together
 from outrider.rpc.channels import check_address
@@ -67,7 +70,7 @@ def up(
     drafter: options.Guesser = None,
     datastore: options.DatastoreFile = None,
     no_draft: options.NoDraft = False,
-    story: options.Story = False,
+    race: options.Race = False,
     as_json: options.JsonEvents = False,
 ) -> None:
     """Starts draft service, target service and gateway, and restarts what dies, until Ctrl-C."""
@@ -77,10 +80,11 @@ def up(
     refuse_together("--drafter lookup", drafter if drafter == LOOKUP else None, idle)
     refuse_together("--drafter model", drafter if drafter == MODEL else None, {"--datastore": datastore})
     _check_hosted(models, hosted, draft_device=machine.draft_device)
-    refuse_together("--json", as_json or None, {"--story": story or None})
+    refuse_together("--json", as_json or None, {"--race": race or None})
     stack = _stack(models, machine, hosted, has_draft=not no_draft and drafter != LOOKUP)
     stack = replace(stack, looks=not no_draft and drafter != MODEL, datastore=datastore)
-    run(serving(stack, choose_display(as_json=as_json), story=story), serves=True)
+    question = STORY if stack.target == embedded_model("target") else QUESTION
+    run(serving(stack, choose_display(as_json=as_json), question if race else None), serves=True)
 
 
 @app.command()
@@ -165,7 +169,9 @@ def doctor(
         if rest_address is not None:
             raise InvalidRequest("--rest-address", rest_address, "given with --address")
         try:
-            examined: Stack | ModelRefused = _stack(models, machine, options.HostedOptions(), has_draft=not no_draft)
+            examined: Stack | ModelRefused = _stack(
+                models, machine, options.HostedOptions(), has_draft=not no_draft, fetches=False
+            )
         except ModelRefused as error:
             # One of the findings.
             examined = error
@@ -197,20 +203,33 @@ def version(*, as_json: options.JsonReport = False) -> None:
 
 
 def _stack(
-    models: options.Models, machine: options.MachineOptions, hosted: options.HostedOptions, *, has_draft: bool
+    models: options.Models,
+    machine: options.MachineOptions,
+    hosted: options.HostedOptions,
+    *,
+    has_draft: bool,
+    fetches: bool = True,
 ) -> Stack:
     """The stack to start; without speculation there is no use for a draft. Raises ModelRefused."""
-    target, draft = choose_models(models.target, models.draft, no_draft=not has_draft)
+    refuse_together("--target", models.target, {"--pair": models.pair})
+    named, head = (models.target, models.draft), hosted.head
+    if models.target is None:
+        pair = choose_pair(models.pair, fetches=fetches)
+        if pair.reason:
+            note(f"Serving the embedded pair that tells tales: {pair.reason}")
+        named = pair.target, models.draft or pair.draft
+        head = head or (pair.head if has_draft else None)
+    target, draft = choose_models(*named, no_draft=not has_draft)
     if draft is None and models.cascade is not None:
         raise InvalidRequest("--cascade", models.cascade, f"left out without a draft, and none was named for {target}")
-    names = (hosted.head, hosted.exit_layer, hosted.lookahead)
+    names = (head, hosted.exit_layer, hosted.lookahead)
     if draft is None and has_draft and not any(names):
         note(f"No draft was named for {target}, so guesses are only looked up; name one with --draft.")
     return Stack(
         target=target,
         draft=None if hosted.draft_in_target else draft,
         hosted_draft=draft if hosted.draft_in_target else None,
-        head=None if hosted.head is None else check_model("--head", hosted.head),
+        head=None if head is None else check_model("--head", head),
         exit_layer=hosted.exit_layer,
         lookahead=bool(hosted.lookahead),
         dtype=models.dtype or Dtype.BFLOAT16,

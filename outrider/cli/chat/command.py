@@ -14,10 +14,10 @@ from anyio.from_thread import start_blocking_portal
 from rich.console import Console
 
 from outrider.cli.chat.conversation import COMMANDS, Conversation, Turn, help_text, numbered, parse_line
-from outrider.cli.chat.race import verdict
 from outrider.cli.chat.terminal import Reader, Screen, choose_ends
 from outrider.cli.local_stack import Stack, start_stack
 from outrider.cli.options import OPTIONS, in_options
+from outrider.cli.race import verdict
 from outrider.cli.running import failures_as_exits, note, service_log
 from outrider.client import ChatMessage, Client, GenerationOptions, OutriderError, Speculation, Stream
 from outrider.process.children import Supervisor

@@ -53,7 +53,7 @@ class NativeOps:
         """In the memory of this object's arena."""
         num_rows, rest = sum(weight.shape[0] for weight in weights), weights[0].shape[1:]
         if self._packed_bits is not None:
-            shape = packed_shape(num_rows, *rest, self._packed_bits)
+            shape = packed_shape(num_rows, rest[0], self._packed_bits)
             return pack(weights, self._packed_bits, self._arena.empty(shape, torch.uint8))
         stacked = self._arena.empty((num_rows, *rest), weights[0].dtype)
         return torch.cat(list(weights), out=stacked)

@@ -177,10 +177,12 @@ async def test_up_survives_its_draft_and_drains_on_sigint() -> None:
             await ended(pid)
 
 
-async def test_story_is_the_proof_of_life() -> None:
-    """With --story the text comes after the table, also without a terminal, and the stack stays up until SIGTERM."""
-    async with running_up("--story") as up:
-        await up.until_noted("mean acceptance length")
+async def test_a_race_is_the_proof_of_life() -> None:
+    """With --race both answers come after the table and are compared; the stack stays up until SIGTERM."""
+    async with running_up("--race") as up:
+        await up.until_noted("With speculation: Once upon a time")
+        await up.until_noted("Without speculation: Once upon a time")
+        await up.until_noted("Identical token for token: 128 tokens.")
         await up.until_noted("Serving until Ctrl-C.")
         up.process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(up.process.wait(), END_S) == 0

@@ -1,0 +1,90 @@
+"""A race: the same message answered with and without speculation, from the same seed, and what that showed."""
+
+import secrets
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from outrider.cli.chat.conversation import Turn
+from outrider.cli.options import RequestOptions
+from outrider.cli.output import choose_view
+from outrider.cli.running import note
+from outrider.client import AsyncClient, GenerationOptions, Round, Speculation
+from outrider.parameters import Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked in a race: a message, or a text to continue."""
+
+    text: str
+    options: GenerationOptions
+    is_chat: bool = True
+
+
+QUESTION = Question(
+    "Write a short letter to a friend who wants to learn to cook. Give five tips and say why each one helps.",
+    GenerationOptions(max_tokens=192, seed=3, temperature=0.0),
+)
+STORY = Question(
+    "Once upon a time there was a", GenerationOptions(max_tokens=128, seed=3, temperature=0.7), is_chat=False
+)
+
+
+async def race(address: str, question: Question) -> None:
+    """Streams the answer with speculation, answers again without, and says what differed.
+
+    Raises what the gateway answered, and PeerLost when nobody answers.
+    """
+    turns = []
+    async with AsyncClient(address) as client:
+        for speculates in (True, False):
+            note(f"{'With' if speculates else 'Without'} speculation: {question.text}")
+            # Each reads its prompt itself: with a salt of its own it does not find what the other one left behind.
+            changes = GenerationOptions(cache_salt=secrets.token_hex(8), speculation=Speculation(enabled=speculates))
+            turns.append(await _answered(client, question, GenerationOptions(**{**question.options, **changes})))
+    note(verdict(*turns))
+
+
+async def _answered(client: AsyncClient, question: Question, options: GenerationOptions) -> Turn:
+    turn, view = Turn(question.text, options["seed"] or 0), choose_view(as_json=False)
+    said = [{"role": "user", "content": question.text}]
+    view.begin("" if question.is_chat else question.text, RequestOptions())
+    stream = client.chat(said, **options) if question.is_chat else client.generate(question.text, **options)
+    async with stream:
+        async for event in stream:
+            turn.add(event)
+            if isinstance(event, Round):
+                view.show(event)
+            else:
+                view.finish(event)
+    view.end()
+    return turn
+
+
+def verdict(fast: Turn, plain: Turn) -> str:
+    """Whether the token ids are the same, and how long both took; a stopped race has no result."""
+    if fast.result is None or plain.result is None:
+        return "No result: both answers must end by themselves to be compared."
+    own_us, other_us = fast.result.total_us, plain.result.total_us
+    speed = (
+        f"{other_us / own_us:.2f} times as fast: {own_us / 1e6:.2f} s with speculation, {other_us / 1e6:.2f} s without."
+    )
+    if fast.result.speculation.draft_tokens == 0:
+        speed += " Neither answer had any guesses, so what differs in time is the machine's."
+    pairs = zip_longest(_token_ids(fast), _token_ids(plain))
+    place = next((index for index, (ours, theirs) in enumerate(pairs, start=1) if ours != theirs), None)
+    rule = fast.result.acceptance.rule
+    if place is None:
+        head = "Identical token for token" if rule is Rule.MATCH else "The same this time"
+        return f"{head}: {plain.result.completion_tokens} tokens. {speed}"
+    if rule is not Rule.MATCH:
+        reason = f"The rule {rule} does not promise the same tokens; only match does."
+    elif len({*fast.result.numerics_ids, *plain.result.numerics_ids}) > 1:
+        reason = "The answers were computed in different ways; then only the distribution is promised."
+    else:
+        reason = "Under match on the same numerics this must not happen: please report it."
+    return f"Differs at token {place}. {reason} {speed}"
+
+
+def _token_ids(turn: Turn) -> list[int]:
+    return [token.token_id for event in turn.rounds for token in event.tokens]
