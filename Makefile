@@ -12,7 +12,7 @@ KERNELS := $(wildcard outrider/engine/ops/kernels/*.[ch])
 SIDE_BY_SIDE := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow test-grid test-page test-surface test-fencing check proto options models train train-head bench bench-sized clean
+.PHONY: help setup run test test-slow test-assistant test-grid test-page test-surface test-fencing check proto options models train train-head bench bench-sized clean
 
 help: ## lists the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -33,10 +33,13 @@ run: $(SETUP) ## starts the stack with the assistant, answers with and without s
 	@$(BIN)/outrider up --race
 
 test: $(SETUP) ## all tests but the slow ones, the full exactness grid, the browser's, and the full conformance tests
-	$(BIN)/python -m pytest -m "not grid and not surface and not page and not slow" $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -m "not grid and not surface and not page and not slow and not assistant" $(SIDE_BY_SIDE)
 
 test-slow: $(SETUP) ## training runs, benchmarks from end to end, distributions of real servers
 	$(BIN)/python -m pytest -m "slow and not grid" $(SIDE_BY_SIDE)
+
+test-assistant: $(SETUP) ## the assistant of `outrider up`, fetched if it is not there yet
+	$(BIN)/python -m pytest -m assistant
 
 test-grid: $(SETUP) ## the full exactness grid
 	$(BIN)/python -m pytest -m grid

@@ -4,7 +4,7 @@
 
 The copy set is made from the corpus: texts to repeat, to copy with one word replaced, and to quote one paragraph of. A
 gateway with lookups must serve at the address. Each prompt is answered plainly, by lookups alone and by whatever the
-gateway finds fastest, with all drafters and without lookups, in turns; greedy, and the tokens are compared. Each
+gateway finds fastest, with all drafters and without lookups, in turns, and the tokens are compared. Each
 request has a cache_salt of its own, so that none finds the answer of another one in a memory.
 """
 
@@ -35,6 +35,13 @@ class Prompt(NamedTuple):
     kind: str
     text: str
     is_chat: bool = True
+
+
+class Length(NamedTuple):
+    """Most tokens of an answer, and the temperature of all."""
+
+    tokens: int
+    temperature: float = 0.0
 
 
 class Taken(NamedTuple):
@@ -75,11 +82,11 @@ def questions(file: Path, size: int, seed: int = 0) -> Iterator[Prompt]:
             yield Prompt(category, text)
 
 
-def answer(client: Client, prompt: Prompt, setting: Speculation, tokens: int, salt: str) -> Taken:
+def answer(client: Client, prompt: Prompt, setting: Speculation, length: Length, salt: str) -> Taken:
     """One answer. Times begin behind the first round, which reads the prompt."""
     options = GenerationOptions(
-        max_tokens=tokens,
-        temperature=0,
+        max_tokens=length.tokens,
+        temperature=length.temperature,
         seed=1,
         ignore_eos=not prompt.is_chat,
         speculation=setting,
@@ -102,7 +109,7 @@ def answer(client: Client, prompt: Prompt, setting: Speculation, tokens: int, sa
     return Taken(per_token, num_behind / max(len(rounds) - 1, 1), token_ids)
 
 
-def measure(client: Client, prompts: Sequence[Prompt], tokens: int, has_draft: bool) -> Found:
+def measure(client: Client, prompts: Sequence[Prompt], length: Length, has_draft: bool) -> Found:
     """The answers by kind and setting. Raises TokensDiffer."""
     settings = {
         PLAIN: Speculation(enabled=False),
@@ -114,7 +121,7 @@ def measure(client: Client, prompts: Sequence[Prompt], tokens: int, has_draft: b
     numbers = count()
     for turn, prompt in enumerate(prompts):
         answers = {
-            name: answer(client, prompt, settings[name], tokens, f"{time.time_ns()}-{next(numbers)}")
+            name: answer(client, prompt, settings[name], length, f"{time.time_ns()}-{next(numbers)}")
             for name in rotated([*settings], turn)
         }
         if len({each.token_ids for each in answers.values()}) > 1:
@@ -163,6 +170,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=10, help="prompts of each kind")
     parser.add_argument("--stories", type=int, default=0, help="openings of stories to go on with")
     parser.add_argument("--tokens", type=int, default=128, help="most tokens of an answer")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of all answers; their seed is 1")
     parser.add_argument("--has-draft", action="store_true", help="there is a draft service beside the lookup")
     given = parser.parse_args()
     prompts = [Prompt("story", text, is_chat=False) for text in OPENINGS[: given.stories]]
@@ -172,9 +180,11 @@ def main() -> None:
         prompts += questions(given.questions, given.turns)
     with Client(given.address) as client:
         # The first ones are to warm up: the policy learns what everything costs.
-        measure(client, prompts[:2], given.tokens, given.has_draft)
-        found = measure(client, prompts, given.tokens, given.has_draft)
-    print(f"{machine()}; at most {given.tokens} tokens an answer, greedy; commit {revision() or 'unknown'}.")
+        length = Length(given.tokens, given.temperature)
+        measure(client, prompts[:2], length, given.has_draft)
+        found = measure(client, prompts, length, given.has_draft)
+    how = f"at most {given.tokens} tokens an answer, temperature {given.temperature:g}"
+    print(f"{machine()}; {how}; commit {revision() or 'unknown'}.")
     print(f"Medians with intervals of 95 %.\n\n{render(found)}")
 
 

@@ -10,9 +10,9 @@
  * Integers are exact, so all copies have the same bits. */
 
 /* A group of all weights of a block: for each row a sum of integers, times both scales, onto the row's float32 sums. */
-TARGET INLINE void NAMED(add_group)(const integer_job *job, const uint8_t *weights, const int8_t *const rows[],
-                                    const float *const scales[], const int32_t *const starts[], int64_t group,
-                                    int num_rows, int bits, floats sums[][PARTS]) {
+TARGET INLINE void NAMED(add_group)(const uint8_t *weights, const int8_t *const rows[], const float *const scales[],
+                                    const int32_t *const starts[], int64_t group, int num_rows, int bits,
+                                    floats sums[][PARTS]) {
     const int num_loads = bits == 8 ? 16 : 4;
     ints products[INTEGER_ROWS][PARTS];
     UNROLL
@@ -67,7 +67,7 @@ TARGET INLINE void NAMED(integer_tile)(const integer_job *job, int64_t row, int6
         for (int part = 0; part < PARTS; part++) sums[r][part] = splat(0);
     }
     for (int64_t group = 0; group < job->num_groups; group++, weights += GROUP_BYTES(bits)) {
-        NAMED(add_group)(job, weights, rows, scales, starts, group, num_rows, bits, sums);
+        NAMED(add_group)(weights, rows, scales, starts, group, num_rows, bits, sums);
         UNROLL
         for (int r = 0; r < num_rows; r++) rows[r] += GROUP(bits);
     }

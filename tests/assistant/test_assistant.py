@@ -1,0 +1,91 @@
+"""The assistant that `outrider up` serves by default: it answers, and speculation changes no token of what it says.
+
+A real model of a package: the set skips, and says why, where that cannot be had.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from outrider.cli.pairs import Pair, choose_pair
+from outrider.client import Client, Speculation
+from outrider.errors import ModelRefused
+
+pytestmark = pytest.mark.assistant
+
+COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()", "up", "--pair", "smollm2", "--json")
+FREE_PORTS = ("--port", "0", "--rest-port", "0", "--draft-port", "0", "--target-port", "0")
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write a Python function that returns the larger of two numbers.",
+    "Explain in three sentences why the sky is blue.",
+    "Repeat this word for word: The quick brown fox jumps over the lazy dog, and the dog sleeps on.",
+)
+DRAFTERS = ("auto", "lookup", "model", "eagle3", ["lookup", "model"])
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "int8"])
+def serving(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    """Addresses of a stack on free ports, in one type of weights."""
+    try:
+        choose_pair(Pair.SMOLLM2, fetches=True)
+    except ModelRefused as error:
+        pytest.skip(f"NO ASSISTANT: {error}")
+    command = (*COMMAND, *FREE_PORTS, "--dtype", request.param)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            events = (json.loads(line) for line in process.stdout or ())
+            yield next(event for event in events if event["event"] == "serving")
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+
+
+def test_it_answers_over_rest(serving: dict[str, Any]) -> None:
+    """The official client gets a right answer that ended by itself, with a seed and what guesses did."""
+    client = openai.OpenAI(base_url=f"http://{serving['rest']}/v1", api_key="none")
+    [model] = client.models.list()
+    reply = client.chat.completions.create(
+        model=model.id, messages=[{"role": "user", "content": QUESTIONS[0]}], temperature=0, max_tokens=64
+    )
+    assert "Paris" in (reply.choices[0].message.content or "")
+    assert reply.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_no_drafter_changes_a_token(serving: dict[str, Any], temperature: float) -> None:
+    """The head in the target's process, the draft, lookups, a list of them and whatever is fastest say what it says."""
+    with Client(serving["gateway"]) as client:
+        for question in QUESTIONS:
+            said = [{"role": "user", "content": question}]
+
+            def answer(speculation: Speculation, said: list[dict[str, str]] = said) -> tuple[int, ...]:
+                options = {"max_tokens": 64, "seed": 7, "temperature": temperature}
+                return client.chat(said, speculation=speculation, **options).result().samples[0].token_ids
+
+            plain = answer(Speculation(enabled=False))
+            assert len(plain) > 5
+            for drafter in DRAFTERS:
+                count = None if drafter == "auto" else 4
+                assert answer(Speculation(drafter=drafter, draft_count=count)) == plain, (question, drafter)
+
+
+def test_the_drafts_are_worth_something(serving: dict[str, Any]) -> None:
+    """Both keep more than a third of what they guess of a greedy answer, so fewer passes are needed than tokens."""
+    with Client(serving["gateway"]) as client:
+        for drafter in ("model", "eagle3"):
+            stream = client.chat(
+                [{"role": "user", "content": QUESTIONS[2]}],
+                max_tokens=96,
+                temperature=0,
+                speculation=Speculation(drafter=drafter, draft_count=3),
+            )
+            figures = stream.result().result.speculation
+            assert figures.acceptance_rate > 1 / 3, drafter
+            assert figures.mean_acceptance_length > 1.4, drafter
