@@ -8,13 +8,14 @@ learning rate serves both.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from outrider.errors import OutriderError
-from training.data import IGNORED, HeldOut, TrainingBlocks
+from training.data import IGNORED, HeldOut
 from training.storage import Storage
 
 MICRO_TOKENS = 4096
@@ -25,7 +26,16 @@ TABLES = {"embed_tokens", "lm_head", "emb", "head"}
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """The sum over all targets [B, L] but the IGNORED ones, given the inputs [B, L]."""
-Lesson = tuple[TrainingBlocks, Loss]
+
+
+class Blocks(Protocol):
+    """What a stage learns from: training.data.TrainingBlocks, or rows that a target has written."""
+
+    def at(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets [B, L] of a step; a target is the token behind its input, or IGNORED."""
+
+
+Lesson = tuple[Blocks, Loss]
 
 
 class Diverged(OutriderError):
