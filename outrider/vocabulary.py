@@ -49,7 +49,9 @@ class Vocabulary:
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ModelRefused(f"{path} cannot be read as a size and digests: {error!r}") from error
         if size < 1 or len(digests) != -(-size // IDS_PER_DIGEST):
-            raise ModelRefused(f"{path} has {len(digests)} digests, but {size} ids have one for every {IDS_PER_DIGEST}.")
+            raise ModelRefused(
+                f"{path} has {len(digests)} digests, but {size} ids have one for every {IDS_PER_DIGEST}."
+            )
         return cls(size, digests)
 
     def write(self, folder: Path) -> None:

@@ -15,7 +15,6 @@ from outrider.engine.models.rope import Rope, rotary_tables
 from training.heads import rotated
 
 DRAWN_TOGETHER = 32
-MIN_TEMPERATURE = 1e-3  # stands in where nothing is drawn
 
 
 class LayerWeights(NamedTuple):
@@ -39,11 +38,11 @@ class States(NamedTuple):
 
 
 class BatchDecoder:
-    """Reads texts of at most `length` tokens, as many at once as the first step has; on the CPU."""
+    """On the CPU; `rewind` says how many texts there are, before the first step."""
 
-    def __init__(self, model: LlamaForCausalLM, taps: tuple[int, ...], length: int) -> None:
+    def __init__(self, model: LlamaForCausalLM, taps: tuple[int, ...]) -> None:
         config = model.config
-        self.taps, self.length, self.epsilon = taps, length, config.rms_norm_eps
+        self.taps, self.epsilon = taps, config.rms_norm_eps
         self.num_heads, self.num_groups = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
@@ -66,20 +65,24 @@ class BatchDecoder:
         self.head = weights["lm_head.weight"].bfloat16()
         self.norm = weights["model.norm.weight"].float()
         rope = Rope(theta=config.rope_parameters["rope_theta"])
-        self.cos, self.sin = rotary_tables(rope, self.head_dim, length, torch.device("cpu"))
+        tables = rotary_tables(rope, self.head_dim, config.max_position_embeddings, torch.device("cpu"))
+        self.cos, self.sin = tables
         self.position = 0
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
-    @torch.inference_mode()
-    def step(self, token_ids: Tensor) -> States:
-        """Reads one token [B] of each text. A new text begins with `rewind`."""
-        (batch,), now = token_ids.shape, self.position
-        if not self._keys:
-            shape = (batch, self.num_groups, self.length, self.head_dim)
+    def rewind(self, count: int, length: int) -> None:
+        """Begins so many new texts, of so many tokens at most."""
+        self.position, shape = 0, (count, self.num_groups, length, self.head_dim)
+        if not self._keys or self._keys[0].shape != shape:
             self._keys, self._values = (
                 [torch.empty(shape, dtype=torch.bfloat16) for _ in self.layers] for _ in range(2)
             )
+
+    @torch.inference_mode()
+    def step(self, token_ids: Tensor) -> States:
+        """Reads one token [B] of each text."""
+        (batch,), now = token_ids.shape, self.position
         x = self.embedding[token_ids].float()
         taken: dict[int, Tensor] = {}
         for number, layer in enumerate(self.layers):
@@ -104,10 +107,6 @@ class BatchDecoder:
         """[B, V] bfloat16 of final states [B, H]."""
         return linear(normed, self.head)
 
-    def rewind(self) -> None:
-        """Forgets all texts; the next ones are as many."""
-        self.position = 0
-
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight.shape, weight, self.epsilon).bfloat16()
 
@@ -116,10 +115,10 @@ def drawn(logits: Tensor, temperatures: Tensor, generator: torch.Generator) -> T
     """One id [B] of each law of logits [B, V], at the temperatures [B]; the likeliest at 0."""
     # Every text takes its number, drawn or not, so that one text's temperature changes no other text.
     numbers = torch.rand(len(logits), 1, generator=generator)
-    ids: list[Tensor] = []
+    ids = logits.argmax(-1)
     # Few rows at once, whose sums stay in the cache.
-    for scores, heat, number in zip(*(each.split(DRAWN_TOGETHER) for each in (logits, temperatures, numbers)), strict=True):
-        sums = (scores.float() / heat.clamp_min(MIN_TEMPERATURE)[:, None]).softmax(-1).cumsum(-1)
-        places = torch.searchsorted(sums, number * sums[:, -1:])[:, 0].clamp_(max=logits.shape[1] - 1)
-        ids.append(torch.where(heat > 0, places, scores.argmax(-1)))
-    return torch.cat(ids)
+    for rows in torch.split((temperatures > 0).nonzero()[:, 0], DRAWN_TOGETHER):
+        sums = (logits[rows].float() / temperatures[rows, None]).softmax(-1).cumsum(-1)
+        places = torch.searchsorted(sums, numbers[rows] * sums[:, -1:])
+        ids[rows] = places[:, 0].clamp_(max=logits.shape[1] - 1)
+    return ids

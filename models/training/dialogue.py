@@ -4,11 +4,10 @@ An empty user turn lets an instructed model write the user's message itself (Mag
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -130,6 +129,6 @@ class Writing:
         # No token has more than a few characters in the mean, so this is text enough for them.
         ids = self.tokenizer.encode(document[start : start + 8 * length], add_special_tokens=False)[:length]
         if self.turns is None:
-            return ids
+            return list(ids)
         request = REQUESTS[number(len(REQUESTS))]
-        return self.tokenizer.encode(request.format(self.tokenizer.decode(ids)), add_special_tokens=False)
+        return list(self.tokenizer.encode(request.format(self.tokenizer.decode(ids)), add_special_tokens=False))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -140,6 +141,21 @@ def learn(
             storage.save_checkpoint(stage.name, step + 1, state)
         report(step + 1, value)
     model.eval()
+
+
+def go_through(stage: Stage, model: nn.Module, lessons: Sequence[Lesson], storage: Storage, console: Console) -> None:
+    """Lets the model learn the stage, or gives it the weights that it had at the stage's end. Raises Diverged."""
+    found = storage.result(stage.name)
+    if found is None:
+
+        def report(step: int, value: float) -> None:
+            if step % storage.every == 0 or step == stage.steps:
+                console.print(f"{stage.name}: step {step:,}, loss {value:.3f}")
+
+        learn(stage, model, lessons, storage, report)
+        found = {"model": model.state_dict()}
+        storage.save_result(stage.name, found)
+    model.load_state_dict(found["model"])
 
 
 def micro_batches(rows: Tensor) -> tuple[Tensor, ...]:

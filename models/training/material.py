@@ -5,30 +5,29 @@ makes only those again that it had not finished, with the same bits where torch 
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Self
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from training.data import IGNORED
 from training.decoding import BatchDecoder, drawn
 from training.dialogue import Text
 from training.storage import write_whole
 
 
-def write_shard(decoder: BatchDecoder, texts: list[Text], generator: torch.Generator) -> dict[str, Tensor]:
-    """Lets the decoder write all texts to its length: token_ids and is_answer [B, L], taps [B, L, F], normed [B, L, H].
+def write_shard(
+    decoder: BatchDecoder, texts: Sequence[Text], length: int, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Writes all texts to this length: token_ids and is_answer [B, L], taps [B, L, F] and normed [B, L, H] bfloat16.
 
-    Where `is_answer`, the target drew the token for an answer. taps and normed are those of the row that reads the token.
+    Where `is_answer`, the target drew the token for an answer. taps and normed are of the row that reads the token.
     """
-    decoder.rewind()
-    count, length = len(texts), decoder.length
+    count = len(texts)
+    decoder.rewind(count, length)
     token_ids = torch.zeros(count, length, dtype=torch.int64)
     is_answer = torch.zeros(count, length, dtype=torch.bool)
     kept: list[Tensor] = []
@@ -52,28 +51,31 @@ def shard_path(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:03}.safetensors"
 
 
+def seeded(words: str) -> torch.Generator:
+    """A generator of its own for everything that is called differently."""
+    digest = hashlib.blake2b(words.encode(), digest_size=7).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+
+
 def write_shards(
     folder: Path,
     num_answer_tokens: int,
     seed: int,
-    new_texts: Callable[[torch.Generator], list[Text]],
-    decoder: BatchDecoder,
-    report: Callable[[int, int, int], None],
+    write: Callable[[torch.Generator], dict[str, Tensor]],
+    report: Callable[[int, int], None],
 ) -> int:
-    """Writes shards until their answers have so many tokens, but those that are there; returns how many there are.
+    """Has shards written until their answers have so many tokens, but those that are there; returns how many there are.
 
-    `report` is told a shard's number, its tokens, and the answers' tokens so far.
+    Each has a generator of its own. `report` is told how many there are, and their answers' tokens.
     """
     folder.mkdir(parents=True, exist_ok=True)
     total = number = 0
     while total < num_answer_tokens:
         path = shard_path(folder, number)
         if not path.is_file():
-            digest = hashlib.blake2b(f"{seed} texts {number}".encode(), digest_size=7).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-            write_whole(path, partial(save_file, write_shard(decoder, new_texts(generator), generator)))
+            write_whole(path, partial(save_file, write(seeded(f"{seed} texts {number}"))))
         with safe_open(path, "pt") as file:
             is_answer = file.get_tensor("is_answer")
         total, number = total + int(is_answer.sum()), number + 1
-        report(number, is_answer.numel(), total)
+        report(number, total)
     return number

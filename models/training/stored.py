@@ -4,8 +4,6 @@ The target is not run any more: its law at a row is a product of the final state
 the draft vocabulary are in it, so what they have together counts as all there is.
 """
 
-import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -20,7 +18,7 @@ from training.data import IGNORED
 from training.heads import Eagle3
 from training.imitate import STEP_WEIGHT, row_losses
 from training.learn import Loss
-from training.material import shard_path
+from training.material import seeded, shard_path
 
 OVERLAP_TEMPERATURE = 0.7
 """Of both laws where the overlap is raised: between the greedy choice and sampling, both of which are served."""
@@ -58,10 +56,10 @@ class Material:
         return torch.stack(found).float()
 
     def frequent_ids(self, size: int | None, vocab_size: int) -> Tensor:
-        """The ids that are most frequent in answers [size], rising; all without a size."""
+        """The most frequent ids [size], rising; all without a size."""
         if size is None:
             return torch.arange(vocab_size)
-        counts = torch.bincount(self.token_ids[self.is_answer], minlength=vocab_size)
+        counts = torch.bincount(self.token_ids.flatten(), minlength=vocab_size)
         return counts.argsort(descending=True, stable=True)[:size].sort().values
 
 
@@ -89,9 +87,7 @@ class AnswerBlocks:
 
     def _row(self, index: int, count: int) -> int:
         number, position = divmod(index, count)
-        digest = hashlib.blake2b(f"{self.seed} {number}".encode(), digest_size=7).digest()
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(int.from_bytes(digest, "little")))
-        return int(order[position])
+        return int(torch.randperm(count, generator=seeded(f"{self.seed} {number}"))[position])
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +136,7 @@ def draft_loss(teacher: StoredTeacher, *, overlap: bool) -> Loss:
     temperature = OVERLAP_TEMPERATURE if overlap else 1.0
 
     def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        draft: LlamaForCausalLM = model  # type: ignore[assignment]
+        draft: LlamaForCausalLM = model
         rows, texts, columns, laws = teacher.lesson(inputs, targets, temperature)
         with torch.autocast("cpu", torch.bfloat16):
             states = draft.model(input_ids=teacher.material.token_ids[rows], use_cache=False).last_hidden_state

@@ -72,7 +72,9 @@ def test_a_draft_may_state_the_vocabulary_of_its_target(tmp_path: Path) -> None:
         Vocabulary.read(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"size": 5}', '{"size": 5, "digests": [7]}', '{"size": 5, "digests": []}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"size": 5}', '{"size": 5, "digests": [7]}', '{"size": 5, "digests": []}']
+)
 def test_a_stated_vocabulary_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     """One sentence that names the file."""
     (tmp_path / "vocabulary.json").write_text(text)
