@@ -62,17 +62,18 @@ def make_draft(
     if threads is not None:
         torch.set_num_threads(threads)
     model = trained_model("--target", target)
+    # Where it lies is nobody's business who gets the drafts.
+    name = target.absolute().name
     documents = [] if corpus is None else read_documents(corpus, separator)
-    asked = [] if questions is None else read_questions(questions, per_category)
+    asked = [] if questions is None else read_questions(questions)
     # What does not fit is refused before anything is computed.
-    head_files(given, model, name or str(target), torch.arange(1))
+    head_files(given, model, name, torch.arange(1))
     new_draft(given, model)
     writing = read_writing(target, model, given, documents)
     identity = {
         "--target": model_hash(target),
         "--corpus": digest(documents),
         "--questions": digest([each.category + each.text for each in asked]),
-        "--name": name,
         **options_of(given),
     }
     storage = Storage(out, checkpoint_every)
@@ -81,7 +82,7 @@ def make_draft(
     storage.claim(identity, writing.tokenizer.backend_tokenizer.to_str())
     console = Console(highlight=False)
     console.print(f"{'Going on with' if goes_on else 'Making'} drafts in {out}:")
-    run = DraftRun(given, model, name or str(target), Vocabulary.read(target), writing, asked, storage, console)
+    run = DraftRun(given, model, name, Vocabulary.read(target), writing, asked, storage, console)
     report = markdown(run.make())
     (out / "report.md").write_text(report, encoding="utf-8")
     console.print(report)

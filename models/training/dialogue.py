@@ -40,7 +40,7 @@ class Turns:
 
     @classmethod
     def read(cls, tokenizer: PreTrainedTokenizerFast, end_ids: frozenset[int]) -> Self | None:
-        """Of a tokenizer's template; None where it has none. Raises InvalidRequest about one that hides its messages."""
+        """Of a tokenizer's template; None where it has none. Raises InvalidRequest about one that hides messages."""
         if tokenizer.chat_template is None:
             return None
         messages = [{"role": role, "content": MARK} for role in ("user", "assistant", "user")]

@@ -26,7 +26,7 @@ from training.stored import StoredTeacher
 TEMPERATURES = (0.0, 0.7, 1.0)
 DEPTHS = 5
 OWN = "its own texts"
-OWN_TEXTS, ANSWER_LEN, MAX_QUESTION_LEN, TOGETHER = 16, 128, 1024, 96
+OWN_TEXTS, QUESTIONS_EACH, ANSWER_LEN, MAX_QUESTION_LEN, TOGETHER = 16, 6, 128, 1200, 96
 Report = dict[str, list[float]]
 """By "temperature / category": for the head how often the guess of each depth is kept, for the draft that of any."""
 
@@ -38,8 +38,8 @@ class Question(NamedTuple):
     text: str
 
 
-def read_questions(path: Path, per_category: int) -> list[Question]:
-    """The first questions of each category of a file of JSON lines, `category` and `turns`, the first turn of each.
+def read_questions(path: Path) -> list[Question]:
+    """The first QUESTIONS_EACH of each category of a file of JSON lines, `category` and `turns`: the first turn of each.
 
     Raises InvalidRequest about `--questions`.
     """
@@ -51,7 +51,7 @@ def read_questions(path: Path, per_category: int) -> list[Question]:
     except (OSError, ValueError, TypeError, KeyError, IndexError) as error:
         limit = f"a file of JSON lines with category and turns: {error!r}"
         raise InvalidRequest("--questions", str(path), limit) from error
-    return [question for each in found.values() for question in each[:per_category]]
+    return [question for each in found.values() for question in each[:QUESTIONS_EACH]]
 
 
 class Begun(NamedTuple):

@@ -31,7 +31,7 @@ from training.stored import AnswerBlocks, Material, StoredTeacher, draft_loss, h
 
 SIZE = between(1, 65536)
 DRAFT_HEAD_DIM = 32
-RATES = {"head": 2e-3, "head-overlap": 7e-4, "draft": 4e-3, "draft-overlap": 1e-3}
+RATES = {"head": 4e-3, "head-overlap": 1e-3, "draft": 4e-3, "draft-overlap": 1e-3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
