@@ -22,7 +22,7 @@ from outrider.vocabulary import Vocabulary
 from training.data import digest, read_documents
 from training.dialogue import Turns, Writing
 from training.draft_report import markdown, read_questions
-from training.draft_run import DraftRun, DraftSettings, head_files, new_draft
+from training.draft_run import DraftRun, DraftSettings, check_fit
 from training.model import trained_model
 from training.run import COUNT
 from training.storage import Storage
@@ -48,10 +48,6 @@ def make_draft(
         Path | None,
         typer.Option(help="JSON lines with category and turns, for the report alone: nothing is learnt from them."),
     ] = None,
-    per_category: Annotated[int, typer.Option(callback=COUNT, help="Questions of each category in the report.")] = 6,
-    name: Annotated[
-        str | None, typer.Option(help="What the head's files call the target; by default its path.")
-    ] = None,
     threads: Annotated[
         int | None, typer.Option(callback=between(1, 1024), help="On the CPU; by default one a core.")
     ] = None,
@@ -66,9 +62,7 @@ def make_draft(
     name = target.absolute().name
     documents = [] if corpus is None else read_documents(corpus, separator)
     asked = [] if questions is None else read_questions(questions)
-    # What does not fit is refused before anything is computed.
-    head_files(given, model, name, torch.arange(1))
-    new_draft(given, model)
+    check_fit(given, model)
     writing = read_writing(target, model, given, documents)
     identity = {
         "--target": model_hash(target),

@@ -65,8 +65,8 @@ class BatchDecoder:
         self.head = weights["lm_head.weight"].bfloat16()
         self.norm = weights["model.norm.weight"].float()
         rope = Rope(theta=config.rope_parameters["rope_theta"])
-        tables = rotary_tables(rope, self.head_dim, config.max_position_embeddings, torch.device("cpu"))
-        self.cos, self.sin = tables
+        self.context_len = config.max_position_embeddings
+        self.cos, self.sin = rotary_tables(rope, self.head_dim, self.context_len, torch.device("cpu"))
         self.position = 0
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []

@@ -82,7 +82,7 @@ class Text:
         if turns is None or (token_id not in turns.end_ids and self._drawn < limit):
             return token_id, is_answer
         # The end of an answer is the target's own, unless it was cut.
-        is_own = is_answer and token_id in turns.end_ids
+        is_own = is_answer and token_id == turns.between[0]
         self._given.extend(turns.between if is_answer else turns.before_answer)
         self._user_writes, self._drawn = is_answer, 0
         return self._given.popleft(), is_own

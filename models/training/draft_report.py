@@ -39,7 +39,7 @@ class Question(NamedTuple):
 
 
 def read_questions(path: Path) -> list[Question]:
-    """The first QUESTIONS_EACH of each category of a file of JSON lines, `category` and `turns`: the first turn of each.
+    """First turns of the first QUESTIONS_EACH of each category, of a file of JSON lines with `category` and `turns`.
 
     Raises InvalidRequest about `--questions`.
     """
@@ -74,14 +74,16 @@ def measure_drafts(
     console: Console,
 ) -> Report:
     """Runs the target over questions and over beginnings of its own, and both drafts over what it answers."""
-    begun = [*_begun(writing, questions)]
+    begun = [*_begun(writing, questions, min(MAX_QUESTION_LEN, decoder.context_len - ANSWER_LEN))]
     begun.sort(key=lambda each: len(each.given))
     sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(DEPTHS + 2, dtype=torch.float64))
     generator = seeded("report")
     for start in range(0, len(begun), TOGETHER):
         some = begun[start : start + TOGETHER]
         texts = [Text(each.given, each.temperature, writing.turns, user_writes=each.asks) for each in some]
-        length = len(some[-1].given) + ANSWER_LEN * (2 if some[-1].asks else 1)
+        # A text that begins with its user's message needs room for that, too.
+        longest = max(len(each.given) + ANSWER_LEN * (2 if each.asks else 1) for each in some)
+        length = min(longest, decoder.context_len)
         written = write_shard(decoder, texts, length, generator)
         is_measured = first_answers(written["is_answer"])
         for row, each in enumerate(some):
@@ -100,7 +102,8 @@ def first_answers(is_answer: Tensor) -> Tensor:
     return kept
 
 
-def _begun(writing: Writing, questions: Sequence[Question]) -> Iterator[Begun]:
+def _begun(writing: Writing, questions: Sequence[Question], limit: int) -> Iterator[Begun]:
+    """Texts of its own and the answers to questions of at most so many tokens, at each temperature."""
     turns, tokenizer = writing.turns, writing.tokenizer
     for temperature in TEMPERATURES:
         given = writing.bos if turns is None else turns.before_user
@@ -108,8 +111,9 @@ def _begun(writing: Writing, questions: Sequence[Question]) -> Iterator[Begun]:
             yield Begun(OWN, temperature, given, turns is not None)
         for question in questions:
             ids = tokenizer.encode(question.text, add_special_tokens=False)
-            if len(ids) <= MAX_QUESTION_LEN:
-                yield Begun(question.category, temperature, ids if turns is None else turns.ask(ids), False)
+            given = ids if turns is None else turns.ask(ids)
+            if len(given) <= limit:
+                yield Begun(question.category, temperature, given, False)
 
 
 @torch.inference_mode()
@@ -131,12 +135,12 @@ def _kept(
         guesses = [head.lm_head(states[0, columns - 1 - step]).float() for step, states in enumerate(steps)]
         states = draft.model(input_ids=written["token_ids"], use_cache=False).last_hidden_state
         drafted = draft.lm_head(states[0, columns]).float()
-    kept = [_kept_of(laws, guess, teacher.draft_ids, temperature) for guess in guesses]
-    kept.append(_kept_of(laws, drafted, torch.arange(laws.shape[1]), temperature))
+    kept = [kept_of(laws, guess, teacher.draft_ids, temperature) for guess in guesses]
+    kept.append(kept_of(laws, drafted, torch.arange(laws.shape[1]), temperature))
     return torch.tensor([*kept, len(columns)], dtype=torch.float64)
 
 
-def _kept_of(laws: Tensor, guessed: Tensor, ids: Tensor, temperature: float) -> float:
+def kept_of(laws: Tensor, guessed: Tensor, ids: Tensor, temperature: float) -> float:
     """Of logits [n, V] and guessed ones [n, V'] of some ids."""
     if temperature == 0:
         return float((ids[guessed.argmax(-1)] == laws.argmax(-1)).sum())

@@ -20,7 +20,7 @@ from training.decoding import BatchDecoder
 from training.dialogue import Writing
 from training.draft_report import Question, Report, measure_drafts
 from training.head_files import HeadFiles
-from training.head_run import HeadSettings, new_head, shape_of, taps_of
+from training.head_run import HeadSettings, draft_ids_of, new_head, shape_of, taps_of
 from training.heads import Eagle3
 from training.learn import Loss, Stage, go_through
 from training.material import write_shard, write_shards
@@ -113,6 +113,18 @@ def head_files(settings: DraftSettings, target: LlamaForCausalLM, name: str, dra
     )
 
 
+def check_fit(settings: DraftSettings, target: LlamaForCausalLM) -> None:
+    """Raises InvalidRequest about what does not fit the target, before anything is computed."""
+    config = target.config
+    if settings.text_len > config.max_position_embeddings:
+        raise InvalidRequest(
+            "--text-len", settings.text_len, f"at most {config.max_position_embeddings:,}, its context"
+        )
+    draft_ids = draft_ids_of(torch.arange(1), settings.draft_vocab, config.vocab_size)
+    head_files(settings, target, "", draft_ids)
+    new_draft(settings, target)
+
+
 def new_draft(settings: DraftSettings, target: LlamaForCausalLM) -> LlamaForCausalLM:
     """A small Llama for the target's tokens, whose tied matrix begins as what the principal directions of the target's
     output matrix keep of it; leaves torch's own seed alone. Raises InvalidRequest about `--draft-size`."""
@@ -159,11 +171,11 @@ class DraftRun:
 
     def make(self) -> Report:
         """Writes `head` and `draft` into the storage's folder; returns what they reach."""
-        settings = self.settings
+        settings, vocab_size = self.settings, self.target.config.vocab_size
         taps = taps_of(settings.head, self.target.config.num_hidden_layers)
         decoder = BatchDecoder(frozen(self.target), taps)
         material = self._material(decoder)
-        draft_ids = material.frequent_ids(settings.draft_vocab, self.target.config.vocab_size)
+        draft_ids = draft_ids_of(material.token_ids.flatten(), settings.draft_vocab, vocab_size)
         output = self.target.get_output_embeddings().weight.detach()
         teacher = StoredTeacher(material, output[draft_ids].bfloat16(), draft_ids)
         covered = float(torch.isin(material.token_ids[material.is_answer], draft_ids).double().mean())
@@ -172,7 +184,7 @@ class DraftRun:
         head = new_head(files, self.target.get_input_embeddings().weight.detach(), output, settings.seed)
         assert isinstance(head, Eagle3)
         draft = new_draft(settings, self.target)
-        known = torch.zeros(self.target.config.vocab_size, dtype=torch.bool)
+        known = torch.zeros(vocab_size, dtype=torch.bool)
         known[draft_ids] = True
         rows, drafts = settings.head_batch, settings.draft_batch
         stages: list[tuple[nn.Module, str, int, int, Loss]] = [

@@ -55,13 +55,6 @@ class Material:
                 found.append(file.get_slice(name)[place])
         return torch.stack(found).float()
 
-    def frequent_ids(self, size: int | None, vocab_size: int) -> Tensor:
-        """The most frequent ids [size], rising; all without a size."""
-        if size is None:
-            return torch.arange(vocab_size)
-        counts = torch.bincount(self.token_ids.flatten(), minlength=vocab_size)
-        return counts.argsort(descending=True, stable=True)[:size].sort().values
-
 
 @dataclass(frozen=True, slots=True)
 class AnswerBlocks:
