@@ -26,7 +26,7 @@ from training.stored import StoredTeacher
 TEMPERATURES = (0.0, 0.7, 1.0)
 DEPTHS = 5
 OWN = "its own texts"
-OWN_TEXTS, QUESTIONS_EACH, ANSWER_LEN, MAX_QUESTION_LEN, TOGETHER = 16, 6, 128, 1200, 96
+OWN_TEXTS, QUESTIONS_EACH, ANSWER_LEN, MAX_QUESTION_LEN, TOGETHER = 12, 3, 128, 1200, 48
 Report = dict[str, list[float]]
 """By "temperature / category": for the head how often the guess of each depth is kept, for the draft that of any."""
 

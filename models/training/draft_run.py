@@ -55,7 +55,7 @@ class DraftSettings:
     head_size: Annotated[
         int | None, typer.Option(callback=SIZE, help="Hidden size of the head; by default the target's.")
     ] = None
-    head_kv_heads: Annotated[int, typer.Option(callback=SIZE, help="Of the head.")] = 3
+    head_kv_heads: Annotated[int | None, typer.Option(callback=SIZE, help="Of the head; by default 1.")] = None
     head_mlp_size: Annotated[
         int | None, typer.Option(callback=SIZE, help="Of the head; by default 16/9 of its hidden size.")
     ] = None
@@ -71,8 +71,8 @@ class DraftSettings:
         int, typer.Option(callback=COUNT, help="Behind them, of raising how often a guess is kept.")
     ] = 250
     head_batch: Annotated[int, typer.Option(callback=BATCH, help="Texts a step of the head.")] = 4
-    draft_size: Annotated[int, typer.Option(callback=SIZE, help="Hidden size of the separate draft.")] = 96
-    draft_layers: Annotated[int, typer.Option(callback=between(1, 64), help="Of the separate draft.")] = 3
+    draft_size: Annotated[int, typer.Option(callback=SIZE, help="Hidden size of the separate draft.")] = 128
+    draft_layers: Annotated[int, typer.Option(callback=between(1, 64), help="Of the separate draft.")] = 2
     draft_steps: Annotated[int, typer.Option(callback=COUNT, help="Of copying the target's laws.")] = 900
     draft_overlap_steps: Annotated[
         int, typer.Option(callback=COUNT, help="Behind them, of raising how often a guess is kept.")
