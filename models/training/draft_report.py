@@ -111,9 +111,9 @@ def _begun(writing: Writing, questions: Sequence[Question], limit: int) -> Itera
             yield Begun(OWN, temperature, given, turns is not None)
         for question in questions:
             ids = tokenizer.encode(question.text, add_special_tokens=False)
-            given = ids if turns is None else turns.ask(ids)
-            if len(given) <= limit:
-                yield Begun(question.category, temperature, given, False)
+            asked = ids if turns is None else turns.ask(ids)
+            if len(asked) <= limit:
+                yield Begun(question.category, temperature, asked, False)
 
 
 @torch.inference_mode()

@@ -1,6 +1,7 @@
 """The order of things when drafts are made for a target: it writes, a head and a separate model learn, and a report."""
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,11 +28,14 @@ from training.material import write_shard, write_shards
 from training.model import write_weights
 from training.run import BATCH, COUNT, frozen
 from training.storage import Storage, write_whole
-from training.stored import AnswerBlocks, Material, StoredTeacher, draft_loss, head_loss
+from training.stored import AnswerBlocks, Material, StoredTeacher, draft_loss, head_loss, over_raw_features
 
 SIZE = between(1, 65536)
 DRAFT_HEAD_DIM = 32
-RATES = {"head": 4e-3, "head-overlap": 1e-3, "draft": 4e-3, "draft-overlap": 1e-3}
+# An output matrix that begins as the target's has little to learn.
+HEAD_TABLE_SHARE = 0.05
+OWN_ROW_SCORE = 11.0
+RATES = {"head": 1e-2, "head-overlap": 2e-3, "draft": 4e-3, "draft-overlap": 1e-3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +55,7 @@ class DraftSettings:
     ] = 0.15
     steps_ahead: Annotated[
         int, typer.Option(callback=between(1, 16), help="Guesses in a row that the head is trained for.")
-    ] = 3
+    ] = 2
     head_size: Annotated[
         int | None, typer.Option(callback=SIZE, help="Hidden size of the head; by default the target's.")
     ] = None
@@ -156,6 +160,18 @@ def new_draft(settings: DraftSettings, target: LlamaForCausalLM) -> LlamaForCaus
     return draft
 
 
+def see_own_row(head: Eagle3, head_dim: int, seed: int) -> None:
+    """Lets the attention of a new head begin at its own row, whose token it needs most: queries begin as the keys.
+
+    It would begin as a mean over all rows otherwise, and learn for long to see the token that the guess is behind.
+    """
+    weights, generator = head.state_dict(), torch.Generator().manual_seed(seed)
+    keys, queries = (weights[f"layers.0.self_attn.{name}_proj.weight"] for name in "kq")
+    keys.normal_(std=math.sqrt(OWN_ROW_SCORE / (keys.shape[1] * math.sqrt(head_dim))), generator=generator)
+    groups = keys.view(-1, head_dim, keys.shape[1])
+    queries.copy_(groups.repeat_interleave(len(queries) // len(keys), 0).flatten(0, 1))
+
+
 @dataclass(frozen=True, slots=True)
 class DraftRun:
     """One making of drafts, from wherever its storage says that it stands."""
@@ -177,12 +193,13 @@ class DraftRun:
         material = self._material(decoder)
         draft_ids = draft_ids_of(material.token_ids.flatten(), settings.draft_vocab, vocab_size)
         output = self.target.get_output_embeddings().weight.detach()
-        teacher = StoredTeacher(material, output[draft_ids].bfloat16(), draft_ids)
+        teacher = StoredTeacher(material, output[draft_ids].bfloat16(), draft_ids, material.feature_scale())
         covered = float(torch.isin(material.token_ids[material.is_answer], draft_ids).double().mean())
         self.console.print(f"{len(draft_ids):,} ids are {covered:.1%} of the answers")
         files = head_files(settings, self.target, self.name, draft_ids)
         head = new_head(files, self.target.get_input_embeddings().weight.detach(), output, settings.seed)
         assert isinstance(head, Eagle3)
+        see_own_row(head, files.shape.head_dim, settings.seed)
         draft = new_draft(settings, self.target)
         known = torch.zeros(vocab_size, dtype=torch.bool)
         known[draft_ids] = True
@@ -194,19 +211,21 @@ class DraftRun:
             (draft, "draft-overlap", settings.draft_overlap_steps, drafts, draft_loss(teacher, overlap=True)),
         ]
         for model, name, steps, batch, loss in stages:
-            stage = Stage(name, steps, RATES[name], ((batch, settings.text_len),))
+            share = HEAD_TABLE_SHARE if model is head else 1.0
+            stage = Stage(name, steps, RATES[name], ((batch, settings.text_len),), share)
             count = sum(each.numel() for each in model.parameters())
             self.console.print(f"{name}: {count:,} weights, {steps:,} steps of {batch} x {settings.text_len:,} tokens")
             blocks = AnswerBlocks(material, known, settings.steps_ahead, batch, f"{settings.seed} {name}")
             go_through(stage, model, [(blocks, loss)], self.storage, self.console)
-            if name == "head-overlap" and not (self.storage.out / "head").exists():
-                write_whole(self.storage.out / "head", partial(files.write, head.state_dict(), output))
+        served = over_raw_features(head, teacher)
+        if not (self.storage.out / "head").exists():
+            write_whole(self.storage.out / "head", partial(files.write, served.state_dict(), output))
         if not (self.storage.out / "draft").exists():
             write_whole(self.storage.out / "draft", partial(self._write_draft, copy.deepcopy(draft)))
         found = self.storage.result("report")
         if found is None:
             found = {
-                "report": measure_drafts(self.writing, self.questions, decoder, teacher, head, draft, self.console)
+                "report": measure_drafts(self.writing, self.questions, decoder, teacher, served, draft, self.console)
             }
             self.storage.save_result("report", found)
         return found["report"]  # type: ignore[no-any-return]

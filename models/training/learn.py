@@ -54,6 +54,8 @@ class Stage:
     learning_rate: float
     portions: tuple[tuple[int, int], ...]
     """What a step takes: so many blocks of so many tokens, and so many of another length."""
+    table_share: float = 1.0
+    """Of the learning rate, for norms and for vectors of single tokens: less where these are known already."""
 
     @property
     def tokens(self) -> int:
@@ -131,9 +133,9 @@ def learn(
         if not math.isfinite(value):
             raise Diverged(f"The loss of stage {stage.name} is {value} at step {step + 1}.", step=step + 1)
         nn.utils.clip_grad_norm_(list(model.parameters()), MAX_GRADIENT_NORM)
-        for optimiser in optimisers:
+        for optimiser, share in zip(optimisers, (1.0, stage.table_share), strict=True):
             for group in optimiser.param_groups:
-                group["lr"] = stage.learning_rate * rate(step, stage.steps, min(100, stage.steps // 10))
+                group["lr"] = share * stage.learning_rate * rate(step, stage.steps, min(100, stage.steps // 10))
             optimiser.step()
             optimiser.zero_grad()
         if (step + 1) % storage.every == 0 and step + 1 < stage.steps:

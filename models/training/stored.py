@@ -4,6 +4,7 @@ The target is not run any more: its law at a row is a product of the final state
 the draft vocabulary are in it, so what they have together counts as all there is.
 """
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -22,6 +23,8 @@ from training.material import seeded, shard_path
 
 OVERLAP_TEMPERATURE = 0.7
 """Of both laws where the overlap is raised: between the greedy choice and sampling, both of which are served."""
+
+SCALE_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,11 @@ class Material:
             with safe_open(self.files[number], "pt") as file:
                 found.append(file.get_slice(name)[place])
         return torch.stack(found).float()
+
+    def feature_scale(self) -> Tensor:
+        """The root of the mean square of each feature [F] at the taps, over the first texts."""
+        taps = self.states("taps", torch.arange(min(SCALE_ROWS, len(self.token_ids))))
+        return taps.pow(2).mean((0, 1)).sqrt().clamp_min(1e-6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,8 @@ class StoredTeacher:
     output: Tensor
     """The target's output matrix at these ids [V', H]."""
     draft_ids: Tensor
+    feature_scale: Tensor
+    """[F] of the taps: the root of their mean square, for some features are a thousand times as large as others."""
 
     def lesson(self, places: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Rows [B] of the material; text and column [n] of every law that is learnt; and these laws [n, V']."""
@@ -103,7 +113,10 @@ class StoredTeacher:
 
 
 def head_loss(teacher: StoredTeacher, *, overlap: bool) -> Loss:
-    """As training.imitate.imitation, of an EAGLE-3 head; targets begin where all its steps have a row."""
+    """As training.imitate.imitation, of an EAGLE-3 head; targets begin where all its steps have a row.
+
+    The head learns to read scaled features; `over_raw_features` makes one of it that reads them as they are.
+    """
     temperature = OVERLAP_TEMPERATURE if overlap else 1.0
 
     def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -111,7 +124,7 @@ def head_loss(teacher: StoredTeacher, *, overlap: bool) -> Loss:
         rows, texts, columns, laws = teacher.lesson(inputs, targets, temperature)
         total, weights = torch.zeros(()), 0.0
         with torch.autocast("cpu", torch.bfloat16):
-            features = teacher.material.states("taps", rows)
+            features = teacher.material.states("taps", rows) / teacher.feature_scale
             for step, states in enumerate(head.normed_states(features, teacher.material.token_ids[rows])):
                 # Row m of a step guesses the law at row m + 1 + step.
                 logits = head.lm_head(states[texts, columns - 1 - step]).float()
@@ -122,6 +135,13 @@ def head_loss(teacher: StoredTeacher, *, overlap: bool) -> Loss:
         return total / weights
 
     return loss
+
+
+def over_raw_features(head: Eagle3, teacher: StoredTeacher) -> Eagle3:
+    """A copy of a trained head that reads features as the target has them."""
+    made = copy.deepcopy(head)
+    made.fc.weight.data /= teacher.feature_scale
+    return made
 
 
 def draft_loss(teacher: StoredTeacher, *, overlap: bool) -> Loss:

@@ -92,7 +92,7 @@ def test_lessons_are_the_targets_laws_at_answers(folder: Path) -> None:
     seen = []
     for step in range(3):
         places, targets = blocks.at(step)
-        teacher = StoredTeacher(material, MODEL.lm_head.weight[ids].bfloat16(), ids)
+        teacher = StoredTeacher(material, MODEL.lm_head.weight[ids].bfloat16(), ids, material.feature_scale())
         rows, texts, columns, laws = teacher.lesson(places, targets, 0.7)
         seen += rows.tolist()
         for text, column, law in zip(texts.tolist(), columns.tolist(), laws, strict=True):

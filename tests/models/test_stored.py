@@ -1,16 +1,20 @@
 """What a head and a separate draft lose against stored laws, compared with sums over single rows."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from training.data import IGNORED
+from training.draft_run import OWN_ROW_SCORE, see_own_row
 from training.heads import Eagle3, HeadShape
 from training.imitate import STEP_WEIGHT
 from training.material import shard_path
 from training.model import PRESETS, new_model
-from training.stored import OVERLAP_TEMPERATURE, Material, StoredTeacher, draft_loss, head_loss
+from training.stored import OVERLAP_TEMPERATURE, Material, StoredTeacher, draft_loss, head_loss, over_raw_features
 
 DRAFT = new_model(PRESETS["tiny"], "draft", 4)
 VOCAB_SIZE, ROWS, LENGTH, TARGET_SIZE, STEPS = PRESETS["tiny"].vocab_size, 2, 14, 32, 3
@@ -32,12 +36,13 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> StoredTeacher:
     tensors = {
         "token_ids": torch.randint(VOCAB_SIZE, (ROWS, LENGTH), generator=generator),
         "is_answer": torch.ones(ROWS, LENGTH, dtype=torch.bool),
-        "taps": states(2 * TARGET_SIZE),
+        "taps": states(2 * TARGET_SIZE) * torch.tensor([1.0, 20.0]).bfloat16().repeat(TARGET_SIZE),
         "normed": states(TARGET_SIZE),
     }
     save_file(tensors, shard_path(folder, 0))
     output = torch.randn(len(IDS), TARGET_SIZE, generator=generator).bfloat16()
-    return StoredTeacher(Material.read(folder, 1), output, IDS)
+    material = Material.read(folder, 1)
+    return StoredTeacher(material, output, IDS, material.feature_scale())
 
 
 def lesson() -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
@@ -71,7 +76,8 @@ def test_a_head_learns_each_law_from_every_step_that_reaches_it(teacher: StoredT
     rows = torch.tensor([1, 0])
     expected = weights = 0.0
     with torch.autocast("cpu", torch.bfloat16):
-        steps = [*head.guesses(teacher.material.states("taps", rows), teacher.material.token_ids[rows])]
+        served = over_raw_features(head, teacher)
+        steps = [*served.guesses(teacher.material.states("taps", rows), teacher.material.token_ids[rows])]
     for step, guesses in enumerate(steps):
         weights += STEP_WEIGHT**step
         for text, column in learnt:
@@ -80,6 +86,16 @@ def test_a_head_learns_each_law_from_every_step_that_reaches_it(teacher: StoredT
             expected += STEP_WEIGHT**step * lost(law, guessed, overlap=overlap)
     found = head_loss(teacher, overlap=overlap)(head, places, targets)
     assert found.item() == pytest.approx(expected / weights, rel=0.01)
+
+
+def test_the_scale_of_a_feature_is_the_root_of_its_mean_square(teacher: StoredTeacher) -> None:
+    """Over texts and tokens; features of another size than others have another scale."""
+    taps = teacher.material.states("taps", torch.arange(ROWS)).flatten(0, 1)
+    scale = teacher.material.feature_scale()
+    assert scale.tolist() == pytest.approx(
+        [math.sqrt(sum(x * x for x in each) / len(each)) for each in taps.T.tolist()]
+    )
+    assert scale[1::2].min() > 5 * scale[::2].max()
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -94,3 +110,19 @@ def test_what_a_draft_gives_to_unknown_ids_is_lost(teacher: StoredTeacher, *, ov
         expected += lost(law_at(teacher, text, column, temperature), guessed, overlap=overlap)
     found = draft_loss(teacher, overlap=overlap)(DRAFT, places, targets)
     assert found.item() == pytest.approx(expected, rel=0.01)
+
+
+def test_a_new_heads_attention_sees_its_own_row() -> None:
+    """The score of a row with itself is far above those with other rows, whatever they hold, in every head."""
+    shape = replace(SHAPE, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=32)
+    embedding = torch.randn(VOCAB_SIZE, 64, generator=torch.Generator().manual_seed(1))
+    head = Eagle3(shape, 1, embedding, embedding, IDS)
+    see_own_row(head, shape.head_dim, 3)
+    rows = torch.randn(20, 128, generator=torch.Generator().manual_seed(2))
+    attention = head.layers[0].self_attn
+    queries, keys = (attention[name](rows).unflatten(-1, (-1, 32)) for name in ("q_proj", "k_proj"))
+    scores = torch.einsum("ihd,jhd->hij", queries, keys.repeat_interleave(2, 1)) / math.sqrt(32)
+    own = scores.diagonal(dim1=1, dim2=2)
+    others = scores[:, ~torch.eye(20, dtype=torch.bool)]
+    assert own.mean().item() == pytest.approx(OWN_ROW_SCORE, rel=0.2)
+    assert own.min() > 2 * others.abs().mean() + others.std()
