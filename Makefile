@@ -12,7 +12,7 @@ KERNELS := $(wildcard outrider/engine/ops/kernels/*.[ch])
 SIDE_BY_SIDE := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow test-assistant test-grid test-page test-surface test-fencing check proto options models train train-head bench bench-sized clean
+.PHONY: help setup run test test-slow test-assistant test-grid test-page test-surface test-fencing check proto options models train train-head draft bench bench-sized clean
 
 help: ## lists the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -89,6 +89,9 @@ train: $(SETUP) ## makes a pair like the embedded one from any text: make train 
 
 train-head: $(SETUP) ## makes a drafting head for a target: make train-head CORPUS=tales.txt OPTIONS="--target DIR --out DIR"
 	@$(if $(CORPUS),,$(error name a text: make train-head CORPUS=tales.txt))$(BIN)/python models/train_head.py --corpus "$(CORPUS)" $(OPTIONS)
+
+draft: $(SETUP) ## makes drafts for a target from what it writes itself: make draft TARGET=DIR OPTIONS="--out DIR"
+	@$(if $(TARGET),,$(error name a target: make draft TARGET=models/target))$(BIN)/python models/make_draft.py --target "$(TARGET)" $(OPTIONS)
 
 bench: $(SETUP) ## measures what a round of the embedded pair costs, part by part
 	@$(BIN)/outrider bench rounds

@@ -1,6 +1,7 @@
 """Which token carries which id, as digests that two services can compare."""
 
 import hashlib
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,6 +17,7 @@ from outrider.gguf.tokenizer import read_tokenizer
 
 IDS_PER_DIGEST = 1024
 DIGEST_BYTES = 8
+VOCABULARY_FILE = "vocabulary.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +29,41 @@ class Vocabulary:
 
     @classmethod
     def read(cls, place: Path | str) -> Self:
-        """The vocabulary of a GGUF file, or of the tokenizer.json in a folder, added tokens included.
+        """The vocabulary of a GGUF file, or of a folder's tokenizer.json, added tokens included, or its vocabulary.json.
 
-        Raises ModelRefused.
+        A draft needs no tokenizer of its own, only to be told from those that fit other targets. Raises ModelRefused.
         """
         gguf, path = gguf_in(Path(place)), Path(place) / "tokenizer.json"
-        if gguf is None and not path.is_file():
-            raise ModelRefused(f"There is no tokenizer.json in {place}, so nobody can tell whether the pair fits.")
         if gguf is not None:
             return cls.of(read_tokenizer(GgufFile.read(gguf)).get_vocab(with_added_tokens=True).items())
+        if not path.is_file() and (Path(place) / VOCABULARY_FILE).is_file():
+            return cls._stated(Path(place) / VOCABULARY_FILE)
+        if not path.is_file():
+            raise ModelRefused(f"There is no tokenizer.json in {place}, so nobody can tell whether the pair fits.")
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exceptions for every kind of fault
             raise ModelRefused(f"{path} cannot be read as a tokenizer: {error}") from error
         return cls.of(tokenizer.get_vocab(with_added_tokens=True).items())
+
+    @classmethod
+    def _stated(cls, path: Path) -> Self:
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            size, digests = int(found["size"]), tuple(int(digest, 16) for digest in found["digests"])
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ModelRefused(f"{path} cannot be read as a size and digests: {error!r}") from error
+        if size < 1 or len(digests) != -(-size // IDS_PER_DIGEST):
+            raise ModelRefused(
+                f"{path} has {len(digests)} digests, but {size} ids have one for every {IDS_PER_DIGEST}."
+            )
+        return cls(size, digests)
+
+    def write(self, folder: Path) -> None:
+        """Writes vocabulary.json, which `read` takes where a folder has no tokenizer.json."""
+        digests = [f"{digest:0{2 * DIGEST_BYTES}x}" for digest in self.digests]
+        text = json.dumps({"size": self.size, "digests": digests}, indent=1) + "\n"
+        (folder / VOCABULARY_FILE).write_text(text, encoding="utf-8")
 
     @classmethod
     def of(cls, tokens: Iterable[tuple[str, int]]) -> Self:

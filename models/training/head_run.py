@@ -20,7 +20,7 @@ from training.data import IGNORED, HeldOut, TrainingBlocks, targets_of
 from training.head_files import METHODS, HeadFiles
 from training.heads import Eagle3, HeadShape, Medusa, MlpSpeculator, Mtp
 from training.imitate import Teacher, continued, greedy_tokens_per_pass, imitation, measure_head
-from training.learn import Lesson, Stage, learn
+from training.learn import Lesson, Stage, go_through
 from training.model import PRESETS
 from training.run import BATCH, COUNT, frozen
 from training.storage import Storage, write_whole
@@ -207,7 +207,8 @@ class HeadRun:
             name = "head-overlap"
             stages.append(replace(stages[0], name=name, steps=settings.overlap_steps, learning_rate=HEAD_RATES[name]))
         for stage in stages:
-            self._go_through(stage, head, teacher, lines)
+            self.console.print(f"{stage.name}: {stage.steps:,} steps, {settings.batch} x {text.block_len:,} tokens")
+            go_through(stage, head, self._lessons(stage, teacher, lines), self.storage, self.console)
         if not (self.storage.out / "head").exists():
             write_whole(self.storage.out / "head", partial(files.write, head.state_dict(), output))
         return self._report(head, teacher)
@@ -233,28 +234,17 @@ class HeadRun:
             self.storage.save_result("samples", found)
         return found["token_ids"]  # type: ignore[no-any-return]
 
-    def _go_through(self, stage: Stage, head: nn.Module, teacher: Teacher, lines: list[tuple[Tensor, Tensor]]) -> None:
-        """Lets the head learn the stage, or gives it the weights that it had at the stage's end."""
-        found = self.storage.result(stage.name)
-        if found is None:
-            block_len, seed = self.held_out.block_len, f"{self.settings.seed} {stage.name}"
-            self.console.print(f"{stage.name}: {stage.steps:,} steps, {self.settings.batch} x {block_len:,} tokens")
-            loss = imitation(teacher, overlap=stage.name == "head-overlap")
-            lessons: list[Lesson] = []
-            for number, (token_ids, targets) in enumerate(lines):
-                batch = (self.settings.batch + number) // len(lines)
-                if batch:
-                    blocks = TrainingBlocks(token_ids, targets, block_len, batch, f"{seed} {number}")
-                    lessons.append((blocks, loss))
-
-            def report(step: int, value: float) -> None:
-                if step % self.storage.every == 0 or step == stage.steps:
-                    self.console.print(f"{stage.name}: step {step:,}, loss {value:.3f}")
-
-            learn(stage, head, lessons, self.storage, report)
-            found = {"model": head.state_dict()}
-            self.storage.save_result(stage.name, found)
-        head.load_state_dict(found["model"])
+    def _lessons(self, stage: Stage, teacher: Teacher, lines: list[tuple[Tensor, Tensor]]) -> list[Lesson]:
+        """Each line of text with its share of the stage's blocks."""
+        block_len, seed = self.held_out.block_len, f"{self.settings.seed} {stage.name}"
+        loss = imitation(teacher, overlap=stage.name == "head-overlap")
+        lessons: list[Lesson] = []
+        for number, (token_ids, targets) in enumerate(lines):
+            batch = (self.settings.batch + number) // len(lines)
+            if batch:
+                blocks = TrainingBlocks(token_ids, targets, block_len, batch, f"{seed} {number}")
+                lessons.append((blocks, loss))
+        return lessons
 
     def _report(self, head: nn.Module, teacher: Teacher) -> Table:
         """What it reaches on held-out blocks, and on the target's own greedy text behind their beginnings."""

@@ -149,13 +149,18 @@ class Eagle3(nn.Module):
         self.lm_head.weight.data.copy_(output[draft_ids])
 
     def guesses(self, features: Tensor, token_ids: Tensor) -> Iterator[Tensor]:
+        for normed in self.normed_states(features, token_ids):
+            yield self.lm_head(normed)
+
+    def normed_states(self, features: Tensor, token_ids: Tensor) -> Iterator[Tensor]:
+        """What the output matrix reads [B, L - 1 - step, h] at each step ahead, for losses that want few rows of it."""
         memory, states = Memory(), self.fc(features[:, :-1]).float()
         own = self.embed_tokens
         table = self.get_buffer("target_embedding") if own is None else own.weight
         for step in range(self.steps_ahead):
             embedded = looked_up(token_ids[:, 1 + step :], table)
             states = self.layers[0](embedded, states[:, : embedded.shape[1]], memory)
-            yield self.lm_head(self.norm(states))
+            yield self.norm(states)
 
 
 class Mtp(nn.Module):

@@ -76,17 +76,20 @@ def imitation(teacher: Teacher, *, overlap: bool = False) -> Loss:
             laws = reading.logits.softmax(-1)
             is_learnt = (targets != IGNORED) & teacher.knows(reading.best)
             for step, guess in enumerate(guesses_of(model, reading.features, inputs)):
-                logits, wanted = guess.float(), laws[:, 1 + step :]
-                if overlap:
-                    losses = -torch.minimum(wanted, logits.softmax(-1)).sum(-1).log()
-                else:
-                    losses = -(wanted * logits.log_softmax(-1)).sum(-1)
+                losses = row_losses(laws[:, 1 + step :], guess.float().log_softmax(-1), overlap=overlap)
                 weight = STEP_WEIGHT**step
                 total = total + weight * (losses * is_learnt[:, 1 + step :]).sum()
                 weights += weight
         return total / weights
 
     return loss
+
+
+def row_losses(laws: Tensor, guessed: Tensor, *, overlap: bool) -> Tensor:
+    """Of laws [..., V] and logarithms of guessed ones: cross-entropy [...], or -log sum min(p, q) with `overlap`."""
+    if overlap:
+        return -torch.minimum(laws, guessed.exp()).sum(-1).log()
+    return -(laws * guessed).sum(-1)
 
 
 def guesses_of(head: nn.Module, features: Tensor, token_ids: Tensor) -> Iterator[Tensor]:

@@ -8,13 +8,15 @@ learning rate serves both.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from outrider.errors import OutriderError
-from training.data import IGNORED, HeldOut, TrainingBlocks
+from training.data import IGNORED, HeldOut
 from training.storage import Storage
 
 MICRO_TOKENS = 4096
@@ -25,7 +27,16 @@ TABLES = {"embed_tokens", "lm_head", "emb", "head"}
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """The sum over all targets [B, L] but the IGNORED ones, given the inputs [B, L]."""
-Lesson = tuple[TrainingBlocks, Loss]
+
+
+class Blocks(Protocol):
+    """What a stage learns from: training.data.TrainingBlocks, or rows that a target has written."""
+
+    def at(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets [B, L] of a step; a target is the token behind its input, or IGNORED."""
+
+
+Lesson = tuple[Blocks, Loss]
 
 
 class Diverged(OutriderError):
@@ -43,6 +54,8 @@ class Stage:
     learning_rate: float
     portions: tuple[tuple[int, int], ...]
     """What a step takes: so many blocks of so many tokens, and so many of another length."""
+    table_share: float = 1.0
+    """Of the learning rate, for norms and for vectors of single tokens: less where these are known already."""
 
     @property
     def tokens(self) -> int:
@@ -120,9 +133,9 @@ def learn(
         if not math.isfinite(value):
             raise Diverged(f"The loss of stage {stage.name} is {value} at step {step + 1}.", step=step + 1)
         nn.utils.clip_grad_norm_(list(model.parameters()), MAX_GRADIENT_NORM)
-        for optimiser in optimisers:
+        for optimiser, share in zip(optimisers, (1.0, stage.table_share), strict=True):
             for group in optimiser.param_groups:
-                group["lr"] = stage.learning_rate * rate(step, stage.steps, min(100, stage.steps // 10))
+                group["lr"] = share * stage.learning_rate * rate(step, stage.steps, min(100, stage.steps // 10))
             optimiser.step()
             optimiser.zero_grad()
         if (step + 1) % storage.every == 0 and step + 1 < stage.steps:
@@ -130,6 +143,21 @@ def learn(
             storage.save_checkpoint(stage.name, step + 1, state)
         report(step + 1, value)
     model.eval()
+
+
+def go_through(stage: Stage, model: nn.Module, lessons: Sequence[Lesson], storage: Storage, console: Console) -> None:
+    """Lets the model learn the stage, or gives it the weights that it had at the stage's end. Raises Diverged."""
+    found = storage.result(stage.name)
+    if found is None:
+
+        def report(step: int, value: float) -> None:
+            if step % storage.every == 0 or step == stage.steps:
+                console.print(f"{stage.name}: step {step:,}, loss {value:.3f}")
+
+        learn(stage, model, lessons, storage, report)
+        found = {"model": model.state_dict()}
+        storage.save_result(stage.name, found)
+    model.load_state_dict(found["model"])
 
 
 def micro_batches(rows: Tensor) -> tuple[Tensor, ...]:

@@ -89,10 +89,15 @@ def trained_model(option: str, folder: Path, extended_to: Preset | None = None) 
 
 def write_model(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
     """Writes a checkpoint in bfloat16 as transformers has it, with its tokenizer; changes the model's dtype."""
+    write_weights(model, folder)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
+    wrapped.save_pretrained(str(folder))
+
+
+def write_weights(model: LlamaForCausalLM, folder: Path) -> None:
+    """The same without a tokenizer."""
     # Through the base class, because the library's own methods are untyped.
     nn.Module.to(model, device="cpu", dtype=torch.bfloat16)
     model.save_pretrained(str(folder))
     # The library makes it private, and services in containers run as another user.
     (folder / "model.safetensors").chmod(0o644)
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
-    wrapped.save_pretrained(str(folder))

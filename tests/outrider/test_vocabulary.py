@@ -61,6 +61,27 @@ def test_folders_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
         Vocabulary.read(tmp_path)
 
 
+def test_a_draft_may_state_the_vocabulary_of_its_target(tmp_path: Path) -> None:
+    """What is written is read again where no tokenizer lies beside it, and is told from other vocabularies."""
+    known = Vocabulary.of(tokens(3000))
+    known.write(tmp_path)
+    assert Vocabulary.read(tmp_path) == known
+    assert Vocabulary.read(tmp_path).difference(Vocabulary.of(tokens(2999))) is not None
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelRefused, match="cannot be read as a tokenizer"):
+        Vocabulary.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"size": 5}', '{"size": 5, "digests": [7]}', '{"size": 5, "digests": []}']
+)
+def test_a_stated_vocabulary_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    """One sentence that names the file."""
+    (tmp_path / "vocabulary.json").write_text(text)
+    with pytest.raises(ModelRefused, match=r"vocabulary\.json"):
+        Vocabulary.read(tmp_path)
+
+
 def test_digests_of_another_number_are_a_difference() -> None:
     """A peer may send anything; it is told from ours, and nothing fails."""
     vocabulary = Vocabulary(12, (7,))

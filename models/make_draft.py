@@ -1,0 +1,103 @@
+"""Makes drafts for a target: a head that reads its states, and a small model of its own, both from what it writes.
+
+    python models/make_draft.py --target DIR [--out DIR] [--corpus FILE] [--questions FILE]
+
+The target writes conversations through its chat template, or plain text where it has none; the drafts learn its laws on
+its answers. A run that was stopped, however it was, goes on when the same command is given again.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from outrider.engine.models.weights import model_hash
+from outrider.errors import InvalidRequest, ModelRefused
+from outrider.process.options import between, grouped, options_of, run_app, service_app
+from outrider.vocabulary import Vocabulary
+from training.data import digest, read_documents
+from training.dialogue import Turns, Writing
+from training.draft_report import markdown, read_questions
+from training.draft_run import DraftRun, DraftSettings, check_fit
+from training.model import trained_model
+from training.run import COUNT
+from training.storage import Storage
+
+app = service_app()
+
+
+@app.command(help=__doc__)
+@grouped
+def make_draft(
+    *,
+    target: Annotated[Path, typer.Option(help="Folder of a Llama model, with its tokenizer.")],
+    out: Annotated[Path, typer.Option(help="Folder of the drafts, and of what a stopped run needs to go on.")] = Path(
+        "build/draft"
+    ),
+    corpus: Annotated[
+        Path | None, typer.Option(help="UTF-8 text, plain or as .xz or .gz, of which some texts take a piece.")
+    ] = None,
+    separator: Annotated[
+        str, typer.Option(show_default=False, help="What stands between its documents; by default a blank line.")
+    ] = "\n\n",
+    questions: Annotated[
+        Path | None,
+        typer.Option(help="JSON lines with category and turns, for the report alone: nothing is learnt from them."),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(callback=between(1, 1024), help="On the CPU; by default one a core.")
+    ] = None,
+    checkpoint_every: Annotated[int, typer.Option(callback=COUNT, help="Steps between checkpoints.")] = 50,
+    given: DraftSettings,
+) -> None:
+    """Checks the options, makes the drafts, and writes and prints what they reach."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    model = trained_model("--target", target)
+    # Where it lies is nobody's business who gets the drafts.
+    name = target.absolute().name
+    documents = [] if corpus is None else read_documents(corpus, separator)
+    asked = [] if questions is None else read_questions(questions)
+    check_fit(given, model)
+    writing = read_writing(target, model, given, documents)
+    identity = {
+        "--target": model_hash(target),
+        "--corpus": digest(documents),
+        "--questions": digest([each.category + each.text for each in asked]),
+        **options_of(given),
+    }
+    storage = Storage(out, checkpoint_every)
+    goes_on = storage.holds(identity)
+    # Only now, so that what is refused leaves no folder behind.
+    storage.claim(identity, writing.tokenizer.backend_tokenizer.to_str())
+    console = Console(highlight=False)
+    console.print(f"{'Going on with' if goes_on else 'Making'} drafts in {out}:")
+    run = DraftRun(given, model, name, Vocabulary.read(target), writing, asked, storage, console)
+    report = markdown(run.make())
+    (out / "report.md").write_text(report, encoding="utf-8")
+    console.print(report)
+    console.print(f"Serve them: outrider up --target {target} --head {out / 'head'} --draft {out / 'draft'}")
+
+
+def read_writing(target: Path, model: LlamaForCausalLM, settings: DraftSettings, documents: list[str]) -> Writing:
+    """How the target's texts begin. Raises InvalidRequest about `--target`, and about temperatures."""
+    try:
+        Vocabulary.read(target)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
+    except (ModelRefused, OSError, ValueError) as error:
+        raise InvalidRequest("--target", str(target), f"a model whose tokenizer can be read: {error}") from error
+    config = model.config
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    turns = Turns.read(tokenizer, frozenset(each for each in ends if each is not None))
+    beginning = () if config.bos_token_id is None else (config.bos_token_id,)
+    return Writing(tokenizer, turns, beginning, settings.answer_temperatures, documents, settings.corpus_share)
+
+
+if __name__ == "__main__":
+    # Its bars would stand between ours.
+    logging.disable_progress_bar()
+    run_app(app)

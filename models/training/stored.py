@@ -1,0 +1,161 @@
+"""What a target wrote and computed (training.material), as lessons for a head and for a separate draft.
+
+The target is not run any more: its law at a row is a product of the final state with its output matrix. Only the ids of
+the draft vocabulary are in it, so what they have together counts as all there is.
+"""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import LlamaForCausalLM
+
+from training.data import IGNORED
+from training.heads import Eagle3
+from training.imitate import STEP_WEIGHT, row_losses
+from training.learn import Loss
+from training.material import seeded, shard_path
+
+OVERLAP_TEMPERATURE = 0.7
+"""Of both laws where the overlap is raised: between the greedy choice and sampling, both of which are served."""
+
+SCALE_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """All texts of a folder's shards, as one list of rows of one length."""
+
+    token_ids: Tensor
+    """[R, L] int64."""
+    is_answer: Tensor
+    """[R, L]: which tokens the target drew for an answer."""
+    files: tuple[Path, ...]
+    rows_per_file: int
+
+    @classmethod
+    def read(cls, folder: Path, count: int) -> Self:
+        """The first shards; states stay on disk until they are wanted."""
+        files = tuple(shard_path(folder, number) for number in range(count))
+        parts: list[tuple[Tensor, Tensor]] = []
+        for path in files:
+            with safe_open(path, "pt") as file:
+                parts.append((file.get_tensor("token_ids"), file.get_tensor("is_answer")))
+        token_ids, is_answer = (torch.cat(each) for each in zip(*parts, strict=True))
+        return cls(token_ids, is_answer, files, len(parts[0][0]))
+
+    def states(self, name: str, rows: Tensor) -> Tensor:
+        """`taps` or `normed` [B, L, ...] float32 of these rows [B]."""
+        found: list[Tensor] = []
+        for row in rows.tolist():
+            number, place = divmod(row, self.rows_per_file)
+            with safe_open(self.files[number], "pt") as file:
+                found.append(file.get_slice(name)[place])
+        return torch.stack(found).float()
+
+    def feature_scale(self) -> Tensor:
+        """The root of the mean square of each feature [F] at the taps, over the first texts."""
+        taps = self.states("taps", torch.arange(min(SCALE_ROWS, len(self.token_ids))))
+        return taps.pow(2).mean((0, 1)).sqrt().clamp_min(1e-6)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerBlocks:
+    """Rows of a material, each once in a pass; what is learnt are the laws of known tokens in answers."""
+
+    material: Material
+    is_known: Tensor
+    """[V]: which ids the draft vocabulary has."""
+    first: int
+    """Column of a row from which on laws are learnt."""
+    batch: int
+    seed: str
+
+    def at(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs are places in the whole material [batch, L], so that a loss finds tokens and states; see Blocks."""
+        count, length = self.material.token_ids.shape
+        rows = torch.tensor([self._row(index, count) for index in range(step * self.batch, (step + 1) * self.batch)])
+        behind = self.material.token_ids[rows].roll(-1, 1)
+        is_learnt = self.material.is_answer[rows].roll(-1, 1) & self.is_known[behind]
+        is_learnt[:, : self.first] = False
+        is_learnt[:, -1] = False
+        return rows[:, None] * length + torch.arange(length), behind.where(is_learnt, torch.tensor(IGNORED))
+
+    def _row(self, index: int, count: int) -> int:
+        number, position = divmod(index, count)
+        return int(torch.randperm(count, generator=seeded(f"{self.seed} {number}"))[position])
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTeacher:
+    """The target's laws over the ids of a draft vocabulary, from stored final states."""
+
+    material: Material
+    output: Tensor
+    """The target's output matrix at these ids [V', H]."""
+    draft_ids: Tensor
+    feature_scale: Tensor
+    """[F] of the taps: the root of their mean square, for some features are a thousand times as large as others."""
+
+    def lesson(self, places: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Rows [B] of the material; text and column [n] of every law that is learnt; and these laws [n, V']."""
+        rows = places[:, 0] // places.shape[1]
+        texts, columns = (targets != IGNORED).nonzero(as_tuple=True)
+        with torch.no_grad():
+            normed = self.material.states("normed", rows)[texts, columns]
+            laws = (linear(normed.bfloat16(), self.output).float() / temperature).softmax(-1)
+        return rows, texts, columns, laws
+
+
+def head_loss(teacher: StoredTeacher, *, overlap: bool) -> Loss:
+    """As training.imitate.imitation, of an EAGLE-3 head; targets begin where all its steps have a row.
+
+    The head learns to read scaled features; `over_raw_features` makes one of it that reads them as they are.
+    """
+    temperature = OVERLAP_TEMPERATURE if overlap else 1.0
+
+    def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        head: Eagle3 = model  # type: ignore[assignment]
+        rows, texts, columns, laws = teacher.lesson(inputs, targets, temperature)
+        total, weights = torch.zeros(()), 0.0
+        with torch.autocast("cpu", torch.bfloat16):
+            features = teacher.material.states("taps", rows) / teacher.feature_scale
+            for step, states in enumerate(head.normed_states(features, teacher.material.token_ids[rows])):
+                # Row m of a step guesses the law at row m + 1 + step.
+                logits = head.lm_head(states[texts, columns - 1 - step]).float()
+                weight = STEP_WEIGHT**step
+                guessed = (logits / temperature).log_softmax(-1)
+                total = total + weight * row_losses(laws, guessed, overlap=overlap).sum()
+                weights += weight
+        return total / weights
+
+    return loss
+
+
+def over_raw_features(head: Eagle3, teacher: StoredTeacher) -> Eagle3:
+    """A copy of a trained head that reads features as the target has them."""
+    made = copy.deepcopy(head)
+    made.fc.weight.data /= teacher.feature_scale
+    return made
+
+
+def draft_loss(teacher: StoredTeacher, *, overlap: bool) -> Loss:
+    """Of a separate draft, whose law is over all ids: what it gives to others than the draft vocabulary's is lost."""
+    temperature = OVERLAP_TEMPERATURE if overlap else 1.0
+
+    def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        draft: LlamaForCausalLM = model
+        rows, texts, columns, laws = teacher.lesson(inputs, targets, temperature)
+        with torch.autocast("cpu", torch.bfloat16):
+            states = draft.model(input_ids=teacher.material.token_ids[rows], use_cache=False).last_hidden_state
+            logits = draft.lm_head(states[texts, columns])
+            guessed = logits[:, teacher.draft_ids].float() / temperature
+            guessed = guessed - (logits.float() / temperature).logsumexp(-1, keepdim=True)
+        return row_losses(laws, guessed, overlap=overlap).sum()
+
+    return loss
