@@ -29,7 +29,7 @@ class Vocabulary:
 
     @classmethod
     def read(cls, place: Path | str) -> Self:
-        """The vocabulary of a GGUF file, or of a folder's tokenizer.json, added tokens included, or its vocabulary.json.
+        """The vocabulary of a GGUF file, or of a folder: its tokenizer.json, added tokens included, or vocabulary.json.
 
         A draft needs no tokenizer of its own, only to be told from those that fit other targets. Raises ModelRefused.
         """

@@ -12,7 +12,7 @@ import pytest
 from support.command_line import RESULT, ScriptedGateway, scripted_gateway
 
 from outrider.cli.chat.conversation import COMMANDS, Conversation, Turn, WrongCommand, help_text, parse_line
-from outrider.cli.chat.race import verdict
+from outrider.cli.race import verdict
 from outrider.client import GeneratedToken, Origin, Round
 from outrider.parameters import Acceptance, Rule
 
