@@ -35,7 +35,7 @@ DRAFT_HEAD_DIM = 32
 # An output matrix that begins as the target's has little to learn.
 HEAD_TABLE_SHARE = 0.05
 OWN_ROW_SCORE = 11.0
-RATES = {"head": 1e-2, "head-overlap": 2e-3, "draft": 4e-3, "draft-overlap": 1e-3}
+RATES = {"head": 6e-3, "head-overlap": 2e-3, "draft": 4e-3, "draft-overlap": 1e-3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +56,11 @@ class DraftSettings:
     steps_ahead: Annotated[
         int, typer.Option(callback=between(1, 16), help="Guesses in a row that the head is trained for.")
     ] = 2
-    head_size: Annotated[
+    hidden_size: Annotated[
         int | None, typer.Option(callback=SIZE, help="Hidden size of the head; by default the target's.")
     ] = None
-    head_kv_heads: Annotated[int | None, typer.Option(callback=SIZE, help="Of the head; by default 1.")] = None
-    head_mlp_size: Annotated[
+    kv_heads: Annotated[int | None, typer.Option(callback=SIZE, help="Of the head; by default 1.")] = None
+    mlp_size: Annotated[
         int | None, typer.Option(callback=SIZE, help="Of the head; by default 16/9 of its hidden size.")
     ] = None
     taps: Annotated[
@@ -98,14 +98,14 @@ class DraftSettings:
     def head(self) -> HeadSettings:
         """The head's sizes as the other command for heads has them."""
         return HeadSettings(
-            steps_ahead=self.steps_ahead, kv_heads=self.head_kv_heads, mlp_size=self.head_mlp_size, taps=self.taps
+            steps_ahead=self.steps_ahead, kv_heads=self.kv_heads, mlp_size=self.mlp_size, taps=self.taps
         )
 
 
 def head_files(settings: DraftSettings, target: LlamaForCausalLM, name: str, draft_ids: Tensor) -> HeadFiles:
     """All that is decided about the head. Raises InvalidRequest about sizes that do not fit the target."""
-    size = settings.head_size or target.config.hidden_size
-    sized = replace(settings.head, hidden_size=size, mlp_size=settings.head_mlp_size or 16 * size // 9)
+    size = settings.hidden_size or target.config.hidden_size
+    sized = replace(settings.head, hidden_size=size, mlp_size=settings.mlp_size or 16 * size // 9)
     taps = taps_of(sized, target.config.num_hidden_layers)
     return HeadFiles(
         method="eagle3",

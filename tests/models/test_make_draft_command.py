@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_refused(trained: tuple[Path, str], tmp_path: Path)
     """One sentence that names the option and its value, and no folder is left behind."""
 
     def refusal(*options: str | Path) -> str:
-        start = ("--target", trained[0] / "target", "--out", tmp_path / "out", "--text-len", "64")
+        start = ("--target", trained[0] / "target", "--out", tmp_path / "out", "--text-len", "64", "--draft-size", "32")
         with pytest.raises(InvalidRequest) as caught:
             app([str(each) for each in (*start, *options)], standalone_mode=False)
         assert not (tmp_path / "out").exists()
@@ -114,8 +114,8 @@ def test_what_does_not_fit_is_refused(trained: tuple[Path, str], tmp_path: Path)
 
     assert refusal("--temperatures", "0,hot").startswith("--temperatures is '0,hot', but must be numbers from 0 to 2")
     assert refusal("--draft-size", "48").startswith("--draft-size is 48, but must be a multiple of 32")
-    assert refusal("--head-size", "64").startswith("--hidden-size is 64, but must be at most 32")
-    assert refusal("--head-size", "32", "--head-kv-heads", "3").startswith("--kv-heads is 3")
+    assert refusal("--hidden-size", "64").startswith("--hidden-size is 64, but must be at most 32")
+    assert refusal("--hidden-size", "32", "--kv-heads", "3").startswith("--kv-heads is 3")
     assert refusal("--draft-vocab", "9000").startswith("--draft-vocab is 9000, but must be at most")
     assert refusal("--text-len", "9000").startswith("--text-len is 9000, but must be at most 128")
     assert refusal("--questions", tmp_path / "none").startswith("--questions is ")
