@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn, TypeVar, Unpack
 
 import typer
 
-from outrider.cli import options
+from outrider.cli import options, pairs
 from outrider.cli.local_stack import Addresses, Stack, choose_models, start_stack
 from outrider.cli.running import Interrupts, note, service_log
 from outrider.client import AsyncClient, GenerationOptions, Round, Speculation
@@ -25,7 +25,7 @@ from outrider.errors import InvalidRequest, ModelRefused, OutriderError
 from outrider.model_service.settings import MAX_THREADS, Dtype, available_cpus, check_cascade
 from outrider.parameters import SamplingParameters, SessionSpec
 from outrider.process.children import Supervisor
-from outrider.process.options import between, run_app
+from outrider.process.options import between, refuse_together, run_app
 from outrider.token_tree import TreeShape
 
 CPU_INFO = Path("/proc/cpuinfo")
@@ -217,11 +217,18 @@ def choose_pair(target: str | None, draft: str | None) -> tuple[str, str]:
 
 
 def stack_of(models: options.Models, cpus: ComputeThreads) -> Stack:
-    """The stack that the options name, on free ports. Raises ModelRefused."""
-    target, draft = choose_pair(models.target, models.draft)
+    """The stack that the options name, on free ports; without a name the embedded pair. Raises ModelRefused."""
+    refuse_together("--target", models.target, {"--pair": models.pair})
+    target, draft, head = models.target, models.draft, None
+    if target is None:
+        # The embedded pair by default, whatever is served by default: figures are compared over time.
+        named = pairs.choose_pair(models.pair or pairs.Pair.TALES, fetches=True)
+        target, draft, head = named.target, draft or named.draft, named.head
+    target, draft = choose_pair(target, draft)
     return Stack(
         target=target,
         draft=draft,
+        head=head,
         dtype=(models.dtype or Dtype.BFLOAT16).value,
         threads=cpus.threads or available_cpus(),
         draft_threads=cpus.draft_threads or 1,

@@ -156,7 +156,7 @@ def load(
         stack = replace(
             stack,
             hosted_draft=stack.draft if hosted.draft_in_target else None,
-            head=hosted.head,
+            head=hosted.head or stack.head,
             exit_layer=hosted.exit_layer,
             lookahead=bool(hosted.lookahead),
             # They would find the answers of the turns before.

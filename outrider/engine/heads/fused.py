@@ -71,15 +71,17 @@ class FusedHead:
         width, num_rows = self._projection.num_inputs or self._head.law.hidden_size, len(slots)
         expect("source", source, torch.float32, (source.shape[0], width))
         expect("own", own, torch.float32, (own.shape[0], self._head.law.hidden_size + 1))
+        functions = self.ops.functions
         num_floats = num_rows * (width + self._head.law.hidden_size)
+        # Of weights of more than eight bits none.
+        num_floats += functions.outrider_linear_scratch(self._projection.bits or 32, num_rows, width) // 4
         if num_floats > self._scratch.shape[0]:
             self._scratch = torch.empty(num_floats)
         # Kept until the call is over.
         indices = torch.from_numpy(source_slots), torch.from_numpy(slots)
         places = source.data_ptr(), indices[0].data_ptr(), own.data_ptr(), indices[1].data_ptr()
         projection = ctypes.addressof(self._projection)
-        states = self.ops.functions.outrider_head_states
-        states(self.ops.pool, projection, width, *places, num_rows, self._scratch.data_ptr())
+        functions.outrider_head_states(self.ops.pool, projection, width, *places, num_rows, self._scratch.data_ptr())
         return True
 
 

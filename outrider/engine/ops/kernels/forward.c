@@ -325,7 +325,7 @@ void outrider_head_forward(pool *threads, const feature_head *head, const row_pl
 
 /* States of committed tokens, made of a target's features [slots, width]: a product with m, or the features themselves
  * where it has no weight. Row r goes from source_slots[r] to the state in slots[r] of a head's cache, and stands on no
- * guess. scratch holds num_rows times width and hidden floats. */
+ * guess. scratch holds num_rows times width and hidden floats, and behind them what the product needs. */
 void outrider_head_states(pool *threads, const matrix *m, int64_t width, const float *source,
                           const int64_t *source_slots, float *features, const int64_t *slots, int64_t num_rows,
                           float *scratch) {

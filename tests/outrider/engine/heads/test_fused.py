@@ -18,10 +18,10 @@ from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+@pytest.fixture(scope="module", params=["float32", "int8", "int4"])
+def target(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> ModelRunner:
     folder = write_tiny_model(tmp_path_factory.mktemp("tiny") / "model", "llama")
-    return ModelRunner.load(str(folder), dtype="float32", kv_tokens=640)
+    return ModelRunner.load(str(folder), dtype=request.param, kv_tokens=640)
 
 
 def steps(target: ModelRunner, decoder: Decoder, state_size: int) -> list[Tensor]:
