@@ -91,5 +91,5 @@ def test_the_drafts_are_worth_something(serving: dict[str, Any]) -> None:
             ]
             figures = [answer.result.speculation for answer in answers]
             accepted, rounds = (sum(getattr(each, name) for each in figures) for name in ("accepted_tokens", "rounds"))
-            # Each round tests until a guess is rejected, or all are kept: so this is a little below the acceptance rate.
+            # A round tests until a guess is rejected, or all are kept: so this is a little below the acceptance rate.
             assert accepted / (accepted + rounds) > share, (drafter, accepted, rounds)
