@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from outrider.engine.batching import RowPlan
 from outrider.engine.noise import gumbel
-from outrider.engine.ops.packed import PackedMatrix, Weight, pack, packed_product, packed_shape
+from outrider.engine.ops.packed import PackedMatrix, Weight, pack, packed_product
 from outrider.engine.ops.temperature import apply_temperature, argmax_mask
 
 # Elements of one temporary: 64 MiB of float32, so that long lists and wide vocabularies are worked through in pieces.
@@ -28,8 +28,7 @@ class EagerOps:
 
     def stack(self, weights: Sequence[Tensor]) -> Weight:
         if self._packed_bits is not None:
-            shape = packed_shape(sum(weight.shape[0] for weight in weights), weights[0].shape[1], self._packed_bits)
-            return pack(weights, self._packed_bits, weights[0].new_empty(shape, dtype=torch.uint8))
+            return pack(weights, self._packed_bits)
         return weights[0] if len(weights) == 1 else torch.cat(list(weights))
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

@@ -51,11 +51,10 @@ class NativeOps:
 
     def stack(self, weights: Sequence[Tensor]) -> Weight:
         """In the memory of this object's arena."""
-        num_rows, rest = sum(weight.shape[0] for weight in weights), weights[0].shape[1:]
         if self._packed_bits is not None:
-            shape = packed_shape(num_rows, rest[0], self._packed_bits)
-            return pack(weights, self._packed_bits, self._arena.empty(shape, torch.uint8))
-        stacked = self._arena.empty((num_rows, *rest), weights[0].dtype)
+            return pack(weights, self._packed_bits, self._arena.empty)
+        num_rows = sum(weight.shape[0] for weight in weights)
+        stacked = self._arena.empty((num_rows, *weights[0].shape[1:]), weights[0].dtype)
         return torch.cat(list(weights), out=stacked)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

@@ -5,7 +5,7 @@ bfloat16: 8.25 and 4.5 bits a weight. With 8 bits a group's largest weight is 12
 one of a few around the largest weight that leaves the least squared error.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -77,13 +77,14 @@ def packed_shape(num_outputs: int, num_inputs: int, bits: int) -> tuple[int, int
     return -(-num_outputs // OUTPUTS), -(-num_inputs // group), OUTPUTS * (group * bits // 8 + 2)
 
 
-def pack(weights: Iterable[Tensor], bits: int, data: Tensor) -> PackedMatrix:
-    """Quantises the rows of all weights [N, K] into one matrix, in `data` of packed_shape."""
+def pack(weights: Iterable[Tensor], bits: int, empty: Callable[..., Tensor] = torch.empty) -> PackedMatrix:
+    """Quantises the rows of all weights [N, K] into one matrix, whose memory `empty` gives, as torch.empty does."""
     pieces = [piece for weight in weights for piece in torch.split(weight, PIECE_ROWS)]
     num_outputs, num_inputs = sum(piece.shape[0] for piece in pieces), pieces[0].shape[1]
     quantised = [_quantise(piece.float(), bits) for piece in pieces]
     integers = torch.cat([each for each, _ in quantised])
     scales = torch.cat([each for _, each in quantised])
+    data = empty(packed_shape(num_outputs, num_inputs, bits), dtype=torch.uint8)
     group, (num_blocks, num_groups, _) = GROUPS[bits], data.shape
     missing = num_blocks * OUTPUTS - num_outputs
     integers = functional.pad(integers, (0, 0, 0, 0, 0, missing)).view(num_blocks, OUTPUTS, num_groups, group // 4, 4)

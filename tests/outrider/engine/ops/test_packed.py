@@ -6,7 +6,7 @@ from support.engine_cases import BUILT, every_ops, native
 from torch import Tensor
 
 from outrider.engine.ops import Ops
-from outrider.engine.ops.packed import PackedMatrix, pack, packed_product, packed_shape
+from outrider.engine.ops.packed import PackedMatrix, pack, packed_product
 
 BITS = pytest.mark.parametrize("bits", [8, 4])
 SIZES = pytest.mark.parametrize(
@@ -15,8 +15,8 @@ SIZES = pytest.mark.parametrize(
 
 
 def packed(weight: Tensor, bits: int) -> PackedMatrix:
-    """The matrix, with memory of its own."""
-    return pack([weight], bits, torch.empty(packed_shape(*weight.shape, bits), dtype=torch.uint8))
+    """One matrix alone."""
+    return pack([weight], bits)
 
 
 def matrix_of(num_outputs: int, num_inputs: int) -> Tensor:
@@ -56,8 +56,7 @@ def test_weights_on_the_grid_stay_as_they_are(bits: int) -> None:
 def test_stacked_matrices_are_one(bits: int) -> None:
     """The rows of all, in their order; zeros stay zeros."""
     first, second = matrix_of(20, 96), torch.zeros(5, 96)
-    shape = packed_shape(25, 96, bits)
-    both = pack([first, second], bits, torch.empty(shape, dtype=torch.uint8))
+    both = pack([first, second], bits)
     assert torch.equal(both.unpack(), torch.cat((packed(first, bits).unpack(), second)))
 
 
