@@ -13,7 +13,7 @@ from outrider.parameters import Rule
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class RaceQuestion:
     """What is asked in a race: a message, or a text to continue."""
 
     text: str
@@ -21,16 +21,16 @@ class Question:
     is_chat: bool = True
 
 
-QUESTION = Question(
+QUESTION = RaceQuestion(
     "Write a short letter to a friend who wants to learn to cook. Give five tips and say why each one helps.",
     GenerationOptions(max_tokens=192, seed=3, temperature=0.0),
 )
-STORY = Question(
+STORY = RaceQuestion(
     "Once upon a time there was a", GenerationOptions(max_tokens=128, seed=3, temperature=0.7), is_chat=False
 )
 
 
-async def race(address: str, question: Question) -> None:
+async def race(address: str, question: RaceQuestion) -> None:
     """Streams the answer with speculation, answers again without, and says what differed.
 
     Raises what the gateway answered, and PeerLost when nobody answers.
@@ -45,7 +45,7 @@ async def race(address: str, question: Question) -> None:
     note(verdict(*turns))
 
 
-async def _answered(client: AsyncClient, question: Question, options: GenerationOptions) -> Turn:
+async def _answered(client: AsyncClient, question: RaceQuestion, options: GenerationOptions) -> Turn:
     turn, view = Turn(question.text, options["seed"] or 0), choose_view(as_json=False)
     said = [{"role": "user", "content": question.text}]
     view.begin("" if question.is_chat else question.text, RequestOptions())

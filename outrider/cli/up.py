@@ -23,7 +23,7 @@ from outrider.cli.doctor.checks import rest_text
 from outrider.cli.doctor.report import gibibytes
 from outrider.cli.local_stack import Addresses, Stack, metrics_address, port_error, start_stack
 from outrider.cli.output import ModelFacts, is_rich, model_facts, model_line, model_table, write
-from outrider.cli.race import Question, race
+from outrider.cli.race import RaceQuestion, race
 from outrider.cli.running import Interrupts, Work, note, service_log
 from outrider.errors import NotReady, OutriderError
 from outrider.process.children import Change, State, Supervisor
@@ -325,7 +325,7 @@ def check_ports(stack: Stack) -> None:
             raise NotReady(f"{found} with --{option}, 0 for a free one.", port=port)
 
 
-def serving(stack: Stack, display: Display, question: Question | None) -> Work:
+def serving(stack: Stack, display: Display, question: RaceQuestion | None) -> Work:
     """The work of the command: starts the stack, runs a race if there is a question, and shows it until it ends.
 
     Meanwhile what dies is restarted.
