@@ -17,14 +17,14 @@ from transformers.utils import logging
 
 from outrider.engine.models.weights import model_hash
 from outrider.errors import InvalidRequest, ModelRefused
-from outrider.process.options import between, grouped, options_of, run_app, service_app
+from outrider.process.options import grouped, options_of, run_app, service_app
 from outrider.vocabulary import Vocabulary
 from training.data import digest, read_documents
 from training.dialogue import Turns, Writing
 from training.draft_report import markdown, read_questions
-from training.draft_run import DraftRun, DraftSettings, check_fit
+from training.draft_run import DraftRun, DraftRunSettings, check_fit
 from training.model import trained_model
-from training.run import COUNT
+from training.run import CheckpointEvery, Separator, Threads
 from training.storage import Storage
 
 app = service_app()
@@ -41,18 +41,14 @@ def make_draft(
     corpus: Annotated[
         Path | None, typer.Option(help="UTF-8 text, plain or as .xz or .gz, of which some texts take a piece.")
     ] = None,
-    separator: Annotated[
-        str, typer.Option(show_default=False, help="What stands between its documents; by default a blank line.")
-    ] = "\n\n",
+    separator: Separator = "\n\n",
     questions: Annotated[
         Path | None,
         typer.Option(help="JSON lines with category and turns, for the report alone: nothing is learnt from them."),
     ] = None,
-    threads: Annotated[
-        int | None, typer.Option(callback=between(1, 1024), help="On the CPU; by default one a core.")
-    ] = None,
-    checkpoint_every: Annotated[int, typer.Option(callback=COUNT, help="Steps between checkpoints.")] = 50,
-    given: DraftSettings,
+    threads: Threads = None,
+    checkpoint_every: CheckpointEvery = 50,
+    given: DraftRunSettings,
 ) -> None:
     """Checks the options, makes the drafts, and writes and prints what they reach."""
     if threads is not None:
@@ -83,7 +79,7 @@ def make_draft(
     console.print(f"Serve them: outrider up --target {target} --head {out / 'head'} --draft {out / 'draft'}")
 
 
-def read_writing(target: Path, model: LlamaForCausalLM, settings: DraftSettings, documents: list[str]) -> Writing:
+def read_writing(target: Path, model: LlamaForCausalLM, settings: DraftRunSettings, documents: list[str]) -> Writing:
     """How the target's texts begin. Raises InvalidRequest about `--target`, and about temperatures."""
     try:
         Vocabulary.read(target)

@@ -17,11 +17,11 @@ from transformers.utils import logging
 
 from outrider.engine.models.weights import model_hash
 from outrider.errors import InvalidRequest, ModelRefused
-from outrider.process.options import between, grouped, options_of, refuse_together, run_app, service_app
+from outrider.process.options import grouped, options_of, refuse_together, run_app, service_app
 from outrider.vocabulary import Vocabulary
 from training.data import digest, encode, read_documents, train_tokenizer
 from training.model import ROLES
-from training.run import COUNT, Run, RunSettings, held_out_of, outcome_table
+from training.run import CheckpointEvery, Run, RunSettings, Separator, Threads, held_out_of, outcome_table
 from training.storage import Storage
 
 app = service_app()
@@ -38,14 +38,10 @@ def train(
     from_pair: Annotated[
         Path | None, typer.Option(help="Folder of a pair; only its context is extended, nothing else.")
     ] = None,
-    separator: Annotated[
-        str, typer.Option(show_default=False, help="What stands between documents; by default a blank line.")
-    ] = "\n\n",
+    separator: Separator = "\n\n",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
-    threads: Annotated[
-        int | None, typer.Option(callback=between(1, 1024), help="On the CPU; by default one a core.")
-    ] = None,
-    checkpoint_every: Annotated[int, typer.Option(callback=COUNT, help="Steps between checkpoints.")] = 50,
+    threads: Threads = None,
+    checkpoint_every: CheckpointEvery = 50,
     given: RunSettings,
 ) -> None:
     """Checks the options, makes the pair, and prints what every stage reached."""

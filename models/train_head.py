@@ -17,12 +17,12 @@ from transformers.utils import logging
 
 from outrider.engine.models.weights import model_hash
 from outrider.errors import InvalidRequest
-from outrider.process.options import between, grouped, options_of, run_app, service_app
+from outrider.process.options import grouped, options_of, run_app, service_app
 from train import checked_device
 from training.data import END_OF_TEXT, END_OF_TEXT_ID, digest, encode, read_documents
 from training.head_run import HeadRun, HeadSettings, files_of
 from training.model import trained_model
-from training.run import COUNT, RunSettings, held_out_of
+from training.run import CheckpointEvery, RunSettings, Separator, Threads, held_out_of
 from training.storage import Storage
 
 app = service_app()
@@ -37,14 +37,10 @@ def train_head(
     out: Annotated[Path, typer.Option(help="Folder of the head, and of what a stopped run needs to go on.")] = Path(
         "build/head"
     ),
-    separator: Annotated[
-        str, typer.Option(show_default=False, help="What stands between documents; by default a blank line.")
-    ] = "\n\n",
+    separator: Separator = "\n\n",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
-    threads: Annotated[
-        int | None, typer.Option(callback=between(1, 1024), help="On the CPU; by default one a core.")
-    ] = None,
-    checkpoint_every: Annotated[int, typer.Option(callback=COUNT, help="Steps between checkpoints.")] = 50,
+    threads: Threads = None,
+    checkpoint_every: CheckpointEvery = 50,
     given: HeadSettings,
 ) -> None:
     """Checks the options, makes the head, and prints what it reached."""

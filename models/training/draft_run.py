@@ -39,7 +39,7 @@ RATES = {"head": 6e-3, "head-overlap": 2e-3, "draft": 4e-3, "draft-overlap": 1e-
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftSettings:
+class DraftRunSettings:
     """What the drafts depend on, beside target, documents and threads; each is an option, and another value another
     run."""
 
@@ -102,7 +102,7 @@ class DraftSettings:
         )
 
 
-def head_files(settings: DraftSettings, target: LlamaForCausalLM, name: str, draft_ids: Tensor) -> HeadFiles:
+def head_files(settings: DraftRunSettings, target: LlamaForCausalLM, name: str, draft_ids: Tensor) -> HeadFiles:
     """All that is decided about the head. Raises InvalidRequest about sizes that do not fit the target."""
     size = settings.hidden_size or target.config.hidden_size
     sized = replace(settings.head, hidden_size=size, mlp_size=settings.mlp_size or 16 * size // 9)
@@ -117,7 +117,7 @@ def head_files(settings: DraftSettings, target: LlamaForCausalLM, name: str, dra
     )
 
 
-def check_fit(settings: DraftSettings, target: LlamaForCausalLM) -> None:
+def check_fit(settings: DraftRunSettings, target: LlamaForCausalLM) -> None:
     """Raises InvalidRequest about what does not fit the target, before anything is computed."""
     config = target.config
     if settings.text_len > config.max_position_embeddings:
@@ -129,7 +129,7 @@ def check_fit(settings: DraftSettings, target: LlamaForCausalLM) -> None:
     new_draft(settings, target)
 
 
-def new_draft(settings: DraftSettings, target: LlamaForCausalLM) -> LlamaForCausalLM:
+def new_draft(settings: DraftRunSettings, target: LlamaForCausalLM) -> LlamaForCausalLM:
     """A small Llama for the target's tokens, whose tied matrix begins as what the principal directions of the target's
     output matrix keep of it; leaves torch's own seed alone. Raises InvalidRequest about `--draft-size`."""
     size, config = settings.draft_size, target.config
@@ -176,7 +176,7 @@ def see_own_row(head: Eagle3, head_dim: int, seed: int) -> None:
 class DraftRun:
     """One making of drafts, from wherever its storage says that it stands."""
 
-    settings: DraftSettings
+    settings: DraftRunSettings
     target: LlamaForCausalLM
     name: str
     vocabulary: Vocabulary

@@ -29,6 +29,12 @@ from training.storage import Storage, write_whole
 
 COUNT = between(1, 1_000_000_000)
 BATCH = between(1, 65536)
+# Options of every command that trains.
+Separator = Annotated[
+    str, typer.Option(show_default=False, help="What stands between documents; by default a blank line.")
+]
+Threads = Annotated[int | None, typer.Option(callback=between(1, 1024), help="On the CPU; by default one a core.")]
+CheckpointEvery = Annotated[int, typer.Option(callback=COUNT, help="Steps between checkpoints.")]
 TARGET_STEPS, DRAFT_STEPS, LONG_STEPS = 2400, 1500, 240
 SHORT_RATE = 3e-3
 # A trained target forgets at more; a draft's few weights follow their teacher at any rate.
