@@ -216,7 +216,7 @@ class DraftRun:
             count = sum(each.numel() for each in model.parameters())
             self.console.print(f"{name}: {count:,} weights, {steps:,} steps of {batch} x {settings.text_len:,} tokens")
             blocks = AnswerBlocks(material, known, settings.steps_ahead, batch, f"{settings.seed} {name}")
-            go_through(stage, model, [(blocks, loss)], self.storage, self.console)
+            go_through(stage, model, partial(list, [(blocks, loss)]), self.storage, self.console)
         served = over_raw_features(head, teacher)
         if not (self.storage.out / "head").exists():
             write_whole(self.storage.out / "head", partial(files.write, served.state_dict(), output))

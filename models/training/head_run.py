@@ -208,7 +208,7 @@ class HeadRun:
             stages.append(replace(stages[0], name=name, steps=settings.overlap_steps, learning_rate=HEAD_RATES[name]))
         for stage in stages:
             self.console.print(f"{stage.name}: {stage.steps:,} steps, {settings.batch} x {text.block_len:,} tokens")
-            go_through(stage, head, self._lessons(stage, teacher, lines), self.storage, self.console)
+            go_through(stage, head, partial(self._lessons, stage, teacher, lines), self.storage, self.console)
         if not (self.storage.out / "head").exists():
             write_whole(self.storage.out / "head", partial(files.write, head.state_dict(), output))
         return self._report(head, teacher)

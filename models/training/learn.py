@@ -8,7 +8,7 @@ learning rate serves both.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from rich.console import Console
@@ -145,8 +145,18 @@ def learn(
     model.eval()
 
 
-def go_through(stage: Stage, model: nn.Module, lessons: Sequence[Lesson], storage: Storage, console: Console) -> None:
-    """Lets the model learn the stage, or gives it the weights that it had at the stage's end. Raises Diverged."""
+def go_through(
+    stage: Stage,
+    model: nn.Module,
+    lessons: Callable[[], Sequence[Lesson]],
+    storage: Storage,
+    console: Console,
+    measured: Callable[[], dict[str, Any]] = dict,
+) -> dict[str, Any]:
+    """Lets the model learn the stage, or gives it the weights that it had at the stage's end. Raises Diverged.
+
+    Lessons are made, and what is `measured` at the end, only where the stage is still to be learnt; returns what was.
+    """
     found = storage.result(stage.name)
     if found is None:
 
@@ -154,10 +164,11 @@ def go_through(stage: Stage, model: nn.Module, lessons: Sequence[Lesson], storag
             if step % storage.every == 0 or step == stage.steps:
                 console.print(f"{stage.name}: step {step:,}, loss {value:.3f}")
 
-        learn(stage, model, lessons, storage, report)
-        found = {"model": model.state_dict()}
+        learn(stage, model, lessons(), storage, report)
+        found = {"model": model.state_dict(), **measured()}
         storage.save_result(stage.name, found)
     model.load_state_dict(found["model"])
+    return found
 
 
 def micro_batches(rows: Tensor) -> tuple[Tensor, ...]:

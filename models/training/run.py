@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import torch
 import typer
@@ -23,7 +23,7 @@ from transformers import LlamaForCausalLM
 from outrider.errors import InvalidRequest
 from outrider.process.options import between
 from training.data import HeldOut, TrainingBlocks, held_out_blocks, targets_of
-from training.learn import Lesson, Loss, Stage, distillation, learn, measure, next_token
+from training.learn import Lesson, Loss, Stage, distillation, go_through, measure, next_token
 from training.model import PRESETS, ROLES, Preset, new_model, trained_model, write_model
 from training.storage import Storage, write_whole
 
@@ -147,26 +147,23 @@ class Run:
 
         The losses are those of its portions, a lone one or the long blocks first.
         """
-        found = self.storage.result(stage.name)
-        if found is None:
+
+        def lessons() -> list[Lesson]:
             portions = " and ".join(f"{batch} x {block_len:,}" for batch, block_len in stage.portions)
             self.console.print(f"{stage.name}: {stage.steps:,} steps, {portions} tokens a step")
             text = self.held_out
-            lessons: list[Lesson] = []
             targets = targets_of(text.token_ids, text.blocks, text.block_len)
             # A stage of one portion has no use for the second loss.
-            for (batch, block_len), loss in zip(stage.portions, losses, strict=False):
-                seed = f"{self.settings.seed} {stage.name} {block_len}"
-                lessons.append((TrainingBlocks(text.token_ids, targets, block_len, batch, seed), loss))
+            return [
+                (TrainingBlocks(text.token_ids, targets, length, batch, f"{seed} {stage.name} {length}"), loss)
+                for (batch, length), loss in zip(stage.portions, losses, strict=False)
+            ]
 
-            def report(step: int, loss: float) -> None:
-                if step % self.storage.every == 0 or step == stage.steps:
-                    self.console.print(f"{stage.name}: step {step:,}, loss {loss:.3f}")
+        def measured() -> dict[str, Any]:
+            return {"losses": measure(model, self.held_out)}
 
-            learn(stage, model, lessons, self.storage, report)
-            found = {"model": model.state_dict(), "losses": measure(model, self.held_out)}
-            self.storage.save_result(stage.name, found)
-        model.load_state_dict(found["model"])
+        seed = self.settings.seed
+        found = go_through(stage, model, lessons, self.storage, self.console, measured)
         return stage.name, stage.steps, stage.tokens, found["losses"]
 
 
