@@ -19,9 +19,14 @@ REQUESTS = (
     "Continue this text:\n\n{}",
     "Summarize the following text in a few sentences:\n\n{}",
     "{}\n\nWhat does this text tell us? Answer briefly.",
+    "Translate this text to English:\n\n{}",
+    "Explain this step by step:\n\n{}",
+    "{}\n\nList the most important points.",
+    "Rewrite this text in simpler words:\n\n{}",
+    "Write three questions about this text, with their answers:\n\n{}",
 )
 MAX_USER_TOKENS, MAX_ANSWER_TOKENS = 120, 320
-OPENING_TOKENS = (24, 160)
+OPENING_TOKENS = (24, 240)
 USER_TEMPERATURE = 0.9
 
 

@@ -48,7 +48,7 @@ class DraftRunSettings:
     texts: Annotated[int, typer.Option(callback=BATCH, help="That it writes at once.")] = 256
     text_len: Annotated[int, typer.Option(callback=between(16, 65536), help="Tokens of each of them.")] = 512
     temperatures: Annotated[str, typer.Option(help="Of the answers, with commas; the texts take them in turn.")] = (
-        "0,0.7,0,0.7,1"
+        "0,0.7"
     )
     corpus_share: Annotated[
         float, typer.Option(callback=between(0, 1), help="Of the texts, that begin with a piece of --corpus.")
@@ -68,7 +68,8 @@ class DraftRunSettings:
         typer.Option(help="Layers whose inputs the head reads, from 0; by default the second, the middle, the last."),
     ] = None
     draft_vocab: Annotated[
-        int | None, typer.Option(callback=COUNT, help="Most frequent tokens that both drafts know; by default all.")
+        int | None,
+        typer.Option(callback=COUNT, help="Most frequent tokens of answers that both drafts know; by default all."),
     ] = None
     head_steps: Annotated[int, typer.Option(callback=COUNT, help="Of copying the target's laws.")] = 900
     head_overlap_steps: Annotated[
@@ -191,7 +192,7 @@ class DraftRun:
         taps = taps_of(settings.head, self.target.config.num_hidden_layers)
         decoder = BatchDecoder(frozen(self.target), taps)
         material = self._material(decoder)
-        draft_ids = draft_ids_of(material.token_ids.flatten(), settings.draft_vocab, vocab_size)
+        draft_ids = draft_ids_of(material.token_ids[material.is_answer], settings.draft_vocab, vocab_size)
         output = self.target.get_output_embeddings().weight.detach()
         teacher = StoredTeacher(material, output[draft_ids].bfloat16(), draft_ids, material.feature_scale())
         covered = float(torch.isin(material.token_ids[material.is_answer], draft_ids).double().mean())
