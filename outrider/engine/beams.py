@@ -54,7 +54,8 @@ class Beams:
     def next_sessions(self) -> list[Session]:
         """Those that the next forward feeds: the beams, or the trunk while the prompt has to be read.
 
-        Beams without a cache take what the trunk has.
+        Beams without a cache take what the trunk has. All have waited as long as the one that waited longest: rows are
+        granted to whoever waited (outrider.engine.sharing), and those of some beams alone lead nowhere.
         """
         if self.trunk.cached_len < len(self.trunk) or not self.sessions:
             return [self.trunk]
@@ -62,6 +63,9 @@ class Beams:
             if session.cached_len < len(self.trunk):
                 self.sessions[place] = self._rooted(self.trunk, session.token_ids)
                 session.free()
+        last_forward = min(session.last_forward for session in self.sessions)
+        for session in self.sessions:
+            session.last_forward = last_forward
         return self.sessions
 
     def become(self, live: Sequence[LiveBeam]) -> None:

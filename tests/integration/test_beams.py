@@ -3,7 +3,6 @@
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from surface.rest_stack import CHAT, COMPLETIONS, rest_stack
 from bench.common import OPENINGS
 from outrider.client import Answer, BeamSearch, InvalidRequest, PromptTooLong, Speculation
 from outrider.v1 import generation_service_pb2 as pb
-from target_service.server import start as start_target
 
 WIDTH, MAX_TOKENS = 4, 24
 PLAIN = Speculation(enabled=False)
@@ -187,9 +185,7 @@ async def test_a_search_survives_a_service(who: str) -> None:
         if who == "draft":
             await stack.stop_draft()
         else:
-            address = stack.target.address
-            await stack.target.stop(0)
-            stack.target = await start_target(replace(stack.target_settings, listen=address))
+            await stack.restart_target()
         answer = await stream.result()
         assert sequences([answer]) == sequences([expected])
         if who == "target":

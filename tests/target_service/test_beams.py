@@ -160,32 +160,59 @@ def small(folder: Path) -> Iterator[Target]:
     check_empty(target.runner.pool)
 
 
+def go_on(target: Target, searches: list[Searching]) -> None:
+    """Takes what has been answered to each search, and asks for its next pass."""
+    answers, target.answers[:] = list(target.answers), []
+    ids = {search.session_id: search for search in searches}
+    for answer in answers:
+        assert answer.error is None
+        search = ids.get(answer.fence.session_id)
+        if search is None:
+            continue
+        search.num_passes += 1
+        search.record.take(answer.content.beam_steps)
+        if search.record.finish_reason is None:
+            search.step()
+        else:
+            target.table.drop(search.session_id)
+
+
 def test_searches_take_turns_in_a_full_pool(small: Target, target: Target) -> None:
     """They lose their caches and nothing else, and a session of one sequence among them loses nothing either."""
     requests = [spec(seed, prompt_len=40) for seed in range(4)]
     alone = [Searching(target, each, BeamSearch(WIDTH), os.urandom(16)).to_the_end() for each in requests]
     searches = [Searching(small, each, BeamSearch(WIDTH), os.urandom(16)) for each in requests]
-    ids = {search.session_id: search for search in searches}
     for search in searches:
         search.open()
     one = spec_of(PROMPT, 60, eos=())
     small.open(one, budget=50)
     for _ in range(400):
         small.device.step(small.verifier.advance)
-        answers, small.answers[:] = list(small.answers), []
-        for answer in answers:
-            assert answer.error is None
-            if answer.fence.session_id in ids:
-                search = ids[answer.fence.session_id]
-                search.record.take(answer.content.beam_steps)
-                if search.record.finish_reason is None:
-                    search.step()
-                else:
-                    small.table.drop(search.session_id)
+        go_on(small, searches)
         small.runner.pool.check_integrity()
     assert [search.record.finished for search in searches] == alone
     assert small.sessions.counts().preemption_count > 0
     assert len(small.tokens) > 50
+
+
+@pytest.mark.parametrize("max_rows", range(WIDTH, 3 * WIDTH))
+def test_searches_take_turns_in_a_narrow_forward(
+    target: Target, monkeypatch: pytest.MonkeyPatch, max_rows: int
+) -> None:
+    """The beams of a search count for something only in one forward, and none of the searches is left behind."""
+    searches = [Searching(target, spec(seed, prompt_len=20), BeamSearch(WIDTH), os.urandom(16)) for seed in range(3)]
+    for search in searches:
+        search.open()
+    target.device.run(target.verifier.advance)
+    monkeypatch.setattr(target.runner, "max_rows", max_rows)
+    for _ in range(MAX_TOKENS):
+        go_on(target, searches)
+        live = [(search, search.num_passes) for search in searches if search.record.finish_reason is None]
+        for _ in live:
+            target.device.step(target.verifier.advance)
+            go_on(target, searches)
+        assert all(search.num_passes > num_passes for search, num_passes in live)
+    assert all(search.record.finish_reason is not None for search in searches)
 
 
 @pytest.mark.parametrize("what", ["other beams", "a second root", "past the end"])
