@@ -98,6 +98,7 @@ def stale(right: draft_pb.ProposeResponse) -> draft_pb.ProposeResponse:
 MODEL = model_pb.DrafterOffer(name="model", rules=[types_pb2.ACCEPTANCE_RULE_MATCH])
 
 
+TURNS_OF_A_FORWARD = 20  # of the event loop, in which a message may come; a device takes its time too
 MAX_UNSENT = 64  # answers of one link; more have to wait for it
 Request = draft_pb.ProposeRequest | target_pb.VerifyRequest
 Response = draft_pb.ProposeResponse | target_pb.VerifyResponse
@@ -105,6 +106,9 @@ Response = draft_pb.ProposeResponse | target_pb.VerifyResponse
 
 class Taking(ABC):
     """A session as its link sees it."""
+
+    has_next: Callable[[], bool]
+    """Whether the next message has come."""
 
     @abstractmethod
     def take(self, request: Any) -> AsyncIterator[Response]:
@@ -187,6 +191,7 @@ class MarkovLink:
 
     async def _run(self, session_id: bytes, inbox: asyncio.Queue[Request]) -> None:
         session = self._service.session()
+        session.has_next = lambda: not inbox.empty()
         try:
             while True:
                 request = await inbox.get()
@@ -238,6 +243,7 @@ class Service(model_service_pb2_grpc.ModelServiceServicer, ABC):
     frozen: bool = False
     max_acknowledged: int = 0
     stalled_us: int = 0
+    grammar_engine: str = ""
     model_hash: str = "hash"
     numerics_id: str = "markov"
     drift: int = 0
@@ -301,6 +307,7 @@ class Service(model_service_pb2_grpc.ModelServiceServicer, ABC):
             unacknowledged_window=16,
             block_size=16,
             block_count=self.block_count,
+            grammar_engine=self.grammar_engine,
             drafter_offers=[MODEL] if self.role == model_pb.SERVICE_ROLE_DRAFT else [],
         )
 
@@ -437,6 +444,7 @@ class MarkovSession(Taking):
         self.service = service
         self.token_ids: list[int] = []
         self.session = types_pb2.OpenSession()
+        self.limit = 0  # length up to which it goes on unasked
         self.finished = False
         self.forgotten = False
         self.asked: target_pb.VerifyRequest | None = None
@@ -444,44 +452,48 @@ class MarkovSession(Taking):
         self.unasked: dict[int, target_pb.VerifyResponse] = {}
 
     async def take(self, request: target_pb.VerifyRequest) -> AsyncIterator[target_pb.VerifyResponse]:
-        """Answers a message: with a verdict, and with unasked ones within the budget; a repetition with the same."""
+        """Answers a message: a verdict, and unasked ones until the next message comes; a repetition with the same."""
         if request == self.asked:
             for response in self.given:
                 yield response
-            return
-        self.asked = request
-        self.given.clear()
-        async for response in self._answers(request):
-            self.given.append(response)
-            yield response
-
-    async def _answers(self, request: target_pb.VerifyRequest) -> AsyncIterator[target_pb.VerifyResponse]:
-        action = request.WhichOneof("action")
-        if action == "acknowledge":
-            self.service.max_acknowledged = max(self.service.max_acknowledged, request.fence.base_len)
-            limit = request.fence.base_len + 1 + request.acknowledge.plain_budget
         else:
-            step = request.open.step if action == "open" else request.step
-            if action == "open":
-                self.session = request.open.session
-                self.token_ids = list(self.session.token_ids)
-            if len(self.token_ids) > request.fence.base_len:
-                # It went on unasked before it was told not to.
-                self.service.halted += 1
-                for base_len, response in self.unasked.items():
-                    if base_len >= request.fence.base_len:
-                        yield response
-                return
-            assert len(self.token_ids) == request.fence.base_len
-            limit = request.fence.base_len + 1 + step.plain_budget
-            async for response in self.verdict(request.fence, step.proposal):
+            self.asked = request
+            self.given.clear()
+            async for response in self._answers(request):
+                self.given.append(response)
                 yield response
-        limit = min(limit, request.fence.base_len + 16)
-        self.unasked.clear()
-        while len(self.token_ids) < limit and not self.finished and not self.forgotten:
+        while len(self.token_ids) < self.limit and not self.finished and not self.forgotten:
             async for response in self.verdict(request.fence, types_pb2.TokenTree()):
                 self.unasked[response.fence.base_len] = response
+                self.given.append(response)
                 yield response
+            for _ in range(TURNS_OF_A_FORWARD):
+                await asyncio.sleep(0)
+            if self.has_next():
+                return
+
+    async def _answers(self, request: target_pb.VerifyRequest) -> AsyncIterator[target_pb.VerifyResponse]:
+        action, base_len = request.WhichOneof("action"), request.fence.base_len
+        self.unasked = {length: response for length, response in self.unasked.items() if length >= base_len}
+        if action == "acknowledge":
+            self.service.max_acknowledged = max(self.service.max_acknowledged, base_len)
+            budget = request.acknowledge.plain_budget
+            self.limit = base_len + 1 + min(budget, 15) if budget else base_len
+            return
+        step = request.open.step if action == "open" else request.step
+        if action == "open":
+            self.session = request.open.session
+            self.token_ids = list(self.session.token_ids)
+        self.limit = base_len + 1 + min(step.plain_budget, 15)
+        if len(self.token_ids) > base_len:
+            # It went on unasked before it was told not to.
+            self.service.halted += 1
+            for response in self.unasked.values():
+                yield response
+            return
+        assert len(self.token_ids) == base_len
+        async for response in self.verdict(request.fence, step.proposal):
+            yield response
 
     async def verdict(
         self, fence: types_pb2.Fence, proposal: types_pb2.TokenTree
@@ -500,7 +512,7 @@ class MarkovSession(Taking):
         if mischief is Mischief.FROZEN:
             await asyncio.Event().wait()
         rows: list[int] = []
-        tree = tree_from(proposal, NUM_TOKENS, len(proposal.token_ids))
+        tree = tree_from(proposal, self.service.vocabulary_size, len(proposal.token_ids))
         while not self.finished:
             token_id = model.draw(self.token_ids, self.session.seed)
             if self.service.numbered:
