@@ -6,13 +6,16 @@ SETUP := $(VENV)/.setup-done
 # A client that wants other versions of what the project uses, so it has an environment of its own.
 LITELLM := .venv-litellm
 LITELLM_SETUP := $(LITELLM)/.setup-done
+# Agents that people use, as npm has them.
+AGENTS := .agents
+AGENTS_SETUP := $(AGENTS)/.setup-done
 KERNELS := $(wildcard outrider/engine/ops/kernels/*.[ch])
 
 # A file's tests stay together, so that they share what is slow to start.
 SIDE_BY_SIDE := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow test-assistant test-grid test-page test-surface test-fencing check proto options models train train-head draft bench bench-sized clean
+.PHONY: help setup run test test-slow test-assistant test-grid test-page test-surface test-agents test-fencing check proto options models train train-head draft bench bench-sized clean
 
 help: ## lists the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -33,7 +36,7 @@ run: $(SETUP) ## starts the stack with the assistant, answers with and without s
 	@$(BIN)/outrider up --race
 
 test: $(SETUP) ## all tests but the slow ones, the full exactness grid, the browser's, and the full conformance tests
-	$(BIN)/python -m pytest -m "not grid and not surface and not page and not slow and not assistant" $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -m "not grid and not surface and not page and not slow and not assistant and not agents" $(SIDE_BY_SIDE)
 
 test-slow: $(SETUP) ## training runs, benchmarks from end to end, distributions of real servers
 	$(BIN)/python -m pytest -m "slow and not grid" $(SIDE_BY_SIDE)
@@ -54,6 +57,13 @@ $(LITELLM_SETUP): tests/surface/litellm-constraints.txt | $(SETUP)
 	@echo "Setting up $(LITELLM) for one of the clients."
 	@test -x $(LITELLM)/bin/python || $(BIN)/python -m venv $(LITELLM)
 	@$(LITELLM)/bin/python -m pip install --quiet --disable-pip-version-check -c $< litellm
+	@touch $@
+
+test-agents: $(SETUP) $(AGENTS_SETUP) ## Claude Code and Codex themselves at a small task, without a way to the network
+	$(BIN)/python -m pytest -m agents
+
+$(AGENTS_SETUP): Makefile
+	npm install --silent --no-audit --no-fund --prefix $(AGENTS) @anthropic-ai/claude-code@2.1.197 @openai/codex@0.169.0
 	@touch $@
 
 test-fencing: $(SETUP) ## gateway and services in 20,000 worlds where messages and processes fail; ten minutes

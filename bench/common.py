@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from importlib.metadata import distributions
 from itertools import product
 from pathlib import Path
-from typing import Annotated, NoReturn, TypeVar, Unpack
+from typing import Annotated, NamedTuple, NoReturn, TypeVar, Unpack
 
 import typer
 
 from outrider.cli import options, pairs
 from outrider.cli.local_stack import Addresses, Stack, choose_models, start_stack
 from outrider.cli.running import Interrupts, note, service_log
-from outrider.client import AsyncClient, GenerationOptions, Round, Speculation
+from outrider.client import AsyncClient, GenerationOptions, Result, Round, Speculation, Stream
 from outrider.errors import InvalidRequest, ModelRefused, OutriderError
 from outrider.model_service.settings import MAX_THREADS, Dtype, available_cpus, check_cascade
 from outrider.parameters import SamplingParameters, SessionSpec
@@ -88,6 +88,33 @@ def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     names = list(header)
     lines = [names, ["---"] * len(names), *(list(row) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+class Timed(NamedTuple):
+    """One answer that was read to its end. Times begin behind the first round, which reads the prompt."""
+
+    token_us: float
+    tokens_a_round: float
+    token_ids: tuple[int, ...]
+    result: Result
+
+
+def read_timed(stream: Stream) -> Timed:
+    """Reads a stream of one sample, and takes the time."""
+    rounds = []
+    result = None
+    for event in stream:
+        if isinstance(event, Result):
+            result = event
+        else:
+            rounds.append((time.perf_counter(), [token.token_id for token in event.tokens]))
+    if result is None:
+        raise ValueError("an answer came without its result")
+    token_ids = tuple(token_id for _, each in rounds for token_id in each)
+    (first_s, first), (last_s, _) = rounds[0], rounds[-1]
+    num_behind = len(token_ids) - len(first)
+    per_token = 1e6 * (last_s - first_s) / max(num_behind, 1)
+    return Timed(per_token, num_behind / max(len(rounds) - 1, 1), token_ids, result)
 
 
 def machine() -> str:

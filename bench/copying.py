@@ -18,8 +18,8 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.common import OPENINGS, TokensDiffer, interval, machine, markdown, revision, rotated
-from outrider.client import ChatMessage, Client, GenerationOptions, Result, Speculation
+from bench.common import OPENINGS, Timed, TokensDiffer, interval, machine, markdown, read_timed, revision, rotated
+from outrider.client import ChatMessage, Client, GenerationOptions, Speculation
 
 TIMEOUT_S = 300.0
 PLAIN, LOOKUP, AUTO, WITHOUT = "plain", "lookup", "auto", "auto without lookup"
@@ -44,15 +44,7 @@ class Length(NamedTuple):
     temperature: float = 0.0
 
 
-class Taken(NamedTuple):
-    """One answer: microseconds a token behind the first ones, tokens a round, and the tokens."""
-
-    token_us: float
-    tokens_a_round: float
-    token_ids: tuple[int, ...]
-
-
-Found = dict[str, dict[str, list[Taken]]]
+Found = dict[str, dict[str, list[Timed]]]
 """Answers by kind and setting."""
 
 
@@ -82,8 +74,8 @@ def questions(file: Path, size: int, seed: int = 0) -> Iterator[Prompt]:
             yield Prompt(category, text)
 
 
-def answer(client: Client, prompt: Prompt, setting: Speculation, length: Length, salt: str) -> Taken:
-    """One answer. Times begin behind the first round, which reads the prompt."""
+def answer(client: Client, prompt: Prompt, setting: Speculation, length: Length, salt: str) -> Timed:
+    """One answer, and its time."""
     options = GenerationOptions(
         max_tokens=length.tokens,
         temperature=length.temperature,
@@ -97,16 +89,7 @@ def answer(client: Client, prompt: Prompt, setting: Speculation, length: Length,
         stream = client.chat([ChatMessage(role="user", content=prompt.text)], **options)
     else:
         stream = client.generate(prompt.text, **options)
-    rounds = []
-    for event in stream:
-        if isinstance(event, Result):
-            break
-        rounds.append((time.perf_counter(), [token.token_id for token in event.tokens]))
-    token_ids = tuple(token_id for _, each in rounds for token_id in each)
-    (first_s, first), (last_s, _) = rounds[0], rounds[-1]
-    num_behind = len(token_ids) - len(first)
-    per_token = 1e6 * (last_s - first_s) / max(num_behind, 1)
-    return Taken(per_token, num_behind / max(len(rounds) - 1, 1), token_ids)
+    return read_timed(stream)
 
 
 def measure(client: Client, prompts: Sequence[Prompt], length: Length, has_draft: bool) -> Found:
@@ -137,7 +120,7 @@ def measure(client: Client, prompts: Sequence[Prompt], length: Length, has_draft
 def render(found: Found) -> str:
     """Of each kind the medians of ratios to plain decoding with their intervals, and tokens a round."""
     rows = []
-    whole: dict[str, list[Taken]] = defaultdict(list)
+    whole: dict[str, list[Timed]] = defaultdict(list)
     for kind, taken in found.items():
         rows.append(_row(kind, taken))
         for name, each in taken.items():
@@ -148,7 +131,7 @@ def render(found: Found) -> str:
     )
 
 
-def _row(kind: str, taken: dict[str, list[Taken]]) -> list[str]:
+def _row(kind: str, taken: dict[str, list[Timed]]) -> list[str]:
     def ratio(slow: str, fast: str) -> str:
         if fast not in taken or slow not in taken:
             return ""

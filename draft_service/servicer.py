@@ -33,7 +33,7 @@ class DraftServicer(LinkServicer[pb.ProposeRequest, DraftSessions], DraftService
         if request.HasField("open"):
             size, live = self._facts.vocabulary_size, self._search(request.open, "open.beams")
             if live is None:
-                spec = messages.spec_from(request.open.session, fence.base_len, size, earlier)
+                spec = messages.spec_from(request.open.session, fence.base_len, size, earlier, self._facts.grammars)
             else:
                 spec = messages.search_spec_from(request.open.session, live.beams, fence.base_len, size, earlier)
             wanted = self._wanted("open", request.open, arrived_ns, live)

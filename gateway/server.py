@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from gateway.generation.audit import ShadowAudit
 from gateway.generation.backend import Backend
-from gateway.generation.frontend import Admission, Frontend
+from gateway.generation.frontend import Admission, Frontend, ModelNames
 from gateway.generation.generate import decode
 from gateway.grpc.servicer import generation_service
 from gateway.lookup.guesses import LookupSources
@@ -93,7 +93,7 @@ async def start(settings: GatewaySettings) -> RunningGateway:
     fit, ModelRefused for a tokenizer or chat template that cannot be read, AddressTaken.
     """
     tokenizer = await asyncio.to_thread(Tokenizer, settings.tokenizer)
-    template = await asyncio.to_thread(ChatTemplate.read, settings.tokenizer)
+    template = await asyncio.to_thread(ChatTemplate.read, settings.tokenizer, settings.tool_format)
     registry = new_registry()
     registry.register(ProcessTime())
     async with AsyncExitStack() as undo:
@@ -110,8 +110,8 @@ async def start(settings: GatewaySettings) -> RunningGateway:
         admission = Admission(settings.max_requests, settings.max_queue)
         metrics = GatewayMetrics(registry)
         metrics.watch(admission, backend)
-        model_name = settings.served_model_name or backend.target.present().model_name
-        frontend = Frontend(backend, admission, metrics, template, model_name)
+        names = ModelNames.of(listed(settings.served_model_name), backend.target.present().model_name)
+        frontend = Frontend(backend, admission, metrics, template, names)
         service = generation_service(frontend, settings.client_stall_seconds)
         shares_port = bool(settings.figures_of_all)
         server = await channels.serve(settings.listen, service, reflects=settings.reflection, shares_port=shares_port)

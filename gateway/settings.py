@@ -12,9 +12,10 @@ from fnmatch import fnmatchcase
 from typing import Annotated
 
 from gateway.lookup.memory import LEAST_TOKENS, MAX_BYTES_PER_TOKEN
+from gateway.tools.formats import AUTO, FORMATS, OFF
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.process.children import MAX_WORKERS
-from outrider.process.options import Setting, above, addresses, check_settings, listed, within
+from outrider.process.options import Limit, Setting, above, addresses, check_settings, listed, within
 from outrider.process.run import ProcessSettings
 
 HOST = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*")
@@ -72,6 +73,17 @@ class Sites:
 
 
 OWN_PAGE = Sites()
+
+
+def _tool_formats() -> Limit:
+    """The names that tool_format may have."""
+
+    def check(flag: str, name: str) -> None:
+        if name not in (AUTO, OFF, *FORMATS):
+            raise InvalidRequest(flag, name, words)
+
+    words = f"one of {', '.join((AUTO, OFF, *FORMATS))}"
+    return Limit(words, check)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +148,15 @@ class GatewaySettings(ProcessSettings):
         float,
         Setting("Share of the requests under `match` that are decoded again, plainly, and compared.", within(0, 1)),
     ] = 0.0
-    served_model_name: Annotated[str, Setting("Name of the model to clients. Empty: the target's.")] = ""
+    tool_format: Annotated[
+        str,
+        Setting(
+            "How the model writes calls of tools; auto: as its chat template says, off: nobody looks.", _tool_formats()
+        ),
+    ] = AUTO
+    served_model_name: Annotated[
+        str, Setting("Names of the model to clients, with commas; * takes any. Empty: the target's.")
+    ] = ""
     cors_origins: Annotated[str, Setting("Origins whose pages may call REST, with commas, or *. Empty: none.")] = ""
     allowed_hosts: Annotated[
         str, Setting("Names with a dot by which browsers call this gateway, with commas, *.DOMAIN, or *.")

@@ -87,7 +87,7 @@ class InvalidRequest(OutriderError):
         """As of any error; a sentence of the usual form comes without its parts, because they follow from the data."""
         field, value, limit = (metadata.get(key, "") for key in ("field", "value", "limit"))
         usual = (Field(field), f" is {value}, but must be ", limit)
-        error = cls(field, value, limit, usual if "".join(usual) == "".join(parts) else parts)
+        error = cls(field, value, limit, usual if ["".join(usual)] == [*parts] else parts)
         error.metadata = dict(metadata)
         return error
 
@@ -112,6 +112,14 @@ class Unsupported(OutriderError):
     status = "INVALID_ARGUMENT"
     reason = "UNSUPPORTED"
     exit_code = 64
+
+
+class NoTokenLeft(OutriderError):
+    """The caller must change the request: everything that could come next is forbidden by it."""
+
+    status = "FAILED_PRECONDITION"
+    reason = "NO_TOKEN_LEFT"
+    exit_code = 65
 
 
 class ModelRefused(OutriderError):

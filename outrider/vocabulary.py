@@ -33,17 +33,9 @@ class Vocabulary:
 
         A draft needs no tokenizer of its own, only to be told from those that fit other targets. Raises ModelRefused.
         """
-        gguf, path = gguf_in(Path(place)), Path(place) / "tokenizer.json"
-        if gguf is not None:
-            return cls.of(read_tokenizer(GgufFile.read(gguf)).get_vocab(with_added_tokens=True).items())
-        if not path.is_file() and (Path(place) / VOCABULARY_FILE).is_file():
+        tokenizer = tokenizer_in(place)
+        if tokenizer is None:
             return cls._stated(Path(place) / VOCABULARY_FILE)
-        if not path.is_file():
-            raise ModelRefused(f"There is no tokenizer.json in {place}, so nobody can tell whether the pair fits.")
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exceptions for every kind of fault
-            raise ModelRefused(f"{path} cannot be read as a tokenizer: {error}") from error
         return cls.of(tokenizer.get_vocab(with_added_tokens=True).items())
 
     @classmethod
@@ -87,6 +79,21 @@ class Vocabulary:
                 last = min(first + IDS_PER_DIGEST, self.size) - 1
                 return f"The vocabularies of {self.size} ids differ between the ids {first} and {last}."
         return None
+
+
+def tokenizer_in(place: Path | str) -> Tokenizer | None:
+    """That of a GGUF file or a folder; None of a folder that only states its vocabulary. Raises ModelRefused."""
+    gguf, path = gguf_in(Path(place)), Path(place) / "tokenizer.json"
+    if gguf is not None:
+        return read_tokenizer(GgufFile.read(gguf))
+    if not path.is_file() and (Path(place) / VOCABULARY_FILE).is_file():
+        return None
+    if not path.is_file():
+        raise ModelRefused(f"There is no tokenizer.json in {place}, so nobody can tell whether the pair fits.")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exceptions for every kind of fault
+        raise ModelRefused(f"{path} cannot be read as a tokenizer: {error}") from error
 
 
 def _digest(chunk: Iterable[tuple[int, str]]) -> int:

@@ -41,7 +41,8 @@ class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServi
         if request.HasField("open") and request.open.HasField("beams"):
             return self._search_job(request.open, fence, arrived_ns, earlier, owner)
         if request.HasField("open"):
-            spec = messages.spec_from(request.open.session, fence.base_len, self._facts.vocabulary_size, earlier)
+            size, grammars = self._facts.vocabulary_size, self._facts.grammars
+            spec = messages.spec_from(request.open.session, fence.base_len, size, earlier, grammars)
             self._check_lengths(spec)
             step, drafter = self._step(request.open.step, arrived_ns), request.open.drafter
             if drafter:

@@ -13,6 +13,7 @@ from outrider.engine.beams import Beams
 from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
 from outrider.errors import InvalidRequest, ProtocolViolation
+from outrider.grammar import Grammar
 from outrider.model_service.session_store import LeaseTable, Outbox, SessionAnswer, SessionState, SessionStore
 from outrider.parameters import FinishReason, SessionSpec
 from outrider.rpc.fencing import ComputeTimes, Fence, MessageStatus, Meter, classify
@@ -175,6 +176,8 @@ class TargetSessions(SessionStore[TargetState]):
         """
         status, held = self._classify_open(fence)
         if status is MessageStatus.CURRENT:
+            if spec.grammar is not None:
+                _check_output(spec.grammar, spec.token_ids[spec.prompt_len :])
             if search is None:
                 _check_proposal(step.tree, spec, fence.base_len)
             _check_own(self._hostings.get(drafter), step.own_draft_count, step.own_shape, "step")
@@ -338,6 +341,13 @@ class TargetSessions(SessionStore[TargetState]):
             task.done = not held.may_go_on
             held.task = None if task.done else task
         held.answer(answer)
+
+
+def _check_output(grammar: Grammar, output: Sequence[int]) -> None:
+    """Raises InvalidRequest about an output that does not follow the grammar, which no target would have committed."""
+    fault = grammar.fault(output)
+    if fault is not None:
+        raise InvalidRequest("session.token_ids", f"an output of {len(output)} tokens", f"one without a fault: {fault}")
 
 
 def _check_own(hosting: Hosting[Any] | None, draft_count: int, shape: TreeShape | None, message: str) -> None:

@@ -43,12 +43,14 @@ SHARED = (
     "outrider.model_names",
     "outrider.gguf",
     "outrider.tokenizer_files",
+    "outrider.grammar",
+    "outrider.deltas",
 )
 PLUMBING = ("outrider.rpc", "outrider.process")
 SERVICE = (*SHARED, *PLUMBING, "outrider.engine", "outrider.drafters", "outrider.model_service")
 RULES = (
     Rule("outrider.errors"),
-    Rule("outrider.parameters", ("outrider.errors",)),
+    Rule("outrider.parameters", ("outrider.errors", "outrider.grammar")),
     Rule("outrider.model_names", ("outrider.errors",)),
     Rule("outrider.gguf", ("outrider.errors",)),
     Rule("outrider.vocabulary", ("outrider.errors", "outrider.gguf")),
@@ -56,6 +58,8 @@ RULES = (
     Rule("outrider.token_tree", ("outrider.errors", "outrider.parameters")),
     Rule("outrider.datastore", (*SHARED, "outrider.process")),
     Rule("outrider.beams", ("outrider.errors", "outrider.token_tree")),
+    Rule("outrider.grammar", ("outrider.errors",)),
+    Rule("outrider.deltas"),
     Rule("outrider.v1", protobuf=True),
     Rule("outrider.rpc", SHARED, protobuf=True),
     Rule("outrider.process", (*SHARED, "outrider.rpc")),
@@ -71,7 +75,8 @@ RULES = (
     Rule("target_service.servicer", ("target_service", *SERVICE), torch=True, protobuf=True),
     Rule("gateway.rounds", SHARED),
     Rule("gateway.lookup", (*SHARED, "outrider.datastore", "gateway.rounds")),
-    Rule("gateway.text", SHARED),
+    Rule("gateway.tools", SHARED),
+    Rule("gateway.text", (*SHARED, "gateway.tools")),
     Rule("gateway.sessions", (*SHARED, *PLUMBING, "gateway.rounds"), protobuf=True),
     Rule("gateway.speculation", (*SHARED, "gateway.rounds", "gateway.lookup", "gateway.sessions")),
     Rule("gateway.beams", (*SHARED, *PLUMBING, "gateway.rounds", "gateway.sessions"), protobuf=True),
@@ -83,6 +88,7 @@ RULES = (
             "gateway.rounds",
             "gateway.lookup",
             "gateway.sessions",
+            "gateway.tools",
             "gateway.text",
             "gateway.speculation",
             "gateway.beams",
@@ -90,7 +96,7 @@ RULES = (
     ),
     Rule(
         "gateway.grpc",
-        (*SHARED, *PLUMBING, "gateway.rounds", "gateway.text", "gateway.generation"),
+        (*SHARED, *PLUMBING, "gateway.rounds", "gateway.tools", "gateway.text", "gateway.generation"),
         protobuf=True,
     ),
     Rule(
@@ -100,12 +106,13 @@ RULES = (
             *PLUMBING,
             "gateway.rounds",
             "gateway.sessions",
+            "gateway.tools",
             "gateway.text",
             "gateway.generation",
             "gateway.settings",
         ),
     ),
-    Rule("gateway.settings", (*SHARED, *PLUMBING, "gateway.lookup")),
+    Rule("gateway.settings", (*SHARED, *PLUMBING, "gateway.lookup", "gateway.tools")),
     Rule("gateway", (*SHARED, *PLUMBING, "outrider.datastore")),
 )
 # They stand outside the house and may look at all of it.

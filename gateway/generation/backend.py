@@ -89,7 +89,7 @@ class Backend:
             return LookupGuesses()
         spec = request.spec
         session = self.lookup.session(spec.token_ids, request.prediction, spec.cache_salt.decode())
-        return LookupGuesses(session, spec.acceptance.rule, max_rows)
+        return LookupGuesses(session, spec.acceptance.rule, max_rows, spec.grammar)
 
     def drafts_for(self, request: CheckedRequest, drafting: Drafting) -> list[tuple[str, Replicas, str]]:
         """For each draft that guesses: what rounds call it, its services, and the drafter that these are asked for."""

@@ -4,15 +4,15 @@ import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import repeat
 
 from gateway.beams.record import BeamRecord, Hypothesis
 from gateway.beams.search import search
 from gateway.beams.sessions import BeamDraftSession, BeamTargetSession
-from gateway.generation.generate import CompletionEvent, Event, RequestContext, RoundEvent
-from gateway.generation.transcript import GeneratedToken, SpeculationFigures, StopScanner, Transcript
+from gateway.generation.generate import CompletionEvent, Event, RequestContext, RoundEvent, new_reader
+from gateway.generation.transcript import ENDING_TOKENS, GeneratedToken, SpeculationFigures, StopScanner, Transcript
 from gateway.rounds.round import TokenOrigin
 from gateway.sessions.draft import AbsentDraftSession
-from gateway.text.tokenizer import Tokenizer
 from outrider.beams import BeamSearch
 from outrider.process import telemetry
 
@@ -44,8 +44,13 @@ async def searched(context: RequestContext, beams: BeamSearch, queue_us: int) ->
             new_numerics_id = "".join(transcript.numerics_ids[num_numerics:])
             yield RoundEvent((), committed, new_numerics_id, elapsed_us=elapsed_us)
     for index, hypothesis in enumerate(record.finished):
-        tokens, rest = _spelt(hypothesis, backend.tokenizer)
-        yield RoundEvent(tokens, None, sample_index=index, elapsed_us=context.elapsed_us)
+        told = Transcript(
+            backend.tokenizer.detokenizer(), StopScanner(()), reader=new_reader(request, backend.tokenizer)
+        )
+        told.finish_reason = hypothesis.finish_reason
+        tokens = _spelt(hypothesis, told)
+        deltas = told.take_deltas()
+        yield RoundEvent(tokens, None, sample_index=index, elapsed_us=context.elapsed_us, deltas=deltas)
         yield CompletionEvent(
             finish_reason=hypothesis.finish_reason,
             prompt_tokens=spec.prompt_len,
@@ -58,7 +63,10 @@ async def searched(context: RequestContext, beams: BeamSearch, queue_us: int) ->
             numerics_ids=tuple(transcript.numerics_ids),
             target_reopens=transcript.target_reopens if index == 0 else 0,
             drift_repairs=transcript.drift_repairs if index == 0 else 0,
-            text_delta=rest,
+            text_delta=told.finish(),
+            deltas=told.take_deltas(),
+            has_calls=told.has_calls,
+            reasoning_tokens=told.reasoning_tokens,
             first_token_us=first_token_us,
             total_us=context.elapsed_us,
             queue_us=queue_us,
@@ -68,10 +76,8 @@ async def searched(context: RequestContext, beams: BeamSearch, queue_us: int) ->
         )
 
 
-def _spelt(hypothesis: Hypothesis, tokenizer: Tokenizer) -> tuple[tuple[GeneratedToken, ...], str]:
-    """The tokens of a sequence with their text, and the text that is left behind the last."""
-    detokenizer = tokenizer.detokenizer()
-    tokens = [
-        GeneratedToken(token_id, TokenOrigin.PLAIN, detokenizer.push(token_id)) for token_id in hypothesis.token_ids
-    ]
-    return tuple(tokens), detokenizer.flush()
+def _spelt(hypothesis: Hypothesis, told: Transcript) -> tuple[GeneratedToken, ...]:
+    """The tokens of a sequence with their text."""
+    last = len(hypothesis.token_ids) - 1 if hypothesis.finish_reason in ENDING_TOKENS else -1
+    texts = [told.say(token_id, is_end=place == last) for place, token_id in enumerate(hypothesis.token_ids)]
+    return tuple(map(GeneratedToken, hypothesis.token_ids, repeat(TokenOrigin.PLAIN), texts))

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Self
 
 import structlog
 
@@ -248,6 +248,32 @@ class Generation:
     events: AsyncGenerator[tuple[int, Event], None]
 
 
+ANY_NAME = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNames:
+    """The name of the served model, and further ones by which clients may ask for it; "*" among these is any."""
+
+    main: str
+    others: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, names: Sequence[str], own: str) -> Self:
+        """The names that an operator gave, of which the first that is one is the main one, else the model's own."""
+        given = [name for name in names if name != ANY_NAME]
+        main = given[0] if given else own
+        return cls(main, tuple(name for name in names if name != main))
+
+    def __contains__(self, name: str) -> bool:
+        return name == self.main or name in self.others or ANY_NAME in self.others
+
+    @property
+    def listed(self) -> list[str]:
+        """All that can be listed."""
+        return [self.main, *(name for name in self.others if name != ANY_NAME)]
+
+
 @dataclass(frozen=True, slots=True)
 class Frontend:
     """The gateway as its surfaces see it: `open` is where every request enters."""
@@ -256,8 +282,13 @@ class Frontend:
     admission: Admission
     metrics: Observer
     chat_template: ChatTemplate
-    model_name: str
+    names: ModelNames
     started_s: float = field(default_factory=time.time)
+
+    @property
+    def model_name(self) -> str:
+        """The main name of the served model."""
+        return self.names.main
 
     @asynccontextmanager
     async def open(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation]:

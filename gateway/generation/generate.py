@@ -27,6 +27,8 @@ from gateway.sessions.link import ModelInfo
 from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
 from gateway.text.tokenizer import Tokenizer
+from gateway.tools.reader import AnswerReader
+from outrider.deltas import Delta
 from outrider.errors import ProtocolViolation
 from outrider.parameters import Acceptance, FinishReason
 from outrider.process import telemetry
@@ -49,6 +51,8 @@ class RoundEvent:
     prompt_tokens: tuple[PromptToken, ...] = ()
     rejected: tuple[RejectedToken, ...] = ()
     elapsed_us: int = 0  # when the tokens were there, since the gateway received the request
+    deltas: tuple[Delta, ...] = ()
+    """What is new, in order; only content unless the request said how its answer is to be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,14 @@ class CompletionEvent:
     sample_index: int
     acceptance: Acceptance
     cumulative_logprob: float | None = None  # of a beam
+    deltas: tuple[Delta, ...] = ()
+    has_calls: bool = False
+    """Whether there are calls of tools among all deltas."""
+    reasoning_tokens: int = 0
+    stop_string: str | None = None
+    """The one that ended it."""
+    ignored_keywords: tuple[str, ...] = ()
+    """What of a lenient schema was not enforced."""
 
 
 Event = RoundEvent | CompletionEvent
@@ -112,15 +124,18 @@ async def prepare(request: GenerationRequest, backend: Backend) -> RequestContex
 async def _sample(context: RequestContext, queue_us: int) -> AsyncGenerator[Event, None]:
     request, backend, tokenizer = context.request, context.backend, context.backend.tokenizer
     tells_guesses = request.spec.draft_logprobs
-    transcript = Transcript(tokenizer.detokenizer(), StopScanner(request.stops), tells_guesses)
+    scanner, reader = StopScanner(request.stops), new_reader(request, tokenizer)
+    transcript = Transcript(tokenizer.detokenizer(), scanner, tells_guesses, reader)
     first_token_us = 0
     async with aclosing(decode(request, backend, context.target)) as rounds:
         async for committed in rounds:
             elapsed_us = context.elapsed_us
             first_token_us = first_token_us or elapsed_us
             num_numerics = max(1, len(transcript.numerics_ids))
+            tokens = transcript.take(committed)
             yield RoundEvent(
-                tokens=transcript.take(committed),
+                tokens=tokens,
+                deltas=transcript.take_deltas(),
                 committed=committed,
                 new_numerics_id="".join(transcript.numerics_ids[num_numerics:]),
                 sample_index=request.sample_index,
@@ -151,7 +166,17 @@ async def _sample(context: RequestContext, queue_us: int) -> AsyncGenerator[Even
         queue_us=queue_us,
         sample_index=request.sample_index,
         acceptance=request.spec.acceptance,
+        deltas=transcript.take_deltas(),
+        has_calls=transcript.has_calls,
+        reasoning_tokens=transcript.reasoning_tokens,
+        stop_string=transcript.scanner.found,
+        ignored_keywords=() if request.spec.grammar is None else request.spec.grammar.ignored_keywords,
     )
+
+
+def new_reader(request: CheckedRequest, tokenizer: Tokenizer) -> AnswerReader | None:
+    """What reads an answer to a request, if it asked for that."""
+    return None if request.reading is None else AnswerReader(request.reading, tokenizer.special_tokens)
 
 
 async def _prompt_tokens(request: CheckedRequest, tokenizer: Tokenizer, committed: Round) -> tuple[PromptToken, ...]:

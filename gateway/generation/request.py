@@ -11,8 +11,10 @@ from typing import Self
 from gateway.rounds.round import LOOKUP
 from gateway.sessions.link import ModelInfo
 from gateway.text.tokenizer import Tokenizer
+from gateway.tools.reader import Reading
 from outrider.beams import BeamSearch, cache_tokens
 from outrider.errors import Field, InvalidRequest, PromptTooLong, check_count
+from outrider.grammar import Constraint, ConstraintKind, Grammar, GrammarRefused
 from outrider.parameters import (
     MAX_BANNED_LEN,
     MAX_LOGPROB_COUNT,
@@ -27,7 +29,7 @@ from outrider.parameters import (
 from outrider.rpc.channels import MAX_MESSAGE_BYTES
 from outrider.token_tree import TreeShape
 
-MAX_STOPS = 8
+MAX_STOPS = 64
 MAX_STRING_LEN = 256
 MAX_BANNED_WORDS = 64
 MAX_DRAFTERS = 8
@@ -65,6 +67,12 @@ class GenerationRequest:
     beam_search: BeamSearch | None = None
     add_special_tokens: bool = True
     """Whether text gets the tokenizer's special tokens; a rendered chat template has them already."""
+    reading: Reading | None = None
+    """How to look for calls of tools and reasoning in the answer; None takes all of it for text."""
+    constraint: Constraint | None = None
+    """What the answer has to look like."""
+    up_to_context: bool = False
+    """Whether max_tokens is cut to what is left of the context, and is all of that when it is None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +91,7 @@ class CheckedRequest:
     sample_index: int = 0
     beam_search: BeamSearch | None = None
     """Makes all samples."""
+    reading: Reading | None = None
 
     @property
     def num_runs(self) -> int:
@@ -92,7 +101,9 @@ class CheckedRequest:
     def sample(self, index: int) -> Self:
         """One of its samples, with a seed of its own. Only the first reads the prompt's log-probabilities."""
         prompt_logprobs = self.spec.prompt_logprobs and index == 0
-        spec = replace(self.spec, seed=sample_seed(self.spec.seed, index), prompt_logprobs=prompt_logprobs)
+        grammar = None if self.spec.grammar is None else self.spec.grammar.session()
+        seed = sample_seed(self.spec.seed, index)
+        spec = replace(self.spec, seed=seed, prompt_logprobs=prompt_logprobs, grammar=grammar)
         return replace(self, spec=spec, sample_index=index)
 
 
@@ -165,6 +176,7 @@ async def check_request(
         prompt_logprobs=request.echo,
         draft_logprobs=request.return_rounds,
         cache_salt=cache_salt,
+        grammar=await _grammar(request, tokenizer, target),
     )
     draft_count = request.draft_count if request.speculation_enabled else 0
     if draft_count is None and request.shape is not None:
@@ -173,7 +185,15 @@ async def check_request(
     prediction = await _prediction(request, drafters, draft_count, tokenizer, target, offers)
     samples = (request.sample_count or 1) if beams is None else beams.width
     return CheckedRequest(
-        spec, request.stops, draft_count, drafters, request.shape, prediction, samples, beam_search=beams
+        spec,
+        request.stops,
+        draft_count,
+        drafters,
+        request.shape,
+        prediction,
+        samples,
+        beam_search=beams,
+        reading=request.reading,
     )
 
 
@@ -196,12 +216,43 @@ def _check_beams(request: GenerationRequest, offers: Offers) -> None:
         "speculation.drafters": request.drafters if len(request.drafters) > 1 else (),
         "speculation.shape": request.shape,
         "prediction": request.prediction,
+        request.constraint.field if request.constraint else "constraint": "present" if request.constraint else "",
     }
     for name, value in wanted.items():
         if value is not None and value not in ((), "", False):
             raise InvalidRequest(name, value, ("absent with ", Field("beam_search")))
     if request.acceptance.rule is not Rule.MATCH:
         raise InvalidRequest("speculation.rule", request.acceptance.rule, ("match with ", Field("beam_search")))
+
+
+async def _grammar(request: GenerationRequest, tokenizer: Tokenizer, target: ModelInfo) -> Grammar | None:
+    """What the answer has to follow, compiled; raises InvalidRequest about the constraint."""
+    constraint = request.constraint
+    if constraint is None:
+        return None
+    if not target.grammar_engine:
+        raise InvalidRequest(constraint.field, "present", "absent: the target serves no grammars")
+    if request.sampling.ignore_eos:
+        raise InvalidRequest("sampling.ignore_eos", True, ("false with ", Field(constraint.field)))
+    if not target.eos_token_ids and not request.stop_token_ids:
+        raise InvalidRequest(
+            constraint.field,
+            "present",
+            ("absent without ", Field("stop_token_ids"), ", for the model has no end of its own"),
+        )
+    if constraint.whitespace:
+        # Alone first, for a fault in it would be one of the schema otherwise.
+        alone = Constraint(ConstraintKind.REGEX, constraint.whitespace, constraint.whitespace_field)
+        await _compiled(alone, tokenizer, target)
+    return await _compiled(constraint, tokenizer, target)
+
+
+async def _compiled(constraint: Constraint, tokenizer: Tokenizer, target: ModelInfo) -> Grammar:
+    text = constraint.canonical()
+    try:
+        return await tokenizer.grammar(text, target.eos_token_ids)
+    except (GrammarRefused, ValueError) as error:
+        raise InvalidRequest(constraint.field, constraint.text, f"one that can be enforced: {error}") from None
 
 
 def _check_beam_room(prompt_len: int, max_tokens: int, width: int, target: ModelInfo) -> None:
@@ -332,9 +383,11 @@ def _max_tokens(request: GenerationRequest, prompt_len: int, target: ModelInfo) 
     place = f"the {'context' if is_context else 'key-value cache'} of {size} tokens"
     facts = {"prompt_tokens": prompt_len, "context_len" if is_context else "kv_tokens": size}
     room = size - prompt_len
-    if request.max_tokens is None and room < 1:
+    if (request.max_tokens is None or request.up_to_context) and room < 1:
         raise PromptTooLong(f"the prompt has {prompt_len} tokens, but must leave room for one more in {place}", **facts)
     wanted = min(DEFAULT_MAX_TOKENS, room) if request.max_tokens is None else request.max_tokens
+    if request.up_to_context:
+        wanted = min(request.max_tokens or room, room)
     if wanted > room:
         message = (f"a prompt of {prompt_len} tokens and ", Field("max_tokens"), f" {wanted} do not fit into {place}")
         raise PromptTooLong(message, max_tokens=wanted, **facts)

@@ -13,6 +13,8 @@ from typing import Any, Self
 
 from gateway.rounds.round import Proposal, Round, TokenOrigin
 from gateway.text.tokenizer import Detokenizer
+from gateway.tools.reader import AnswerReader, joined
+from outrider.deltas import ContentDelta, Delta
 from outrider.parameters import FinishReason, TokenLogprob
 
 FIGURES = (
@@ -21,6 +23,7 @@ FIGURES = (
 )
 # The source of guesses that come from the request's prediction.
 PREDICTION = "prediction"
+ENDING_TOKENS = (FinishReason.EOS, FinishReason.STOP_TOKEN)
 
 
 class StopScanner:
@@ -45,7 +48,9 @@ class StopScanner:
         return self._release(piece, max(automaton.matched_len for automaton in self._automata))
 
     def flush(self) -> str:
-        """Returns what is still held: no more text comes, so it cannot become a stop string."""
+        """Returns what is still held: no more of this text comes, so it cannot become a stop string."""
+        for automaton in self._automata:
+            automaton.matched_len = 0
         return self._release("", 0) if self.found is None else ""
 
     def _release(self, piece: str, held_len: int) -> str:
@@ -221,19 +226,62 @@ class SpeculationFigures:
 class Transcript:
     """Turns rounds into text until the request ends, by the target's word or by a stop string.
 
-    `tells_guesses` says whether tokens tell which guess they were.
+    `tells_guesses` says whether tokens tell which guess they were. With a `reader` only content is text, in which stop
+    strings are looked for.
     """
 
     detokenizer: Detokenizer
     scanner: StopScanner
     tells_guesses: bool = False
+    reader: AnswerReader | None = None
     token_ids: list[int] = field(default_factory=list)
+    reasoning_tokens: int = 0
     finish_reason: FinishReason | None = None
     numerics_ids: list[str] = field(default_factory=list)
     target_reopens: int = 0
     drift_repairs: int = 0
     cached_prompt_tokens: int = 0
     figures: SpeculationFigures = field(default_factory=SpeculationFigures)
+    _deltas: list[Delta] = field(default_factory=list)
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a tool was called."""
+        return self.reader is not None and self.reader.num_calls > 0
+
+    def take_deltas(self) -> tuple[Delta, ...]:
+        """What is new since the last time, in order."""
+        deltas, self._deltas = joined(self._deltas), []
+        return deltas
+
+    def say(self, token_id: int, *, is_end: bool = False) -> str:
+        """Takes a token's text; returns what text is final with it. The token that ends the answer may be one."""
+        text = self.detokenizer.push(token_id)
+        if self.reader is None:
+            return self._pass([ContentDelta(text)])
+        was_reasoning = self.reader.is_reasoning
+        name = self.detokenizer.name_of_special(token_id)
+        deltas: list[Delta] = []
+        if name is None:
+            deltas = self.reader.push(text)
+        elif not is_end:
+            deltas = self.reader.push(name, is_special=True)
+        self.reasoning_tokens += was_reasoning or self.reader.is_reasoning
+        return self._pass(deltas)
+
+    def _pass(self, deltas: Sequence[Delta]) -> str:
+        """Notes deltas, the content as far as it is final, until a stop string ends it all; returns that content."""
+        texts = []
+        for delta in deltas:
+            if self.scanner.found is not None:
+                break
+            text = self.scanner.push(delta.text) if isinstance(delta, ContentDelta) else self.scanner.flush()
+            if text:
+                texts.append(text)
+                self._deltas.append(ContentDelta(text))
+            if not isinstance(delta, ContentDelta):
+                self._deltas.append(delta)
+        return "".join(texts)
 
     def take(self, committed: Round) -> tuple[GeneratedToken, ...]:
         """The tokens of a round with their text. Tokens behind the one that completes a stop string do not exist."""
@@ -250,8 +298,9 @@ class Transcript:
         # The target's own token is behind all of them.
         rows = verdict.accepted_rows if self.tells_guesses else ()
         self.finish_reason = verdict.finish_reason
+        last = len(committed.token_ids) - 1 if verdict.finish_reason in ENDING_TOKENS else -1
         for index, token_id in enumerate(committed.token_ids):
-            text = self.scanner.push(self.detokenizer.push(token_id))
+            text = self.say(token_id, is_end=index == last)
             logprob = verdict.logprobs[index] if verdict.logprobs else None
             guess = GuessFacts.of(committed.proposal, rows[index]) if index < len(rows) else None
             tokens.append(GeneratedToken(token_id, committed.origins[index], text, logprob, guess))
@@ -263,7 +312,15 @@ class Transcript:
 
     def finish(self) -> str:
         """Text that was held back and is final now; what was held may complete a stop string at the very end."""
-        rest = self.scanner.push(self.detokenizer.flush())
+        text = self.detokenizer.flush()
+        deltas: list[Delta] = [ContentDelta(text)]
+        if self.reader is not None:
+            is_cut = self.finish_reason is FinishReason.LENGTH
+            deltas = [*self.reader.push(text), *self.reader.finish(is_cut=is_cut)]
+        rest = self._pass(deltas)
         if self.scanner.found is not None:
             self.finish_reason = FinishReason.STOP_STRING
-        return rest + self.scanner.flush()
+        held = self.scanner.flush()
+        if held:
+            self._deltas.append(ContentDelta(held))
+        return rest + held

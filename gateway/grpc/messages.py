@@ -1,15 +1,34 @@
 """Requests, conversations and events of a generation as messages of generation_service.proto."""
 
-from dataclasses import asdict, replace
+import json
+import re
+from collections.abc import MutableSequence, Sequence
+from dataclasses import asdict
 from typing import Any
 
+from gateway.generation.conversation import (
+    MAX_TEMPLATE_VARIABLES,
+    MAX_TOOLS,
+    MAX_VARIABLE_LEN,
+    TOOL_NAME,
+    arguments_object,
+    asked,
+    check_variables,
+    offered,
+    shows_tools,
+    tool_named,
+)
 from gateway.generation.generate import CompletionEvent, RoundEvent
 from gateway.generation.request import GenerationRequest
 from gateway.generation.transcript import round_facts
 from gateway.rounds.round import FallbackReason, TokenOrigin
 from gateway.text.chat_template import ChatTemplate
+from gateway.text.tokenizer import Tokenizer
+from gateway.tools.call_grammar import CallRules, OfferedTool
 from outrider.beams import BeamSearch, EarlyStopping
+from outrider.deltas import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
 from outrider.errors import InvalidRequest, check_count
+from outrider.grammar import Constraint, ConstraintKind
 from outrider.rpc import messages
 from outrider.rpc.messages import RULES, acceptance_from, logprob_message, settings_message, shape_from
 from outrider.v1 import generation_service_pb2 as pb
@@ -21,6 +40,14 @@ EARLY_STOPPING: dict[int, EarlyStopping] = {
     pb.EARLY_STOPPING_HEURISTIC: "heuristic",
     pb.EARLY_STOPPING_FIRST: "first",
     pb.EARLY_STOPPING_NEVER: "never",
+}
+CONSTRAINTS = {
+    "json_schema": ConstraintKind.JSON_SCHEMA,
+    "regex": ConstraintKind.REGEX,
+    "choices": ConstraintKind.CHOICE,
+    "lark": ConstraintKind.LARK,
+    "gbnf": ConstraintKind.GBNF,
+    "structural_tag": ConstraintKind.STRUCTURAL_TAG,
 }
 MAX_MESSAGES = 1024
 # As the protocol lists them; "tool" answers calls that only some templates know.
@@ -54,7 +81,22 @@ def request_from(message: pb.GenerateRequest) -> GenerationRequest:
         return_rounds=speculation.return_rounds,
         cache_salt=message.cache_salt,
         beam_search=_beams_from(message.beam_search) if message.HasField("beam_search") else None,
+        constraint=_constraint(message.constraint) if message.HasField("constraint") else None,
     )
+
+
+def _constraint(message: pb.Constraint) -> Constraint:
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        raise InvalidRequest("constraint", "without a kind", f"with one of {', '.join(CONSTRAINTS)}")
+    value = getattr(message, kind)
+    text = json.dumps(list(value.texts)) if kind == "choices" else value
+    wanted = CONSTRAINTS[kind]
+    if wanted is not ConstraintKind.JSON_SCHEMA:
+        for name, given in (("whitespace", message.whitespace), ("is_lenient", message.is_lenient)):
+            if given:
+                raise InvalidRequest(f"constraint.{name}", given, "absent without a json_schema")
+    return Constraint(wanted, text, f"constraint.{kind}", message.whitespace, is_lenient=message.is_lenient)
 
 
 def _drafters(speculation: pb.SpeculationSettings) -> tuple[str, ...]:
@@ -80,10 +122,11 @@ def _beams_from(message: pb.BeamSearch) -> BeamSearch:
     return BeamSearch(message.width, length_penalty, EARLY_STOPPING[message.early_stopping])
 
 
-async def chat_request_from(message: pb.ChatRequest, template: ChatTemplate) -> GenerationRequest:
+async def chat_request_from(message: pb.ChatRequest, template: ChatTemplate, tokenizer: Tokenizer) -> GenerationRequest:
     """What the client wrote, with the conversation as its prompt.
 
-    Raises InvalidRequest about a prompt beside the conversation, about the messages, and as `request_from` does.
+    Raises InvalidRequest about a prompt beside the conversation, about the messages and tools, and as `request_from`
+    does.
     """
     prompt = message.generation.WhichOneof("prompt")
     if prompt is not None:
@@ -95,9 +138,91 @@ async def chat_request_from(message: pb.ChatRequest, template: ChatTemplate) -> 
     for number, each in enumerate(message.messages):
         if each.role not in ROLES:
             raise InvalidRequest(f"messages.{number}.role", each.role, f"one of {', '.join(ROLES)}")
-    request = request_from(message.generation)
-    rendered = await template.prompt([{"role": each.role, "content": each.content} for each in message.messages])
-    return replace(request, text=rendered.text, add_special_tokens=rendered.add_special_tokens)
+    request, rules = request_from(message.generation), _call_rules(message)
+    variables = _variables(message, template)
+    shown = message.tools if shows_tools(template, rules) else ()
+    tools = [_template_tool(number, tool) for number, tool in enumerate(shown)]
+    turns = [_template_message(number, each) for number, each in enumerate(message.messages)]
+    rendered = await template.prompt(turns, tools or None, **variables)
+    return asked(request, rendered, rules, template, tokenizer)
+
+
+def _call_rules(message: pb.ChatRequest) -> CallRules:
+    """Which tools may be called, and whether one must; raises InvalidRequest."""
+    if message.HasField("tool_choice") and not message.tools:
+        raise InvalidRequest("tool_choice", "present", "absent without tools")
+    check_count("tools", len(message.tools), MAX_TOOLS, "tools")
+    tools = offered(
+        (f"tools.{number}", OfferedTool(tool.name, _parameters(number, tool), tool.strict))
+        for number, tool in enumerate(message.tools)
+    )
+    for number, tool in enumerate(message.tools):
+        if not re.fullmatch(TOOL_NAME, tool.name):
+            raise InvalidRequest(f"tools.{number}.name", tool.name, f"text that matches {TOOL_NAME}")
+    choice = message.tool_choice
+    if choice.mode not in pb.ToolMode.values():
+        limit = f"one of {', '.join(pb.ToolMode.keys())}"
+        raise InvalidRequest("tool_choice.mode", choice.mode, limit)
+    if choice.mode == pb.TOOL_MODE_NONE:
+        return CallRules()
+    some = {name: tool_named(f"tool_choice.names.{number}", name, tools) for number, name in enumerate(choice.names)}
+    is_single = message.HasField("parallel_tool_calls") and not message.parallel_tool_calls
+    is_needed = choice.mode == pb.TOOL_MODE_REQUIRED
+    return CallRules(tuple((some or tools).values()), is_needed, 1 if is_single else None)
+
+
+def _parameters(number: int, tool: pb.Tool) -> dict[str, Any]:
+    return arguments_object(f"tools.{number}.parameters", tool.parameters)
+
+
+def _template_tool(number: int, tool: pb.Tool) -> dict[str, Any]:
+    """A tool as templates take it, which is how OpenAI writes one."""
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    if tool.parameters:
+        function["parameters"] = _parameters(number, tool)
+    return {"type": "function", "function": function}
+
+
+def _template_message(number: int, message: pb.ChatMessage) -> dict[str, Any]:
+    """A message as templates take it, with no absent field."""
+    calls = [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {
+                "name": call.name,
+                "arguments": arguments_object(f"messages.{number}.tool_calls.{place}.arguments", call.arguments),
+            },
+        }
+        for place, call in enumerate(message.tool_calls)
+    ]
+    found: dict[str, Any] = {
+        "name": message.name,
+        "reasoning_content": message.reasoning,
+        "tool_calls": calls,
+        "tool_call_id": message.tool_call_id,
+    }
+    return {"role": message.role, "content": message.content, **{key: each for key, each in found.items() if each}}
+
+
+def _variables(message: pb.ChatRequest, template: ChatTemplate) -> dict[str, Any]:
+    """What the template is given beside the conversation; raises InvalidRequest."""
+    fields = message.template_variables.fields
+    check_count("template_variables", len(fields), MAX_TEMPLATE_VARIABLES, "entries")
+    variables: dict[str, Any] = {}
+    for name, value in fields.items():
+        kind = value.WhichOneof("kind")
+        if kind not in ("bool_value", "number_value", "string_value") or len(value.string_value) > MAX_VARIABLE_LEN:
+            limit = f"a boolean, a number, or text of at most {MAX_VARIABLE_LEN} characters"
+            raise InvalidRequest(f"template_variables.{name}", kind, limit)
+        number = value.number_value
+        # The message has only floats, and templates count with whole numbers.
+        is_whole = kind == "number_value" and number.is_integer()
+        variables[name] = int(number) if is_whole else getattr(value, kind)
+    check_variables("template_variables", variables, template)
+    return variables
 
 
 def event_message(event: RoundEvent | CompletionEvent) -> pb.GenerateResponse:
@@ -112,6 +237,7 @@ def event_message(event: RoundEvent | CompletionEvent) -> pb.GenerateResponse:
                 cached_prompt_tokens=event.cached_prompt_tokens,
                 accepted_prediction_tokens=accepted_count,
                 rejected_prediction_tokens=rejected_count,
+                reasoning_tokens=event.reasoning_tokens,
             ),
             seed=event.seed,
             speculation=pb.SpeculationFigures(**event.figures.facts()),
@@ -125,7 +251,10 @@ def event_message(event: RoundEvent | CompletionEvent) -> pb.GenerateResponse:
             rule=RULES[event.acceptance.rule],
             acceptance=settings_message(event.acceptance),
             cumulative_logprob=event.cumulative_logprob,
+            has_calls=event.has_calls,
+            ignored_keywords=event.ignored_keywords,
         )
+        _write_deltas(completion.deltas, event.deltas)
         return pb.GenerateResponse(completion=completion)
     response = pb.GenerateResponse()
     _write_round(response.round, event)
@@ -146,6 +275,7 @@ def _write_round(message: pb.Round, event: RoundEvent) -> None:
                 each.value = token.guess.value
     message.text_delta = "".join([token.text for token in event.tokens])
     message.sample_index = event.sample_index
+    _write_deltas(message.deltas, event.deltas)
     facts: dict[str, Any] = round_facts(event.committed) if event.committed is not None else {}
     facts["fallback_reason"] = FALLBACKS.get(facts.get("fallback_reason", ""))
     facts["new_numerics_id"] = event.new_numerics_id
@@ -160,3 +290,19 @@ def _write_round(message: pb.Round, event: RoundEvent) -> None:
         )
     for rejected in event.rejected:
         message.rejected.add(token_id=rejected.token_id, text=rejected.text, **asdict(rejected.guess))
+
+
+def _write_deltas(messages: MutableSequence[pb.Delta], deltas: Sequence[Delta]) -> None:
+    """Fills in what is new, unless the text says it all."""
+    if all(isinstance(delta, ContentDelta) for delta in deltas):
+        return
+    for delta in deltas:
+        match delta:
+            case ContentDelta(text):
+                messages.append(pb.Delta(content=text))
+            case ReasoningDelta(text):
+                messages.append(pb.Delta(reasoning=text))
+            case CallBegun(index, call_id, name):
+                messages.append(pb.Delta(call_begun=pb.CallBegun(index=index, id=call_id, name=name)))
+            case CallArguments(index, text):
+                messages.append(pb.Delta(call_arguments=pb.CallArguments(index=index, text=text)))

@@ -114,7 +114,8 @@ class GenerationServicer(GenerationServiceServicer):
     ) -> None:
         """The same for a conversation."""
         with telemetry.span("Chat", parent=_carrier(context)):
-            await self._answer(await chat_request_from(request, self._frontend.chat_template), context)
+            template, tokenizer = self._frontend.chat_template, self._frontend.backend.tokenizer
+            await self._answer(await chat_request_from(request, template, tokenizer), context)
 
     async def _answer(self, request: GenerationRequest, context: Context | ChatContext) -> None:
         async with (

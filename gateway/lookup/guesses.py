@@ -13,7 +13,13 @@ from gateway.rounds.merging import one_hot
 from gateway.rounds.round import LOOKUP, Proposal
 from gateway.rounds.round import NOTHING as NO_GUESSES
 from outrider.datastore.reader import Datastore
+from outrider.grammar import Grammar
 from outrider.parameters import Rule
+from outrider.token_tree import TokenTree
+
+# The source of guesses that a grammar leaves no choice about; one alone saves less than a proposal costs.
+GRAMMAR = "grammar"
+MIN_FORCED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +42,17 @@ class LookupGuesses:
     Its context is that of the request: a long prompt is read meanwhile, and what was said is remembered at the end.
     """
 
-    def __init__(self, session: LookupSession | None = None, rule: Rule = Rule.MATCH, max_rows: int = 0) -> None:
-        """Proposals fit the rule, and have at most max_rows rows."""
+    def __init__(
+        self,
+        session: LookupSession | None = None,
+        rule: Rule = Rule.MATCH,
+        max_rows: int = 0,
+        grammar: Grammar | None = None,
+    ) -> None:
+        """Proposals fit the rule, and have at most max_rows rows. What a grammar forces comes before what is found."""
         self._session = session
+        self._grammar = grammar
+        self._output: list[int] = []
         self._rule = rule
         self._max_rows = max_rows
         self._look: Look = NOTHING
@@ -57,7 +71,12 @@ class LookupGuesses:
 
     def look(self, room: int) -> Look:
         """What is found behind the committed tokens, at most `room` deep; it stands until the next commit."""
-        if self._session is not None and self._session.is_ready and room:
+        forced = self._grammar.forced(self._output)[: min(room, self._max_rows)] if self._grammar is not None else []
+        if len(forced) >= MIN_FORCED:
+            # They have all there is of probability, by the mask that the target draws with.
+            tree = TokenTree(tuple(forced), tuple(range(len(forced))), values=(1.0,) * len(forced))
+            self._look = Look(tree, (GRAMMAR,) * len(forced))
+        elif self._session is not None and self._session.is_ready and room:
             # Siblings under a rule that tests each with a uniform are worth less than the same rows in a chain.
             self._look = self._session.look(self._max_rows, room, chain=self._rule.needs_distributions)
         return self._look
@@ -72,7 +91,10 @@ class LookupGuesses:
 
     def commit(self, token_ids: Sequence[int]) -> None:
         """Learns from committed tokens, whether or not what was found had been proposed."""
-        if self._session is not None:
+        self._output += token_ids
+        if self._session is None:
+            self._look = NOTHING
+        else:
             self._session.observe(self._look, token_ids)
             self._session.extend(token_ids)
             self._look = NOTHING

@@ -52,7 +52,7 @@ class Look:
 
     tree: TokenTree = EMPTY
     sources: tuple[str, ...] = ()
-    """Of each row: lookup, datastore, prediction or table."""
+    """Of each row: lookup, datastore, prediction, table or grammar."""
     match_len: int = 0
     """Of the longest match, at most 32 tokens; 0 where there is none."""
     grounds: tuple[Ground, ...] = ()

@@ -9,8 +9,10 @@ from starlette.exceptions import HTTPException
 
 from gateway.generation.frontend import Frontend
 from gateway.rest import chat, completions, page, status
+from gateway.rest.dialects import messages, messages_answer, responses, responses_answer
 from gateway.rest.middleware import BodyLimits, RequestIds, RestSettings, SiteGuard
 from gateway.rest.openapi import DocumentedApp
+from gateway.rest.responses import ChatChunk
 from gateway.rest.status import Scrape
 from gateway.rest.validation import handle_error
 from outrider.errors import OutriderError
@@ -39,6 +41,9 @@ def build_app(frontend: Frontend, settings: RestSettings, registry: CollectorReg
     app.add_middleware(RequestIds, registry=registry)
     app.include_router(completions.routes(frontend, settings))
     app.include_router(chat.routes(frontend, settings))
+    app.include_router(messages.routes(frontend, settings))
+    app.include_router(responses.routes(frontend, settings))
+    app.streamed = (ChatChunk, *messages_answer.EVENTS, *responses_answer.EVENTS)
     app.include_router(status.routes(frontend, scrape))
     app.include_router(page.routes(frontend, settings))
     return app

@@ -1,8 +1,7 @@
 """POST /v1/chat/completions: a conversation becomes a prompt by the target's template, and goes on."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fastapi import APIRouter
@@ -10,15 +9,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.generation.frontend import Frontend
-from gateway.generation.request import CheckedRequest
+from gateway.generation.generate import CompletionEvent, Event, RoundEvent
 from gateway.rest import responses
-from gateway.rest.errors import MissingParameter
-from gateway.rest.generate import CHAT_NAMES, Responder, check_prompt_len, generation_request
+from gateway.rest.conversation import conversation
+from gateway.rest.generate import CHAT_NAMES, ChunkWriter, Responder, ResponseFigures
 from gateway.rest.middleware import ParsedBodyRoute, RestSettings
 from gateway.rest.openapi import documented_answer
 from gateway.rest.responses import ChoiceBuffer, Envelope, Finish, ResponseHeader, Tokens
-from gateway.rest.schemas import ChatRequest, Message
-from outrider.errors import InvalidRequest
+from gateway.rest.schemas import ChatRequest, StreamOptions
+from outrider.deltas import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
 
 
 def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
@@ -28,65 +27,43 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=responses.ChatCompletion, responses=documented)
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Says what the assistant says next."""
-        shared = generation_request(body, frontend.model_name)
-        if body.top_logprobs is not None and not body.logprobs:
-            raise InvalidRequest("top_logprobs", body.top_logprobs, "absent unless logprobs is true")
-        if body.tool_choice is not None and not body.tools:
-            raise InvalidRequest("tool_choice", body.tool_choice, "absent without tools")
-        newer, older = body.max_completion_tokens, body.max_tokens
-        if newer is not None and older is not None and newer != older:
-            raise InvalidRequest("max_tokens", older, f"absent, or equal to max_completion_tokens, which is {newer}")
-        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-        rendered = await frontend.chat_template.prompt(template_messages(body.messages), tools or None)
-        check_prompt_len("messages", rendered.text, settings.max_prompt_chars)
-        generation = replace(
-            shared,
-            text=rendered.text,
-            add_special_tokens=rendered.add_special_tokens,
-            max_tokens=older if newer is None else newer,
-            logprob_count=(body.top_logprobs or 0) if body.logprobs else None,
+        asked = await conversation(body, frontend, settings.max_prompt_chars)
+
+        async def make_writer(header: ResponseHeader, figures: ResponseFigures) -> ChunkWriter:
+            has_token_ids, has_reasoning = bool(body.return_token_ids), body.include_reasoning is not False
+            tokenizer = frontend.backend.tokenizer
+            formatter = ChatFormatter(header, tokenizer, bool(body.logprobs), has_token_ids, has_reasoning)
+            return ChunkWriter(formatter, figures, body.stream_options or StreamOptions())
+
+        requests, ignored = [asked.request], asked.ignored
+        responder = Responder(
+            frontend, settings, bool(body.stream), requests, CHAT_NAMES, "chatcmpl-", make_writer, ignored
         )
-
-        async def make_formatter(header: ResponseHeader, _: Sequence[CheckedRequest]) -> ChatFormatter:
-            return ChatFormatter(header, frontend.backend.tokenizer, bool(body.logprobs), bool(body.return_token_ids))
-
-        responder = Responder(frontend, settings, body, [generation], CHAT_NAMES, "chatcmpl", make_formatter)
         return await responder.respond(request.receive)
 
     return router
 
 
-def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """A conversation as templates take it; raises MissingParameter and InvalidRequest about the message at fault."""
-    return [_template_message(number, message) for number, message in enumerate(messages)]
-
-
-def _template_message(number: int, message: Message) -> dict[str, Any]:
-    """A message as templates take it: its text in one piece, arguments of calls as objects, and no absent field.
-
-    Raises MissingParameter about one without content and calls.
-    """
-    if message.content is None and not message.tool_calls:
-        raise MissingParameter(f"messages.{number}.content")
-    plain = message.model_dump(exclude_none=True)
-    if isinstance(message.content, list):
-        plain["content"] = "".join(part.text for part in message.content)
-    for call_number, call in enumerate(plain.get("tool_calls", ())):
-        text = call["function"]["arguments"]
-        try:
-            arguments = json.loads(text)
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            field_name = f"messages.{number}.tool_calls.{call_number}.function.arguments"
-            raise InvalidRequest(field_name, text, "a JSON object as text")
-        call["function"]["arguments"] = arguments
-    return plain
-
-
 @dataclass
 class ChatFormatter(responses.ResponseFormatter):
-    """Answers to a conversation."""
+    """Answers to a conversation, with what the model thought before if has_reasoning."""
+
+    has_reasoning: bool = True
+
+    def chunks(self, index: int, event: Event) -> list[Envelope]:
+        """As any formatter's; each delta has a chunk of its own, the first with what is told of the tokens."""
+        chunks = [] if index in self.begun else self.opening(index)
+        self.begun.add(index)
+        tokens: Tokens = event.tokens if isinstance(event, RoundEvent) else ()
+        deltas = [each for each in event.deltas if self.has_reasoning or not isinstance(each, ReasoningDelta)]
+        for delta in deltas:
+            chunks.append(self._chunk(index, _chat_delta(delta), tokens))
+            tokens = ()
+        if tokens and (self.has_logprobs or self.has_token_ids):
+            chunks.append(self._chunk(index, responses.ChatDelta(content=""), tokens))
+        if isinstance(event, CompletionEvent):
+            chunks.append(self.chunk(index, "", finish=responses.finish_of(event)))
+        return chunks
 
     def opening(self, index: int) -> list[Envelope]:
         chunk = self.chunk(index, "")
@@ -94,9 +71,15 @@ class ChatFormatter(responses.ResponseFormatter):
         return [chunk]
 
     def chunk(self, index: int, text: str, tokens: Tokens = (), finish: Finish | None = None) -> responses.ChatChunk:
+        delta = responses.ChatDelta() if finish else responses.ChatDelta(content=text)
+        return self._chunk(index, delta, tokens, finish)
+
+    def _chunk(
+        self, index: int, delta: responses.ChatDelta, tokens: Tokens = (), finish: Finish | None = None
+    ) -> responses.ChatChunk:
         choice = responses.ChatChunkChoice(
             index=index,
-            delta=responses.ChatDelta() if finish else responses.ChatDelta(content=text),
+            delta=delta,
             logprobs=self._logprobs(tokens) if tokens else None,
             finish_reason=finish,
             **self.token_ids(tokens),
@@ -112,7 +95,7 @@ class ChatFormatter(responses.ResponseFormatter):
         answers = [
             responses.ChatChoice(
                 index=index,
-                message=responses.AssistantMessage(role="assistant", content="".join(each.texts), refusal=None),
+                message=self._message(each.deltas),
                 logprobs=self._logprobs(each.tokens),
                 finish_reason=each.finish_reason,
                 **self.token_ids(each.tokens),
@@ -120,6 +103,19 @@ class ChatFormatter(responses.ResponseFormatter):
             for index, each in enumerate(choices)
         ]
         return responses.ChatCompletion(**asdict(self.header), object="chat.completion", choices=answers)
+
+    def _message(self, deltas: Sequence[Delta]) -> responses.AssistantMessage:
+        content = "".join(each.text for each in deltas if isinstance(each, ContentDelta))
+        reasoning = "".join(each.text for each in deltas if isinstance(each, ReasoningDelta))
+        calls = [responses.MessageCall.begun(each) for each in deltas if isinstance(each, CallBegun)]
+        for each in deltas:
+            if isinstance(each, CallArguments):
+                calls[each.index].function.arguments += each.text
+        optional: dict[str, Any] = {"tool_calls": calls} if calls else {}
+        if reasoning and self.has_reasoning:
+            optional["reasoning_content"] = reasoning
+        text = None if calls and not content else content
+        return responses.AssistantMessage(role="assistant", content=text, refusal=None, **optional)
 
     def _logprobs(self, tokens: Tokens) -> responses.ChatLogprobs | None:
         """An entry a token, each with its bytes, because a token may be half a character."""
@@ -138,3 +134,17 @@ class ChatFormatter(responses.ResponseFormatter):
             fields = entry(token.token_id, own.logprob)
             content.append(responses.ChatTokenLogprob(**fields, top_logprobs=alternatives))
         return responses.ChatLogprobs(content=content, refusal=None)
+
+
+def _chat_delta(delta: Delta) -> responses.ChatDelta:
+    match delta:
+        case ContentDelta(text):
+            return responses.ChatDelta(content=text)
+        case ReasoningDelta(text):
+            return responses.ChatDelta(reasoning_content=text)
+        case CallBegun():
+            call = responses.MessageCall.begun(delta)
+            return responses.ChatDelta(tool_calls=[responses.CallDelta(index=delta.index, **dict(call))])
+        case CallArguments(index, text):
+            function = responses.FunctionDelta(arguments=text)
+            return responses.ChatDelta(tool_calls=[responses.CallDelta(index=index, function=function)])

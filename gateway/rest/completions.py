@@ -11,14 +11,20 @@ from starlette.responses import Response
 
 from gateway.generation.frontend import Frontend
 from gateway.generation.generate import Event, RoundEvent
-from gateway.generation.request import CheckedRequest
 from gateway.generation.transcript import GeneratedToken, PromptToken
 from gateway.rest import responses
-from gateway.rest.generate import TEXT_NAMES, Responder, check_prompt_len, generation_request
+from gateway.rest.generate import (
+    TEXT_NAMES,
+    ChunkWriter,
+    Responder,
+    ResponseFigures,
+    check_prompt_len,
+    generation_request,
+)
 from gateway.rest.middleware import ParsedBodyRoute, RestSettings
 from gateway.rest.openapi import documented_answer
 from gateway.rest.responses import ChoiceBuffer, Envelope, Finish, ResponseHeader, TextCompletion, TextLogprobs, Tokens
-from gateway.rest.schemas import CompletionRequest
+from gateway.rest.schemas import CompletionRequest, StreamOptions
 from outrider.errors import InvalidRequest
 
 
@@ -28,7 +34,7 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
     @router.post("/v1/completions", response_model=TextCompletion, responses=documented_answer(TextCompletion))
     async def complete(body: CompletionRequest, request: Request) -> Response:
         """Goes on with each prompt; prompts have choices of their own, numbered through in order."""
-        shared = generation_request(body, frontend.model_name)
+        shared = generation_request(body, frontend.names)
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise InvalidRequest("best_of", body.best_of, f"equal to n, which is {body.n or 1}")
         # The gateway echoes with log-probabilities only; without them nothing of the prompt is computed for it.
@@ -42,15 +48,17 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
             else:
                 generations.append(replace(shared, token_ids=tuple(prompt)))
 
-        async def make_formatter(header: ResponseHeader, requests: Sequence[CheckedRequest]) -> CompletionFormatter:
+        async def make_writer(header: ResponseHeader, figures: ResponseFigures) -> ChunkWriter:
             echo = [
                 prompt if isinstance(prompt, str) else "".join(await tokenizer.spell(prompt))
                 for prompt in (prompts if body.echo else ())
             ]
             has_logprobs, has_token_ids = body.logprobs is not None, bool(body.return_token_ids)
-            return CompletionFormatter(header, tokenizer, has_logprobs, has_token_ids, echo, requests[0].sample_count)
+            samples = figures.requests[0].sample_count
+            formatter = CompletionFormatter(header, tokenizer, has_logprobs, has_token_ids, echo, samples)
+            return ChunkWriter(formatter, figures, body.stream_options or StreamOptions())
 
-        responder = Responder(frontend, settings, body, generations, TEXT_NAMES, "cmpl", make_formatter)
+        responder = Responder(frontend, settings, bool(body.stream), generations, TEXT_NAMES, "cmpl-", make_writer)
         return await responder.respond(request.receive)
 
     return router

@@ -1,4 +1,5 @@
-"""Errors as clients of OpenAI read them: {"error": {"message", "type", "param", "code"}}.
+"""Errors as clients of OpenAI read them, {"error": {"message", "type", "param", "code"}}, and below /v1/messages as
+those of Anthropic do, {"type": "error", "error": {"type", "message"}}.
 
 The status follows from what went wrong: gRPC's names are those of `outrider.errors`, and what exists only in HTTP has a
 reason of its own. What nobody expected is logged once, and clients read only that it happened.
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 import structlog
 from starlette.responses import Response
 
-from outrider.errors import OutriderError, shown
+from outrider.errors import Field, OutriderError, shown
 from outrider.rpc.errors import UNEXPECTED_TEXT
 
 STATUSES: Mapping[str, int] = {
@@ -25,6 +26,8 @@ STATUSES: Mapping[str, int] = {
     "DEADLINE_EXCEEDED": 504,
 }
 REASONS: Mapping[str, int] = {
+    # Of a conversation that had begun, but for what the request itself forbids.
+    "NO_TOKEN_LEFT": 400,
     "METHOD_NOT_ALLOWED": 405,
     "BODY_TIMEOUT": 408,
     "BODY_TOO_LARGE": 413,
@@ -36,6 +39,16 @@ TYPES: Mapping[int, str] = {
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
+}
+# Below this path errors are Anthropic's, with these types.
+MESSAGES_PATH = "/v1/messages"
+MESSAGES_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
     504: "timeout_error",
 }
 # Where OpenAI has a code for the same thing; any other code is the reason in small letters.
@@ -118,7 +131,7 @@ class MissingParameter(HttpRequestError):
     reason = "MISSING_REQUIRED_PARAMETER"
 
     def __init__(self, field: str) -> None:
-        super().__init__(f"{field} is missing", field=field)
+        super().__init__((Field(field), " is missing"), field=field)
 
 
 class UnknownParameter(HttpRequestError):
@@ -159,12 +172,23 @@ def error_json(error: OutriderError) -> str:
     return json.dumps({"error": body})
 
 
-def error_response(error: OutriderError, headers: Mapping[str, str] | None = None) -> Response:
-    """The answer to a request that failed before its headers were out, with the time to try again where that helps."""
+def messages_error_json(error: OutriderError) -> str:
+    """The same in Anthropic's shape."""
+    status = status_of(error)
+    kind = MESSAGES_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return json.dumps({"type": "error", "error": {"type": kind, "message": error.message}})
+
+
+def error_response(error: OutriderError, path: str, headers: Mapping[str, str] | None = None) -> Response:
+    """The answer to a request to a path that failed before its headers were out, with the time to try again where that
+    helps.
+    """
     status, advice = status_of(error), {}
     if status in {429, 503}:
         wait_s = float(error.metadata.get("retry_after_s", RETRY_AFTER_S))
         advice = {"retry-after": str(math.ceil(wait_s)), "retry-after-ms": str(math.ceil(1000 * wait_s))}
     elif status not in RETRIED:
         advice = {"x-should-retry": "false"}
-    return Response(error_json(error), status, {**advice, **(headers or {})}, "application/json")
+    is_of_messages = path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+    body = messages_error_json(error) if is_of_messages else error_json(error)
+    return Response(body, status, {**advice, **(headers or {})}, "application/json")

@@ -1,7 +1,7 @@
 """From a checked body to a response, streamed or whole: the same for both kinds of route.
 
 Until its request is accepted, nothing is promised to a client, and every error has a status. Afterwards an error is the
-last event of a stream, and there is no [DONE].
+last event of a stream, and there is no [DONE]. What an answer looks like is the say of the route's AnswerWriter.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from statistics import fmean
 from typing import Any
@@ -19,16 +20,17 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive
 
-from gateway.generation.frontend import Frontend
+from gateway.generation.frontend import Frontend, ModelNames
 from gateway.generation.generate import CompletionEvent, Event
 from gateway.generation.request import CheckedRequest, GenerationRequest
 from gateway.generation.transcript import SpeculationFigures
 from gateway.rest import responses
 from gateway.rest.errors import UnknownModel, error_json, unexpected
-from gateway.rest.middleware import RestSettings
-from gateway.rest.responses import ChoiceBuffer, ResponseFormatter, ResponseHeader
+from gateway.rest.middleware import RestSettings, ignored_header
+from gateway.rest.responses import AnswerWriter, ChoiceBuffer, ResponseFormatter, ResponseHeader
 from gateway.rest.schemas import GenerationFields, ShapeFields, SpeculationFields, StreamOptions
-from gateway.rest.sse import DONE, EventStream, data, line, while_there
+from gateway.rest.sse import DONE, KEEP_ALIVE, EventStream, data, line, while_there
+from gateway.rest.structured import constraint_of
 from outrider.beams import MAX_WIDTH, MIN_WIDTH, BeamSearch, EarlyStopping
 from outrider.errors import InvalidRequest, OutriderError, PromptTooLong
 from outrider.parameters import SETTINGS, Acceptance, Rule, SamplingParameters
@@ -44,14 +46,14 @@ TEXT_NAMES = {**COMMON_NAMES, "logprob_count": "logprobs", "token_ids": "prompt"
 CHAT_NAMES = {**COMMON_NAMES, "logprob_count": "top_logprobs", "prompt": "messages"}
 
 
-def generation_request(fields: GenerationFields, served_model: str) -> GenerationRequest:
+def generation_request(fields: GenerationFields, names: ModelNames) -> GenerationRequest:
     """What a body asks the gateway for, all but the prompt and the log-probabilities.
 
     Raises UnknownModel about another model than the served one, and InvalidRequest about fields that do not go
     together.
     """
-    if fields.model is not None and fields.model != served_model:
-        raise UnknownModel(fields.model, served_model)
+    if fields.model is not None and fields.model not in names:
+        raise UnknownModel(fields.model, names.main)
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest("stream_options", "given", "absent unless stream is true")
     sampling: dict[str, Any] = fields.model_dump(include=SAMPLING, exclude_none=True)
@@ -81,6 +83,7 @@ def generation_request(fields: GenerationFields, served_model: str) -> Generatio
         banned_words=tuple(fields.banned_words or ()),
         return_rounds=bool(speculation.return_rounds),
         cache_salt=fields.cache_salt or "",
+        constraint=constraint_of(fields.structured_outputs, fields.response_format),
     )
 
 
@@ -118,17 +121,25 @@ def check_prompt_len(field: str, text: str, max_chars: int) -> None:
 
 
 def in_names_of(route: Mapping[str, str], error: OutriderError) -> OutriderError:
-    """The error with the route's names of fields; of several prompts, the one at fault is numbered."""
+    """The error with the route's names of fields, the longest known beginning of each being replaced; of several
+    prompts, the one at fault is numbered.
+    """
     number = error.metadata.get("request")
     names = {**route, **(dict.fromkeys(("prompt", "token_ids"), f"prompt.{number}") if number else {})}
 
-    def name(field: str) -> str:
-        first, dot, rest = field.removeprefix("sampling.").partition(".")
-        return names.get(first, first) + dot + rest
-
     if isinstance(error, PromptTooLong):
         error.metadata.setdefault("field", "prompt")
-    return error.rename_fields(name)
+    return error.rename_fields(partial(renamed, names))
+
+
+def renamed(names: Mapping[str, str], field: str) -> str:
+    """A field's name with its longest known beginning replaced."""
+    parts = field.removeprefix("sampling.").split(".")
+    for count in range(len(parts), 0, -1):
+        known = names.get(".".join(parts[:count]))
+        if known is not None:
+            return ".".join([known, *parts[count:]])
+    return ".".join(parts)
 
 
 @dataclass(slots=True)
@@ -144,6 +155,8 @@ class ResponseFigures:
     steps: list[tuple[int, int]] = field(default_factory=list)
     """Drafted and accepted tokens of every verdict on a proposal."""
     ends: dict[int, CompletionEvent] = field(default_factory=dict)
+    token_counts: Counter[int] = field(default_factory=Counter)
+    """Of every choice until now."""
 
     @property
     def first_choices(self) -> list[int]:
@@ -157,17 +170,19 @@ class ResponseFigures:
     def add(self, index: int, event: Event) -> None:
         """Counts an event of a choice."""
         if isinstance(event, CompletionEvent):
-            self.ends[index] = event
-        elif event.committed is not None and not event.committed.is_first:
+            self.ends[index], self.token_counts[index] = event, event.completion_tokens
+            return
+        self.token_counts[index] += len(event.tokens)
+        if event.committed is not None and not event.committed.is_first:
             self.figures.add(event.committed)
             if event.committed.draft_count:
                 self.steps.append((event.committed.draft_count, event.committed.accepted_count))
 
     def usage(self) -> responses.Usage:
-        """Tokens in and out."""
-        firsts = [self.ends[index] for index in self.first_choices[:-1]]
-        prompt_tokens = sum(end.prompt_tokens for end in firsts)
-        completion_tokens = sum(end.completion_tokens for end in self.ends.values())
+        """Tokens in and out, of what has come until now."""
+        firsts = [self.ends[index] for index in self.first_choices[:-1] if index in self.ends]
+        completion_tokens = self.token_counts.total()
+        prompt_tokens = sum(request.spec.prompt_len for request in self.requests)
         cached_tokens = sum(end.cached_prompt_tokens for end in firsts)
         accepted_count, rejected_count = self.figures.prediction_counts
         return responses.Usage(
@@ -176,7 +191,9 @@ class ResponseFigures:
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=responses.PromptTokensDetails(cached_tokens=cached_tokens),
             completion_tokens_details=responses.CompletionTokensDetails(
-                accepted_prediction_tokens=accepted_count, rejected_prediction_tokens=rejected_count
+                reasoning_tokens=sum(end.reasoning_tokens for end in self.ends.values()),
+                accepted_prediction_tokens=accepted_count,
+                rejected_prediction_tokens=rejected_count,
             ),
         )
 
@@ -241,14 +258,65 @@ class ResponseFigures:
         )
         if logprobs:
             facts.cumulative_logprobs = logprobs
+        if ends[0].ignored_keywords:
+            facts.ignored_keywords = [*ends[0].ignored_keywords]
         return facts
+
+
+@dataclass(slots=True)
+class ChunkWriter(AnswerWriter):
+    """Answers of OpenAI's older routes: chunks as a formatter makes them, with usage and figures, and [DONE]."""
+
+    formatter: ResponseFormatter
+    figures: ResponseFigures
+    options: StreamOptions
+
+    @property
+    def takes_long(self) -> bool:
+        # Up to 21 objects a token: seconds for a long answer.
+        return self.formatter.has_logprobs
+
+    def frames(self, index: int, event: Event) -> list[bytes]:
+        figures, options, chunks = self.figures, self.options, self.formatter.chunks(index, event)
+        if figures.is_complete and not options.include_usage:
+            # Otherwise nothing would say the seed.
+            chunks[-1].metrics, chunks[-1].outrider = figures.metrics(), figures.facts()
+        for chunk in chunks:
+            if options.continuous_usage_stats:
+                chunk.usage = figures.usage()
+            elif options.include_usage:
+                chunk.usage = None
+            if options.include_obfuscation:
+                chunk.obfuscation = padding(chunk.model_dump_json(exclude_unset=True))
+        return [data(chunk.model_dump_json(exclude_unset=True)) for chunk in chunks]
+
+    def end(self) -> list[bytes]:
+        if not self.options.include_usage:
+            return [DONE]
+        last, figures = self.formatter.bare_chunk(), self.figures
+        last.metrics, last.outrider, last.usage = figures.metrics(), figures.facts(), figures.usage()
+        return [data(last.model_dump_json(exclude_unset=True)), DONE]
+
+    def failure(self, error: OutriderError) -> list[bytes]:
+        return [data(error_json(error))]
+
+    def whole(self, choices: Sequence[ChoiceBuffer]) -> str:
+        body, figures = self.formatter.body(choices), self.figures
+        body.usage, body.metrics, body.outrider = figures.usage(), figures.metrics(), figures.facts()
+        return body.model_dump_json(exclude_unset=True)
+
+
+def padding(bare: str) -> str:
+    """What `obfuscation` has to be in an event that is otherwise this JSON."""
+    # In bytes: that is what can be seen of a chunk from outside.
+    return secrets.token_hex(PADDING)[: -len(line(bare + ',"obfuscation":""')) % PADDING]
 
 
 @dataclass(frozen=True, slots=True)
 class OpenResponse:
     """A response whose requests have begun; events come with the numbers of their choices."""
 
-    formatter: ResponseFormatter
+    writer: AnswerWriter
     figures: ResponseFigures
     events: AsyncGenerator[tuple[int, Event], None]
 
@@ -259,18 +327,23 @@ class Responder:
 
     frontend: Frontend
     settings: RestSettings
-    body: GenerationFields
+    is_streamed: bool
     requests: Sequence[GenerationRequest]
     names: Mapping[str, str]
     id_prefix: str
-    make_formatter: Callable[[ResponseHeader, Sequence[CheckedRequest]], Awaitable[ResponseFormatter]]
+    make_writer: Callable[[ResponseHeader, ResponseFigures], Awaitable[AnswerWriter]]
+    ignored: Sequence[str] = ()
+    """Fields that were accepted without effect, which a header names."""
+    keep_alive: bytes = KEEP_ALIVE
 
     async def respond(self, receive: Receive) -> Response:
         """The response; raises whatever is wrong before there is one, and ClientGone."""
-        if not self.body.stream:
+        headers = ignored_header(self.ignored)
+        if not self.is_streamed:
             async with while_there(receive):
-                return Response(await self._body_json(), media_type="application/json")
-        stream = EventStream(self._frames(), self.settings.keep_alive_s, self.settings.client_stall_s)
+                return Response(await self._body_json(), headers=headers, media_type="application/json")
+        keep_alive_s, stall_s = self.settings.keep_alive_s, self.settings.client_stall_s
+        stream = EventStream(self._frames(), keep_alive_s, stall_s, headers, self.keep_alive)
         await stream.begin(receive)
         return stream
 
@@ -280,46 +353,29 @@ class Responder:
             async for index, event in opened.events:
                 opened.figures.add(index, event)
                 choices[index].add(event)
-
-        def whole() -> str:
-            body, figures = opened.formatter.body(choices), opened.figures
-            body.usage, body.metrics, body.outrider = figures.usage(), figures.metrics(), figures.facts()
-            return body.model_dump_json(exclude_unset=True)
-
-        # With log-probabilities up to 21 objects a token: seconds for a long answer, which other requests would feel.
-        return await asyncio.to_thread(whole) if opened.formatter.has_logprobs else whole()
+        whole = partial(opened.writer.whole, choices)
+        return await asyncio.to_thread(whole) if opened.writer.takes_long else whole()
 
     async def _frames(self) -> AsyncGenerator[bytes, None]:
         """The events of a stream. The first frame is empty, and says that the headers may go out."""
-        options, is_open = self.body.stream_options or StreamOptions(), False
+        writer: AnswerWriter | None = None
         try:
             async with self._opened() as opened:
-                is_open, figures, formatter = True, opened.figures, opened.formatter
+                writer = opened.writer
                 yield b""
+                for frame in writer.begin():
+                    yield frame
                 async for index, event in opened.events:
-                    figures.add(index, event)
-                    chunks = formatter.chunks(index, event)
-                    if figures.is_complete and not options.include_usage:
-                        # Otherwise nothing would say the seed.
-                        chunks[-1].metrics, chunks[-1].outrider = figures.metrics(), figures.facts()
-                    for chunk in chunks:
-                        if options.include_usage:
-                            chunk.usage = None
-                        if options.include_obfuscation:
-                            # In bytes: that is what can be seen of a chunk from outside.
-                            bare_len = len(line(chunk.model_dump_json(exclude_unset=True) + ',"obfuscation":""'))
-                            chunk.obfuscation = secrets.token_hex(PADDING)[: -bare_len % PADDING]
-                        yield data(chunk.model_dump_json(exclude_unset=True))
-                if options.include_usage:
-                    last = formatter.bare_chunk()
-                    last.metrics, last.outrider, last.usage = figures.metrics(), figures.facts(), figures.usage()
-                    yield data(last.model_dump_json(exclude_unset=True))
+                    opened.figures.add(index, event)
+                    for frame in writer.frames(index, event):
+                        yield frame
+                last = writer.end()
         except Exception as error:
-            if not is_open:
+            if writer is None:
                 raise
-            yield data(error_json(error if isinstance(error, OutriderError) else unexpected(error)))
-        else:
-            yield DONE
+            last = writer.failure(error if isinstance(error, OutriderError) else unexpected(error))
+        for frame in last:
+            yield frame
 
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[OpenResponse]:
@@ -337,7 +393,7 @@ class Responder:
             figures = ResponseFigures(generation.requests, target.max_draft_count if target else 0, returns_rounds)
             firsts = figures.first_choices
             events = ((firsts[number] + event.sample_index, event) async for number, event in generation.events)
-            answer_id = f"{self.id_prefix}-{secrets.token_hex(12)}"
+            answer_id = f"{self.id_prefix}{secrets.token_hex(12)}"
             header = ResponseHeader(answer_id, int(time.time()), self.frontend.model_name, fingerprint)
-            formatter = await self.make_formatter(header, generation.requests)
-            yield OpenResponse(formatter, figures, await stack.enter_async_context(aclosing(events)))
+            writer = await self.make_writer(header, figures)
+            yield OpenResponse(writer, figures, await stack.enter_async_context(aclosing(events)))

@@ -9,7 +9,7 @@ import math
 import re
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -52,6 +52,9 @@ Path: TypeAlias = tuple[str | int, ...]
 # Keys of all objects together. Unknown ones are found one by one, which takes the loop's time.
 MAX_KEYS = 50_000
 MAX_NAME_LEN = 200
+# Names the fields of a body that were accepted without effect.
+IGNORED_HEADER = "x-outrider-ignored"
+MAX_IGNORED_LEN = 2048
 # Half of a surrogate pair, which no encoding can carry; whole pairs have become characters already.
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -105,6 +108,8 @@ class RequestIds:
                 status = int(message["status"])
                 own = MutableHeaders(scope=message)
                 own["x-request-id"], own["x-content-type-options"] = request_id, "nosniff"
+                # Where Anthropic's clients look for it.
+                own["request-id"] = request_id
                 if own.get("content-type", "").startswith("application/json"):
                     own.setdefault("cache-control", "no-store")
             await send(message)
@@ -117,7 +122,7 @@ class RequestIds:
                 if status:
                     # Whoever closes the connection logs it as well.
                     raise
-                await error_response(unexpected(error))(scope, receive, send_with_headers)
+                await error_response(unexpected(error), scope["path"])(scope, receive, send_with_headers)
             finally:
                 # Clients choose paths and methods, so those that nobody serves share one label; what a middleware
                 # answers has met no route. Without a status the client was gone before there was one.
@@ -135,7 +140,7 @@ class SiteGuard(CORSMiddleware):
     """
 
     def __init__(self, app: ASGIApp, sites: Sites) -> None:
-        exposed = ("x-request-id", "retry-after", "retry-after-ms", "x-should-retry")
+        exposed = ("x-request-id", "retry-after", "retry-after-ms", "x-should-retry", IGNORED_HEADER)
         super().__init__(self._check, sites.origins, ("GET", "POST"), ("*",), expose_headers=exposed)
         self._next, self._sites = app, sites
 
@@ -148,7 +153,7 @@ class SiteGuard(CORSMiddleware):
             if scope["method"] not in READING and "origin" in headers:
                 self._sites.check(headers["origin"], headers.get("host", ""), headers.get("sec-fetch-site", ""))
         except SiteRefused as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
         else:
             await self._next(scope, receive, send)
 
@@ -160,7 +165,7 @@ class SiteGuard(CORSMiddleware):
         origin = request_headers["origin"][:200]
         words = bytes(response.body).decode()
         refused = SiteRefused(f"a page of {origin!r} may not ask this: {words}", field="origin", value=origin)
-        return error_response(refused, {"vary": response.headers.get("vary", "Origin")})
+        return error_response(refused, "", {"vary": response.headers.get("vary", "Origin")})
 
 
 class BodyLimits:
@@ -178,7 +183,7 @@ class BodyLimits:
         headers = Headers(scope=scope)
         if {"content-length", "transfer-encoding"} <= set(headers):
             error = AmbiguousBody("A body has a content-length or a transfer-encoding, and not both")
-            await error_response(error, {"connection": "close"})(scope, receive, send)
+            await error_response(error, scope["path"], {"connection": "close"})(scope, receive, send)
             return
         if scope["method"] not in BODY_METHODS:
             await self._app(scope, receive, send)
@@ -191,7 +196,7 @@ class BodyLimits:
                     scope.setdefault("state", {})["json"] = await self._parsed(bytes(body), headers)
             except OutriderError as error:
                 # The server drops what is left of the body: closing would take the answer from whoever still sends.
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
             messages: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
@@ -279,6 +284,11 @@ def read_json(text: bytes, max_depth: int) -> Json:
     if _checked_keys(value, (), max_depth) > MAX_KEYS:
         raise InvalidJson(f"The body has more than {MAX_KEYS} keys")
     return value
+
+
+def ignored_header(names: Sequence[str]) -> dict[str, str]:
+    """The header that names fields which were accepted without effect; none when there are none."""
+    return {IGNORED_HEADER: ", ".join(names)[:MAX_IGNORED_LEN]} if names else {}
 
 
 def name_of(path: Iterable[str | int]) -> str:

@@ -1,11 +1,10 @@
 """What the OpenAPI document says of errors and of bodies that no model describes."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from pydantic import BaseModel
-
-from gateway.rest.responses import ChatChunk
 
 SCHEMAS = "#/components/schemas/"
 JSON_TEXT = {"type": "string", "contentMediaType": "application/json"}
@@ -24,7 +23,12 @@ MEANINGS = {
 
 
 class DocumentedApp(FastAPI):
-    """An application whose document has no errors but ours: the framework adds its own to every route with a body."""
+    """An application whose document has no errors but ours: the framework adds its own to every route with a body.
+
+    `streamed` are models of which streams consist, and that no route answers whole with.
+    """
+
+    streamed: Sequence[type[BaseModel]] = ()
 
     def openapi(self) -> dict[str, Any]:
         """The OpenAPI document."""
@@ -35,9 +39,9 @@ class DocumentedApp(FastAPI):
         schemas = document["components"]["schemas"]
         for name in ("HTTPValidationError", "ValidationError"):
             schemas.pop(name, None)
-        # No route answers whole with what a stream of chat consists of.
-        chunk = ChatChunk.model_json_schema(ref_template=f"{SCHEMAS}{{model}}", mode="serialization")
-        schemas |= {**chunk.pop("$defs", {}), ChatChunk.__name__: chunk}
+        for model in self.streamed:
+            schema = model.model_json_schema(ref_template=f"{SCHEMAS}{{model}}", mode="serialization")
+            schemas |= {**schema.pop("$defs", {}), model.__name__: schema}
         return document
 
 
@@ -51,36 +55,55 @@ class ErrorDetails(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every error."""
+    """The body of every error, except of those below /v1/messages."""
 
     error: ErrorDetails
 
 
-def documented(*statuses: int, text: str = "") -> dict[int | str, dict[str, Any]]:
+class MessagesErrorDetails(BaseModel):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class MessagesErrorBody(BaseModel):
+    """The body of every error below /v1/messages."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetails
+
+
+def documented(*statuses: int, text: str = "", error: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
     """The responses of a route beside its JSON: errors, and a media type of text when the route answers with one."""
     responses: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorBody, "description": MEANINGS[status]} for status in (*statuses, 500)
+        status: {"model": error, "description": MEANINGS[status]} for status in (*statuses, 500)
     }
     if text:
         responses[200] = {"content": {text: {"schema": {"type": "string"}}}, "description": "Text."}
     return responses
 
 
-def documented_answer(chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """The responses of a route that generates: whole as JSON, or chunks in a stream, and what can go wrong before."""
-    contents = [{"$ref": f"{SCHEMAS}{model.__name__}"} for model in (chunk, ErrorBody)]
+def documented_answer(
+    *events: type[BaseModel], error: type[BaseModel] = ErrorBody, is_typed: bool = False
+) -> dict[int | str, dict[str, Any]]:
+    """The responses of a route that generates: whole as JSON, or events in a stream, and what can go wrong before.
+
+    Typed events have their type in the line before their data, and there is no [DONE].
+    """
+    contents = [{**JSON_TEXT, "contentSchema": {"$ref": f"{SCHEMAS}{model.__name__}"}} for model in (*events, error)]
+    chunk = {
+        "type": "string",
+        "description": "A chunk as JSON; last [DONE], or instead of it an error as JSON.",
+        "anyOf": [{"const": "[DONE]"}, *contents],
+    }
+    payload = {"type": "string", "description": "An event of that type as JSON.", "anyOf": contents}
     event = {
         "type": "object",
-        "required": ["data"],
-        "properties": {
-            "data": {
-                "type": "string",
-                "description": "A chunk as JSON; last [DONE], or instead of it an error as JSON.",
-                "anyOf": [{"const": "[DONE]"}, *({**JSON_TEXT, "contentSchema": each} for each in contents)],
-            }
-        },
+        "required": ["event", "data"] if is_typed else ["data"],
+        "properties": {"event": {"type": "string"}, "data": payload} if is_typed else {"data": chunk},
     }
-    return documented(400, 403, 404, 408, 413, 415, 429, 503, 504) | {
+    return documented(400, 403, 404, 408, 413, 415, 429, 503, 504, error=error) | {
         200: {
             "content": {"text/event-stream": {"itemSchema": event}},
             "description": "The answer, whole or as server-sent events when `stream` is true.",

@@ -25,7 +25,7 @@ from gateway.generation.frontend import Frontend
 from gateway.generation.generate import CompletionEvent, RoundEvent
 from gateway.generation.request import GenerationRequest
 from gateway.generation.transcript import GuessFacts, round_facts
-from gateway.rest.chat import template_messages
+from gateway.rest.conversation import template_messages
 from gateway.rest.errors import MissingParameter
 from gateway.rest.generate import CHAT_NAMES, TEXT_NAMES, check_prompt_len, generation_request, in_names_of
 from gateway.rest.middleware import ParsedBodyRoute, RestSettings
@@ -34,6 +34,7 @@ from gateway.rest.sse import EventStream, typed
 from gateway.rounds.estimates import MAX_DRAFT_COUNT
 from gateway.sessions.link import Replicas
 from gateway.text.chat_template import RenderedPrompt
+from outrider.deltas import reasoning_of
 from outrider.errors import InvalidRequest, OutriderError
 
 MEDIA_TYPES = {
@@ -116,7 +117,7 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
     @router.post("/api/generate")
     async def generate(body: PageRequest, request: Request) -> Response:
         logprob_count = 0 if body.probabilities else None
-        shared = generation_request(body, frontend.model_name)
+        shared = generation_request(body, frontend.names)
         if body.messages is None:
             if body.prompt is None:
                 raise MissingParameter("prompt")
@@ -126,8 +127,14 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
                 raise InvalidRequest("prompt", body.prompt, "absent beside messages")
             names, asked = CHAT_NAMES, await frontend.chat_template.prompt(template_messages(body.messages))
         check_prompt_len(names.get("prompt", "prompt"), asked.text, settings.max_prompt_chars)
+        # A conversation's reasoning is shown apart from the answer; the page has no tools to call.
+        reading = None if body.messages is None else frontend.chat_template.reading(asked.text, {})
         generation = replace(
-            shared, text=asked.text, add_special_tokens=asked.add_special_tokens, logprob_count=logprob_count
+            shared,
+            text=asked.text,
+            add_special_tokens=asked.add_special_tokens,
+            logprob_count=logprob_count,
+            reading=reading,
         )
         frames = event_frames(frontend, generation, names)
         stream = EventStream(frames, settings.keep_alive_s, settings.client_stall_s)
@@ -197,6 +204,7 @@ def _round_view(event: RoundEvent, time_us: int) -> dict[str, Any]:
         **(round_facts(event.committed) if event.committed is not None else {}),
         "draft_depth": max(event.committed.proposal.tree.depths) if event.committed is not None else 0,
         "new_numerics_id": event.new_numerics_id,
+        **_apart(event),
         "tokens": [
             {
                 "token_id": token.token_id,
@@ -213,11 +221,18 @@ def _round_view(event: RoundEvent, time_us: int) -> dict[str, Any]:
     }
 
 
+def _apart(event: RoundEvent | CompletionEvent) -> dict[str, str]:
+    """What is new and no text for the user, where there is any."""
+    thought = reasoning_of(event.deltas)
+    return {"reasoning": thought} if thought else {}
+
+
 def _completion_view(event: CompletionEvent) -> dict[str, Any]:
     accepted_count, rejected_count = event.figures.prediction_counts
     return {
         "finish_reason": event.finish_reason,
         "text": event.text_delta,
+        **_apart(event),
         "seed": str(event.seed),
         "usage": {
             "prompt_tokens": event.prompt_tokens,
@@ -225,6 +240,7 @@ def _completion_view(event: CompletionEvent) -> dict[str, Any]:
             "completion_tokens": event.completion_tokens,
             "accepted_prediction_tokens": accepted_count,
             "rejected_prediction_tokens": rejected_count,
+            "reasoning_tokens": event.reasoning_tokens,
         },
         "speculation": event.figures.facts(),
         "rule": event.acceptance.rule,

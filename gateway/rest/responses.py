@@ -6,17 +6,18 @@ A field that is not set is not sent.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel
 
 from gateway.generation.generate import CompletionEvent, Event, RoundEvent
 from gateway.generation.transcript import GeneratedToken, PromptToken
 from gateway.text.tokenizer import Tokenizer
-from outrider.errors import ProtocolViolation
+from outrider.deltas import CallBegun, Delta
+from outrider.errors import OutriderError, ProtocolViolation
 from outrider.parameters import FinishReason, TokenLogprob
 
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "tool_calls"]
 Tokens: TypeAlias = Sequence[GeneratedToken | PromptToken]
 
 
@@ -27,8 +28,9 @@ class PromptTokensDetails(BaseModel):
 
 
 class CompletionTokensDetails(BaseModel):
-    """Guesses from the request's prediction that became tokens of the answer, and that did not."""
+    """Tokens of reasoning; guesses from the request's prediction that became tokens of the answer, and that did not."""
 
+    reasoning_tokens: int
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
@@ -100,6 +102,7 @@ class Facts(BaseModel):
     target_reopens: int
     drift_repairs: int
     cumulative_logprobs: list[float] | None = None
+    ignored_keywords: list[str] | None = None
 
 
 class TopLogprob(BaseModel):
@@ -147,12 +150,34 @@ class Envelope(BaseModel):
     obfuscation: str | None = None
 
 
+class CalledFunction(BaseModel):
+    """The function of a call; the arguments are a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class MessageCall(BaseModel):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+    @classmethod
+    def begun(cls, call: CallBegun) -> Self:
+        """A call whose arguments are still to come."""
+        return cls(id=call.call_id, type="function", function=CalledFunction(name=call.name, arguments=""))
+
+
 class AssistantMessage(BaseModel):
-    """What the assistant says."""
+    """What the assistant says; nothing beside calls."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[MessageCall] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -172,11 +197,28 @@ class ChatCompletion(Envelope):
     choices: list[ChatChoice]
 
 
+class FunctionDelta(BaseModel):
+    """More of the arguments of a call."""
+
+    arguments: str
+
+
+class CallDelta(BaseModel):
+    """A call that begins, or more of its arguments."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction | FunctionDelta
+
+
 class ChatDelta(BaseModel):
-    """What is new."""
+    """What is new, of one kind."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallDelta] | None = None
 
 
 class ChatChunkChoice(BaseModel):
@@ -214,8 +256,10 @@ class TextCompletion(Envelope):
 
 
 def finish_of(event: CompletionEvent) -> Finish:
-    """OpenAI's word for why a choice ended: a token or a string that stops it, or its limit."""
-    return "length" if event.finish_reason is FinishReason.LENGTH else "stop"
+    """OpenAI's word for why a choice ended: its limit, a call, or else a token or a string that stops it."""
+    if event.finish_reason is FinishReason.LENGTH:
+        return "length"
+    return "tool_calls" if event.has_calls else "stop"
 
 
 def logprob_of(token: GeneratedToken | PromptToken) -> TokenLogprob:
@@ -231,6 +275,7 @@ class ChoiceBuffer:
 
     texts: list[str] = field(default_factory=list)
     tokens: list[GeneratedToken] = field(default_factory=list)
+    deltas: list[Delta] = field(default_factory=list)
     prompt_tokens: tuple[PromptToken, ...] = ()
     end: CompletionEvent | None = None
 
@@ -243,6 +288,7 @@ class ChoiceBuffer:
 
     def add(self, event: Event) -> None:
         """Keeps an event."""
+        self.deltas += event.deltas
         if isinstance(event, RoundEvent):
             self.texts += [token.text for token in event.tokens]
             self.tokens += event.tokens
@@ -262,9 +308,38 @@ class ResponseHeader:
     system_fingerprint: str | None
 
 
+class AnswerWriter(ABC):
+    """What an answer is on one route: frames of a stream, or one JSON text. Choices are numbered over all prompts."""
+
+    @property
+    def takes_long(self) -> bool:
+        """Whether `whole` may take so long that other requests would feel it."""
+        return False
+
+    def begin(self) -> list[bytes]:
+        """The frames before the first event."""
+        return []
+
+    @abstractmethod
+    def frames(self, index: int, event: Event) -> list[bytes]:
+        """The frames that an event of a choice makes."""
+
+    @abstractmethod
+    def end(self) -> list[bytes]:
+        """The frames behind the last event."""
+
+    @abstractmethod
+    def failure(self, error: OutriderError) -> list[bytes]:
+        """The frames instead of all that is still to come."""
+
+    @abstractmethod
+    def whole(self, choices: Sequence[ChoiceBuffer]) -> str:
+        """The whole answer as JSON."""
+
+
 @dataclass
 class ResponseFormatter(ABC):
-    """How an answer looks on one route. Choices are numbered through over all prompts."""
+    """How chunks look on one of OpenAI's older routes."""
 
     header: ResponseHeader
     tokenizer: Tokenizer

@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, StringConstraints, Tag
 from pydantic.config import JsonDict
 
+from gateway.generation.conversation import MAX_TEMPLATE_VARIABLES, MAX_TOOLS, MAX_VARIABLE_LEN, TOOL_NAME
 from gateway.generation.request import MAX_BANNED_WORDS, MAX_DRAFTERS, MAX_STOPS, MAX_STRING_LEN
+from gateway.rest.structured import ResponseFormat, StructuredOutputs
 from outrider.beams import MAX_LENGTH_PENALTY
 from outrider.parameters import (
     MAX_LOGPROB_COUNT,
@@ -38,6 +40,8 @@ Word = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STRING_LEN)
 BiasKey = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 Seed = Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)]
 Unserved = Annotated[None, Field(description="Known, but not served: null or absent.")]
+# What clients repeat of answers that they had from others.
+Echoed = Annotated[Any, Field(description="Ignored, and named in the header x-outrider-ignored.")]
 
 
 def _text_or_list(value: object) -> str | None:
@@ -61,6 +65,7 @@ class StreamOptions(Parameters):
     """What a stream tells beside its text."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: Annotated[bool | None, Field(description="Every chunk tells the usage until then.")] = None
     include_obfuscation: bool | None = None
 
 
@@ -106,6 +111,8 @@ class TextPart(Parameters):
 
     type: Literal["text"]
     text: str
+    annotations: Echoed = None
+    cache_control: Echoed = None
 
 
 Content = Annotated[
@@ -159,6 +166,8 @@ class GenerationFields(Parameters):
     stream_options: StreamOptions | None = None
     speculation: SpeculationFields | None = None
     prediction: Prediction | None = None
+    structured_outputs: StructuredOutputs | None = None
+    response_format: ResponseFormat | None = None
     user: Annotated[str | None, Field(description=NO_EFFECT)] = None
 
 
@@ -204,19 +213,25 @@ class CompletionRequest(GenerationFields):
         return many or [[each for each in prompt if isinstance(each, int)]]
 
 
+ToolName = Annotated[str, Field(pattern=TOOL_NAME)]
+
+
 class FunctionCall(Parameters):
     """What an assistant called in an earlier turn."""
 
     name: str
-    arguments: str
+    arguments: Annotated[str | dict[str, Any], Field(description="A JSON object, as text or as it is.")]
 
 
 class ToolCall(Parameters):
     """A call of an earlier turn."""
 
     id: str
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: FunctionCall
+    index: Echoed = None
+    provider_specific_fields: Echoed = None
+    cache_control: Echoed = None
 
 
 class Message(Parameters):
@@ -225,9 +240,16 @@ class Message(Parameters):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=MAX_CALLS, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
-    refusal: Unserved = None
+    reasoning_content: Annotated[str | None, Field(description="Also as reasoning.")] = None
+    reasoning: str | None = None
+    refusal: Echoed = None
+    annotations: Echoed = None
+    provider_specific_fields: Echoed = None
+    cache_control: Echoed = None
+    thinking_blocks: Echoed = None
+    reasoning_details: Echoed = None
     audio: Unserved = None
     function_call: Unserved = None
 
@@ -238,7 +260,7 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES,
 class Function(Parameters):
     """A function that the model may be told of."""
 
-    name: Annotated[str, Field(min_length=1, max_length=128)]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -249,12 +271,51 @@ class Tool(Parameters):
 
     type: Literal["function"]
     function: Function
+    cache_control: Echoed = None
 
 
-class ResponseFormat(Parameters):
-    """How the answer is shaped; only plain text is served."""
+class FunctionName(Parameters):
+    """A function by its name."""
 
-    type: Literal["text"]
+    name: ToolName
+
+
+class NamedTool(Parameters):
+    """A tool by its name."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(Parameters):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedToolsChoice(Parameters):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _choice_kind(value: object) -> str:
+    if not isinstance(value, dict):
+        return "<word>"
+    return "<some>" if value.get("type") == "allowed_tools" else "<one>"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["auto", "none", "required"], Tag("<word>")]
+    | Annotated[NamedTool, Tag("<one>")]
+    | Annotated[AllowedToolsChoice, Tag("<some>")],
+    Discriminator(_choice_kind),
+]
+
+
+TemplateVariable = bool | int | Finite | Annotated[str, Field(max_length=MAX_VARIABLE_LEN)]
 
 
 class ChatRequest(GenerationFields):
@@ -264,10 +325,15 @@ class ChatRequest(GenerationFields):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROB_COUNT)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    response_format: ResponseFormat | None = None
-    parallel_tool_calls: Annotated[bool | None, Field(description=NO_EFFECT)] = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: (
+        Annotated[dict[str, TemplateVariable], Field(max_length=MAX_TEMPLATE_VARIABLES, json_schema_extra=NO_OTHERS)]
+        | None
+    ) = None
     metadata: Annotated[dict[str, str] | None, Field(description=NO_EFFECT, max_length=16)] = None
     store: Annotated[Literal[False] | None, Field(description=NO_EFFECT)] = None
     service_tier: Annotated[Literal["auto", "default"] | None, Field(description=NO_EFFECT)] = None
@@ -280,6 +346,5 @@ class ChatRequest(GenerationFields):
     moderation: Unserved = None
     prompt_cache_options: Unserved = None
     prompt_cache_retention: Unserved = None
-    reasoning_effort: Unserved = None
     verbosity: Unserved = None
     web_search_options: Unserved = None

@@ -1,7 +1,7 @@
 """Server-sent events: frames as bytes, and a response that sends them to a client that may leave or stop reading."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -67,19 +67,27 @@ async def while_there(receive: Receive, *companions: Coroutine[Any, Any, None]) 
 
 
 class EventStream(Response):
-    """Sends frames one by one, each awaited, and a comment whenever nothing was sent for keep_alive_s.
+    """Sends frames one by one, each awaited, and keep_alive, a comment, whenever nothing was sent for keep_alive_s.
 
     The generator is closed before the response is over: when it ends, when the client leaves, and when the client has
     taken nothing for stall_s, which breaks the connection. An empty frame is not sent. What the generator raises after
     the headers breaks the connection too, so that no client takes the beginning of an answer for the whole.
     """
 
-    def __init__(self, frames: AsyncGenerator[bytes, None], keep_alive_s: float, stall_s: float) -> None:
+    def __init__(
+        self,
+        frames: AsyncGenerator[bytes, None],
+        keep_alive_s: float,
+        stall_s: float,
+        headers: Mapping[str, str] | None = None,
+        keep_alive: bytes = KEEP_ALIVE,
+    ) -> None:
         self.status_code = 200
         self.background = None
-        self.init_headers(HEADERS)
+        self.init_headers({**HEADERS, **(headers or {})})
         self._frames, self._first = frames, b""
         self._keep_alive_s, self._stall_s = keep_alive_s, stall_s
+        self._keep_alive_frame = keep_alive
         self._wrote_s, self._is_over = 0.0, False
 
     async def begin(self, receive: Receive) -> None:
@@ -134,4 +142,4 @@ class EventStream(Response):
     async def _keep_alive(self, send: Send) -> None:
         while not self._is_over:
             wait_s = self._wrote_s + self._keep_alive_s - asyncio.get_running_loop().time()
-            await (asyncio.sleep(wait_s) if wait_s > 0 else self._write(KEEP_ALIVE, send))
+            await (asyncio.sleep(wait_s) if wait_s > 0 else self._write(self._keep_alive_frame, send))

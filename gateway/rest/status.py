@@ -28,7 +28,7 @@ class Model(BaseModel):
 
 
 class ModelList(BaseModel):
-    """All served models, of which there is one."""
+    """All names of the served model."""
 
     object: Literal["list"] = "list"
     data: list[Model]
@@ -61,22 +61,22 @@ class Version(BaseModel):
 def routes(frontend: Frontend, scrape: Scrape) -> APIRouter:
     router = APIRouter()
 
-    def served() -> Model:
+    def served(name: str) -> Model:
         target = frontend.backend.target.info
         context_len = None if target is None else target.context_len
-        return Model(id=frontend.model_name, created=int(frontend.started_s), max_model_len=context_len)
+        return Model(id=name, created=int(frontend.started_s), max_model_len=context_len)
 
     @router.get("/v1/models", responses=documented())
     async def models() -> ModelList:
-        """The served model."""
-        return ModelList(data=[served()])
+        """The served model, by all its names."""
+        return ModelList(data=[served(name) for name in frontend.names.listed])
 
     @router.get("/v1/models/{model:path}", responses=documented(404))
     async def model(model: str) -> Model:
         """One model."""
-        if model != frontend.model_name:
+        if model not in frontend.names:
             raise UnknownModel(model, frontend.model_name)
-        return served()
+        return served(model)
 
     # Those who only look at the status may ask for no more.
     @router.head("/live", include_in_schema=False)

@@ -19,15 +19,23 @@ from gateway.rest.errors import (
     error_response,
 )
 from gateway.rest.middleware import Path, name_of
-from outrider.errors import InvalidRequest, OutriderError, Unsupported, shown
+from outrider.errors import Field, InvalidRequest, OutriderError, Unsupported, shown
 from outrider.parameters import KEY_MARK
 
 Finding: TypeAlias = Mapping[str, Any]
 # What pydantic calls a value where only null may stand: the mark of a field that is known but not served.
 UNSERVED_MARK = "none_required"
 SHORT = {"string_too_short": "characters", "too_short": "entries"}
+# What older clients of vLLM send, and its name today.
+RENAMED = {
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "guided_whitespace_pattern": "structured_outputs.whitespace_pattern",
+}
 # Fields of which only some values are served; the others are not wrong, but not served either.
-CHOICES = frozenset({"type", "tool_choice", "store", "service_tier"})
+CHOICES = frozenset({"type", "store", "service_tier"})
 
 
 def error_about(findings: Sequence[Finding], body: object) -> OutriderError:
@@ -44,12 +52,13 @@ def error_about(findings: Sequence[Finding], body: object) -> OutriderError:
     if kind == "missing":
         return MissingParameter(field)
     if kind == "extra_forbidden":
-        return UnknownParameter(f"{field} is not a known parameter", field=field)
+        advice = f"; use {RENAMED[field]}" if field in RENAMED else ""
+        return UnknownParameter((Field(field), f" is not a known parameter{advice}"), field=field)
     if kind == UNSERVED_MARK:
-        return Unsupported(f"{field} is not served; leave it out", field=field)
+        return Unsupported((Field(field), " is not served; leave it out"), field=field)
     if path[-1:] and path[-1] in CHOICES and any(each["type"] == "literal_error" for each in at_fault):
         limit = " or ".join(map(_limit, at_fault))
-        return Unsupported(f"{field} is {shown(value)}, but only {limit} is served", field=field, limit=limit)
+        return Unsupported((Field(field), f" is {shown(value)}, but only {limit} is served"), field=field, limit=limit)
     if kind == "too_long" and isinstance(value, list | dict):
         return InvalidRequest.too_many(field, len(value), finding["ctx"]["max_length"])
     if path[-1:] == (KEY_MARK,):
@@ -91,16 +100,16 @@ async def handle_error(request: Request, error: Exception) -> Response:
     path = request.url.path[:200]
     match error:
         case OutriderError():
-            return error_response(error)
+            return error_response(error, path)
         case RequestValidationError():
-            return error_response(error_about(error.errors(), error.body))
+            return error_response(error_about(error.errors(), error.body), path)
         case HTTPException(status_code=405):
             wrong = WrongMethod(f"{path} does not take {request.method}", method=request.method)
-            return error_response(wrong, error.headers)
+            return error_response(wrong, path, error.headers)
         case HTTPException(status_code=404):
-            return error_response(UnknownRoute(f"There is nothing at {path}"))
+            return error_response(UnknownRoute(f"There is nothing at {path}"), path)
         case HTTPException():
-            response = error_response(OutriderError(str(error.detail)), error.headers)
+            response = error_response(OutriderError(str(error.detail)), path, error.headers)
             response.status_code = error.status_code if error.status_code >= 400 else response.status_code
             return response
     raise error

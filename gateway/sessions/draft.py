@@ -43,10 +43,12 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
         self.link = link
         self.known_len = 0  # committed tokens that were sent
         self.cached_len = 0  # those that the draft has read, as it said last
-        self._spec = spec
+        info = link.present()
+        # A draft that cannot read grammars guesses without, and is right less often.
+        self._spec = spec if info.grammar_engine else replace(spec, grammar=None)
         self._log = token_log
         self._drafter = drafter
-        self._vocabulary_size = link.present().vocabulary_size
+        self._vocabulary_size = info.vocabulary_size
 
     def ask(self, fence: types_pb2.Fence, draft_count: int, shape: TreeShape | None = None) -> None:
         """Opens the session, or tells the tokens that the draft does not know."""

@@ -91,6 +91,7 @@ class ModelInfo:
     kv_tokens: int  # what the key-value cache holds when no other request is in it
     drafters: Mapping[str, frozenset[Rule]]  # the rules that each can serve
     tree_drafters: frozenset[str] = frozenset()  # those that make trees
+    grammar_engine: str = ""  # what compiles grammars there; empty where none is served
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +100,14 @@ class Need:
 
     model_hash: str
     max_len: int
+    grammar_engine: str = ""
+    """What compiles its grammar; empty for a session without one."""
 
     def met_by(self, info: ModelInfo) -> bool:
-        return info.model_hash == self.model_hash and self.max_len <= min(info.context_len, info.kv_tokens)
+        is_engine = self.grammar_engine in {"", info.grammar_engine}
+        return (
+            is_engine and info.model_hash == self.model_hash and self.max_len <= min(info.context_len, info.kv_tokens)
+        )
 
 
 class ServiceLink:
@@ -301,6 +307,7 @@ class ServiceLink:
             kv_tokens=answer.block_count * answer.block_size,
             drafters={offer.name: rules_from(offer.rules) for offer in answer.drafter_offers},
             tree_drafters=frozenset(offer.name for offer in answer.drafter_offers if offer.makes_trees),
+            grammar_engine=answer.grammar_engine,
         )
 
 

@@ -15,6 +15,7 @@ from gateway.sessions.link import Need, Replicas, ServiceLink
 from gateway.sessions.session import MAX_DRIFT_REPAIRS, RemoteSession, RetryBudget, TargetTimeouts
 from gateway.sessions.stream import Mailbox, opening_of
 from outrider.errors import InvalidRequest, NotReady, OutriderError, PeerLost, ProtocolViolation
+from outrider.grammar import ENGINE
 from outrider.parameters import SessionSpec
 from outrider.process import telemetry
 from outrider.process.telemetry import session_prefix
@@ -185,7 +186,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         super().__init__(replicas, spec, token_log, session_id)
         self._drafter = drafter
         self._timeouts = timeouts
-        self._need = Need(model_hash, spec.max_len)
+        self._need = Need(model_hash, spec.max_len, ENGINE if spec.grammar is not None else "")
         self._failed: ServiceLink | None = None  # the target that served the session last, and no longer does
         self._has_drifted = False
         self._has_worked = False  # the target was found working since the session was opened on it

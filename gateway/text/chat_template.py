@@ -18,6 +18,8 @@ from typing import Self
 import huggingface_hub
 
 from gateway.text.template_sandbox import SafeTemplate, TemplateRefusal
+from gateway.tools.formats import AUTO, choose_format
+from gateway.tools.reader import Reading
 from outrider.errors import InvalidRequest, ModelRefused, Unsupported
 from outrider.gguf.files import HubName
 from outrider.gguf.header import GgufFile
@@ -100,6 +102,8 @@ SPEAKERS = {"developer": "system"}  # two names of one who sets the rules
 # What a turn may have beside its content, and the lines have no place for.
 TEMPLATE_ONLY = ("name", "tool_calls", "tool_call_id")
 REASONING = ("reasoning_content", "thinking", "reasoning")
+# What a template is given besides, and functions that it has.
+GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "namespace")
 
 Message = Mapping[str, object]
 
@@ -115,9 +119,12 @@ class RenderedPrompt:
 class ChatTemplate:
     """The chat template of a model, or the plain one."""
 
-    def __init__(self, files: TemplateFiles | None = None, model: str = "") -> None:
+    def __init__(self, files: TemplateFiles | None = None, model: str = "", tool_format: str = AUTO) -> None:
         """Compiles the templates; without any it is the plain one. Raises ModelRefused."""
         files = files or TemplateFiles()
+        self._source = "\n".join(files.templates.values())
+        self.tool_format = choose_format(tool_format, self._source)
+        """How the model writes calls of tools and reasoning; None where nobody shall look for them."""
         self._special_tokens = files.special_tokens
         try:
             self._templates = {name: SafeTemplate(source) for name, source in files.templates.items()}
@@ -128,9 +135,9 @@ class ChatTemplate:
             raise ModelRefused(f"{model} has chat templates named {names}, but no default one", model=model)
 
     @classmethod
-    def read(cls, model: str) -> Self:
+    def read(cls, model: str, tool_format: str = AUTO) -> Self:
         """The template of a local folder, a model on the hub, or the one inside a sized model. Raises ModelRefused."""
-        return cls(find_templates(model), model)
+        return cls(find_templates(model), model, tool_format)
 
     @property
     def is_default(self) -> bool:
@@ -141,6 +148,28 @@ class ChatTemplate:
     def renders_tools(self) -> bool:
         """Whether there is a place for tools in the prompt."""
         return TOOL_USE in self._templates or (not self.is_default and "tools" in self._templates[DEFAULT].variables)
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """What a client may set beside the conversation, because a template of the model takes it from outside."""
+        found = frozenset(name for each in self._templates.values() for name in each.variables)
+        return found - {*GIVEN, *SPECIAL_TOKENS, *self._special_tokens}
+
+    @property
+    def shows_reasoning(self) -> bool:
+        """Whether the reasoning of earlier turns can be part of a prompt."""
+        return any(name in self._source for name in REASONING)
+
+    def reading(self, prompt: str, tools: Mapping[str, Mapping[str, object]]) -> Reading | None:
+        """How to read the answer to a rendered prompt, with the schemas of the tools that may be called, by name.
+
+        None where there is nothing to look for.
+        """
+        if self.tool_format is None or not (tools or self.tool_format.reasoning):
+            return None
+        tail = prompt.rstrip()
+        openers = (opener for opener, _ in self.tool_format.reasoning if tail.endswith(opener))
+        return Reading(self.tool_format, tools, next(openers, ""))
 
     def render(
         self,

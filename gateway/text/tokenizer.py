@@ -5,10 +5,11 @@ special tokens out and never shows half a character.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from gateway.text.token_pieces import TokenPiece, TokenPieces
+from outrider.grammar import Grammar, GrammarEngine
 from outrider.tokenizer_files import load_tokenizer
 from outrider.vocabulary import Vocabulary
 
@@ -17,6 +18,7 @@ LONG_PROMPT = 100  # tokens; the same of spelling
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_PARTIAL = 3  # a UTF-8 character of four bytes may lack one, and each byte may show as a character of its own
 WINDOW = 12
+COMPILERS = 1  # grammars that are compiled at a time, off the loop: two took a core more from everybody else
 
 
 class Tokenizer:
@@ -30,7 +32,13 @@ class Tokenizer:
         self._tokenizer = load_tokenizer(model)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.added_tokens = {token.content: token_id for token_id, token in added.items()}
+        """The ids of tokens that no text is cut into but by their names."""
+        self.special_tokens = frozenset(token.content for token in added.values() if token.special)
+        """The names of those of them that have no text of their own."""
         self._pieces = TokenPieces(self._tokenizer)
+        self._grammars: GrammarEngine | None = None
+        self._compiling = asyncio.Semaphore(COMPILERS)
 
     async def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         """Token ids of a text, with the special tokens of a whole prompt; a long one is encoded off the event loop."""
@@ -51,6 +59,21 @@ class Tokenizer:
         detokenizer = self.detokenizer()
         texts = [detokenizer.push(token_id) for token_id in token_ids]
         return [*texts[:-1], texts[-1] + detokenizer.flush()] if texts else texts
+
+    async def grammar(self, text: str, end_ids: Collection[int]) -> Grammar:
+        """A grammar of its canonical text over these tokens, for a new session; `end_ids` are the model's.
+
+        Raises GrammarRefused, and ValueError about a tokenizer that grammars cannot be made for.
+        """
+        async with self._compiling:
+            if self._grammars is None:
+                size = self.vocabulary().size
+                self._grammars = await asyncio.to_thread(GrammarEngine, self._tokenizer.to_str(), size, end_ids)
+            known = self._grammars.known(text)
+            if known is None:
+                known = await asyncio.to_thread(self._grammars.compile, text)
+                self._grammars.keep(known)
+            return known
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of all token ids at once, without special tokens."""
@@ -102,6 +125,10 @@ class Detokenizer:
         if len(self._window) >= self._limit:
             self._shrink(text)
         return piece
+
+    def name_of_special(self, token_id: int) -> str | None:
+        """The name of a special token, which `push` leaves out; None for any other."""
+        return self._tokenizer.piece(token_id).text if self._tokenizer.is_special(token_id) else None
 
     def flush(self) -> str:
         """Returns what was held back; half a character shows as U+FFFD now, because nothing completes it."""

@@ -1,6 +1,6 @@
 // What is known about one token, as rows of name and value, and where that is shown.
 
-import { MEANINGS, probability, time, visible } from "./format.js";
+import { MEANINGS, guesser, probability, time, visible } from "./format.js";
 
 function rows(run, token) {
   const round = run.rounds[token.round];
@@ -16,7 +16,7 @@ function rows(run, token) {
     ["Draft probability", probability(token.draft_logprob) ?? (token.origin === "accepted" ? "not told" : "none: not its guess")],
     ["Time", `${time(round.time_us)} after the request`],
     ["Round took", time(round.round_us)],
-    ...(round.draft_count > 0 && drafter ? [[guessed ? "Guessed by" : "Guesses by", drafter === "hosted" ? "the draft in the target's process" : `the drafter ${drafter}`]] : []),
+    ...(round.draft_count > 0 && drafter ? [[guessed ? "Guessed by" : "Guesses by", guesser(drafter)]] : []),
     ...(guessed && token.value !== null ? [["Drafter's estimate", token.value.toFixed(4)]] : []),
   ];
   return token.text === "" ? [...found, ["Text", "part of a character, or of a stop string"]] : found;

@@ -52,6 +52,15 @@ export function name(drafter) {
   return drafter || "draft";
 }
 
+const GUESSERS = {
+  hosted: "the draft in the target's process",
+  grammar: "the grammar, which allows nothing else there",
+};
+
+export function guesser(drafter) {
+  return GUESSERS[drafter] ?? `the drafter ${drafter}`;
+}
+
 export function why(reason) {
   return FALLBACKS[reason] ?? "";
 }

@@ -1,6 +1,6 @@
 // The rounds view: one row a pass of the target, as in Figure 1 of Leviathan et al. (2023).
 
-import { count, plural, time, visible, why } from "./format.js";
+import { count, guesser, plural, time, visible, why } from "./format.js";
 import { Seen } from "./painter.js";
 import { parts } from "./run.js";
 import { drawTree, made, replaced, signs } from "./trees.js";
@@ -102,7 +102,11 @@ function pips(round) {
 function said(round) {
   const box = made("span", "said", "");
   const own = round.tokens.filter((token) => token.origin !== "accepted");
-  for (const token of round.tokens) if (token.origin === "accepted") box.append(made("span", "t accepted", visible(token.text)));
+  for (const token of round.tokens.filter((each) => each.origin === "accepted")) {
+    const span = made("span", "t accepted", visible(token.text));
+    if (token.row !== null && token.drafter) span.title = `guessed by ${guesser(token.drafter)}`;
+    box.append(span);
+  }
   for (const guess of replaced(round)) box.append(made("s", "rejected", visible(guess.text)));
   for (const token of own) box.append(made("span", `t ${token.origin}`, visible(token.text)));
   const reason = why(round.fallback_reason);

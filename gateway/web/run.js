@@ -13,6 +13,7 @@ export class Run {
     this.rounds = [];
     this.events = [];
     this.rest = "";
+    this.thought = "";
     this.counts = { accepted: 0, correction: 0, bonus: 0, plain: 0, rejected: 0 };
     this.positions = [];
     this.evaluated = 0;
@@ -67,6 +68,7 @@ export class Run {
     round.index = index;
     round.branches = branches(round);
     this.rounds.push(round);
+    this.thought += round.reasoning ?? "";
     if (round.new_numerics_id) this.numericsIds.push(round.new_numerics_id);
     for (const [place, token] of round.tokens.entries()) {
       this.counts[token.origin] += 1;
@@ -87,6 +89,7 @@ export class Run {
   takeCompletion(data) {
     this.completion = data;
     this.rest = data.text;
+    this.thought += data.reasoning ?? "";
   }
 }
 

@@ -33,6 +33,8 @@ export class Stream {
     this.shown = 0;
     this.ended = false;
     this.line = null;
+    this.thought?.remove();
+    this.thought = null;
     this.box.replaceChildren();
     this.box.classList.toggle("rendered", rendered);
     this.layout = rendered ? new Rendered(this.box, (...piece) => this.addPiece(...piece), (index) => this.forget(index)) : null;
@@ -44,10 +46,23 @@ export class Stream {
     const { run } = this;
     if (run === null || this.ended) return;
     const following = this.scrollers.filter((each) => each.scrollHeight - each.scrollTop - each.clientHeight < 48);
+    this.drawThought();
     if (this.layout !== null) this.drawRendered();
     else this.append();
     this.ended = run.ended;
     for (const each of following) each.scrollTop = each.scrollHeight;
+  }
+
+  // What the model thought before it answered, folded up above the answer.
+  drawThought() {
+    const { thought } = this.run;
+    if (thought === "") return;
+    if (this.thought === null) {
+      this.thought = made("details", "thought");
+      this.thought.append(made("summary", "", "Reasoning"), made("p", ""));
+      this.box.before(this.thought);
+    }
+    this.thought.lastElementChild.textContent = thought;
   }
 
   drawRendered() {
@@ -70,7 +85,8 @@ export class Stream {
   add(token) {
     const line = this.line ?? this.newLine();
     const span = this.span(line, this.spans.length, token.text);
-    if (token.text === "") span.classList.add("part");
+    // Tokens of reasoning stand elsewhere.
+    if (token.text === "" && !this.run.rounds[token.round].reasoning) span.classList.add("part");
     if (/^\n+$/.test(token.text)) span.classList.add("line");
     this.spans.push(span);
     // A paragraph is a block of its own, so that appending lays out one paragraph and not the whole answer.

@@ -128,9 +128,12 @@ def chat(
 def _check_idle(
     models: options.Models, hosted: options.HostedOptions, turn: options.TurnOptions, address: str | None
 ) -> None:
-    """Raises InvalidRequest about options of a request that have no effect beside others, and a wrong address."""
+    """Raises InvalidRequest about options of a request that make no sense beside others, and a wrong address."""
     idle = options_of(models, *DRAFT_OPTIONS) | options_of(hosted) | options_of(turn, *SPECULATION_OPTIONS)
     refuse_together("--no-speculation", turn.no_speculation or None, idle)
+    shapes = {"--json-schema": turn.json_schema, "--regex": turn.regex, "--choice": turn.choices}
+    for option, shape in shapes.items():
+        refuse_together(option, shape, {other: each for other, each in shapes.items() if other != option})
     refuse_together("--address", address, options_of(models) | options_of(hosted))
     _check_hosted(models, hosted)
     if address is not None:

@@ -3,6 +3,7 @@
 Groups of options are what a command line is parsed into; in those of a request None leaves a field to the gateway.
 """
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -15,6 +16,7 @@ from typer.main import get_command
 
 from outrider.cli.pairs import Pair
 from outrider.client import GenerationOptions, Speculation
+from outrider.client.requests import CONSTRAINTS
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.model_service.settings import MAX_THREADS, Dtype
 from outrider.parameters import MAX_LOGPROB_COUNT, MAX_SAMPLES, SETTINGS, Rule, SamplingParameters
@@ -342,6 +344,24 @@ class TurnOptions:
             callback=_each(_text),
         ),
     ] = None
+    json_schema: Annotated[
+        Text,
+        _answer(help="File with a JSON schema that the answer follows. The model is not told of it.", metavar="FILE"),
+    ] = None
+    regex: Annotated[
+        Text,
+        _answer(
+            help="Regular expression, as of Rust's regex crate, that matches the whole answer.",
+            metavar="REGEX",
+            callback=_text,
+        ),
+    ] = None
+    choices: Annotated[
+        Texts,
+        _answer(
+            "--choice", help="Text that the answer may be. At most 1,024 times.", metavar="TEXT", callback=_each(_text)
+        ),
+    ] = None
     seed: Annotated[
         Count,
         _count(
@@ -463,18 +483,30 @@ def settings_of(options: TurnOptions) -> GenerationOptions:
         **{name: given.pop(name) for name in ("rule", *ACCEPTANCE)},
     )
     if given["prediction"] is not None:
-        given["prediction"] = _contents(given["prediction"])
+        given["prediction"] = _contents("--prediction", given["prediction"])
+    if given["json_schema"] is not None:
+        given["json_schema"] = _schema(given["json_schema"])
     biases = parse_biases(given.pop("logit_bias") or ())
     # The other fields are called as the client's.
     return cast("GenerationOptions", {**given, "logit_bias": biases, "speculation": speculation})
 
 
-def _contents(path: str) -> str:
+def _contents(option: str, path: str) -> str:
     """The text of a file; raises InvalidRequest about one that cannot be read."""
     try:
         return Path(path).read_text("utf-8")
     except (OSError, ValueError) as error:
-        raise InvalidRequest("prediction", path, f"a file of text in UTF-8: {error}") from None
+        raise InvalidRequest(option, path, f"a file of text in UTF-8: {error}") from None
+
+
+def _schema(path: str) -> str:
+    """The same of a file of JSON; whether it is a schema that can be followed is the gateway's to say."""
+    text = _contents("--json-schema", path)
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest("--json-schema", path, f"a file of JSON: {error}") from None
+    return text
 
 
 # Where the protocol has another name than the command line.
@@ -500,6 +532,8 @@ def options_by_field() -> dict[str, str]:
         elif field in ACCEPTANCE:
             # The client's settings have fewer levels.
             options |= {f"speculation.acceptance.{field}": option, f"speculation.{field}": option}
+        elif field in CONSTRAINTS:
+            options |= {f"constraint.{field}": option, field: option}
         else:
             options[f"speculation.{field}" if field in SPECULATION else field] = option
     # Several names go into a field of their own.

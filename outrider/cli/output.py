@@ -17,7 +17,7 @@ from rich.text import Text
 
 from outrider.cli.options import RequestOptions
 from outrider.cli.rounds import CONTROL_PICTURES, legend, styled, trees
-from outrider.client import GeneratedToken, PromptToken, Result, Round
+from outrider.client import GeneratedToken, PromptToken, Result, Round, Sample
 from outrider.client.calls import failure
 from outrider.parameters import Acceptance, Rule
 from outrider.rpc.channels import open_channel
@@ -194,6 +194,7 @@ def sample_object(rounds: Sequence[Round], result: Result, *, with_rounds: bool 
     tokens = [token for event in rounds for token in event.tokens]
     logprobs = {"tokens": [_token(each) for each in tokens]} if any(each.logprob for each in tokens) else {}
     sections = {name: {field: getattr(result, field) for field in names} for name, names in SECTIONS.items()}
+    thought = Sample(tuple(rounds), result).reasoning
     # Of each round who said its tokens first, which guesses were not kept, and how it came about.
     wanted = [
         {
@@ -207,6 +208,7 @@ def sample_object(rounds: Sequence[Round], result: Result, *, with_rounds: bool 
     ]
     return {
         "text": "".join(event.text for event in rounds) + result.rest,
+        **({"reasoning": thought} if thought else {}),
         "token_ids": [token.token_id for token in tokens],
         **logprobs,
         "finish_reason": result.finish_reason,

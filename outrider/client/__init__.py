@@ -13,6 +13,7 @@ from outrider.beams import BeamSearch
 from outrider.client.aio import AsyncClient, AsyncStream
 from outrider.client.blocking import Client, Stream
 from outrider.client.calls import Cancelled, TimedOut
+from outrider.client.deltas import ToolCall
 from outrider.client.events import (
     Answer,
     DrafterFigures,
@@ -27,7 +28,8 @@ from outrider.client.events import (
     Sample,
     SpeculationFigures,
 )
-from outrider.client.requests import ChatMessage, GenerationOptions, Speculation
+from outrider.client.requests import CallMessage, ChatMessage, ChatOptions, GenerationOptions, Speculation, Tool
+from outrider.deltas import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
 from outrider.errors import (
     CacheFull,
     InvalidRequest,
@@ -47,9 +49,15 @@ __all__ = [
     "AsyncStream",
     "BeamSearch",
     "CacheFull",
+    "CallArguments",
+    "CallBegun",
+    "CallMessage",
     "Cancelled",
     "ChatMessage",
+    "ChatOptions",
     "Client",
+    "ContentDelta",
+    "Delta",
     "DrafterFigures",
     "Event",
     "GeneratedToken",
@@ -62,6 +70,7 @@ __all__ = [
     "PeerLost",
     "PromptToken",
     "PromptTooLong",
+    "ReasoningDelta",
     "RejectedToken",
     "Result",
     "Round",
@@ -73,5 +82,7 @@ __all__ = [
     "Stream",
     "TimedOut",
     "TokenLogprob",
+    "Tool",
+    "ToolCall",
     "Unsupported",
 ]

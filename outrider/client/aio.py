@@ -9,7 +9,15 @@ import grpc
 
 from outrider.client.calls import CALL_CANCELLED, CLIENT_CLOSED, CLOSED_BEFORE, Caller, Cancelled, Terms
 from outrider.client.events import Answer, AnswerBuilder, Event, event_from
-from outrider.client.requests import GenerationOptions, Message, Metadata, Prompt, chat_request, generate_request
+from outrider.client.requests import (
+    ChatOptions,
+    GenerationOptions,
+    Message,
+    Metadata,
+    Prompt,
+    chat_request,
+    generate_request,
+)
 from outrider.rpc.channels import open_channel
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
@@ -99,7 +107,7 @@ class AsyncClient:
         """
         return self._started("Generate", generate_request(prompt, options), options)
 
-    def chat(self, messages: Iterable[Message], **options: Unpack[GenerationOptions]) -> AsyncStream:
+    def chat(self, messages: Iterable[Message], **options: Unpack[ChatOptions]) -> AsyncStream:
         """Answers the last of some messages, each with a role and a content; the same in everything else."""
         return self._started("Chat", chat_request(messages, options), options)
 

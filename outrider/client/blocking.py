@@ -8,7 +8,15 @@ import grpc
 
 from outrider.client.calls import CALL_CANCELLED, CLOSED_BEFORE, Caller, Cancelled, Terms
 from outrider.client.events import Answer, AnswerBuilder, Event, event_from
-from outrider.client.requests import GenerationOptions, Message, Metadata, Prompt, chat_request, generate_request
+from outrider.client.requests import (
+    ChatOptions,
+    GenerationOptions,
+    Message,
+    Metadata,
+    Prompt,
+    chat_request,
+    generate_request,
+)
 from outrider.rpc.channels import channel_options
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 
@@ -91,7 +99,7 @@ class Client:
         """
         return self._started(self._stub.Generate, generate_request(prompt, options), options)
 
-    def chat(self, messages: Iterable[Message], **options: Unpack[GenerationOptions]) -> Stream:
+    def chat(self, messages: Iterable[Message], **options: Unpack[ChatOptions]) -> Stream:
         """Answers the last of some messages, each with a role and a content; the same in everything else."""
         return self._started(self._stub.Chat, chat_request(messages, options), options)
 

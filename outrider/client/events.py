@@ -6,6 +6,8 @@ from enum import StrEnum
 
 from google.protobuf.descriptor import EnumDescriptor
 
+from outrider.client.deltas import ToolCall, calls_of, deltas_from
+from outrider.deltas import Delta, reasoning_of
 from outrider.errors import ProtocolViolation
 from outrider.parameters import Acceptance, TokenLogprob
 from outrider.rpc.messages import acceptance_from, logprobs_from
@@ -36,8 +38,8 @@ class GeneratedToken:
     """A token of the output and its share of the text, which is empty while a character is incomplete.
 
     With return_rounds an accepted token has its row in the proposal, counted from 1, who guessed it (the draft
-    service's own choice has no name), and the draft's log-probability and estimate of it, if it told them. Its parent
-    is the token before it.
+    service's own choice has no name; a token that a grammar leaves no choice about is guessed by `grammar`), and the
+    draft's log-probability and estimate of it, if it told them. Its parent is the token before it.
     """
 
     token_id: int
@@ -104,6 +106,8 @@ class Round:
     prompt: tuple[PromptToken, ...] = ()
     rejected: tuple[RejectedToken, ...] = ()
     facts: RoundFacts = field(default_factory=RoundFacts)
+    deltas: tuple[Delta, ...] = ()
+    """What is new, in order: the text, and what is no text for the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +164,11 @@ class Result:
     rejected_prediction_tokens: int = 0
     cumulative_logprob: float | None = None
     """Of a beam: the sum of its tokens' log-probabilities."""
+    deltas: tuple[Delta, ...] = ()
+    has_calls: bool = False
+    reasoning_tokens: int = 0
+    ignored_keywords: tuple[str, ...] = ()
+    """What of a lenient schema was not enforced."""
 
     @property
     def text(self) -> str:
@@ -187,6 +196,22 @@ class Sample:
         return "".join(each.text for each in self.rounds) + self.result.text
 
     @property
+    def deltas(self) -> tuple[Delta, ...]:
+        """All that it says, in order."""
+        events: tuple[Event, ...] = (*self.rounds, self.result)
+        return tuple(delta for event in events for delta in event.deltas)
+
+    @property
+    def reasoning(self) -> str:
+        """What the model thought before it answered."""
+        return reasoning_of(self.deltas)
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The tools that it called, in order."""
+        return calls_of(self.deltas)
+
+    @property
     def tokens(self) -> tuple[GeneratedToken, ...]:
         """The output's tokens."""
         return tuple(token for each in self.rounds for token in each.tokens)
@@ -207,6 +232,16 @@ class Answer:
     def text(self) -> str:
         """What the first sample says."""
         return self.samples[0].text
+
+    @property
+    def reasoning(self) -> str:
+        """What the model thought before it said that."""
+        return self.samples[0].reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The tools that the first sample called."""
+        return self.samples[0].tool_calls
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -276,6 +311,7 @@ def _round(message: pb.Round) -> Round:
         prompt=tuple(PromptToken(each.token_id, each.text, _logprob(each)) for each in message.prompt_tokens),
         rejected=tuple(map(_rejected, message.rejected)),
         facts=RoundFacts(fallback_reason=reason, **{name: getattr(message.facts, name) for name in FACTS}),
+        deltas=deltas_from(message.deltas, message.text_delta),
     )
 
 
@@ -328,6 +364,10 @@ def _result(message: pb.Completion) -> Result:
         accepted_prediction_tokens=message.usage.accepted_prediction_tokens,
         rejected_prediction_tokens=message.usage.rejected_prediction_tokens,
         cumulative_logprob=message.cumulative_logprob if message.HasField("cumulative_logprob") else None,
+        deltas=deltas_from(message.deltas, message.text_delta),
+        has_calls=message.has_calls,
+        reasoning_tokens=message.usage.reasoning_tokens,
+        ignored_keywords=tuple(message.ignored_keywords),
     )
 
 

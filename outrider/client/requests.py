@@ -1,15 +1,16 @@
 """What a caller wants, checked and turned into the protocol's messages: prompts, options and metadata."""
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict, TypeVar
+from typing import NotRequired, TypedDict, TypeVar, cast
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message as Protobuf
 
 from outrider.beams import BeamSearch
-from outrider.errors import InvalidRequest, PromptTooLong
+from outrider.errors import Field, InvalidRequest, PromptTooLong
 from outrider.parameters import Rule
 from outrider.rpc.channels import MAX_MESSAGE_BYTES
 from outrider.rpc.messages import RULES
@@ -24,11 +25,39 @@ Metadata = Mapping[str, str | bytes] | Iterable[tuple[str, str | bytes]]
 end in -bin."""
 
 
+class CallMessage(TypedDict):
+    """A call of an earlier turn; the arguments are a JSON object as text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
 class ChatMessage(TypedDict):
-    """One turn of a conversation; the role is system, developer, user, assistant or tool."""
+    """One turn of a conversation; the role is system, developer, user, assistant or tool.
+
+    An assistant's turn may have what it thought and called, and a tool's turn says which call it answers.
+    """
 
     role: str
     content: str
+    name: NotRequired[str]
+    reasoning: NotRequired[str]
+    tool_calls: NotRequired[Sequence[CallMessage]]
+    tool_call_id: NotRequired[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool that the model may call; `parameters` is the JSON schema of its arguments, which are an object.
+
+    Calls of a strict one have arguments that fit the schema.
+    """
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, object] | None = None
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +82,7 @@ class Speculation:
 
 
 Message = Mapping[str, object]
-"""A ChatMessage, or any other mapping with its two keys."""
+"""A ChatMessage, or any other mapping with its keys."""
 
 
 class GenerationOptions(TypedDict, total=False):
@@ -88,7 +117,7 @@ class GenerationOptions(TypedDict, total=False):
     beam_search: BeamSearch | None
     """Search with so many beams in the place of sampling: as many samples, best first. Default: none."""
     stop: str | Sequence[str] | None
-    """Texts that end the output without being part of it. At most 8."""
+    """Texts that end the output without being part of it. At most 64."""
     stop_token_ids: Sequence[int] | None
     """Tokens that end the output and are its last. At most 64."""
     banned_words: Sequence[str] | None
@@ -101,12 +130,35 @@ class GenerationOptions(TypedDict, total=False):
     """Only requests with the same salt share what is cached of equal beginnings of prompts."""
     speculation: Speculation | None
     """Whether and how to speculate."""
+    json_schema: str | Mapping[str, object] | None
+    """A JSON schema, as text or as what json.loads makes of it, that the answer follows. At most one of these five."""
+    regex: str | None
+    """A regular expression that matches the whole answer."""
+    choices: Sequence[str] | None
+    """Texts of which one is the answer."""
+    lark: str | None
+    """A grammar in llguidance's variant of Lark."""
+    gbnf: str | None
+    """A grammar as llama.cpp writes them."""
     prediction: str | Sequence[int] | None
     """What the answer is expected to be, as text or token ids, as far as it is known; it changes no token."""
     timeout_s: float | None
     """Seconds until the call ends with TimedOut. Default: the client's, which is none."""
     metadata: Metadata | None
     """Sent beside the request, behind the client's own."""
+
+
+class ChatOptions(GenerationOptions, total=False):
+    """The same for a conversation, with tools."""
+
+    tools: Sequence[Tool] | None
+    """What the model may call, at most 128."""
+    tool_choice: str | Sequence[str] | None
+    """auto, none or required; or the name of the tool that must be called, or names of which one must be."""
+    parallel_tool_calls: bool | None
+    """Whether there may be several calls in an answer. Default: true."""
+    template_variables: Mapping[str, bool | float | str] | None
+    """What the model's chat template takes from outside, for instance enable_thinking."""
 
 
 Pairs = tuple[tuple[str, str | bytes], ...]
@@ -148,7 +200,11 @@ MessageT = TypeVar("MessageT", bound=Protobuf)
 # Those that are about the call and not about the answer.
 CALL_OPTIONS = frozenset({"timeout_s", "metadata"})
 NAMES = GenerationOptions.__optional_keys__
-STRING_LISTS = frozenset({"stop", "banned_words"})
+CONSTRAINTS = frozenset({"json_schema", "regex", "choices", "lark", "gbnf"})
+CHAT_NAMES = ChatOptions.__optional_keys__ - NAMES
+TURN_KEYS = ChatMessage.__required_keys__ | ChatMessage.__optional_keys__
+TOOL_MODES = {"auto": pb.TOOL_MODE_AUTO, "none": pb.TOOL_MODE_NONE, "required": pb.TOOL_MODE_REQUIRED}
+STRING_LISTS = frozenset({"stop", "banned_words", "texts"})
 # What can be iterated, but is no list: nobody means the numbers of bytes, or the keys of a mapping.
 NO_LISTS = (bytes, bytearray, memoryview, Mapping)
 KINDS = {
@@ -178,18 +234,64 @@ def generate_request(prompt: Prompt, options: GenerationOptions) -> pb.GenerateR
     return _sized(message)
 
 
-def chat_request(messages: Iterable[Message], options: GenerationOptions) -> pb.ChatRequest:
+def chat_request(messages: Iterable[Message], options: ChatOptions | GenerationOptions) -> pb.ChatRequest:
     """The message for Chat. Raises the same, and InvalidRequest about a turn without role or content."""
-    request = pb.ChatRequest(generation=_request(options))
+    rest = cast("GenerationOptions", {name: value for name, value in options.items() if name not in CHAT_NAMES})
+    request = pb.ChatRequest(generation=_request(rest))
+    _put_tools(request, cast("ChatOptions", options))
     if isinstance(messages, (str, *NO_LISTS)) or not isinstance(messages, Iterable):
         raise InvalidRequest("messages", messages, "a list, each a mapping with role and content")
     for index, turn in enumerate(messages):
         message, prefix = request.messages.add(), f"messages.{index}"
-        if not isinstance(turn, Mapping) or turn.keys() != {"role", "content"}:
-            raise InvalidRequest(prefix, turn, "a mapping with role and content, and nothing else")
+        if not isinstance(turn, Mapping) or not TURN_KEYS >= turn.keys() >= {"role", "content"}:
+            others = ", ".join(sorted(TURN_KEYS - {"role", "content"}))
+            raise InvalidRequest(prefix, turn, f"a mapping with role and content, and nothing else but {others}")
         for name, value in turn.items():
-            _put(message, name, value, f"{prefix}.")
+            if name == "tool_calls":
+                _put_calls(message, value, f"{prefix}.tool_calls")
+            else:
+                _put(message, name, value, f"{prefix}.")
     return _sized(request)
+
+
+def _put_calls(message: pb.ChatMessage, calls: object, prefix: str) -> None:
+    if isinstance(calls, (str, *NO_LISTS)) or not isinstance(calls, Iterable):
+        raise InvalidRequest(prefix, calls, "a list, each a mapping with id, name and arguments")
+    for index, call in enumerate(calls):
+        if not isinstance(call, Mapping) or call.keys() != {"id", "name", "arguments"}:
+            raise InvalidRequest(f"{prefix}.{index}", call, "a mapping with id, name and arguments, and nothing else")
+        added = message.tool_calls.add()
+        for name, value in call.items():
+            _put(added, name, value, f"{prefix}.{index}.")
+
+
+def _put_tools(request: pb.ChatRequest, options: ChatOptions) -> None:
+    for index, tool in enumerate(options.get("tools") or ()):
+        if not isinstance(tool, Tool):
+            raise InvalidRequest(f"tools.{index}", tool, "an instance of Tool")
+        added = request.tools.add()
+        for name in ("name", "description", "strict"):
+            _put(added, name, getattr(tool, name), f"tools.{index}.")
+        if tool.parameters is not None:
+            try:
+                added.parameters = json.dumps(tool.parameters)
+            except (TypeError, ValueError):
+                raise InvalidRequest(f"tools.{index}.parameters", tool.parameters, "a mapping for JSON") from None
+    choice = options.get("tool_choice")
+    if choice is not None:
+        names = [choice] if isinstance(choice, str) else choice
+        mode = pb.TOOL_MODE_REQUIRED
+        if isinstance(choice, str) and choice in TOOL_MODES:
+            names, mode = [], TOOL_MODES[choice]
+        request.tool_choice.mode = mode
+        _put(request.tool_choice, "names", names, "tool_choice.")
+    if (parallel := options.get("parallel_tool_calls")) is not None:
+        _put(request, "parallel_tool_calls", parallel)
+    try:
+        request.template_variables.update(options.get("template_variables") or {})
+    except (TypeError, ValueError):
+        limit = "a mapping of names to booleans, numbers and text"
+        raise InvalidRequest("template_variables", options.get("template_variables"), limit) from None
 
 
 def _request(options: GenerationOptions) -> pb.GenerateRequest:
@@ -208,6 +310,10 @@ def _request(options: GenerationOptions) -> pb.GenerateRequest:
             _put(message.prediction_token_ids, "token_ids", value)
         elif name == "beam_search":
             message.beam_search.CopyFrom(_beams(value))
+        elif name in CONSTRAINTS:
+            if message.HasField("constraint"):
+                raise InvalidRequest(name, value, ("absent beside ", Field(message.constraint.WhichOneof("kind"))))
+            message.constraint.CopyFrom(_constraint(name, value))
         else:
             _put(message.sampling if name in SAMPLING else message, name, value)
     return message
@@ -235,6 +341,21 @@ def _speculation(settings: object) -> pb.SpeculationSettings:
     for name in sorted(ACCEPTANCE):
         if (value := getattr(settings, name)) is not None:
             _put(message.acceptance, name, value, prefix)
+    return message
+
+
+def _constraint(name: str, value: object) -> pb.Constraint:
+    message = pb.Constraint()
+    if name == "choices":
+        message.choices.SetInParent()
+        _put(message.choices, "texts", value, "choices.")
+    elif isinstance(value, Mapping):
+        try:
+            _put(message, name, json.dumps(value))
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(name, value, f"what JSON can carry: {error}") from None
+    else:
+        _put(message, name, value)
     return message
 
 

@@ -17,6 +17,7 @@ from outrider.engine.models.checkpoints import find_checkpoint
 from outrider.engine.runner import ModelRunner
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import NotReady, OutriderError
+from outrider.grammar import GrammarEngine
 from outrider.model_service.link import LinkServicer
 from outrider.model_service.metrics import ServiceMetrics
 from outrider.model_service.servicer import ServiceFacts, model_service
@@ -27,7 +28,7 @@ from outrider.process.metrics import RunningMetrics, serve_metrics
 from outrider.process.run import exit_now
 from outrider.rpc import channels
 from outrider.rpc.fencing import ComputeTimes
-from outrider.vocabulary import Vocabulary
+from outrider.vocabulary import Vocabulary, tokenizer_in
 
 log = structlog.get_logger()
 
@@ -42,6 +43,8 @@ class LoadedModel:
 
     runner: ModelRunner
     vocabulary: Vocabulary
+    grammars: GrammarEngine | None = None
+    """None for a draft without a tokenizer."""
 
     def set_threads(self) -> None:
         """What a device thread does first: torch keeps its number of threads for each thread that calls it."""
@@ -96,7 +99,13 @@ class RunningModelService:
 def load_model(settings: ModelServiceSettings) -> LoadedModel:
     """Loads what the settings name; takes seconds, and raises ModelRefused and InvalidRequest."""
     checkpoint = find_checkpoint(settings.model)
-    vocabulary = Vocabulary.read(checkpoint.folder)
+    tokenizer = tokenizer_in(checkpoint.folder)
+    # Read once: a large one takes half a second.
+    vocabulary = (
+        Vocabulary.read(checkpoint.folder)
+        if tokenizer is None
+        else Vocabulary.of(tokenizer.get_vocab(with_added_tokens=True).items())
+    )
     runner = ModelRunner.load(
         checkpoint,
         device=settings.device,
@@ -105,8 +114,14 @@ def load_model(settings: ModelServiceSettings) -> LoadedModel:
         kv_tokens=settings.kv_tokens,
         vocabulary_size=vocabulary.size,
     )
+    grammars = None
+    if tokenizer is not None:
+        try:
+            grammars = GrammarEngine(tokenizer.to_str(), vocabulary.size, runner.config.eos_token_ids)
+        except ValueError as error:
+            log.warning("no grammars can be served", model=runner.identity.model_name, reason=str(error))
     log.info("model loaded", model=runner.identity.model_name, numerics_id=runner.numerics_id, threads=settings.threads)
-    return LoadedModel(runner, vocabulary)
+    return LoadedModel(runner, vocabulary, grammars)
 
 
 async def load_model_aside(settings: ModelServiceSettings) -> LoadedModel:
@@ -135,6 +150,7 @@ def describe(role: str, model: LoadedModel) -> ServiceFacts:
         eos_token_ids=runner.config.eos_token_ids,
         block_size=runner.pool.block_size,
         block_count=runner.pool.num_blocks,
+        grammars=model.grammars,
     )
 
 

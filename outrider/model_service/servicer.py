@@ -14,6 +14,7 @@ import grpc
 from outrider.engine.runner import ModelRunner
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import Overloaded
+from outrider.grammar import ENGINE, GrammarEngine
 from outrider.model_service.session_store import RolledBack, SessionStore
 from outrider.parameters import Rule
 from outrider.process import telemetry
@@ -57,6 +58,8 @@ class ServiceFacts:
     """What computes those drafters that have a model of their own in this process."""
     tree_drafters: frozenset[str] = frozenset()
     """Those that make trees where a shape is asked for."""
+    grammars: GrammarEngine | None = None
+    """What compiles the grammars of sessions; None where there is no tokenizer."""
 
     def offer(self, drafter: str) -> pb.DrafterOffer:
         """A drafter as it stands now."""
@@ -94,7 +97,8 @@ class ModelServicer(ModelServiceServicer):
         described = {each.name: getattr(facts, each.name) for each in fields(facts)} | asdict(self._sessions.counts())
         described |= {"role": ROLES[facts.role], "eos_token_ids": sorted(facts.eos_token_ids)}
         described |= {"drafters": list(facts.drafters)}
-        del described["hosted"], described["tree_drafters"]
+        described["grammar_engine"] = ENGINE if facts.grammars is not None else ""
+        del described["hosted"], described["tree_drafters"], described["grammars"]
         return pb.GetModelInfoResponse(
             **described,
             protocol_version=channels.PROTOCOL_VERSION,

@@ -10,6 +10,7 @@ from itertools import chain
 
 from outrider.beams import MAX_WIDTH, MIN_WIDTH, BeamStep, Candidate, LiveBeam
 from outrider.errors import InvalidRequest, check_count, check_range, check_token_id, check_token_ids
+from outrider.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarEngine
 from outrider.parameters import (
     MAX_BANNED_LEN,
     MAX_BANNED_SEQUENCES,
@@ -93,6 +94,7 @@ def open_message(spec: SessionSpec, token_ids: Sequence[int]) -> pb.OpenSession:
         draft_logprobs=spec.draft_logprobs,
         cache_salt=spec.cache_salt,
         trace_context=dict(spec.trace_context),
+        grammar=spec.grammar.text if spec.grammar is not None else "",
     )
 
 
@@ -136,6 +138,8 @@ def search_spec_from(
         raise InvalidRequest(SESSION + "sampling", "a temperature or cuts", "without these for a beam search")
     if spec.logprob_count is not None:
         raise InvalidRequest(SESSION + "logprob_count", spec.logprob_count, "absent for a beam search")
+    if message.grammar:
+        raise InvalidRequest(SESSION + "grammar", message.grammar, "empty for a beam search")
     return spec
 
 
@@ -155,8 +159,14 @@ def step_message(step: BeamStep) -> target_pb.BeamStep:
     return target_pb.BeamStep(live=entries(step.live), ended=entries(step.ended))
 
 
-def spec_from(message: pb.OpenSession, base_len: int, vocabulary_size: int, earlier: Sequence[int] = ()) -> SessionSpec:
-    """The session that a message opens, behind the tokens of its OpenParts. Raises InvalidRequest.
+def spec_from(
+    message: pb.OpenSession,
+    base_len: int,
+    vocabulary_size: int,
+    earlier: Sequence[int] = (),
+    grammars: GrammarEngine | None = None,
+) -> SessionSpec:
+    """The session that a message opens, behind the tokens of its OpenParts. Raises InvalidRequest and GrammarRefused.
 
     Whether max_len fits into a context is left to the service: a draft may have a shorter one than the request.
     """
@@ -197,7 +207,21 @@ def spec_from(message: pb.OpenSession, base_len: int, vocabulary_size: int, earl
         draft_logprobs=message.draft_logprobs,
         cache_salt=message.cache_salt,
         trace_context=trace_context,
+        grammar=_grammar(message, grammars),
     )
+
+
+def _grammar(message: pb.OpenSession, grammars: GrammarEngine | None) -> Grammar | None:
+    """The grammar that a session names, compiled; without an engine none may be named."""
+    if not message.grammar:
+        return None
+    field = SESSION + "grammar"
+    check_count(field, len(message.grammar.encode()), MAX_GRAMMAR_BYTES, "bytes")
+    if grammars is None:
+        raise InvalidRequest(field, message.grammar, "empty for a service without a grammar engine")
+    if not message.eos_token_ids and not message.stop_token_ids:
+        raise InvalidRequest(field, message.grammar, "empty without a token that ends the request")
+    return grammars.get(message.grammar)
 
 
 def _banned(message: pb.OpenSession, vocabulary_size: int) -> tuple[tuple[int, ...], ...]:

@@ -6,6 +6,7 @@ The gateway's public interface: text or token ids in, a stream of rounds out."""
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from outrider.v1 import types_pb2 as _types_pb2
@@ -19,6 +20,34 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _ToolMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ToolModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TOOL_MODE_UNSPECIFIED: _ToolMode.ValueType  # 0
+    """The same as AUTO."""
+    TOOL_MODE_AUTO: _ToolMode.ValueType  # 1
+    """The model may call tools."""
+    TOOL_MODE_NONE: _ToolMode.ValueType  # 2
+    """The model calls nothing."""
+    TOOL_MODE_REQUIRED: _ToolMode.ValueType  # 3
+    """The model must call at least one tool."""
+
+class ToolMode(_ToolMode, metaclass=_ToolModeEnumTypeWrapper):
+    """Whether tools are called."""
+
+TOOL_MODE_UNSPECIFIED: ToolMode.ValueType  # 0
+"""The same as AUTO."""
+TOOL_MODE_AUTO: ToolMode.ValueType  # 1
+"""The model may call tools."""
+TOOL_MODE_NONE: ToolMode.ValueType  # 2
+"""The model calls nothing."""
+TOOL_MODE_REQUIRED: ToolMode.ValueType  # 3
+"""The model must call at least one tool."""
+Global___ToolMode: _TypeAlias = ToolMode  # noqa: Y015
 
 class _EarlyStopping:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -124,6 +153,12 @@ class ChatRequest(_message.Message):
 
     MESSAGES_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TEMPLATE_VARIABLES_FIELD_NUMBER: _builtins.int
+    parallel_tool_calls: _builtins.bool
+    """Whether there may be several calls in an answer. Default: true."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The conversation so far, at least one message."""
@@ -132,19 +167,131 @@ class ChatRequest(_message.Message):
     def generation(self) -> Global___GenerateRequest:
         """Everything else of the request. Its prompt must be absent."""
 
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
+        """Tools that the model may call, at most 128 with different names. The template shows them to the model."""
+
+    @_builtins.property
+    def tool_choice(self) -> Global___ToolChoice:
+        """Which of the tools may or must be called. Refused without tools."""
+
+    @_builtins.property
+    def template_variables(self) -> _struct_pb2.Struct:
+        """What the template takes from outside beside the conversation, for instance "enable_thinking": booleans, numbers and
+        text of at most 256 characters.
+        """
+
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
         generation: Global___GenerateRequest | None = ...,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
+        tool_choice: Global___ToolChoice | None = ...,
+        parallel_tool_calls: _builtins.bool | None = ...,
+        template_variables: _struct_pb2.Struct | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "generation", b"generation", "parallel_tool_calls", b"parallel_tool_calls", "template_variables", b"template_variables", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "generation", b"generation", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "template_variables", b"template_variables", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__parallel_tool_calls: _TypeAlias = _typing.Literal["parallel_tool_calls"]  # noqa: Y015
+    _WhichOneofArgType__parallel_tool_calls: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parallel_tool_calls) -> _WhichOneofReturnType__parallel_tool_calls | None: ...
+
+Global___ChatRequest: _TypeAlias = ChatRequest  # noqa: Y015
+
+@_typing.final
+class Tool(_message.Message):
+    """A tool that the model may call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    STRICT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name: letters, digits, and _ . : / -, of which the first is a letter or _; at most 128 characters."""
+    description: _builtins.str
+    """What it is good for."""
+    parameters: _builtins.str
+    """The JSON schema of its arguments, which are an object, as text. Default: any object."""
+    strict: _builtins.bool
+    """Whether every call must have arguments that fit the schema."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        description: _builtins.str = ...,
+        parameters: _builtins.str = ...,
+        strict: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters", "strict", b"strict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ChatRequest: _TypeAlias = ChatRequest  # noqa: Y015
+Global___Tool: _TypeAlias = Tool  # noqa: Y015
+
+@_typing.final
+class ToolChoice(_message.Message):
+    """Which of the tools may or must be called."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    mode: Global___ToolMode.ValueType
+    """Whether there must be a call."""
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of those that may be called. Default: all."""
+
+    def __init__(
+        self,
+        *,
+        mode: Global___ToolMode.ValueType = ...,
+        names: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "names", b"names"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    """A call of a tool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """What a result names to say which call it answers."""
+    name: _builtins.str
+    """The tool's name."""
+    arguments: _builtins.str
+    """The arguments, a JSON object as text."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
 
 @_typing.final
 class ChatMessage(_message.Message):
@@ -154,19 +301,37 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """Who speaks: "system", "developer", "user", "assistant" or "tool"; which of them there may be is the template's say."""
     content: _builtins.str
-    """What was said."""
+    """What was said; the result of a call, if the role is "tool"."""
+    name: _builtins.str
+    """The name of who speaks."""
+    reasoning: _builtins.str
+    """What the assistant thought before it spoke."""
+    tool_call_id: _builtins.str
+    """Which call a result answers."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """Calls that the assistant made."""
+
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        name: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -194,6 +359,7 @@ class GenerateRequest(_message.Message):
     PREDICTION_TEXT_FIELD_NUMBER: _builtins.int
     PREDICTION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     BEAM_SEARCH_FIELD_NUMBER: _builtins.int
+    CONSTRAINT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text, encoded with the target's tokenizer. Must not be empty."""
     max_tokens: _builtins.int
@@ -227,7 +393,7 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Strings that end the text, which does not contain them. At most 8, each of 1 to 256 characters."""
+        """Strings that end the text, which does not contain them. At most 64, each of 1 to 256 characters."""
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -252,6 +418,12 @@ class GenerateRequest(_message.Message):
         cuts, stop strings, log-probabilities, sample_count, or another rule than `match`.
         """
 
+    @_builtins.property
+    def constraint(self) -> Global___Constraint:
+        """What the answer has to look like. Tokens that cannot follow have no probability, before any other transform; an
+        answer that cannot go on ends with an error. Refused for a beam search and with sampling.ignore_eos.
+        """
+
     def __init__(
         self,
         *,
@@ -271,10 +443,11 @@ class GenerateRequest(_message.Message):
         prediction_text: _builtins.str = ...,
         prediction_token_ids: _types_pb2.TokenIds | None = ...,
         beam_search: Global___BeamSearch | None = ...,
+        constraint: Global___Constraint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_max_tokens", b"_max_tokens", "_sample_count", b"_sample_count", "_seed", b"_seed", "beam_search", b"beam_search", "logprob_count", b"logprob_count", "max_tokens", b"max_tokens", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "sample_count", b"sample_count", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_max_tokens", b"_max_tokens", "_sample_count", b"_sample_count", "_seed", b"_seed", "beam_search", b"beam_search", "constraint", b"constraint", "logprob_count", b"logprob_count", "max_tokens", b"max_tokens", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "sample_count", b"sample_count", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_max_tokens", b"_max_tokens", "_sample_count", b"_sample_count", "_seed", b"_seed", "banned_words", b"banned_words", "beam_search", b"beam_search", "cache_salt", b"cache_salt", "echo", b"echo", "logprob_count", b"logprob_count", "max_tokens", b"max_tokens", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "sample_count", b"sample_count", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_max_tokens", b"_max_tokens", "_sample_count", b"_sample_count", "_seed", b"_seed", "banned_words", b"banned_words", "beam_search", b"beam_search", "cache_salt", b"cache_salt", "constraint", b"constraint", "echo", b"echo", "logprob_count", b"logprob_count", "max_tokens", b"max_tokens", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "sample_count", b"sample_count", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprob_count: _TypeAlias = _typing.Literal["logprob_count"]  # noqa: Y015
     _WhichOneofArgType__logprob_count: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count"]  # noqa: Y015
@@ -302,6 +475,86 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Constraint(_message.Message):
+    """What an answer has to look like."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    LARK_FIELD_NUMBER: _builtins.int
+    GBNF_FIELD_NUMBER: _builtins.int
+    STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
+    WHITESPACE_FIELD_NUMBER: _builtins.int
+    IS_LENIENT_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """A JSON schema, as JSON."""
+    regex: _builtins.str
+    """A regular expression, in the syntax of Rust's regex crate, without look-around. It matches the whole answer."""
+    lark: _builtins.str
+    """A grammar in llguidance's variant of Lark."""
+    gbnf: _builtins.str
+    """A grammar as llama.cpp writes them."""
+    structural_tag: _builtins.str
+    """Calls within free text: a JSON object with structures, each of begin, schema and end, and triggers."""
+    whitespace: _builtins.str
+    """Of a JSON schema: what may stand between two tokens, as a regular expression. Default: at most 16 blanks, line
+    feeds and tabs.
+    """
+    is_lenient: _builtins.bool
+    """Of a JSON schema: whether keywords that cannot be enforced are left out. Else they are an error."""
+    @_builtins.property
+    def choices(self) -> Global___Choices:
+        """One of these texts."""
+
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        choices: Global___Choices | None = ...,
+        lark: _builtins.str = ...,
+        gbnf: _builtins.str = ...,
+        structural_tag: _builtins.str = ...,
+        whitespace: _builtins.str = ...,
+        is_lenient: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "gbnf", b"gbnf", "json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "gbnf", b"gbnf", "is_lenient", b"is_lenient", "json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex", "structural_tag", b"structural_tag", "whitespace", b"whitespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "regex", "choices", "lark", "gbnf", "structural_tag"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___Constraint: _TypeAlias = Constraint  # noqa: Y015
+
+@_typing.final
+class Choices(_message.Message):
+    """Texts of which one is the answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """At most 1,024, none of them empty."""
+
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choices: _TypeAlias = Choices  # noqa: Y015
 
 @_typing.final
 class BeamSearch(_message.Message):
@@ -446,6 +699,7 @@ class Round(_message.Message):
     SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     REJECTED_FIELD_NUMBER: _builtins.int
+    DELTAS_FIELD_NUMBER: _builtins.int
     text_delta: _builtins.str
     """The text that these tokens completed: never half a character, never text that may still become a stop string."""
     sample_index: _builtins.int
@@ -470,6 +724,10 @@ class Round(_message.Message):
         a chain those behind the accepted tokens, of which the first was rejected and the others were not evaluated.
         """
 
+    @_builtins.property
+    def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Delta]:
+        """What is new, in order, when some of it is no text for the user; else empty, and text_delta says it all."""
+
     def __init__(
         self,
         *,
@@ -479,14 +737,111 @@ class Round(_message.Message):
         sample_index: _builtins.int = ...,
         prompt_tokens: _abc.Iterable[Global___PromptToken] | None = ...,
         rejected: _abc.Iterable[Global___RejectedToken] | None = ...,
+        deltas: _abc.Iterable[Global___Delta] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "prompt_tokens", b"prompt_tokens", "rejected", b"rejected", "sample_index", b"sample_index", "text_delta", b"text_delta", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "facts", b"facts", "prompt_tokens", b"prompt_tokens", "rejected", b"rejected", "sample_index", b"sample_index", "text_delta", b"text_delta", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Round: _TypeAlias = Round  # noqa: Y015
+
+@_typing.final
+class Delta(_message.Message):
+    """A piece of an answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTENT_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    CALL_BEGUN_FIELD_NUMBER: _builtins.int
+    CALL_ARGUMENTS_FIELD_NUMBER: _builtins.int
+    content: _builtins.str
+    """Text for the user."""
+    reasoning: _builtins.str
+    """What the model thinks before it answers."""
+    @_builtins.property
+    def call_begun(self) -> Global___CallBegun:
+        """A call begins."""
+
+    @_builtins.property
+    def call_arguments(self) -> Global___CallArguments:
+        """More of the arguments of a call."""
+
+    def __init__(
+        self,
+        *,
+        content: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
+        call_begun: Global___CallBegun | None = ...,
+        call_arguments: Global___CallArguments | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["call_arguments", b"call_arguments", "call_begun", b"call_begun", "content", b"content", "kind", b"kind", "reasoning", b"reasoning"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_arguments", b"call_arguments", "call_begun", b"call_begun", "content", b"content", "kind", b"kind", "reasoning", b"reasoning"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["content", "reasoning", "call_begun", "call_arguments"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___Delta: _TypeAlias = Delta  # noqa: Y015
+
+@_typing.final
+class CallBegun(_message.Message):
+    """A call of a tool begins."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Which of the answer's calls, from 0."""
+    id: _builtins.str
+    """What a result names to say which call it answers."""
+    name: _builtins.str
+    """The tool's name."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallBegun: _TypeAlias = CallBegun  # noqa: Y015
+
+@_typing.final
+class CallArguments(_message.Message):
+    """More of the arguments of a call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Which of the answer's calls, from 0."""
+    text: _builtins.str
+    """A piece of a JSON object as text."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallArguments: _TypeAlias = CallArguments  # noqa: Y015
 
 @_typing.final
 class RejectedToken(_message.Message):
@@ -511,7 +866,9 @@ class RejectedToken(_message.Message):
     """Its row in the proposal, counted from 1, and its parent's; 0 is the last committed token."""
     parent: _builtins.int
     drafter: _builtins.str
-    """Who guessed it."""
+    """Who guessed it: a drafter's name; where the gateway looked it up `lookup`, `datastore`, `prediction` or `table`; and
+    `grammar` where the request's constraint allows nothing else.
+    """
     value: _builtins.float
     """The drafter's estimate that it would be kept, if it made one."""
     def __init__(
@@ -598,7 +955,7 @@ class GeneratedToken(_message.Message):
     """The draft's log-probability of an accepted token, when the request asked for return_rounds and the draft told."""
     row: _builtins.int
     """Of an accepted token the row in the proposal, counted from 1, and who guessed it, when the request asked for
-    return_rounds. The parent of each is the one before it.
+    return_rounds, in the words of RejectedToken. The parent of each is the one before it.
     """
     drafter: _builtins.str
     value: _builtins.float
@@ -746,6 +1103,9 @@ class Completion(_message.Message):
     RULE_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_FIELD_NUMBER: _builtins.int
     CUMULATIVE_LOGPROB_FIELD_NUMBER: _builtins.int
+    DELTAS_FIELD_NUMBER: _builtins.int
+    HAS_CALLS_FIELD_NUMBER: _builtins.int
+    IGNORED_KEYWORDS_FIELD_NUMBER: _builtins.int
     finish_reason: _types_pb2.FinishReason.ValueType
     """Why it ended."""
     seed: _builtins.int
@@ -762,6 +1122,8 @@ class Completion(_message.Message):
     """The rule that decided. With `lenient` and `typical` the answer does not follow the target's distribution."""
     cumulative_logprob: _builtins.float
     """Of a beam: the sum of its tokens' log-probabilities."""
+    has_calls: _builtins.bool
+    """Whether a tool was called."""
     @_builtins.property
     def usage(self) -> Global___Usage:
         """Tokens in and out."""
@@ -788,6 +1150,14 @@ class Completion(_message.Message):
     def acceptance(self) -> _types_pb2.AcceptanceSettings:
         """The settings that were used with `lenient` and `typical`, filled in; absent under any other rule."""
 
+    @_builtins.property
+    def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Delta]:
+        """What is new since the last round, as in Round."""
+
+    @_builtins.property
+    def ignored_keywords(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """With constraint.is_lenient: what of the schema was not enforced, such as `not` or `format color`."""
+
     def __init__(
         self,
         *,
@@ -805,10 +1175,13 @@ class Completion(_message.Message):
         rule: _types_pb2.AcceptanceRule.ValueType = ...,
         acceptance: _types_pb2.AcceptanceSettings | None = ...,
         cumulative_logprob: _builtins.float | None = ...,
+        deltas: _abc.Iterable[Global___Delta] | None = ...,
+        has_calls: _builtins.bool = ...,
+        ignored_keywords: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "acceptance", b"acceptance", "cumulative_logprob", b"cumulative_logprob", "speculation", b"speculation", "survival", b"survival", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "acceptance", b"acceptance", "cumulative_logprob", b"cumulative_logprob", "finish_reason", b"finish_reason", "model_hash", b"model_hash", "numerics_id", b"numerics_id", "numerics_ids", b"numerics_ids", "rule", b"rule", "sample_index", b"sample_index", "seed", b"seed", "speculation", b"speculation", "survival", b"survival", "text_delta", b"text_delta", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "acceptance", b"acceptance", "cumulative_logprob", b"cumulative_logprob", "deltas", b"deltas", "finish_reason", b"finish_reason", "has_calls", b"has_calls", "ignored_keywords", b"ignored_keywords", "model_hash", b"model_hash", "numerics_id", b"numerics_id", "numerics_ids", b"numerics_ids", "rule", b"rule", "sample_index", b"sample_index", "seed", b"seed", "speculation", b"speculation", "survival", b"survival", "text_delta", b"text_delta", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cumulative_logprob: _TypeAlias = _typing.Literal["cumulative_logprob"]  # noqa: Y015
     _WhichOneofArgType__cumulative_logprob: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob"]  # noqa: Y015
@@ -853,6 +1226,7 @@ class Usage(_message.Message):
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
     REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
+    REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     completion_tokens: _builtins.int
@@ -862,6 +1236,8 @@ class Usage(_message.Message):
     accepted_prediction_tokens: _builtins.int
     """Guesses from the request's prediction that were accepted, and that were not."""
     rejected_prediction_tokens: _builtins.int
+    reasoning_tokens: _builtins.int
+    """Tokens of the output that were reasoning."""
     def __init__(
         self,
         *,
@@ -870,10 +1246,11 @@ class Usage(_message.Message):
         cached_prompt_tokens: _builtins.int = ...,
         accepted_prediction_tokens: _builtins.int = ...,
         rejected_prediction_tokens: _builtins.int = ...,
+        reasoning_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_prediction_tokens", b"accepted_prediction_tokens", "cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_prediction_tokens", b"accepted_prediction_tokens", "cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -949,7 +1326,7 @@ class DrafterFigures(_message.Message):
     DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     drafter: _builtins.str
-    """Its name; empty for the draft service's own choice."""
+    """Its name, as RejectedToken says it; empty for the draft service's own choice."""
     draft_tokens: _builtins.int
     """Draft tokens that it proposed; one that two drafters propose counts for the first of them."""
     accepted_tokens: _builtins.int

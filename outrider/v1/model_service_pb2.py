@@ -25,25 +25,25 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import types_pb2 as outrider_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1foutrider/v1/model_service.proto\x12\x0boutrider.v1\x1a\x17outrider/v1/types.proto\"\x15\n\x13GetModelInfoRequest\"\xc4\x06\n\x14GetModelInfoResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12&\n\x04role\x18\x02 \x01(\x0e\x32\x18.outrider.v1.ServiceRole\x12\x13\n\x0binstance_id\x18\x03 \x01(\x06\x12\x12\n\nmodel_name\x18\x04 \x01(\t\x12\x12\n\nmodel_hash\x18\x05 \x01(\t\x12\x13\n\x0bnumerics_id\x18\x06 \x01(\t\x12\x17\n\x0fparameter_count\x18\x07 \x01(\x03\x12\x14\n\x0cweight_dtype\x18\x08 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12\x14\n\x0cthread_count\x18\n \x01(\x05\x12\x13\n\x0b\x63ontext_len\x18\x0b \x01(\x05\x12\x17\n\x0fvocabulary_size\x18\x0c \x01(\x05\x12\x1a\n\x12vocabulary_digests\x18\r \x03(\x06\x12\x15\n\reos_token_ids\x18\x0e \x03(\x05\x12\x17\n\x0fmax_draft_count\x18\x0f \x01(\x05\x12\x1d\n\x15unacknowledged_window\x18\x10 \x01(\x05\x12\x12\n\nblock_size\x18\x11 \x01(\x05\x12\x13\n\x0b\x62lock_count\x18\x12 \x01(\x05\x12\x18\n\x10\x66ree_block_count\x18\x13 \x01(\x05\x12\x15\n\rsession_count\x18\x14 \x01(\x05\x12\x1c\n\x14leased_session_count\x18\x15 \x01(\x05\x12\x19\n\x11stopped_job_count\x18\x16 \x01(\x03\x12\x14\n\x0cweight_bytes\x18\x17 \x01(\x03\x12\x10\n\x08\x64rafters\x18\x18 \x03(\t\x12\x12\n\nstalled_us\x18\x19 \x01(\x03\x12\x18\n\x10preemption_count\x18\x1a \x01(\x03\x12\x1d\n\x15\x65victed_session_count\x18\x1b \x01(\x03\x12\x1b\n\x13\x65xpired_lease_count\x18\x1c \x01(\x03\x12\x31\n\x0e\x64rafter_offers\x18\x1d \x03(\x0b\x32\x19.outrider.v1.DrafterOffer\x12\x1a\n\x12\x63\x61\x63hed_block_count\x18\x1e \x01(\x05\x12\x1b\n\x13prefix_query_tokens\x18\x1f \x01(\x03\x12\x19\n\x11prefix_hit_tokens\x18  \x01(\x03\"\xca\x01\n\x0c\x44rafterOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12*\n\x05rules\x18\x02 \x03(\x0e\x32\x1b.outrider.v1.AcceptanceRule\x12\x12\n\nmodel_name\x18\x03 \x01(\t\x12\x12\n\nmodel_hash\x18\x04 \x01(\t\x12\x14\n\x0cweight_bytes\x18\x05 \x01(\x03\x12\x13\n\x0b\x62lock_count\x18\x06 \x01(\x05\x12\x18\n\x10\x66ree_block_count\x18\x07 \x01(\x05\x12\x13\n\x0bmakes_trees\x18\x08 \x01(\x08\"4\n\x0fRollbackRequest\x12!\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x12.outrider.v1.Fence\"^\n\x10RollbackResponse\x12!\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x12.outrider.v1.Fence\x12\x12\n\ncached_len\x18\x02 \x01(\x05\x12\x13\n\x0bjob_stopped\x18\x03 \x01(\x08*\\\n\x0bServiceRole\x12\x1c\n\x18SERVICE_ROLE_UNSPECIFIED\x10\x00\x12\x16\n\x12SERVICE_ROLE_DRAFT\x10\x01\x12\x17\n\x13SERVICE_ROLE_TARGET\x10\x02\x32\xac\x01\n\x0cModelService\x12S\n\x0cGetModelInfo\x12 .outrider.v1.GetModelInfoRequest\x1a!.outrider.v1.GetModelInfoResponse\x12G\n\x08Rollback\x12\x1c.outrider.v1.RollbackRequest\x1a\x1d.outrider.v1.RollbackResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1foutrider/v1/model_service.proto\x12\x0boutrider.v1\x1a\x17outrider/v1/types.proto\"\x15\n\x13GetModelInfoRequest\"\xdc\x06\n\x14GetModelInfoResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12&\n\x04role\x18\x02 \x01(\x0e\x32\x18.outrider.v1.ServiceRole\x12\x13\n\x0binstance_id\x18\x03 \x01(\x06\x12\x12\n\nmodel_name\x18\x04 \x01(\t\x12\x12\n\nmodel_hash\x18\x05 \x01(\t\x12\x13\n\x0bnumerics_id\x18\x06 \x01(\t\x12\x17\n\x0fparameter_count\x18\x07 \x01(\x03\x12\x14\n\x0cweight_dtype\x18\x08 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12\x14\n\x0cthread_count\x18\n \x01(\x05\x12\x13\n\x0b\x63ontext_len\x18\x0b \x01(\x05\x12\x17\n\x0fvocabulary_size\x18\x0c \x01(\x05\x12\x1a\n\x12vocabulary_digests\x18\r \x03(\x06\x12\x15\n\reos_token_ids\x18\x0e \x03(\x05\x12\x17\n\x0fmax_draft_count\x18\x0f \x01(\x05\x12\x1d\n\x15unacknowledged_window\x18\x10 \x01(\x05\x12\x12\n\nblock_size\x18\x11 \x01(\x05\x12\x13\n\x0b\x62lock_count\x18\x12 \x01(\x05\x12\x18\n\x10\x66ree_block_count\x18\x13 \x01(\x05\x12\x15\n\rsession_count\x18\x14 \x01(\x05\x12\x1c\n\x14leased_session_count\x18\x15 \x01(\x05\x12\x19\n\x11stopped_job_count\x18\x16 \x01(\x03\x12\x14\n\x0cweight_bytes\x18\x17 \x01(\x03\x12\x10\n\x08\x64rafters\x18\x18 \x03(\t\x12\x12\n\nstalled_us\x18\x19 \x01(\x03\x12\x18\n\x10preemption_count\x18\x1a \x01(\x03\x12\x1d\n\x15\x65victed_session_count\x18\x1b \x01(\x03\x12\x1b\n\x13\x65xpired_lease_count\x18\x1c \x01(\x03\x12\x31\n\x0e\x64rafter_offers\x18\x1d \x03(\x0b\x32\x19.outrider.v1.DrafterOffer\x12\x1a\n\x12\x63\x61\x63hed_block_count\x18\x1e \x01(\x05\x12\x1b\n\x13prefix_query_tokens\x18\x1f \x01(\x03\x12\x19\n\x11prefix_hit_tokens\x18  \x01(\x03\x12\x16\n\x0egrammar_engine\x18! \x01(\t\"\xca\x01\n\x0c\x44rafterOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12*\n\x05rules\x18\x02 \x03(\x0e\x32\x1b.outrider.v1.AcceptanceRule\x12\x12\n\nmodel_name\x18\x03 \x01(\t\x12\x12\n\nmodel_hash\x18\x04 \x01(\t\x12\x14\n\x0cweight_bytes\x18\x05 \x01(\x03\x12\x13\n\x0b\x62lock_count\x18\x06 \x01(\x05\x12\x18\n\x10\x66ree_block_count\x18\x07 \x01(\x05\x12\x13\n\x0bmakes_trees\x18\x08 \x01(\x08\"4\n\x0fRollbackRequest\x12!\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x12.outrider.v1.Fence\"^\n\x10RollbackResponse\x12!\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x12.outrider.v1.Fence\x12\x12\n\ncached_len\x18\x02 \x01(\x05\x12\x13\n\x0bjob_stopped\x18\x03 \x01(\x08*\\\n\x0bServiceRole\x12\x1c\n\x18SERVICE_ROLE_UNSPECIFIED\x10\x00\x12\x16\n\x12SERVICE_ROLE_DRAFT\x10\x01\x12\x17\n\x13SERVICE_ROLE_TARGET\x10\x02\x32\xac\x01\n\x0cModelService\x12S\n\x0cGetModelInfo\x12 .outrider.v1.GetModelInfoRequest\x1a!.outrider.v1.GetModelInfoResponse\x12G\n\x08Rollback\x12\x1c.outrider.v1.RollbackRequest\x1a\x1d.outrider.v1.RollbackResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.model_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SERVICEROLE']._serialized_start=1290
-  _globals['_SERVICEROLE']._serialized_end=1382
+  _globals['_SERVICEROLE']._serialized_start=1314
+  _globals['_SERVICEROLE']._serialized_end=1406
   _globals['_GETMODELINFOREQUEST']._serialized_start=73
   _globals['_GETMODELINFOREQUEST']._serialized_end=94
   _globals['_GETMODELINFORESPONSE']._serialized_start=97
-  _globals['_GETMODELINFORESPONSE']._serialized_end=933
-  _globals['_DRAFTEROFFER']._serialized_start=936
-  _globals['_DRAFTEROFFER']._serialized_end=1138
-  _globals['_ROLLBACKREQUEST']._serialized_start=1140
-  _globals['_ROLLBACKREQUEST']._serialized_end=1192
-  _globals['_ROLLBACKRESPONSE']._serialized_start=1194
-  _globals['_ROLLBACKRESPONSE']._serialized_end=1288
-  _globals['_MODELSERVICE']._serialized_start=1385
-  _globals['_MODELSERVICE']._serialized_end=1557
+  _globals['_GETMODELINFORESPONSE']._serialized_end=957
+  _globals['_DRAFTEROFFER']._serialized_start=960
+  _globals['_DRAFTEROFFER']._serialized_end=1162
+  _globals['_ROLLBACKREQUEST']._serialized_start=1164
+  _globals['_ROLLBACKREQUEST']._serialized_end=1216
+  _globals['_ROLLBACKRESPONSE']._serialized_start=1218
+  _globals['_ROLLBACKRESPONSE']._serialized_end=1312
+  _globals['_MODELSERVICE']._serialized_start=1409
+  _globals['_MODELSERVICE']._serialized_end=1581
 # @@protoc_insertion_point(module_scope)

@@ -99,6 +99,7 @@ class GetModelInfoResponse(_message.Message):
     CACHED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     PREFIX_QUERY_TOKENS_FIELD_NUMBER: _builtins.int
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_ENGINE_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of these messages that the service speaks; 2 is the one with links."""
     role: Global___ServiceRole.ValueType
@@ -163,6 +164,10 @@ class GetModelInfoResponse(_message.Message):
     """Tokens of opened sessions that were looked up in the prefix cache, since the start of the process."""
     prefix_hit_tokens: _builtins.int
     """Tokens of them that were found there."""
+    grammar_engine: _builtins.str
+    """What compiles grammars here, such as "llguidance 1.9.1"; empty where none is served, because a draft has no tokenizer.
+    Another version may allow other tokens.
+    """
     @_builtins.property
     def vocabulary_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """One digest of (id, token) for every 1,024 ids, in order. Two models fit when these lists are equal."""
@@ -214,10 +219,11 @@ class GetModelInfoResponse(_message.Message):
         cached_block_count: _builtins.int = ...,
         prefix_query_tokens: _builtins.int = ...,
         prefix_hit_tokens: _builtins.int = ...,
+        grammar_engine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_size", b"block_size", "cached_block_count", b"cached_block_count", "context_len", b"context_len", "device", b"device", "drafter_offers", b"drafter_offers", "drafters", b"drafters", "eos_token_ids", b"eos_token_ids", "evicted_session_count", b"evicted_session_count", "expired_lease_count", b"expired_lease_count", "free_block_count", b"free_block_count", "instance_id", b"instance_id", "leased_session_count", b"leased_session_count", "max_draft_count", b"max_draft_count", "model_hash", b"model_hash", "model_name", b"model_name", "numerics_id", b"numerics_id", "parameter_count", b"parameter_count", "preemption_count", b"preemption_count", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "protocol_version", b"protocol_version", "role", b"role", "session_count", b"session_count", "stalled_us", b"stalled_us", "stopped_job_count", b"stopped_job_count", "thread_count", b"thread_count", "unacknowledged_window", b"unacknowledged_window", "vocabulary_digests", b"vocabulary_digests", "vocabulary_size", b"vocabulary_size", "weight_bytes", b"weight_bytes", "weight_dtype", b"weight_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_size", b"block_size", "cached_block_count", b"cached_block_count", "context_len", b"context_len", "device", b"device", "drafter_offers", b"drafter_offers", "drafters", b"drafters", "eos_token_ids", b"eos_token_ids", "evicted_session_count", b"evicted_session_count", "expired_lease_count", b"expired_lease_count", "free_block_count", b"free_block_count", "grammar_engine", b"grammar_engine", "instance_id", b"instance_id", "leased_session_count", b"leased_session_count", "max_draft_count", b"max_draft_count", "model_hash", b"model_hash", "model_name", b"model_name", "numerics_id", b"numerics_id", "parameter_count", b"parameter_count", "preemption_count", b"preemption_count", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "protocol_version", b"protocol_version", "role", b"role", "session_count", b"session_count", "stalled_us", b"stalled_us", "stopped_job_count", b"stopped_job_count", "thread_count", b"thread_count", "unacknowledged_window", b"unacknowledged_window", "vocabulary_digests", b"vocabulary_digests", "vocabulary_size", b"vocabulary_size", "weight_bytes", b"weight_bytes", "weight_dtype", b"weight_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

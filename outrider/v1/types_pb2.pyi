@@ -480,6 +480,7 @@ class OpenSession(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TRACE_CONTEXT_FIELD_NUMBER: _builtins.int
     PART_LEN_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     prompt_len: _builtins.int
     """How many of them are the prompt, in [1, base_len]."""
     seed: _builtins.int
@@ -504,6 +505,11 @@ class OpenSession(_message.Message):
     """Sessions share cached keys and values of equal prefixes only with sessions of the same salt. At most 64 bytes."""
     part_len: _builtins.int
     """How many tokens the OpenParts before brought."""
+    grammar: _builtins.str
+    """What the output has to follow, in llguidance's own form, at most 256 KiB; empty for nothing. Every row of logits is
+    masked by what may stand behind its own prefix, before any other transform. Refused by a service without a
+    grammar_engine, and for a beam search.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All committed tokens: the prompt, then the output so far; together with those of the OpenParts before, if there were
@@ -555,10 +561,11 @@ class OpenSession(_message.Message):
         cache_salt: _builtins.bytes = ...,
         trace_context: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         part_len: _builtins.int = ...,
+        grammar: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "acceptance", b"acceptance", "logprob_count", b"logprob_count", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "acceptance", b"acceptance", "banned_sequences", b"banned_sequences", "cache_salt", b"cache_salt", "draft_logprobs", b"draft_logprobs", "eos_token_ids", b"eos_token_ids", "logprob_count", b"logprob_count", "max_len", b"max_len", "part_len", b"part_len", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "rule", b"rule", "sampling", b"sampling", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "trace_context", b"trace_context"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "acceptance", b"acceptance", "banned_sequences", b"banned_sequences", "cache_salt", b"cache_salt", "draft_logprobs", b"draft_logprobs", "eos_token_ids", b"eos_token_ids", "grammar", b"grammar", "logprob_count", b"logprob_count", "max_len", b"max_len", "part_len", b"part_len", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "rule", b"rule", "sampling", b"sampling", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "trace_context", b"trace_context"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprob_count: _TypeAlias = _typing.Literal["logprob_count"]  # noqa: Y015
     _WhichOneofArgType__logprob_count: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count"]  # noqa: Y015

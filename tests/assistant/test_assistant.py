@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema_rs
 import openai
 import pytest
 
@@ -93,3 +94,70 @@ def test_the_drafts_are_worth_something(serving: dict[str, Any]) -> None:
             accepted, rounds = (sum(getattr(each, name) for each in figures) for name in ("accepted_tokens", "rounds"))
             # A round tests until a guess is rejected, or all are kept: so this is a little below the acceptance rate.
             assert accepted / (accepted + rounds) > share, (drafter, accepted, rounds)
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 24},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "likes": {"type": "array", "items": {"type": "string", "maxLength": 16}, "maxItems": 3},
+    },
+    "required": ["name", "age", "likes"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather of a city.",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 24}, "days": {"type": "integer", "maximum": 9}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_shapes_hold_and_guesses_change_no_token_of_them(serving: dict[str, Any], temperature: float) -> None:
+    """A schema for a model that was told of it: the head reads the grammar, the draft without a tokenizer does not."""
+    with Client(serving["gateway"]) as client:
+        said = [{"role": "user", "content": "Invent a person. Answer in JSON with name, age and likes."}]
+        options: dict[str, Any] = {"max_tokens": 96, "seed": 3, "temperature": temperature, "json_schema": PERSON}
+        plain = client.chat(said, speculation=Speculation(enabled=False), **options).result().samples[0]
+        assert plain.result.finish_reason == "eos"
+        jsonschema_rs.validate(PERSON, json.loads(plain.text))
+        for drafter in DRAFTERS:
+            speculation = Speculation(drafter=drafter, draft_count=None if drafter == "auto" else 4)
+            again = client.chat(said, speculation=speculation, **options).result().samples[0]
+            assert again.token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_without_a_syntax_for_tools_calls_one_that_is_required(serving: dict[str, Any], stream: bool) -> None:
+    """With arguments that fit the tool's schema, over the official client."""
+    client = openai.OpenAI(base_url=f"http://{serving['rest']}/v1", api_key="none")
+    [model] = client.models.list()
+    asked: dict[str, Any] = {
+        "model": model.id,
+        "messages": [{"role": "user", "content": "How will the weather be in Rome for three days?"}],
+        "tools": [WEATHER],
+        "tool_choice": "required",
+        "temperature": 0,
+        "max_tokens": 96,
+    }
+    if stream:
+        with client.chat.completions.stream(**asked) as events:
+            reply = events.get_final_completion()
+    else:
+        reply = client.chat.completions.create(**asked)
+    [choice] = reply.choices
+    assert choice.finish_reason == "tool_calls"
+    for call in choice.message.tool_calls or []:
+        assert call.function.name == "weather"
+        jsonschema_rs.validate(WEATHER["function"]["parameters"], json.loads(call.function.arguments))
+    assert choice.message.tool_calls

@@ -1,8 +1,8 @@
 """Writes docs/images/page-{light,dark,360}.png again, from a real stack, and with the folder of a model that has a chat
 template docs/images/chat-{light,dark,360}.png.
 
-The draft is the embedded one, the target says what the embedded one says, at the cost of 200 million parameters. In a
-conversation guesses are looked up.
+The draft is the embedded one, the target says what the embedded one says, at the cost of 200 million parameters. A
+conversation is with SmolLM2-135M-Instruct, whose head and draft are the shipped ones.
 
 .venv/bin/python tests/page/screenshots.py [FOLDER]
 """
@@ -15,8 +15,8 @@ from typing import Any
 
 from page.browser import chromium, ended, fill, visit
 from playwright.async_api import Page
+from support.stack import MODELS, running_stack
 from support.stack import TARGET as TOKENIZER
-from support.stack import running_stack
 
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 TARGET = "sized:200m"
@@ -45,7 +45,7 @@ REPETITION = "Now write the same function again, with a docstring, and two examp
 
 async def conversation(page: Page) -> None:
     """Two answers, the second of which repeats much of the first."""
-    await fill(page, temperature=0, draft_count=6, max_tokens=220)
+    await fill(page, temperature=0, draft_count="auto", max_tokens=220)
     for message in (QUESTION, REPETITION):
         await page.locator("#message").fill(message)
         await page.keyboard.press("Enter")
@@ -86,7 +86,9 @@ async def main() -> None:
     if len(sys.argv) > 1:
         folder = sys.argv[1]
         acts = (conversation, conversation_race, conversation)
-        await take("chat", acts, whole=False, target=folder, draft=None, threads=2, gateway=rest)
+        drafts = MODELS / "smollm2"
+        options = {"draft": str(drafts / "draft"), "target_options": {"head": str(drafts / "head")}}
+        await take("chat", acts, whole=False, target=folder, threads=2, gateway=rest, **options)
     else:
         gateway = {**rest, "tokenizer": TOKENIZER}
         await take("page", (answer, race, answer), whole=True, target=TARGET, gateway=gateway)

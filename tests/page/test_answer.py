@@ -1,13 +1,22 @@
 """What the page shows of one answer: tokens by origin, facts, rounds, charts and figures."""
 
+import json
+import re
+
 import pytest
 from page.browser import ended, fill, number, spoken
-from playwright.async_api import Page, expect
+from playwright.async_api import Page, Route, expect
 from support.stack import RunningStack
 
 pytestmark = [pytest.mark.page, pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = "The fox said to the wolf,"
+SCHEMA = {
+    "type": "object",
+    "properties": {"daughter": {"enum": ["princess"]}, "gold": {"enum": ["one thousand pieces of gold"]}},
+    "required": ["daughter", "gold"],
+    "additionalProperties": False,
+}
 ORIGINS = ("accepted", "correction", "bonus", "plain")
 
 
@@ -55,6 +64,25 @@ async def test_origins_differ_in_shape(page: Page) -> None:
         for origin in ORIGINS
     ]
     assert len(set(shapes)) == len(ORIGINS), shapes
+
+
+async def test_a_forced_token_names_the_grammar(page: Page) -> None:
+    """In its round and among its facts. The page asks for no shape itself, so its request is given one on the way."""
+
+    async def shape(route: Route) -> None:
+        body = {**route.request.post_data_json, "structured_outputs": {"json": SCHEMA}}
+        await route.continue_(post_data=json.dumps(body))
+
+    await page.route("**/api/generate", shape)
+    await ask(page, temperature=0, drafter="lookup", draft_count=8)
+    await ended(page)
+    await page.unroute("**/api/generate")
+    forced = page.locator("#rounds .t.accepted[title='guessed by the grammar, which allows nothing else there']")
+    assert "thousandpiecesof" in re.sub("[^a-z]", "", "".join(await forced.all_text_contents()))
+    told = page.locator("#facts dt:text-is('Guessed by') + dd")
+    first = page.locator("#lane-main .t.accepted").first
+    await first.click()
+    await expect(told).to_have_text("the grammar, which allows nothing else there")
 
 
 async def test_facts_by_keyboard_and_by_pointer(page: Page) -> None:

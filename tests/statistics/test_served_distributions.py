@@ -20,9 +20,12 @@ from support.tiny_models import write_tiny_model
 
 from outrider.engine.noise import Purpose, first_uniforms, round_key
 from outrider.engine.session import Session
+from outrider.errors import NoTokenLeft
 from outrider.parameters import DraftDistribution
 from outrider.token_tree import TokenTree
+from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
+from target_service import acceptance
 from target_service.own_drafts import NO_PROPOSAL, HostedDraft, OwnProposal
 from target_service.probing import Lookahead, ProbeDraft
 
@@ -46,11 +49,24 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, draft
 
 
-def distribution_of_two(model: Path) -> Floats:
+# Tokens of two kinds take turns, whichever begins: what may follow depends on the token before.
+LOW, HIGH = range(1, 7), range(7, NUM_TOKENS)
+TURNS = r"(?:[!-&]['-/]){2}|(?:['-/][!-&]){2}"
+
+
+def distribution_of_two(model: Path, *, takes_turns: bool = False) -> Floats:
     """The joint distribution [V, V] of the second and the third token behind the prompt."""
     first = probs_behind(model, [PROMPT])[0]
     second = probs_behind(model, [[*PROMPT, one] for one in range(NUM_TOKENS)])
     third = probs_behind(model, [[*PROMPT, one, two] for one in range(NUM_TOKENS) for two in range(NUM_TOKENS)])
+    if takes_turns:
+        # [V, V]: whether the second of two tokens may follow the first.
+        legal = np.zeros((NUM_TOKENS, NUM_TOKENS))
+        legal[np.ix_(LOW, HIGH)] = legal[np.ix_(HIGH, LOW)] = 1
+        first = first * (np.arange(NUM_TOKENS) > 0)
+        first = first / first.sum()
+        second, third = second * legal, third * np.tile(legal, (NUM_TOKENS, 1))
+        second, third = (each / np.maximum(each.sum(axis=1, keepdims=True), 1e-300) for each in (second, third))
     distribution: Floats = np.einsum("a,ab,abc->bc", first, second, third.reshape(NUM_TOKENS, NUM_TOKENS, NUM_TOKENS))
     return distribution
 
@@ -64,7 +80,12 @@ def probs_behind(model: Path, prefixes: list[list[int]]) -> Floats:
 
 
 async def chance_of_answers(
-    pair: tuple[Path, Path], rule: str, num_requests: int, own: Mapping[str, Any] | None = None
+    pair: tuple[Path, Path],
+    rule: str,
+    num_requests: int,
+    own: Mapping[str, Any] | None = None,
+    *,
+    takes_turns: bool = False,
 ) -> tuple[float, float]:
     """Asks with the seeds 0, 1, 2, ..., some at a time; how likely the answers are by the target's law and the draft's.
 
@@ -74,6 +95,8 @@ async def chance_of_answers(
     slots = asyncio.Semaphore(AT_A_TIME)
     # The columns of a window need room in front of the end.
     fields = FIELDS | ({"max_tokens": 12} if own and "lookahead" in own else {})
+    if takes_turns:
+        fields = {**fields, "ignore_eos": False, "constraint": pb.Constraint(regex=TURNS)}
     target, draft = map(str, pair)
     async with running_stack(target, None if own else draft, dtype="float32", target_options=own or {}) as stack:
 
@@ -83,7 +106,7 @@ async def chance_of_answers(
 
         answers = await asyncio.gather(*(answer(seed) for seed in range(num_requests)))
     tokens = torch.tensor([each.token_ids[1:3] for each in answers])
-    target_distribution, draft_distribution = map(distribution_of_two, pair)
+    target_distribution, draft_distribution = (distribution_of_two(each, takes_turns=takes_turns) for each in pair)
     drafted, accepted = (
         sum(getattr(each.completion.speculation, name) for each in answers)
         for name in ("draft_tokens", "accepted_tokens")
@@ -119,6 +142,21 @@ async def test_served_tokens_follow_the_distribution_of_the_target(
         "lookahead": {"lookahead": True},
     }
     await check_requests(pair, rule, 1000, own[drafter])
+
+
+@pytest.mark.parametrize("rule", ["match", "ratio", "block"])
+async def test_tokens_under_a_grammar_follow_the_masked_distribution(pair: tuple[Path, Path], rule: str) -> None:
+    """That of the target, masked and made to sum to one at every token; the draft's masked one does not pass for it."""
+    by_target, by_draft = await chance_of_answers(pair, rule, 2000, takes_turns=True)
+    assert by_target > 1e-4
+    assert by_draft < 1e-6
+
+
+async def test_a_target_that_is_not_masked_is_found(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask on the draft's side alone: what the target adds is not legal, and nothing can follow it."""
+    monkeypatch.setattr(acceptance, "scores_behind", lambda runner, logits, _inputs: logits)
+    with pytest.raises(NoTokenLeft):
+        await chance_of_answers(pair, "block", 100, takes_turns=True)
 
 
 async def test_guesses_that_are_tested_with_another_law_are_found(

@@ -240,7 +240,44 @@ def penalised(length_penalty: float) -> Fault:
     return Fault("beam_search.length_penalty", length_penalty, lambda request: request.beam_search.CopyFrom(beams))
 
 
+def shaped(field: str, value: object, **constraint: Any) -> Fault:
+    """A shape that no answer can have, or that cannot be read."""
+    made = pb.Constraint(**constraint)
+    return Fault(f"constraint{field}", value, lambda request: request.constraint.CopyFrom(made))
+
+
+def shapes(kind: str, *texts: str) -> Faults:
+    """Those of one kind, by their text."""
+    return st.sampled_from([shaped(f".{kind}", text, **{kind: text}) for text in ("", *texts)])
+
+
+def chosen(*texts: str) -> Fault:
+    """Choices of which one is none."""
+    return shaped(".choices", [*texts], choices=pb.Choices(texts=texts))
+
+
 FAULTS: dict[str, Faults] = {
+    "constraint.json_schema": shapes(
+        "json_schema", "{", '{"not": {}}', '{"type": "fox"}', '{"$ref": "http://a.example"}'
+    )
+    | st.integers(65, 900).map(
+        lambda depth: shaped(".json_schema", f"nested {depth} deep", json_schema="[" * depth + "]" * depth)
+    ),
+    "constraint.regex": shapes("regex", "(", "(?=a)", "x{200000}")
+    | st.integers(8193, 20_000).map(lambda length: shaped(".regex", length, regex="a" * length)),
+    "constraint.choices.texts": st.sampled_from([chosen(), chosen(""), chosen("fox", "")])
+    | st.integers(1025, 2000).map(lambda count: shaped(".choices", count, choices=pb.Choices(texts=["a"] * count))),
+    "constraint.lark": shapes("lark", "start", "start: fox", "start: %json 5"),
+    "constraint.gbnf": shapes("gbnf", "root", "root ::= fox"),
+    "constraint.structural_tag": shapes("structural_tag", "{"),
+    "constraint.whitespace": st.sampled_from(
+        [
+            shaped(".whitespace", "(", json_schema="{}", whitespace="("),
+            shaped(".whitespace", " ", regex="a", whitespace=" "),
+            shaped("", "without a kind", whitespace=" "),
+        ]
+    ),
+    "constraint.is_lenient": st.just(shaped(".is_lenient", True, regex="a", is_lenient=True)),
     "beam_search.width": set_in("beam_search.width", integers(2, 8)),
     "beam_search.length_penalty": st.builds(penalised, numbers(lambda value: -10 <= value <= 10)),
     "beam_search.early_stopping": set_in("beam_search.early_stopping", integers(0, 3)),
@@ -248,7 +285,7 @@ FAULTS: dict[str, Faults] = {
     "token_ids": st.builds(numbered_prompts, integers(0, VOCABULARY_SIZE - 1), st.integers(0, 3))
     | st.sampled_from((prompted("prompt", "absent", None), prompted("prompt", [], []))),
     "max_tokens": set_in("max_tokens", integers(1)),
-    "stop": strings("stop", 8),
+    "stop": strings("stop", 64),
     "stop_token_ids": listed("stop_token_ids", integers(0, VOCABULARY_SIZE - 1), 5) | too_many("stop_token_ids", 64, 5),
     "logprob_count": set_in("logprob_count", integers(0, 20)),
     "sample_count": set_in("sample_count", integers(1, 8)),

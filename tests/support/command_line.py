@@ -195,7 +195,8 @@ class ScriptedGateway(GenerationServiceServicer):
     """Answers every prompt with the same two rounds; "wait" is never answered, "refuse" is refused, and where a number
     of samples is named they come mixed.
 
-    "lose" passes on the loss of a connection behind it, and "too large" is answered by more than a message may have.
+    "think" is answered behind some reasoning. "lose" passes on the loss of a connection behind it, and "too large" is
+    answered by more than a message may have.
     """
 
     address: str = ""
@@ -232,6 +233,10 @@ class ScriptedGateway(GenerationServiceServicer):
             await context.abort_with_status(status_of(error_from(lost)))
         if text == "too large":
             yield said((pb.TOKEN_ORIGIN_PLAIN, "x" * MAX_MESSAGE_BYTES))
+        if text == "think":
+            thinking = said((pb.TOKEN_ORIGIN_PLAIN, ""))
+            thinking.round.deltas.add(reasoning="Hm, tales.")
+            yield thinking
         for response in mixed_samples(request.sample_count):
             yield response
         if request.sample_count:

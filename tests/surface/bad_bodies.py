@@ -22,6 +22,13 @@ NO_STRING = ["1", "true", "[]", "{}", "NaN"]
 LONG = json.dumps("x" * 257)
 RARE = json.dumps("\U0001f9ff\U00013000" * 60)
 MANY = {count: json.dumps(["good"] * count) for count in (9, 65, 5000)}
+
+
+def schema_format(schema: str, name: str = '"tale"') -> str:
+    """A response_format with a schema."""
+    return f'{{"type":"json_schema","json_schema":{{"name":{name},"schema":{schema}}}}}'
+
+
 SPECULATION = {
     "enabled": NO_BOOLEAN,
     "draft_count": ["-1", "65", '"many"', "true", "1.5", "[]", "{}", *NOT_FINITE, DIGITS],
@@ -71,7 +78,7 @@ BOTH: dict[str, list[str]] = {
         '""',
         LONG,
         f"[{LONG}]",
-        MANY[9],
+        MANY[65],
         MANY[5000],
         "1",
         "true",
@@ -92,6 +99,32 @@ BOTH: dict[str, list[str]] = {
         f'{{"type":"content","content":{LONE}}}',
         json.dumps({"type": "content", "content": "so " * 5000}),
     ],
+    "response_format": [
+        *('{"type":"x"}', '"text"', "1", "{}", '{"type":"json_schema"}', '{"type":"text","triggers":["x"]}'),
+        *(
+            schema_format("{}", name='""'),
+            schema_format("5"),
+            schema_format('{"not":{}}'),
+            schema_format('{"type":"x"}'),
+        ),
+        schema_format('{"$ref":"http://example.com"}'),
+        '{"type":"structural_tag","structures":[],"triggers":[]}',
+        '{"type":"structural_tag","structures":[{"begin":"<a>","end":1}],"triggers":["<a"]}',
+    ],
+    "structured_outputs": ["{}", "[]", '"x"', '{"regex":"a","choice":["a"]}', '{"unknown":1}', f'{{"regex":{LONE}}}'],
+    "structured_outputs.json": [
+        "1",
+        '"{"',
+        '"5"',
+        "false",
+        '{"uniqueItems":true}',
+        '{"type":"array","minItems":3,"maxItems":1}',
+    ],
+    "structured_outputs.json_object": ["false", "1", '"x"', "[]"],
+    "structured_outputs.regex": ['""', '"("', '"(?=a)"', '"x{200000}"', json.dumps("a" * 8193), *NO_STRING],
+    "structured_outputs.choice": ["[]", '[""]', '["a",1]', '"a"', json.dumps(["a"] * 1025)],
+    "structured_outputs.grammar": ['""', '"root = 5"', '"start: x"', json.dumps("a" * (256 << 10) + "b"), *NO_STRING],
+    "structured_outputs.structural_tag": ["1", "{}", '"{"', '{"structures":[{}],"triggers":["a"]}'],
     "user": ["1", "[]", LONE],
     "stream": NO_BOOLEAN,
     "stream_options": ['{"include_usage":true}', '{"unknown":1}', "true", "[]", '"yes"'],
@@ -115,10 +148,12 @@ ONLY: dict[str, dict[str, list[str]]] = {
         "max_completion_tokens": ["0", "-1", "2147483648", *NO_INTEGER],
         "logprobs": ['"yes"', "1", "[]", "{}"],
         "top_logprobs": ["-1", "21", *NO_INTEGER, "2"],
-        "response_format": ['{"type":"json_object"}', '{"type":"x"}', '"text"', "1", "{}", '{"type":"json_schema"}'],
         "prompt": ['"x"'],
         "tools": ["1", "{}", "[1]", '[{"type":"function"}]', '[{"type":"x","function":{"name":"f"}}]'],
-        "tool_choice": ['"x"', "1", '{"type":"function","function":{"name":"f"}}'],
+        "tool_choice": ['"x"', "1", '{"type":"function","function":{"name":"f"}}', '"required"', '"auto"'],
+        "include_reasoning": NO_BOOLEAN,
+        "reasoning_effort": ['"x"', "1", "[]"],
+        "chat_template_kwargs": ["1", "[]", '{"a":[]}', '{"a":null}', '{"a":"x"}', f'{{"a":{LONE}}}'],
         "parallel_tool_calls": ['"x"', "1"],
         "metadata": ["1", '{"a":1}', "[]", json.dumps({str(number): "x" for number in range(17)})],
         "store": ['"x"', "1"],
@@ -141,11 +176,10 @@ ONLY: dict[str, dict[str, list[str]]] = {
 UNSUPPORTED = {
     **dict.fromkeys(("functions", "modalities", "prompt_cache_options", "moderation"), "[]"),
     **dict.fromkeys(("audio", "web_search_options"), "{}"),
-    **dict.fromkeys(("function_call", "reasoning_effort", "verbosity", "prompt_cache_retention", "suffix"), '"x"'),
+    **dict.fromkeys(("function_call", "verbosity", "prompt_cache_retention", "suffix"), '"x"'),
     "store": "true",
     "service_tier": '"priority"',
     "tools": '[{"type":"function","function":{"name":"f"}}]',
-    "tool_choice": '"required"',
 }
 # What clients send without wanting anything of it.
 HARMLESS: dict[str, Any] = {

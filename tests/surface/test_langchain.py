@@ -2,14 +2,15 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import jsonschema_rs
 import openai
 import pytest
 import pytest_asyncio
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI, OpenAI
-from pydantic import SecretStr
+from pydantic import BaseModel, Field, SecretStr
 from surface.rest_stack import RestStack, rest_stack
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.surface]
@@ -83,14 +84,52 @@ async def test_bound_stop_and_log_probabilities(rest: RestStack) -> None:
     assert all(len(each["top_logprobs"]) == 2 for each in content)
 
 
+SCHEMA: dict[str, Any] = {
+    "title": "Tale",
+    "type": "object",
+    "properties": {
+        "hero": {"enum": ["king", "queen", "fox"]},
+        "gold": {"type": "integer", "minimum": 0, "maximum": 999},
+        "friends": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 2},
+    },
+    "required": ["hero", "gold", "friends"],
+    "additionalProperties": False,
+}
+
+
+class Tale(BaseModel):
+    """The same as a class."""
+
+    hero: Literal["king", "queen", "fox"]
+    gold: Annotated[int, Field(ge=0, le=999)]
+    friends: Annotated[list[Annotated[str, Field(max_length=8)]], Field(max_length=2)]
+
+
+async def test_structured_output(rest: RestStack) -> None:
+    """By a schema and by a class, whole and streamed, strict or not."""
+    model = model_of(rest).model_copy(update={"max_tokens": 200})
+    for strict in (True, False, None):
+        by_schema = model.with_structured_output(SCHEMA, method="json_schema", strict=strict, include_raw=True)
+        answer: Any = await by_schema.ainvoke(TURNS)
+        assert answer["parsing_error"] is None
+        jsonschema_rs.validate(SCHEMA, answer["parsed"])
+        parts: list[Any] = [part async for part in by_schema.astream(TURNS)]
+        assert [part["parsed"] for part in parts if "parsed" in part][-1] == answer["parsed"]
+    by_class = model.with_structured_output(Tale, method="json_schema", strict=True)
+    assert isinstance(await by_class.ainvoke(TURNS), Tale)
+    as_object = model.with_structured_output(None, method="json_mode", include_raw=True)
+    raw: Any = await as_object.ainvoke(TURNS)
+    assert raw["raw"].content.startswith("{")
+
+
 async def test_what_is_not_served_is_refused_by_name(rest: RestStack) -> None:
-    """Structured output becomes a response format, which is refused and not ignored."""
-    schema = {"title": "Tale", "type": "object", "properties": {"hero": {"type": "string"}}, "required": ["hero"]}
-    structured = model_of(rest).with_structured_output(schema, method="json_schema")
-    with pytest.raises(openai.BadRequestError) as raised:
+    """A schema that cannot be enforced becomes an error of its field."""
+    schema = {**SCHEMA, "not": {"required": ["gold"]}}
+    structured = model_of(rest).with_structured_output(schema, method="json_schema", strict=True)
+    with pytest.raises(openai.BadRequestError, match='"not"') as raised:
         await structured.ainvoke(TURNS)
-    assert raised.value.param == "response_format.type"
-    assert raised.value.code == "unsupported_parameter"
+    assert raised.value.param == "response_format.json_schema.schema"
+    assert raised.value.code == "invalid_value"
 
 
 async def test_text_completions(rest: RestStack) -> None:

@@ -34,8 +34,8 @@ COUNTED = re.compile(r"(\d+) generated")
 
 @pytest.fixture
 async def rest() -> AsyncIterator[RestStack]:
-    """A stack."""
-    async with rest_stack() as running:
+    """A stack whose answers are short also where nothing limits them but the room that there is."""
+    async with rest_stack(kv_tokens=512) as running:
         yield running
 
 

@@ -6,7 +6,7 @@ from support.basics import Answers, spec_of
 from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target
 
 from outrider.engine.runner import ModelRunner
-from outrider.errors import OutriderError
+from outrider.errors import NoTokenLeft
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY
 from target_service.sessions import Step
@@ -40,6 +40,6 @@ def test_a_session_that_cannot_draw_fails_alone(target: Target) -> None:
     target.open(spec_of(PROMPT, 40, eos=()))
     target.sessions.open(Fence(bytes(16), 1, 5), forbidden, Step(EMPTY, 0, 0), answers)
     assert len(target.run()) == 1
-    assert [type(answer.error) for answer in answers] == [OutriderError]
+    assert [type(answer.error) for answer in answers] == [NoTokenLeft]
     assert "no token can be drawn" in str(answers[0].error)
     assert target.table.get(bytes(16)) is None

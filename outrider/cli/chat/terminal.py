@@ -15,6 +15,7 @@ from outrider.cli.output import sample_object, write
 from outrider.cli.rounds import CONTROL_PICTURES, legend, styled, trees
 from outrider.cli.running import note
 from outrider.client import Event, Round
+from outrider.deltas import reasoning_of
 
 PROMPT, CONTINUATION = "> ", "… "
 GREETING = "The whole conversation is sent with every message. Ctrl-C stops an answer, /help lists the commands."
@@ -91,15 +92,24 @@ class StyledScreen(Screen):
     def __init__(self, console: Console, *, rejected: bool) -> None:
         super().__init__()
         self._console = console
+        self._is_thinking = False
         console.print(legend(rejected=rejected), soft_wrap=True)
         self.say(GREETING)
 
     def show(self, event: Event) -> None:
+        """Shows what came; what the model thinks first is dim, and stands above the answer."""
+        if thought := reasoning_of(event.deltas):
+            self._console.print(Text(thought.translate(CONTROL_PICTURES), "dim italic"), end="", soft_wrap=True)
+            self._is_thinking = True
+        if self._is_thinking and event.text:
+            self._console.print("\n")
+            self._is_thinking = False
         text = styled(event) if isinstance(event, Round) else Text(event.text.translate(CONTROL_PICTURES))
         # Soft wrap leaves breaking lines to the terminal: a piece does not know in which column it begins.
         self._console.print(text, end="", soft_wrap=True)
 
     def end(self, turn: Turn) -> None:
+        self._is_thinking = False
         self._console.print()
         for tree in trees(turn.rounds):
             self._console.print(tree)

@@ -84,6 +84,12 @@ class Ops(Protocol):
         outrider.engine.sampling.transforms.transform. Raises ValueError like draw.
         """
 
+    def mask(self, logits: Tensor, bits: Tensor) -> Tensor:
+        """logits [R, V] float32 with -inf for every id whose bit in bits [R, W] int32 is not set; a new tensor.
+
+        Bit v % 32 of word v // 32, the lowest first, is that of id v; ids behind the last word have none.
+        """
+
     def rank(self, scores: Tensor, scales: Tensor, count: int, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The tokens with the greatest sums in each row, ids [R, count] int64, and their shares [R, count] float64.
 

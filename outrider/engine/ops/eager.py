@@ -108,6 +108,12 @@ class EagerOps:
         tempered = torch.where(column == 1, scores, apply_temperature(scores, column.float()))
         return self.draw(torch.where(column == 0, argmax_mask(scores), tempered), keys)
 
+    def mask(self, logits: Tensor, bits: Tensor) -> Tensor:
+        lanes = torch.arange(32, device=bits.device)
+        allowed = (bits[:, :, None] >> lanes & 1).flatten(1)[:, : logits.shape[1]].bool()
+        allowed = functional.pad(allowed, (0, logits.shape[1] - allowed.shape[1]))
+        return logits.masked_fill(~allowed, -torch.inf)
+
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = heads.chunk(2, dim=-1)

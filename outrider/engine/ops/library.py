@@ -24,6 +24,7 @@ _ARGUMENTS: dict[str, list[type]] = {
     "outrider_silu_multiply": [*[_POINTER] * 3, *[_SIZE] * 2],
     "outrider_draw": [*[_POINTER] * 5, *[_SIZE] * 3],
     "outrider_choose": [*[_POINTER] * 7, *[_SIZE] * 4],
+    "outrider_mask": [*[_POINTER] * 4, *[_SIZE] * 3],
     "outrider_draw_stretch": [],
     "outrider_softmax": [*[_POINTER] * 4, *[_SIZE] * 2],
     "outrider_rank": [*[_POINTER] * 8, *[_SIZE] * 3],

@@ -171,6 +171,15 @@ class NativeOps:
         _refuse_faults(self.functions.outrider_choose(self.pool, *inputs, *places, *sizes) > 0)
         return ids if stretches == 1 else ids[:num_rows]
 
+    def mask(self, logits: Tensor, bits: Tensor) -> Tensor:
+        num_rows, num_logits = _matrix("logits", logits)
+        num_words = bits.shape[-1]
+        expect("bits", bits, torch.int32, (num_rows, num_words))
+        masked = torch.empty_like(logits)
+        places = logits.data_ptr(), bits.data_ptr(), masked.data_ptr()
+        self.functions.outrider_mask(self.pool, *places, num_rows, num_logits, num_words)
+        return masked
+
     def rank(self, scores: Tensor, scales: Tensor, count: int, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
         num_rows, num_tokens = _matrix("scores", scores)
         expect("scales", scales, torch.float64, (num_rows,))

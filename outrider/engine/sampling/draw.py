@@ -17,8 +17,9 @@ from outrider.engine.batching import Feed
 from outrider.engine.noise import Keys, first_uniforms, token_keys
 from outrider.engine.ops.temperature import apply_temperature, argmax_mask
 from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling.transforms import RowContext, divisor, transform
-from outrider.errors import OutriderError
+from outrider.engine.sampling.transforms import RowContext, divisor, mask, transform
+from outrider.errors import NoTokenLeft, OutriderError
+from outrider.grammar import Bits, is_end_only
 from outrider.parameters import SessionSpec
 
 
@@ -91,6 +92,7 @@ def scores_behind(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInpu
         return transform(logits, contexts, runner.vocabulary_size, runner.ops)
     # Nothing but one temperature is wanted: the same bits for less than half of the work, which is a good part of a
     # small model's step.
+    logits = _masked(runner, logits, inputs)
     temperature = divisor(inputs[0].spec.sampling)
     if temperature == 1:
         return logits
@@ -109,13 +111,46 @@ def rows_of(logits: Tensor, ranges: Sequence[range]) -> Tensor:
 
 def row_contexts(draw_input: DrawInput) -> list[RowContext]:
     """What the rows of an input stand on, the root's first; of a tree that grows those of the new rows."""
-    session, tree, spec = draw_input.feed.session, draw_input.feed.tree, draw_input.spec
+    session, spec = draw_input.feed.session, draw_input.spec
     ends = spec.eos_token_ids | spec.stop_token_ids
-    paths = (
+    # Where a grammar leaves nothing but an end, it may not come too soon.
+    return [
+        RowContext(
+            spec.sampling,
+            session.token_ids,
+            path,
+            spec.prompt_len,
+            frozenset() if bits is not None and is_end_only(bits, ends) else ends,
+            spec.banned,
+            bits,
+        )
+        for path, bits in zip(_paths(draw_input), _allowed(draw_input), strict=True)
+    ]
+
+
+def _paths(draw_input: DrawInput) -> list[tuple[int, ...]]:
+    """The draft tokens between the last committed one and each row of an input, the row's own included."""
+    tree = draw_input.feed.tree
+    return [
         tuple(tree.token_ids[step - 1] for step in tree.path(row))
         for row in range(draw_input.feed.num_computed, len(tree) + 1)
-    )
-    return [RowContext(spec.sampling, session.token_ids, path, spec.prompt_len, ends, spec.banned) for path in paths]
+    ]
+
+
+def _allowed(draw_input: DrawInput) -> list[Bits | None]:
+    """What the grammar of an input lets follow each of its rows; None where there is none, or no answer gets there."""
+    spec, feed = draw_input.spec, draw_input.feed
+    if spec.grammar is None:
+        return [None] * len(feed.depths)
+    output = feed.session.token_ids[spec.prompt_len :]
+    return spec.grammar.allowed(output, _paths(draw_input), spec.eos_token_ids | spec.stop_token_ids)
+
+
+def _masked(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInput]) -> Tensor:
+    """logits [R, V] of all rows of plain inputs, as the first step of `transform` leaves them."""
+    if all(each.spec.grammar is None for each in inputs):
+        return logits
+    return mask(logits, [bits for each in inputs for bits in _allowed(each)], runner.ops)
 
 
 def before_argmax(draw_input: DrawInput) -> DrawInput:
@@ -133,9 +168,9 @@ def key_column(runner: ModelRunner, keys: Sequence[int] | Keys) -> Tensor:
     return torch.from_numpy(np.asarray(keys, dtype=np.int64)).to(runner.device)
 
 
-def undrawable(prefix_len: int, cause: ValueError) -> OutriderError:
+def undrawable(prefix_len: int, cause: ValueError) -> NoTokenLeft:
     """The error of a session that has no token to draw behind its committed ones."""
-    return OutriderError(f"no token can be drawn behind {prefix_len} tokens: {cause}")
+    return NoTokenLeft(f"no token can be drawn behind {prefix_len} tokens: {cause}")
 
 
 def _draw_group(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInput], plain: bool) -> list[Drawn]:
@@ -146,7 +181,9 @@ def _draw_group(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInput]
         for each in inputs:
             temperatures += [divisor(each.spec.sampling)] * len(each.feed.depths)
         column = torch.from_numpy(np.array(temperatures, dtype=np.float64)).to(runner.device)
-        ids = runner.ops.choose(logits, column, key_column(runner, keys), runner.vocabulary_size)
+        ids = runner.ops.choose(
+            _masked(runner, logits, inputs), column, key_column(runner, keys), runner.vocabulary_size
+        )
         drawn: list[int] = ids.tolist()
     else:
         drawn = _draw(runner, logits, [context for each in inputs for context in row_contexts(each)], keys)

@@ -1,9 +1,9 @@
 """From logits to the distribution that a request asked for; draft and target use it alike.
 
-The transforms apply in one order: logit bias, banned sequences, minimum length; repetition, presence and frequency
-penalties; temperature; top-k; top-p; min-p. On the CPU a row's result is bitwise independent of the other rows: only
-elementwise arithmetic, selections, sums of integers and sequential sums along the row are used, and `Ops.softmax`,
-which promises the same.
+The transforms apply in one order: grammar; logit bias, banned sequences, minimum length; repetition, presence and
+frequency penalties; temperature; top-k; top-p; min-p. On the CPU a row's result is bitwise independent of the other
+rows: only elementwise arithmetic, selections, sums of integers and sequential sums along the row are used, and
+`Ops.softmax`, which promises the same.
 """
 
 import math
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from outrider.engine.ops import Ops
 from outrider.engine.ops.temperature import apply_temperature, argmax_mask
+from outrider.grammar import Bits
 from outrider.parameters import SamplingParameters
 
 # Above the first a score would become infinite in float32, below the second a temperature would become 0.
@@ -61,6 +62,8 @@ class RowContext:
     prompt_len: int
     end_token_ids: frozenset[int]
     banned: tuple[tuple[int, ...], ...] = ()
+    allowed: Bits | None = None
+    """What the request's grammar lets follow; None where there is none, or where no answer gets to."""
     held_back: frozenset[int] = field(init=False, repr=False, compare=False)
     """Tokens that cannot be drawn here: banned behind this prefix, or an end that comes too soon."""
 
@@ -74,6 +77,14 @@ class RowContext:
     def output_len(self) -> int:
         """Number of tokens of the prefix that are output, draft tokens included."""
         return len(self.committed) + len(self.path) - self.prompt_len
+
+
+def mask(scores: Tensor, allowed: Sequence[Bits | None], ops: Ops) -> Tensor:
+    """Scores [R, V] with -inf for what may not follow; None allows everything."""
+    num_bytes = max((len(each) for each in allowed if each is not None), default=0)
+    joined = b"".join(b"\xff" * num_bytes if each is None else each for each in allowed)
+    bits = torch.from_numpy(np.frombuffer(joined, np.int32).reshape(len(allowed), -1).copy())
+    return ops.mask(scores.contiguous(), bits.to(scores.device))
 
 
 def is_edited(row: RowContext) -> bool:
@@ -230,6 +241,7 @@ def _keep_first(scores: Tensor, weights: Tensor, sizes: Tensor, largest: Tensor)
 Step = tuple[Callable[[RowContext], bool], Callable[[Tensor, Sequence[RowContext], Ops], Tensor]]
 # In the documented order: which rows want a step, and the step.
 _STEPS: tuple[Step, ...] = (
+    (lambda row: row.allowed is not None, lambda scores, rows, ops: mask(scores, [row.allowed for row in rows], ops)),
     (is_edited, lambda scores, rows, _ops: edit(scores, rows)),
     (lambda row: row.sampling.temperature not in {0, 1} and not is_edited(row), _apply_temperature),
     (lambda row: row.sampling.temperature == 0, lambda scores, _rows, _ops: argmax_mask(scores)),

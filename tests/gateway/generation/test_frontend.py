@@ -8,7 +8,7 @@ from support.basics import eventually
 from support.markov_services import SEED, MarkovStack, markov_stack
 from support.markov_services import request as pb_request
 
-from gateway.generation.frontend import Frontend
+from gateway.generation.frontend import Frontend, ModelNames
 from gateway.generation.generate import CompletionEvent, Event, RoundEvent
 from gateway.generation.request import GenerationRequest
 from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded, PromptTooLong, ProtocolViolation
@@ -44,7 +44,17 @@ class Diary:
 def frontend_of(stack: MarkovStack) -> tuple[Frontend, Diary]:
     """A second front frontend of a stack, which shares its places and writes a diary."""
     frontend, diary = stack.gateway.frontend, Diary()
-    return Frontend(frontend.backend, frontend.admission, diary, frontend.chat_template, frontend.model_name), diary
+    return Frontend(frontend.backend, frontend.admission, diary, frontend.chat_template, frontend.names), diary
+
+
+def test_the_first_name_is_the_main_one() -> None:
+    """Others find the model as well, a star lets any name find it, and without names it has its own."""
+    names = ModelNames.of(["outrider", "claude"], "target")
+    assert (names.main, names.listed) == ("outrider", ["outrider", "claude"])
+    assert [name in names for name in ("outrider", "claude", "target", "*")] == [True, True, False, False]
+    names = ModelNames.of(["*"], "target")
+    assert (names.main, names.listed, "any" in names) == ("target", ["target"], True)
+    assert "any" not in ModelNames.of([], "target")
 
 
 def request(text: str = "fox sea", **fields: object) -> GenerationRequest:

@@ -50,6 +50,15 @@ async def test_the_default_length_shrinks_to_the_room() -> None:
     assert request.spec.max_len == 1024
 
 
+async def test_an_answer_may_go_up_to_the_context() -> None:
+    """Then more than fits is no error, but a prompt that leaves no room is."""
+    request = GenerationRequest(token_ids=(5,) * 1000, up_to_context=True)
+    for max_tokens, expected in ((None, 1024), (25, 1024), (24, 1024), (23, 1023)):
+        assert (await check(replace(request, max_tokens=max_tokens))).spec.max_len == expected
+    with pytest.raises(PromptTooLong, match="prompt has 1024 tokens"):
+        await check(replace(request, token_ids=(5,) * 1024, max_tokens=25))
+
+
 async def test_too_long_names_all_three_numbers() -> None:
     """The error says how long prompt and output are, and what the context is."""
     with pytest.raises(PromptTooLong, match=r"prompt of 1000 tokens and max_tokens 25 .* context of 1024 tokens"):
@@ -114,7 +123,7 @@ async def test_ignore_eos_leaves_no_eos() -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": -3}, "max_tokens"),
         ({"seed": 2**63}, "seed"),
-        ({"stops": ("a",) * 9}, "stop"),
+        ({"stops": ("a",) * 65}, "stop"),
         ({"stops": ("fine", "")}, "stop.1"),
         ({"stops": ("x" * 257,)}, "stop.0"),
         ({"stop_token_ids": (1,) * 65}, "stop_token_ids"),
@@ -156,7 +165,7 @@ async def test_bad_values_are_named(change: dict[str, object], field: str) -> No
         ),
         ({"stop_token_ids": (1, 4096)}, "stop_token_ids.1 is 4096, but must be a token id between 0 and 4095"),
         ({"stop_token_ids": (1,) * 65}, "stop_token_ids has 65 ids, but must have at most 64"),
-        ({"stops": ("a",) * 9}, "stop has 9 strings, but must have at most 8"),
+        ({"stops": ("a",) * 65}, "stop has 65 strings, but must have at most 64"),
         ({"banned_words": ("a",) * 65}, "banned_words has 65 strings, but must have at most 64"),
         ({"banned_words": ("",)}, "banned_words.0 is '', but must be of 1 to 256 characters"),
         (

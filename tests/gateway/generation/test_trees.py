@@ -116,7 +116,7 @@ async def test_rest_tells_figures_by_drafter(http: httpx.AsyncClient, stack: Mar
     assert told["outrider"]["drafters"] == [
         {"drafter": "model", "draft_tokens": only.draft_tokens, "accepted_tokens": only.accepted_tokens}
     ]
-    details = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+    details = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0, "reasoning_tokens": 0}
     assert told["usage"]["completion_tokens_details"] == details
 
 

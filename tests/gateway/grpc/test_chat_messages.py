@@ -1,13 +1,19 @@
 """Conversations over gRPC: what is asked of the generation, and which field an error names."""
 
+import json
+from typing import Any
+
 import pytest
+from support.stack import TARGET
 
 from gateway.grpc.messages import MAX_MESSAGES, chat_request_from, request_from
 from gateway.text.chat_template import ChatTemplate, TemplateFiles
-from outrider.errors import InvalidRequest
+from gateway.text.tokenizer import Tokenizer
+from outrider.errors import InvalidRequest, Unsupported
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
 
+TOKENIZER = Tokenizer(str(TARGET))
 PLAIN = ChatTemplate()
 STRICT = ChatTemplate(TemplateFiles({"default": "{{ raise_exception('Not you, ' ~ messages[-1].role) }}"}))
 USER = pb.ChatMessage(role="user", content="Who?")
@@ -17,13 +23,76 @@ async def test_the_conversation_is_the_prompt_and_all_else_is_as_in_generate() -
     """Rendered, with special tokens as the template wants them."""
     generation = pb.GenerateRequest(max_tokens=7, seed=3, stop=["."], speculation=pb.SpeculationSettings(draft_count=2))
     message = pb.ChatRequest(messages=[pb.ChatMessage(role="system", content="Be brief."), USER], generation=generation)
-    request = await chat_request_from(message, PLAIN)
+    request = await chat_request_from(message, PLAIN, TOKENIZER)
     assert (request.text, request.add_special_tokens) == ("System: Be brief.\n\nUser: Who?\n\nAssistant:", True)
     template = ChatTemplate(TemplateFiles({"default": "{{ messages[1].content }}"}))
-    templated = await chat_request_from(message, template)
+    templated = await chat_request_from(message, template, TOKENIZER)
     assert (templated.text, templated.add_special_tokens) == ("Who?", False)
     generation.text = request.text or ""
     assert request == request_from(generation)
+
+
+TOOLS = ChatTemplate(TemplateFiles({"default": "{{ tools | tojson }}{{ messages | tojson }}{{ loud }}"}))
+TOOL = pb.Tool(name="count", description="Counts.", parameters='{"type": "object"}')
+
+
+async def test_a_turn_with_calls_results_and_reasoning_is_what_templates_know() -> None:
+    """In OpenAI's form, with arguments as objects; and so are tools."""
+    call = pb.ToolCall(id="a", name="count", arguments='{"n": 3}')
+    turns = [
+        pb.ChatMessage(role="assistant", reasoning="Hm.", tool_calls=[call]),
+        pb.ChatMessage(role="tool", content="3", tool_call_id="a", name="count"),
+    ]
+    message = pb.ChatRequest(messages=[USER, *turns], tools=[TOOL])
+    message.template_variables["loud"] = 2
+    request = await chat_request_from(message, TOOLS, TOKENIZER)
+    assert request.text is not None
+    tools, place = json.JSONDecoder().raw_decode(request.text)
+    messages, end = json.JSONDecoder().raw_decode(request.text, place)
+    assert request.text[end:] == "2"
+    function = {"name": "count", "description": "Counts.", "parameters": {"type": "object"}}
+    assert tools == [{"type": "function", "function": function}]
+    function = {"name": "count", "arguments": {"n": 3}}
+    said = {"role": "assistant", "content": "", "thinking": "Hm.", "reasoning_content": "Hm."}
+    assert messages[1] == said | {"tool_calls": [{"id": "a", "type": "function", "function": function}]}
+    assert messages[2] == {"role": "tool", "content": "3", "tool_call_id": "a", "name": "count"}
+    assert request.reading is not None
+    assert request.reading.tools == {"count": {"type": "object"}}
+    assert request.constraint is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"tools": [TOOL, TOOL]}, "tools.1.name"),
+        ({"tools": [pb.Tool(name="a b")]}, "tools.0.name"),
+        ({"tools": [pb.Tool(name="a", parameters="[]")]}, "tools.0.parameters"),
+        ({"tools": [TOOL] * 129}, "tools"),
+        ({"tool_choice": pb.ToolChoice()}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": pb.ToolChoice(names=["dive"])}, "tool_choice.names.0"),
+        ({"template_variables": {"quiet": True}}, "template_variables.quiet"),
+        ({"template_variables": {"loud": None}}, "template_variables.loud"),
+    ],
+)
+async def test_errors_name_the_field_of_a_tool(fields: dict[str, Any], field: str) -> None:
+    """Or of what the template does not take."""
+    with pytest.raises(InvalidRequest) as caught:
+        await chat_request_from(pb.ChatRequest(messages=[USER], **fields), TOOLS, TOKENIZER)
+    assert caught.value.metadata["field"] == field
+
+
+async def test_a_call_that_must_come_has_a_grammar() -> None:
+    """So has one that must be strict, and the only one that there may be."""
+    strict = pb.Tool(name="count", strict=True)
+    required = pb.ToolChoice(mode=pb.TOOL_MODE_REQUIRED)
+    for message in (
+        pb.ChatRequest(messages=[USER], tools=[TOOL], tool_choice=required),
+        pb.ChatRequest(messages=[USER], tools=[strict]),
+        pb.ChatRequest(messages=[USER], tools=[TOOL], parallel_tool_calls=False),
+    ):
+        request = await chat_request_from(message, TOOLS, TOKENIZER)
+        assert request.constraint is not None
+        assert '"name\\": \\"count' in request.constraint.text
 
 
 @pytest.mark.parametrize(
@@ -50,12 +119,24 @@ async def test_the_conversation_is_the_prompt_and_all_else_is_as_in_generate() -
 async def test_errors_name_the_field(message: pb.ChatRequest, field: str) -> None:
     """Before anything is rendered."""
     with pytest.raises(InvalidRequest) as caught:
-        await chat_request_from(message, STRICT)
+        await chat_request_from(message, STRICT, TOKENIZER)
     assert caught.value.metadata["field"] == field
 
 
 async def test_a_template_s_own_objection_comes_through() -> None:
     """Word for word."""
     with pytest.raises(InvalidRequest, match=r"which says: Not you, user$"):
-        await chat_request_from(pb.ChatRequest(messages=[USER]), STRICT)
-    assert (await chat_request_from(pb.ChatRequest(messages=[USER] * MAX_MESSAGES), PLAIN)).text
+        await chat_request_from(pb.ChatRequest(messages=[USER]), STRICT, TOKENIZER)
+    assert (await chat_request_from(pb.ChatRequest(messages=[USER] * MAX_MESSAGES), PLAIN, TOKENIZER)).text
+
+
+async def test_a_model_without_a_place_for_tools_can_only_be_made_to_call_one() -> None:
+    """In plain JSON, which is read back; where it may choose, the tools are refused."""
+    message = pb.ChatRequest(messages=[USER], tools=[TOOL], tool_choice=pb.ToolChoice(mode=pb.TOOL_MODE_REQUIRED))
+    request = await chat_request_from(message, PLAIN, TOKENIZER)
+    assert request.text == "User: Who?\n\nAssistant:"
+    assert request.reading is not None
+    assert request.reading.format.name == "json"
+    assert request.constraint is not None
+    with pytest.raises(Unsupported, match="tools is not served"):
+        await chat_request_from(pb.ChatRequest(messages=[USER], tools=[TOOL]), PLAIN, TOKENIZER)

@@ -51,7 +51,7 @@ from outrider.errors import (
 )
 def test_the_status_follows_from_the_error(error: OutriderError, status: int, kind: str, code: str) -> None:
     """And the body has all four fields."""
-    response = error_response(error)
+    response = error_response(error, "/v1/completions")
     told = json.loads(bytes(response.body))["error"]
     assert (response.status_code, told["type"], told["code"]) == (status, kind, code)
     assert told["message"] == error.message
@@ -60,11 +60,11 @@ def test_the_status_follows_from_the_error(error: OutriderError, status: int, ki
 
 def test_clients_are_told_when_to_try_again() -> None:
     """After the seconds of a full queue, after one second otherwise, and not at all where it is no use."""
-    assert error_response(Overloaded("full", retry_after_s=7)).headers["retry-after"] == "7"
-    assert error_response(Overloaded("full", retry_after_s=7)).headers["retry-after-ms"] == "7000"
-    assert error_response(PeerLost("away")).headers["retry-after"] == "1"
-    assert error_response(ProtocolViolation("bug")).headers["x-should-retry"] == "false"
-    assert "x-should-retry" not in error_response(Overloaded("full")).headers
+    assert error_response(Overloaded("full", retry_after_s=7), "/v1/completions").headers["retry-after"] == "7"
+    assert error_response(Overloaded("full", retry_after_s=7), "/v1/completions").headers["retry-after-ms"] == "7000"
+    assert error_response(PeerLost("away"), "/v1/completions").headers["retry-after"] == "1"
+    assert error_response(ProtocolViolation("bug"), "/v1/completions").headers["x-should-retry"] == "false"
+    assert "x-should-retry" not in error_response(Overloaded("full"), "/v1/completions").headers
 
 
 def test_the_text_of_a_surprise_is_not_told() -> None:
@@ -74,5 +74,5 @@ def test_the_text_of_a_surprise_is_not_told() -> None:
 
 def test_a_field_may_have_any_name() -> None:
     """Also one that cannot be encoded."""
-    body = bytes(error_response(InvalidRequest("\ud800", "\ud800", "text")).body)
+    body = bytes(error_response(InvalidRequest("\ud800", "\ud800", "text"), "/v1/completions").body)
     assert json.loads(body)["error"]["param"] == "\ud800"

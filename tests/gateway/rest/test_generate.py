@@ -10,6 +10,7 @@ from openai.types import CompletionUsage
 from support.basics import spec_of
 from support.markov import round_of
 
+from gateway.generation.frontend import ModelNames
 from gateway.generation.generate import CompletionEvent, RoundEvent
 from gateway.generation.request import CheckedRequest, GenerationRequest
 from gateway.generation.transcript import GeneratedToken, PromptToken, SpeculationFigures
@@ -29,7 +30,7 @@ PROMPT = (PromptToken(3, "fox", None), PromptToken(5, " sea", TokenLogprob(-1.0)
 
 def asked(**fields: Any) -> GenerationRequest:
     """What a body asks for."""
-    return generation_request(CompletionRequest.model_validate({"prompt": "fox", **fields}), "markov")
+    return generation_request(CompletionRequest.model_validate({"prompt": "fox", **fields}), ModelNames("markov"))
 
 
 def test_nothing_given_asks_for_the_gateways_defaults() -> None:
@@ -207,7 +208,11 @@ def test_figures_are_of_one_choice_that_may_speculate() -> None:
         "completion_tokens": 12,
         "total_tokens": 14,
         "prompt_tokens_details": {"cached_tokens": 0},
-        "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
 
 

@@ -95,3 +95,17 @@ async def test_errors_end_no_conversation(gateway: ScriptedGateway) -> None:
         assert said(gateway) == ["Changed", ANSWER, "two \nlines"]
         screen.type("\x04")
         assert await asyncio.wait_for(screen.process.wait(), 20) == 0
+
+
+async def test_reasoning_stands_above_the_answer(gateway: ScriptedGateway) -> None:
+    """Dim, and no part of the next request."""
+    async with terminal("chat", "--address", gateway.address) as screen:
+        await screen.until(PROMPT)
+        screen.type("think\n")
+        shown = await screen.until(FIGURES)
+        assert shown.index("Hm, tales.") < shown.index("Once")
+        await screen.until(PROMPT)
+        screen.type("Hello\n")
+        await screen.until(FIGURES)
+        assert said(gateway) == ["think", ANSWER, "Hello"]
+        screen.type("\x04")

@@ -72,6 +72,7 @@ EVERY_OPTION = (
     *("--frequency-penalty", "0.25", "--logit-bias", "5=-1.5", "--logit-bias", "6=2", "--draft-count", "4"),
     *("--rule", "lenient", "--drafter", "sampled", "--lenience", "0.25", "--typical-epsilon", "0.125"),
     *("--typical-delta", "nan", "--logprobs", "3", "--echo", "--cache-salt", "mine", "--show-rejected"),
+    *("--choice", "fox", "--choice", "Grüße"),
 )
 
 
@@ -92,8 +93,10 @@ async def test_every_field_has_an_option(gateway: ScriptedGateway, tmp_path: Pat
     code, _, _ = await run_command("Hello", *arguments, "--address", gateway.address)
     [request] = gateway.requests
     assert code == 0
-    # Prompt and prediction are text or token ids, never both, and one drafter is no list.
-    assert unset(request) - {"shape", "beam_search"} == {"token_ids", "prediction_token_ids", "drafters"}
+    # Prompt and prediction are text or token ids, never both, one drafter is no list, and one shape is enough.
+    programs = {"shape", "beam_search", "lark", "gbnf", "structural_tag", "whitespace", "is_lenient"}
+    assert unset(request) - programs == {"token_ids", "prediction_token_ids", "drafters", "json_schema", "regex"}
+    assert list(request.constraint.choices.texts) == ["fox", "Grüße"]
     assert request.prediction_text == "once more"
     sampling, speculation = request.sampling, request.speculation
     assert (sampling.min_tokens, sampling.ignore_eos, sampling.logit_bias) == (2, True, {5: -1.5, 6: 2.0})
@@ -104,6 +107,38 @@ async def test_every_field_has_an_option(gateway: ScriptedGateway, tmp_path: Pat
     assert (speculation.rule, speculation.drafter) == (types_pb2.ACCEPTANCE_RULE_LENIENT, "sampled")
     assert (speculation.acceptance.lenience, speculation.acceptance.typical_epsilon) == (0.25, 0.125)
     assert math.isnan(speculation.acceptance.typical_delta)
+
+
+async def test_a_shape_is_a_file_or_a_text(gateway: ScriptedGateway, tmp_path: Path) -> None:
+    """The file's text as it is, and the expression."""
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type":  "object", "title": "Grüße"}')
+    for arguments in (("--json-schema", str(schema)), ("--regex", "[a-z]+ü")):
+        code, _, _ = await run_command("Hello", *arguments, "--address", gateway.address)
+        assert code == 0
+    assert [each.constraint.json_schema for each in gateway.requests] == [schema.read_text(), ""]
+    assert [each.constraint.regex for each in gateway.requests] == ["", "[a-z]+ü"]
+
+
+async def test_a_shape_that_is_none_is_refused_by_its_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a stack is started: a file that is not there, one that is no JSON, and two shapes of one answer."""
+    # A long path would be cut in the sentence.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.json").write_text('{"type": ')
+    for arguments, words in (
+        (
+            ("--json-schema", "none"),
+            "--json-schema is 'none', but must be a file of text in UTF-8: ",
+        ),
+        (("--json-schema", "broken.json"), "--json-schema is 'broken.json', but must be a file of JSON: Expecting"),
+        (("--json-schema", "/dev/null"), "--json-schema is '/dev/null', but must be a file of JSON: "),
+        (("--regex", "a", "--choice", "b"), "--choice is \"['b']\", but must be left out with --regex"),
+        (("--regex", "a", "--json-schema", "x"), "--regex is 'a', but must be left out with --json-schema"),
+    ):
+        for command in (("generate", "Hello"), ("chat",)):
+            code, output, notes = await run_command(*command, *arguments, command=COMMAND[:-1])
+            assert (code, output) == (64, "")
+            assert notes.startswith(f"outrider: {words}")
 
 
 async def test_samples_come_one_behind_the_other(gateway: ScriptedGateway) -> None:

@@ -1,10 +1,12 @@
 """Refusals of a gateway name the option that was typed: against a real one, and the table that the names come from."""
 
 import asyncio
+import json
 import re
 import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,14 +29,17 @@ from outrider.process.options import options_of
 
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()")
 SPECULATION = {f"speculation.{field.name}" for field in fields(Speculation)}
-# The prompt, what a prediction is in the protocol, and what only programs say.
-NO_OPTIONS = ("text", "token_ids", "prediction_", "speculation.shape", "beam_search")
+# The prompt, what predictions and choices are in the protocol, and what only programs say.
+NO_OPTIONS = (
+    *("text", "token_ids", "prediction_", "speculation.shape", "beam_search", "lark", "gbnf", "constraint.choices."),
+    *("constraint.lark", "constraint.gbnf", "constraint.structural_tag", "constraint.whitespace", "constraint.is_"),
+)
 # Whatever the command line leaves to the gateway, and how the sentence about it begins.
 REFUSED = [
     ("--min-tokens 9 --max-tokens 8", "--min-tokens is 9, but must be between 0 and 8"),
     ("--stop=", "--stop is '', but must be"),
     ("--stop a --stop " + LONG, "--stop is 'xxx"),
-    ("--stop a " * 9, "--stop has 9 strings, but must have at most 8"),
+    ("--stop a " * 65, "--stop has 65 strings, but must have at most 64"),
     ("--stop-token-id 5 --stop-token-id 5000", "--stop-token-id is 5000, but must be a token id"),
     ("--stop-token-id 5 " * 65, "--stop-token-id has 65 ids, but must have at most 64"),
     ("--ban a --ban=", "--ban is '', but must be"),
@@ -64,6 +69,10 @@ REFUSED = [
         "--prediction is 'present', but must be absent where speculation is off",
     ),
     ("--rule block --drafter coupled", "--drafter is 'coupled', but must be one that serves the rule block"),
+    ("--regex (", "--regex is '(', but must be one that can be enforced: "),
+    ("--regex " + "a" * 8193, "--regex has 8193 bytes, but must have at most 8192"),
+    ("--choice a --choice=", "--choice is ['a', ''], but must be a list of strings, none of them empty"),
+    ("--regex a --ignore-eos", "--ignore-eos is True, but must be false with --regex"),
     ("--max-tokens 5000", "a prompt of 1 tokens and --max-tokens 5000 do not fit into the context of 4096 tokens"),
 ]
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -116,6 +125,36 @@ async def test_a_conversation_names_it_too(stack: RunningStack) -> None:
         assert await asyncio.wait_for(screen.process.wait(), 20) == 0
 
 
+async def test_a_schema_that_cannot_be_followed_is_named_so(stack: RunningStack, tmp_path: Path) -> None:
+    """And one that can is: by `generate`, and by every turn of a conversation."""
+    schema = tmp_path / "schema.json"
+    arguments = ("--json-schema", str(schema), "--address", stack.address)
+    schema.write_text('{"not": {}}')
+    code, output, notes = await outrider("generate", "Once", *arguments)
+    assert (code, output) == (64, "")
+    assert notes.startswith("""outrider: --json-schema is '{"not": {}}', but must be one that can be enforced: """)
+    schema.write_text('{"enum": ["fox", "sea"]}')
+    code, output, _ = await outrider("generate", "Once", *arguments)
+    assert (code, output in {'"fox"\n', '"sea"\n'}) == (0, True)
+    code, output, _ = await outrider("chat", "--choice", "fox", "--address", stack.address, stdin=b"Once\nAgain\n")
+    assert (code, output) == (0, "fox\nfox\n")
+
+
+async def test_what_a_shape_forces_is_guessed_by_the_grammar(stack: RunningStack) -> None:
+    """Each such token says so, and so do the figures."""
+    # Longer than the target ever goes on unasked, and with a number of guesses that no policy chooses.
+    tale = " ".join(["Once upon a time there was a fox, and the fox had a daughter."] * 12)
+    guesses = ("--drafter", "lookup", "--draft-count", "8", "--show-rejected", "--max-tokens", "600")
+    code, output, _ = await outrider(
+        "generate", "Once", "--choice", tale, *guesses, "--address", stack.address, "--json"
+    )
+    [sample] = json.loads(output)["samples"]
+    forced = [token for each in sample["rounds"] for token in each["tokens"] if token.get("drafter") == "grammar"]
+    assert (code, sample["text"], bool(forced)) == (0, tale, True)
+    [figures] = [each for each in sample["speculation"]["drafters"] if each["drafter"] == "grammar"]
+    assert figures == {"drafter": "grammar", "draft_tokens": len(forced), "accepted_tokens": len(forced)}
+
+
 async def test_a_measurement_names_it_too(stack: RunningStack) -> None:
     """By the options that it has, which are not all called as elsewhere."""
     for option, value, sentence in (
@@ -136,7 +175,7 @@ async def test_a_prompt_is_no_option(stack: RunningStack) -> None:
 async def test_every_field_is_one_and_has_an_option() -> None:
     """The table holds all that the protocol and the client call by a name, but the prompt, and nothing else."""
     called = set(GenerationOptions.__optional_keys__) - CALL_OPTIONS - {"speculation"}
-    fields = paths() | called | SPECULATION | {"address"}
+    fields = paths() | called | SPECULATION | {"address", "constraint.choices"}
     assert set(OPTIONS) == {field for field in fields if not field.startswith(NO_OPTIONS)}
 
 

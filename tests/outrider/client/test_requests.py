@@ -8,9 +8,10 @@ from google.protobuf.message import Message
 
 from outrider.beams import BeamSearch
 from outrider.client import GenerationOptions, InvalidRequest, PromptTooLong, Rule, Speculation
-from outrider.client.requests import chat_request, generate_request
+from outrider.client.requests import CONSTRAINTS, chat_request, generate_request
 from outrider.rpc.channels import MAX_MESSAGE_BYTES
 from outrider.token_tree import TreeShape
+from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
 
 EVERYTHING = GenerationOptions(
@@ -44,10 +45,14 @@ EVERYTHING = GenerationOptions(
         typical_delta=math.nan,
         return_rounds=True,
     ),
+    regex="[a-z]+",
     prediction="so",
     timeout_s=5,
     metadata={"traceparent": "00-1-1-01"},
 )
+
+# Of the one shape of an answer, and what only REST has words for.
+OTHER_SHAPES = {"json_schema", "choices", "lark", "gbnf", "structural_tag", "whitespace", "is_lenient"}
 
 
 def unset(message: Message) -> set[str]:
@@ -59,18 +64,53 @@ def unset(message: Message) -> set[str]:
 
 def test_every_field_has_an_option() -> None:
     """Whatever the protocol lets a client say can be said; even what the gateway will refuse."""
-    assert GenerationOptions.__optional_keys__ == EVERYTHING.keys()
+    assert GenerationOptions.__optional_keys__ == EVERYTHING.keys() | CONSTRAINTS
     message = generate_request("Hello", EVERYTHING)
-    assert unset(message) == {"token_ids", "drafters", "prediction_token_ids"}
+    assert unset(message) == {"token_ids", "drafters", "prediction_token_ids", *OTHER_SHAPES}
     assert (message.text, list(message.stop), message.sampling.logit_bias) == ("Hello", ["x", "y z"], {5: -1.5})
     assert message.speculation.rule == types_pb2.ACCEPTANCE_RULE_LENIENT
     assert math.isnan(message.speculation.acceptance.typical_delta)
     by_ids = generate_request([3, 4], EVERYTHING)
     assert list(by_ids.token_ids.token_ids) == [3, 4]
-    assert unset(by_ids) == {"text", "drafters", "prediction_token_ids"}
+    assert unset(by_ids) == {"text", "drafters", "prediction_token_ids", *OTHER_SHAPES}
     merged = generate_request("a", {"prediction": [7], "speculation": Speculation(drafter=["lookup", "model"])})
     assert list(merged.speculation.drafters) == ["lookup", "model"]
     assert list(merged.prediction_token_ids.token_ids) == [7]
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"json_schema": '{"type":  "object"}'}, pb.Constraint(json_schema='{"type":  "object"}')),
+        ({"json_schema": {"const": None}}, pb.Constraint(json_schema='{"const": null}')),
+        ({"regex": "[a-z]+"}, pb.Constraint(regex="[a-z]+")),
+        ({"choices": ["fox", "sea"]}, pb.Constraint(choices=pb.Choices(texts=["fox", "sea"]))),
+        ({"choices": "fox"}, pb.Constraint(choices=pb.Choices(texts=["fox"]))),
+        ({"choices": []}, pb.Constraint(choices=pb.Choices())),
+        ({"lark": 'start: "a"'}, pb.Constraint(lark='start: "a"')),
+        ({"gbnf": 'root ::= "a"'}, pb.Constraint(gbnf='root ::= "a"')),
+    ],
+)
+def test_a_shape_is_one_of_five(options: GenerationOptions, wanted: pb.Constraint) -> None:
+    """A schema goes out as the text that it is, or as JSON; what is no shape is the gateway's to refuse."""
+    assert generate_request("Hello", options).constraint == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"regex": "a", "choices": ["b"]}, "choices is ['b'], but must be absent beside regex"),
+        ({"json_schema": {"const": {1}}}, "json_schema is {'const': {1}}, but must be what JSON can carry: "),
+        ({"json_schema": 5}, "json_schema is 5, but must be text"),
+        ({"choices": ["a", 5]}, "choices.texts is ['a', 5], but must be a list, each text"),
+        ({"regex": b"a\xff"}, "regex is b'a\\xff', but must be text"),
+    ],
+)
+def test_what_is_no_shape_is_refused(options: Any, sentence: str) -> None:
+    """By its name, before anything is sent."""
+    with pytest.raises(InvalidRequest) as refused:
+        generate_request("Hello", options)
+    assert refused.value.message[: len(sentence)] == sentence
 
 
 def test_defaults_belong_to_the_gateway() -> None:
@@ -155,7 +195,7 @@ def test_a_conversation_is_a_list(messages: Any) -> None:
         chat_request(messages, {})
 
 
-@pytest.mark.parametrize("turn", ["Hi", {"role": "user"}, {"role": "user", "content": "Hi", "name": "me"}])
+@pytest.mark.parametrize("turn", ["Hi", {"role": "user"}, {"role": "user", "content": "Hi", "mood": "good"}])
 def test_a_turn_is_a_role_and_a_content(turn: Any) -> None:
     """Nothing is ignored in silence."""
     with pytest.raises(InvalidRequest, match=r"^messages\.1 is "):

@@ -1,0 +1,96 @@
+"""What the answer to a conversation may call, and how it is read: the same for every surface."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from gateway.generation.request import GenerationRequest
+from gateway.text.chat_template import ChatTemplate, RenderedPrompt
+from gateway.text.tokenizer import Tokenizer
+from gateway.tools.call_grammar import CallRules, OfferedTool, call_constraint
+from outrider.errors import InvalidRequest, Unsupported
+
+MAX_TOOLS = 128
+TOOL_NAME = r"^[a-zA-Z_][a-zA-Z0-9_.:/-]{0,127}$"
+# Of the parameters of a tool.
+MAX_SCHEMA_BYTES = 1 << 18
+MAX_TEMPLATE_VARIABLES, MAX_VARIABLE_LEN = 16, 256
+
+
+def offered(tools: Iterable[tuple[str, OfferedTool]]) -> dict[str, OfferedTool]:
+    """Tools by their names, each with the field that it is in; raises InvalidRequest about names and schemas."""
+    found: dict[str, OfferedTool] = {}
+    for field, tool in tools:
+        if tool.name in found:
+            raise InvalidRequest(f"{field}.name", tool.name, "unlike those of the tools before it")
+        _check_parameters(f"{field}.parameters", tool.parameters)
+        found[tool.name] = tool
+    return found
+
+
+def tool_named(field: str, name: str, tools: Mapping[str, OfferedTool]) -> OfferedTool:
+    """The tool of that name; raises InvalidRequest where there is none."""
+    if name not in tools:
+        raise InvalidRequest(field, name, f"one of {', '.join(tools)}")
+    return tools[name]
+
+
+def _check_parameters(field: str, parameters: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest about what describes no object, or is too much to look at."""
+    kind, properties = parameters.get("type", "object"), parameters.get("properties", {})
+    if kind != "object":
+        raise InvalidRequest(f"{field}.type", kind, "'object'")
+    if not isinstance(properties, dict):
+        raise InvalidRequest(f"{field}.properties", properties, "an object")
+    size = len(json.dumps(parameters).encode())
+    if size > MAX_SCHEMA_BYTES:
+        raise InvalidRequest.too_many(field, size, MAX_SCHEMA_BYTES, "bytes")
+
+
+def check_variables(field: str, variables: Mapping[str, Any], template: ChatTemplate) -> None:
+    """Raises InvalidRequest about what the template does not take from outside."""
+    for name, value in variables.items():
+        if name not in template.variables:
+            known = f"absent; the template takes {', '.join(sorted(template.variables)) or 'none'}"
+            raise InvalidRequest(f"{field}.{name}", value, known)
+
+
+def shows_tools(template: ChatTemplate, rules: CallRules) -> bool:
+    """Whether tools go to the template: a model without a place for them can still be made to call one."""
+    return template.renders_tools or not (rules.tools and rules.needs_call)
+
+
+def asked(
+    request: GenerationRequest, prompt: RenderedPrompt, rules: CallRules, template: ChatTemplate, tokenizer: Tokenizer
+) -> GenerationRequest:
+    """A request with a rendered prompt, and what the answer to it may call.
+
+    Raises Unsupported where nobody looks for calls, and InvalidRequest about a tool that the model's syntax cannot
+    call.
+    """
+    if rules.needs_call and template.tool_format is None:
+        raise Unsupported("tool_choice is not served: the gateway runs with --tool-format off", field="tool_choice")
+    reading = template.reading(prompt.text, {tool.name: tool.parameters for tool in rules.tools})
+    request = replace(request, text=prompt.text, add_special_tokens=prompt.add_special_tokens, reading=reading)
+    constraint = None if reading is None else call_constraint(reading, rules, tokenizer.added_tokens)
+    if constraint is None:
+        return request
+    if request.constraint is not None:
+        beside = "absent where calls have a grammar of their own: tool_choice required or named, or strict tools"
+        raise InvalidRequest(request.constraint.field, "present", beside)
+    return replace(request, constraint=constraint)
+
+
+def arguments_object(field: str, text: str) -> dict[str, Any]:
+    """The arguments of a call that was made before; raises InvalidRequest about what is no object.
+
+    Clients also send no text at all where there are none.
+    """
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise InvalidRequest(field, text, "a JSON object as text")
+    return found

@@ -1,0 +1,152 @@
+"""What a conversation asks the gateway for: its prompt by the model's template, and how its answer is to be read.
+
+Every dialect that speaks of messages and tools comes here with a body of the OpenAI protocol.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gateway.generation.conversation import (
+    arguments_object,
+    asked,
+    check_variables,
+    offered,
+    shows_tools,
+    tool_named,
+)
+from gateway.generation.frontend import Frontend
+from gateway.generation.request import GenerationRequest
+from gateway.rest.errors import MissingParameter
+from gateway.rest.generate import check_prompt_len, generation_request
+from gateway.rest.schemas import AllowedToolsChoice, ChatRequest, Message, NamedTool, TextPart, Tool, ToolCall
+from gateway.text.chat_template import ChatTemplate
+from gateway.tools.call_grammar import CallRules, OfferedTool
+from outrider.errors import InvalidRequest
+
+# Clients echo these, with whatever somebody else's answer had.
+ECHOED: Mapping[type, frozenset[str]] = {
+    Message: frozenset(
+        ("refusal", "annotations", "provider_specific_fields", "cache_control", "thinking_blocks", "reasoning_details")
+    ),
+    TextPart: frozenset(("annotations", "cache_control")),
+    ToolCall: frozenset(("index", "provider_specific_fields", "cache_control")),
+    Tool: frozenset(("cache_control",)),
+}
+THINKING = "enable_thinking"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a body asks for, and what of it was not looked at, for the header x-outrider-ignored."""
+
+    request: GenerationRequest
+    ignored: tuple[str, ...] = ()
+
+
+async def conversation(body: ChatRequest, frontend: Frontend, max_prompt_chars: int) -> Conversation:
+    """Checks and renders a conversation. Raises UnknownModel, MissingParameter, InvalidRequest and Unsupported."""
+    shared, template = generation_request(body, frontend.names), frontend.chat_template
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs", body.top_logprobs, "absent unless logprobs is true")
+    newer, older = body.max_completion_tokens, body.max_tokens
+    if newer is not None and older is not None and newer != older:
+        raise InvalidRequest("max_tokens", older, f"absent, or equal to max_completion_tokens, which is {newer}")
+    rules = _call_rules(body)
+    variables, ignored = _variables(body, template)
+    shown = body.tools or () if shows_tools(template, rules) else ()
+    tools = [tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in shown]
+    rendered = await template.prompt(template_messages(body.messages), tools or None, **variables)
+    check_prompt_len("messages", rendered.text, max_prompt_chars)
+    request = replace(
+        asked(shared, rendered, rules, template, frontend.backend.tokenizer),
+        max_tokens=older if newer is None else newer,
+        logprob_count=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    return Conversation(request, tuple(dict.fromkeys((*ignored, *_ignored(body, template)))))
+
+
+def _call_rules(body: ChatRequest) -> CallRules:
+    """Which tools may be called, and whether one must; raises InvalidRequest."""
+    choice, tools = body.tool_choice, body.tools or []
+    if choice is not None and not tools:
+        shown = choice if isinstance(choice, str) else choice.model_dump()
+        raise InvalidRequest("tool_choice", shown, "absent without tools")
+    found = offered(
+        (f"tools.{number}.function", OfferedTool(each.name, each.parameters or {}, bool(each.strict)))
+        for number, each in enumerate(tool.function for tool in tools)
+    )
+    max_calls = 1 if body.parallel_tool_calls is False else None
+    match choice:
+        case "none":
+            return CallRules()
+        case NamedTool():
+            named = tool_named("tool_choice.function.name", choice.function.name, found)
+            return CallRules((named,), needs_call=True, max_calls=1)
+        case AllowedToolsChoice(allowed_tools=allowed):
+            field = "tool_choice.allowed_tools.tools.{}.function.name"
+            names = enumerate(tool.function.name for tool in allowed.tools)
+            some = {name: tool_named(field.format(number), name, found) for number, name in names}
+            return CallRules(tuple(some.values()), allowed.mode == "required", max_calls)
+    return CallRules(tuple(found.values()), choice == "required", max_calls)
+
+
+def _variables(body: ChatRequest, template: ChatTemplate) -> tuple[dict[str, Any], list[str]]:
+    """What the template is given beside the conversation, and fields that it has no place for."""
+    variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    check_variables("chat_template_kwargs", variables, template)
+    effort = body.reasoning_effort
+    if effort is None:
+        return variables, []
+    if "reasoning_effort" in template.variables:
+        return {"reasoning_effort": effort, **variables}, []
+    if THINKING in template.variables:
+        return {THINKING: effort != "none", **variables}, []
+    return variables, ["reasoning_effort"]
+
+
+def _ignored(body: ChatRequest, template: ChatTemplate) -> Iterator[str]:
+    """What of a body was not looked at, by the names of the fields."""
+    for message in body.messages:
+        yield from _echoed("messages.", message)
+        if not template.shows_reasoning and (message.reasoning_content or message.reasoning):
+            yield "messages.reasoning_content"
+        for call in message.tool_calls or ():
+            yield from _echoed("messages.tool_calls.", call)
+        if isinstance(message.content, list):
+            for part in message.content:
+                yield from _echoed("messages.content.", part)
+    for tool in body.tools or ():
+        yield from _echoed("tools.", tool)
+
+
+def _echoed(prefix: str, part: Message | TextPart | ToolCall | Tool) -> Iterator[str]:
+    for name in sorted(part.model_fields_set & ECHOED[type(part)]):
+        if getattr(part, name) is not None:
+            yield prefix + name
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """A conversation as templates take it; raises MissingParameter and InvalidRequest about the message at fault."""
+    return [_template_message(number, message) for number, message in enumerate(messages)]
+
+
+def _template_message(number: int, message: Message) -> dict[str, Any]:
+    """A message as templates take it: its text in one piece, arguments of calls as objects, and no absent field.
+
+    Raises MissingParameter about one without content and calls.
+    """
+    if message.content is None and not message.tool_calls:
+        raise MissingParameter(f"messages.{number}.content")
+    plain = message.model_dump(exclude_none=True, exclude={"tool_calls", *ECHOED[Message]})
+    if isinstance(message.content, list):
+        plain["content"] = "".join(part.text for part in message.content)
+    for call_number, call in enumerate(message.tool_calls or ()):
+        field = f"messages.{number}.tool_calls.{call_number}.function.arguments"
+        given = call.function.arguments
+        function = {
+            "name": call.function.name,
+            "arguments": given if isinstance(given, dict) else arguments_object(field, given),
+        }
+        plain.setdefault("tool_calls", []).append({"id": call.id, "type": call.type, "function": function})
+    return plain

@@ -1,0 +1,368 @@
+"""The body of POST /v1/responses, as OpenAI's newer clients send it, and its translation. Nothing is stored."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Discriminator, Field, Tag
+
+from gateway.rest.dialects.translation import (
+    ChatMessages,
+    DialectFields,
+    Ignored,
+    Translation,
+    Values,
+    by_type,
+    ignored_in,
+    shared_values,
+    text_or_list,
+    tools_of,
+    type_of,
+)
+from gateway.rest.schemas import MAX_CALLS, MAX_MESSAGES, Count, Unserved
+from outrider.errors import InvalidRequest
+from outrider.parameters import Parameters
+
+
+def _refuse_true(value: bool) -> bool:
+    if value:
+        raise ValueError("false")
+    return value
+
+
+# A literal would take 0 for it.
+OnlyFalse = Annotated[bool, AfterValidator(_refuse_true), Field(json_schema_extra={"const": False})]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class InputText(Parameters):
+    """Text that the model reads."""
+
+    type: Literal["input_text"]
+    text: str
+    prompt_cache_breakpoint: Ignored = None
+
+
+class OutputText(Parameters):
+    """Text of an earlier answer."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: Ignored = None
+    logprobs: Ignored = None
+    parsed: Ignored = None
+
+
+class ReasoningText(Parameters):
+    """What the model thought."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class SummaryText(Parameters):
+    """What the model thought, in short."""
+
+    type: Literal["summary_text"]
+    text: str
+
+
+MessagePart = Annotated[
+    Annotated[InputText, Tag("<input_text>")] | Annotated[OutputText, Tag("<output_text>")],
+    by_type("a part", ["input_text", "output_text"]),
+]
+TextOrParts = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[MessagePart], Field(fail_fast=True), Tag("<list>")],
+    text_or_list("a string or a list of parts"),
+]
+
+
+class MessageItem(Parameters):
+    """One turn."""
+
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: TextOrParts
+    id: Ignored = None
+    status: Ignored = None
+    phase: Ignored = None
+
+
+class FunctionCallItem(Parameters):
+    """A call of an earlier turn; `arguments` is a JSON object as text."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    parsed_arguments: Ignored = None
+    id: Ignored = None
+    status: Ignored = None
+    namespace: Ignored = None
+    caller: Ignored = None
+
+
+class FunctionCallOutputItem(Parameters):
+    """What a call of an earlier turn gave; only text is served."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: TextOrParts
+    id: Ignored = None
+    status: Ignored = None
+    name: Ignored = None
+    namespace: Ignored = None
+    caller: Ignored = None
+
+
+class ReasoningItem(Parameters):
+    """What the model thought in an earlier turn: its content, else its summary."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[SummaryText], Field(fail_fast=True)] | None = None
+    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
+    encrypted_content: Ignored = None
+    id: Ignored = None
+    status: Ignored = None
+
+
+ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+Item = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[FunctionCallItem, Tag("<function_call>")]
+    | Annotated[FunctionCallOutputItem, Tag("<function_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")],
+    by_type("an item", ITEM_TYPES, default="message"),
+]
+Input = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("<list>")],
+    text_or_list("a string or a list of items"),
+]
+
+
+class FunctionTool(Parameters):
+    """A function that the client runs."""
+
+    type: Literal["function"]
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    allowed_callers: Ignored = None
+    defer_loading: Ignored = None
+    output_schema: Ignored = None
+
+
+def _tool_kind(value: object) -> str | None:
+    kind = type_of(value)
+    if not isinstance(kind, str):
+        return None
+    return "<function>" if kind == "function" else "<other>"
+
+
+ResponsesTool = Annotated[
+    Annotated[FunctionTool, Tag("<function>")] | Annotated[dict[str, Any], Tag("<other>")],
+    Discriminator(_tool_kind, custom_error_type="tool_kind", custom_error_message="Input should be a tool with a type"),
+]
+
+
+class NamedFunction(Parameters):
+    """One function."""
+
+    type: Literal["function"]
+    name: str
+
+
+class AllowedFunctions(Parameters):
+    """Some functions, of which one has to be called or may be."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_CALLS, fail_fast=True)]
+
+
+def _choice_kind(value: object) -> str | None:
+    if isinstance(value, str):
+        return "<word>"
+    kind = type_of(value)
+    return f"<{kind}>" if kind in ("function", "allowed_tools") else None
+
+
+FunctionChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")]
+    | Annotated[NamedFunction, Tag("<function>")]
+    | Annotated[AllowedFunctions, Tag("<allowed_tools>")],
+    Discriminator(
+        _choice_kind,
+        custom_error_type="choice_kind",
+        custom_error_message="Input should be none, auto, required, or an object of type function or allowed_tools",
+    ),
+]
+
+
+class PlainFormat(Parameters):
+    """Any text, or any JSON object."""
+
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(Parameters):
+    """A schema that the answer has to follow."""
+
+    type: Literal["json_schema"]
+    name: str
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    description: str | None = None
+    strict: bool | None = None
+
+
+TextFormat = Annotated[
+    Annotated[PlainFormat, Tag("<text>")]
+    | Annotated[PlainFormat, Tag("<json_object>")]
+    | Annotated[SchemaFormat, Tag("<json_schema>")],
+    by_type("a format", ["text", "json_object", "json_schema"]),
+]
+
+
+class TextConfig(Parameters):
+    """What the answer looks like."""
+
+    format: TextFormat | None = None
+    verbosity: Ignored = None
+
+
+class Reasoning(Parameters):
+    """How hard the model thinks, where its template asks for that."""
+
+    effort: Effort | None = None
+    summary: Ignored = None
+    generate_summary: Ignored = None
+    context: Ignored = None
+    mode: Ignored = None
+
+
+class ResponsesStreamOptions(Parameters):
+    """What a stream tells beside its text."""
+
+    include_obfuscation: bool | None = None
+
+
+class ResponsesRequest(DialectFields):
+    """A conversation as items, and how to go on. Fields without effect are named in the header x-outrider-ignored."""
+
+    model: str | None = None
+    input: Input
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
+    tool_choice: FunctionChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    include: Annotated[
+        list[Literal["reasoning.encrypted_content"]] | None,
+        Field(max_length=8, description="Accepted: what the model thinks is told as it is, and never encrypted."),
+    ] = None
+    store: Annotated[OnlyFalse | None, Field(description="Nothing is stored; absent is false.")] = None
+    truncation: Literal["disabled"] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    client_metadata: Ignored = None
+    context_management: Ignored = None
+    max_tool_calls: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_options: Ignored = None
+    prompt_cache_retention: Ignored = None
+    safety_identifier: Ignored = None
+    service_tier: Ignored = None
+    user: Ignored = None
+    background: OnlyFalse | None = None
+    conversation: Unserved = None
+    moderation: Unserved = None
+    previous_response_id: Unserved = None
+    prompt: Unserved = None
+    top_logprobs: Unserved = None
+
+
+def translated(body: ResponsesRequest) -> Translation:
+    """The body as one of chat. Raises InvalidRequest about what is nowhere in it.
+
+    A call joins the assistant's turn before it. Parts of text are put together as they are.
+    """
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options", "given", "absent unless stream is true")
+    conversation = ChatMessages()
+    if body.instructions is not None:
+        conversation.rule(body.instructions, "instructions")
+    if isinstance(body.input, str):
+        conversation.ask(body.input, "input")
+    else:
+        for number, item in enumerate(body.input):
+            _take(item, f"input.{number}", conversation)
+    tools, names, skipped = tools_of(enumerate(body.tools or ()), _function, "parameters")
+    chat = {**shared_values(body), "messages": conversation.finished}
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        chat["reasoning_effort"] = body.reasoning.effort
+    if tools:
+        chat["tools"] = tools
+        chat |= {} if body.parallel_tool_calls is None else {"parallel_tool_calls": body.parallel_tool_calls}
+    if body.tool_choice is not None and (tools or body.tool_choice not in ("auto", "none")):
+        chat["tool_choice"] = _tool_choice(body.tool_choice)
+    if body.max_output_tokens is not None:
+        chat["max_tokens"] = body.max_output_tokens
+    if body.text is not None and body.text.format is not None:
+        chat["response_format"] = _response_format(body.text.format)
+    names |= {"messages": "input", "max_tokens": "max_output_tokens", **conversation.names}
+    names |= {"response_format": "text.format", "response_format.json_schema": "text.format"}
+    names |= {"reasoning_effort": "reasoning.effort", "messages.reasoning_content": "input.content"}
+    ignored = dict.fromkeys([*ignored_in(body), *skipped])
+    return Translation(chat, names, tuple(ignored))
+
+
+def _take(
+    item: MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem,
+    origin: str,
+    conversation: ChatMessages,
+) -> None:
+    match item:
+        case MessageItem(role="assistant"):
+            conversation.say(_joined(item.content), origin)
+        case MessageItem(role="system" | "developer"):
+            conversation.rule(_joined(item.content), origin)
+        case MessageItem():
+            conversation.ask(_joined(item.content), origin)
+        case FunctionCallItem():
+            conversation.call(item.call_id, item.name, item.arguments, origin)
+        case FunctionCallOutputItem():
+            conversation.answer(item.call_id, _joined(item.output), origin)
+        case ReasoningItem():
+            thought = "".join(part.text for part in item.content or ()) or "\n".join(
+                part.text for part in item.summary or ()
+            )
+            if thought:
+                conversation.think(thought, origin)
+
+
+def _joined(content: str | Sequence[InputText | OutputText]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _function(tool: FunctionTool) -> Values:
+    return tool.model_dump(include={"name", "description", "parameters", "strict"}, exclude_none=True)
+
+
+def _tool_choice(choice: str | NamedFunction | AllowedFunctions) -> str | Values:
+    """The same in chat's words, which have a level more."""
+    match choice:
+        case NamedFunction(name=name):
+            return {"type": "function", "function": {"name": name}}
+        case AllowedFunctions(mode=mode, tools=tools):
+            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*map(_tool_choice, tools)]}}
+    return choice
+
+
+def _response_format(shape: PlainFormat | SchemaFormat) -> Values:
+    if isinstance(shape, PlainFormat):
+        return {"type": shape.type}
+    schema = shape.model_dump(include={"name", "description", "strict"}, exclude_none=True)
+    return {"type": "json_schema", "json_schema": {**schema, "schema": shape.json_schema}}

@@ -1,0 +1,242 @@
+"""From the body of a dialect to that of /v1/chat/completions, which is the one inner form of a conversation.
+
+A translation knows where each of its parts comes from, so that an error about one is told in the dialect's own names.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, TypeAlias
+from urllib.parse import quote
+
+from pydantic import BaseModel, Discriminator, Field, ValidationError
+
+from gateway.generation.frontend import Frontend
+from gateway.rest.conversation import THINKING, Conversation, conversation
+from gateway.rest.generate import CHAT_NAMES, in_names_of, renamed
+from gateway.rest.middleware import RestSettings
+from gateway.rest.schemas import NO_EFFECT, ChatRequest, Seed, SpeculationFields
+from gateway.rest.validation import error_about
+from outrider.errors import OutriderError
+from outrider.parameters import Finite, Parameters
+
+Values: TypeAlias = dict[str, Any]
+# Accepted, named in a header where it is given, and without effect.
+Ignored = Annotated[Any, Field(description=NO_EFFECT)]
+MAX_TYPE_LEN = 64
+
+
+class DialectFields(Parameters):
+    """How to generate, as all dialects say it; `seed`, `cache_salt` and `speculation` are ours."""
+
+    stream: bool | None = None
+    temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
+    seed: Seed | None = None
+    cache_salt: str | None = None
+    speculation: SpeculationFields | None = None
+
+
+# Those that chat calls the same.
+SHARED = {"model", "temperature", "top_p", "seed", "cache_salt", "speculation"}
+
+
+def type_of(value: object) -> object:
+    """The field `type` of an object or of a model that was made of one."""
+    return value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+
+
+def by_type(noun: str, types: Sequence[str], default: str | None = None) -> Discriminator:
+    """Tells the models of a union by their field `type`; the tag of each is its type in angle brackets."""
+
+    def tag(value: object) -> str | None:
+        found = type_of(value)
+        kind = default if found is None else found
+        return f"<{kind}>" if isinstance(kind, str) and kind in types else None
+
+    message = f"Input should be {noun} of type {', '.join(types)}; no other is served"
+    return Discriminator(tag, custom_error_type="union_kind", custom_error_message=message)
+
+
+def text_or_list(kinds: str) -> Discriminator:
+    """Tells a string, with the tag <text>, from a list, with the tag <list>."""
+
+    def tag(value: object) -> str | None:
+        if isinstance(value, str):
+            return "<text>"
+        return "<list>" if isinstance(value, list) else None
+
+    return Discriminator(tag, custom_error_type="content_kind", custom_error_message=f"Input should be {kinds}")
+
+
+@dataclass(slots=True)
+class ChatMessage:
+    """A message of chat in pieces; joined one by one, thousands would take seconds."""
+
+    role: str
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[Values] = field(default_factory=list)
+    tool_call_id: str | None = None
+
+    @property
+    def finished(self) -> Values:
+        """The message; one in which the assistant only thought says nothing."""
+        message: Values = {"role": self.role}
+        if self.thoughts:
+            message["reasoning_content"] = "".join(self.thoughts)
+        if self.texts or not self.calls:
+            message["content"] = ("\n\n" if self.role == "system" else "\n").join(self.texts)
+        if self.calls:
+            message["tool_calls"] = self.calls
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
+
+
+@dataclass(slots=True)
+class ChatMessages:
+    """The messages of chat, put together piece by piece such that strict templates take them: one system message, the
+    first, and user and assistant in turn. `names` has the place in the body that each comes from.
+    """
+
+    messages: list[ChatMessage] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+    has_answers: bool = False
+
+    @property
+    def finished(self) -> list[Values]:
+        """All messages."""
+        return [message.finished for message in self.messages]
+
+    def rule(self, text: str, origin: str) -> None:
+        """What a system prompt says. All of it before the assistant's first turn is one message, the first; later it is
+        the user's text, because few templates have a place for it there.
+        """
+        if self.has_answers:
+            self.ask(text, origin)
+            return
+        if not self.messages or self.messages[0].role != "system":
+            later = {f"messages.{n + 1}": self.names[f"messages.{n}"] for n in range(len(self.messages))}
+            self.names = {"messages.0": origin, **later}
+            self.messages.insert(0, ChatMessage("system"))
+        self.messages[0].texts.append(text)
+
+    def ask(self, text: str, origin: str) -> None:
+        """What the user said."""
+        if not self.messages or self.messages[-1].role != "user":
+            self._begin("user", origin)
+        self.messages[-1].texts.append(text)
+
+    def answer(self, call_id: str, text: str, origin: str) -> None:
+        """What a call gave."""
+        message = self._begin("tool", origin)
+        message.texts, message.tool_call_id = [text], call_id
+
+    def think(self, text: str, origin: str) -> None:
+        """What the assistant thought, before it says or calls anything."""
+        turn = self._assistant(origin)
+        if turn.texts or turn.calls:
+            turn = self._begin("assistant", origin)
+        turn.thoughts.append(text)
+
+    def say(self, text: str, origin: str) -> None:
+        """What the assistant said, before it calls anything."""
+        turn = self._assistant(origin)
+        if turn.calls:
+            turn = self._begin("assistant", origin)
+        turn.texts.append(text)
+
+    def call(self, call_id: str, name: str, arguments: str, origin: str) -> None:
+        """What the assistant called."""
+        turn = self._assistant(origin)
+        place = f"messages.{len(self.messages) - 1}.tool_calls.{len(turn.calls)}"
+        self.names |= {place: origin, f"{place}.function": origin}
+        function = {"name": name, "arguments": arguments}
+        turn.calls.append({"id": call_id, "type": "function", "function": function})
+
+    def _assistant(self, origin: str) -> ChatMessage:
+        """The assistant's turn that goes on, else a new one."""
+        if self.messages and self.messages[-1].role == "assistant":
+            return self.messages[-1]
+        return self._begin("assistant", origin)
+
+    def _begin(self, role: str, origin: str) -> ChatMessage:
+        self.names[f"messages.{len(self.messages)}"] = origin
+        self.messages.append(ChatMessage(role))
+        self.has_answers = self.has_answers or role == "assistant"
+        return self.messages[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """A body as one of chat; the places in the dialect's body by those in chat's; and what had no effect."""
+
+    chat: Values
+    names: Mapping[str, str]
+    ignored: Sequence[str]
+
+    @property
+    def gateway_names(self) -> dict[str, str]:
+        """The dialect's names of the gateway's own."""
+        inner = {name: self.names.get(chat, chat) for name, chat in CHAT_NAMES.items()}
+        return {**inner, **self.names}
+
+    async def asked(self, frontend: Frontend, settings: RestSettings) -> Conversation:
+        """What it asks the gateway for; max_tokens may be more than fits, and absent for all that does.
+
+        Raises what chat raises, in the dialect's names.
+        """
+        try:
+            try:
+                body = ChatRequest.model_validate(self.chat)
+            except ValidationError as error:
+                raise error_about(error.errors(), self.chat) from None
+            asked = await conversation(body, frontend, settings.max_prompt_chars)
+            ignored = (*self.ignored, *(renamed(self.names, name) for name in asked.ignored))
+            return Conversation(replace(asked.request, up_to_context=True), tuple(dict.fromkeys(ignored)))
+        except OutriderError as error:
+            raise in_names_of(self.names, error) from None
+
+
+def tools_of(
+    given: Iterable[tuple[int, BaseModel | Mapping[str, Any]]], function: Callable[[Any], Values], schema_name: str
+) -> tuple[list[Values], dict[str, str], list[str]]:
+    """The tools of chat, their names of places, and what was left out: those of a type that is none of ours, which
+    come as mappings.
+    """
+    tools: list[Values] = []
+    names: dict[str, str] = {}
+    skipped = []
+    for number, tool in given:
+        if isinstance(tool, Mapping):
+            skipped.append(f"tools.{number}={quote(str(tool['type'])[:MAX_TYPE_LEN], safe='')}")
+            continue
+        inner, outer = f"tools.{len(tools)}", f"tools.{number}"
+        names |= {inner: outer, f"{inner}.function": outer, f"{inner}.function.parameters": f"{outer}.{schema_name}"}
+        tools.append({"type": "function", "function": function(tool)})
+    return tools, names, skipped
+
+
+def ignored_in(model: BaseModel, path: str = "") -> Iterator[str]:
+    """Where a body has values that have no effect, without the numbers of entries; a place may come repeatedly."""
+    for name, info in type(model).model_fields.items():
+        value, place = getattr(model, name), f"{path}{info.alias or name}"
+        if value is None:
+            continue
+        if info.description == NO_EFFECT:
+            yield place
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, BaseModel):
+                yield from ignored_in(each, f"{place}.")
+
+
+def thinking_values(variables: frozenset[str], is_thinking: bool | None) -> tuple[Values, list[str]]:
+    """How chat switches thinking on or off, where the template has a switch; else the field without effect."""
+    if is_thinking is None:
+        return {}, []
+    return ({"chat_template_kwargs": {THINKING: is_thinking}}, []) if THINKING in variables else ({}, ["thinking"])
+
+
+def shared_values(body: BaseModel) -> Values:
+    """The fields that chat calls the same."""
+    return body.model_dump(include=SHARED, exclude_none=True)

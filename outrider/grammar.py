@@ -1,0 +1,315 @@
+"""What an answer has to look like: a constraint as a request states it, and which tokens may follow under it.
+
+A grammar is a pure function of the answer's tokens: nothing is ever rolled back, and no state goes its own way beside
+them. Deep copies of a matcher cost microseconds, so every prefix that is asked about again has one. What a matcher
+costs is bounded by counts of its own work, so that a grammar that was compiled once is compiled everywhere.
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, get_version, grammar_from
+
+from outrider.errors import InvalidRequest, OutriderError
+
+MAX_GRAMMAR_BYTES = 256 << 10
+MAX_REGEX_BYTES = 8 << 10
+MAX_CHOICES = 1024
+MAX_DEPTH = 64
+# A model that may write any amount of white space between two tokens of JSON often writes nothing else.
+WHITESPACE = r"[ \n\t]{1,16}"
+ENGINE = f"llguidance {get_version()}"
+# Of one grammar: what takes longer than some 4 ms a token, or 70 ms to begin, is refused. Counts and not times.
+LIMITS = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=50_000, step_max_items=20_000, verbose_errors=False)
+MAX_COMPILED, MAX_COMPILED_BYTES = 64, 8 << 20
+# Prefixes of a session that have a matcher: more than a proposal is deep.
+MAX_STATES = 96
+
+Bits = bytes
+"""Bit v % 8 of byte v // 8, the lowest first, says whether token v may follow; whole words of 32 bits."""
+
+
+class ConstraintKind(StrEnum):
+    """How a constraint is written."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"
+    LARK = "lark"
+    GBNF = "gbnf"
+    STRUCTURAL_TAG = "structural_tag"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an answer has to look like; of a choice the text is a JSON list of strings."""
+
+    kind: ConstraintKind
+    text: str
+    field: str = "constraint"
+    """Of the request, that errors are about."""
+    whitespace: str = ""
+    """Regular expression of what may stand between two tokens of JSON; by default WHITESPACE."""
+    whitespace_field: str = "constraint.whitespace"
+    is_lenient: bool = False
+    """Whether keywords of a schema that cannot be enforced are left out; else they are an error."""
+
+    def canonical(self) -> str:
+        """The one text that every service compiles. Raises InvalidRequest about what can be told without compiling."""
+        limit = MAX_REGEX_BYTES if self.kind is ConstraintKind.REGEX else MAX_GRAMMAR_BYTES
+        num_bytes = len(self.text.encode())
+        if num_bytes > limit:
+            raise InvalidRequest.too_many(self.field, num_bytes, limit, "bytes")
+        if not self.text:
+            raise InvalidRequest(self.field, self.text, "not empty")
+        try:
+            if self.kind is ConstraintKind.JSON_SCHEMA:
+                return self._of_schema(self._json())
+            if self.kind is ConstraintKind.CHOICE:
+                return grammar_from("choice", json.dumps(self._choices()))
+            if self.kind is ConstraintKind.STRUCTURAL_TAG:
+                return LLMatcher.grammar_from_lark(self._tags())
+            if self.kind is ConstraintKind.REGEX:
+                return LLMatcher.grammar_from_regex(self.text)
+            return grammar_from("gbnf" if self.kind is ConstraintKind.GBNF else "lark", self.text)
+        except ValueError as error:
+            raise InvalidRequest(self.field, self.text, f"a {self.kind} that can be read: {error}") from None
+
+    def _json(self) -> Any:  # noqa: ANN401 - whatever the text says
+        try:
+            value = json.loads(self.text)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(self.field, self.text, f"JSON: {error}") from None
+        if _depth(value) > MAX_DEPTH:
+            raise InvalidRequest(self.field, f"nested {_depth(value)} deep", f"nested at most {MAX_DEPTH} deep")
+        return value
+
+    def _of_schema(self, schema: object) -> str:
+        if schema is True:
+            schema = {}
+        if not isinstance(schema, dict):
+            raise InvalidRequest(self.field, schema, "a JSON schema, which is an object")
+        options: Any = {"lenient": self.is_lenient, "whitespace_pattern": self.whitespace or WHITESPACE}
+        # A schema may say what it wants in `x-guidance`, unless the request says it.
+        overrides: Any = {"whitespace_pattern": self.whitespace} if self.whitespace else {}
+        return LLMatcher.grammar_from_json_schema(schema, defaults=options, overrides=overrides)
+
+    def _choices(self) -> list[str]:
+        choices = self._json()
+        if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):
+            raise InvalidRequest(self.field, choices, "a list of strings, none of them empty")
+        if len(choices) > MAX_CHOICES:
+            raise InvalidRequest.too_many(self.field, len(choices), MAX_CHOICES, "strings")
+        return choices
+
+    def _tags(self) -> str:
+        """As vLLM and SGLang write structural tags: structures of begin, schema and end, and triggers."""
+        tags = self._json()
+        structures, triggers = (
+            (tags.get("structures"), tags.get("triggers")) if isinstance(tags, dict) else (None, None)
+        )
+        if not isinstance(structures, list) or not isinstance(triggers, list) or not structures or not triggers:
+            raise InvalidRequest(self.field, tags, "an object with structures and triggers, neither of them empty")
+        made = []
+        for number, each in enumerate(structures):
+            field = f"{self.field}.structures.{number}"
+            if not isinstance(each, dict) or not {"begin", "schema", "end"} >= each.keys() >= {"begin", "end"}:
+                raise InvalidRequest(field, each, "an object with begin, schema and end")
+            begin, end, schema = each["begin"], each["end"], each.get("schema", {})
+            trigger = next(
+                (one for one in triggers if isinstance(one, str) and one and str(begin).startswith(one)), None
+            )
+            if trigger is None or not isinstance(begin, str) or not isinstance(end, str):
+                raise InvalidRequest(f"{field}.begin", begin, "text that begins with one of the triggers")
+            if not isinstance(schema, dict):
+                raise InvalidRequest(f"{field}.schema", schema, "a JSON schema, which is an object")
+            made.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
+        return StructTag.to_grammar(made)
+
+
+def _depth(value: object) -> int:
+    """How deep lists and objects are nested."""
+    deepest, level = 0, [value]
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        deepest += 1
+        level = [child for each in level for child in (each.values() if isinstance(each, dict) else each)]
+    return deepest
+
+
+class GrammarRefused(OutriderError):
+    """The caller must change the grammar: it cannot be compiled, or allows no answer."""
+
+    status = "INVALID_ARGUMENT"
+    reason = "GRAMMAR_REFUSED"
+    exit_code = 64
+
+
+class Grammar:
+    """A compiled grammar as one session uses it. Belongs to one thread at a time."""
+
+    def __init__(self, text: str, pristine: LLMatcher, num_bytes: int) -> None:
+        self.text = text
+        self._num_bytes = num_bytes
+        self._token_ids: list[int] = []
+        # By length of prefix, the oldest first; the empty prefix always has one.
+        self._states: dict[int, LLMatcher] = {0: pristine}
+
+    def session(self) -> "Grammar":
+        """The same grammar for another session."""
+        return Grammar(self.text, self._states[0], self._num_bytes)
+
+    @property
+    def ignored_keywords(self) -> tuple[str, ...]:
+        """What of a lenient schema is not enforced: keywords by name, such as `format color` or `not`."""
+        found: set[str] = set()
+        for warning in self._states[0].get_grammar_warnings():
+            kind, _, rest = warning.partition(": ")
+            if kind == "Unimplemented keys":
+                found.update(json.loads(rest))
+            else:
+                found.add(f"format {rest}" if kind == "Unknown format" else kind.partition(" ")[0])
+        return tuple(sorted(found))
+
+    def fault(self, output: Sequence[int]) -> str | None:
+        """What is wrong with an output that should follow the grammar, None where nothing is."""
+        state = self._behind(output)
+        if state is None:
+            return f"its tokens follow the grammar only up to the one at {len(self._token_ids)}"
+        return state.get_error() if state.is_error() else None
+
+    def allowed(
+        self, output: Sequence[int], paths: Iterable[Sequence[int]], ends: Collection[int]
+    ) -> list[Bits | None]:
+        """What may follow an output and each path behind it; `ends` may where an answer may end.
+
+        Nothing may follow an output that cannot go on. None stands for a path that no answer takes: what follows it is
+        never asked for, because its own tokens may not follow what is before them.
+        """
+        root = self._behind(output)
+        if root is None or root.is_error():
+            return [bytes(self._num_bytes) for _ in paths]
+        states: dict[tuple[int, ...], LLMatcher | None] = {(): root}
+        found: list[Bits | None] = []
+        for path in paths:
+            state = _along(states, tuple(path), ends)
+            found.append(None if state is None else self._bits(state, ends))
+        return found
+
+    def forced(self, output: Sequence[int]) -> list[int]:
+        """The tokens that must follow an output, in the one spelling that is allowed; empty where there is a choice."""
+        state = self._behind(output)
+        if state is None or state.is_error() or state.is_stopped():
+            return []
+        return list(state.deep_copy().compute_ff_tokens())
+
+    def _behind(self, output: Sequence[int]) -> LLMatcher | None:
+        """The matcher behind an output, None where that leaves the grammar."""
+        known = self._token_ids
+        if len(output) < len(known) or known != list(output[: len(known)]):
+            length = next(
+                each for each in reversed(self._states) if each <= len(output) and known[:each] == list(output[:each])
+            )
+            self._states = {each: state for each, state in self._states.items() if each <= length}
+            del known[length:]
+        state = self._states[len(known)]
+        bulk = list(output[len(known) : -MAX_STATES])
+        if bulk:
+            state = state.deep_copy()
+            known += bulk[: state.try_consume_tokens(bulk)]
+            self._states[len(known)] = state
+        for token_id in output[len(known) :]:
+            state = state.deep_copy()
+            if state.try_consume_tokens([token_id]) != 1:
+                return None
+            known.append(token_id)
+            self._states[len(known)] = state
+        for length in list(self._states)[1:-MAX_STATES]:
+            del self._states[length]
+        return state
+
+    def _bits(self, state: LLMatcher, ends: Collection[int]) -> Bits:
+        bits = bytearray(state.compute_bitmask()[: self._num_bytes])
+        if state.is_error():
+            # The library's own answer would be an end of the text.
+            return bytes(self._num_bytes)
+        for token_id in ends:
+            place, bit = token_id // 8, 1 << token_id % 8
+            bits[place] = bits[place] | bit if state.is_accepting() else bits[place] & ~bit
+        return bytes(bits)
+
+
+def _along(
+    states: dict[tuple[int, ...], LLMatcher | None], path: tuple[int, ...], ends: Collection[int]
+) -> LLMatcher | None:
+    """The matcher behind a path, found or made; None behind an end and whatever else leaves the grammar."""
+    if path not in states:
+        above, token_id = _along(states, path[:-1], ends), path[-1]
+        state = None if above is None or token_id in ends else above.deep_copy()
+        states[path] = state if state is not None and state.try_consume_tokens([token_id]) == 1 else None
+    return states[path]
+
+
+def is_end_only(bits: Bits, ends: Collection[int]) -> bool:
+    """Whether nothing but an end may follow."""
+    rest = bytearray(bits)
+    for token_id in ends:
+        rest[token_id // 8] &= ~(1 << token_id % 8)
+    return not any(rest)
+
+
+class GrammarEngine:
+    """Compiles grammars for one vocabulary, and keeps those that were asked for last. Compiling may run anywhere."""
+
+    def __init__(self, tokenizer: str, vocabulary_size: int, end_ids: Collection[int]) -> None:
+        """Takes the text of a tokenizer.json, and the model's ends; raises ValueError about what cannot be read."""
+        self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocabulary_size, eos_token=sorted(end_ids) or None)
+        self._num_bytes = 4 * -(-vocabulary_size // 32)
+        self._compiled: OrderedDict[str, Grammar] = OrderedDict()
+
+    def known(self, text: str) -> Grammar | None:
+        """A grammar for a new session, where its text was compiled not long ago."""
+        found = self._compiled.get(text)
+        if found is None:
+            return None
+        self._compiled.move_to_end(text)
+        return found.session()
+
+    def compile(self, text: str) -> Grammar:
+        """Compiles a canonical text, up to what may come first. Raises GrammarRefused; keeps nothing."""
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
+        found = matcher
+        # What one mask has cost counts for the next, so the first of a session may be one too many.
+        for _ in range(2 if not matcher.is_error() else 0):
+            found = matcher.deep_copy()
+            is_empty = not any(found.compute_bitmask())
+            if found.is_error() or is_empty:
+                break
+        else:
+            if not matcher.is_error():
+                return Grammar(text, matcher, self._num_bytes)
+        raise GrammarRefused(_sentence(found.get_error()) or "the grammar allows no answer")
+
+    def keep(self, grammar: Grammar) -> None:
+        """Remembers a grammar for the next session, in the place of those that were not wanted for longest."""
+        self._compiled[grammar.text] = grammar.session()
+        while len(self._compiled) > MAX_COMPILED or sum(map(len, self._compiled)) > MAX_COMPILED_BYTES:
+            self._compiled.popitem(last=False)
+
+    def get(self, text: str) -> Grammar:
+        """The grammar of a canonical text for a new session; raises GrammarRefused."""
+        found = self.known(text)
+        if found is None:
+            found = self.compile(text)
+            self.keep(found)
+        return found
+
+
+def _sentence(message: str) -> str:
+    """The first line of what the library says, and what is wrong with a regular expression, which it says last."""
+    first, *others = message.strip().split("\n")
+    fault = next((line.removeprefix("error:") for line in others if line.startswith("error:")), "")
+    return (first + fault)[:300]

@@ -1,0 +1,182 @@
+"""What a call grammar lets a model say, the reader of the family reads back as calls that fit the tools' schemas."""
+
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from support.reciting import ADDED, marked_tokenizer
+from support.recorded_answers import result_of
+
+from gateway.tools.call_grammar import CallRules, OfferedTool, call_constraint
+from gateway.tools.formats import FORMATS
+from gateway.tools.reader import AnswerReader, Reading
+from outrider.errors import InvalidRequest
+
+CLOSED = {"type": "object", "additionalProperties": False}
+SHIP = {**CLOSED, "properties": {"big": {"type": "boolean"}}, "required": ["big"]}
+COUNT: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "n": {"type": "integer", "minimum": -9, "maximum": 99},
+        "of": {"type": "string", "maxLength": 6},
+        "kind": {"enum": ["brig", "sloop"]},
+        "ship": {"$ref": "#/$defs/ship"},
+        "why": {"anyOf": [{"type": "string", "maxLength": 4}, {"type": "null"}]},
+    },
+    "required": ["n", "ship"],
+    "additionalProperties": False,
+    "$defs": {"ship": SHIP},
+}
+NOTHING: Mapping[str, Any] = {**CLOSED, "properties": {}}
+OPTIONAL: Mapping[str, Any] = {
+    **CLOSED,
+    "properties": {"a": {"type": "boolean"}, "b": {"type": "null"}, "c": {"enum": [1, 2]}},
+}
+SCHEMAS = {"count": COUNT, "rest": NOTHING, "maybe": OPTIONAL}
+TOOLS = tuple(OfferedTool(name, schema, strict=True) for name, schema in SCHEMAS.items())
+SPECIAL = ("<|end|>", "[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|python_tag|>")
+MAX_TOKENS = 600
+# What brings an answer nearer to its end.
+ENDING = frozenset('"}]),0>')
+
+
+class Babbler:
+    """Says what a grammar lets it say, at random, in haste to come to an end."""
+
+    def __init__(self, special: tuple[str, ...]) -> None:
+        self.tokenizer = marked_tokenizer(special)
+        self.added = {name: self.tokenizer.token_to_id(name) for name in (*special, *ADDED)}
+        self.special = {name: self.tokenizer.token_to_id(name) for name in special}
+        self.end_id = self.special["<|end|>"]
+        self._ll = LLTokenizer(self.tokenizer.to_str(), eos_token=self.end_id)
+
+    def says(self, grammar: str, rng: random.Random) -> list[int] | None:
+        """Tokens without the last, or None if there is no end of them."""
+        matcher = LLMatcher(self._ll, LLMatcher.grammar_from_lark(grammar))
+        assert not matcher.is_error(), matcher.get_error()
+        found: list[int] = []
+        for _ in range(MAX_TOKENS):
+            bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+            allowed = [int(each) for each in np.flatnonzero(bits[: self.tokenizer.get_vocab_size()])]
+            assert allowed, matcher.get_error()
+            hasty = [each for each in allowed if each == self.end_id or self._ends(each)]
+            token_id = rng.choice(hasty if hasty and rng.random() < 0.5 else allowed)
+            if token_id == self.end_id:
+                return found
+            found.append(token_id)
+            assert matcher.consume_token(token_id)
+        return None
+
+    def takes(self, grammar: str, text: str) -> bool:
+        """Whether an answer may be that text, in which special tokens stand by name."""
+        matcher = LLMatcher(self._ll, LLMatcher.grammar_from_lark(grammar))
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    def _ends(self, token_id: int) -> bool:
+        return self.tokenizer.id_to_token(token_id) in ENDING or token_id in self.special.values()
+
+    def read(self, reader: AnswerReader, token_ids: list[int]) -> Any:
+        """What the reader makes of it."""
+        deltas = []
+        pending: list[int] = []
+        for token_id in token_ids:
+            if token_id in self.special.values():
+                deltas += reader.push(self.tokenizer.decode(pending))
+                deltas += reader.push(self.tokenizer.id_to_token(token_id), is_special=True)
+                pending = []
+            else:
+                pending.append(token_id)
+        return result_of([*deltas, *reader.push(self.tokenizer.decode(pending)), *reader.finish(is_cut=False)])
+
+
+@pytest.fixture(scope="module", params=[SPECIAL, SPECIAL[:1]], ids=["special markers", "markers as text"])
+def babbler(request: pytest.FixtureRequest) -> Babbler:
+    """Once with markers that are tokens, once with markers that are text."""
+    return Babbler(request.param)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("max_calls", [None, 1])
+def test_calls_that_must_come_are_read_back(babbler: Babbler, name: str, max_calls: int | None) -> None:
+    """At least one, no more than allowed, each with arguments that a second validator takes, and nothing else."""
+    reading = Reading(FORMATS[name], SCHEMAS)
+    constraint = call_constraint(reading, CallRules(TOOLS, needs_call=True, max_calls=max_calls), babbler.added)
+    assert constraint is not None
+    rng = random.Random(f"{name} {max_calls}")
+    counts, names = set(), set()
+    for _ in range(25):
+        said = babbler.says(constraint.text, rng)
+        if said is None:
+            continue
+        result = babbler.read(AnswerReader(reading, babbler.special), said)
+        assert not (result.content or "").strip(), babbler.tokenizer.decode(said, skip_special_tokens=False)
+        assert result.tool_calls
+        counts.add(len(result.tool_calls))
+        for call in result.tool_calls:
+            names.add(call.name)
+            jsonschema.validate(json.loads(call.arguments_raw), SCHEMAS[call.name])
+    assert names == set(SCHEMAS)
+    assert counts == {1} if max_calls else max(counts) > 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_free_answer_is_text_or_calls_that_fit(babbler: Babbler, name: str) -> None:
+    """And a marker in it is followed by a call."""
+    reading = Reading(FORMATS[name], SCHEMAS)
+    constraint = call_constraint(reading, CallRules(TOOLS, max_calls=1), babbler.added)
+    assert constraint is not None
+    assert babbler.takes(constraint.text, "Three ships.")
+    assert babbler.takes(constraint.text, "")
+    example = {
+        "hermes": '<tool_call>\n{"name": "rest", "arguments": {}}\n</tool_call>',
+        "qwen3-xml": "<tool_call>\n<function=rest>\n</function>\n</tool_call>",
+        "llama3-json": '{"name": "rest", "parameters": {}}',
+        "llama-pythonic": "[rest()]",
+        "mistral": "[TOOL_CALLS]rest[ARGS]{}",
+        "mistral-v3": '[TOOL_CALLS] [{"name": "rest", "arguments": {}}]',
+        "json": '{"name": "rest", "parameters": {}}',
+    }[name]
+    assert babbler.takes(constraint.text, example)
+    wrong = example.replace("rest", "dive")
+    assert not babbler.takes(constraint.text, wrong)
+    rng = random.Random(name)
+    for _ in range(25):
+        said = babbler.says(constraint.text, rng)
+        if said is not None:
+            result = babbler.read(AnswerReader(reading, babbler.special), said)
+            assert len(result.tool_calls) <= 1
+
+
+def test_reasoning_may_come_first_and_must_end_where_the_prompt_began_it(babbler: Babbler) -> None:
+    """And calls come behind it."""
+    call = '<tool_call>\n{"name": "rest", "arguments": {}}\n</tool_call>'
+    rules = CallRules(TOOLS, needs_call=True)
+    free = call_constraint(Reading(FORMATS["hermes"], SCHEMAS), rules, babbler.added)
+    begun = call_constraint(Reading(FORMATS["hermes"], SCHEMAS, "<think>"), rules, babbler.added)
+    assert free is not None
+    assert begun is not None
+    assert babbler.takes(free.text, call)
+    assert babbler.takes(free.text, f"<think>\nShall I?\n</think>\n\n{call}\n{call}")
+    assert not babbler.takes(free.text, f"Shall I? {call}")
+    assert babbler.takes(begun.text, f"Shall I?\n</think>\n\n{call}")
+    assert not babbler.takes(begun.text, call)
+
+
+def test_nothing_is_demanded_of_a_free_answer() -> None:
+    """Without strict tools and limits there is no grammar."""
+    reading = Reading(FORMATS["hermes"], SCHEMAS)
+    assert call_constraint(reading, CallRules((OfferedTool("count", COUNT),)), {}) is None
+    assert call_constraint(reading, CallRules(), {}) is None
+
+
+def test_a_name_that_the_syntax_cannot_write_is_refused() -> None:
+    """By the name of the parameter."""
+    odd = (OfferedTool("count", {"properties": {"a b": {}}}),)
+    with pytest.raises(InvalidRequest, match="tools is 'a b', but must be an identifier of Python"):
+        call_constraint(Reading(FORMATS["llama-pythonic"], {}), CallRules(odd, needs_call=True), {})

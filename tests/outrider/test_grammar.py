@@ -1,0 +1,300 @@
+"""What may follow under a grammar is a function of the tokens alone, for every row of every tree."""
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from llguidance import LLMatcher
+from support.stack import TARGET
+
+from outrider import grammar as module
+from outrider.errors import InvalidRequest
+from outrider.grammar import (
+    MAX_STATES,
+    Bits,
+    Constraint,
+    ConstraintKind,
+    Grammar,
+    GrammarEngine,
+    GrammarRefused,
+    is_end_only,
+)
+
+SIZE, END = 4096, 0
+ENDS = frozenset({END})
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "kind": {"enum": ["king", "fox"]},
+        "ages": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+        "next": {"$ref": "#"},
+    },
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+CONSTRAINTS = {
+    "schema": Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(SCHEMA)),
+    "regex": Constraint(ConstraintKind.REGEX, r"([a-z]{2,6} ){2,5}(fox|wolf)[.!]"),
+    "choice": Constraint(ConstraintKind.CHOICE, '["once", "once upon", "never"]'),
+    "lark": Constraint(ConstraintKind.LARK, 'start: "(" (start | /[a-z]+/)* ")"'),
+    "gbnf": Constraint(ConstraintKind.GBNF, 'root ::= ("the " [a-z]+ " ")+ "end"'),
+    "tag": Constraint(
+        ConstraintKind.STRUCTURAL_TAG,
+        '{"structures": [{"begin": "<f=a>", "schema": {"type": "object"}, "end": "</f>"}], "triggers": ["<f="]}',
+    ),
+}
+GRAMMARS = pytest.mark.parametrize("name", CONSTRAINTS)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_file(str(Path(TARGET) / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def engine(tokenizer: tokenizers.Tokenizer) -> GrammarEngine:
+    return GrammarEngine(tokenizer.to_str(), SIZE, ENDS)
+
+
+def ids_of(bits: Bits) -> list[int]:
+    """The tokens that may follow."""
+    return np.flatnonzero(np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")).tolist()
+
+
+def walk(grammar: Grammar, chance: random.Random, length: int) -> list[int]:
+    """Random tokens that follow the grammar, up to its end."""
+    tokens: list[int] = []
+    while len(tokens) < length:
+        [bits] = grammar.allowed(tokens, [()], ENDS)
+        assert bits is not None
+        legal = [each for each in ids_of(bits) if each != END]
+        if not legal:
+            break
+        tokens.append(chance.choice(legal))
+    return tokens
+
+
+def random_tree(grammar: Grammar, output: Sequence[int], chance: random.Random) -> list[tuple[int, ...]]:
+    """The paths of a tree, parents first: legal tokens mostly, and some that no grammar expects."""
+    paths: list[tuple[int, ...]] = [()]
+    for _ in range(chance.randrange(1, 12)):
+        path = chance.choice(paths)
+        [bits] = grammar.allowed(output, [path], ENDS)
+        legal = ids_of(bits) if bits is not None else []
+        token_id = chance.choice(legal) if legal and chance.random() < 0.8 else chance.randrange(SIZE)
+        paths.append((*path, token_id))
+    return paths
+
+
+def fresh(engine: GrammarEngine, text: str, tokens: Sequence[int]) -> list[int] | None:
+    """What may follow by a matcher that is fed nothing but these tokens; None where they leave the grammar."""
+    matcher = LLMatcher(engine._tokenizer, text, log_level=0)
+    if END in tokens or (tokens and not matcher.consume_tokens(list(tokens))):
+        return None
+    legal = ids_of(matcher.compute_bitmask()[: SIZE // 8])
+    return sorted({*legal, END}) if matcher.is_accepting() else [each for each in legal if each != END]
+
+
+def mismatches(engine: GrammarEngine, name: str, seeds: range) -> int:
+    """Rows of random trees whose mask is not that of a fresh matcher."""
+    text, found = CONSTRAINTS[name].canonical(), 0
+    for seed in seeds:
+        chance = random.Random(seed)
+        grammar, pathfinder = engine.get(text), engine.get(text)
+        output = walk(pathfinder, chance, chance.randrange(30))
+        for _ in range(4):
+            paths = random_tree(pathfinder, output, chance)
+            for path, bits in zip(paths, grammar.allowed(output, paths, ENDS), strict=True):
+                legal = None if bits is None else ids_of(bits)
+                found += legal != fresh(engine, text, [*output, *path])
+            # On, or back as after a rejection.
+            output = walk(pathfinder, chance, len(output) + 2) if chance.random() < 0.5 else output[: len(output) // 2]
+    return found
+
+
+@GRAMMARS
+def test_masks_of_a_tree_are_those_of_fresh_matchers(engine: GrammarEngine, name: str) -> None:
+    assert mismatches(engine, name, range(12)) == 0
+
+
+def flat(along: Callable[..., LLMatcher | None]) -> Callable[..., LLMatcher | None]:
+    """The bug of masks in flat order: each row follows the row before it, whoever its parent is."""
+
+    def follow(states: dict[tuple[int, ...], LLMatcher | None], path: tuple[int, ...], ends: frozenset[int]) -> object:
+        if path not in states:
+            before, states[path] = next(reversed(states.values())), None
+            if before is not None and path[-1] not in ends:
+                state = before.deep_copy()
+                states[path] = state if state.try_consume_tokens([path[-1]]) == 1 else None
+        return states[path]
+
+    return follow  # type: ignore[return-value]
+
+
+def shared(along: Callable[..., LLMatcher | None]) -> Callable[..., LLMatcher | None]:
+    """The bug of one matcher for all rows, which is rolled back behind each; also behind an end."""
+
+    def follow(states: dict[tuple[int, ...], LLMatcher | None], path: tuple[int, ...], ends: frozenset[int]) -> object:
+        root = states[()]
+        assert root is not None
+        consumed = root.try_consume_tokens(list(path))
+        state = root.deep_copy()
+        root.rollback(consumed)
+        return state if consumed == len(path) else None
+
+    return follow  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("bug", [flat, shared])
+def test_planted_bugs_are_found(
+    engine: GrammarEngine, monkeypatch: pytest.MonkeyPatch, bug: Callable[[object], object]
+) -> None:
+    monkeypatch.setattr(module, "_along", bug(module._along))
+    assert sum(mismatches(engine, name, range(12)) for name in CONSTRAINTS) > 0
+
+
+@GRAMMARS
+def test_a_replay_at_every_token_allows_the_same(engine: GrammarEngine, name: str) -> None:
+    """A service that is new to a session knows nothing but its tokens; one that knows it may have gone too far."""
+    text = CONSTRAINTS[name].canonical()
+    known = engine.get(text)
+    output = walk(known, random.Random(3), 3 * MAX_STATES)
+    for length in range(len(output), -1, -7):
+        [again] = engine.compile(text).allowed(output[:length], [()], ENDS)
+        [before] = known.allowed(output[:length], [()], ENDS)
+        assert again is not None
+        assert before is not None
+        assert ids_of(again) == ids_of(before)
+        known.allowed(output, [()], ENDS)
+
+
+def test_an_end_may_come_only_where_the_grammar_may_end(engine: GrammarEngine, tokenizer: tokenizers.Tokenizer) -> None:
+    grammar = engine.get(CONSTRAINTS["choice"].canonical())
+    [once] = [tokenizer.encode(text, add_special_tokens=False).ids for text in ("once",)]
+    [bits] = grammar.allowed(once, [()], ENDS)
+    assert bits is not None
+    assert END in ids_of(bits)
+    assert not is_end_only(bits, ENDS)
+    # A stop token of the request is an end as well, although the grammar knows it as text.
+    [bits] = grammar.allowed([], [()], {END, once[0]})
+    assert bits is not None
+    assert not {END, once[0]} & set(ids_of(bits))
+    whole = tokenizer.encode("never", add_special_tokens=False).ids
+    [bits] = grammar.allowed(whole, [()], ENDS)
+    assert bits is not None
+    assert is_end_only(bits, ENDS)
+
+
+def test_nothing_may_follow_what_has_left_the_grammar(engine: GrammarEngine) -> None:
+    grammar = engine.get(CONSTRAINTS["regex"].canonical())
+    assert grammar.fault([]) is None
+    assert "up to the one at 0" in (grammar.fault([2]) or "")
+    [bits] = grammar.allowed([2], [()], ENDS)
+    assert bits is not None
+    assert not any(bits)
+    # Behind a guess that is not legal nobody asks.
+    assert grammar.allowed([], [(2,), (END,)], ENDS) == [None, None]
+
+
+def test_forced_tokens_are_the_only_legal_ones(engine: GrammarEngine) -> None:
+    grammar, chance, num_forced = engine.get(CONSTRAINTS["schema"].canonical()), random.Random(1), 0
+    for _ in range(200):
+        output = walk(grammar, chance, chance.randrange(8))
+        forced = grammar.forced(output)
+        num_forced += len(forced)
+        for place, token_id in enumerate(forced):
+            [bits] = grammar.allowed([*output, *forced[:place]], [()], ENDS)
+            assert bits is not None
+            assert ids_of(bits) == [token_id]
+    assert num_forced > 20
+
+
+@pytest.mark.parametrize(
+    ("constraint", "words"),
+    [
+        (Constraint(ConstraintKind.JSON_SCHEMA, "{", "f"), "JSON"),
+        (Constraint(ConstraintKind.JSON_SCHEMA, "[1]", "f"), "an object"),
+        (Constraint(ConstraintKind.JSON_SCHEMA, "[" * 70 + "]" * 70, "f"), "nested at most 64 deep"),
+        (Constraint(ConstraintKind.REGEX, "", "f"), "not empty"),
+        (Constraint(ConstraintKind.REGEX, "a" * 9000, "f"), "at most 8192"),
+        (Constraint(ConstraintKind.LARK, "a" * 300_000, "f"), "at most 262144"),
+        (Constraint(ConstraintKind.CHOICE, '["a", ""]', "f"), "none of them empty"),
+        (Constraint(ConstraintKind.CHOICE, json.dumps(["a"] * 1025), "f"), "at most 1024"),
+        (Constraint(ConstraintKind.GBNF, 'root ::= "a', "f"), "a gbnf that can be read"),
+        (Constraint(ConstraintKind.STRUCTURAL_TAG, "{}", "f"), "structures and triggers"),
+        (
+            Constraint(
+                ConstraintKind.STRUCTURAL_TAG, '{"structures": [{"begin": "a", "end": ""}], "triggers": ["b"]}', "f"
+            ),
+            "begins with one of the triggers",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(constraint: Constraint, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words) as refused:
+        constraint.canonical()
+    assert refused.value.metadata["field"].startswith("f")
+
+
+@pytest.mark.parametrize(
+    ("constraint", "words"),
+    [
+        (Constraint(ConstraintKind.REGEX, "(a"), "regex parse error"),
+        (Constraint(ConstraintKind.REGEX, "x{200000}"), "too many"),
+        (Constraint(ConstraintKind.LARK, "start: foo"), "foo"),
+        (Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "object", "not": {}}'), "not"),
+        (Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "string", "minLength": 5, "maxLength": 3}'), "minLength"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_with_a_sentence(
+    engine: GrammarEngine, constraint: Constraint, words: str
+) -> None:
+    with pytest.raises(GrammarRefused, match=words):
+        engine.get(constraint.canonical())
+
+
+def test_keywords_that_cannot_be_enforced_may_be_left_out(engine: GrammarEngine) -> None:
+    lenient = Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "object", "not": {}}', is_lenient=True)
+    assert engine.get(lenient.canonical()).fault([]) is None
+
+
+def test_white_space_is_bounded_unless_the_request_says_otherwise(
+    engine: GrammarEngine, tokenizer: tokenizers.Tokenizer
+) -> None:
+    schema = '{"type": "array", "items": {"type": "integer"}}'
+    usual = Constraint(ConstraintKind.JSON_SCHEMA, schema)
+    strict = Constraint(ConstraintKind.JSON_SCHEMA, schema, whitespace="x")
+
+    def fits(constraint: Constraint, text: str) -> bool:
+        return engine.get(constraint.canonical()).fault(tokenizer.encode(text, add_special_tokens=False).ids) is None
+
+    assert fits(usual, "[" + " " * 16 + "1")
+    assert not fits(usual, "[" + " " * 17 + "1")
+    assert not fits(strict, "[ 1")
+    assert fits(strict, "[x1")
+
+
+def test_grammars_that_are_asked_for_again_are_not_compiled_again(
+    engine: GrammarEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And their sessions know nothing of each other."""
+    text = CONSTRAINTS["schema"].canonical()
+    first = engine.get(text)
+    monkeypatch.setattr(module, "LLMatcher", None)
+    second = engine.get(text)
+    assert first.text == second.text
+    output = walk(first, random.Random(5), 20)
+    assert second._token_ids == []
+    assert [bits is not None for bits in second.allowed(output, [()], ENDS)] == [True]
+
+
+def test_a_vocabulary_without_a_tokenizer_has_no_engine() -> None:
+    """The library reads no tokenizer but those that keep bytes."""
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    with pytest.raises(ValueError, match=r"."):
+        GrammarEngine(words.to_str(), 2, {0})
