@@ -5,9 +5,14 @@ them. Deep copies of a matcher cost microseconds, so every prefix that is asked 
 costs is bounded by counts of its own work, so that a grammar that was compiled once is compiled everywhere.
 """
 
+import asyncio
 import json
+import os
+import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -23,9 +28,17 @@ MAX_DEPTH = 64
 # A model that may write any amount of white space between two tokens of JSON often writes nothing else.
 WHITESPACE = r"[ \n\t]{1,16}"
 ENGINE = f"llguidance {get_version()}"
-# Of one grammar: what takes longer than some 4 ms a token, or 70 ms to begin, is refused. Counts and not times.
-LIMITS = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=50_000, step_max_items=20_000, verbose_errors=False)
+# Of one grammar, as counts and not times. Schemas that people write stay below half of each; the items of a row
+# are searched one by one, so an ambiguous grammar costs their square.
+LIMITS = LLParserLimits(
+    max_items_in_row=200,
+    initial_lexer_fuel=100_000,
+    step_lexer_fuel=50_000,
+    step_max_items=5_000,
+    verbose_errors=False,
+)
 MAX_COMPILED, MAX_COMPILED_BYTES = 64, 8 << 20
+LOWEST_PRIORITY = 19
 # Prefixes of a session that have a matcher: more than a proposal is deep.
 MAX_STATES = 96
 
@@ -262,24 +275,49 @@ def is_end_only(bits: Bits, ends: Collection[int]) -> bool:
 
 
 class GrammarEngine:
-    """Compiles grammars for one vocabulary, and keeps those that were asked for last. Compiling may run anywhere."""
+    """Compiles grammars for one vocabulary, and keeps those that were asked for last. May be used by several threads.
+
+    Compiling takes up to some 100 ms without the interpreter's lock. It has one thread, which takes the cores that
+    nobody else wants: tokens that are under way do not wait for a grammar.
+    """
 
     def __init__(self, tokenizer: str, vocabulary_size: int, end_ids: Collection[int]) -> None:
         """Takes the text of a tokenizer.json, and the model's ends; raises ValueError about what cannot be read."""
         self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocabulary_size, eos_token=sorted(end_ids) or None)
         self._num_bytes = 4 * -(-vocabulary_size // 32)
         self._compiled: OrderedDict[str, Grammar] = OrderedDict()
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "grammars", initializer=_give_way)
 
     def known(self, text: str) -> Grammar | None:
         """A grammar for a new session, where its text was compiled not long ago."""
-        found = self._compiled.get(text)
-        if found is None:
-            return None
-        self._compiled.move_to_end(text)
-        return found.session()
+        with self._lock:
+            found = self._compiled.get(text)
+            if found is None:
+                return None
+            self._compiled.move_to_end(text)
+            return found.session()
 
-    def compile(self, text: str) -> Grammar:
-        """Compiles a canonical text, up to what may come first. Raises GrammarRefused; keeps nothing."""
+    def get(self, text: str) -> Grammar:
+        """The grammar of a canonical text for a new session, compiled here and now; raises GrammarRefused."""
+        found = self.known(text)
+        if found is None:
+            found = self._compile(text)
+            with self._lock:
+                self._compiled[text] = found.session()
+                while len(self._compiled) > MAX_COMPILED or sum(map(len, self._compiled)) > MAX_COMPILED_BYTES:
+                    self._compiled.popitem(last=False)
+        return found
+
+    async def compiled(self, text: str) -> Grammar:
+        """As `get`, on the engine's thread; cancelled before its turn has come, it is not compiled."""
+        found = self.known(text)
+        if found is None:
+            found = await asyncio.get_running_loop().run_in_executor(self._thread, self.get, text)
+        return found
+
+    def _compile(self, text: str) -> Grammar:
+        """Compiles up to what may come first."""
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
         found = matcher
         # What one mask has cost counts for the next, so the first of a session may be one too many.
@@ -293,19 +331,11 @@ class GrammarEngine:
                 return Grammar(text, matcher, self._num_bytes)
         raise GrammarRefused(_sentence(found.get_error()) or "the grammar allows no answer")
 
-    def keep(self, grammar: Grammar) -> None:
-        """Remembers a grammar for the next session, in the place of those that were not wanted for longest."""
-        self._compiled[grammar.text] = grammar.session()
-        while len(self._compiled) > MAX_COMPILED or sum(map(len, self._compiled)) > MAX_COMPILED_BYTES:
-            self._compiled.popitem(last=False)
 
-    def get(self, text: str) -> Grammar:
-        """The grammar of a canonical text for a new session; raises GrammarRefused."""
-        found = self.known(text)
-        if found is None:
-            found = self.compile(text)
-            self.keep(found)
-        return found
+def _give_way() -> None:
+    """Lets a core's other threads go first; only Linux knows threads by priority."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
 
 
 def _sentence(message: str) -> str:

@@ -18,7 +18,6 @@ LONG_PROMPT = 100  # tokens; the same of spelling
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_PARTIAL = 3  # a UTF-8 character of four bytes may lack one, and each byte may show as a character of its own
 WINDOW = 12
-COMPILERS = 1  # grammars that are compiled at a time, off the loop: two took a core more from everybody else
 
 
 class Tokenizer:
@@ -38,7 +37,7 @@ class Tokenizer:
         """The names of those of them that have no text of their own."""
         self._pieces = TokenPieces(self._tokenizer)
         self._grammars: GrammarEngine | None = None
-        self._compiling = asyncio.Semaphore(COMPILERS)
+        self._making_grammars = asyncio.Lock()
 
     async def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         """Token ids of a text, with the special tokens of a whole prompt; a long one is encoded off the event loop."""
@@ -65,15 +64,11 @@ class Tokenizer:
 
         Raises GrammarRefused, and ValueError about a tokenizer that grammars cannot be made for.
         """
-        async with self._compiling:
+        async with self._making_grammars:
             if self._grammars is None:
                 size = self.vocabulary().size
                 self._grammars = await asyncio.to_thread(GrammarEngine, self._tokenizer.to_str(), size, end_ids)
-            known = self._grammars.known(text)
-            if known is None:
-                known = await asyncio.to_thread(self._grammars.compile, text)
-                self._grammars.keep(known)
-            return known
+        return await self._grammars.compiled(text)
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of all token ids at once, without special tokens."""

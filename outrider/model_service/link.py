@@ -3,6 +3,7 @@
 A message takes three hops. The servicer reads it, checks its fence and makes a job of it (LinkServicer.job); the jobs
 of a frame run on the device thread, where the service's sessions decide what each message is; what has to be computed
 becomes a task of the verifier or drafter. Answers go into the link's outbox, and all that is there leaves in one frame.
+A message that opens a session with a new grammar waits before that until it is compiled, and so do those behind it.
 
 Frames are read while answers are computed, because a newer epoch or a close has to be seen while a job runs. Whatever
 is wrong with a message ends the session that it names, and nothing else. A link ends when its gateway ends it; one that
@@ -14,6 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -22,6 +24,7 @@ import structlog
 
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded
+from outrider.grammar import MAX_GRAMMAR_BYTES, GrammarEngine
 from outrider.model_service.servicer import ServiceFacts
 from outrider.model_service.session_store import (
     IDLE_S,
@@ -54,7 +57,7 @@ from outrider.v1.types_pb2 import OpenPart
 
 # A link has a handler, two tasks and some jobs, so this bounds all of them.
 MAX_LINKS = 256
-# Frames of a link that may wait for the device, and messages of one session in a frame.
+# Frames of a link that may wait for the device, and messages of one session in a frame or behind a grammar.
 MAX_UNFINISHED_FRAMES = 16
 MAX_OF_SESSION = 16
 # Tokens of opens that are on their way in parts, of one link.
@@ -111,6 +114,32 @@ class OpenParts:
     def forget(self, session_id: bytes) -> None:
         """Drops what has come of an open."""
         self._num_tokens -= len(self._parts.pop(session_id, (None, ()))[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived(Generic[RequestT]):
+    """A message that has come, on time.perf_counter_ns."""
+
+    request: RequestT
+    fence: Fence
+    arrived_ns: int
+
+
+@dataclass(slots=True)
+class Compiling(Generic[RequestT]):
+    """A grammar that is being compiled for a session, and the messages that wait for it, the open first."""
+
+    task: asyncio.Task[None]
+    waiting: list[Arrived[RequestT]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming(Generic[RequestT]):
+    """What a link has of messages that are no jobs yet, and where answers to it go."""
+
+    outbox: Outbox
+    parts: OpenParts = field(default_factory=OpenParts)
+    compiling: dict[bytes, Compiling[RequestT]] = field(default_factory=dict)
 
 
 class LinkServicer(ABC, Generic[RequestT, StoreT]):
@@ -193,30 +222,73 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
                 self._device.post(partial(self._end_if_idle, outbox))
 
     async def _read(self, frames: AsyncIterator[Any], outbox: Outbox) -> None:
-        parts, num_frames = OpenParts(), 0
-        async for frame in frames:
-            arrived_ns = time.perf_counter_ns()
-            counts: dict[bytes, int] = {}
-            jobs = []
-            for request in frame.requests:
-                fence = fence_from(request.fence)
-                counts[fence.session_id] = count = counts.get(fence.session_id, 0) + 1
-                try:
+        link: Incoming[RequestT] = Incoming(outbox)
+        num_frames = 0
+        try:
+            async for frame in frames:
+                arrived_ns = time.perf_counter_ns()
+                counts: dict[bytes, int] = {}
+                jobs: list[tuple[Fence, Job]] = []
+                for request in frame.requests:
+                    message = Arrived(request, fence_from(request.fence), arrived_ns)
+                    session_id = message.fence.session_id
+                    counts[session_id] = count = counts.get(session_id, 0) + 1
                     if count > MAX_OF_SESSION:
-                        raise Overloaded(f"a frame has more than {MAX_OF_SESSION} messages of one session")
-                    job = self._job(request, fence, arrived_ns, parts, outbox)
-                except OutriderError as error:
-                    job = partial(self._sessions.refuse, fence, error, outbox)
-                if job is not None:
-                    jobs.append((fence, job))
-            num_frames += 1
-            run = partial(self._run, jobs, outbox)
-            # Nobody is woken at the end of a job, because the answer is what its client waits for; but some are waited
-            # for, so that a client cannot fill the device's queue.
-            if num_frames % MAX_UNFINISHED_FRAMES:
-                self._device.post(run)
-            else:
-                await self._device.call(run)
+                        error = Overloaded(f"a frame has more than {MAX_OF_SESSION} messages of one session")
+                        jobs.append((message.fence, partial(self._sessions.refuse, message.fence, error, outbox)))
+                    elif not self._must_wait(message, link):
+                        jobs += self._jobs(message, link)
+                num_frames += 1
+                run = partial(self._run, jobs, outbox)
+                # Nobody is woken at the end of a job, because the answer is what its client waits for; but some are
+                # waited for, so that a client cannot fill the device's queue.
+                if num_frames % MAX_UNFINISHED_FRAMES:
+                    self._device.post(run)
+                else:
+                    await self._device.call(run)
+            await asyncio.gather(*(each.task for each in link.compiling.values()))
+        finally:
+            for each in link.compiling.values():
+                each.task.cancel()
+
+    def _must_wait(self, message: Arrived[RequestT], link: Incoming[RequestT]) -> bool:
+        """Keeps an open with a new grammar, and what comes behind it, until that is compiled; tells whether it did."""
+        request, session_id, grammars = message.request, message.fence.session_id, self._facts.grammars
+        found = link.compiling.get(session_id)
+        if grammars is None or request.WhichOneof("action") == "ping":
+            return False
+        if found is not None and len(found.waiting) >= MAX_OF_SESSION:
+            return False
+        if found is None:
+            text = request.open.session.grammar if request.HasField("open") else ""
+            if not 0 < len(text.encode()) <= MAX_GRAMMAR_BYTES or grammars.known(text) is not None:
+                return False
+            compiled = self._compile(grammars, text, session_id, link)
+            found = link.compiling[session_id] = Compiling(asyncio.create_task(compiled))
+        found.waiting.append(message)
+        return True
+
+    async def _compile(self, grammars: GrammarEngine, text: str, session_id: bytes, link: Incoming[RequestT]) -> None:
+        """Compiles a grammar off the loop, and goes on with the messages that waited; refuses the open with it."""
+        jobs: list[tuple[Fence, Job]] = []
+        try:
+            await grammars.compiled(text)
+        except OutriderError as error:
+            fence = link.compiling[session_id].waiting.pop(0).fence
+            jobs.append((fence, partial(self._sessions.refuse, fence, error, link.outbox)))
+        for message in link.compiling.pop(session_id).waiting:
+            jobs += self._jobs(message, link)
+        # A service that has stopped runs none.
+        with suppress(NotReady):
+            self._device.post(partial(self._run, jobs, link.outbox))
+
+    def _jobs(self, message: Arrived[RequestT], link: Incoming[RequestT]) -> list[tuple[Fence, Job]]:
+        """A message as at most one job: of what it says, or of the error for which it is refused."""
+        try:
+            job = self._job(message.request, message.fence, message.arrived_ns, link.parts, link.outbox)
+        except OutriderError as error:
+            job = partial(self._sessions.refuse, message.fence, error, link.outbox)
+        return [] if job is None else [(message.fence, job)]
 
     def _job(self, request: RequestT, fence: Fence, arrived_ns: int, parts: OpenParts, outbox: Outbox) -> Job | None:
         """What the device thread does for a message, None for nothing; raises what the message is refused for."""

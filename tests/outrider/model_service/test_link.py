@@ -2,26 +2,33 @@
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from google.protobuf.message import Message
+from llguidance import LLMatcher
 from structlog.testing import capture_logs
-from support.basics import PATIENCE_S, eventually, held, spec_of
-from support.session_clients import TargetClient
+from support.basics import PATIENCE_S, check_empty, eventually, held, spec_of
+from support.session_clients import TargetClient, channel_to
+from support.tiny_models import SETTINGS, write_tokenizer
+from tokenizers import Tokenizer
 
 from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded
+from outrider.grammar import Grammar, GrammarEngine, GrammarRefused
 from outrider.model_service.link import MAX_OF_SESSION, MAX_UNFINISHED_FRAMES
-from outrider.model_service.server import RunningModelService
+from outrider.model_service.server import LoadedModel, RunningModelService
 from outrider.model_service.session_store import MAX_UNSENT
 from outrider.rpc.channels import FRAME_BYTES
 from outrider.rpc.fencing import Fence
 from outrider.rpc.messages import logprobs_from
 from outrider.v1 import target_service_pb2 as target_pb
 from outrider.v1 import types_pb2 as pb
+from target_service.server import start_with
 from target_service.sessions import TargetSessions
 
 SPECS = [spec_of((5, 17, 200, 3, 90, number), 40, seed=number, eos=(), temperature=0.5) for number in range(64)]
@@ -346,3 +353,82 @@ async def test_a_draining_service_ends_each_link_when_it_has_no_session(
     assert (await busy.verdict())[0] == 8
     await busy.close(1)
     await busy.drain()
+
+
+class Held(GrammarEngine):
+    """Compiles when it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        write_tokenizer(folder, 257)
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        super().__init__(self.tokenizer.to_str(), 257, {0})
+        self.may_compile = threading.Event()
+
+    def get(self, text: str) -> Grammar:
+        """As that of every engine, later."""
+        assert self.may_compile.wait(PATIENCE_S)
+        return super().get(text)
+
+
+@pytest.fixture
+async def compiling(model: LoadedModel, tmp_path: Path) -> AsyncIterator[tuple[TargetClient, Held]]:
+    """A client of a service, and what compiles there."""
+    grammars = Held(tmp_path)
+    running = await start_with(replace(model, grammars=grammars), replace(SETTINGS, prefix_cache=False))
+    async with channel_to(running.address) as opened:
+        yield TargetClient(opened), grammars
+        grammars.may_compile.set()
+    await running.stop(0)
+    check_empty(running.runner.pool)
+
+
+def opening_under(client: TargetClient, grammar: str, epoch: int = 1) -> Any:
+    """An open of a session that ends."""
+    request = client.opening(replace(SPECS[0], eos_token_ids=frozenset({0})), epoch=epoch)
+    request.open.session.grammar = grammar
+    return request
+
+
+async def test_an_open_with_a_new_grammar_holds_up_nobody_else(compiling: tuple[TargetClient, Held]) -> None:
+    """Only what is behind it in its own session waits, and comes behind it."""
+    client, grammars = compiling
+    other, third = client.beside(), client.beside()
+    text = LLMatcher.grammar_from_regex("[a-c]{30}")
+    closing = third.request(third.fence(1, 1), close=pb.CloseSession())
+    await client.send(opening_under(client, text), opening_under(third, text), closing, other.opening(SPECS[1]))
+    first = await client.link.frame()
+    assert [answer.fence.session_id for answer in first.responses] == [other.session_id]
+    assert first.session_count == 1
+    await client.ping(1, 6)
+    assert (await client.read()).WhichOneof("answer") == "pong"
+    grammars.may_compile.set()
+    assert grammars.tokenizer.id_to_token((await client.verdict())[2]) in "abc"
+    await client.send(other.stepping(1, 7))
+    # The third one was closed, behind its open.
+    assert (await client.link.frame()).session_count == 2
+
+
+async def test_a_grammar_that_cannot_be_compiled_refuses_its_open(compiling: tuple[TargetClient, Held]) -> None:
+    """What comes behind that is of another epoch, and taken."""
+    client, grammars = compiling
+    good = LLMatcher.grammar_from_regex("[a-c]{30}")
+    await client.send(opening_under(client, "start: nothing"), opening_under(client, good, epoch=2))
+    grammars.may_compile.set()
+    with pytest.raises(GrammarRefused, match="unknown name"):
+        await client.read()
+    assert grammars.tokenizer.id_to_token((await client.verdict())[2]) in "abc"
+
+
+async def test_a_link_that_ends_while_a_grammar_is_compiled_leaves_nothing(
+    compiling: tuple[TargetClient, Held],
+) -> None:
+    """Its sessions were never opened."""
+    client, grammars = compiling
+    other = TargetClient(client.channel)
+    await client.send(opening_under(client, LLMatcher.grammar_from_regex("a+")))
+    await client.ping(1, 6)
+    await client.read()
+    client.call.cancel()
+    grammars.may_compile.set()
+    await other.send(other.opening(SPECS[1]))
+    assert (await other.link.frame()).session_count == 1
