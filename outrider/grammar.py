@@ -28,10 +28,10 @@ MAX_DEPTH = 64
 # A model that may write any amount of white space between two tokens of JSON often writes nothing else.
 WHITESPACE = r"[ \n\t]{1,16}"
 ENGINE = f"llguidance {get_version()}"
-# Of one grammar, as counts and not times. Schemas that people write stay below half of each; the items of a row
-# are searched one by one, so an ambiguous grammar costs their square.
+# Of one grammar, as counts and not times. Those of a row are its alternatives at one place, so there have to be more
+# than choices; but they are searched one by one, and an ambiguous grammar costs their square.
 LIMITS = LLParserLimits(
-    max_items_in_row=200,
+    max_items_in_row=1_200,
     initial_lexer_fuel=100_000,
     step_lexer_fuel=50_000,
     step_max_items=5_000,

@@ -14,6 +14,7 @@ from support.stack import TARGET
 from outrider import grammar as module
 from outrider.errors import InvalidRequest
 from outrider.grammar import (
+    MAX_CHOICES,
     MAX_STATES,
     Bits,
     Constraint,
@@ -291,6 +292,32 @@ def test_grammars_that_are_asked_for_again_are_not_compiled_again(
     output = walk(first, random.Random(5), 20)
     assert second._token_ids == []
     assert [bits is not None for bits in second.allowed(output, [()], ENDS)] == [True]
+
+
+WORDS = [f"word {7919 * number % 100_003} of {number}" for number in range(MAX_CHOICES)]
+WIDE = {
+    "choice": Constraint(ConstraintKind.CHOICE, json.dumps(WORDS)),
+    "enum": Constraint(ConstraintKind.JSON_SCHEMA, json.dumps({"enum": WORDS})),
+    "any of": Constraint(ConstraintKind.JSON_SCHEMA, json.dumps({"anyOf": [{"const": word} for word in WORDS[:500]]})),
+    "optional": Constraint(
+        ConstraintKind.JSON_SCHEMA,
+        json.dumps(
+            {"type": "object", "properties": {word: {"type": "integer"} for word in WORDS[:200]}}
+            | {"additionalProperties": False}
+        ),
+    ),
+    "lark": Constraint(ConstraintKind.LARK, "start: " + " | ".join(map(json.dumps, WORDS[:500]))),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_many_alternatives_stay_within_the_limits(engine: GrammarEngine, name: str) -> None:
+    """Limits are for grammars that nobody means: the longest choice, enum and the like can be answered."""
+    grammar = engine.get(WIDE[name].canonical())
+    for seed in range(4):
+        output = walk(grammar, random.Random(seed), 60)
+        assert len(output) > 1
+        assert grammar.fault(output) is None
 
 
 def test_a_vocabulary_without_a_tokenizer_has_no_engine() -> None:
