@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.setup-done
-# A client that wants other versions of what the project uses, so it has an environment of its own.
+# Clients that want other versions of what the project uses, so they have environments of their own.
 LITELLM := .venv-litellm
 LITELLM_SETUP := $(LITELLM)/.setup-done
+STRUCTURED := .venv-structured
+STRUCTURED_SETUP := $(STRUCTURED)/.setup-done
 # Agents that people use, as npm has them.
 AGENTS := .agents
 AGENTS_SETUP := $(AGENTS)/.setup-done
@@ -50,13 +52,19 @@ test-grid: $(SETUP) ## the full exactness grid
 test-page: $(SETUP) ## the page in Chromium, which Debian's package chromium provides
 	$(BIN)/python -m pytest -m page
 
-test-surface: $(SETUP) $(LITELLM_SETUP) ## the full conformance tests with real clients: two minutes
+test-surface: $(SETUP) $(LITELLM_SETUP) $(STRUCTURED_SETUP) ## the full conformance tests with real clients: two minutes
 	$(BIN)/python -m pytest -m "surface and not grid"
 
 $(LITELLM_SETUP): tests/surface/litellm-constraints.txt | $(SETUP)
-	@echo "Setting up $(LITELLM) for one of the clients."
+	@echo "Setting up $(LITELLM) for two of the clients."
 	@test -x $(LITELLM)/bin/python || $(BIN)/python -m venv $(LITELLM)
-	@$(LITELLM)/bin/python -m pip install --quiet --disable-pip-version-check -c $< litellm
+	@$(LITELLM)/bin/python -m pip install --quiet --disable-pip-version-check -c $< litellm mcp llama-index-llms-openai-like
+	@touch $@
+
+$(STRUCTURED_SETUP): tests/surface/structured-constraints.txt | $(SETUP)
+	@echo "Setting up $(STRUCTURED) for three of the clients."
+	@test -x $(STRUCTURED)/bin/python || $(BIN)/python -m venv $(STRUCTURED)
+	@$(STRUCTURED)/bin/python -m pip install --quiet --disable-pip-version-check -c $< instructor "pydantic-ai-slim[openai]" llm
 	@touch $@
 
 test-agents: $(SETUP) $(AGENTS_SETUP) ## Claude Code and Codex themselves at a small task, without a way to the network

@@ -59,7 +59,7 @@ class CallBody(ABC):
 
 
 class JsonBody(CallBody):
-    """A JSON value: whole when its brackets are closed."""
+    """A JSON value: whole when its brackets are closed. Of a list that was cut off, the calls before the cut count."""
 
     def __init__(self, *, is_bare: bool = False) -> None:
         """A bare one must begin like a call, or else it is an answer in JSON, for which nobody should wait."""
@@ -96,11 +96,11 @@ class JsonBody(CallBody):
                 self._key_start = -1
 
     def calls(self) -> list[ParsedCall] | None:
-        if not self.is_whole:
-            return None
         text = self.text
+        if not self.is_whole and not text.lstrip().startswith("["):
+            return None
         try:
-            values = [text] if text.lstrip()[0] == "{" else [text[start:end] for start, end in _entries(text)]
+            values = [text] if text.lstrip()[0] == "{" else _entries(text)
             calls = [_json_call(value, needs_arguments=self._is_bare) for value in values]
         except (ValueError, RecursionError):
             return None
@@ -131,10 +131,10 @@ class NamedBody(CallBody):
         self.is_whole, self.has_failed = self._json.is_whole, self._json.has_failed
 
     def calls(self) -> list[ParsedCall] | None:
+        if self._json is not None and not self._head.strip():
+            return self._json.calls()
         if self._json is None or not self.is_whole:
             return None
-        if not self._head.strip():
-            return self._json.calls()
         head, arguments = self.HEAD.fullmatch(self._head), self._json.text
         if head is None:
             return None
@@ -281,21 +281,24 @@ def _skip(text: str, place: int) -> int:
     return place if found is None else found.end()
 
 
-def _entries(text: str) -> list[tuple[int, int]]:
-    """Where the entries of a list are; raises ValueError about what is no JSON list."""
-    spans, place = [], _skip(text, 0)
-    if text[place : place + 1] != "[":
-        raise ValueError("not a list")
-    place = _skip(text, place + 1)
-    while text[place : place + 1] != "]":
-        _, end = _DECODER.raw_decode(text, place)
-        spans.append((place, end))
+def _entries(text: str) -> list[str]:
+    """The entries of a list as they are spelled, up to where it is cut off; raises ValueError about what is no list."""
+    entries: list[str] = []
+    place = _skip(text, _skip(text, 0) + 1)
+    while place < len(text) and text[place] != "]":
+        try:
+            _, end = _DECODER.raw_decode(text, place)
+        except ValueError:
+            if entries:
+                break
+            raise
+        entries.append(text[place:end])
         place = _skip(text, end)
         if text[place : place + 1] == ",":
             place = _skip(text, place + 1)
-        elif text[place : place + 1] != "]":
+        elif text[place : place + 1] not in {"]", ""}:
             raise ValueError("not a list")
-    return spans
+    return entries
 
 
 def _members(text: str) -> dict[str, str]:

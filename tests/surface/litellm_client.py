@@ -16,6 +16,16 @@ import litellm
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
 
+KEEP: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "maximum": 20, "minimum": 0},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": "keep", "description": "Keeps a pet.", "parameters": KEEP}}]
 MESSAGES = [{"role": "user", "content": "Tell me of the king\u2019s daughter. \U0001f409"}]
 ASK = {"messages": MESSAGES, "max_tokens": 12, "seed": 5, "temperature": 0.7}
 
@@ -66,6 +76,20 @@ def refusal(link: dict[str, Any], **wrong: Any) -> dict[str, Any]:
     return {"kind": "none"}
 
 
+def call(link: dict[str, Any]) -> dict[str, Any]:
+    """A tool that the model has to call, whole and as a stream that litellm puts together."""
+    wanted: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+    ask = {**ASK, **wanted, "max_tokens": 120, "temperature": 0.0}
+    whole = litellm.completion(**link, **ask).choices[0]
+    built = litellm.stream_chunk_builder(list(litellm.completion(**link, **ask, stream=True)), messages=MESSAGES)
+    told = {}
+    for name, choice in (("whole", whole), ("streamed", built.choices[0])):
+        [made] = choice.message.tool_calls
+        told[name] = {"name": made.function.name, "arguments": json.loads(made.function.arguments)}
+        told[name]["finish_reason"] = choice.finish_reason
+    return told
+
+
 def main(base_url: str, model: str) -> None:
     """Asks for everything and prints it."""
     litellm.suppress_debug_info = True
@@ -81,6 +105,7 @@ def main(base_url: str, model: str) -> None:
         "async": asyncio.run(asynchronous(link)),
         "completion": {"text": completion.choices[0].text, "finish_reason": completion.choices[0].finish_reason},
         "refused": refusal(link, temperature=1e6),
+        "call": call(link),
     }
     sys.stdout.write(json.dumps(told) + "\n")
 

@@ -1,9 +1,11 @@
-"""A running stack with its REST interface, and plain HTTP to it. Knows nothing about what requests mean."""
+"""A running stack with its REST interface, plain HTTP to it, and clients as processes. Knows nothing of requests."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -124,3 +126,14 @@ def is_whole(received: bytes) -> bool:
     head, found, body = received.partition(b"\r\n\r\n")
     lengths = [line.partition(b":")[2] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
     return bool(found) and bool(lengths) and len(body) >= int(lengths[0])
+
+
+async def run_client(python: Path, script: str, *arguments: str) -> dict[str, Any]:
+    """What a script beside this one prints last, in JSON; its notes are shown when it fails."""
+    pipe = asyncio.subprocess.PIPE
+    path = Path(__file__).with_name(script)
+    process = await asyncio.create_subprocess_exec(python, path, *arguments, stdout=pipe, stderr=pipe)
+    output, notes = await asyncio.wait_for(process.communicate(), 120)
+    assert process.returncode == 0, notes.decode()
+    told: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return told

@@ -1,18 +1,15 @@
-"""litellm, unmodified, in an environment of its own because it wants another openai package: which this proves too."""
+"""litellm and llama-index, unmodified, in an environment of their own: they want another openai package."""
 
-import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from surface.rest_stack import RestStack, rest_stack
+from surface.rest_stack import RestStack, rest_stack, run_client
 
 pytestmark = pytest.mark.surface
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-litellm" / "bin" / "python"
-CLIENT = Path(__file__).with_name("litellm_client.py")
+NEEDS_PYTHON = pytest.mark.skipif(not PYTHON.exists(), reason="no environment here: make test-surface makes it")
 
 
 @pytest.fixture
@@ -22,20 +19,10 @@ async def rest() -> AsyncIterator[RestStack]:
         yield running
 
 
-async def run_client(*arguments: str) -> dict[str, Any]:
-    """What the script prints last; its notes are shown when it fails."""
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(PYTHON, CLIENT, *arguments, stdout=pipe, stderr=pipe)
-    output, notes = await asyncio.wait_for(process.communicate(), 120)
-    assert process.returncode == 0, notes.decode()
-    told: dict[str, Any] = json.loads(output.splitlines()[-1])
-    return told
-
-
-@pytest.mark.skipif(not PYTHON.exists(), reason="litellm has no environment here: make test-surface makes it")
+@NEEDS_PYTHON
 async def test_litellm_gets_the_same_answers(rest: RestStack) -> None:
     """Whole, streamed and asynchronous answers are one; text has a reason to end; a bad value is a bad request."""
-    told = await run_client(rest.base_url, await rest.model())
+    told = await run_client(PYTHON, "litellm_client.py", rest.base_url, await rest.model())
     assert told["versions"]["openai"].startswith("2.")
     chat = told["chat"]
     assert chat["text"]
@@ -47,3 +34,21 @@ async def test_litellm_gets_the_same_answers(rest: RestStack) -> None:
     assert told["completion"]["finish_reason"] == "length"
     assert (told["refused"]["kind"], told["refused"]["status"]) == ("BadRequestError", 400)
     assert "temperature" in told["refused"]["message"]
+    called = told["call"]["whole"]
+    assert told["call"]["streamed"] == called
+    assert (called["name"], called["finish_reason"], called["arguments"].keys()) == (
+        "keep",
+        "tool_calls",
+        {"name", "age"},
+    )
+
+
+@NEEDS_PYTHON
+async def test_llama_index_gets_text_objects_and_calls(rest: RestStack) -> None:
+    """Whole and streamed text are one; a pydantic object and the arguments of a call are as they were asked for."""
+    told = await run_client(PYTHON, "llama_index_client.py", rest.base_url, await rest.model())
+    assert told["whole"]
+    assert told["streamed"] == told["whole"]
+    assert told["pet"].keys() == {"name", "kind", "age"}
+    assert told["call"]["name"] == "keep"
+    assert told["call"]["arguments"].keys() == {"name", "kind", "age"}
