@@ -277,8 +277,8 @@ def is_end_only(bits: Bits, ends: Collection[int]) -> bool:
 class GrammarEngine:
     """Compiles grammars for one vocabulary, and keeps those that were asked for last. May be used by several threads.
 
-    Compiling takes up to some 100 ms without the interpreter's lock. It has one thread, which takes the cores that
-    nobody else wants: tokens that are under way do not wait for a grammar.
+    Compiling takes up to some tens of milliseconds, without the interpreter's lock. It has one thread, which takes the
+    cores that nobody else wants: tokens that are under way do not wait for a grammar.
     """
 
     def __init__(self, tokenizer: str, vocabulary_size: int, end_ids: Collection[int]) -> None:

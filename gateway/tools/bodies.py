@@ -97,10 +97,11 @@ class JsonBody(CallBody):
 
     def calls(self) -> list[ParsedCall] | None:
         text = self.text
-        if not self.is_whole and not text.lstrip().startswith("["):
+        is_list = text.lstrip().startswith("[")
+        if not self.is_whole and not is_list:
             return None
         try:
-            values = [text] if text.lstrip()[0] == "{" else _entries(text)
+            values = _entries(text) if is_list else [text]
             calls = [_json_call(value, needs_arguments=self._is_bare) for value in values]
         except (ValueError, RecursionError):
             return None
@@ -131,12 +132,12 @@ class NamedBody(CallBody):
         self.is_whole, self.has_failed = self._json.is_whole, self._json.has_failed
 
     def calls(self) -> list[ParsedCall] | None:
-        if self._json is not None and not self._head.strip():
-            return self._json.calls()
-        if self._json is None or not self.is_whole:
+        if self._json is None:
             return None
+        if not self._head.strip():
+            return self._json.calls()
         head, arguments = self.HEAD.fullmatch(self._head), self._json.text
-        if head is None:
+        if head is None or not self.is_whole:
             return None
         try:
             return [ParsedCall(head["name"], _strict_object(arguments), head["call_id"] or "")]

@@ -235,7 +235,7 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
                     counts[session_id] = count = counts.get(session_id, 0) + 1
                     if count > MAX_OF_SESSION:
                         error = Overloaded(f"a frame has more than {MAX_OF_SESSION} messages of one session")
-                        jobs.append((message.fence, partial(self._sessions.refuse, message.fence, error, outbox)))
+                        jobs.append(self._refusal(message, error, link))
                     elif not self._must_wait(message, link):
                         jobs += self._jobs(message, link)
                 num_frames += 1
@@ -255,43 +255,52 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
         """Keeps an open with a new grammar, and what comes behind it, until that is compiled; tells whether it did."""
         request, session_id, grammars = message.request, message.fence.session_id, self._facts.grammars
         found = link.compiling.get(session_id)
-        if grammars is None or request.WhichOneof("action") == "ping":
-            return False
-        if found is not None and len(found.waiting) >= MAX_OF_SESSION:
-            return False
         if found is None:
             text = request.open.session.grammar if request.HasField("open") else ""
-            if not 0 < len(text.encode()) <= MAX_GRAMMAR_BYTES or grammars.known(text) is not None:
+            if not text or grammars is None or len(text.encode()) > MAX_GRAMMAR_BYTES:
+                return False
+            if grammars.known(text) is not None:
                 return False
             compiled = self._compile(grammars, text, session_id, link)
             found = link.compiling[session_id] = Compiling(asyncio.create_task(compiled))
+        elif request.HasField("ping") or len(found.waiting) >= MAX_OF_SESSION:
+            return False
         found.waiting.append(message)
         return True
 
     async def _compile(self, grammars: GrammarEngine, text: str, session_id: bytes, link: Incoming[RequestT]) -> None:
         """Compiles a grammar off the loop, and goes on with the messages that waited; refuses the open with it."""
-        jobs: list[tuple[Fence, Job]] = []
+        refused: OutriderError | None = None
         try:
             await grammars.compiled(text)
         except OutriderError as error:
-            fence = link.compiling[session_id].waiting.pop(0).fence
-            jobs.append((fence, partial(self._sessions.refuse, fence, error, link.outbox)))
-        for message in link.compiling.pop(session_id).waiting:
+            refused = error
+        except Exception:
+            # Whatever it is, it is about this session, whose messages must not wait for ever.
+            log.exception("a grammar failed")
+            refused = OutriderError("the grammar could not be compiled")
+        waiting = link.compiling.pop(session_id).waiting
+        jobs = [] if refused is None else [self._refusal(waiting.pop(0), refused, link)]
+        for message in waiting:
             jobs += self._jobs(message, link)
         # A service that has stopped runs none.
         with suppress(NotReady):
             self._device.post(partial(self._run, jobs, link.outbox))
 
+    def _refusal(self, message: Arrived[RequestT], error: OutriderError, link: Incoming[RequestT]) -> tuple[Fence, Job]:
+        return message.fence, partial(self._sessions.refuse, message.fence, error, link.outbox)
+
     def _jobs(self, message: Arrived[RequestT], link: Incoming[RequestT]) -> list[tuple[Fence, Job]]:
         """A message as at most one job: of what it says, or of the error for which it is refused."""
         try:
-            job = self._job(message.request, message.fence, message.arrived_ns, link.parts, link.outbox)
+            job = self._job(message, link)
         except OutriderError as error:
-            job = partial(self._sessions.refuse, message.fence, error, link.outbox)
+            return [self._refusal(message, error, link)]
         return [] if job is None else [(message.fence, job)]
 
-    def _job(self, request: RequestT, fence: Fence, arrived_ns: int, parts: OpenParts, outbox: Outbox) -> Job | None:
+    def _job(self, message: Arrived[RequestT], link: Incoming[RequestT]) -> Job | None:
         """What the device thread does for a message, None for nothing; raises what the message is refused for."""
+        request, fence, parts, outbox = message.request, message.fence, link.parts, link.outbox
         check_fence(fence, self._facts.context_len)
         earlier: Sequence[int] = ()
         match request.WhichOneof("action"):
@@ -312,7 +321,7 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
                 earlier = parts.take(fence)
                 if len(earlier) != request.open.session.part_len:
                     return partial(self._sessions.want_tokens, fence, None, outbox)
-        return self.job(request, fence, arrived_ns, earlier, outbox)
+        return self.job(request, fence, message.arrived_ns, earlier, outbox)
 
     def _run(self, jobs: Sequence[tuple[Fence, Job]], outbox: Outbox) -> None:
         """On the device thread; what a job raises is about its session alone."""

@@ -419,6 +419,21 @@ async def test_a_grammar_that_cannot_be_compiled_refuses_its_open(compiling: tup
     assert grammars.tokenizer.id_to_token((await client.verdict())[2]) in "abc"
 
 
+async def test_a_bug_while_a_grammar_is_compiled_ends_its_session_alone(
+    compiling: tuple[TargetClient, Held], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it says is for the log; nobody waits for ever."""
+    client, grammars = compiling
+    other = client.beside()
+    monkeypatch.setattr(grammars, "get", dict[str, Grammar]().__getitem__)
+    await client.send(opening_under(client, LLMatcher.grammar_from_regex("a+")), other.opening(SPECS[1]))
+    with capture_logs() as logs:
+        with pytest.raises(OutriderError, match="the grammar could not be compiled"):
+            await client.read()
+        await other.verdict()
+    assert [each["event"] for each in logs if each["log_level"] == "error"] == ["a grammar failed"]
+
+
 async def test_a_link_that_ends_while_a_grammar_is_compiled_leaves_nothing(
     compiling: tuple[TargetClient, Held],
 ) -> None:
