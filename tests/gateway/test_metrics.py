@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from support.answer_events import ended
 from support.basics import spec_of
 from support.markov import round_of
 from support.markov_services import WORDS, MarkovStack, Mischief, markov_stack, request
@@ -14,11 +15,11 @@ from support.observability import families, findings
 
 from gateway.generation.generate import CompletionEvent, RoundEvent
 from gateway.generation.request import CheckedRequest
-from gateway.generation.transcript import GeneratedToken, SpeculationFigures
+from gateway.generation.transcript import GeneratedToken
 from gateway.metrics import GatewayMetrics
 from gateway.rounds.round import FallbackReason, HopCost, Proposal, TokenOrigin
 from outrider.errors import InvalidRequest, Overloaded, PeerLost
-from outrider.parameters import Acceptance, FinishReason
+from outrider.parameters import FinishReason
 from outrider.process.metrics import new_registry
 from outrider.token_tree import TokenTree
 from outrider.v1 import generation_service_pb2 as pb
@@ -55,25 +56,7 @@ def round_event(origins: Sequence[TokenOrigin], num_spoken: int | None = None, *
 
 def completion(**changes: Any) -> CompletionEvent:
     """The end of a sample of eleven tokens."""
-    fields: dict[str, Any] = {
-        "finish_reason": FinishReason.EOS,
-        "prompt_tokens": 5,
-        "cached_prompt_tokens": 3,
-        "completion_tokens": 11,
-        "seed": 1,
-        "figures": SpeculationFigures(),
-        "model_hash": "h",
-        "numerics_ids": ("n",),
-        "target_reopens": 0,
-        "drift_repairs": 0,
-        "text_delta": "",
-        "first_token_us": 30_000,
-        "total_us": 130_000,
-        "queue_us": 10_000,
-        "sample_index": 0,
-        "acceptance": Acceptance(),
-    }
-    return CompletionEvent(**{**fields, **changes})
+    return ended(**{"prompt_tokens": 5, "cached_prompt_tokens": 3, "completion_tokens": 11, **changes})
 
 
 def counted(*events: RoundEvent | CompletionEvent) -> dict[str, float]:

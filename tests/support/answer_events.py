@@ -1,5 +1,6 @@
 """Events of an answer made by hand, as a reader of tool calls and reasoning would make them."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -66,3 +67,13 @@ def whole(writer: AnswerWriter, figures: ResponseFigures, events: list[Event]) -
         figures.add(0, event)
         choice.add(event)
     return writer.whole([choice])
+
+
+def payloads(raw: bytes) -> list[dict[str, Any]]:
+    """All events of a stream, each of the type that its first line says."""
+    found = []
+    for event in raw.decode().split("\n\n")[:-1]:
+        kind, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert kind == f"event: {found[-1]['type']}"
+    return found

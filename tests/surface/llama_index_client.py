@@ -5,24 +5,13 @@ Imports nothing of the project.
 
 import json
 import sys
-from typing import Any, Literal
+from typing import Any
 
 from llama_index.core.llms import ChatMessage
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
-from pydantic import BaseModel, ConfigDict, Field
-
-QUESTION = "Rusty is a fox, three years old. Who is it?"
-
-
-class Pet(BaseModel):
-    """A pet."""
-
-    model_config = ConfigDict(extra="forbid")
-    name: str = Field(max_length=12)
-    kind: Literal["cat", "dog", "fox"]
-    age: int = Field(ge=0, le=20)
+from pets import QUESTION, Pet
 
 
 def keep(name: str, kind: str, age: int) -> str:

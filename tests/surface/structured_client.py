@@ -11,26 +11,16 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import instructor
 import openai
-from pydantic import BaseModel, ConfigDict, Field
+from pets import QUESTION, Pet
 from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-QUESTION = "Rusty is a fox, three years old. Who is it?"
 MAX_TOKENS = 120
-
-
-class Pet(BaseModel):
-    """A pet."""
-
-    model_config = ConfigDict(extra="forbid")
-    name: str = Field(max_length=12)
-    kind: Literal["cat", "dog", "fox"]
-    age: int = Field(ge=0, le=20)
 
 
 def of_instructor(base_url: str, model: str) -> dict[str, Any]:

@@ -3,17 +3,16 @@
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from support.grid import RULES, ask
 from support.stack import TARGET, request_of
 from surface.event_streams import check_stream
 from surface.rest_rows import body_of
-from surface.rest_stack import CHAT, COMPLETIONS, RestStack, rest_stack
+from surface.rest_stack import CHAT, COMPLETIONS, RestStack
 
 from gateway.text.tokenizer import Tokenizer
 from outrider.v1 import generation_service_pb2 as pb
@@ -70,13 +69,6 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...] | None]] = {
 }
 # Enough for every day.
 USUAL = ("defaults", "emoji")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def rest() -> AsyncIterator[RestStack]:
-    """One stack for all of them."""
-    async with rest_stack() as running:
-        yield running
 
 
 async def by_command(rest: RestStack, fields: tuple[str, ...]) -> list[dict[str, Any]]:

@@ -1,27 +1,18 @@
 """langchain-openai, unmodified, against a running stack."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 import jsonschema_rs
 import openai
 import pytest
-import pytest_asyncio
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel, Field, SecretStr
-from surface.rest_stack import RestStack, rest_stack
+from surface.rest_stack import RestStack
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.surface]
 TURNS = [SystemMessage("You tell fairy tales."), HumanMessage("Tell me of the king's daughter \U0001f409.")]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def rest() -> AsyncIterator[RestStack]:
-    """One stack for all of them."""
-    async with rest_stack() as running:
-        yield running
 
 
 def model_of(rest: RestStack, **options: Any) -> ChatOpenAI:

@@ -1,22 +1,14 @@
 """litellm and llama-index, unmodified, in an environment of their own: they want another openai package."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from surface.rest_stack import RestStack, rest_stack, run_client
+from surface.rest_stack import RestStack, run_client
 
-pytestmark = pytest.mark.surface
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.surface]
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-litellm" / "bin" / "python"
 NEEDS_PYTHON = pytest.mark.skipif(not PYTHON.exists(), reason="no environment here: make test-surface makes it")
-
-
-@pytest.fixture
-async def rest() -> AsyncIterator[RestStack]:
-    """A stack."""
-    async with rest_stack() as running:
-        yield running
 
 
 @NEEDS_PYTHON

@@ -3,35 +3,19 @@
 import asyncio
 import math
 import re
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
 import pytest
-import pytest_asyncio
 from openai import AsyncOpenAI, OpenAI
 from openai.types import CompletionUsage
 from support.grid import decoded
-from surface.rest_stack import RestStack, rest_stack, said
+from surface.rest_stack import RestStack, said
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TALE = "Once upon a time there was a king who had"
 CHAT = {"model": "target", "max_completion_tokens": 16, "seed": 5, **said("Tell me of the king's daughter \U0001f409.")}
 TEXT = {"model": "target", "max_tokens": 16, "seed": 5, "prompt": TALE}
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def rest() -> AsyncIterator[RestStack]:
-    """One stack for all of them."""
-    async with rest_stack() as running:
-        yield running
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def client(rest: RestStack) -> AsyncIterator[AsyncOpenAI]:
-    """A client that does not ask twice."""
-    async with AsyncOpenAI(base_url=rest.base_url, api_key="none", max_retries=0) as connected:
-        yield connected
 
 
 async def test_models_are_listed_and_found(client: AsyncOpenAI) -> None:

@@ -1,14 +1,12 @@
 """The official openai package, unmodified, on /v1/responses of a running stack, whole and streamed."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
 import pytest
-import pytest_asyncio
 from openai import AsyncOpenAI, OpenAI
-from surface.rest_stack import RestStack, rest_stack
+from surface.rest_stack import RestStack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ASKED: dict[str, Any] = {
@@ -18,20 +16,6 @@ ASKED: dict[str, Any] = {
     "input": "Tell me of the king's daughter \U0001f409.",
     "extra_body": {"seed": 5},
 }
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def rest() -> AsyncIterator[RestStack]:
-    """One stack for all of them."""
-    async with rest_stack() as running:
-        yield running
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def client(rest: RestStack) -> AsyncIterator[AsyncOpenAI]:
-    """A client that does not ask twice."""
-    async with AsyncOpenAI(base_url=rest.base_url, api_key="none", max_retries=0) as connected:
-        yield connected
 
 
 async def test_whole_and_streamed_are_the_same(rest: RestStack, client: AsyncOpenAI) -> None:

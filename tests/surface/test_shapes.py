@@ -2,18 +2,16 @@
 
 import datetime
 import json
-from collections.abc import AsyncIterator
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 import jsonschema_rs
 import openai
 import pytest
-import pytest_asyncio
 from openai import AsyncOpenAI
 from openai.lib._pydantic import to_strict_json_schema
 from pydantic import BaseModel, Field
-from surface.rest_stack import RestStack, rest_stack, said
+from surface.rest_stack import said
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 Word = Annotated[str, Field(max_length=12)]
@@ -56,20 +54,6 @@ class Chapter(BaseModel):
 
 SCHEMA = to_strict_json_schema(Tale)
 ASKED: dict[str, Any] = {"model": "target", "max_completion_tokens": 600, **said("Tell me of the king's daughter.")}
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def rest() -> AsyncIterator[RestStack]:
-    """One stack for all of them."""
-    async with rest_stack() as running:
-        yield running
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def client(rest: RestStack) -> AsyncIterator[AsyncOpenAI]:
-    """A client that does not ask twice."""
-    async with AsyncOpenAI(base_url=rest.base_url, api_key="none", max_retries=0) as connected:
-        yield connected
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -2,12 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from itertools import product
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from support.basics import eventually
 from surface.event_streams import EventStream, check_stream, read_events
 from surface.rest_stack import CHAT, COMPLETIONS, PATIENCE_S, RestStack, rest_stack, said
@@ -19,13 +17,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 TALE = "Once upon a time there was a king who had"
 PROMPTS: dict[str, dict[str, Any]] = {CHAT: said(TALE), COMPLETIONS: {"prompt": TALE}}
 ENDLESS = {"ignore_eos": True, "max_tokens": 3000}
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def rest() -> AsyncIterator[RestStack]:
-    """One stack for all of them that need nothing special."""
-    async with rest_stack() as running:
-        yield running
 
 
 @pytest.mark.parametrize("path", PROMPTS)

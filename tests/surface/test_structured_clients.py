@@ -1,31 +1,14 @@
 """instructor, pydantic-ai and llm, unmodified, in an environment of their own: objects by schemas and by calls."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import jsonschema_rs
 import pytest
-from surface.rest_stack import RestStack, rest_stack, run_client
+from surface.pets import Pet
+from surface.rest_stack import RestStack, run_client
 
-pytestmark = pytest.mark.surface
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.surface]
 PYTHON = Path(__file__).resolve().parents[2] / ".venv-structured" / "bin" / "python"
-PET = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "kind": {"enum": ["cat", "dog", "fox"]},
-        "age": {"type": "integer", "minimum": 0, "maximum": 20},
-    },
-    "required": ["name", "kind", "age"],
-    "additionalProperties": False,
-}
-
-
-@pytest.fixture
-async def rest() -> AsyncIterator[RestStack]:
-    """A stack."""
-    async with rest_stack() as running:
-        yield running
 
 
 @pytest.mark.skipif(not PYTHON.exists(), reason="no environment here: make test-surface makes it")
@@ -34,7 +17,7 @@ async def test_every_way_of_asking_for_an_object_gets_one(rest: RestStack) -> No
     told = await run_client(PYTHON, "structured_client.py", rest.base_url, await rest.model())
     assert len(told) == 13
     for name, pet in told.items():
-        assert jsonschema_rs.is_valid(PET, pet), name
+        assert jsonschema_rs.is_valid(Pet.model_json_schema(), pet), name
     kinds = ("OpenAIChatModel", "OpenAIResponsesModel")
     for way in (f"{kind} {output}" for kind in kinds for output in ("native", "tool")):
         assert told[f"{way} streamed"] == told[way]

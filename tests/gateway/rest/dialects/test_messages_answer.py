@@ -1,13 +1,12 @@
 """A message of Anthropic's protocol, whole and streamed, as its own package reads it."""
 
-import json
 from typing import Any
 
 import pytest
 from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
-from support.answer_events import events_of, figures_of, streamed, whole
+from support.answer_events import events_of, figures_of, payloads, streamed, whole
 
 from gateway.generation.generate import Event
 from gateway.rest.dialects.messages_answer import MessageWriter
@@ -30,16 +29,6 @@ ROUNDS = [
 def writer_of(events: list[Event], max_tokens: int = 9) -> MessageWriter:
     """A writer that has seen nothing yet; the answer has room for 62 tokens."""
     return MessageWriter(HEADER, figures_of(), max_tokens)
-
-
-def payloads(raw: bytes) -> list[dict[str, Any]]:
-    """All events of a stream, each of the type that its first line says."""
-    found = []
-    for event in raw.decode().split("\n\n")[:-1]:
-        kind, data = event.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert kind == f"event: {found[-1]['type']}"
-    return found
 
 
 def answered(*rounds: Any, max_tokens: int = 9, **end: Any) -> Message:

@@ -8,7 +8,7 @@ from openai import omit
 from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from support.answer_events import events_of, figures_of, streamed, whole
+from support.answer_events import events_of, figures_of, payloads, streamed, whole
 
 from gateway.rest.dialects.responses import repeated
 from gateway.rest.dialects.responses_answer import ResponseWriter
@@ -36,16 +36,6 @@ ADDED, DONE, PART_DONE = "response.output_item.added", "response.output_item.don
 def new_writer(obfuscates: bool = False) -> ResponseWriter:
     """A writer that has seen nothing yet."""
     return ResponseWriter(HEADER, figures_of(), repeated(BODY, SamplingParameters(temperature=0.5)), obfuscates)
-
-
-def payloads(raw: bytes) -> list[dict[str, Any]]:
-    """All events of a stream, each of the type that its first line says."""
-    found = []
-    for event in raw.decode().split("\n\n")[:-1]:
-        kind, data = event.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert kind == f"event: {found[-1]['type']}"
-    return found
 
 
 def told(*rounds: Any, **end: Any) -> list[dict[str, Any]]:
