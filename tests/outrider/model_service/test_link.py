@@ -426,8 +426,8 @@ async def test_a_bug_while_a_grammar_is_compiled_ends_its_session_alone(
     client, grammars = compiling
     other = client.beside()
     monkeypatch.setattr(grammars, "get", dict[str, Grammar]().__getitem__)
-    await client.send(opening_under(client, LLMatcher.grammar_from_regex("a+")), other.opening(SPECS[1]))
     with capture_logs() as logs:
+        await client.send(opening_under(client, LLMatcher.grammar_from_regex("a+")), other.opening(SPECS[1]))
         with pytest.raises(OutriderError, match="the grammar could not be compiled"):
             await client.read()
         await other.verdict()
