@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 import tokenizers
 from support.basics import eventually
-from support.stack import DRAFT, PATIENT, TARGET, Answer, RunningStack, running_stack, token_ids
+from support.stack import DRAFT, PATIENT, TARGET, Answer, RunningStack, greedy_reference, running_stack, token_ids
 from support.tiny_models import write_tiny_model
 
 from bench.common import OPENINGS
@@ -30,6 +30,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 VOCABULARY_SIZE = 4096
 MAX_TOKENS = 24
+TALES = OPENINGS[16:24]
 REPEATED = tuple(f"{text} {text} {text}" for text in (" ".join(each.split()[:6]) for each in OPENINGS[8:16]))
 PROMPTS = OPENINGS[:8] + REPEATED
 TREES = types_pb2.TreeShape(max_children=4)
@@ -60,11 +61,13 @@ LENIENT, TYPICAL = types_pb2.ACCEPTANCE_RULE_LENIENT, types_pb2.ACCEPTANCE_RULE_
 
 
 def datastore(folder: Path) -> str:
-    """A datastore of some of the prompts, among others."""
+    """A datastore of tales, each of which goes on as the target does when it is greedy."""
     tokenizer = tokenizers.Tokenizer.from_file(f"{TARGET}/tokenizer.json")
-    documents = [tokenizer.encode(text, add_special_tokens=False).ids for text in (*OPENINGS[4:8], *OPENINGS[16:24])]
-    build(documents, Vocabulary.read(TARGET), folder / "openings", lambda _: None)
-    return str(folder / "openings")
+    prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in TALES]
+    endings = greedy_reference(Path(TARGET), TALES, MAX_TOKENS)
+    documents = [[*prompt, *ending] for prompt, ending in zip(prompts, endings, strict=True)]
+    build(documents, Vocabulary.read(TARGET), folder / "tales", lambda _: None)
+    return str(folder / "tales")
 
 
 @asynccontextmanager
@@ -182,13 +185,25 @@ async def test_no_prediction_changes_a_token(
             assert sum(answer.completion.usage.accepted_prediction_tokens for answer in told) > 0
 
 
-async def test_a_datastore_proposes(stack: RunningStack, plain: list[tuple[int, ...]]) -> None:
-    """What is in its documents, to those who have no memory of their own yet."""
+async def test_a_datastore_proposes(stack: RunningStack) -> None:
+    """How a tale went on, to those who tell it and have no memory of their own; its table, to those who leave it."""
+
+    def reader(number: int) -> dict[str, str]:
+        return {"text": TALES[number], "cache_salt": f"reader {number}"}
+
+    numbers = range(len(TALES))
+    plain = await ask(stack, "", numbers, own=reader, enabled=False)
     # Beside a draft, which makes every round an asked one: alone a target may be ahead of whoever looks.
-    told = await ask(stack, "datastore", drafters=["random", "lookup"], draft_count=4)
-    assert token_ids(told) == plain
-    drafters = {each.drafter for answer in told for each in answer.completion.speculation.drafters}
-    assert drafters >= {"datastore", "table"}
+    told = await ask(stack, "", numbers, own=reader, drafters=["random", "lookup"], draft_count=4)
+    assert token_ids(told) == token_ids(plain)
+    for answer in told:
+        check_books(answer)
+    greedy, sampled = [
+        [each for answer in some for each in answer.completion.speculation.drafters] for some in (told[::2], told[1::2])
+    ]
+    accepted = sum(each.accepted_tokens for each in greedy if each.drafter == "datastore")
+    assert accepted > len(TALES[::2]) * MAX_TOKENS // 2
+    assert "table" in {each.drafter for each in sampled}
 
 
 @pytest.mark.parametrize(
