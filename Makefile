@@ -11,13 +11,16 @@ STRUCTURED_SETUP := $(STRUCTURED)/.setup-done
 # Agents that people use, as npm has them.
 AGENTS := .agents
 AGENTS_SETUP := $(AGENTS)/.setup-done
+# What locks and looks through the versions that the images install.
+AUDIT := .venv-audit
+AUDIT_SETUP := $(AUDIT)/.setup-done
 KERNELS := $(wildcard outrider/engine/ops/kernels/*.[ch])
 
 # A file's tests stay together, so that they share what is slow to start.
 SIDE_BY_SIDE := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow test-assistant test-grid test-page test-surface test-agents test-fencing check proto options models train train-head draft bench bench-sized clean
+.PHONY: help setup run test test-slow test-assistant test-grid test-page test-surface test-agents test-docker test-fencing check proto options lock audit models train train-head draft bench bench-sized clean
 
 help: ## lists the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -38,7 +41,7 @@ run: $(SETUP) ## starts the stack with the assistant, answers with and without s
 	@$(BIN)/outrider up --race
 
 test: $(SETUP) ## all tests but the slow ones, the full exactness grid, the browser's, and the full conformance tests
-	$(BIN)/python -m pytest -m "not grid and not surface and not page and not slow and not assistant and not agents" $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -m "not grid and not surface and not page and not slow and not assistant and not agents and not docker" $(SIDE_BY_SIDE)
 
 test-slow: $(SETUP) ## training runs, benchmarks from end to end, distributions of real servers
 	$(BIN)/python -m pytest -m "slow and not grid" $(SIDE_BY_SIDE)
@@ -74,6 +77,9 @@ $(AGENTS_SETUP): Makefile
 	npm install --silent --no-audit --no-fund --prefix $(AGENTS) @anthropic-ai/claude-code@2.1.197 @openai/codex@0.169.0
 	@touch $@
 
+test-docker: $(SETUP) ## the compose stack on a Docker engine; BASE_IMAGE and PIP_OPTIONS as compose takes them
+	$(BIN)/python -m pytest -m docker
+
 test-fencing: $(SETUP) ## gateway and services in 20,000 worlds where messages and processes fail; ten minutes
 	OUTRIDER_FENCING_EXAMPLES=20000 $(BIN)/python -m pytest tests/gateway/sessions/test_fencing_model.py -k weather --timeout=7200
 
@@ -98,6 +104,22 @@ stubs = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iprot
 		--python_out=$(1) --mypy_out=quiet:$(1) proto/outrider/v1/*.proto \
 	&& PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iproto \
 		--grpc_python_out=$(1) --mypy_grpc_out=quiet:$(1) proto/outrider/v1/*_service.proto
+
+lock: $(AUDIT_SETUP) ## writes the images' hash-locked requirements again, from pyproject.toml and constraints.txt
+	@for image in gateway engine; do \
+		$(BIN)/python deploy/requirements.py $$image > $(AUDIT)/$$image.in \
+			&& $(AUDIT)/bin/pip-compile --quiet --generate-hashes --strip-extras --no-header --no-annotate --constraint constraints.txt \
+				--no-emit-index-url --no-emit-find-links --output-file deploy/$$image.lock $(AUDIT)/$$image.in || exit 1; \
+	done
+
+audit: $(SETUP) $(AUDIT_SETUP) ## known weaknesses of all that is installed, and build/sbom.json, a list of it; asks PyPI
+	@mkdir -p build && $(AUDIT)/bin/cyclonedx-py environment --output-file build/sbom.json $(BIN)/python
+	$(AUDIT)/bin/pip-audit --no-deps --disable-pip --requirement constraints.txt
+
+$(AUDIT_SETUP): | $(SETUP)
+	@test -x $(AUDIT)/bin/python || $(BIN)/python -m venv $(AUDIT)
+	@$(AUDIT)/bin/python -m pip install --quiet --disable-pip-version-check pip-tools==7.6.2 pip-audit==2.10.1 cyclonedx-bom==7.5.0
+	@touch $@
 
 models: $(SETUP) ## checks the embedded pair: sizes, digests, and that both load
 	@$(BIN)/python models/check.py
