@@ -6,7 +6,6 @@ Skipped, loudly, where no engine answers; with REQUIRE_DOCKER=1 that is a failur
 import asyncio
 import os
 import secrets
-import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -23,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.basics import eventually
 from support.stack import request_of
 
+from outrider.client import AsyncClient
 from outrider.errors import PeerLost
 from outrider.rpc.channels import open_channel
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
@@ -124,10 +124,21 @@ async def until_guesses_are_accepted(channel: grpc.aio.Channel) -> None:
     await eventually(are, PATIENCE_S)
 
 
+def pause(_: Compose, container: Container) -> None:
+    """Freezes all that runs in a container; under load an engine with the older control groups has to try again."""
+    for attempt in range(10):
+        try:
+            container.pause()
+            break
+        except docker.errors.APIError as error:
+            if attempt == 9 or "unable to freeze" not in str(error):
+                raise
+
+
 Act = Callable[[Compose, Container], None]
 FAULTS: dict[str, tuple[Act, Act]] = {
     "killed": (lambda _, each: each.kill(), lambda _, each: each.start()),
-    "paused": (lambda _, each: each.pause(), lambda _, each: each.unpause()),
+    "paused": (pause, lambda _, each: each.unpause()),
     "disconnected": (Compose.disconnect, Compose.connect),
 }
 
@@ -145,20 +156,17 @@ def test_nobody_is_root_or_could_build(compose: Compose) -> None:
 
 async def test_rest_grpc_and_the_command_line_say_the_same(compose: Compose, channel: grpc.aio.Channel) -> None:
     """One prompt with one seed, asked in three ways."""
-    asked = request_of(text=PROMPT, max_tokens=24, temperature=0.8, seed=5)
-    messages = [each async for each in GenerationServiceStub(channel).Generate(asked)]
-    text = "".join(each.round.text for each in messages if each.HasField("round")) + messages[-1].completion.text
+    async with AsyncClient(compose.address(50050), timeout_s=PATIENCE_S) as client:
+        text = (await client.generate(PROMPT, max_tokens=24, temperature=0.8, seed=5).result()).text
     body = {"model": "target", "prompt": PROMPT, "max_tokens": 24, "temperature": 0.8, "seed": 5}
-    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
-        answer = await client.post(f"http://{compose.address(8080)}/v1/completions", json=body)
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as rest:
+        answer = await rest.post(f"http://{compose.address(8080)}/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["text"] == text
-    outrider = shutil.which("outrider", path=str(Path(sys.executable).parent))
-    assert outrider is not None
-    words = [outrider, "generate", PROMPT, "--address", compose.address(50050)]
-    words += ["--max-tokens", "24", "--temperature", "0.8", "--seed", "5", "--json"]
+    words = [str(Path(sys.executable).with_name("outrider")), "generate", PROMPT, "--address", compose.address(50050)]
+    words += ["--max-tokens", "24", "--temperature", "0.8", "--seed", "5"]
     done = await asyncio.to_thread(subprocess.run, words, capture_output=True, text=True, check=True)
-    assert text[:20] in done.stdout
+    assert text.strip() in done.stdout
 
 
 @pytest.mark.parametrize("fault", FAULTS)
