@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from outrider.errors import InvalidRequest
@@ -35,6 +35,16 @@ class Parameters(BaseModel):
     """Frozen, strict base: unknown fields, wrong types, NaN and infinity are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_one_unknown(cls, values: object) -> object:
+        """Keeps the first of all unknown fields: a finding about each of thousands takes seconds."""
+        if not isinstance(values, dict) or len(values) <= len(cls.model_fields) + 1:
+            return values
+        known = cls.model_fields.keys() | {info.alias for info in cls.model_fields.values()}
+        unknown = next((name for name in values if name not in known), None)
+        return {name: value for name, value in values.items() if name in known or name == unknown}
 
     @classmethod
     def checked(cls, values: Mapping[str, Any], prefix: str = "") -> Self:

@@ -37,6 +37,7 @@ AUTO = "auto"  # whatever is fastest, as without a name
 # Bytes of a token of an echoed prompt in a message, text and number, and of each alternative beside it; at most.
 ECHO_TOKEN_BYTES, ECHO_LOGPROB_BYTES = 192, 13
 DEFAULT_MAX_TOKENS = 128
+MAX_TEXT_CHARS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,8 @@ class GenerationRequest:
     """What a client wrote; None where it wrote nothing."""
 
     text: str | None = None
-    token_ids: tuple[int, ...] | None = None
+    token_ids: Sequence[int] | None = None
+    """Not looked at before its length is, because to read a million ids would be felt by other requests."""
     max_tokens: int | None = None
     sampling: SamplingParameters = field(default_factory=SamplingParameters)
     seed: int | None = None
@@ -56,7 +58,7 @@ class GenerationRequest:
     drafters: tuple[str, ...] = ()
     """Those that are to guess together; none leaves the choice to the gateway."""
     shape: TreeShape | None = None
-    prediction: str | tuple[int, ...] | None = None
+    prediction: str | Sequence[int] | None = None
     """What the answer is expected to be, as text or token ids."""
     logprob_count: int | None = None
     sample_count: int | None = None
@@ -215,7 +217,7 @@ def _check_beams(request: GenerationRequest, offers: Offers) -> None:
         "speculation.drafter": next((each for each in request.drafters if each == LOOKUP or each in offers.own), ""),
         "speculation.drafters": request.drafters if len(request.drafters) > 1 else (),
         "speculation.shape": request.shape,
-        "prediction": request.prediction,
+        "prediction": None if request.prediction is None else "present",
         request.constraint.field if request.constraint else "constraint": "present" if request.constraint else "",
     }
     for name, value in wanted.items():
@@ -322,10 +324,12 @@ async def _prediction(
         raise InvalidRequest("prediction", "present", "absent where speculation is off")
     if not offers.looks or (drafters and LOOKUP not in drafters):
         raise InvalidRequest("prediction", "present", f"absent unless {LOOKUP} is among the drafters")
-    token_ids = await tokenizer.encode(prediction, special=False) if isinstance(prediction, str) else prediction
-    check_count("prediction", len(token_ids), target.context_len, "tokens")
-    _check_token_ids("prediction", token_ids, target)
-    return token_ids
+    if isinstance(prediction, str):
+        check_count("prediction", len(prediction), max_chars(target.context_len, tokenizer), "characters")
+        prediction = await tokenizer.encode(prediction, special=False)
+    check_count("prediction", len(prediction), target.context_len, "tokens")
+    _check_token_ids("prediction", prediction, target)
+    return tuple(prediction)
 
 
 def _check_echo(request: GenerationRequest, prompt_len: int) -> None:
@@ -365,32 +369,61 @@ async def _prompt(request: GenerationRequest, tokenizer: Tokenizer, target: Mode
         given = "absent" if request.text is None else "both"
         raise InvalidRequest("prompt", given, "exactly one of text and token_ids")
     if request.token_ids is not None:
-        # First, because to look at each of a million ids would be felt by other requests.
         _max_tokens(request, len(request.token_ids), target)
         _check_token_ids("token_ids", request.token_ids, target)
-    prompt = request.token_ids
+    prompt = tuple(request.token_ids or ())
     if request.text is not None:
+        _check_chars(len(request.text), tokenizer, target)
         prompt = await tokenizer.encode(request.text, special=request.add_special_tokens)
     if not prompt:
         raise InvalidRequest("prompt", request.text if request.text is not None else [], "at least one token long")
     return prompt
 
 
+def max_chars(num_tokens: int, tokenizer: Tokenizer) -> int:
+    """Characters of the longest text that is encoded where there is room for so many tokens.
+
+    Only a tokenizer that drops text, or has one token for all that it does not know, makes so few of a longer one.
+    """
+    return min(num_tokens * tokenizer.longest_token, MAX_TEXT_CHARS)
+
+
+def _check_chars(num_chars: int, tokenizer: Tokenizer, target: ModelInfo) -> None:
+    """Raises PromptTooLong about a text that cannot fit, before time and memory are spent on its tokens."""
+    size, name, place = _place(target)
+    limit = max_chars(size, tokenizer)
+    if num_chars > limit:
+        message = (Field("prompt"), f" has {num_chars} characters, but at most {limit} are taken for {place}")
+        raise PromptTooLong(message, prompt_chars=num_chars, max_chars=limit, **{name: size})
+
+
+def _place(target: ModelInfo) -> tuple[int, str, str]:
+    """What prompt and output must fit into: the tokens of it, its name among facts, and in a sentence."""
+    is_context = target.context_len <= target.kv_tokens
+    size, name = (target.context_len, "context_len") if is_context else (target.kv_tokens, "kv_tokens")
+    return size, name, f"the {'context' if is_context else 'key-value cache'} of {size} tokens"
+
+
+def check_room(prompt_len: int, target: ModelInfo) -> None:
+    """Raises PromptTooLong about a prompt that leaves no room for a token behind it."""
+    size, name, place = _place(target)
+    if prompt_len >= size:
+        message = f"the prompt has {prompt_len} tokens, but must leave room for one more in {place}"
+        raise PromptTooLong(message, prompt_tokens=prompt_len, **{name: size})
+
+
 def _max_tokens(request: GenerationRequest, prompt_len: int, target: ModelInfo) -> int:
     """The output's limit; prompt and output must fit together into the target's context and into its cache."""
-    is_context = target.context_len <= target.kv_tokens
-    size = target.context_len if is_context else target.kv_tokens
-    place = f"the {'context' if is_context else 'key-value cache'} of {size} tokens"
-    facts = {"prompt_tokens": prompt_len, "context_len" if is_context else "kv_tokens": size}
+    size, name, place = _place(target)
     room = size - prompt_len
-    if (request.max_tokens is None or request.up_to_context) and room < 1:
-        raise PromptTooLong(f"the prompt has {prompt_len} tokens, but must leave room for one more in {place}", **facts)
+    if request.max_tokens is None or request.up_to_context:
+        check_room(prompt_len, target)
     wanted = min(DEFAULT_MAX_TOKENS, room) if request.max_tokens is None else request.max_tokens
     if request.up_to_context:
         wanted = min(request.max_tokens or room, room)
     if wanted > room:
         message = (f"a prompt of {prompt_len} tokens and ", Field("max_tokens"), f" {wanted} do not fit into {place}")
-        raise PromptTooLong(message, max_tokens=wanted, **facts)
+        raise PromptTooLong(message, max_tokens=wanted, prompt_tokens=prompt_len, **{name: size})
     return wanted
 
 

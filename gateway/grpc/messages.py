@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import MutableSequence, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from gateway.generation.conversation import (
     MAX_TEMPLATE_VARIABLES,
@@ -19,7 +19,7 @@ from gateway.generation.conversation import (
     tool_named,
 )
 from gateway.generation.generate import CompletionEvent, RoundEvent
-from gateway.generation.request import GenerationRequest
+from gateway.generation.request import MAX_BANNED_WORDS, MAX_DRAFTERS, MAX_STOPS, GenerationRequest
 from gateway.generation.transcript import round_facts
 from gateway.rounds.round import FallbackReason, TokenOrigin
 from gateway.text.chat_template import ChatTemplate
@@ -29,6 +29,7 @@ from outrider.beams import BeamSearch, EarlyStopping
 from outrider.deltas import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
 from outrider.errors import InvalidRequest, check_count
 from outrider.grammar import Constraint, ConstraintKind
+from outrider.parameters import MAX_STOP_TOKEN_IDS
 from outrider.rpc import messages
 from outrider.rpc.messages import RULES, acceptance_from, logprob_message, settings_message, shape_from
 from outrider.v1 import generation_service_pb2 as pb
@@ -50,6 +51,7 @@ CONSTRAINTS = {
     "structural_tag": ConstraintKind.STRUCTURAL_TAG,
 }
 MAX_MESSAGES = 1024
+Item = TypeVar("Item")
 # As the protocol lists them; "tool" answers calls that only some templates know.
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -62,12 +64,12 @@ def request_from(message: pb.GenerateRequest) -> GenerationRequest:
     acceptance = acceptance_from(rule, settings, "speculation.rule", "speculation.acceptance.")
     return GenerationRequest(
         text=message.text if prompt == "text" else None,
-        token_ids=tuple(message.token_ids.token_ids) if prompt == "token_ids" else None,
+        token_ids=message.token_ids.token_ids if prompt == "token_ids" else None,
         max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
         sampling=messages.sampling_from(message.sampling),
         seed=message.seed if message.HasField("seed") else None,
-        stops=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
+        stops=_few("stop", message.stop, MAX_STOPS, "strings"),
+        stop_token_ids=_few("stop_token_ids", message.stop_token_ids, MAX_STOP_TOKEN_IDS, "ids"),
         speculation_enabled=speculation.enabled if speculation.HasField("enabled") else True,
         draft_count=speculation.draft_count if speculation.HasField("draft_count") else None,
         acceptance=acceptance,
@@ -76,7 +78,7 @@ def request_from(message: pb.GenerateRequest) -> GenerationRequest:
         prediction=_prediction(message),
         logprob_count=message.logprob_count if message.HasField("logprob_count") else None,
         sample_count=message.sample_count if message.HasField("sample_count") else None,
-        banned_words=tuple(message.banned_words),
+        banned_words=_few("banned_words", message.banned_words, MAX_BANNED_WORDS, "strings"),
         echo=message.echo,
         return_rounds=speculation.return_rounds,
         cache_salt=message.cache_salt,
@@ -100,17 +102,24 @@ def _constraint(message: pb.Constraint) -> Constraint:
 
 
 def _drafters(speculation: pb.SpeculationSettings) -> tuple[str, ...]:
-    if speculation.drafter and speculation.drafters:
-        raise InvalidRequest("speculation.drafters", list(speculation.drafters), "empty beside speculation.drafter")
-    return tuple(speculation.drafters) or ((speculation.drafter,) if speculation.drafter else ())
+    several = _few("speculation.drafters", speculation.drafters, MAX_DRAFTERS, "names")
+    if speculation.drafter and several:
+        raise InvalidRequest("speculation.drafters", list(several), "empty beside speculation.drafter")
+    return several or ((speculation.drafter,) if speculation.drafter else ())
 
 
-def _prediction(message: pb.GenerateRequest) -> str | tuple[int, ...] | None:
+def _few(field: str, values: Sequence[Item], maximum: int, unit: str) -> tuple[Item, ...]:
+    """A list that is short, of which a long one is refused before it is read; raises InvalidRequest."""
+    check_count(field, len(values), maximum, unit)
+    return tuple(values)
+
+
+def _prediction(message: pb.GenerateRequest) -> str | Sequence[int] | None:
     match message.WhichOneof("prediction"):
         case "prediction_text":
             return message.prediction_text
         case "prediction_token_ids":
-            return tuple(message.prediction_token_ids.token_ids)
+            return message.prediction_token_ids.token_ids
     return None
 
 

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.generation.frontend import Frontend
 from gateway.generation.generate import Event, RoundEvent
+from gateway.generation.request import check_room
 from gateway.generation.transcript import GeneratedToken, PromptToken
 from gateway.rest import responses
 from gateway.rest.generate import (
@@ -20,18 +21,37 @@ from gateway.rest.generate import (
     ResponseFigures,
     check_prompt_len,
     generation_request,
+    in_names_of,
 )
 from gateway.rest.middleware import ParsedBodyRoute, RestSettings
 from gateway.rest.openapi import documented_answer
 from gateway.rest.responses import ChoiceBuffer, Envelope, Finish, ResponseHeader, TextCompletion, TextLogprobs, Tokens
-from gateway.rest.schemas import CompletionRequest, StreamOptions
-from outrider.errors import InvalidRequest
+from gateway.rest.schemas import MAX_PROMPTS, CompletionRequest, StreamOptions
+from outrider.errors import InvalidRequest, PromptTooLong
 
 
 def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
     router = APIRouter(route_class=ParsedBodyRoute)
 
-    @router.post("/v1/completions", response_model=TextCompletion, responses=documented_answer(TextCompletion))
+    async def check_lengths(request: Request) -> None:
+        """Refuses prompts of too many ids before each of a million ids is looked at, which others would feel."""
+        body, target = getattr(request.state, "json", None), frontend.backend.target.info
+        match body:
+            case {"prompt": [int(), *_] as ids}:
+                prompts = [ids]
+            case {"prompt": [list(), *_] as lists}:
+                prompts = [each for each in lists[:MAX_PROMPTS] if isinstance(each, list)]
+            case _:
+                prompts = []
+        for ids in prompts if target else []:
+            try:
+                check_room(len(ids), target)
+            except PromptTooLong as error:
+                raise in_names_of(TEXT_NAMES, error) from None
+
+    documented, checks = documented_answer(TextCompletion), [Depends(check_lengths)]
+
+    @router.post("/v1/completions", response_model=TextCompletion, responses=documented, dependencies=checks)
     async def complete(body: CompletionRequest, request: Request) -> Response:
         """Goes on with each prompt; prompts have choices of their own, numbered through in order."""
         shared = generation_request(body, frontend.names)
@@ -46,7 +66,7 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
                 check_prompt_len(name, prompt, settings.max_prompt_chars)
                 generations.append(replace(shared, text=prompt))
             else:
-                generations.append(replace(shared, token_ids=tuple(prompt)))
+                generations.append(replace(shared, token_ids=prompt))
 
         async def make_writer(header: ResponseHeader, figures: ResponseFigures) -> ChunkWriter:
             echo = [

@@ -10,6 +10,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -24,6 +25,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.generation.request import MAX_TEXT_CHARS
 from gateway.rest.errors import (
     AmbiguousBody,
     BodyTimeout,
@@ -45,7 +47,7 @@ READING = frozenset({"GET", "HEAD", "OPTIONS"})
 BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 JSON_TYPE = re.compile(r"application/([\w.+-]+\+)?json\s*(;\s*charset\s*=\s*\"?utf-?8\"?\s*)?", re.IGNORECASE)
 # Reading more than this takes long enough to be felt by other requests.
-LONG_BODY = 1 << 18
+LONG_BODY = 1 << 15
 
 Json: TypeAlias = "str | int | float | bool | list[Json] | dict[str, Json] | None"
 Path: TypeAlias = tuple[str | int, ...]
@@ -76,7 +78,7 @@ class RestSettings:
     body_wait_s: float = 30.0
     """For how long a client may send its body."""
     max_json_depth: int = 64
-    max_prompt_chars: int = 1_000_000
+    max_prompt_chars: int = MAX_TEXT_CHARS
     grpc_port: int = 50050
     """Where the same gateway serves gRPC; the page names it in the code that it offers."""
 
@@ -178,6 +180,8 @@ class BodyLimits:
         self._app = app
         self._settings = settings
         self._num_held = 0  # bytes of all bodies
+        # One at a time, because the parser keeps all other threads from running.
+        self._parser = ThreadPoolExecutor(1, "bodies")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -239,7 +243,9 @@ class BodyLimits:
             message = f"content-type is {kind[:80]!r}, but must be application/json in UTF-8"
             raise UnsupportedMedia(message, field="content-type", value=kind[:80])
         parse = partial(read_json, body, self._settings.max_json_depth)
-        return await asyncio.to_thread(parse) if len(body) > LONG_BODY else parse()
+        if len(body) <= LONG_BODY:
+            return parse()
+        return await asyncio.get_running_loop().run_in_executor(self._parser, parse)
 
 
 class ParsedRequest(Request):
@@ -318,9 +324,9 @@ def _checked_keys(value: Json, path: Path, max_depth: int) -> int:
         raise InvalidJson(f"The body nests values more than {max_depth} deep")
     if isinstance(value, list):
         # Token ids come by the million, and there is nothing to see in a number without a fraction.
-        return sum(
-            _checked_keys(each, (*path, at), max_depth) for at, each in enumerate(value) if type(each) is not int
-        )
+        if set(map(type, value)) == {int}:
+            return 0
+        return sum(_checked_keys(each, (*path, at), max_depth) for at, each in enumerate(value))
     for key in value:
         if LONE_SURROGATE.search(key):
             place = name_of(path)

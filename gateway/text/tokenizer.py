@@ -6,6 +6,7 @@ special tokens out and never shows half a character.
 
 import asyncio
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from gateway.text.token_pieces import TokenPiece, TokenPieces
@@ -14,6 +15,7 @@ from outrider.tokenizer_files import load_tokenizer
 from outrider.vocabulary import Vocabulary
 
 LONG_TEXT = 2_000  # characters; encoding more takes long enough to be felt by other requests
+MAX_ENCODINGS = 2  # long texts at a time: a character takes some forty bytes meanwhile
 LONG_PROMPT = 100  # tokens; the same of spelling
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_PARTIAL = 3  # a UTF-8 character of four bytes may lack one, and each byte may show as a character of its own
@@ -35,7 +37,10 @@ class Tokenizer:
         """The ids of tokens that no text is cut into but by their names."""
         self.special_tokens = frozenset(token.content for token in added.values() if token.special)
         """The names of those of them that have no text of their own."""
+        self.longest_token = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        """Characters of the longest name of a token; a token stands for no more of a text."""
         self._pieces = TokenPieces(self._tokenizer)
+        self._encoders = ThreadPoolExecutor(MAX_ENCODINGS, "encoders")
         self._grammars: GrammarEngine | None = None
         self._making_grammars = asyncio.Lock()
 
@@ -45,7 +50,7 @@ class Tokenizer:
             return tuple(self._tokenizer.encode(text, add_special_tokens=special).ids)
         # As a batch of one: for a single text the library keeps all other threads from running, the loop's too.
         encode = partial(self._tokenizer.encode_batch_fast, [text], add_special_tokens=special)
-        [encoding] = await asyncio.to_thread(encode)
+        [encoding] = await asyncio.get_running_loop().run_in_executor(self._encoders, encode)
         return tuple(encoding.ids)
 
     async def spell(self, token_ids: Sequence[int]) -> list[str]:

@@ -99,6 +99,29 @@ async def test_a_long_text_is_encoded_to_the_same_ids() -> None:
         await check(GenerationRequest(text=text))
 
 
+async def test_a_text_that_cannot_fit_is_not_encoded() -> None:
+    """No token has more characters than the longest, and never are more than a million taken."""
+    fitting = 1024 * TOKENIZER.longest_token
+    with pytest.raises(PromptTooLong, match="tokens, but must leave room"):
+        await check(GenerationRequest(text="a" * fitting))
+    with pytest.raises(
+        PromptTooLong, match=f"prompt has {fitting + 1} characters, but at most {fitting} are"
+    ) as caught:
+        await check(GenerationRequest(text="a" * (fitting + 1)))
+    assert caught.value.metadata == {
+        "prompt_chars": str(fitting + 1),
+        "max_chars": str(fitting),
+        "context_len": "1024",
+    }
+    large = replace(TARGET, context_len=10_000_000, kv_tokens=10_000_000)
+    with pytest.raises(PromptTooLong, match="has 1000001 characters, but at most 1000000 are"):
+        await check_request(GenerationRequest(text="a" * 1_000_001), TOKENIZER, large, OFFERS)
+    with pytest.raises(
+        InvalidRequest, match=f"prediction has {fitting + 1} characters, but must have at most {fitting}"
+    ):
+        await check(replace(REQUEST, prediction="a" * (fitting + 1)))
+
+
 async def test_without_speculation_k_is_zero() -> None:
     """Disabled speculation wins over a draft count."""
     assert (await check(replace(REQUEST, speculation_enabled=False, draft_count=5))).draft_count == 0

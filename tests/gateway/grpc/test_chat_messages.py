@@ -140,3 +140,24 @@ async def test_a_model_without_a_place_for_tools_can_only_be_made_to_call_one() 
     assert request.constraint is not None
     with pytest.raises(Unsupported, match="tools is not served"):
         await chat_request_from(pb.ChatRequest(messages=[USER], tools=[TOOL]), PLAIN, TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    ("field", "entry", "maximum"),
+    [("stop", "a", 64), ("stop_token_ids", 5, 64), ("banned_words", "a", 64), ("speculation.drafters", "a", 8)],
+)
+def test_a_list_that_is_too_long_is_not_read(field: str, entry: Any, maximum: int) -> None:
+    """It is refused by its length, for reading a million entries would be felt by other requests."""
+    message = pb.GenerateRequest(text="a")
+    getattr(message.speculation if "." in field else message, field.rpartition(".")[2]).extend([entry] * (maximum + 1))
+    with pytest.raises(InvalidRequest, match=f"{field} has {maximum + 1} .*, but must have at most {maximum}"):
+        request_from(message)
+
+
+def test_token_ids_stay_unread() -> None:
+    """Until their number has been looked at."""
+    message = pb.GenerateRequest(token_ids=types_pb2.TokenIds(token_ids=[5] * 10))
+    message.prediction_token_ids.token_ids.extend([6] * 10)
+    request = request_from(message)
+    assert request.token_ids is message.token_ids.token_ids
+    assert request.prediction is message.prediction_token_ids.token_ids

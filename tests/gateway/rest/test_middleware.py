@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import httpx
@@ -12,7 +13,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 from support.network import connected, served
 
-from gateway.rest.middleware import BodyLimits, RequestIds, RestSettings
+from gateway.rest.middleware import BodyLimits, RequestIds, RestSettings, read_json
 
 SETTINGS = RestSettings(max_body_bytes=100_000, body_wait_s=20)
 JSON = {"content-type": "application/json"}
@@ -98,6 +99,23 @@ async def test_bodies_together_are_limited() -> None:
         for content, status in ((b'"' + b"x" * 20 + b'"', 200), (b'"' + b"x" * 30 + b'"', 429)) * 2:
             reply = await http.post("/", content=content, headers=JSON)
             assert (reply.status_code, "retry-after" in reply.headers) == (status, status == 429)
+
+
+async def test_long_bodies_are_parsed_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off the loop; the parser keeps every other thread from running, and several of them would keep the loop."""
+    threads = []
+
+    def parse(body: bytes, max_depth: int) -> Any:
+        threads.append(threading.get_ident())
+        return read_json(body, max_depth)
+
+    monkeypatch.setattr("gateway.rest.middleware.read_json", parse)
+    async with client() as http:
+        long = json.dumps(["x" * 40_000])
+        await asyncio.gather(*(http.post("/", content=long, headers=JSON) for _ in range(6)))
+    assert len(threads) == 6
+    assert len({*threads}) == 1
+    assert threading.get_ident() not in threads
 
 
 async def test_a_body_with_two_lengths_is_refused() -> None:

@@ -34,6 +34,15 @@ async def test_they_are_those_of_grpc(http: httpx.AsyncClient, markov: MarkovSta
     assert ids_of(body["choices"]) == said
 
 
+@pytest.mark.parametrize("prompt", [[-1] * 2_000, [[5], [-1] * 2_000]])
+async def test_ids_of_a_prompt_that_is_too_long_are_not_looked_at(http: httpx.AsyncClient, prompt: list[Any]) -> None:
+    """Which would take the time of others; what is wrong with them nobody needs to know."""
+    reply = await http.post(TEXT, json={"prompt": prompt})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
+    assert "the prompt has 2000 tokens, but must leave room for one more in the context of" in error["message"]
+
+
 @pytest.mark.parametrize("path", BODIES)
 async def test_a_stream_joins_to_the_whole(http: httpx.AsyncClient, path: str) -> None:
     """Also behind a stop string, where tokens bring no text."""

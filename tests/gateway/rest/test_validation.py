@@ -113,6 +113,21 @@ def test_many_wrong_entries_are_one_finding(fields: dict[str, Any]) -> None:
     assert len(raised.value.errors()) == 1
 
 
+@pytest.mark.parametrize("place", ["body", "speculation", "messages.0"])
+def test_many_unknown_fields_are_one_finding(place: str) -> None:
+    """The first of them, wherever they are, beside whatever else is wrong."""
+    unknown = {f"k{number}": number for number in range(10_000)}
+    bodies: dict[str, dict[str, Any]] = {
+        "body": {**unknown, "messages": [USER], "n": 9},
+        "speculation": {"messages": [USER], "n": 9, "speculation": unknown},
+        "messages.0": {"messages": [{**unknown, **USER}], "n": 9},
+    }
+    with pytest.raises(ValidationError) as raised:
+        ChatRequest.model_validate(bodies[place])
+    found = {".".join(map(str, each["loc"])): each["type"] for each in raised.value.errors()}
+    assert found == {"n": "less_than_equal", f"{place}.k0".removeprefix("body."): "extra_forbidden"}
+
+
 def test_null_is_the_same_as_absent() -> None:
     """Clients write null where they mean nothing, for known and for unserved fields."""
     nothing = dict.fromkeys(set(ChatRequest.model_fields) - {"messages"})

@@ -1,13 +1,15 @@
 """Text and tokens, with the embedded target's tokenizer."""
 
 import asyncio
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.text.tokenizer import Tokenizer
+from gateway.text.tokenizer import MAX_ENCODINGS, Tokenizer
 from outrider.errors import ModelRefused
 
 MODEL = str(Path(__file__).resolve().parents[3] / "models" / "target")
@@ -37,6 +39,31 @@ async def test_no_piece_of_a_text_holds_half_a_character(text: str) -> None:
     pieces = pieces_of(list(await TOKENIZER.encode(text)))
     assert "".join(pieces) == text
     assert sum(piece.count(REPLACEMENT) for piece in pieces) == text.count(REPLACEMENT)
+
+
+class Watched:
+    """A tokenizer of the library that notes which threads encode, each of them waiting until another one does too."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._pair = threading.Barrier(2)
+        self.threads: set[int] = set()
+
+    def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> Any:
+        """As the library's own."""
+        self.threads.add(threading.get_ident())
+        self._pair.wait(60)
+        return self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+
+
+async def test_few_long_texts_are_encoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are, because each takes many times its size meanwhile."""
+    tokenizer = Tokenizer(MODEL)
+    watched = Watched(tokenizer._tokenizer)
+    monkeypatch.setattr(tokenizer, "_tokenizer", watched)
+    encoded = await asyncio.gather(*(tokenizer.encode("a king " * 1_000) for _ in range(8)))
+    assert len(watched.threads) == MAX_ENCODINGS == 2
+    assert len(set(encoded)) == 1
 
 
 async def test_a_real_replacement_character_comes_out() -> None:
