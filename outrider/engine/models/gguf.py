@@ -4,12 +4,12 @@ Quantised numbers become float32 by the gguf package, a piece of a tensor at a t
 for: beside the model itself there are never more than a few megabytes of float32 in memory, and the file is mapped.
 """
 
-import hashlib
 import re
 from dataclasses import replace
 
 import numpy as np
 import torch
+from blake3 import blake3
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from rich.console import Console
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider.engine.models.config import JsonKeys, ModelConfig, eos_token_ids_in
 from outrider.engine.models.rope import DividedRope, Rope
-from outrider.engine.models.weights import expected_shapes, samples
+from outrider.engine.models.weights import expected_shapes
 from outrider.errors import ModelRefused
 from outrider.gguf.config import architecture_of, json_config, spelled
 from outrider.gguf.header import GgufFile, TensorPlace
@@ -92,17 +92,8 @@ def load_gguf(file: GgufFile, config: ModelConfig, device: torch.device, dtype: 
 
 
 def gguf_hash(file: GgufFile) -> str:
-    """Thirty-two hexadecimal digits that name a model: SHA-256 over the header, and samples of what stands behind it.
-
-    They are as many and as long as outrider.engine.models.weights.model_hash takes; the file's name does not count.
-    """
-    size = file.path.stat().st_size
-    digest = hashlib.sha256(f"GGUF\0{size}\0".encode())
-    with file.path.open("rb") as stream:
-        digest.update(stream.read(file.data_offset))
-        for sample in samples(stream, file.data_offset, size):
-            digest.update(sample)
-    return digest.hexdigest()[:32]
+    """Thirty-two hexadecimal digits that name a model: BLAKE3 over the whole file, whatever its name."""
+    return blake3(max_threads=blake3.AUTO).update_mmap(file.path).hexdigest()[:32]
 
 
 def _widened(data: "np.memmap[tuple[int, ...], np.dtype[np.uint8]]", place: TensorPlace, dtype: torch.dtype) -> Tensor:

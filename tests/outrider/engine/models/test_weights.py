@@ -192,3 +192,15 @@ def test_hash_names_configuration_and_weights(tiny: Path) -> None:
     second = model_hash(tiny)
     (tiny / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
     assert len({first, second, model_hash(tiny)}) == 3
+
+
+def test_hash_names_every_byte_of_the_weights(tmp_path: Path) -> None:
+    """The output matrix of any one layer replaced by another's is another model."""
+    folder = Path(shutil.copytree(TARGET, tmp_path / "target"))
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(name for name in tensors if name.endswith("o_proj.weight"))
+    digests = {model_hash(folder)}
+    for name, other in zip(names, [*names[1:], names[0]], strict=True):
+        save_file({**tensors, name: tensors[other].clone()}, folder / "model.safetensors", {"format": "pt"})
+        digests.add(model_hash(folder))
+    assert len(digests) == 1 + len(names)
