@@ -112,6 +112,8 @@ class LinkStream:
     async def _write(self) -> None:
         # Whatever ends the call here is what the reader raises.
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            # A link that says nothing at first is not kept, and requests may come late.
+            await self._call.write(self._frame_type())
             while True:
                 if self._outgoing or self._long:
                     await self._call.write(self._frame())

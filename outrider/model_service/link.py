@@ -57,6 +57,8 @@ from outrider.v1.types_pb2 import OpenPart
 
 # A link has a handler, two tasks and some jobs, so this bounds all of them.
 MAX_LINKS = 256
+# Until the first frame, which a gateway sends at once: else whoever opens links and says nothing would take them all.
+FIRST_FRAME_S = 10.0
 # Frames of a link that may wait for the device, and messages of one session in a frame or behind a grammar.
 MAX_UNFINISHED_FRAMES = 16
 MAX_OF_SESSION = 16
@@ -71,6 +73,14 @@ AnswerFrame = DraftServiceLinkResponse | TargetServiceLinkResponse
 StoreT = TypeVar("StoreT", bound=SessionStore[Any])
 Job = Callable[[], None]
 """What the device thread does for a message; raises what ends the message's session."""
+
+
+class SilentLink(OutriderError):
+    """The gateway must send a frame, which may be empty, when it opens a link."""
+
+    status = "DEADLINE_EXCEEDED"
+    reason = "SILENT_LINK"
+    exit_code = 75
 
 
 class OpenParts:
@@ -187,14 +197,14 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
     ) -> None:
         """Carries a gateway's sessions until its link ends; those that were not closed are on leases then.
 
-        Raises Overloaded when there are too many links, and about a gateway that does not read.
+        Raises Overloaded when there are too many links, SilentLink, and about a gateway that does not read.
         """
         if len(self._links) >= MAX_LINKS:
             raise Overloaded(f"{len(self._links)} gateways have a link already", limit=MAX_LINKS)
         outbox: Outbox = Outbox(self._outboxes)
         self._links.add(outbox)
         self._sweep_after(IDLE_S)
-        reader = asyncio.create_task(self._read(request_iterator, outbox))
+        reader = asyncio.create_task(self._read(_begun(request_iterator), outbox))
         writer = asyncio.create_task(self._write(context.write, outbox))
         try:
             ends: set[asyncio.Future[Any]] = {reader, writer, outbox.overflow}
@@ -421,3 +431,16 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
         due_s = None if sweeping.cancelled() else sweeping.result()
         if due_s is not None or self._links:
             self._sweep_after(IDLE_S if due_s is None else due_s)
+
+
+async def _begun(frames: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """The frames of a link; raises SilentLink when the first does not come in time."""
+    try:
+        async with asyncio.timeout(FIRST_FRAME_S):
+            first = await anext(frames, None)
+    except TimeoutError:
+        raise SilentLink(f"nothing has come on this link for {FIRST_FRAME_S:g} s", limit=FIRST_FRAME_S) from None
+    if first is not None:
+        yield first
+    async for frame in frames:
+        yield frame

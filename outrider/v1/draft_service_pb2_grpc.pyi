@@ -34,7 +34,8 @@ class DraftServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DraftServiceAsyncStub: ...
     Link: _grpc.StreamStreamMultiCallable[_draft_service_pb2.DraftServiceLinkRequest, _draft_service_pb2.DraftServiceLinkResponse]
-    """The link of a gateway: the messages of all its sessions, in batches that never wait. A message is answered by exactly
+    """The link of a gateway: the messages of all its sessions, in batches that never wait. The first is sent within ten
+    seconds and may be empty, or the link ends with DEADLINE_EXCEEDED. A message is answered by exactly
     one response, but for four kinds: a part of an open; a close; a message that is stale (see Fence), which is dropped,
     as is the answer under way when a newer epoch begins; and a repetition while the first answer is under way, which
     that one answers.
@@ -46,7 +47,8 @@ class DraftServiceAsyncStub(DraftServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Link: _aio.StreamStreamMultiCallable[_draft_service_pb2.DraftServiceLinkRequest, _draft_service_pb2.DraftServiceLinkResponse]  # type: ignore[assignment]
-    """The link of a gateway: the messages of all its sessions, in batches that never wait. A message is answered by exactly
+    """The link of a gateway: the messages of all its sessions, in batches that never wait. The first is sent within ten
+    seconds and may be empty, or the link ends with DEADLINE_EXCEEDED. A message is answered by exactly
     one response, but for four kinds: a part of an open; a close; a message that is stale (see Fence), which is dropped,
     as is the answer under way when a newer epoch begins; and a repetition while the first answer is under way, which
     that one answers.
@@ -61,7 +63,8 @@ class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_draft_service_pb2.DraftServiceLinkRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_draft_service_pb2.DraftServiceLinkResponse], _abc.AsyncIterator[_draft_service_pb2.DraftServiceLinkResponse]]:
-        """The link of a gateway: the messages of all its sessions, in batches that never wait. A message is answered by exactly
+        """The link of a gateway: the messages of all its sessions, in batches that never wait. The first is sent within ten
+        seconds and may be empty, or the link ends with DEADLINE_EXCEEDED. A message is answered by exactly
         one response, but for four kinds: a part of an open; a close; a message that is stale (see Fence), which is dropped,
         as is the answer under way when a newer epoch begins; and a repetition while the first answer is under way, which
         that one answers.

@@ -34,7 +34,8 @@ class TargetServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TargetServiceAsyncStub: ...
     Link: _grpc.StreamStreamMultiCallable[_target_service_pb2.TargetServiceLinkRequest, _target_service_pb2.TargetServiceLinkResponse]
-    """The link of a gateway: the messages of all its sessions, in batches that never wait. A step is answered by one
+    """The link of a gateway: the messages of all its sessions, in batches that never wait. The first is sent within ten
+    seconds and may be empty, or the link ends with DEADLINE_EXCEEDED. A step is answered by one
     verdict, and by further unasked ones within its plain_budget, or by a request for tokens; a step that is stale (see
     Fence), an acknowledgement, a part of an open and a close are not answered.
     """
@@ -45,7 +46,8 @@ class TargetServiceAsyncStub(TargetServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Link: _aio.StreamStreamMultiCallable[_target_service_pb2.TargetServiceLinkRequest, _target_service_pb2.TargetServiceLinkResponse]  # type: ignore[assignment]
-    """The link of a gateway: the messages of all its sessions, in batches that never wait. A step is answered by one
+    """The link of a gateway: the messages of all its sessions, in batches that never wait. The first is sent within ten
+    seconds and may be empty, or the link ends with DEADLINE_EXCEEDED. A step is answered by one
     verdict, and by further unasked ones within its plain_budget, or by a request for tokens; a step that is stale (see
     Fence), an acknowledgement, a part of an open and a close are not answered.
     """
@@ -59,7 +61,8 @@ class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_target_service_pb2.TargetServiceLinkRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_target_service_pb2.TargetServiceLinkResponse], _abc.AsyncIterator[_target_service_pb2.TargetServiceLinkResponse]]:
-        """The link of a gateway: the messages of all its sessions, in batches that never wait. A step is answered by one
+        """The link of a gateway: the messages of all its sessions, in batches that never wait. The first is sent within ten
+        seconds and may be empty, or the link ends with DEADLINE_EXCEEDED. A step is answered by one
         verdict, and by further unasked ones within its plain_budget, or by a request for tokens; a step that is stale (see
         Fence), an acknowledgement, a part of an open and a close are not answered.
         """

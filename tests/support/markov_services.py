@@ -137,7 +137,10 @@ class MarkovLink:
         """Gives messages to their sessions until the gateway ends the link."""
         try:
             async for frame in frames:
-                self._service.frames.append(frame)
+                if frame.requests:
+                    self._service.frames.append(frame)
+                else:
+                    self._service.greetings += 1
                 for request in frame.requests:
                     await self._take(request)
                 await self._service.reading.wait()
@@ -215,8 +218,9 @@ class MarkovLink:
 class Service(model_service_pb2_grpc.ModelServiceServicer, ABC):
     """What both services know about themselves.
 
-    `sessions` counts those that are open, `opens` has all that ever were; `frames` has all that came, and while
-    `reading` is not set no more are taken than one; `link` is the newest.
+    `sessions` counts those that are open, `opens` has all that ever were; `frames` has all that came with
+    messages, `greetings` counts those without, and while `reading` is not set no more are taken than one; `link` is
+    the newest.
     """
 
     role: "model_pb.ServiceRole.ValueType"
@@ -233,6 +237,7 @@ class Service(model_service_pb2_grpc.ModelServiceServicer, ABC):
     links: int = 0
     opens: list[types_pb2.OpenSession] = field(default_factory=list)
     frames: list[Any] = field(default_factory=list)
+    greetings: int = 0
     reading: asyncio.Event = field(default_factory=asyncio.Event)
     link: MarkovLink | None = None
     drafters_wanted: list[str] = field(default_factory=list)

@@ -48,6 +48,28 @@ async def test_links_are_bounded(model: LoadedModel, monkeypatch: pytest.MonkeyP
     await running.stop(0)
 
 
+async def test_links_that_say_nothing_do_not_stay(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is told why, and they lock nobody out; one that has said something may be idle from then on."""
+    monkeypatch.setattr(link, "MAX_LINKS", 5)
+    running = await start_with(model, SETTINGS)
+    async with channel_to(running.address) as channel:
+        idle = TargetClient(channel)
+        await idle.ping(1, 1)
+        await idle.read()
+        # Not before: however slow the machine is, the others have said nothing.
+        monkeypatch.setattr(link, "FIRST_FRAME_S", 0.05)
+        for _ in range(3):
+            silent = [TargetClient(channel) for _ in range(4)]
+            for each in silent:
+                with pytest.raises(link.SilentLink, match=r"nothing has come on this link for 0\.05 s"):
+                    await each.link.frame()
+                assert await each.call.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        await idle.ping(1, 1)
+        await idle.read()
+        idle.call.cancel()
+    await running.stop(0)
+
+
 async def test_rollbacks_that_wait_are_bounded(
     client: TargetClient, service: RunningModelService, monkeypatch: pytest.MonkeyPatch
 ) -> None:

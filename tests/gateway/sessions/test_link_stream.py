@@ -86,6 +86,16 @@ def kinds(service: TargetServicer, request: Request) -> list[str]:
     return [kind for session_id, kind, _ in messages(service) if session_id == request.session_id]
 
 
+async def test_a_link_says_something_before_there_is_a_session() -> None:
+    """Once, because a service keeps no link that says nothing."""
+    service = target()
+    async with linked(service) as link:
+        await eventually(lambda: service.greetings == 1)
+        async with Request(link, 1) as request:
+            await request.round()
+        assert service.greetings == 1
+
+
 async def test_what_is_said_in_one_turn_of_the_loop_leaves_in_one_frame() -> None:
     """Opens, steps and closes of eight sessions are one frame each."""
     service = target()
