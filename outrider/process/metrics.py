@@ -2,18 +2,23 @@
 
 import asyncio
 import http.client
+import socket
+import sys
 import threading
 import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Self
+from socketserver import ThreadingMixIn
+from typing import Any, Self
 from urllib.parse import urlencode
-from wsgiref.simple_server import WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, disable_created_metrics, start_http_server
+import structlog
+from prometheus_client import CollectorRegistry, disable_created_metrics, make_wsgi_app
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -23,6 +28,12 @@ from outrider.rpc.channels import AddressTaken
 
 # A process that answers at all does so in milliseconds.
 SCRAPE_S = 2.0
+# Far more than scrapers have.
+MAX_CONNECTIONS = 16
+# How often the server looks whether it has to stop.
+STOP_LOOK_S = 0.05
+
+log = structlog.get_logger()
 
 Buckets = list[tuple[str, float]]
 """Upper bounds as Prometheus writes them, each with the number of values up to it; the last is +Inf."""
@@ -55,12 +66,58 @@ def exposition(registry: CollectorRegistry, names: Sequence[str] = ()) -> tuple[
     return encoder(NamedSeries(registry, names) if names else registry), content_type
 
 
+class MetricsConnection(WSGIRequestHandler):
+    """A connection, which has so many seconds for whatever it has to say next."""
+
+    timeout = 5.0
+
+    def log_message(self, form: str, *args: object) -> None:
+        """Says nothing of who scrapes."""
+
+
+class MetricsServer(ThreadingMixIn, WSGIServer):
+    """Has a thread for each connection, and MAX_CONNECTIONS at most: one too many takes the place of the oldest."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family = found[0][0]
+        self._open: dict[Any, None] = {}
+        self._lock = threading.Lock()
+        super().__init__(found[0][4][:2], MetricsConnection)
+        self.set_app(make_wsgi_app(registry))
+
+    def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as the library has it
+        """Gives a new connection its thread, and its place."""
+        with self._lock:
+            if len(self._open) >= MAX_CONNECTIONS:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                # Its thread reads the end of it, and closes it.
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+            self._open[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:  # noqa: ANN401 - as the library has it
+        """Ends a connection that has been answered, or has not asked in time."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as the library has it
+        """Tells the log what ended a connection before its answer; the library would write to stderr."""
+        log.debug("a connection of the metrics ended", reason=repr(sys.exception()))
+
+
 @dataclass(frozen=True, slots=True)
 class RunningMetrics:
     """A server of metrics, with a thread of its own."""
 
     address: str
-    server: WSGIServer
+    server: MetricsServer
     thread: threading.Thread
 
     async def stop(self) -> None:
@@ -73,9 +130,11 @@ def serve_metrics(listen: str, registry: CollectorRegistry) -> RunningMetrics:
     """Serves on HOST:PORT, where port 0 takes a free one. Raises AddressTaken."""
     host, _, port = listen.rpartition(":")
     try:
-        server, thread = start_http_server(int(port), host.strip("[]"), registry)
+        server = MetricsServer(host.strip("[]"), int(port), registry)
     except OSError:
         raise AddressTaken(f"Cannot listen on {listen}: it is taken, or not an address of this machine.") from None
+    thread = threading.Thread(target=server.serve_forever, args=(STOP_LOOK_S,), name="metrics", daemon=True)
+    thread.start()
     return RunningMetrics(f"{host}:{server.server_port}", server, thread)
 
 

@@ -1,15 +1,25 @@
 """What a scraper reads from a process, and histograms that a scrape reads."""
 
 import asyncio
+import threading
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 from prometheus_client import Counter, Gauge, Histogram
+from support.basics import PATIENCE_S, eventually
 
 from outrider.errors import OutriderError
-from outrider.process.metrics import RunningMetrics, Tally, new_registry, serve_metrics, tally_of
+from outrider.process.metrics import (
+    MAX_CONNECTIONS,
+    MetricsConnection,
+    RunningMetrics,
+    Tally,
+    new_registry,
+    serve_metrics,
+    tally_of,
+)
 from outrider.rpc.channels import AddressTaken
 
 OPEN_METRICS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3"
@@ -49,6 +59,30 @@ async def test_some_series_can_be_asked_for_by_name() -> None:
     async with served() as running:
         assert lines(running, "?name[]=waiting") == ["waiting 3.0"]
         assert lines(running, "?name[]=nothing") == []
+
+
+async def test_connections_that_ask_nothing_lock_nobody_out() -> None:
+    """Many more than there may be: each has a thread until another one needs its place, and scrapers are answered."""
+    async with served() as running:
+        idle = [await asyncio.open_connection(*running.address.split(":")) for _ in range(5 * MAX_CONNECTIONS)]
+        assert await asyncio.to_thread(lines, running) == ["asked_total 1.0", "waiting 3.0"]
+        # The scrape has taken one's place as well.
+        for reader, _ in idle[: 4 * MAX_CONNECTIONS + 1]:
+            assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
+        await eventually(lambda: sum("request_thread" in each.name for each in threading.enumerate()) < MAX_CONNECTIONS)
+        for _, writer in idle:
+            writer.close()
+
+
+async def test_a_connection_that_asks_nothing_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does one that stops in the middle of its question, and nobody writes about it."""
+    monkeypatch.setattr(MetricsConnection, "timeout", 0.05)
+    async with served() as running:
+        for said in (b"", b"GET /metrics HTTP/1.1\r\nhost: x"):
+            reader, writer = await asyncio.open_connection(*running.address.split(":"))
+            writer.write(said)
+            assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
+            writer.close()
 
 
 async def test_a_taken_address_is_one_sentence() -> None:
