@@ -144,6 +144,7 @@ class Workers:
             self.address,
             settings.target_wait_seconds + settings.draft_wait_seconds + START_S,
             {"rest": self.addresses.get("rest", ""), "metrics": f"{HOST}:0"},
+            shares_port=True,
         )
 
     def _observe(self, change: Change) -> None:

@@ -3,7 +3,7 @@
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.model_names import SIM_DRAFT, embedded_model, parse, parse_simulated
 from outrider.model_service.settings import check_model
@@ -137,7 +137,8 @@ def gateway_launch(stack: Stack, target_address: str, draft_address: str | None)
         flags["--workers"] = str(stack.workers)
     # REST has the metrics as well.
     further = {"rest": "" if stack.rest_port is None else f"{HOST}:{stack.rest_port}", "metrics": ""}
-    return _launch("gateway", "gateway", flags, stack.gateway_port, further, stack)
+    launch = _launch("gateway", "gateway", flags, stack.gateway_port, further, stack)
+    return replace(launch, shares_port=(stack.workers or 1) > 1)
 
 
 def _launch(

@@ -15,8 +15,12 @@ from enum import StrEnum
 from functools import partial
 from typing import Self
 
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from outrider.errors import OutriderError
 from outrider.process.run import LISTENING
+from outrider.rpc.channels import open_channel
 
 HOST = "127.0.0.1"
 # Longer than a service takes to drain: it ends by itself, killed is only what hangs.
@@ -71,6 +75,8 @@ class Launch:
     """Where else it listens, by what is served there; empty for nowhere."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that hold for it whatever this process has."""
+    shares_port: bool = False
+    """Whether others answer at `listen` too, so that silence there says nothing about this one."""
 
     @property
     def argv(self) -> tuple[str, ...]:
@@ -217,12 +223,27 @@ class RestartPolicy:
     healthy_s: float = 30.0
     hopeless: frozenset[int] = HOPELESS_CODES
     """Exit codes at start after which nobody tries again."""
+    ask_every_s: float = 2.0
+    """How often a service is asked for its health; whatever it answers, it does not hang."""
+    answer_s: float = 5.0
+    max_misses: int = 3
+    """Answers in a row that did not come in time, after which it is killed: one of a busy machine may be late."""
 
     def delay_s(self, previous_s: float | None, ran_s: float) -> float:
         """The wait after a run of `ran_s`; `previous_s` is the wait before that run, None when there was none."""
         if previous_s is None or ran_s >= self.healthy_s:
             return self.first_s
         return min(2 * previous_s, self.longest_s)
+
+
+async def misses(address: str, answer_s: float) -> bool:
+    """Whether the health service at an address is silent; one that takes no calls, because it drains, is not."""
+    async with open_channel(address) as channel:
+        try:
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=answer_s)
+        except grpc.aio.AioRpcError as error:
+            return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    return False
 
 
 class State(StrEnum):
@@ -290,7 +311,7 @@ class Supervisor:
         return [process.address for process in serving]
 
     async def watch(self) -> None:
-        """Restarts services that end, each on its own addresses, until it is cancelled.
+        """Restarts services that end or hang, each on its own addresses, until it is cancelled.
 
         Raises ServiceFailed about the first whose restart fails for a reason that only the operator can remove.
         """
@@ -339,11 +360,11 @@ class Supervisor:
         delay_s: float | None = None
         while True:
             started_s = loop.time()
-            code = await self._processes[name].wait()
+            ending = await self._ended(self._processes[name])
             delay_s = self._policy.delay_s(delay_s, loop.time() - started_s)
-            sentence = f"The {name} service {_ending(code)}; it is started again in {delay_s:g} s."
+            sentence = f"The {name} service {ending}; it is started again in {delay_s:g} s."
             while True:
-                self._observe(Change(name, State.DIED, ending=_ending(code), delay_s=delay_s))
+                self._observe(Change(name, State.DIED, ending=ending, delay_s=delay_s))
                 self._report(sentence)
                 await asyncio.sleep(delay_s)
                 try:
@@ -353,7 +374,28 @@ class Supervisor:
                 except ServiceFailed as error:
                     if error.code in self._policy.hopeless:
                         raise
-                    code = error.code
+                    ending = _ending(error.code)
                     delay_s = self._policy.delay_s(delay_s, 0.0)
                     sentence = f"{error.message} The next attempt is in {delay_s:g} s."
             self._report(f"The {name} service is back on {process.address}.")
+
+    async def _ended(self, process: ServiceProcess) -> str:
+        """Waits for the end of a service, and brings it about where it hangs; says how it ended."""
+        async with asyncio.TaskGroup() as group:
+            asking = group.create_task(self._kill_silent(process))
+            code = await process.wait()
+            has_hung = asking.done()
+            asking.cancel()
+        if has_hung:
+            return f"did not answer {self._policy.max_misses} times within {self._policy.answer_s:g} s and was killed"
+        return _ending(code)
+
+    async def _kill_silent(self, process: ServiceProcess) -> None:
+        """Ends a service that has not answered several times in a row."""
+        policy, num_misses = self._policy, 0
+        while num_misses < policy.max_misses:
+            if not num_misses:
+                await asyncio.sleep(policy.ask_every_s)
+            is_silent = not process.launch.shares_port and await misses(process.address, policy.answer_s)
+            num_misses = num_misses + 1 if is_silent else 0
+        process.kill()

@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from outrider.process.children import (
     ServiceProcess,
     Supervisor,
     free_port,
+    misses,
 )
 
 # Serves where it is told to until its stdin ends.
@@ -35,6 +36,9 @@ sys.stdin.read()
 print("drained", file=sys.stderr, flush=True)
 server.stop(0)
 """
+NOT_WELL = SERVES.replace("health.HealthServicer()", "servicer").replace(
+    "server = grpc", 'servicer = health.HealthServicer()\nservicer.set("", 2)\nserver = grpc'
+)
 REFUSES = """
 import sys
 print("a log line", file=sys.stderr)
@@ -168,6 +172,32 @@ async def test_dead_service_comes_back_on_its_port(supervisor: Supervisor, recor
         assert supervisor.pid("draft") != killed
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_a_service_that_hangs_is_started_again(record: Record) -> None:
+    """One that is frozen answers nothing, is killed after some questions, and is back on its address."""
+    policy = replace(QUICK, ask_every_s=0.05, answer_s=1.0)
+    async with Supervisor(record.report, lambda name, line: None, policy) as supervisor:
+        [address, _] = await supervisor.start(launch(SERVES, "target"), launch(SERVES, "draft"))
+        watching = asyncio.create_task(supervisor.watch())
+        frozen, other = supervisor.pid("target"), supervisor.pid("draft")
+        os.kill(frozen, signal.SIGSTOP)
+        await record.until(f"is back on {address}")
+        assert record.reports[0].startswith("The target service did not answer 3 times within 1 s and was killed")
+        assert (supervisor.pid("target") != frozen, supervisor.pid("draft")) == (True, other)
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_only_silence_is_a_hang() -> None:
+    """A service that says that it is not well answers, and so does one that takes no more calls."""
+    child = await ServiceProcess.start(launch(NOT_WELL), lambda line: None)
+    assert not await misses(child.address, 30)
+    os.kill(child.pid, signal.SIGSTOP)
+    assert await misses(child.address, 0.1)
+    child.kill()
+    await child.wait()
+    assert not await misses(child.address, 30)
 
 
 async def test_keeps_trying_when_a_restart_fails(supervisor: Supervisor, record: Record, tmp_path: Path) -> None:
