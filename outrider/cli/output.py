@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from outrider.cli.options import RequestOptions
+from outrider.cli.options import RequestOptions, parse_draft_count
 from outrider.cli.rounds import CONTROL_PICTURES, legend, styled, trees
 from outrider.client import GeneratedToken, PromptToken, Result, Round, Sample
 from outrider.client.calls import failure
@@ -72,18 +72,19 @@ class _TextView(View):
     """Streams the text of each sample: a heading above it; trees of guesses, log-probabilities and figures below."""
 
     def __init__(self) -> None:
-        self._count = 1
+        self._options = RequestOptions()
         self._index = -1
         self._rounds: list[Round] = []
 
     def begin(self, prompt: str, options: RequestOptions) -> None:
-        self._count = options.sample_count or 1
+        self._options = options
 
     def _heading(self, event: Round) -> str:
         """Takes a round; returns the heading where a sample begins, and nothing within one or above the only one."""
         self._rounds.append(event)
         begins, self._index = event.sample_index != self._index, event.sample_index
-        return f"Sample {event.sample_index + 1} of {self._count}" if begins and self._count > 1 else ""
+        count = self._options.sample_count or 1
+        return f"Sample {event.sample_index + 1} of {count}" if begins and count > 1 else ""
 
     def _print_below(self, console: Console, result: Result, style: str = "") -> None:
         for tree in trees(self._rounds):
@@ -93,7 +94,7 @@ class _TextView(View):
         if prompt or tokens:
             console.print(logprob_table(prompt, tokens))
         self._rounds = []
-        console.print(Text(figures(result), style), soft_wrap=True)
+        console.print(Text(figures(result, self._options), style), soft_wrap=True)
 
 
 class TerminalView(_TextView):
@@ -237,15 +238,18 @@ def _token(token: PromptToken | GeneratedToken) -> dict[str, Any]:
     }
 
 
-def figures(result: Result) -> str:
+def figures(result: Result, options: RequestOptions) -> str:
     """The last line: how many tokens, how fast, what speculation did, and the seed that replays it."""
     speculation = result.speculation
+    kept = [
+        f"acceptance rate {speculation.acceptance_rate:.2f}",
+        f"mean acceptance length {speculation.mean_acceptance_length:.2f}",
+    ]
     parts = [
         f"{result.completion_tokens} tokens",
         f"{result.tokens_per_second:.0f} tokens/s",
         f"{speculation.rounds} rounds",
-        f"acceptance rate {speculation.acceptance_rate:.2f}",
-        f"mean acceptance length {speculation.mean_acceptance_length:.2f}",
+        *(kept if speculation.draft_tokens else [_without_guesses(options)]),
         f"{speculation.fallback_rounds} fallback rounds",
         *(
             f"{each.drafter or 'draft'} {each.accepted_tokens} of {each.draft_tokens} guesses kept"
@@ -260,6 +264,15 @@ def figures(result: Result) -> str:
         # Only then the seed does not repeat the text.
         parts.append(f"moved between the numerics {' and '.join(result.numerics_ids)}")
     return ", ".join(parts)
+
+
+def _without_guesses(options: RequestOptions) -> str:
+    """Why nothing was guessed, as far as the one who asked can know."""
+    if options.no_speculation or options.draft_count == "0":
+        return "no guesses, as asked"
+    if parse_draft_count(options.draft_count) is None:
+        return "no guesses (auto expected none to pay)"
+    return "no guesses (nobody had one)"
 
 
 def rule_words(acceptance: Acceptance) -> list[str]:

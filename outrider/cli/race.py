@@ -48,7 +48,8 @@ async def race(address: str, question: RaceQuestion) -> None:
 async def _answered(client: AsyncClient, question: RaceQuestion, options: GenerationOptions) -> Turn:
     turn, view = Turn(question.text, options["seed"] or 0), choose_view(as_json=False)
     said = [{"role": "user", "content": question.text}]
-    view.begin("" if question.is_chat else question.text, RequestOptions())
+    asked = RequestOptions(no_speculation=not options["speculation"].enabled)
+    view.begin("" if question.is_chat else question.text, asked)
     stream = client.chat(said, **options) if question.is_chat else client.generate(question.text, **options)
     async with stream:
         async for event in stream:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -202,7 +203,7 @@ class JsonDisplay(Display):
             event |= {name: place for name, place in places.items() if place}
         elif change.state is State.DIED:
             event |= {"ending": change.ending, "again_in_s": change.delay_s}
-        write(self._output, json.dumps(event) + "\n")
+        self._write(event)
 
     def report(self, sentence: str) -> None:
         """Says nothing, because the events do."""
@@ -215,8 +216,12 @@ class JsonDisplay(Display):
             "models": {fact.role: fact.model for fact in facts},
             "pids": {view.name: view.pid for view in self._services.values()},
         }
-        event = {"event": "serving", "page": page_of(addresses.rest), **places, **by_service}
-        write(self._output, json.dumps(event) + "\n")
+        self._write({"event": "serving", "page": page_of(addresses.rest), **places, **by_service})
+
+    def _write(self, event: Mapping[str, Any]) -> None:
+        """With its time in the form of the services' logs."""
+        timestamp = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        write(self._output, json.dumps({**event, "timestamp": timestamp}) + "\n")
 
 
 class TableDisplay(Display):

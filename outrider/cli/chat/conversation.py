@@ -101,12 +101,13 @@ class Turn:
         if self.result is None:
             return f"stopped, {sum(len(event.tokens) for event in self.rounds)} tokens, seed {self.seed}"
         result = self.result
+        rate = f"acceptance rate {result.speculation.acceptance_rate:.2f}"
         parts = [
             f"{result.completion_tokens} tokens",
             f"{result.tokens_per_second:.0f} tokens/s",
             f"first token {result.first_token_us / 1e3:.0f} ms",
             f"cached {result.cached_prompt_tokens} of {result.prompt_tokens} prompt tokens",
-            f"acceptance rate {result.speculation.acceptance_rate:.2f}",
+            rate if result.speculation.draft_tokens else "no guesses",
             f"seed {result.seed}",
             *rule_words(result.acceptance),
         ]

@@ -11,7 +11,7 @@ from support.command_line import BRANCHED, CONTROL_SEQUENCES, NUMBERED, REJECTED
 from outrider.cli.options import RequestOptions
 from outrider.cli.output import JsonView, ModelFacts, PlainView, TerminalView, figures, model_table
 from outrider.cli.rounds import STYLES, styled, trees
-from outrider.client import DrafterFigures, GeneratedToken, Origin, RejectedToken, Round, RoundFacts
+from outrider.client import DrafterFigures, GeneratedToken, Origin, RejectedToken, Round, RoundFacts, SpeculationFigures
 from outrider.parameters import Acceptance, Rule
 
 
@@ -71,7 +71,7 @@ def test_pipe_gets_the_text_alone() -> None:
     output, notes = io.StringIO(), io.StringIO()
     shown(PlainView(output, notes))
     assert output.getvalue() == TEXT + "\n"
-    assert notes.getvalue() == figures(RESULT) + "\n"
+    assert notes.getvalue() == figures(RESULT, RequestOptions()) + "\n"
 
 
 def test_terminal_styles_tokens_by_origin() -> None:
@@ -243,25 +243,45 @@ def test_json_tells_rounds_when_they_are_wanted() -> None:
 
 def test_figures_name_speed_acceptance_and_seed() -> None:
     """The last line has the figures that the user needs to compare and to replay."""
-    assert figures(RESULT) == (
+    assert figures(RESULT, RequestOptions()) == (
         "5 tokens, 50 tokens/s, 2 rounds, acceptance rate 0.50, mean acceptance length 2.00, 1 fallback rounds, seed 11"
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (RequestOptions(), "no guesses (auto expected none to pay)"),
+        (RequestOptions(draft_count="auto"), "no guesses (auto expected none to pay)"),
+        (RequestOptions(draft_count="3"), "no guesses (nobody had one)"),
+        (RequestOptions(draft_count="0"), "no guesses, as asked"),
+        (RequestOptions(no_speculation=True), "no guesses, as asked"),
+    ],
+)
+def test_figures_say_why_nothing_was_guessed(options: RequestOptions, words: str) -> None:
+    """Instead of an acceptance rate of nothing."""
+    output, notes = io.StringIO(), io.StringIO()
+    view = PlainView(output, notes)
+    view.begin("Ask: ", options)
+    view.finish(replace(RESULT, speculation=SpeculationFigures(5, 0, 0, 0.0, 0.0, 1.0, 0)))
+    assert notes.getvalue() == f"5 tokens, 50 tokens/s, 5 rounds, {words}, 0 fallback rounds, seed 11\n"
 
 
 def test_figures_name_drafters_where_there_are_several() -> None:
     """What each of them guessed and what of it was kept; a single one has no part of its own."""
     parts = (DrafterFigures("lookup", 8, 3), DrafterFigures("", 4, 1))
-    several = replace(RESULT, speculation=replace(RESULT.speculation, drafters=parts))
-    assert "lookup 3 of 8 guesses kept, draft 1 of 4 guesses kept" in figures(several)
-    assert figures(replace(RESULT, speculation=replace(RESULT.speculation, drafters=parts[:1]))) == figures(RESULT)
+    options, several = RequestOptions(), replace(RESULT, speculation=replace(RESULT.speculation, drafters=parts))
+    assert "lookup 3 of 8 guesses kept, draft 1 of 4 guesses kept" in figures(several, options)
+    one = replace(RESULT, speculation=replace(RESULT.speculation, drafters=parts[:1]))
+    assert figures(one, options) == figures(RESULT, options)
 
 
 def test_figures_say_what_the_request_survived() -> None:
     """A request that was opened again says so, and so does one that another kind of target went on with."""
     survived = replace(RESULT, target_reopens=2)
-    assert figures(survived).endswith("seed 11, 2 times opened again on a target")
+    assert figures(survived, RequestOptions()).endswith("seed 11, 2 times opened again on a target")
     moved = replace(survived, numerics_ids=("cpu-a", "cuda-b"))
-    assert figures(moved).endswith(", moved between the numerics cpu-a and cuda-b")
+    assert figures(moved, RequestOptions()).endswith(", moved between the numerics cpu-a and cuda-b")
 
 
 @pytest.mark.parametrize(
@@ -281,8 +301,8 @@ def test_figures_say_what_the_request_survived() -> None:
 )
 def test_figures_name_every_rule_but_match(acceptance: Acceptance, told: str) -> None:
     """With its settings, and a warning where the answer is another one than the target's."""
-    assert figures(replace(RESULT, acceptance=acceptance)).endswith(f"seed 11, {told}")
-    assert "rule" not in figures(RESULT)
+    assert figures(replace(RESULT, acceptance=acceptance), RequestOptions()).endswith(f"seed 11, {told}")
+    assert "rule" not in figures(RESULT, RequestOptions())
 
 
 @pytest.mark.parametrize("width", [60, 160])

@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -127,6 +128,9 @@ def test_json_tells_every_event_on_a_line_of_its_own() -> None:
     )
     assert (events[3]["again_in_s"], events[5]["pid"]) == (0.5, 9)
     assert (events[2]["metrics"], events[5]["metrics"]) == (METRICS_PLACES, "127.0.0.1:5")
+    times = [datetime.fromisoformat(each["timestamp"]) for each in events]
+    assert times == sorted(times)
+    assert all(each.tzinfo == UTC for each in times)
 
 
 def test_lines_name_the_page_first() -> None:

@@ -101,6 +101,15 @@ async def test_the_first_signal_drains(spawn: Spawn, number: signal.Signals) -> 
     assert "draining" in err
 
 
+async def test_a_service_that_has_stopped_is_gone(spawn: Spawn) -> None:
+    """Nobody waits until the interpreter and what it has loaded are taken apart."""
+    child = await spawn("import atexit\natexit.register(sys.stderr.write, 'taken apart')")
+    await until_listening(child)
+    child.send_signal(signal.SIGTERM)
+    code, _, err = await ended(child)
+    assert (code, "draining" in err, "taken apart" in err) == (0, True, False)
+
+
 async def test_a_second_signal_exits_at_once(spawn: Spawn) -> None:
     """Whatever the drain is waiting for."""
     child = await spawn("async def draining(): await asyncio.Event().wait()")
