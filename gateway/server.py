@@ -7,7 +7,7 @@ import asyncio
 import http.client
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -62,6 +62,7 @@ class RunningGateway:
     tasks: tuple[asyncio.Task[None], ...]
     metrics: RunningMetrics | None
     rest: RunningRest | None
+    lame_duck_s: float
 
     @property
     def further_addresses(self) -> Mapping[str, str]:
@@ -74,13 +75,23 @@ class RunningGateway:
         return self.further_addresses["rest"]
 
     async def stop(self, grace_s: float = channels.DRAIN_S) -> None:
-        """Turns away who waits or comes, gives running requests grace_s to end, and closes the links."""
-        self.frontend.admission.close()
+        """Says that it stops, and after lame_duck_s turns away who waits or comes; requests that run have what is left
+        of grace_s to end. Only then it closes its ports and links.
+        """
+        admission, ends_s = self.frontend.admission, time.monotonic() + grace_s
+        admission.is_leaving = True
         for task in self.tasks:
             task.cancel()
         await asyncio.wait(self.tasks)
+        await self.server.say_not_serving()
+        await asyncio.sleep(min(self.lame_duck_s, grace_s))
+        admission.close()
+        # Behind a closed port nobody could be told to go elsewhere.
+        with suppress(TimeoutError):
+            await asyncio.wait_for(admission.emptied(), max(0.0, ends_s - time.monotonic()))
         # Both surfaces at once: the grace is one.
-        await asyncio.gather(self.server.stop(grace_s), *([self.rest.stop(grace_s)] if self.rest else []))
+        left_s = max(0.0, ends_s - time.monotonic())
+        await asyncio.gather(self.server.stop(left_s), *([self.rest.stop(left_s)] if self.rest else []))
         await _close(self.backend)
         if self.metrics is not None:
             await self.metrics.stop()
@@ -130,7 +141,8 @@ async def start(settings: GatewaySettings) -> RunningGateway:
     reporting = report_readiness(backend.target, server.health, ("", *service))
     auditing = backend.audit.run(lambda request, target: decode(request, backend, target))
     tasks = asyncio.create_task(reporting, name="readiness"), asyncio.create_task(auditing, name="audit")
-    return RunningGateway(server.address, backend, frontend, server, tasks, exposition, rest)
+    lame_duck_s = settings.lame_duck_seconds
+    return RunningGateway(server.address, backend, frontend, server, tasks, exposition, rest, lame_duck_s)
 
 
 def _backend(settings: GatewaySettings, tokenizer: Tokenizer, registry: CollectorRegistry) -> Backend:

@@ -168,6 +168,13 @@ class GatewaySettings(ProcessSettings):
     client_stall_seconds: Annotated[
         float, Setting("How long a client may read nothing before its request ends.", within(0.1))
     ] = 30.0
+    lame_duck_seconds: Annotated[
+        float,
+        Setting(
+            "Of drain_seconds, how long requests are taken while readiness says no already, so that balancers notice.",
+            within(0),
+        ),
+    ] = 0.0
     keep_alive_seconds: Annotated[
         float, Setting("Silence on a REST stream after which a comment is sent.", above(0))
     ] = 15.0
@@ -187,4 +194,7 @@ class GatewaySettings(ProcessSettings):
         if num_tokens * MAX_BYTES_PER_TOKEN > self.lookup_memory_mib << 20:
             limit = f"enough for lookup_memory_tokens {num_tokens} at {MAX_BYTES_PER_TOKEN} bytes each"
             raise InvalidRequest("lookup_memory_mib", self.lookup_memory_mib, limit)
+        if self.lame_duck_seconds > self.drain_seconds:
+            limit = f"at most drain_seconds, {self.drain_seconds:g}"
+            raise InvalidRequest("lame_duck_seconds", self.lame_duck_seconds, limit)
         object.__setattr__(self, "sites", Sites(listed(self.cors_origins), listed(self.allowed_hosts)))

@@ -6,7 +6,6 @@ addresses, and a port without a worker refuses them. A worker that dies takes it
 
 import asyncio
 import http.client
-import socket
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -74,7 +73,6 @@ class Workers:
 
     addresses: dict[str, str] = field(default_factory=dict)
     starts: Counter[int] = field(default_factory=Counter)
-    _ports: list[socket.socket] = field(default_factory=list)
     _supervisor: Supervisor = field(init=False)
     _watching: "asyncio.Task[None]" = field(init=False)
     _life: AsyncExitStack = field(init=False)
@@ -101,7 +99,7 @@ class Workers:
             for what, listen in (("address", settings.listen), ("rest", settings.rest_listen)):
                 if listen:
                     self.addresses[what], held = hold(listen)
-                    self._ports.append(undo.enter_context(held))
+                    undo.enter_context(held)
             registry = new_registry()
             metrics = serve_metrics(settings.metrics_listen or f"{HOST}:0", registry)
             undo.push_async_callback(metrics.stop)
@@ -125,9 +123,6 @@ class Workers:
         """Drains all workers at once, each as a gateway does; what is left of them after the grace is killed."""
         self._watching.cancel()
         await asyncio.wait({self._watching})
-        # As a gateway that drains leaves its port to whoever comes next.
-        for port in self._ports:
-            port.close()
         await self._supervisor.stop_together(grace_s + STOP_S)
         await self._life.aclose()
 

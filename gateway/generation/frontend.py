@@ -13,7 +13,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol, Self
@@ -48,9 +48,9 @@ class ClientStalled(OutriderError):
 class Places:
     """Those of one request: it has one for each of its samples that runs, and waits for one at a time."""
 
-    arrived_s: float = field(default_factory=time.monotonic)
-    taken_s: deque[float] = field(default_factory=deque)
-    """When those that it holds were taken."""
+    arrived_s: float
+    taken: deque[tuple[float, int]] = field(default_factory=deque)
+    """When those that it holds were taken, and how many samples ran then."""
     waited_s: float = 0.0
     """From its arrival until it got the latest one."""
     has_begun: bool = False
@@ -64,25 +64,37 @@ class Admission:
     each. So the samples of large requests take turns with everybody else's.
     """
 
-    def __init__(self, places: int, queue_len: int) -> None:
+    def __init__(self, places: int, queue_len: int, clock_s: Callable[[], float] = time.monotonic) -> None:
         self.places = places
         self.queue_len = queue_len
         self.running = 0  # samples
+        self.is_leaving = False
+        """Whether the gateway begins to stop, which its readiness says before anybody is turned away."""
+        self._clock_s = clock_s
         self._queue: deque[Places] = deque()
-        self._place_s = RETRY_AFTER_S[0]
+        self._entered: set[Places] = set()
+        self._left = asyncio.Event()
+        # From one place that comes free to the next, as it was lately.
+        self._free_s = RETRY_AFTER_S[0]
         self._num_arriving = 0
         self._is_closed = False
 
     @property
     def waiting(self) -> int:
         """Requests that wait and have no sample running."""
-        return sum(not places.taken_s for places in self._queue)
+        return sum(not places.taken for places in self._queue)
 
     @property
     def retry_after_s(self) -> int:
-        """Whole seconds after which a request that is turned away may find a place."""
-        min_s, max_s = RETRY_AFTER_S
-        return math.ceil(min(max(min_s, (len(self._queue) + 1) * self._place_s), max_s))
+        """Whole seconds after which a request behind all who wait may find a place.
+
+        It follows from how fast places came free lately. Those who run and have not ended count too: in a burst of long
+        requests nothing else tells that they are long.
+        """
+        now_s, (min_s, max_s) = self._clock_s(), RETRY_AFTER_S
+        ages_s = [now_s - taken_s for places in self._entered for taken_s, _ in places.taken]
+        free_s = max(self._free_s, sum(ages_s) / max(1, len(ages_s)) ** 2)
+        return math.ceil(min(max(min_s, (len(self._queue) + 1) * free_s), max_s))
 
     def check(self) -> None:
         """Raises Overloaded when a request would not even be queued, so that it costs nothing more; NotReady after
@@ -98,11 +110,17 @@ class Admission:
 
     def close(self) -> None:
         """Sends whoever comes, and whoever waits and has not begun, elsewhere; others get all their places in turn."""
-        self._is_closed = True
+        self.is_leaving = self._is_closed = True
         for places in self._queue:
             if not places.has_begun:
                 places.turn.set()
         self._queue = deque(places for places in self._queue if places.has_begun)
+
+    async def emptied(self) -> None:
+        """Waits until all requests have ended that were let in."""
+        while self._entered:
+            self._left.clear()
+            await self._left.wait()
 
     @contextmanager
     def arrival(self) -> Iterator[None]:
@@ -121,7 +139,8 @@ class Admission:
     async def entry(self) -> AsyncIterator[Places]:
         """Waits for a request's first place. What it holds when it is left is given back. Raises as `check` does."""
         self.check()
-        places = Places()
+        places = Places(self._clock_s())
+        self._entered.add(places)
         try:
             await self.take(places)
             yield places
@@ -129,8 +148,10 @@ class Admission:
             # It may wait, for its first place or a further one, and its turn may have come in this very moment.
             with suppress(ValueError):
                 self._queue.remove(places)
-            while places.taken_s:
+            while places.taken:
                 self.give_back(places)
+            self._entered.remove(places)
+            self._left.set()
 
     async def take(self, places: Places) -> None:
         """Waits for one more place, behind all who wait. Raises NotReady when it is the first and the gateway stops."""
@@ -143,11 +164,13 @@ class Admission:
 
     def give_back(self, places: Places) -> None:
         """One place of a request is free from now on; does nothing when it has none left."""
-        if not places.taken_s:
+        if not places.taken:
             return
-        # Which of them it was changes no mean.
-        held_s = (time.monotonic() - places.taken_s.popleft()) / self.places
-        self._place_s += SMOOTHING * (held_s - self._place_s)
+        # Which of them it was changes no mean. By those who ran beside it and not by all places: had these been taken,
+        # it might have been as much slower.
+        taken_s, num_running = places.taken.popleft()
+        free_s = (self._clock_s() - taken_s) / max(num_running, self.running)
+        self._free_s += SMOOTHING * (free_s - self._free_s)
         self.running -= 1
         self._call()
 
@@ -158,10 +181,10 @@ class Admission:
     def _call(self) -> None:
         """Gives places to those who have waited longest."""
         while self._queue and self.running < self.places:
-            places, now_s = self._queue.popleft(), time.monotonic()
-            places.taken_s.append(now_s)
-            places.waited_s, places.has_begun = now_s - places.arrived_s, True
+            places, now_s = self._queue.popleft(), self._clock_s()
             self.running += 1
+            places.taken.append((now_s, self.running))
+            places.waited_s, places.has_begun = now_s - places.arrived_s, True
             places.turn.set()
 
 

@@ -38,7 +38,7 @@ def build_app(frontend: Frontend, settings: RestSettings, registry: CollectorReg
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimits, settings=settings)
     app.add_middleware(SiteGuard, sites=settings.sites)
-    app.add_middleware(RequestIds, registry=registry)
+    app.add_middleware(RequestIds, registry=registry, is_leaving=lambda: frontend.admission.is_leaving)
     app.include_router(completions.routes(frontend, settings))
     app.include_router(chat.routes(frontend, settings))
     app.include_router(messages.routes(frontend, settings))

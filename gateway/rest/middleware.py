@@ -87,11 +87,14 @@ class RequestIds:
     """The middleware around everything else: it gives each request an id, a trace and headers, and counts its answer.
 
     The id is the client's `x-request-id` where that is short and plain, and in every line that is logged meanwhile.
-    What nobody expected becomes a 500, or the end of the connection.
+    What nobody expected becomes a 500, or the end of the connection. While the gateway `is_leaving` no connection is
+    kept, so that the next request finds another one.
     """
 
-    def __init__(self, app: ASGIApp, registry: CollectorRegistry) -> None:
-        self._app = app
+    def __init__(
+        self, app: ASGIApp, registry: CollectorRegistry, is_leaving: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._app, self._is_leaving = app, is_leaving
         labels = ("method", "route", "status")
         self._answers = Counter("outrider_http_answers", "Answers over REST.", labels, registry=registry)
 
@@ -112,6 +115,8 @@ class RequestIds:
                 own["x-request-id"], own["x-content-type-options"] = request_id, "nosniff"
                 # Where Anthropic's clients look for it.
                 own["request-id"] = request_id
+                if self._is_leaving():
+                    own["connection"] = "close"
                 if own.get("content-type", "").startswith("application/json"):
                     own.setdefault("cache-control", "no-store")
             await send(message)

@@ -17,7 +17,7 @@ MEANINGS = {
     415: "The body is not said to be JSON in UTF-8.",
     429: "As many requests wait as may; try again after `retry-after`.",
     500: "Something went wrong that should not have.",
-    503: "The target is away; try again after `retry-after`.",
+    503: "The target is away, or the gateway stops; try again after `retry-after`.",
     504: "The deadline passed.",
 }
 

@@ -90,7 +90,9 @@ def routes(frontend: Frontend, scrape: Scrape) -> APIRouter:
     @router.get("/ready", responses=documented(503))
     @router.get("/health", responses=documented(503))
     async def ready() -> Ready:
-        """Whether requests can be served now; an error while the target is away."""
+        """Whether requests can be served now; an error while the target is away, and when the gateway stops."""
+        if frontend.admission.is_leaving:
+            raise NotReady("The gateway is stopping")
         try:
             target = frontend.backend.target.present()
         except OutriderError as error:

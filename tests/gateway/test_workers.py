@@ -9,7 +9,6 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -218,12 +217,12 @@ async def test_a_killed_worker_takes_only_its_own_streams_along(stack: RunningSt
 async def test_the_first_signal_drains_all_workers(
     stack: RunningStack, gateway: Gateway, number: signal.Signals
 ) -> None:
-    """What runs says the same as ever, nobody listens any more, and the exit code is 0."""
+    """What runs says the same as ever, whoever comes meanwhile is told, then nobody listens, and the exit code is 0."""
     expected = await right(stack)
     await gateway.both_run()
     os.kill(gateway.process.pid, number)
-    # Meanwhile the next gateway can start.
-    await eventually(partial(can_be_held, gateway.address))
+    async with httpx.AsyncClient(base_url=f"http://{gateway.rest}", timeout=START_S) as http:
+        await eventually(lambda: is_leaving(http))
     assert not all(stream.ending.done() for stream in gateway.streams)
     assert [await stream.said() for stream in gateway.streams] == [expected] * len(gateway.streams)
     assert await asyncio.wait_for(gateway.process.wait(), START_S) == 0
@@ -253,10 +252,15 @@ async def test_no_worker_outlives_a_killed_parent(stack: RunningStack, gateway: 
     await gateway.both_run()
     with watched(gateway.workers()) as poll:
         gateway.process.kill()
-        for address in (gateway.address, gateway.rest):
-            await eventually(partial(can_be_held, address))
         assert [await stream.said() for stream in gateway.streams] == [expected] * len(gateway.streams)
         await eventually(lambda: len(poll.poll(0)) == NUM_WORKERS)
+    assert can_be_held(gateway.address)
+    assert can_be_held(gateway.rest)
+
+
+async def is_leaving(http: httpx.AsyncClient) -> bool:
+    """Whether a worker says that it stops."""
+    return (await http.get("/ready")).status_code == 503
 
 
 def can_be_held(address: str) -> bool:

@@ -25,7 +25,7 @@ async def take_all(admission: Admission, order: list[str], name: str, count: int
         for _ in range(count - 1):
             await admission.take(places)
             order.append(name)
-        await eventually(lambda: not places.taken_s)
+        await eventually(lambda: not places.taken)
 
 
 async def test_who_waits_longest_comes_first() -> None:
@@ -54,7 +54,7 @@ async def test_samples_of_large_requests_take_turns_with_others() -> None:
         await asyncio.sleep(0)
     assert order == ["large", "large"]
     for num_taken in range(3, 102):
-        admission.give_back(next(places for places in opened if places.taken_s))
+        admission.give_back(next(places for places in opened if places.taken))
         await eventually(lambda expected=num_taken: len(order) == expected)  # type: ignore[misc]
     assert sorted(order) == 50 * ["huge"] + 50 * ["large"] + ["small"]
     assert "small" in order[:6]
@@ -63,7 +63,7 @@ async def test_samples_of_large_requests_take_turns_with_others() -> None:
     assert behind[:96:2] == 48 * [behind[0]]
     assert behind[1:96:2] == 48 * [behind[1]]
     while admission.running:
-        admission.give_back(next(places for places in opened if places.taken_s))
+        admission.give_back(next(places for places in opened if places.taken))
     await asyncio.gather(*tasks)
 
 
@@ -95,8 +95,8 @@ async def test_requests_and_samples_are_bounded_whatever_comes() -> None:
         tasks.append(asyncio.create_task(request()))
         for _ in range(chance.randrange(6)):
             await asyncio.sleep(0)
-            assert sum(len(places.taken_s) for places in opened) <= admission.running <= 4
-            assert admission.waiting + sum(bool(places.taken_s) for places in opened) <= 4 + 3
+            assert sum(len(places.taken) for places in opened) <= admission.running <= 4
+            assert admission.waiting + sum(bool(places.taken) for places in opened) <= 4 + 3
         if chance.random() < 0.1:
             chance.choice(tasks).cancel()
     await asyncio.wait(tasks)
@@ -115,6 +115,36 @@ async def test_a_full_queue_refuses_and_says_when_to_come_again() -> None:
     leave.set()
     await asyncio.gather(*tasks)
     admission.check()
+
+
+async def test_a_burst_of_requests_is_told_a_time_that_fits() -> None:
+    """Nine turns of 0.3 s and not a second, when all there was before came alone; and more, as they take longer."""
+    now_s = [0.0]
+    admission, leave = Admission(8, 8, lambda: now_s[0]), asyncio.Event()
+    for _ in range(60):
+        async with admission.entry():
+            now_s[0] += 0.3
+    tasks = [asyncio.create_task(hold(admission, [], str(each), leave)) for each in range(16)]
+    await eventually(lambda: admission.waiting == 8)
+    assert admission.retry_after_s == 3
+    now_s[0] += 16
+    assert admission.retry_after_s == 18
+    leave.set()
+    await asyncio.gather(*tasks)
+
+
+async def test_requests_that_end_together_shared_their_time() -> None:
+    """Although the last of them ends alone, when it would look like the only one."""
+    now_s = [0.0]
+    admission = Admission(8, 8, lambda: now_s[0])
+    for _ in range(10):
+        leave = asyncio.Event()
+        tasks = [asyncio.create_task(hold(admission, [], str(each), leave)) for each in range(8)]
+        await eventually(lambda: admission.running == 8)
+        now_s[0] += 15
+        leave.set()
+        await asyncio.gather(*tasks)
+    assert admission.retry_after_s <= 3
 
 
 async def test_a_request_that_runs_and_waits_for_more_leaves_the_queue_to_others() -> None:
