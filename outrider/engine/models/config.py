@@ -70,16 +70,20 @@ class JsonKeys:
         """An integer from `minimum` to `maximum`; absent keys without a default are refused."""
         value = self._get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
-            limit = f"of at least {minimum}" if maximum == INT32_MAX else f"from {minimum} to {maximum}"
+            # Of the largest integer nobody needs to hear but who is above it.
+            is_above = isinstance(value, int) and value > maximum
+            limit = f"from {minimum} to {maximum}" if is_above or maximum < INT32_MAX else f"of at least {minimum}"
             raise self.refuse(key, f"is {value!r}, but must be an integer {limit}")
         return value
 
     def number(self, key: str, default: float | None = None, minimum: float | None = None) -> float:
         """A number of at least `minimum`, or a positive one, that float32 can hold; refused as an integer is."""
         value = self._get(key, default)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and value <= FLOAT32_MAX
-        if not is_number or not (value > 0 if minimum is None else value >= minimum):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_above = is_number and value > FLOAT32_MAX
+        if not is_number or is_above or not (value > 0 if minimum is None else value >= minimum):
             limit = "positive number" if minimum is None else f"number of at least {minimum:g}"
+            limit += " that float32 can hold" if is_above else ""
             raise self.refuse(key, f"is {value!r}, but must be a {limit}")
         return float(value)
 
