@@ -29,7 +29,7 @@ TIMEOUT_S = 120.0
 TEMPERATURE = 0.8
 # Asked so often a turn, one behind the other.
 PATHS, GETS = ("/live", "/"), 5
-WAYS = GRPC, REST, PAGE = "gRPC", "/v1/completions", "/api/generate"
+WAYS = GRPC, REST, PAGE = "gRPC", "/v1/completions", "/page/generate"
 
 
 class Heard(NamedTuple):

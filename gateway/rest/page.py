@@ -1,4 +1,4 @@
-"""The page at `/`, its files, and what it calls: /api/generate, a stream of typed events, and /api/status.
+"""The page at `/`, its files, and what it calls: /page/generate, a stream of typed events, and /page/status.
 
 The files are read once: what is served cannot leave gateway/web, and an edit shows after a restart. The events are
 `opened`, `round`, `completion` and `error`, one JSON object each, with the names of generation_service.proto;
@@ -81,7 +81,7 @@ class WebFile:
 
 
 class PageRequest(GenerationFields):
-    """The body of /api/generate: that of /v1 for one answer to either a prompt or a conversation. A seed may be a
+    """The body of /page/generate: that of /v1 for one answer to either a prompt or a conversation. A seed may be a
     string.
     """
 
@@ -101,7 +101,7 @@ class PageRequest(GenerationFields):
 
 
 def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
-    """`/`, `/static/*`, and `/api/*`, which the page uses."""
+    """`/`, `/static/*`, and `/page/*`, which the page uses."""
     web_files = read_files()
     router = APIRouter(route_class=ParsedBodyRoute, include_in_schema=False)
 
@@ -114,7 +114,7 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
         found = web_files.get(name)
         return found.answer(request) if found else Response("There is no such file.", 404, media_type="text/plain")
 
-    @router.post("/api/generate")
+    @router.post("/page/generate")
     async def generate(body: PageRequest, request: Request) -> Response:
         logprob_count = 0 if body.probabilities else None
         shared = generation_request(body, frontend.names)
@@ -141,7 +141,7 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
         await stream.begin(request.receive)
         return stream
 
-    @router.api_route("/api/status", methods=["GET", "HEAD"])
+    @router.api_route("/page/status", methods=["GET", "HEAD"])
     async def status() -> Response:
         return JSONResponse(status_view(frontend, settings.grpc_port), headers=NO_STORE)
 

@@ -107,7 +107,7 @@ async def handle_error(request: Request, error: Exception) -> Response:
             wrong = WrongMethod(f"{path} does not take {request.method}", method=request.method)
             return error_response(wrong, path, error.headers)
         case HTTPException(status_code=404):
-            return error_response(UnknownRoute(f"There is nothing at {path}"), path)
+            return error_response(UnknownRoute(f"There is nothing at {path}; /openapi.json has all routes"), path)
         case HTTPException():
             response = error_response(OutriderError(str(error.detail)), path, error.headers)
             response.status_code = error.status_code if error.status_code >= 400 else response.status_code

@@ -1,4 +1,4 @@
-// The typed event stream of /api/generate: one JSON object an event. EventSource cannot post, so this reads the body.
+// The typed event stream of /page/generate: one JSON object an event. EventSource cannot post, so this reads the body.
 
 export class Refused extends Error {
   constructor(message, reason = "") {
@@ -22,7 +22,7 @@ async function connected(promise, sentence) {
 // Yields {event, data} until the stream ends, which it does well only behind a completion or an error.
 export async function* events(body, signal) {
   const options = { method: "POST", headers: { "content-type": "application/json", accept: "text/event-stream" }, signal };
-  const response = await connected(fetch("api/generate", { ...options, body: JSON.stringify(body) }), UNREACHED);
+  const response = await connected(fetch("page/generate", { ...options, body: JSON.stringify(body) }), UNREACHED);
   if (!response.ok) throw await refusal(response);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -132,7 +132,7 @@ export class Settings {
     return `${location.origin}${location.pathname}#${new URLSearchParams(told)}`;
   }
 
-  // The body of /api/generate, all but what it is about. A seed goes as text, because a number of JavaScript has only 53 bits.
+  // The body of /page/generate, all but what it is about. A seed goes as text, because a number of JavaScript has only 53 bits.
   request() {
     const value = (name) => this.fields[name].value;
     const stops = value("stop_strings").split("\n").filter((stop) => stop !== "");

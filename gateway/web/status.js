@@ -22,7 +22,7 @@ export class Status {
     this.asking = true;
     clearTimeout(this.timer);
     try {
-      const response = await fetch("api/status", { cache: "no-store", signal: AbortSignal.timeout(5000) });
+      const response = await fetch("page/status", { cache: "no-store", signal: AbortSignal.timeout(5000) });
       this.now = response.ok ? await response.json() : null;
     } catch {
       this.now = null; // No gateway, no answer: that is what is shown.

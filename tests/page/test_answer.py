@@ -73,10 +73,10 @@ async def test_a_forced_token_names_the_grammar(page: Page) -> None:
         body = {**route.request.post_data_json, "structured_outputs": {"json": SCHEMA}}
         await route.continue_(post_data=json.dumps(body))
 
-    await page.route("**/api/generate", shape)
+    await page.route("**/page/generate", shape)
     await ask(page, temperature=0, drafter="lookup", draft_count=8)
     await ended(page)
-    await page.unroute("**/api/generate")
+    await page.unroute("**/page/generate")
     forced = page.locator("#rounds .t.accepted[title='guessed by the grammar, which allows nothing else there']")
     assert "thousandpiecesof" in re.sub("[^a-z]", "", "".join(await forced.all_text_contents()))
     told = page.locator("#facts dt:text-is('Guessed by') + dd")

@@ -62,7 +62,7 @@ def sent(page: Page) -> list[dict[str, Any]]:
     bodies: list[dict[str, Any]] = []
 
     def note(request: Request) -> None:
-        if request.url.endswith("/api/generate"):
+        if request.url.endswith("/page/generate"):
             bodies.append(json.loads(request.post_data or "{}"))
 
     page.on("request", note)

@@ -69,7 +69,7 @@ async def test_a_gateway_out_of_reach_is_told_in_one_sentence(browser: Browser, 
     context = await browser.new_context()
     page = await context.new_page()
     await page.goto(f"http://{stack.gateway.rest_address}/")
-    await page.route("**/api/generate", lambda route: route.abort("connectionrefused"))
+    await page.route("**/page/generate", lambda route: route.abort("connectionrefused"))
     await page.locator("#generate").click()
     await expect(page.locator("#failure")).to_contain_text("The gateway cannot be reached. Start it again")
     await context.close()

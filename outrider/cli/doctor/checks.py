@@ -37,7 +37,7 @@ PORTS, KERNELS, CUDA, ROWS, GATEWAY, REST = "ports", "kernels", "cuda", "row inv
 TIMEOUT_S = 3.0
 MAX_BODY_BYTES = 1 << 16
 # Other servers of models have /version and /v1/models too.
-STATUS_PATH = "/api/status"
+STATUS_PATH = "/page/status"
 GENERATION_SERVICE = "outrider.v1.GenerationService"
 # What each option's port is for, as `who_answers` names it.
 ROLES = {"--rest-port": "rest", "--port": "gateway", "--draft-port": "draft", "--target-port": "target"}

@@ -29,7 +29,7 @@ async def client(stack: MarkovStack) -> AsyncIterator[httpx.AsyncClient]:
 
 async def events(client: httpx.AsyncClient, body: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """All events of a request, as the stream names them."""
-    response = await client.post("/api/generate", json=body)
+    response = await client.post("/page/generate", json=body)
     assert response.status_code == 200, response.text
     found = []
     for block in response.text.split("\n\n")[:-1]:
@@ -94,13 +94,13 @@ async def test_events_tell_trees(stack: MarkovStack, client: httpx.AsyncClient) 
 
 async def test_status_tells_the_drafters_that_may_be_named(stack: MarkovStack, client: httpx.AsyncClient) -> None:
     """Whichever of the services has them; each of them can be asked for, and no other."""
-    drafters = (await client.get("/api/status")).json()["gateway"]["drafters"]
+    drafters = (await client.get("/page/status")).json()["gateway"]["drafters"]
     assert "model" in drafters
     for name in drafters:
         found = await events(client, {"prompt": "fox", "max_tokens": 8, "speculation": {"drafter": name}})
         assert found[-1][0] == "completion"
     body = {"prompt": "fox", "speculation": {"drafter": "oracle"}}
-    assert (await client.post("/api/generate", json=body)).json()["error"]["param"] == "speculation.drafter"
+    assert (await client.post("/page/generate", json=body)).json()["error"]["param"] == "speculation.drafter"
 
 
 async def test_a_conversation_is_answered_as_v1_does(client: httpx.AsyncClient) -> None:
@@ -111,7 +111,7 @@ async def test_a_conversation_is_answered_as_v1_does(client: httpx.AsyncClient) 
     said = "".join(token["text"] for told in rounds for token in told["tokens"]) + completion["text"]
     assert said == reply["choices"][0]["message"]["content"] != ""
     assert opened["prompt_tokens"] == reply["usage"]["prompt_tokens"] > 2
-    status = (await client.get("/api/status")).json()
+    status = (await client.get("/page/status")).json()
     assert status["gateway"]["has_chat_template"] is False
 
 
@@ -135,7 +135,7 @@ async def test_a_conversation_is_refused_as_v1_does(
     client: httpx.AsyncClient, body: dict[str, Any], field: str, code: str
 ) -> None:
     """By the names of its own fields, and there is either a prompt or a conversation."""
-    response = await client.post("/api/generate", json=body)
+    response = await client.post("/page/generate", json=body)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, field), error
     assert error["code"].startswith(code), error
@@ -167,21 +167,21 @@ async def test_seeds_of_64_bits_survive(client: httpx.AsyncClient) -> None:
 )
 async def test_bad_values_are_refused_by_name(client: httpx.AsyncClient, changes: dict[str, Any], field: str) -> None:
     """The answer is 400 and names the field, before any event."""
-    response = await client.post("/api/generate", json={"prompt": "fox", **changes})
+    response = await client.post("/page/generate", json={"prompt": "fox", **changes})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == field
 
 
 async def test_bodies_that_are_no_objects_are_refused(client: httpx.AsyncClient) -> None:
     """A list is answered with 400, and a form of another site, which browsers send unasked, is not even read."""
-    assert (await client.post("/api/generate", json=[1])).status_code == 400
+    assert (await client.post("/page/generate", json=[1])).status_code == 400
     form = {"content-type": "text/plain"}
-    assert (await client.post("/api/generate", content='{"prompt": "fox"}', headers=form)).status_code == 415
+    assert (await client.post("/page/generate", content='{"prompt": "fox"}', headers=form)).status_code == 415
 
 
 async def test_status_tells_who_is_there(stack: MarkovStack, client: httpx.AsyncClient) -> None:
     """Gateway, target, draft and K, and no address of any of them."""
-    response = await client.get("/api/status")
+    response = await client.get("/page/status")
     status = response.json()
     assert status["target"]["up"]
     assert status["draft"]["up"]

@@ -265,7 +265,7 @@ async def test_a_schema_that_is_too_large_is_refused(stack: RecitingStack) -> No
 
 async def test_the_page_gets_reasoning_apart(stack: RecitingStack) -> None:
     """In the rounds in which it came; the text is the answer alone."""
-    reply = await stack.http.post("/api/generate", json={"messages": user("Think of Rome")})
+    reply = await stack.http.post("/page/generate", json={"messages": user("Think of Rome")})
     views = [json.loads(line.removeprefix("data: ")) for line in reply.text.splitlines() if line.startswith("data: ")]
     assert "".join(view.get("reasoning", "") for view in views) == "Rome, then."
     texts = [token["text"] for view in views for token in view.get("tokens", ())]
