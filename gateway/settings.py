@@ -3,7 +3,8 @@
 A browser sends what any page asks it to, from inside the user's network, and names the page's site in `origin`. Two
 kinds of pages are let through: those that an operator named, and the gateway's own. A page is the gateway's own only
 under a name that nobody else can point here: otherwise a site whose name is made to lead here after it was loaded
-(DNS rebinding) would count as one. Programs that are no browsers send no origin, and are not asked.
+(DNS rebinding) would count as one. Programs that are no browsers send no origin, and are not asked. What such a site
+reads comes without an origin, as a program's does: there the name alone tells.
 """
 
 import re
@@ -24,7 +25,8 @@ ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?P<authority>(?P<name>\[[0-9a-f:.]+\]
 BARE_ORIGINS = ("null", "*")
 # Names that lead here because they say so (addresses), or because the machine or its network does. WHATWG's URLs take
 # what is made of digits and dots for an address, so no domain has such a name.
-LOCAL_NAME = re.compile(r"[^.]*|[0-9.]+|\[.*\]|.*\.(localhost|local|internal)")
+LOCAL_NAME = re.compile(r"[^.]*|[0-9.]+|\[.*\]|.*\.(localhost|local|internal|svc)")
+HOST_HEADER = re.compile(r"(?P<name>\[[^\]]*\]|[^:]*)(:\d*)?")
 
 
 class SiteRefused(OutriderError):
@@ -62,14 +64,27 @@ class Sites:
         page = ORIGIN.fullmatch(origin)
         option = f"--cors-origins {origin}"
         if page is not None and (fetch_site == "same-origin" or page["authority"] == host.lower()):
-            name = page["name"]
-            if LOCAL_NAME.fullmatch(name) or any(fnmatchcase(name, allowed) for allowed in self.hosts):
+            if self._is_ours(page["name"]):
                 return
             option = f"--allowed-hosts {page['name']}"
         shown = origin[:200]
         advice = f"its operator can allow them with {option[:230]}"
         message = f"origin is {shown!r}, whose pages may not ask this gateway; {advice}"
         raise SiteRefused(message, field="origin", value=shown)
+
+    def check_host(self, host: str) -> None:
+        """Raises SiteRefused unless the name in the header of that name, absent or not, is one of the gateway's."""
+        found = HOST_HEADER.fullmatch(host.lower())
+        name = found["name"].removesuffix(".") if found else host
+        if found is None or not self._is_ours(name):
+            shown = host[:200]
+            advice = f"its operator can allow it with --allowed-hosts {name[:200]}"
+            raise SiteRefused(
+                f"host is {shown!r}, by which this is not to be read; {advice}", field="host", value=shown
+            )
+
+    def _is_ours(self, name: str) -> bool:
+        return bool(LOCAL_NAME.fullmatch(name)) or any(fnmatchcase(name, allowed) for allowed in self.hosts)
 
 
 OWN_PAGE = Sites()
@@ -159,7 +174,7 @@ class GatewaySettings(ProcessSettings):
     ] = ""
     cors_origins: Annotated[str, Setting("Origins whose pages may call REST, with commas, or *. Empty: none.")] = ""
     allowed_hosts: Annotated[
-        str, Setting("Names with a dot by which browsers call this gateway, with commas, *.DOMAIN, or *.")
+        str, Setting("Names with a dot by which browsers and scrapers call this gateway, with commas, *.DOMAIN, or *.")
     ] = ""
     max_requests: Annotated[int, Setting("Samples that run at a time, in each worker.", within(1))] = 256
     max_queue: Annotated[

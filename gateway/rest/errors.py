@@ -32,6 +32,7 @@ REASONS: Mapping[str, int] = {
     "BODY_TIMEOUT": 408,
     "BODY_TOO_LARGE": 413,
     "UNSUPPORTED_MEDIA_TYPE": 415,
+    "HEADERS_TOO_LARGE": 431,
 }
 TYPES: Mapping[int, str] = {
     401: "authentication_error",
@@ -92,6 +93,21 @@ class WrongMethod(HttpRequestError):
     """The caller must use another method."""
 
     reason = "METHOD_NOT_ALLOWED"
+
+
+class InvalidHttp(HttpRequestError):
+    """The caller must send what HTTP/1.1 allows."""
+
+    reason = "INVALID_HTTP"
+
+
+class HeadersTooLarge(HttpRequestError):
+    """The caller must send shorter headers, or a shorter path."""
+
+    reason = "HEADERS_TOO_LARGE"
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(f"Path and headers are longer than {max_bytes} bytes", limit=f"at most {max_bytes} bytes")
 
 
 class AmbiguousBody(HttpRequestError):

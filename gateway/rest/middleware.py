@@ -31,11 +31,13 @@ from gateway.rest.errors import (
     BodyTimeout,
     BodyTooLarge,
     ClientGone,
+    HeadersTooLarge,
     InvalidJson,
     UnsupportedMedia,
     error_response,
     unexpected,
 )
+from gateway.rest.server import HEAD_BYTES
 from gateway.settings import OWN_PAGE, SiteRefused, Sites
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
 from outrider.process.telemetry import bound, span
@@ -44,6 +46,8 @@ TRACE_HEADERS = ("traceparent", "tracestate")
 PLAIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE"})
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
+# What tells nothing that other sites' pages must not know, to programs and probes under any name.
+OPEN_PATHS = re.compile(r"/|/live|/ready|/health|/v1/.*|/static/.*")
 BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 JSON_TYPE = re.compile(r"application/([\w.+-]+\+)?json\s*(;\s*charset\s*=\s*\"?utf-?8\"?\s*)?", re.IGNORECASE)
 # Reading more than this takes long enough to be felt by other requests.
@@ -143,7 +147,8 @@ class RequestIds:
 class SiteGuard(CORSMiddleware):
     """CORS for the origins that were named, and a refusal of whatever else pages of other sites want to have done.
 
-    Reading is left to the browser, which shows answers to other sites' pages only as CORS allows.
+    Reading is left to the browser, which shows answers to other sites' pages only as CORS allows. A site whose name was
+    made to lead here is none of these to it, and is known by the name alone.
     """
 
     def __init__(self, app: ASGIApp, sites: Sites) -> None:
@@ -157,7 +162,10 @@ class SiteGuard(CORSMiddleware):
     async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         try:
-            if scope["method"] not in READING and "origin" in headers:
+            if scope["method"] in READING:
+                if not OPEN_PATHS.fullmatch(scope["path"]):
+                    self._sites.check_host(headers.get("host", ""))
+            elif "origin" in headers:
                 self._sites.check(headers["origin"], headers.get("host", ""), headers.get("sec-fetch-site", ""))
         except SiteRefused as error:
             await error_response(error, scope["path"])(scope, receive, send)
@@ -178,7 +186,7 @@ class SiteGuard(CORSMiddleware):
 class BodyLimits:
     """Reads the whole body, which is limited in size and time and must be JSON, before anything is spent on it.
 
-    Its value goes to the route in the request's state, its bytes to whoever reads them.
+    So is what comes before it. Its value goes to the route in the request's state, its bytes to whoever reads them.
     """
 
     def __init__(self, app: ASGIApp, settings: RestSettings) -> None:
@@ -190,6 +198,11 @@ class BodyLimits:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
+        # With the marks between them.
+        num_bytes = sum(len(name) + len(value) + 4 for name, value in headers.raw)
+        if len(scope["raw_path"]) + len(scope["query_string"]) + num_bytes > HEAD_BYTES:
+            await error_response(HeadersTooLarge(HEAD_BYTES), scope["path"])(scope, receive, send)
+            return
         if {"content-length", "transfer-encoding"} <= set(headers):
             error = AmbiguousBody("A body has a content-length or a transfer-encoding, and not both")
             await error_response(error, scope["path"], {"connection": "close"})(scope, receive, send)

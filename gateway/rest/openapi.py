@@ -10,12 +10,13 @@ SCHEMAS = "#/components/schemas/"
 JSON_TEXT = {"type": "string", "contentMediaType": "application/json"}
 MEANINGS = {
     400: "The request must change; `param` names the field.",
-    403: "A page of another site asked, which the operator did not allow.",
+    403: "A page of another site asked, or under another name, which the operator did not allow.",
     404: "There is no such model or path.",
     408: "The body did not come in time.",
     413: "The body is too long.",
     415: "The body is not said to be JSON in UTF-8.",
     429: "As many requests wait as may; try again after `retry-after`.",
+    431: "Path and headers are too long.",
     500: "Something went wrong that should not have.",
     503: "The target is away, or the gateway stops; try again after `retry-after`.",
     504: "The deadline passed.",
@@ -103,7 +104,7 @@ def documented_answer(
         "required": ["event", "data"] if is_typed else ["data"],
         "properties": {"event": {"type": "string"}, "data": payload} if is_typed else {"data": chunk},
     }
-    return documented(400, 403, 404, 408, 413, 415, 429, 503, 504, error=error) | {
+    return documented(400, 403, 404, 408, 413, 415, 429, 431, 503, 504, error=error) | {
         200: {
             "content": {"text/event-stream": {"itemSchema": event}},
             "description": "The answer, whole or as server-sent events when `stream` is true.",

@@ -5,17 +5,19 @@ keep. A limit on how slowly headers may come is a proxy's work.
 """
 
 import asyncio
+import contextvars
 import socket
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 
 import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from gateway.rest.errors import InvalidJson, error_json
+from gateway.rest.errors import HeadersTooLarge, InvalidHttp, error_json, status_of
 from outrider.rpc.channels import AddressTaken, check_address
 
 HEAD_BYTES = 32 << 10
@@ -39,16 +41,23 @@ class HttpConnection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Takes what came, unless the connection has been refused."""
-        # In pieces: headers that come whole in one piece are not measured.
+        # In pieces: headers that come whole in one piece are not measured here, but where their request is.
         for start in range(0, len(data), HEAD_BYTES):
             if self.conn.their_state is not h11.ERROR and not self.transport.is_closing():
                 super().data_received(data[start : start + HEAD_BYTES])
 
+    def handle_events(self) -> None:
+        """Begins requests, which have contexts of their own, and logs what is none outside of any other's."""
+        contextvars.Context().run(super().handle_events)
+
     def send_400_response(self, msg: str) -> None:
-        """Answers bytes that are no HTTP in the form of all errors."""
+        """Answers bytes that are no HTTP, or more than a head may have, in the form of all errors."""
+        is_long = len(self.conn.trailing_data[0]) > HEAD_BYTES
+        error = HeadersTooLarge(HEAD_BYTES) if is_long else InvalidHttp(msg)
         headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-        response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
-        for event in (response, h11.Data(data=error_json(InvalidJson(msg)).encode()), h11.EndOfMessage()):
+        status = HTTPStatus(status_of(error))
+        response = h11.Response(status_code=status, headers=headers, reason=status.phrase.encode())
+        for event in (response, h11.Data(data=error_json(error).encode()), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         # Closing while the client still sends would take the answer from it; what it sends is dropped for a while.
         self.transport.write_eof()

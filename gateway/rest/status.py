@@ -104,12 +104,12 @@ def routes(frontend: Frontend, scrape: Scrape) -> APIRouter:
         )
         return Ready(draft=state, hosted=list(target.drafters))
 
-    @router.get("/version", responses=documented())
+    @router.get("/version", responses=documented(403))
     async def show_version() -> Version:
         """The version of the gateway."""
         return Version(version=version("outrider"))
 
-    @router.get("/metrics", response_class=Response, responses=documented(text="text/plain"))
+    @router.get("/metrics", response_class=Response, responses=documented(403, text="text/plain"))
     async def metrics(names: Annotated[list[str], Query(alias="name[]", default_factory=list)]) -> Response:
         """Figures for Prometheus in its text format, all or those of some names."""
         body, content_type = await scrape(names)

@@ -1,5 +1,7 @@
 """Pages of other sites do not make the gateway work, nor do those whose site's name was made to lead to it."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from gateway.settings import SiteRefused, Sites
@@ -67,6 +69,37 @@ def test_a_star_lets_everything_in() -> None:
     Sites((), ("*",)).check("http://rebound.example", "rebound.example", "")
     with pytest.raises(SiteRefused):
         Sites((), ("*",)).check("https://other.example", "localhost", "")
+
+
+@pytest.mark.parametrize(
+    ("host", "is_welcome"),
+    [
+        ("127.0.0.1:8080", True),
+        ("[::1]:8080", True),
+        ("[::1]", True),
+        ("LOCALHOST:", True),
+        ("gateway:8080", True),
+        ("host.docker.internal:8080", True),
+        ("gateway.prod.svc:8080", True),
+        ("gateway.prod.svc.cluster.local.:8080", True),
+        ("", True),
+        ("outrider.example", True),
+        ("a.corp.example:1", True),
+        ("rebound.example:8080", False),
+        ("127.0.0.1.rebound.example", False),
+        ("svc.rebound.example.", False),
+        ("localhost:80:rebound.example", False),
+        ("[::1].rebound.example", False),
+        ("x." * 5000, False),
+    ],
+)
+def test_what_tells_something_is_read_by_address_or_name_of_ours(host: str, *, is_welcome: bool) -> None:
+    """Whatever else the header says is refused in one sentence."""
+    with nullcontext() if is_welcome else pytest.raises(SiteRefused) as raised:
+        SITES.check_host(host)
+    if raised is not None:
+        assert "--allowed-hosts " in raised.value.message
+        assert len(raised.value.message) < 600
 
 
 @pytest.mark.parametrize(

@@ -97,8 +97,8 @@ LINES: dict[str, tuple[bytes, int]] = {
         b"POST %b HTTP/1.1\r\n%bTransfer-Encoding: chunked\r\n\r\nZZ\r\n" % (CHAT.encode(), TYPED),
         400,
     ),
-    "huge header": (b"GET /live HTTP/1.1\r\n%bX: %b\r\n\r\n" % (HOST, b"x" * 200_000), 400),
-    "many headers": (b"GET /live HTTP/1.1\r\n%b%b\r\n" % (HOST, b"X: x\r\n" * 40_000), 400),
+    "huge header": (b"GET /live HTTP/1.1\r\n%bX: %b\r\n\r\n" % (HOST, b"x" * 200_000), 431),
+    "many headers": (b"GET /live HTTP/1.1\r\n%b%b\r\n" % (HOST, b"X: x\r\n" * 40_000), 431),
 }
 
 

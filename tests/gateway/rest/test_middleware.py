@@ -11,9 +11,10 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
-from support.network import connected, served
+from support.network import GET, connected, served
 
 from gateway.rest.middleware import BodyLimits, RequestIds, RestSettings, read_json
+from gateway.rest.server import HEAD_BYTES
 
 SETTINGS = RestSettings(max_body_bytes=100_000, body_wait_s=20)
 JSON = {"content-type": "application/json"}
@@ -131,6 +132,22 @@ async def test_a_body_with_two_lengths_is_refused() -> None:
     assert received.startswith(b"HTTP/1.1 400")
     assert received.count(b"HTTP/1.1") == 1
     assert b"ambiguous_body" in received
+
+
+@pytest.mark.parametrize("num_bytes", [HEAD_BYTES // 2, HEAD_BYTES, HEAD_BYTES + 1, 40_000])
+async def test_a_head_has_a_limit_to_the_byte(num_bytes: int) -> None:
+    """However it comes: path and headers together, in one piece or behind another request."""
+    start = b"GET / HTTP/1.1\r\nhost: test\r\nx-long: "
+    # Of the first line only the path counts.
+    long = b"x" * (num_bytes - len("/") - len("host: test\r\n") - len("x-long: \r\n"))
+    is_long = num_bytes > HEAD_BYTES
+    for before in (b"", GET):
+        request = before + start + long + b"\r\n\r\n"
+        async with served(surface(SETTINGS)) as running, connected(running, request) as (reader, writer):
+            writer.write_eof()
+            answers = (await reader.read()).split(b"HTTP/1.1 ")[1:]
+        assert [each[:3] for each in answers] == [b"200"] * bool(before) + [b"431" if is_long else b"200"]
+        assert (b"headers_too_large" in answers[-1]) == is_long
 
 
 async def test_a_body_that_does_not_come_is_not_waited_for() -> None:

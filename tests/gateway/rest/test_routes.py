@@ -10,7 +10,8 @@ from outrider.errors import PeerLost, VocabularyMismatch
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ORIGIN = "https://page.example"
-ERRORS = {"400", "403", "404", "408", "413", "415", "429", "500", "503", "504"}
+LONG = "long " * 1000
+ERRORS = {"400", "403", "404", "408", "413", "415", "429", "431", "500", "503", "504"}
 
 
 async def test_the_served_model_is_listed(http: httpx.AsyncClient) -> None:
@@ -108,7 +109,7 @@ async def test_browsers_that_ask_before_they_send_get_an_answer(http: httpx.Asyn
         assert refused.json()["error"]["param"] == "origin"
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/api/generate"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/page/generate"])
 async def test_other_sites_pages_make_nothing_work(http: httpx.AsyncClient, path: str) -> None:
     """Their request is refused before its body is looked at; programs, which have no origin, are not asked."""
     asked = {"content": b"{", "headers": {"content-type": "application/json"}}
@@ -122,6 +123,44 @@ async def test_other_sites_pages_make_nothing_work(http: httpx.AsyncClient, path
     rebound = {"origin": "http://rebound.example:8080", "host": "rebound.example:8080", "sec-fetch-site": "same-origin"}
     asked["headers"] |= rebound
     assert "--allowed-hosts rebound.example" in (await http.post(path, **asked)).json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/page/status", "/version", "/openapi.json"])
+async def test_a_site_whose_name_was_made_to_lead_here_reads_nothing(http: httpx.AsyncClient, path: str) -> None:
+    """A browser takes it for the gateway's own page; scrapers and probes come by addresses and local names."""
+    reply = await http.get(path, headers={"host": "rebound.example:8080"})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (403, "site_not_allowed")
+    assert "--allowed-hosts rebound.example" in reply.json()["error"]["message"]
+    for host in ("10.0.0.7:8080", "gateway:8080", "host.docker.internal", "gateway.prod.svc.cluster.local:80", ""):
+        assert (await http.get(path, headers={"host": host})).status_code == 200
+
+
+async def test_programs_and_probes_may_use_any_name(http: httpx.AsyncClient) -> None:
+    """What they read tells nothing, and what they send has no origin."""
+    named = {"host": "llm.example"}
+    for path in ("/live", "/ready", "/health", "/v1/models", "/v1/models/markov", "/"):
+        assert (await http.get(path, headers=named)).status_code == 200
+    body = {"model": "markov", "prompt": "fox", "max_tokens": 1}
+    assert (await http.post("/v1/completions", json=body, headers=named)).status_code == 200
+
+
+async def test_a_path_of_another_servers_protocol_is_not_there(http: httpx.AsyncClient) -> None:
+    """Whoever takes this for Ollama learns where all routes are."""
+    reply = await http.post("/api/generate", json={"model": "llama3", "prompt": "x"})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "unknown_url")
+    assert "/openapi.json has all routes" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"prompt": [LONG]}, {"messages": [{"role": LONG}]}, {"input": 1, LONG: 1}, [LONG]]
+)
+async def test_no_error_repeats_a_body(http: httpx.AsyncClient, body: object) -> None:
+    """On every route that takes one; long values and names are cut."""
+    paths = (await http.get("/openapi.json")).json()["paths"]
+    for path in ["/page/generate", *(path for path, methods in paths.items() if "post" in methods)]:
+        reply = await http.post(path, json=body)
+        assert reply.status_code in {400, 404}
+        assert len(reply.content) < 1000
 
 
 async def test_every_answer_is_counted(http: httpx.AsyncClient) -> None:

@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import logging
 import socket
 from collections.abc import AsyncGenerator
 
 import pytest
+from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
+from structlog.contextvars import get_contextvars
 from support.basics import eventually
 from support.network import GET, Source, connected, served, streaming
 
@@ -14,6 +17,7 @@ from gateway.rest import server
 from gateway.rest.server import serve_rest
 from gateway.rest.sse import DONE, EventStream, data
 from outrider.errors import InvalidRequest
+from outrider.process.telemetry import bound
 from outrider.rpc.channels import AddressTaken
 
 
@@ -62,15 +66,40 @@ async def test_what_is_no_http_is_told_so_in_the_shape_of_all_errors() -> None:
     """Before there is a request that a middleware could see."""
     async with served(streaming(source())) as running, connected(running, b"\x16\x03\x01 hello\r\n\r\n") as (reader, _):
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 400 ")
-    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    assert head.startswith(b"HTTP/1.1 400 Bad Request")
+    error = json.loads(body)["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_http")
 
 
-async def test_a_head_that_is_too_long_is_refused() -> None:
-    """With 400, and the connection is closed."""
+async def test_what_is_no_http_is_logged_as_nobodys_request() -> None:
+    """Also when it comes behind a request on the same connection, whose line would have that one's id."""
+    seen: list[dict[str, object]] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.append({"text": record.getMessage(), **get_contextvars()})
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        with bound(request_id="first"):
+            await PlainTextResponse("well")(scope, receive, send)
+
+    logger, handler = logging.getLogger("uvicorn.error"), Lines()
+    logger.addHandler(handler)
+    try:
+        async with served(app) as running, connected(running, GET + b"no HTTP\r\n\r\n") as (reader, _):
+            assert (await reader.read()).count(b"HTTP/1.1 ") == 2
+    finally:
+        logger.removeHandler(handler)
+    assert seen == [{"text": "Invalid HTTP request received."}]
+
+
+async def test_a_head_that_is_far_too_long_is_refused() -> None:
+    """Before it is read to its end, and the connection is closed."""
     request = GET[:-2] + b"x-long: " + b"x" * (server.HEAD_BYTES + 70_000) + b"\r\n\r\n"
     async with served(streaming(source())) as running, connected(running, request) as (reader, _):
-        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 400 ")
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 431 Request Header Fields Too Large")
+    assert json.loads(body)["error"]["code"] == "headers_too_large"
 
 
 async def test_stopping_lets_streams_end() -> None:
