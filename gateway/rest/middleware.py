@@ -296,15 +296,12 @@ def read_json(text: bytes, max_depth: int) -> Json:
     except UnicodeDecodeError as error:
         raise InvalidJson(f"The body is not UTF-8: byte {error.start} is 0x{text[error.start]:02x}") from None
     try:
-        value: Json = json.loads(decoded, object_pairs_hook=_object)
+        value = _loaded(decoded)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise InvalidJson(f"The body is not JSON: {error.msg.lower()} in {place}") from None
     except RecursionError:
         raise InvalidJson(f"The body nests values more than {max_depth} deep") from None
-    except ValueError:
-        # Python converts no integer of more than 4,300 digits. As a float it is infinite, which has a place below.
-        value = json.loads(decoded, object_pairs_hook=_object, parse_int=float)
     if _checked_keys(value, (), max_depth) > MAX_KEYS:
         raise InvalidJson(f"The body has more than {MAX_KEYS} keys")
     return value
@@ -319,6 +316,18 @@ def name_of(path: Iterable[str | int]) -> str:
     """The name of a place in the body, of bounded length: keys are the client's."""
     name = ".".join(map(str, path)) or "body"
     return name if len(name) <= MAX_NAME_LEN else name[: MAX_NAME_LEN - 3] + "..."
+
+
+def _loaded(text: str) -> Json:
+    try:
+        value: Json = json.loads(text, object_pairs_hook=_object)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        # Python converts no integer of more than 4,300 digits. As a float it is infinite, which has a place; and what
+        # comes behind it is read as well, which may be no JSON.
+        value = json.loads(text, object_pairs_hook=_object, parse_int=float)
+    return value
 
 
 def _object(pairs: list[tuple[str, Json]]) -> dict[str, Json]:

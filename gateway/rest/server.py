@@ -1,7 +1,7 @@
 """An HTTP server inside the running loop: uvicorn without its signal handlers and its log of requests.
 
-It bounds what no middleware sees: the length of request headers, and what a client that does not read makes the server
-keep. A limit on how slowly headers may come is a proxy's work.
+It bounds what no middleware sees: length and time of request headers, how long a client may go on to send what has
+been answered, and what a client that does not read makes the server keep.
 """
 
 import asyncio
@@ -23,6 +23,8 @@ from outrider.rpc.channels import AddressTaken, check_address
 HEAD_BYTES = 32 << 10
 # Longer than clients keep an idle connection, so that none is closed under their next request.
 IDLE_S = 75
+# For how long a client may send a head, also its first, or the rest of a body that has its answer already.
+SEND_S = 30.0
 # What a client that does not read can make the kernel and the server keep. Without these, megabytes.
 SEND_BUFFER_BYTES, WRITE_BUFFER_BYTES = 64 << 10, 16 << 10
 BACKLOG = 1024
@@ -34,10 +36,17 @@ class HttpConnection(H11Protocol):
     """A connection; the application finds `abort` in its state, which ends the connection at once."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Bounds what may wait to be sent."""
+        """Bounds what may wait to be sent, and how long a head may take."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self.app_state = {**self.app_state, "abort": transport.abort}
+        self.sending: asyncio.TimerHandle | None = self.loop.call_later(SEND_S, transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends what waits for the client."""
+        if self.sending is not None:
+            self.sending.cancel()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Takes what came, unless the connection has been refused."""
@@ -49,6 +58,27 @@ class HttpConnection(H11Protocol):
     def handle_events(self) -> None:
         """Begins requests, which have contexts of their own, and logs what is none outside of any other's."""
         contextvars.Context().run(super().handle_events)
+        self._await_client()
+
+    def on_response_complete(self) -> None:
+        """Looks for the next request, and whether the client still sends the one before."""
+        super().on_response_complete()
+        self._await_client()
+
+    def _await_client(self) -> None:
+        """A clock runs from when the client has begun to send what it has to until that is here.
+
+        The server's own stops at every byte.
+        """
+        state = self.conn.their_state
+        has_begun = state is h11.IDLE and bool(self.conn.trailing_data[0])
+        goes_on = state is h11.SEND_BODY and self.conn.our_state is h11.DONE
+        if not (has_begun or goes_on):
+            if self.sending is not None:
+                self.sending.cancel()
+            self.sending = None
+        elif self.sending is None:
+            self.sending = self.loop.call_later(SEND_S, self.transport.abort)
 
     def send_400_response(self, msg: str) -> None:
         """Answers bytes that are no HTTP, or more than a head may have, in the form of all errors."""

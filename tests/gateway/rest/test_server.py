@@ -81,7 +81,7 @@ async def test_what_is_no_http_is_logged_as_nobodys_request() -> None:
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         with bound(request_id="first"):
-            await PlainTextResponse("well")(scope, receive, send)
+            await answer_at_once(scope, receive, send)
 
     logger, handler = logging.getLogger("uvicorn.error"), Lines()
     logger.addHandler(handler)
@@ -100,6 +100,46 @@ async def test_a_head_that_is_far_too_long_is_refused() -> None:
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 431 Request Header Fields Too Large")
     assert json.loads(body)["error"]["code"] == "headers_too_large"
+
+
+async def answer_at_once(scope: Scope, receive: Receive, send: Send) -> None:
+    """An application that looks at no body."""
+    await PlainTextResponse("well")(scope, receive, send)
+
+
+BEGUN = b"POST / HTTP/1.1\r\nhost: test\r\ncontent-length: 1000000\r\n\r\n"
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET / HTTP/1.1\r\nx: ", GET + b"GET / HTTP/1.1\r\nx: ", BEGUN])
+async def test_a_client_that_trickles_is_cut_off(monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
+    """A head, the first or a further one, and a body that has its answer already have a time to come in, whatever else
+    is sent meanwhile.
+    """
+    monkeypatch.setattr(server, "SEND_S", 0.05)
+    async with served(answer_at_once) as running, connected(running, begun) as (reader, writer):
+        reading = asyncio.create_task(reader.read())
+
+        def is_cut_off() -> bool:
+            if begun:
+                writer.write(b"x")
+            return reading.done()
+
+        await eventually(is_cut_off)
+        await asyncio.wait({reading})
+        assert reading.exception() is None or isinstance(reading.exception(), ConnectionError)
+
+
+async def test_no_clock_runs_for_a_client_that_sent_its_request() -> None:
+    """However long the answer takes, and between two requests, where the server has one of its own."""
+    slow = source()
+    async with served(streaming(slow)) as running, connected(running) as (reader, _):
+        await reader.readuntil(b"data: 1\n\n")
+        (connection,) = running.server.server_state.connections
+        assert connection.sending is None
+        slow.frames.append(DONE)
+        slow.hold.set()
+        await reader.readuntil(b"0\r\n\r\n")
+        assert connection.sending is None
 
 
 async def test_stopping_lets_streams_end() -> None:

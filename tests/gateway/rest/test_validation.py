@@ -155,6 +155,8 @@ DEPTH = 8
         (b"[" * 9 + b"]" * 9, "The body nests values more than 8 deep"),
         (b"[" * 100_000 + b"]" * 100_000, "The body nests values more than 8 deep"),
         (b'{"a": [' + b"9" * 5000 + b"]}", "a.0 is inf, but must be a finite number"),
+        (b'{"a": ' + b"9" * 5000, "The body is not JSON: expecting ',' delimiter in line 1, column 5007"),
+        (b"[" + b"9" * 5000 + b"," + b"[" * 100_000, "The body nests values more than 8 deep"),
         (b'{"' + b"x" * 5000 + b'": NaN}', f"{'x' * 197}... is nan, but must be a finite number"),
         (b"{%b}" % b",".join(b'"%d": 1' % key for key in range(50_001)), "The body has more than 50000 keys"),
     ],
