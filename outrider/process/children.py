@@ -225,7 +225,7 @@ class RestartPolicy:
     """Exit codes at start after which nobody tries again."""
     ask_every_s: float = 2.0
     """How often a service is asked for its health; whatever it answers, it does not hang."""
-    answer_s: float = 5.0
+    answer_s: float = 10.0
     max_misses: int = 3
     """Answers in a row that did not come in time, after which it is killed: one of a busy machine may be late."""
 
