@@ -36,6 +36,8 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
     async def check_lengths(request: Request) -> None:
         """Refuses prompts of too many ids before each of a million ids is looked at, which others would feel."""
         body, target = getattr(request.state, "json", None), frontend.backend.target.info
+        if target is None:
+            return
         match body:
             case {"prompt": [int(), *_] as ids}:
                 prompts = [ids]
@@ -43,7 +45,7 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
                 prompts = [each for each in lists[:MAX_PROMPTS] if isinstance(each, list)]
             case _:
                 prompts = []
-        for ids in prompts if target else []:
+        for ids in prompts:
             try:
                 check_room(len(ids), target)
             except PromptTooLong as error:

@@ -41,15 +41,17 @@ async def race(address: str, question: RaceQuestion) -> None:
             note(f"{'With' if speculates else 'Without'} speculation: {question.text}")
             # Each reads its prompt itself: with a salt of its own it does not find what the other one left behind.
             changes = GenerationOptions(cache_salt=secrets.token_hex(8), speculation=Speculation(enabled=speculates))
-            turns.append(await _answered(client, question, GenerationOptions(**{**question.options, **changes})))
+            options = GenerationOptions(**{**question.options, **changes})
+            turns.append(await _answered(client, question, options, RequestOptions(no_speculation=not speculates)))
     note(verdict(*turns))
 
 
-async def _answered(client: AsyncClient, question: RaceQuestion, options: GenerationOptions) -> Turn:
+async def _answered(
+    client: AsyncClient, question: RaceQuestion, options: GenerationOptions, shown: RequestOptions
+) -> Turn:
     turn, view = Turn(question.text, options["seed"] or 0), choose_view(as_json=False)
     said = [{"role": "user", "content": question.text}]
-    asked = RequestOptions(no_speculation=not options["speculation"].enabled)
-    view.begin("" if question.is_chat else question.text, asked)
+    view.begin("" if question.is_chat else question.text, shown)
     stream = client.chat(said, **options) if question.is_chat else client.generate(question.text, **options)
     async with stream:
         async for event in stream:

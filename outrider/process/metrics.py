@@ -82,11 +82,10 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
     request_queue_size = 128
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self.address_family = found[0][0]
+        self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         self._open: dict[Any, None] = {}
         self._lock = threading.Lock()
-        super().__init__(found[0][4][:2], MetricsConnection)
+        super().__init__((host, port), MetricsConnection)
         self.set_app(make_wsgi_app(registry))
 
     def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as the library has it
