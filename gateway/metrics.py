@@ -45,6 +45,16 @@ OUTCOMES = {
 }
 
 
+# There are as many series of each as the file of keys has names.
+KEY_REQUESTS, KEY_REJECTIONS = "key_requests", "key_rejections"
+KEY_PROMPT_TOKENS, KEY_TOKENS = "key_prompt_tokens", "key_generation_tokens"
+OF_KEYS = {
+    KEY_REQUESTS: "Requests that had a place and are over",
+    KEY_REJECTIONS: "Requests that were turned away at once",
+    KEY_PROMPT_TOKENS: "Tokens of the prompts of requests that are over",
+    KEY_TOKENS: "Tokens of their answers",
+}
+
 # The draft service's own choice, which has no name of its own here.
 USUAL_DRAFTER = "default"
 
@@ -53,8 +63,7 @@ class GatewayMetrics:
     """Counts what a frontend's Observer gets: speculation and times by the round, and what users feel by the sample."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.registry = registry
-        self._rejected_rows = 0
+        self.registry, self._rejected_rows = registry, 0
         figures = Figures(PREFIX)
         counter, counters, histogram = figures.counter, figures.counters, figures.histogram
 
@@ -101,6 +110,7 @@ class GatewayMetrics:
         self.generation_tokens = counter("generation_tokens", "Tokens sent to clients.")
         self.success = counters("request_success", "Samples that ended, by how they ended.", "finished_reason")
         self.rejections = counters("admission_rejections", "Requests that were turned away at once.", "reason")
+        self._of_keys = {name: counters(name, f"{meaning}, by API key.", "key") for name, meaning in OF_KEYS.items()}
         self.first_token = times("time_to_first_token", "From a request's arrival to its first token.", REQUEST_S)
         self.per_token = times("request_time_per_output_token", "Mean time of a token behind the first one.")
         self.total = times("e2e_request_latency", "From a request's arrival to its end.", REQUEST_S)
@@ -126,8 +136,15 @@ class GatewayMetrics:
     def placed(self, waited_s: float) -> None:
         self.queue.add(waited_s)
 
-    def rejected(self, error: OutriderError) -> None:
+    def rejected(self, error: OutriderError, key: str | None) -> None:
         self.rejections[error.reason.lower()].total += 1
+        if key is not None:
+            self._of_keys[KEY_REJECTIONS][key].total += 1
+
+    def used(self, key: str, prompt_tokens: int, tokens: int) -> None:
+        self._of_keys[KEY_REQUESTS][key].total += 1
+        self._of_keys[KEY_PROMPT_TOKENS][key].total += prompt_tokens
+        self._of_keys[KEY_TOKENS][key].total += tokens
 
     def observe(self, event: Event) -> None:
         if isinstance(event, CompletionEvent):

@@ -18,7 +18,9 @@ from gateway.generation.audit import ShadowAudit
 from gateway.generation.backend import Backend
 from gateway.generation.frontend import Admission, Frontend, ModelNames
 from gateway.generation.generate import decode
+from gateway.grpc.keys import KeyInterceptor
 from gateway.grpc.servicer import generation_service
+from gateway.keys.door import Door
 from gateway.lookup.guesses import LookupSources
 from gateway.lookup.memory import Memories
 from gateway.metrics import GatewayMetrics
@@ -123,9 +125,16 @@ async def start(settings: GatewaySettings) -> RunningGateway:
         metrics.watch(admission, backend)
         names = ModelNames.of(listed(settings.served_model_name), backend.target.present().model_name)
         frontend = Frontend(backend, admission, metrics, template, names)
-        service = generation_service(frontend, settings.client_stall_seconds)
+        door = Door(settings.api_keys) if settings.api_keys else None
+        service = generation_service(frontend, settings.client_stall_seconds, door)
         shares_port = bool(settings.figures_of_all)
-        server = await channels.serve(settings.listen, service, reflects=settings.reflection, shares_port=shares_port)
+        server = await channels.serve(
+            settings.listen,
+            service,
+            reflects=settings.reflection,
+            shares_port=shares_port,
+            interceptors=[KeyInterceptor(door)] if door is not None else [],
+        )
         undo.push_async_callback(server.stop, 0.0)
         rest = None
         if settings.rest_listen:
@@ -133,6 +142,7 @@ async def start(settings: GatewaySettings) -> RunningGateway:
                 keep_alive_s=settings.keep_alive_seconds,
                 client_stall_s=settings.client_stall_seconds,
                 sites=settings.sites,
+                door=door,
                 grpc_port=int(server.address.rpartition(":")[2]),
             )
             app = build_app(frontend, rest_settings, registry, partial(_scrape, registry, settings.figures_of_all))

@@ -18,6 +18,7 @@ from outrider.errors import InvalidRequest, OutriderError
 from outrider.process.children import MAX_WORKERS
 from outrider.process.options import Limit, Setting, above, addresses, check_settings, listed, within
 from outrider.process.run import ProcessSettings
+from outrider.rpc.channels import is_loopback
 
 HOST = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?P<authority>(?P<name>\[[0-9a-f:.]+\]|[^\s:/?#@\[\]]+)(:\d+)?)")
@@ -145,6 +146,10 @@ class GatewaySettings(ProcessSettings):
             addresses(min_port=0, needed=False),
         ),
     ] = ""
+    api_keys: Annotated[
+        str, Setting("File of the API keys that are let in, read again when it changes. Empty: everybody is let in.")
+    ] = ""
+    no_auth: Annotated[bool, Setting("Let everybody in, also from beyond this machine.")] = False
     workers: Annotated[
         int, Setting("Processes that serve on these addresses, each a gateway.", within(1, MAX_WORKERS))
     ] = 1
@@ -203,6 +208,7 @@ class GatewaySettings(ProcessSettings):
 
     def __post_init__(self) -> None:
         check_settings(self)
+        self._check_doors()
         num_tokens = self.lookup_memory_tokens
         if 0 < num_tokens < LEAST_TOKENS:
             raise InvalidRequest("lookup_memory_tokens", num_tokens, f"0 or at least {LEAST_TOKENS}")
@@ -213,3 +219,16 @@ class GatewaySettings(ProcessSettings):
             limit = f"at most drain_seconds, {self.drain_seconds:g}"
             raise InvalidRequest("lame_duck_seconds", self.lame_duck_seconds, limit)
         object.__setattr__(self, "sites", Sites(listed(self.cors_origins), listed(self.allowed_hosts)))
+
+    def _check_doors(self) -> None:
+        """Raises InvalidRequest where nobody has said who may come in from another machine."""
+        if self.api_keys and self.no_auth:
+            raise InvalidRequest("--no-auth", True, "left out with --api-keys")
+        if self.api_keys or self.no_auth:
+            return
+        for option, address in (("--listen", self.listen), ("--rest-listen", self.rest_listen)):
+            if address and not is_loopback(address):
+                limit = (
+                    "one of this machine alone, unless --api-keys FILE says who may come in, or --no-auth lets all in"
+                )
+                raise InvalidRequest(option, address, limit)

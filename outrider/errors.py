@@ -154,6 +154,30 @@ class Overloaded(OutriderError):
     exit_code = 75
 
 
+class InvalidKey(OutriderError):
+    """The caller must send an API key, or another one; its operator has the list."""
+
+    status = "UNAUTHENTICATED"
+    reason = "INVALID_API_KEY"
+    exit_code = 77
+
+
+class KeyForbidden(OutriderError):
+    """The caller's API key does not open this; the operator can change that."""
+
+    status = "PERMISSION_DENIED"
+    reason = "KEY_FORBIDDEN"
+    exit_code = 77
+
+
+class RateLimited(OutriderError):
+    """The caller may try again later: the limits of its API key are used up."""
+
+    status = "RESOURCE_EXHAUSTED"
+    reason = "RATE_LIMIT_EXCEEDED"
+    exit_code = 75
+
+
 class PeerLost(OutriderError):
     """A service went away; the gateway opens the session again, or the caller tries again later."""
 

@@ -14,8 +14,8 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 import structlog
@@ -23,11 +23,12 @@ import structlog
 from gateway.generation.backend import Backend
 from gateway.generation.beams import searched
 from gateway.generation.generate import CompletionEvent, Event, RequestContext, merged, prepare
-from gateway.generation.request import CheckedRequest, GenerationRequest
+from gateway.generation.request import DEFAULT_MAX_TOKENS, CheckedRequest, GenerationRequest
 from gateway.generation.transcript import SpeculationFigures
+from gateway.keys.tenant import Spending, Tenant
 from gateway.text.chat_template import ChatTemplate
-from outrider.errors import NotReady, OutriderError, Overloaded
-from outrider.process.telemetry import request_scope
+from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded
+from outrider.process.telemetry import bound, request_scope
 
 # What a client is told to wait: between a moment and a minute, by how fast places came free lately.
 RETRY_AFTER_S = (1.0, 60.0)
@@ -196,9 +197,15 @@ class RequestLog:
         self._waited_s = waited_s
         self._arrived_s = time.monotonic() - waited_s
         self._first_token_s: float | None = None
-        self._num_tokens = 0
+        self.num_tokens = 0
+        """Of all answers."""
         self._completions: list[CompletionEvent] = []
         self._figures = SpeculationFigures()
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(request.spec.prompt_len for request in self._requests)
 
     def observe(self, event: Event) -> None:
         if isinstance(event, CompletionEvent):
@@ -206,7 +213,7 @@ class RequestLog:
             return
         if self._first_token_s is None:
             self._first_token_s = time.monotonic()
-        self._num_tokens += len(event.tokens)
+        self.num_tokens += len(event.tokens)
         if event.committed is not None and not event.committed.is_first:
             self._figures.add(event.committed)
 
@@ -223,9 +230,9 @@ class RequestLog:
             status=status,
             finish_reasons=[completion.finish_reason.value for completion in self._completions],
             samples=sum(request.sample_count for request in self._requests),
-            prompt_tokens=sum(request.spec.prompt_len for request in self._requests),
+            prompt_tokens=self.prompt_tokens,
             cached_prompt_tokens=sum(each.cached_prompt_tokens for each in self._completions if not each.sample_index),
-            completion_tokens=self._num_tokens,
+            completion_tokens=self.num_tokens,
             queue_ms=_ms(self._waited_s),
             first_token_ms=None if self._first_token_s is None else _ms(self._first_token_s - self._arrived_s),
             total_ms=_ms(ended_s - self._arrived_s),
@@ -253,8 +260,13 @@ class Observer(Protocol):
     def placed(self, waited_s: float) -> None:
         """A sample of a request has its place, so long after the request began to wait."""
 
-    def rejected(self, error: OutriderError) -> None:
-        """A request was turned away; nothing was spent on it."""
+    def rejected(self, error: OutriderError, key: str | None) -> None:
+        """A request was turned away; nothing was spent on it. `key` is the name of its API key, where keys are asked
+        for.
+        """
+
+    def used(self, key: str, prompt_tokens: int, tokens: int) -> None:
+        """A request with an API key of that name is over, and has used so many tokens."""
 
     def observe(self, event: Event) -> None:
         """Something happened to a request."""
@@ -314,20 +326,31 @@ class Frontend:
         return self.names.main
 
     @asynccontextmanager
-    async def open(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation]:
+    async def open(
+        self, requests: Sequence[GenerationRequest], tenant: Tenant | None = None
+    ) -> AsyncIterator[Generation]:
         """Checks requests that belong together, and waits for a place for the first sample; the others wait for theirs
-        while events come. What they hold is given back when it is left.
+        while events come. What they hold is given back when it is left. `tenant` is whose requests they are, where
+        keys are asked for.
 
-        Raises InvalidRequest, PromptTooLong, Overloaded, and what is said of a target that is away.
+        Raises InvalidRequest, PromptTooLong, Overloaded, RateLimited, and what is said of a target that is away.
         """
         async with AsyncExitStack() as stack:
             stack.enter_context(request_scope())
+            if tenant is not None:
+                stack.enter_context(bound(key=tenant.name))
+            spending = Spending()
             try:
+                if tenant is not None:
+                    tenant.count_request()
+                    requests = [_with_key(request, tenant) for request in requests]
                 with self.admission.arrival():
                     contexts = [await self._prepared(requests, number) for number in range(len(requests))]
+                if tenant is not None:
+                    spending = stack.enter_context(_spending(tenant, [context.request for context in contexts]))
                 places = await stack.enter_async_context(self.admission.entry())
             except OutriderError as error:
-                self.metrics.rejected(error)
+                self.metrics.rejected(error, None if tenant is None else tenant.name)
                 log.info("request refused", status=error.reason)
                 raise
             except asyncio.CancelledError as error:
@@ -347,6 +370,9 @@ class Frontend:
             finally:
                 self.metrics.ended(end)
                 record.ended(end)
+                spending.used_tokens = record.prompt_tokens + record.num_tokens
+                if tenant is not None:
+                    self.metrics.used(tenant.name, record.prompt_tokens, record.num_tokens)
 
     async def _prepared(self, requests: Sequence[GenerationRequest], number: int) -> RequestContext:
         """One of several requests, whose number is on its errors."""
@@ -394,3 +420,23 @@ class Frontend:
                     yield number, event
         finally:
             self.admission.give_back(places)
+
+
+def _with_key(request: GenerationRequest, tenant: Tenant) -> GenerationRequest:
+    """A request with the name of its key, and with no more tokens than that may ask for; raises InvalidRequest."""
+    request = replace(request, tenant=tenant.name, most_tokens=tenant.limits.tokens_per_minute)
+    most = tenant.limits.max_tokens
+    if most is None or (request.max_tokens is not None and request.max_tokens <= most):
+        return request
+    if request.up_to_context or (request.max_tokens is None and most < DEFAULT_MAX_TOKENS):
+        return replace(request, max_tokens=most, up_to_context=True)
+    if request.max_tokens is not None:
+        raise InvalidRequest("max_tokens", request.max_tokens, f"at most {most} with this key")
+    return request
+
+
+def _spending(tenant: Tenant, requests: Sequence[CheckedRequest]) -> AbstractContextManager[Spending]:
+    """What requests that belong together, and differ in their prompts alone, hold of a key's limits."""
+    prompt_tokens = sum(request.spec.prompt_len for request in requests)
+    max_tokens = max(request.spec.max_len - request.spec.prompt_len for request in requests)
+    return tenant.spending(sum(request.sample_count for request in requests), prompt_tokens, max_tokens)

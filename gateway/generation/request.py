@@ -8,6 +8,7 @@ from itertools import accumulate
 from operator import mul
 from typing import Self
 
+from gateway.keys.tenant import salt_of
 from gateway.rounds.round import LOOKUP
 from gateway.sessions.link import ModelInfo
 from gateway.text.tokenizer import Tokenizer
@@ -75,6 +76,10 @@ class GenerationRequest:
     """What the answer has to look like."""
     up_to_context: bool = False
     """Whether max_tokens is cut to what is left of the context, and is all of that when it is None."""
+    tenant: str = ""
+    """Whose request it is, by the name of an API key. Tenants share nothing that is remembered."""
+    most_tokens: int | None = None
+    """What prompt and answer may have together with that key, to which up_to_context cuts as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +165,7 @@ async def check_request(
         sampling = sampling.model_copy(update={"temperature": 1.0})
     _check_range("sampling.min_tokens", request.sampling.min_tokens, 0, max_tokens)
     banned = await _banned(request.banned_words, tokenizer)
-    cache_salt = request.cache_salt.encode()
-    if len(cache_salt) > MAX_SALT_BYTES:
+    if len(request.cache_salt.encode()) > MAX_SALT_BYTES:
         raise InvalidRequest("cache_salt", request.cache_salt, f"of at most {MAX_SALT_BYTES} bytes in UTF-8")
     spec = SessionSpec(
         token_ids=prompt,
@@ -177,7 +181,7 @@ async def check_request(
         logprob_count=request.logprob_count,
         prompt_logprobs=request.echo,
         draft_logprobs=request.return_rounds,
-        cache_salt=cache_salt,
+        cache_salt=salt_of(request.tenant, request.cache_salt),
         grammar=await _grammar(request, tokenizer, target),
     )
     draft_count = request.draft_count if request.speculation_enabled else 0
@@ -420,7 +424,8 @@ def _max_tokens(request: GenerationRequest, prompt_len: int, target: ModelInfo) 
         check_room(prompt_len, target)
     wanted = min(DEFAULT_MAX_TOKENS, room) if request.max_tokens is None else request.max_tokens
     if request.up_to_context:
-        wanted = min(request.max_tokens or room, room)
+        allowed = room if request.most_tokens is None else max(1, request.most_tokens - prompt_len)
+        wanted = min(request.max_tokens or room, room, allowed)
     if wanted > room:
         message = (f"a prompt of {prompt_len} tokens and ", Field("max_tokens"), f" {wanted} do not fit into {place}")
         raise PromptTooLong(message, max_tokens=wanted, prompt_tokens=prompt_len, **{name: size})

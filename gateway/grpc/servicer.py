@@ -15,7 +15,9 @@ from google.protobuf.message import Message
 
 from gateway.generation.frontend import ClientStalled, Frontend
 from gateway.generation.request import GenerationRequest
+from gateway.grpc.keys import entered
 from gateway.grpc.messages import chat_request_from, event_message, request_from
+from gateway.keys.door import Door
 from outrider.process import telemetry
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
@@ -94,9 +96,10 @@ class ClientWriter:
 class GenerationServicer(GenerationServiceServicer):
     """Serves Generate and Chat to clients that take each message in time."""
 
-    def __init__(self, frontend: Frontend, client_stall_s: float) -> None:
+    def __init__(self, frontend: Frontend, client_stall_s: float, door: Door | None = None) -> None:
         self._frontend = frontend
         self._client_stall_s = client_stall_s
+        self._door = door
 
     async def Generate(  # type: ignore[override]  # noqa: N802 - the name is the protocol's
         self, request: pb.GenerateRequest, context: Context
@@ -118,8 +121,9 @@ class GenerationServicer(GenerationServiceServicer):
             await self._answer(await chat_request_from(request, template, tokenizer), context)
 
     async def _answer(self, request: GenerationRequest, context: Context | ChatContext) -> None:
+        tenant = None if self._door is None else entered(self._door, context.invocation_metadata())
         async with (
-            self._frontend.open([request]) as generation,
+            self._frontend.open([request], tenant) as generation,
             aclosing(generation.events) as events,
             ClientWriter(context, self._client_stall_s) as writer,
         ):
@@ -133,8 +137,13 @@ def _carrier(context: Context | ChatContext) -> dict[str, str]:
     return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
 
 
-def generation_service(frontend: Frontend, client_stall_s: float) -> dict[str, Callable[[grpc.aio.Server], None]]:
-    """The service for `outrider.rpc.channels.serve`: its full name, and what adds it to a server."""
-    servicer = GenerationServicer(frontend, client_stall_s)
+def generation_service(
+    frontend: Frontend, client_stall_s: float, door: Door | None = None
+) -> dict[str, Callable[[grpc.aio.Server], None]]:
+    """The service for `outrider.rpc.channels.serve`: its full name, and what adds it to a server.
+
+    Without a door it is not asked whose a request is.
+    """
+    servicer = GenerationServicer(frontend, client_stall_s, door)
     name = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
     return {name: lambda server: add_GenerationServiceServicer_to_server(servicer, server)}

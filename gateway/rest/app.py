@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from gateway.generation.frontend import Frontend
 from gateway.rest import chat, completions, page, status
 from gateway.rest.dialects import messages, messages_answer, responses, responses_answer
+from gateway.rest.keys import KeyGuard
 from gateway.rest.middleware import BodyLimits, RequestIds, RestSettings, SiteGuard
 from gateway.rest.openapi import DocumentedApp
 from gateway.rest.responses import ChatChunk
@@ -37,12 +38,15 @@ def build_app(frontend: Frontend, settings: RestSettings, registry: CollectorReg
         app.add_exception_handler(kind, handle_error)
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimits, settings=settings)
+    if settings.door is not None:
+        app.add_middleware(KeyGuard, door=settings.door)
     app.add_middleware(SiteGuard, sites=settings.sites)
     app.add_middleware(RequestIds, registry=registry, is_leaving=lambda: frontend.admission.is_leaving)
     app.include_router(completions.routes(frontend, settings))
     app.include_router(chat.routes(frontend, settings))
     app.include_router(messages.routes(frontend, settings))
     app.include_router(responses.routes(frontend, settings))
+    app.has_keys = settings.door is not None
     app.streamed = (ChatChunk, *messages_answer.EVENTS, *responses_answer.EVENTS)
     app.include_router(status.routes(frontend, scrape))
     app.include_router(page.routes(frontend, settings))

@@ -39,7 +39,7 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
         responder = Responder(
             frontend, settings, bool(body.stream), requests, CHAT_NAMES, "chatcmpl-", make_writer, ignored
         )
-        return await responder.respond(request.receive)
+        return await responder.respond(request)
 
     return router
 

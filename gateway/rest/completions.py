@@ -81,7 +81,7 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
             return ChunkWriter(formatter, figures, body.stream_options or StreamOptions())
 
         responder = Responder(frontend, settings, bool(body.stream), generations, TEXT_NAMES, "cmpl-", make_writer)
-        return await responder.respond(request.receive)
+        return await responder.respond(request)
 
     return router
 

@@ -17,15 +17,17 @@ from itertools import accumulate
 from statistics import fmean
 from typing import Any
 
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive
 
 from gateway.generation.frontend import Frontend, ModelNames
 from gateway.generation.generate import CompletionEvent, Event
 from gateway.generation.request import CheckedRequest, GenerationRequest
 from gateway.generation.transcript import SpeculationFigures
+from gateway.keys.tenant import Tenant
 from gateway.rest import responses
 from gateway.rest.errors import UnknownModel, error_json, unexpected
+from gateway.rest.keys import tenant_of
 from gateway.rest.middleware import RestSettings, ignored_header
 from gateway.rest.responses import AnswerWriter, ChoiceBuffer, ResponseFormatter, ResponseHeader
 from gateway.rest.schemas import GenerationFields, ShapeFields, SpeculationFields, StreamOptions
@@ -336,19 +338,19 @@ class Responder:
     """Fields that were accepted without effect, which a header names."""
     keep_alive: bytes = KEEP_ALIVE
 
-    async def respond(self, receive: Receive) -> Response:
+    async def respond(self, request: Request) -> Response:
         """The response; raises whatever is wrong before there is one, and ClientGone."""
-        headers = ignored_header(self.ignored)
+        headers, tenant = ignored_header(self.ignored), tenant_of(request)
         if not self.is_streamed:
-            async with while_there(receive):
-                return Response(await self._body_json(), headers=headers, media_type="application/json")
+            async with while_there(request.receive):
+                return Response(await self._body_json(tenant), headers=headers, media_type="application/json")
         keep_alive_s, stall_s = self.settings.keep_alive_s, self.settings.client_stall_s
-        stream = EventStream(self._frames(), keep_alive_s, stall_s, headers, self.keep_alive)
-        await stream.begin(receive)
+        stream = EventStream(self._frames(tenant), keep_alive_s, stall_s, headers, self.keep_alive)
+        await stream.begin(request.receive)
         return stream
 
-    async def _body_json(self) -> str:
-        async with self._opened() as opened:
+    async def _body_json(self, tenant: Tenant | None) -> str:
+        async with self._opened(tenant) as opened:
             choices = [ChoiceBuffer() for _ in range(opened.figures.first_choices[-1])]
             async for index, event in opened.events:
                 opened.figures.add(index, event)
@@ -356,11 +358,11 @@ class Responder:
         whole = partial(opened.writer.whole, choices)
         return await asyncio.to_thread(whole) if opened.writer.takes_long else whole()
 
-    async def _frames(self) -> AsyncGenerator[bytes, None]:
+    async def _frames(self, tenant: Tenant | None) -> AsyncGenerator[bytes, None]:
         """The events of a stream. The first frame is empty, and says that the headers may go out."""
         writer: AnswerWriter | None = None
         try:
-            async with self._opened() as opened:
+            async with self._opened(tenant) as opened:
                 writer = opened.writer
                 yield b""
                 for frame in writer.begin():
@@ -378,10 +380,10 @@ class Responder:
             yield frame
 
     @asynccontextmanager
-    async def _opened(self) -> AsyncIterator[OpenResponse]:
+    async def _opened(self, tenant: Tenant | None) -> AsyncIterator[OpenResponse]:
         async with AsyncExitStack() as stack:
             try:
-                generation = await stack.enter_async_context(self.frontend.open(self.requests))
+                generation = await stack.enter_async_context(self.frontend.open(self.requests, tenant))
             except OutriderError as error:
                 raise in_names_of(self.names, error) from None
             target, fingerprint = self.frontend.backend.target.info, None

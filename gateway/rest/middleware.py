@@ -26,6 +26,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.generation.request import MAX_TEXT_CHARS
+from gateway.keys.door import Door
 from gateway.rest.errors import (
     AmbiguousBody,
     BodyTimeout,
@@ -37,6 +38,7 @@ from gateway.rest.errors import (
     error_response,
     unexpected,
 )
+from gateway.rest.keys import LIMIT_HEADERS
 from gateway.rest.server import HEAD_BYTES
 from gateway.settings import OWN_PAGE, SiteRefused, Sites
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
@@ -76,6 +78,8 @@ class RestSettings:
     client_stall_s: float = 30.0
     """For how long a client may take nothing of what is written to it."""
     sites: Sites = OWN_PAGE
+    door: Door | None = None
+    """Where keys are asked for; None lets everybody in."""
     max_body_bytes: int = 4 << 20
     max_held_bytes: int = 256 << 20
     """Of the bodies of all requests together."""
@@ -152,7 +156,8 @@ class SiteGuard(CORSMiddleware):
     """
 
     def __init__(self, app: ASGIApp, sites: Sites) -> None:
-        exposed = ("x-request-id", "retry-after", "retry-after-ms", "x-should-retry", IGNORED_HEADER)
+        told = ("x-request-id", "retry-after", "retry-after-ms", "x-should-retry", IGNORED_HEADER)
+        exposed = (*told, *LIMIT_HEADERS)
         super().__init__(self._check, sites.origins, ("GET", "POST"), ("*",), expose_headers=exposed)
         self._next, self._sites = app, sites
 

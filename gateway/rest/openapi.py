@@ -6,11 +6,18 @@ from typing import Any, Literal
 from fastapi import FastAPI
 from pydantic import BaseModel
 
+from gateway.rest.keys import is_open
+
 SCHEMAS = "#/components/schemas/"
+SECURITY = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
 JSON_TEXT = {"type": "string", "contentMediaType": "application/json"}
 MEANINGS = {
     400: "The request must change; `param` names the field.",
-    403: "A page of another site asked, or under another name, which the operator did not allow.",
+    401: "No API key came, or none that is known.",
+    403: "A page of another site asked, or under another name, which was not allowed; or the API key does not open this.",
     404: "There is no such model or path.",
     408: "The body did not come in time.",
     413: "The body is too long.",
@@ -30,13 +37,23 @@ class DocumentedApp(FastAPI):
     """
 
     streamed: Sequence[type[BaseModel]] = ()
+    has_keys: bool = False
+    """Whether API keys are asked for."""
 
     def openapi(self) -> dict[str, Any]:
         """The OpenAPI document."""
         document = super().openapi()
-        operations = (operation for path in document["paths"].values() for operation in path.values())
-        for operation in operations:
-            operation["responses"].pop("422", None)
+        for path, operations in document["paths"].items():
+            for method, operation in operations.items():
+                operation["responses"].pop("422", None)
+                if self.has_keys and not is_open(method.upper(), path):
+                    operation["security"] = [{name: []} for name in SECURITY]
+                    # In the shape of the route's other errors.
+                    for status in (401, 403):
+                        refusal = {**operation["responses"]["500"], "description": MEANINGS[status]}
+                        operation["responses"].setdefault(str(status), refusal)
+        if self.has_keys:
+            document["components"]["securitySchemes"] = SECURITY
         schemas = document["components"]["schemas"]
         for name in ("HTTPValidationError", "ValidationError"):
             schemas.pop(name, None)

@@ -4,6 +4,7 @@ A peer that is frozen or cut off is noticed by transport pings within seconds; h
 caller to say, because a process that hangs still answers pings.
 """
 
+import ipaddress
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +47,15 @@ def check_address(field: str, address: str, *, min_port: int = 1) -> str:
     if found is None or not min_port <= int(found["port"]) <= MAX_PORT:
         raise InvalidRequest(field, address, f"HOST:PORT with a port in [{min_port}, {MAX_PORT}]")
     return address
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches what listens on a checked HOST:PORT; of a name other than localhost, never."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class AddressTaken(OutriderError):
@@ -146,13 +156,21 @@ def service(file: FileDescriptor, name: str, add: Callable[[grpc.aio.Server], No
     return {file.services_by_name[name].full_name: add}
 
 
-async def serve(listen: str, services: Services, *, reflects: bool = False, shares_port: bool = False) -> RunningServer:
+async def serve(
+    listen: str,
+    services: Services,
+    *,
+    reflects: bool = False,
+    shares_port: bool = False,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+) -> RunningServer:
     """Starts a server of the given services with health, and with reflection if it `reflects`.
 
-    `listen` is HOST:PORT, and port 0 takes a free one; of servers that share a port each connection has one. Raises
-    AddressTaken and InvalidRequest.
+    `listen` is HOST:PORT, and port 0 takes a free one; of servers that share a port each connection has one. What
+    interceptors and handlers raise becomes a status. Raises AddressTaken and InvalidRequest.
     """
-    server = grpc.aio.server(interceptors=[Guard()], options=server_options(shares_port=shares_port))
+    options = server_options(shares_port=shares_port)
+    server = grpc.aio.server(interceptors=[Guard(), *interceptors], options=options)
     for add in services.values():
         add(server)
     health_servicer = health.aio.HealthServicer()

@@ -169,7 +169,7 @@ def test_how_requests_end_before_their_time() -> None:
     registry = new_registry()
     metrics = GatewayMetrics(registry)
     for error in (Overloaded("full"), InvalidRequest("a", 1, "2"), Overloaded("full")):
-        metrics.rejected(error)
+        metrics.rejected(error, None)
     for end in (None, asyncio.CancelledError(), PeerLost("gone")):
         metrics.ended(end)
     plan = CheckedRequest(spec_of([1, 2, 3], max_len=43), (), None, sample_count=2)

@@ -32,7 +32,7 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
         responder = Responder(
             frontend, settings, bool(body.stream), [asked.request], names, "msg_", make_writer, ignored, answer.PING
         )
-        return await responder.respond(request.receive)
+        return await responder.respond(request)
 
     @router.post("/v1/messages/count_tokens", response_model=answer.MessagesTokenCount, responses=errors)
     async def count_tokens(body: CountTokensRequest) -> Response:

@@ -32,7 +32,7 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
         responder = Responder(
             frontend, settings, bool(body.stream), [asked.request], names, answer.ID_PREFIX, make_writer, ignored
         )
-        return await responder.respond(request.receive)
+        return await responder.respond(request)
 
     return router
 

@@ -28,9 +28,13 @@ class Diary:
         """A sample has its place."""
         self.entries.append("placed" if waited_s >= 0 else "before it came")
 
-    def rejected(self, error: OutriderError) -> None:
+    def rejected(self, error: OutriderError, key: str | None) -> None:
         """A request was turned away."""
-        self.entries.append(type(error))
+        self.entries.append(type(error) if key is None else (type(error), key))
+
+    def used(self, key: str, prompt_tokens: int, tokens: int) -> None:
+        """A request with a key is over."""
+        self.entries.append((key, prompt_tokens, tokens))
 
     def observe(self, event: Event) -> None:
         """Something happened to a request."""

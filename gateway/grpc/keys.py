@@ -1,0 +1,49 @@
+"""API keys over gRPC: every method of every service asks for one, but those of the health service."""
+
+from collections.abc import Awaitable, Callable, Iterable
+
+import grpc
+from grpc_health.v1 import health
+
+from gateway.keys.door import Door
+from gateway.keys.tenant import Tenant
+from outrider.errors import InvalidKey
+from outrider.rpc.guard import Handler
+
+Metadata = Iterable[tuple[str, str | bytes]] | None
+OPEN = f"/{health.SERVICE_NAME}/"
+
+
+def entered(door: Door, metadata: Metadata) -> Tenant:
+    """Whose call it is, by what came beside its message; raises InvalidKey."""
+    pairs = [(name, value.encode() if isinstance(value, str) else value) for name, value in metadata or ()]
+    return door.enter(*((value for each, value in pairs if each == name) for name in ("authorization", "x-api-key")))
+
+
+class KeyInterceptor(grpc.aio.ServerInterceptor):
+    """Ends calls without a known key before their first message is read, whether there is such a method or not."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        """The handler of a method, or one that refuses."""
+        if not handler_call_details.method.startswith(OPEN):
+            try:
+                entered(self._door, handler_call_details.invocation_metadata)
+            except InvalidKey as error:
+                return _refusing(error)
+        return await continuation(handler_call_details)
+
+
+def _refusing(error: InvalidKey) -> Handler:
+    async def refuse(_messages: object, _context: object) -> None:
+        raise error
+
+    # A stream of messages is not waited for, whatever the method takes.
+    refusal: Handler = grpc.stream_stream_rpc_method_handler(refuse)
+    return refusal

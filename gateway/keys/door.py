@@ -1,0 +1,74 @@
+"""Who may come in: the keys of a file that is looked at again with every key that comes.
+
+A file that has become unreadable or wrong keeps the keys that it had, and the log says so: half an edit must not lock
+everybody out. What it no longer lists is refused from then on; requests under way go on to their end.
+"""
+
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import structlog
+
+from gateway.keys.table import KeysRefused, find_key, read_keys
+from gateway.keys.tenant import Clock, Tenant
+from outrider.errors import InvalidKey
+
+# Within this time a file can change again without another date: file systems count in ticks.
+SETTLED_NS = 100_000_000
+SCHEME = b"bearer "
+
+log = structlog.get_logger()
+
+
+class Door:
+    """Lets the holders of a file's keys in."""
+
+    def __init__(self, path: str, clock: Clock = time.monotonic) -> None:
+        """Raises KeysRefused about a file that cannot be read, or is no file of keys."""
+        self._path, self._clock = Path(path), clock
+        self._stamp: tuple[int, ...] | None = None
+        self._content, self._keys = read_keys(self._path)
+        self._tenants: dict[str, Tenant] = {}
+        self._complaint = ""
+        if not self._keys:
+            log.warning("the file of keys has none, so nobody comes in", file=path)
+
+    def enter(self, authorization: Iterable[bytes], x_api_key: Iterable[bytes]) -> Tenant:
+        """The holder of the first known key among the values of these headers; raises InvalidKey."""
+        self._look()
+        bearers = [each[len(SCHEME) :] for each in authorization if each[: len(SCHEME)].lower() == SCHEME]
+        given = [each.strip() for each in (*bearers, *x_api_key) if each.strip()]
+        if not given:
+            raise InvalidKey("No API key came; send it as `authorization: Bearer KEY` or as `x-api-key: KEY`")
+        key = next(filter(None, (find_key(self._keys, each) for each in given)), None)
+        if key is None:
+            raise InvalidKey("The API key is none that this gateway knows; its operator has the list")
+        # One that has gone and come again goes on with what it had used.
+        tenant = self._tenants.setdefault(key.name, Tenant(key, self._clock))
+        tenant.key = key
+        return tenant
+
+    def _look(self) -> None:
+        """Reads the file again where it has changed."""
+        stamp = None
+        with suppress(OSError):
+            found = self._path.stat()
+            changed_ns = max(found.st_mtime_ns, found.st_ctime_ns)
+            stamp = (changed_ns, found.st_size, found.st_ino, found.st_dev)
+        if stamp is not None and stamp == self._stamp:
+            return
+        is_settled = stamp is not None and time.time_ns() - stamp[0] > SETTLED_NS
+        self._stamp = stamp if is_settled else None
+        try:
+            content, keys = read_keys(self._path)
+        except KeysRefused as error:
+            if error.message != self._complaint:
+                self._complaint = error.message
+                log.error("the file of keys is wrong, so the keys before it go on", problem=error.message)
+            return
+        if content != self._content or self._complaint:
+            self._complaint = ""
+            self._content, self._keys = content, keys
+            log.warning("the file of keys was read again", keys=len(keys))

@@ -1,0 +1,81 @@
+"""API keys over HTTP: every path asks for one but those that tell whether the gateway lives, and the page's own files.
+
+The page itself has no secrets, and asks for the key when its first call is refused. A path that nobody serves asks for
+one too, so that a new route is closed until it is named here.
+"""
+
+from collections.abc import Iterable
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.keys.door import Door
+from gateway.keys.tenant import Tenant
+from gateway.rest.errors import error_response
+from outrider.errors import InvalidKey, KeyForbidden, OutriderError
+
+OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/"})
+OPEN_FILES = "/static/"
+READING = frozenset({"GET", "HEAD"})
+FIGURES = "/metrics"
+CHALLENGE = {"www-authenticate": "Bearer"}
+UNITS = ("requests", "tokens")
+LIMIT_HEADERS = tuple(f"x-ratelimit-{what}-{unit}" for unit in UNITS for what in ("limit", "remaining", "reset"))
+
+
+class KeyGuard:
+    """Lets requests with a known key in, and tells the route whose it is; answers say what is left of its limits."""
+
+    def __init__(self, app: ASGIApp, door: Door) -> None:
+        self._app, self._door = app, door
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if is_open(scope["method"], scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        try:
+            tenant = self._door.enter(_values(scope, b"authorization"), _values(scope, b"x-api-key"))
+            if scope["path"] == FIGURES and not tenant.key.metrics:
+                message = f"{FIGURES} tells of all keys; to read it the key {tenant.name!r} needs metrics = true"
+                raise KeyForbidden(message, key=tenant.name)
+        except OutriderError as error:
+            headers = CHALLENGE if isinstance(error, InvalidKey) else None
+            await error_response(error, scope["path"], headers)(scope, receive, send)
+            return
+        scope.setdefault("state", {})["tenant"] = tenant
+
+        async def send_with_limits(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(limit_headers(tenant))
+            await send(message)
+
+        await self._app(scope, receive, send_with_limits)
+
+
+def is_open(method: str, path: str) -> bool:
+    """Whether a request needs no key."""
+    return method in READING and (path in OPEN_PATHS or path.startswith(OPEN_FILES))
+
+
+def tenant_of(request: Request) -> Tenant | None:
+    """Whose request it is; None where no keys are asked for."""
+    found: Tenant | None = request.scope.get("state", {}).get("tenant")
+    return found
+
+
+def limit_headers(tenant: Tenant) -> dict[str, str]:
+    """What is left of the limits by the minute, under OpenAI's names; nothing of those that there are not."""
+    found: dict[str, str] = {}
+    for unit, allowance in zip(UNITS, (tenant.requests, tenant.tokens), strict=True):
+        if allowance is not None:
+            found |= {
+                f"x-ratelimit-limit-{unit}": str(allowance.limit),
+                f"x-ratelimit-remaining-{unit}": str(allowance.remaining),
+                f"x-ratelimit-reset-{unit}": f"{allowance.reset_s:.3f}s",
+            }
+    return found
+
+
+def _values(scope: Scope, name: bytes) -> Iterable[bytes]:
+    return (value for each, value in scope["headers"] if each == name)

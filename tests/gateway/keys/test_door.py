@@ -1,0 +1,105 @@
+"""The file of keys is looked at with every key that comes: what was written last holds at once."""
+
+import os
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+from support.keys import key_of, table_of, write_keys
+
+from gateway.keys.door import Door
+from gateway.keys.table import KeysRefused
+from outrider.errors import InvalidKey
+
+
+def let_in(door: Door, name: str) -> bool:
+    """Whether the key of a name opens."""
+    try:
+        door.enter([f"Bearer {key_of(name)}".encode()], [])
+    except InvalidKey:
+        return False
+    return True
+
+
+def test_a_key_comes_by_either_header(tmp_path: Path) -> None:
+    """In any spelling of the scheme, and beside others that are none; a key elsewhere, or no key, does not count."""
+    door, key = Door(write_keys(tmp_path / "keys.toml", alice={})), key_of("alice").encode()
+    for authorization, x_api_key in (
+        ([b"Bearer " + key], []),
+        ([b"bearer  " + key + b" "], []),
+        ([], [key]),
+        ([b"Bearer none"], [key]),
+        ([b"Bearer " + key], [b"none"]),
+        ([b"Basic x", b"BEARER " + key], []),
+    ):
+        assert door.enter(authorization, x_api_key).name == "alice"
+    for authorization, x_api_key in (
+        ([], []),
+        ([b"Bearer"], []),
+        ([b"Bearer "], [b" "]),
+        ([key], []),
+        ([b"Basic " + key], []),
+    ):
+        with pytest.raises(InvalidKey, match="No API key came"):
+            door.enter(authorization, x_api_key)
+    with pytest.raises(InvalidKey, match="none that this gateway knows") as refused:
+        door.enter([], [b"sk-wrong"])
+    assert "sk-wrong" not in f"{refused.value} {refused.value.metadata}"
+
+
+def test_a_key_that_is_taken_out_opens_nothing_any_more(tmp_path: Path) -> None:
+    """Whether the file is written again or replaced, and however soon behind the writing before."""
+    path = tmp_path / "keys.toml"
+    door = Door(write_keys(path, alice={}, bobby={}))
+    assert (let_in(door, "alice"), let_in(door, "bobby")) == (True, True)
+    for _ in range(50):
+        write_keys(path, alice={})
+        assert (let_in(door, "alice"), let_in(door, "bobby")) == (True, False)
+        # As long as the one before.
+        write_keys(tmp_path / "new.toml", bobby={})
+        os.replace(tmp_path / "new.toml", path)
+        assert (let_in(door, "alice"), let_in(door, "bobby")) == (False, True)
+    write_keys(path)
+    assert not let_in(door, "bobby")
+
+
+def test_a_broken_file_keeps_the_keys_and_is_told_once(tmp_path: Path) -> None:
+    """Half an edit locks nobody out; nor does a file that is away for a moment. What comes next holds again."""
+    path = tmp_path / "keys.toml"
+    door = Door(write_keys(path, alice={}))
+    with capture_logs() as lines:
+        path.write_text(table_of("bobby") + "[half")
+        assert [let_in(door, name) for name in ("alice", "bobby", "alice")] == [True, False, True]
+        path.unlink()
+        assert [let_in(door, name) for name in ("alice", "bobby", "alice")] == [True, False, True]
+        write_keys(path, bobby={})
+        assert [let_in(door, name) for name in ("alice", "bobby")] == [False, True]
+    assert [line["log_level"] for line in lines] == ["error", "error", "warning"]
+    assert "is not TOML" in lines[0]["problem"]
+    assert "missing" in lines[1]["problem"]
+    assert lines[2]["keys"] == 1
+
+
+def test_what_was_used_outlives_a_change_of_the_file(tmp_path: Path) -> None:
+    """Also that of a name which was away for a while, and with a new key."""
+    path = tmp_path / "keys.toml"
+    door = Door(write_keys(path, alice={"concurrent_samples": 3}))
+    tenant = door.enter([], [key_of("alice").encode()])
+    with tenant.spending(2, 1, 1):
+        write_keys(path, bobby={})
+        assert not let_in(door, "alice")
+        path.write_text(table_of("bobby", concurrent_samples=2).replace("[bobby]", "[alice]"))
+        again = door.enter([], [key_of("bobby").encode()])
+        assert (again.name, again.samples, again.limits.concurrent_samples) == ("alice", 2, 2)
+
+
+def test_a_gateway_does_not_begin_with_a_broken_file(tmp_path: Path) -> None:
+    """One without keys is in order, but the log tells that nobody comes in."""
+    path = tmp_path / "keys.toml"
+    with pytest.raises(KeysRefused):
+        Door(str(path))
+    path.write_text("# nobody yet\n")
+    with capture_logs() as lines:
+        door = Door(str(path))
+    assert [line["log_level"] for line in lines] == ["warning"]
+    assert not let_in(door, "alice")

@@ -1,0 +1,339 @@
+"""Keys at a gateway's doors: every route that there is and every method that is reflected asks for one, by walking both.
+
+What is open is listed here once; whatever else a gateway learns to serve is closed, or one of these tests fails.
+"""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+import pytest_asyncio
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from structlog.testing import capture_logs
+from support.keys import bearer, key_of, write_keys
+from support.markov_services import MarkovStack, markov_stack, request
+
+from gateway.keys.door import Door
+from outrider.client import AsyncClient, Client
+from outrider.errors import InvalidKey, InvalidRequest, RateLimited
+from outrider.process.metrics import exposition
+from outrider.rpc.channels import open_channel
+from outrider.rpc.errors import error_from
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+OPEN_ROUTES = {
+    (method, path) for method in ("GET", "HEAD") for path in ("/live", "/ready", "/health", "/", "/static/{name}")
+}
+OPEN_SERVICE = "grpc.health.v1.Health"
+WRONG = ({}, {"authorization": "Bearer wrong"}, {"x-api-key": key_of("nobody")}, {"authorization": key_of("alice")})
+RIGHT = (bearer("operator"), {"x-api-key": key_of("operator")})
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of keys: one without limits that may read the figures, and some with one limit each."""
+    path = tmp_path_factory.mktemp("keys") / "keys.toml"
+    write_keys(
+        path,
+        operator={"metrics": True},
+        alice={},
+        few={"requests_per_minute": 50},
+        thrifty={"tokens_per_minute": 420},
+        narrow={"concurrent_samples": 7},
+        short={"max_tokens": 5, "tokens_per_minute": 1000},
+        leaver={},
+    )
+    return path
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(words: str, keys: Path) -> AsyncIterator[MarkovStack]:
+    """A gateway that asks for keys, on both surfaces."""
+    options = {"rest_listen": "127.0.0.1:0", "reflection": True, "api_keys": str(keys), "max_queue": 300}
+    async with markov_stack(words, **options) as running:
+        # Time stands still for the limits, so that 200 requests at once are at once on any machine.
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def http(stack: MarkovStack) -> AsyncIterator[httpx.AsyncClient]:
+    """A client without a key of its own."""
+    limits = httpx.Limits(max_connections=200)
+    async with httpx.AsyncClient(
+        base_url=f"http://{stack.gateway.rest_address}", timeout=60, trust_env=False, limits=limits
+    ) as client:
+        yield client
+
+
+def routes_of(stack: MarkovStack) -> set[tuple[str, str]]:
+    """Methods and paths that the application really has."""
+    assert stack.gateway.rest is not None
+    app: Any = stack.gateway.rest.server.config.app
+    return {(method, route.path) for route in app.routes for method in route.methods}
+
+
+async def test_every_route_asks_for_a_key(stack: MarkovStack, http: httpx.AsyncClient) -> None:
+    """Those of the document and those that are not in it: 401 without a key and with a wrong one, and never with a
+    right one; what is open says nothing of keys.
+    """
+    document = (await http.get("/openapi.json", headers=RIGHT[0])).json()
+    documented = {(method.upper(), path) for path, operations in document["paths"].items() for method in operations}
+    assert len(documented) > 10
+    routes = routes_of(stack)
+    assert {(method, path.replace("{model}", "{model:path}")) for method, path in documented} <= routes
+    assert routes >= OPEN_ROUTES | {("POST", "/api/generate"), ("GET", "/openapi.json"), ("GET", "/metrics")}
+    for method, route in sorted(routes):
+        path = re.sub(r"\{.*?\}", "main.js", route)
+        body = {"json": {}} if method == "POST" else {}
+        refused = [(await http.request(method, path, headers=headers, **body)).status_code for headers in WRONG]
+        let_in = [(await http.request(method, path, headers=headers, **body)).status_code for headers in RIGHT]
+        is_open = (method, route) in OPEN_ROUTES
+        assert (set(refused) == {401}) is not is_open, (method, route, refused)
+        assert not {401, 403} & {*let_in, *(refused if is_open else ())}, (method, route, let_in)
+    for operation in (document["paths"][path][method.lower()] for method, path in documented - OPEN_ROUTES):
+        assert {"401", "403"} <= set(operation["responses"])
+        assert operation["security"] == [{"bearer": []}, {"x-api-key": []}]
+    assert "security" not in document["paths"]["/live"]["get"]
+
+
+async def test_what_nobody_serves_asks_for_a_key_too(http: httpx.AsyncClient) -> None:
+    """So that a stranger does not even learn what there is; and a method that opens nothing is no way around."""
+    for method, path in (
+        ("GET", "/nothing"),
+        ("POST", "/live"),
+        ("OPTIONS", "/v1/models"),
+        ("GET", "/static"),
+        ("GET", "//live"),
+    ):
+        assert (await http.request(method, path)).status_code == 401, path
+    assert (await http.get("/nothing", headers=RIGHT[0])).status_code == 404
+    assert (await http.get("/static/../metrics")).status_code == 401
+    assert (await http.get("/static/%2e%2e/metrics")).status_code in (401, 404)
+
+
+async def test_a_refusal_has_the_shape_of_the_clients_that_read_it(http: httpx.AsyncClient) -> None:
+    """OpenAI's, and below /v1/messages Anthropic's; it says how to send a key, and not which one came."""
+    refused = await http.post("/v1/chat/completions", json={}, headers={"x-api-key": "sk-wrong"})
+    told = refused.json()["error"]
+    assert (told["type"], told["param"], told["code"]) == ("authentication_error", None, "invalid_api_key")
+    assert (refused.headers["www-authenticate"], refused.headers["x-should-retry"]) == ("Bearer", "false")
+    assert "sk-wrong" not in refused.text
+    assert "authorization: Bearer" in (await http.get("/v1/models")).json()["error"]["message"]
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        assert (await http.post(path, json={})).json()["error"]["type"] == "authentication_error"
+        assert (await http.post(path, json={})).json()["type"] == "error"
+    forbidden = await http.get("/metrics", headers=bearer("alice"))
+    assert forbidden.status_code == 403
+    assert forbidden.json()["error"]["code"] == "key_forbidden"
+    assert "metrics = true" in forbidden.json()["error"]["message"]
+
+
+async def reflected(channel: grpc.aio.Channel, *asked: reflection_pb2.ServerReflectionRequest) -> Any:
+    """What the reflection service answers to a key."""
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    call = stub.ServerReflectionInfo(iter(asked), metadata=tuple(RIGHT[0].items()))
+    return [answer async for answer in call]
+
+
+def methods_of(answer: reflection_pb2.ServerReflectionResponse, service: str) -> Iterator[str]:
+    """The full names of the methods of a service."""
+    for content in answer.file_descriptor_response.file_descriptor_proto:
+        file = FileDescriptorProto.FromString(content)
+        for each in file.service:
+            if f"{file.package}.{each.name}" == service:
+                yield from (f"/{service}/{method.name}" for method in each.method)
+
+
+async def code_of(channel: grpc.aio.Channel, method: str, metadata: dict[str, str]) -> grpc.StatusCode:
+    """How a call with one empty message ends, whatever the method takes and gives."""
+    call = channel.stream_stream(method)(iter([b""]), metadata=tuple(metadata.items()), timeout=60)
+    try:
+        # One answer is enough: those that watch never end.
+        await call.read()
+        call.cancel()
+        return grpc.StatusCode.OK
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+
+
+async def test_every_method_asks_for_a_key(stack: MarkovStack) -> None:
+    """Those of every service that is reflected, reflection itself included; only health is open."""
+    async with open_channel(stack.gateway.address) as channel:
+        listed = await reflected(channel, reflection_pb2.ServerReflectionRequest(list_services=""))
+        services = [service.name for service in listed[0].list_services_response.service]
+        asked = [reflection_pb2.ServerReflectionRequest(file_containing_symbol=service) for service in services]
+        answers = await reflected(channel, *asked)
+        methods = [name for pair in zip(answers, services, strict=True) for name in methods_of(*pair)]
+        assert {name.split("/")[1] for name in methods} == set(services)
+        assert {"/outrider.v1.GenerationService/Generate", "/outrider.v1.GenerationService/Chat"} <= set(methods)
+        for method in [*methods, "/outrider.v1.GenerationService/Nothing", "/nobody.Service/Method"]:
+            refused = {await code_of(channel, method, headers) for headers in WRONG}
+            let_in = {await code_of(channel, method, headers) for headers in RIGHT}
+            if method.split("/")[1] == OPEN_SERVICE:
+                assert grpc.StatusCode.UNAUTHENTICATED not in refused | let_in, method
+            else:
+                assert refused == {grpc.StatusCode.UNAUTHENTICATED}, method
+                assert not {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED} & let_in, method
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_the_client_sends_its_key_and_shows_it_nowhere(stack: MarkovStack) -> None:
+    """The error of a wrong one is typed; one that cannot travel is refused without being repeated."""
+    address = stack.gateway.address
+    async with AsyncClient(address, api_key=key_of("alice")) as client:
+        assert (await client.generate("fox sea", max_tokens=4).result()).text
+    async with AsyncClient(address, api_key="sk-wrong") as client:
+        with pytest.raises(InvalidKey) as refused:
+            await client.generate("fox sea", max_tokens=4).result()
+    assert refused.value.reason == "INVALID_API_KEY"
+    assert "sk-wrong" not in f"{refused.value!r} {vars(refused.value)}"
+    async with AsyncClient(address) as client:
+        with pytest.raises(InvalidKey, match="No API key came"):
+            await client.chat([{"role": "user", "content": "fox"}]).result()
+    with Client(address, api_key=key_of("alice")) as blocking:
+        answer = await asyncio.to_thread(lambda: blocking.generate("fox sea", max_tokens=4).result())
+        assert answer.text
+        assert key_of("alice") not in repr(vars(blocking)) + repr(vars(blocking._caller))
+    for wrong in ("sk-\nsecret", "sk-sécret", ""):
+        with pytest.raises(InvalidRequest, match="api_key") as raised:
+            Client(address, api_key=wrong)
+        assert "cret" not in f"{raised.value} {raised.value.metadata}"
+
+
+async def ask(http: httpx.AsyncClient, name: str, **body: object) -> httpx.Response:
+    """A completion with the key of a name."""
+    asked = {"prompt": "fox sea", "max_tokens": 4, "seed": 1, "temperature": 0, "ignore_eos": True, **body}
+    return await http.post("/v1/completions", json=asked, headers=bearer(name))
+
+
+@pytest.fixture
+def still(stack: MarkovStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time stands still for the limits, so that requests at once are at once on any machine."""
+    assert stack.gateway.door is not None
+    monkeypatch.setattr(stack.gateway.door, "_clock", lambda: 1000.0)
+
+
+@pytest.mark.usefixtures("still")
+async def test_of_two_hundred_requests_at_once_as_many_are_served_as_may(
+    stack: MarkovStack, http: httpx.AsyncClient
+) -> None:
+    """To the request, over both surfaces together; the others read when to come again."""
+
+    async def over_grpc() -> int:
+        metadata = tuple(bearer("few").items())
+        try:
+            [_ async for _ in stack.generate(request(4), metadata=metadata)]
+        except grpc.aio.AioRpcError as error:
+            assert isinstance(raised := error_from(error), RateLimited)
+            assert raised.metadata["retry_after_s"] == "2"
+            return 429
+        return 200
+
+    async def over_rest() -> int:
+        answer = await ask(http, "few")
+        if answer.status_code == 429:
+            assert (answer.headers["retry-after"], answer.headers["x-ratelimit-remaining-requests"]) == ("2", "0")
+            assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+        assert answer.headers["x-ratelimit-limit-requests"] == "50"
+        return answer.status_code
+
+    found = await asyncio.gather(*(over_grpc() if number % 2 else over_rest() for number in range(200)))
+    assert (found.count(200), found.count(429)) == (50, 150)
+
+
+@pytest.mark.usefixtures("still")
+async def test_tokens_of_a_key_are_never_more_than_may_be(http: httpx.AsyncClient) -> None:
+    """Of 200 at once those run whose tokens fit, prompts included; what was not said is there for later ones."""
+    answers = await asyncio.gather(*(ask(http, "thrifty", max_tokens=40) for _ in range(200)))
+    spent = sum(answer.json()["usage"]["total_tokens"] for answer in answers if answer.status_code == 200)
+    assert [answer.status_code for answer in answers].count(200) == 10 == spent / 42
+    last = await ask(http, "thrifty", max_tokens=40)
+    assert last.status_code == 429
+    assert (last.headers["x-ratelimit-remaining-tokens"], last.headers["x-ratelimit-reset-tokens"]) == ("0", "60.000s")
+    assert last.headers["retry-after"] == "6"
+
+
+@pytest.mark.usefixtures("still")
+async def test_samples_of_a_key_are_never_more_than_may_be(stack: MarkovStack, http: httpx.AsyncClient) -> None:
+    """Of 200 at once those that find room begin, and no more; when they have ended there is room again."""
+    held = []
+    async with asyncio.timeout(60):
+        metadata = tuple(bearer("narrow").items())
+        for _ in range(200):
+            call = stack.generate(request(2000, draft_count=0, ignore_eos=True), metadata=metadata)
+            held.append(call)
+        codes = [await first_of(call) for call in held]
+    assert codes.count(None) == 7
+    assert codes.count(grpc.StatusCode.RESOURCE_EXHAUSTED) == 193
+    too_many = await ask(http, "narrow", n=8)
+    assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "n")
+    for call in held:
+        call.cancel()
+    assert stack.gateway.door is not None
+    tenant = stack.gateway.door.enter([], [key_of("narrow").encode()])
+    async with asyncio.timeout(60):
+        while tenant.samples:
+            await asyncio.sleep(0)
+    assert (await ask(http, "narrow", n=7)).status_code == 200
+
+
+async def first_of(call: Any) -> grpc.StatusCode | None:
+    """None for a call that says something, else how it ended."""
+    try:
+        await call.read()
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return None
+
+
+async def test_an_answer_is_no_longer_than_a_key_may_have_it(http: httpx.AsyncClient) -> None:
+    """More is refused by name; who asks for nothing, or for all that there is, has as much as may be."""
+    refused = await ask(http, "short", max_tokens=6)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith("max_tokens is 6, but must be at most 5")
+    assert (await ask(http, "short", max_tokens=None)).json()["usage"]["completion_tokens"] == 5
+    asked = {"model": "outrider", "input": "fox sea", "seed": 1}
+    said = await http.post("/v1/responses", json={**asked, "model": None}, headers=bearer("short"))
+    assert said.json()["usage"]["output_tokens"] <= 5, said.text
+    hopeless = await ask(http, "thrifty", max_tokens=500)
+    assert hopeless.json()["error"]["param"] == "max_tokens"
+
+
+async def test_a_key_that_is_taken_out_opens_nothing_any_more(http: httpx.AsyncClient, keys: Path) -> None:
+    """From the very next request on, also on a connection that is open already."""
+    assert (await ask(http, "leaver")).status_code == 200
+    before = keys.read_text()
+    keys.write_text(before.replace("[leaver]", "[joiner]").replace("leaver", "joiner").rpartition("[joiner]")[0])
+    assert (await ask(http, "leaver")).status_code == 401
+    assert (await ask(http, "alice")).status_code == 200
+    keys.write_text(before)
+    assert (await ask(http, "leaver")).status_code == 200
+
+
+async def test_figures_and_lines_have_the_name_and_never_the_key(stack: MarkovStack, http: httpx.AsyncClient) -> None:
+    """Tokens, requests and refusals by name; the line of a request says whose it was."""
+    with capture_logs(processors=[__import__("structlog").contextvars.merge_contextvars]) as lines:
+        answer = await ask(http, "alice")
+        await ask(http, "alice", max_tokens=10**6)
+        await ask(http, "nobody")
+    said = [line for line in lines if line["event"] in ("request ended", "request refused")]
+    assert [(line["event"], line["key"]) for line in said] == [("request ended", "alice"), ("request refused", "alice")]
+    text = exposition(stack.gateway.frontend.metrics.registry)[0].decode()
+    figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if 'key="alice"' in line)
+    assert float(figures['outrider_key_requests_total{key="alice"}']) >= 1
+    assert float(figures['outrider_key_rejections_total{key="alice"}']) >= 1
+    assert (
+        float(figures['outrider_key_generation_tokens_total{key="alice"}'])
+        >= answer.json()["usage"]["completion_tokens"]
+    )
+    assert 'key="nobody"' not in text
+    assert "sk-" not in text + repr(lines)

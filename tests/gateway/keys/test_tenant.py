@@ -1,0 +1,153 @@
+"""What the holder of a key may use, on a clock that the test moves: exact to the request and to the token."""
+
+from contextlib import ExitStack
+
+import pytest
+from support.keys import table_of
+
+from gateway.keys.table import parse_keys
+from gateway.keys.tenant import Allowance, Tenant, salt_of
+from outrider.errors import InvalidRequest, PromptTooLong, RateLimited
+
+
+class Clock:
+    """Stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def tenant_of(clock: Clock, **limits: int) -> Tenant:
+    """The holder of a key with these limits."""
+    [key] = parse_keys(table_of("alice", **limits).encode(), "keys.toml")
+    return Tenant(key, clock)
+
+
+def count_let_in(tenant: Tenant, times: int) -> int:
+    """How many of so many requests at once are let in."""
+    count = 0
+    for _ in range(times):
+        try:
+            tenant.count_request()
+        except RateLimited:
+            continue
+        count += 1
+    return count
+
+
+def test_of_two_hundred_requests_at_once_as_many_come_in_as_may() -> None:
+    """And as time goes by as many more as have come back, to the request."""
+    clock = Clock()
+    tenant = tenant_of(clock, requests_per_minute=50)
+    assert count_let_in(tenant, 200) == 50
+    clock.now_s += 30.0
+    assert count_let_in(tenant, 200) == 25
+    clock.now_s += 3600.0
+    assert count_let_in(tenant, 200) == 50
+
+
+@pytest.mark.parametrize("per_minute", [1, 7, 50, 59, 61, 997])
+def test_a_request_comes_in_when_it_was_told_to_come_again(per_minute: int) -> None:
+    """Neither a request sooner, nor refused at that moment for what floating point loses."""
+    clock = Clock()
+    tenant = tenant_of(clock, requests_per_minute=per_minute)
+    assert count_let_in(tenant, per_minute) == per_minute
+    for _ in range(20):
+        assert count_let_in(tenant, 3) == 0
+        assert tenant.requests is not None
+        clock.now_s += 60.0 / per_minute
+        assert count_let_in(tenant, 3) == 1
+    with pytest.raises(RateLimited) as refused:
+        tenant.count_request()
+    clock.now_s += float(refused.value.metadata["retry_after_s"])
+    assert count_let_in(tenant, 1) == 1
+
+
+def test_what_is_left_is_told() -> None:
+    """And when all of it is left again; of what is not limited, nothing."""
+    clock = Clock()
+    tenant = tenant_of(clock, requests_per_minute=60, tokens_per_minute=6000)
+    count_let_in(tenant, 3)
+    assert tenant.requests == Allowance(60, 57, 3.0)
+    with tenant.spending(2, 10, 100) as spending:
+        assert tenant.tokens == Allowance(6000, 5790, 2.1)
+        spending.used_tokens = 60
+    assert tenant.tokens == Allowance(6000, 5940, 0.6)
+    clock.now_s += 0.6
+    assert tenant.tokens == Allowance(6000, 6000, 0.0)
+    assert (tenant_of(clock).requests, tenant_of(clock).tokens) == (None, None)
+
+
+def test_tokens_are_held_while_a_request_runs_so_that_the_limit_is_never_passed() -> None:
+    """Each holds its prompt and all that it may answer; what it did not say is given back at its end."""
+    tenant = tenant_of(Clock(), tokens_per_minute=1000)
+    with ExitStack() as running:
+        held = [running.enter_context(tenant.spending(1, 50, 150)) for _ in range(5)]
+        with pytest.raises(RateLimited) as refused, tenant.spending(1, 1, 1):
+            pass
+        assert refused.value.metadata["retry_after_s"] == "1"
+        for each in held:
+            each.used_tokens = 70
+    assert tenant.tokens is not None
+    assert tenant.tokens.remaining == 1000 - 5 * 70
+    with tenant.spending(1, 50, 600):
+        assert tenant.tokens.remaining == 0
+    # Its client left the queue.
+    assert tenant.tokens.remaining == 650
+
+
+def test_no_more_samples_are_under_way_than_may() -> None:
+    """A request has all of its samples at once, or none; and a place is free when another one has ended."""
+    clock = Clock()
+    tenant = tenant_of(clock, concurrent_samples=4)
+    with tenant.spending(1, 1, 1):
+        with tenant.spending(3, 1, 1):
+            with pytest.raises(RateLimited, match="4 of at most 4 samples"), tenant.spending(1, 1, 1):
+                pass
+            clock.now_s += 400.0
+        with pytest.raises(RateLimited) as refused, tenant.spending(4, 1, 1):
+            pass
+    # A fifth of these 400 s has gone into what it expects, and four samples end in that time.
+    assert 15 <= int(refused.value.metadata["retry_after_s"]) <= 25
+    assert tenant.samples == 0
+
+
+def test_what_can_never_be_is_no_matter_of_waiting() -> None:
+    """It is a wrong request, with the field and the most that it may be."""
+    tenant = tenant_of(Clock(), concurrent_samples=2, tokens_per_minute=100)
+    with pytest.raises(InvalidRequest, match="sample_count is 3, but must be at most 2"), tenant.spending(3, 1, 1):
+        pass
+    with pytest.raises(InvalidRequest, match="max_tokens is 41, but must be at most 40"), tenant.spending(2, 20, 41):
+        pass
+    with pytest.raises(PromptTooLong, match="prompt has 100 tokens"), tenant.spending(1, 100, 1):
+        pass
+    assert (tenant.samples, tenant.tokens) == (0, Allowance(100, 100, 0.0))
+
+
+def test_new_limits_hold_for_what_was_used_before() -> None:
+    """Whoever has used 40 of 50 has used 40 of 45 as well, and is not given more by running requests of before."""
+    tenant = tenant_of(Clock(), requests_per_minute=50)
+    assert count_let_in(tenant, 40) == 40
+    with tenant.spending(1, 10, 500):
+        [tenant.key] = parse_keys(table_of("alice", requests_per_minute=45, tokens_per_minute=100).encode(), "keys")
+        assert count_let_in(tenant, 40) == 5
+        with tenant.spending(1, 10, 40) as spending:
+            spending.used_tokens = 50
+    assert tenant.tokens is not None
+    assert tenant.tokens.remaining == 50
+
+
+def test_no_two_tenants_have_a_salt_in_common() -> None:
+    """Whatever they send with their requests; one tenant's are as different as what it sends. Without a tenant nothing
+    is added.
+    """
+    pairs = [
+        (name, salt) for name in ("a", "ab", "b") for salt in ("", "b", ":b", "a:b", "ab", salt_of("a", "b").decode())
+    ]
+    salts = {salt_of(*pair) for pair in pairs}
+    assert len(salts) == len(pairs)
+    assert max(map(len, salts)) <= 64
+    assert salt_of("", "mine") == b"mine"
