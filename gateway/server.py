@@ -60,6 +60,7 @@ class RunningGateway:
     address: str
     backend: Backend
     frontend: Frontend
+    door: Door | None
     server: channels.RunningServer
     tasks: tuple[asyncio.Task[None], ...]
     metrics: RunningMetrics | None
@@ -152,7 +153,7 @@ async def start(settings: GatewaySettings) -> RunningGateway:
     auditing = backend.audit.run(lambda request, target: decode(request, backend, target))
     tasks = asyncio.create_task(reporting, name="readiness"), asyncio.create_task(auditing, name="audit")
     lame_duck_s = settings.lame_duck_seconds
-    return RunningGateway(server.address, backend, frontend, server, tasks, exposition, rest, lame_duck_s)
+    return RunningGateway(server.address, backend, frontend, door, server, tasks, exposition, rest, lame_duck_s)
 
 
 def _backend(settings: GatewaySettings, tokenizer: Tokenizer, registry: CollectorRegistry) -> Backend:

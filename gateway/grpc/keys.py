@@ -1,5 +1,6 @@
 """API keys over gRPC: every method of every service asks for one, but those of the health service."""
 
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 
 import grpc
@@ -16,8 +17,10 @@ OPEN = f"/{health.SERVICE_NAME}/"
 
 def entered(door: Door, metadata: Metadata) -> Tenant:
     """Whose call it is, by what came beside its message; raises InvalidKey."""
-    pairs = [(name, value.encode() if isinstance(value, str) else value) for name, value in metadata or ()]
-    return door.enter(*((value for each, value in pairs if each == name) for name in ("authorization", "x-api-key")))
+    values: defaultdict[str, list[bytes]] = defaultdict(list)
+    for name, value in metadata or ():
+        values[name].append(value.encode() if isinstance(value, str) else value)
+    return door.enter(values["authorization"], values["x-api-key"])
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):

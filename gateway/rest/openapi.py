@@ -17,7 +17,7 @@ JSON_TEXT = {"type": "string", "contentMediaType": "application/json"}
 MEANINGS = {
     400: "The request must change; `param` names the field.",
     401: "No API key came, or none that is known.",
-    403: "A page of another site asked, or under another name, which was not allowed; or the API key does not open this.",
+    403: "A page of another site, or another name, that was not allowed; or the API key does not open this.",
     404: "There is no such model or path.",
     408: "The body did not come in time.",
     413: "The body is too long.",

@@ -81,6 +81,8 @@ def up(
     refuse_together("--drafter model", drafter if drafter == MODEL else None, {"--datastore": datastore})
     _check_hosted(models, hosted, draft_device=machine.draft_device)
     refuse_together("--json", as_json or None, {"--race": race or None})
+    if race and machine.api_keys is not None:
+        raise InvalidRequest("--race", True, "left out with --api-keys, because it has no key")
     stack = _stack(models, machine, hosted, has_draft=not no_draft and drafter != LOOKUP)
     stack = replace(stack, looks=not no_draft and drafter != MODEL, datastore=datastore)
     question = STORY if stack.target == embedded_model("target") else QUESTION
@@ -96,6 +98,7 @@ def generate(
     models: options.Models,
     hosted: options.HostedOptions,
     address: options.Address = None,
+    api_key: options.ApiKey = None,
     as_json: options.Json = False,
 ) -> None:
     """Continues PROMPT; under the default rule with the target's own tokens, whatever the draft does."""
@@ -103,7 +106,7 @@ def generate(
     text = read_prompt(prompt)
     check_request(text, request)
     stack = None if address is not None else _stack_alone(models, hosted, request)
-    run(generation(text, request, choose_view(as_json=as_json), address, stack), options=options.OPTIONS)
+    run(generation(text, request, choose_view(as_json=as_json), address, stack, api_key), options=options.OPTIONS)
 
 
 @app.command()
@@ -115,6 +118,7 @@ def chat(
     models: options.Models,
     hosted: options.HostedOptions,
     address: options.Address = None,
+    api_key: options.ApiKey = None,
     as_json: options.JsonTurns = False,
 ) -> None:
     """Talks with the target turn by turn; without a terminal each line of standard input is one turn."""
@@ -122,7 +126,7 @@ def chat(
     settings = options.settings_of(turn)
     check_chat(system, settings)
     stack = None if address is not None else _stack_alone(models, hosted, turn)
-    chatting(Chat(settings, system, address, stack, as_json=as_json, rejected=bool(turn.show_rejected)))
+    chatting(Chat(settings, system, address, stack, api_key, as_json=as_json, rejected=bool(turn.show_rejected)))
 
 
 def _check_idle(
@@ -161,6 +165,7 @@ def doctor(
     *,
     address: options.GatewayAddress = None,
     rest_address: options.RestAddress = None,
+    api_key: options.ApiKey = None,
     quick: options.Quick = False,
     as_json: options.JsonReport = False,
     no_draft: options.NoDraft = False,
@@ -178,13 +183,13 @@ def doctor(
         except ModelRefused as error:
             # One of the findings.
             examined = error
-        raise typer.Exit(examine_machine(examined, quick=quick, as_json=as_json))
+        raise typer.Exit(examine_machine(examined, api_key, quick=quick, as_json=as_json))
     here = {"--quick": quick or None, "--no-draft": no_draft or None}
     refuse_together("--address", address, here | options_of(models))
     check_address("--address", address)
     if rest_address is not None:
         check_address("--rest-address", rest_address)
-    raise typer.Exit(examine_gateway(address, rest_address, as_json=as_json))
+    raise typer.Exit(examine_gateway(address, rest_address, api_key, as_json=as_json))
 
 
 @app.command("convert-head")
@@ -249,4 +254,5 @@ def _stack(
         cascade=check_cascade(models.cascade or "", models.cascade_depth or 0),
         cascade_depth=models.cascade_depth or 0,
         workers=machine.workers,
+        api_keys=machine.api_keys,
     )

@@ -52,7 +52,9 @@ class InOrder:
             yield shown
 
 
-async def show_generation(address: str, prompt: str, options: RequestOptions, view: View) -> None:
+async def show_generation(
+    address: str, prompt: str, options: RequestOptions, view: View, api_key: str | None = None
+) -> None:
     """Streams one request into a view; being cancelled, it cancels the call.
 
     Raises the OutriderError that the gateway answered, PeerLost when nobody answers, InvalidRequest when it is no
@@ -61,7 +63,10 @@ async def show_generation(address: str, prompt: str, options: RequestOptions, vi
     view.begin(prompt, options)
     in_order = InOrder()
     try:
-        async with AsyncClient(address) as client, client.generate(prompt, **settings_of(options)) as stream:
+        async with (
+            AsyncClient(address, api_key=api_key) as client,
+            client.generate(prompt, **settings_of(options)) as stream,
+        ):
             async for event in stream:
                 for shown in in_order.take(event):
                     if isinstance(shown, Round):
@@ -74,16 +79,18 @@ async def show_generation(address: str, prompt: str, options: RequestOptions, vi
     view.end()
 
 
-def generation(prompt: str, options: RequestOptions, view: View, address: str | None, stack: Stack | None) -> Work:
+def generation(
+    prompt: str, options: RequestOptions, view: View, address: str | None, stack: Stack | None, api_key: str | None
+) -> Work:
     """The work of the command: against `address`, or else within a stack of its own."""
 
     async def work(interrupts: Interrupts) -> None:
         if stack is None:
-            await show_generation(address or "", prompt, options, view)
+            await show_generation(address or "", prompt, options, view, api_key)
             return
         async with Supervisor(note, service_log) as supervisor:
             interrupts.urgent = supervisor.kill
             addresses = await start_stack(supervisor, stack)
-            await show_generation(addresses.gateway, prompt, options, view)
+            await show_generation(addresses.gateway, prompt, options, view, api_key)
 
     return work

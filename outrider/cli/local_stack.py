@@ -59,6 +59,8 @@ class Stack:
     cascade_depth: int = 0
     workers: int | None = None
     """Processes of the gateway; None takes the gateway's own default."""
+    api_keys: str | None = None
+    """File of the keys that the gateway asks for, if it does."""
     prefix_cache: bool = True
     offline: bool = False
     """Downloads nothing: a hub id that is not on this machine is refused."""
@@ -135,8 +137,11 @@ def gateway_launch(stack: Stack, target_address: str, draft_address: str | None)
         flags["--datastore"] = stack.datastore
     if stack.workers is not None:
         flags["--workers"] = str(stack.workers)
-    # REST has the metrics as well.
-    further = {"rest": "" if stack.rest_port is None else f"{HOST}:{stack.rest_port}", "metrics": ""}
+    if stack.api_keys is not None:
+        flags["--api-keys"] = stack.api_keys
+    # REST has the metrics as well, but for a key that whoever started the stack need not have.
+    metrics = "" if stack.api_keys is None else f"{HOST}:0"
+    further = {"rest": "" if stack.rest_port is None else f"{HOST}:{stack.rest_port}", "metrics": metrics}
     launch = _launch("gateway", "gateway", flags, stack.gateway_port, further, stack)
     return replace(launch, shares_port=(stack.workers or 1) > 1)
 

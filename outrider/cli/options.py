@@ -118,6 +118,15 @@ Address = Annotated[
         help="Gateway to call. Default: start one with its services, and stop them again.", metavar="HOST:PORT"
     ),
 ]
+ApiKey = Annotated[
+    Text,
+    typer.Option(
+        help="Key for a gateway that asks for one. Better in the variable: others see what was typed.",
+        envvar="OUTRIDER_API_KEY",
+        metavar="KEY",
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, _shown("--json", help="Print one JSON object at the end instead of the text.")]
 GatewayAddress = Annotated[
     Text, typer.Option(help="Gateway to check, instead of this machine.", metavar="HOST:PORT", show_default=False)
@@ -289,7 +298,7 @@ class HostedOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineOptions:
-    """What computes, and where the processes answer."""
+    """What computes, where the processes answer, and to whom."""
 
     device: Annotated[str, _machine(help="Device of the target: cpu or cuda:N.", metavar="DEVICE")] = "cpu"
     draft_device: Annotated[
@@ -300,6 +309,15 @@ class MachineOptions:
     workers: Annotated[
         Count,
         _count(_machine, "Processes of the gateway, on the same ports. Default: 1.", minimum=1, maximum=MAX_WORKERS),
+    ] = None
+    api_keys: Annotated[
+        Text,
+        _machine(
+            help="File of the API keys that the gateway lets in. Default: everybody on this machine comes in.",
+            envvar="OUTRIDER_API_KEYS",
+            metavar="FILE",
+            show_default=False,
+        ),
     ] = None
     port: Annotated[int, _port(help="Port of the gateway; 0 takes a free one.")] = GATEWAY_PORT
     rest_port: Annotated[int, _port(help="Port of the gateway's REST and page; 0 takes a free one.")] = REST_PORT
@@ -523,7 +541,7 @@ def options_by_field() -> dict[str, str]:
     @grouped
     def _(*, request: RequestOptions) -> None: ...
 
-    options = {"address": "--address"}
+    options = {"address": "--address", "api_key": "--api-key"}
     for parameter in get_command(app).params:
         name, option = parameter.name or "", parameter.opts[0]
         field = PROTOCOL_NAMES.get(name, name)

@@ -137,7 +137,8 @@ def page_of(rest: str | None) -> str | None:
 def gateway_lines(addresses: Addresses) -> list[str]:
     """Where the gateway has its metrics, and where it answers."""
     metrics = addresses.metrics.get("gateway")
-    lines = [f"The gateway's metrics are on {metrics}, with REST."] if metrics else []
+    place = f"{metrics}, with REST" if metrics == addresses.rest else metrics
+    lines = [f"The gateway's metrics are on {place}."] if metrics else []
     return [*lines, f"The gateway answers on {addresses.gateway}."]
 
 
@@ -285,8 +286,8 @@ class TableDisplay(Display):
         """The lines below the table: what the gateway does, or else what the services hold."""
         if self._addresses is None:
             return []
-        rest = self._services["gateway"].addresses.get("rest")
-        text = await asyncio.to_thread(rest_text, rest, "/metrics", MAX_METRICS_BYTES) if rest else None
+        place = metrics_address(self._services["gateway"].addresses)
+        text = await asyncio.to_thread(rest_text, place, "/metrics", MAX_METRICS_BYTES) if place else None
         counts = parse_counts(text) if text else None
         if counts is not None:
             before, before_s = self._counts, self._counted_s

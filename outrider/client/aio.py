@@ -90,12 +90,20 @@ class AsyncStream:
 class AsyncClient:
     """A connection to a gateway, made by the first request and again after a loss. Belongs to one event loop.
 
-    `timeout_s` and `metadata` hold for every request that names none of its own; metadata of both is sent. Raises
-    InvalidRequest about an address that is not HOST:PORT, and about a timeout or metadata that no call can have.
+    `timeout_s` and `metadata` hold for every request that names none of its own; metadata of both is sent. `api_key` is
+    what a gateway with keys asks for, and travels as it is. Raises InvalidRequest about an address that is not
+    HOST:PORT, and about a timeout, metadata or key that no call can have.
     """
 
-    def __init__(self, address: str, *, timeout_s: float | None = None, metadata: Metadata | None = None) -> None:
-        self._caller = Caller(address, timeout_s, metadata)
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float | None = None,
+        metadata: Metadata | None = None,
+        api_key: str | None = None,
+    ) -> None:
+        self._caller = Caller(address, timeout_s, metadata, api_key)
         # Made within the event loop to which it then belongs: a client may be made before there is one.
         self._channel: grpc.aio.Channel | None = None
 

@@ -82,12 +82,20 @@ class Stream:
 class Client:
     """A connection to a gateway, made by the first request and again after a loss.
 
-    `timeout_s` and `metadata` hold for every request that names none of its own; metadata of both is sent. Raises
-    InvalidRequest about an address that is not HOST:PORT, and about a timeout or metadata that no call can have.
+    `timeout_s` and `metadata` hold for every request that names none of its own; metadata of both is sent. `api_key` is
+    what a gateway with keys asks for, and travels as it is. Raises InvalidRequest about an address that is not
+    HOST:PORT, and about a timeout, metadata or key that no call can have.
     """
 
-    def __init__(self, address: str, *, timeout_s: float | None = None, metadata: Metadata | None = None) -> None:
-        self._caller = Caller(address, timeout_s, metadata)
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float | None = None,
+        metadata: Metadata | None = None,
+        api_key: str | None = None,
+    ) -> None:
+        self._caller = Caller(address, timeout_s, metadata, api_key)
         self._channel = grpc.insecure_channel(address, options=channel_options())
         self._stub = GenerationServiceStub(self._channel)
 

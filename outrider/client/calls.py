@@ -1,12 +1,12 @@
 """One call of the gateway: its address, deadline and metadata, and how its end becomes a typed error."""
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 
 import grpc
 
-from outrider.client.requests import GenerationOptions, Metadata, Pairs, pairs
+from outrider.client.requests import GenerationOptions, Metadata, Pairs, key_pairs, pairs
 from outrider.errors import InvalidRequest, OutriderError, PeerLost
 from outrider.rpc.channels import check_address
 from outrider.rpc.errors import error_from, said_by_peer
@@ -70,7 +70,8 @@ class Terms:
 
     address: str
     timeout_s: float | None
-    metadata: Pairs
+    metadata: Pairs = field(repr=False)
+    """Also the API key, which is shown nowhere."""
     closed: threading.Event
 
     def failure(self, error: grpc.RpcError) -> OutriderError:
@@ -81,17 +82,17 @@ class Terms:
 class Caller:
     """The terms of a client's calls, all of which have ended when `closed` is set.
 
-    Raises InvalidRequest about an address, a timeout or metadata that no call can have.
+    Raises InvalidRequest about an address, a timeout, metadata or an API key that no call can have.
     """
 
-    def __init__(self, address: str, timeout_s: float | None, metadata: Metadata | None) -> None:
+    def __init__(self, address: str, timeout_s: float | None, metadata: Metadata | None, api_key: str | None) -> None:
         # Plain Python calls this as well, and the check itself takes text for granted.
         if not isinstance(address, str):
             raise InvalidRequest("address", address, "text, HOST:PORT")
         self.address = check_address("address", address)
         self.closed = threading.Event()
         self._timeout_s = _checked_timeout_s(timeout_s)
-        self._metadata = pairs(metadata)
+        self._metadata = key_pairs(api_key) + pairs(metadata)
 
     def terms(self, options: GenerationOptions) -> Terms:
         """Those of one call: its own timeout if it names one, and its metadata behind the client's."""

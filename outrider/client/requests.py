@@ -165,6 +165,7 @@ Pairs = tuple[tuple[str, str | bytes], ...]
 
 NAME = re.compile(r"(?!grpc-)[0-9a-z_.-]+")
 TEXT = re.compile(r"[ -~]*")
+KEY = re.compile(r"[!-~]+")
 BINARY = "-bin"
 SHAPE = "a mapping, or pairs of a name and a value"
 
@@ -192,6 +193,16 @@ def pairs(metadata: Metadata | None) -> Pairs:
             raise InvalidRequest(f"metadata.{name}", value, limit)
         found.append((lower, value))
     return tuple(found)
+
+
+def key_pairs(api_key: str | None) -> Pairs:
+    """Metadata that carries an API key; raises InvalidRequest, which does not repeat it, about what cannot travel."""
+    if api_key is None:
+        return ()
+    if not isinstance(api_key, str) or not KEY.fullmatch(api_key):
+        limit = "text of printable ASCII without spaces"
+        raise InvalidRequest("api_key", "not shown", limit, (Field("api_key"), " must be ", limit))
+    return (("authorization", f"Bearer {api_key}"),)
 
 
 SAMPLING = frozenset(types_pb2.SamplingParameters.DESCRIPTOR.fields_by_name)

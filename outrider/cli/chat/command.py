@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FrameType
 
 import typer
@@ -33,6 +33,7 @@ class Chat:
     system: str
     address: str | None
     stack: Stack | None
+    api_key: str | None = field(repr=False)
     as_json: bool
     rejected: bool
 
@@ -51,7 +52,7 @@ def chatting(chat: Chat) -> None:
                     with Console(stderr=True).status("Starting the services"):
                         kept = portal.wrap_async_context_manager(kept_stack(chat.stack))
                         address = open_until_the_end.enter_context(kept)
-                client = open_until_the_end.enter_context(Client(address))
+                client = open_until_the_end.enter_context(Client(address, api_key=chat.api_key))
                 reader, screen, is_interactive = choose_ends(COMMANDS, as_json=chat.as_json, rejected=chat.rejected)
                 Talk(client, chat, reader, screen, is_interactive=is_interactive).run()
         except KeyboardInterrupt:

@@ -29,6 +29,7 @@ from outrider.cli.local_stack import OFFLINE, port_error
 from outrider.cli.output import model_facts
 from outrider.client import AsyncClient, Speculation
 from outrider.client.events import Sample
+from outrider.client.requests import key_pairs
 from outrider.errors import OutriderError
 from outrider.process.children import HOST
 from outrider.rpc.channels import open_channel
@@ -38,6 +39,8 @@ TIMEOUT_S = 3.0
 MAX_BODY_BYTES = 1 << 16
 # Other servers of models have /version and /v1/models too.
 STATUS_PATH = "/page/status"
+# Needs no key, where a gateway asks for one.
+LIVE_PATH, ALIVE = "/live", '{"status":"alive"}'
 GENERATION_SERVICE = "outrider.v1.GenerationService"
 # What each option's port is for, as `who_answers` names it.
 ROLES = {"--rest-port": "rest", "--port": "gateway", "--draft-port": "draft", "--target-port": "target"}
@@ -70,7 +73,7 @@ async def who_answers(address: str) -> Answerer | None:
     except OSError:
         return None
     writer.close()
-    if await asyncio.to_thread(rest_status, address) is not None:
+    if await asyncio.to_thread(rest_text, address, LIVE_PATH) == ALIVE:
         return Answerer("rest")
     async with open_channel(address) as channel:
         request = health_pb2.HealthCheckRequest(service=GENERATION_SERVICE)
@@ -86,21 +89,21 @@ async def who_answers(address: str) -> Answerer | None:
     return Answerer(facts.role, facts.model)
 
 
-def rest_status(address: str) -> dict[str, Any] | None:
+def rest_status(address: str, api_key: str | None = None) -> dict[str, Any] | None:
     """What a gateway's REST surface says about itself; None where none answers. Blocks for at most some seconds."""
     try:
-        status = json.loads(rest_text(address, STATUS_PATH) or "null")
+        status = json.loads(rest_text(address, STATUS_PATH, api_key=api_key) or "null")
     except ValueError:
         return None
     return status if isinstance(status, dict) and "gateway" in status else None
 
 
-def rest_text(address: str, path: str, max_bytes: int = MAX_BODY_BYTES) -> str | None:
+def rest_text(address: str, path: str, max_bytes: int = MAX_BODY_BYTES, *, api_key: str | None = None) -> str | None:
     """The body of a successful HTTP GET, None for any other answer. Blocks for at most some seconds."""
     host, _, port = address.rpartition(":")
     connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=TIMEOUT_S)
     try:
-        connection.request("GET", path)
+        connection.request("GET", path, headers=dict(key_pairs(api_key)))
         response = connection.getresponse()
         body = response.read(max_bytes)
     except (OSError, http.client.HTTPException):
@@ -216,7 +219,9 @@ def _row_finding(facts: Mapping[str, Any], device: str) -> Finding:
     return failed(ROWS, sentence, f"Build the kernels again: {REBUILD}", SOFTWARE)
 
 
-async def check_gateway(address: str, rest_address: str | None, own_version: str) -> AsyncIterator[Finding]:
+async def check_gateway(
+    address: str, rest_address: str | None, own_version: str, api_key: str | None = None
+) -> AsyncIterator[Finding]:
     """All checks of a gateway that runs, in order; nothing more where none serves on the address."""
     finding = gateway_finding(address, await who_answers(address))
     yield finding
@@ -225,8 +230,8 @@ async def check_gateway(address: str, rest_address: str | None, own_version: str
     if rest_address is None:
         yield skipped(REST, "Only REST tells the gateway's version.", "Give its address with --rest-address.")
     else:
-        yield rest_finding(rest_address, await asyncio.to_thread(rest_status, rest_address), own_version)
-    yield await self_test(address, has_draft=True)
+        yield rest_finding(rest_address, await asyncio.to_thread(rest_status, rest_address, api_key), own_version)
+    yield await self_test(address, api_key, has_draft=True)
 
 
 def gateway_finding(address: str, answerer: Answerer | None) -> Finding:
@@ -250,7 +255,10 @@ def rest_finding(address: str, status: Mapping[str, Any] | None, own_version: st
     """The version that the gateway runs, and the models that it names."""
     if status is None:
         sentence = f"{address} does not answer as a gateway's REST surface."
-        return failed(REST, sentence, "Check the address; `outrider up` prints it as the page's.", UNAVAILABLE)
+        fix = (
+            "Check the address, which `outrider up` prints as the page's, and --api-key where the gateway asks for one."
+        )
+        return failed(REST, sentence, fix, UNAVAILABLE)
     services = []
     for role in ("target", "draft"):
         service = status.get(role, {})
@@ -266,12 +274,12 @@ def rest_finding(address: str, status: Mapping[str, Any] | None, own_version: st
     return warning(REST, f"{sentence} This command is version {own_version}.", fix)
 
 
-async def self_test(address: str, *, has_draft: bool) -> Finding:
+async def self_test(address: str, api_key: str | None = None, *, has_draft: bool) -> Finding:
     """Sends a gateway one request with and without speculation. `has_draft` says whether a draft is to take part."""
     options = (Speculation(draft_count=DRAFT_COUNT), Speculation(enabled=False))
     samples: list[Sample] = []
     try:
-        async with AsyncClient(address, timeout_s=ANSWER_TIMEOUT_S) as client:
+        async with AsyncClient(address, timeout_s=ANSWER_TIMEOUT_S, api_key=api_key) as client:
             for speculation in options:
                 stream = client.generate(
                     PROMPT, max_tokens=MAX_TOKENS, ignore_eos=True, seed=7, temperature=0.8, speculation=speculation

@@ -15,7 +15,7 @@ from outrider.errors import ModelRefused
 from outrider.process.children import ServiceFailed, Supervisor
 
 
-def examine_machine(stack: Stack | ModelRefused, *, quick: bool, as_json: bool) -> int:
+def examine_machine(stack: Stack | ModelRefused, api_key: str | None, *, quick: bool, as_json: bool) -> int:
     """Checks this machine for a stack as `outrider up` would start it, or says why there is none to start.
 
     Prints the report and returns the exit code. `quick` loads no model and starts no service. Cheap checks come first,
@@ -48,16 +48,16 @@ def examine_machine(stack: Stack | ModelRefused, *, quick: bool, as_json: bool) 
             report.add(skipped(SELF_TEST, sentence, download_fix(absent)))
         else:
             _announce("Starting a stack on free ports, to ask it twice")
-            report.add(await check_stack(stack, interrupts))
+            report.add(await check_stack(stack, interrupts, api_key))
 
     return _examine(check, as_json=as_json)
 
 
-def examine_gateway(address: str, rest_address: str | None, *, as_json: bool) -> int:
+def examine_gateway(address: str, rest_address: str | None, api_key: str | None, *, as_json: bool) -> int:
     """Checks a gateway that runs, prints the report and returns the exit code."""
 
     async def check(report: Report, _: Interrupts) -> None:
-        async for finding in check_gateway(address, rest_address, version("outrider")):
+        async for finding in check_gateway(address, rest_address, version("outrider"), api_key):
             report.add(finding)
 
     return _examine(check, as_json=as_json)
@@ -76,7 +76,7 @@ def _examine(check: Callable[[Report, Interrupts], Awaitable[None]], *, as_json:
     return exit_code(report.findings)
 
 
-async def check_stack(stack: Stack, interrupts: Interrupts) -> Finding:
+async def check_stack(stack: Stack, interrupts: Interrupts, api_key: str | None) -> Finding:
     """A real stack on free ports that downloads nothing, with one request with and one without speculation."""
     alone = replace(stack, gateway_port=0, draft_port=0, target_port=0, rest_port=None, offline=True)
     # A report has no place for what a supervisor and services say on the way.
@@ -87,7 +87,7 @@ async def check_stack(stack: Stack, interrupts: Interrupts) -> Finding:
         except ServiceFailed as error:
             fix = "Start `outrider up` with the same options to see the whole log."
             return failed(SELF_TEST, error.message, fix, error.code if error.code in SYSEXITS else SOFTWARE)
-        return await self_test(addresses.gateway, has_draft=addresses.draft is not None)
+        return await self_test(addresses.gateway, api_key, has_draft=addresses.draft is not None)
 
 
 def _announce(step: str) -> None:
