@@ -285,35 +285,36 @@ class GrammarEngine:
         """Takes the text of a tokenizer.json, and the model's ends; raises ValueError about what cannot be read."""
         self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocabulary_size, eos_token=sorted(end_ids) or None)
         self._num_bytes = 4 * -(-vocabulary_size // 32)
-        self._compiled: OrderedDict[str, Grammar] = OrderedDict()
+        # Apart by salt, as cached prefixes are: how long an answer takes must not tell what others have asked for.
+        self._compiled: OrderedDict[tuple[bytes, str], Grammar] = OrderedDict()
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "grammars", initializer=_give_way)
 
-    def known(self, text: str) -> Grammar | None:
-        """A grammar for a new session, where its text was compiled not long ago."""
+    def known(self, text: str, salt: bytes = b"") -> Grammar | None:
+        """A grammar for a new session, where its text was compiled with that salt not long ago."""
         with self._lock:
-            found = self._compiled.get(text)
+            found = self._compiled.get((salt, text))
             if found is None:
                 return None
-            self._compiled.move_to_end(text)
+            self._compiled.move_to_end((salt, text))
             return found.session()
 
-    def get(self, text: str) -> Grammar:
+    def get(self, text: str, salt: bytes = b"") -> Grammar:
         """The grammar of a canonical text for a new session, compiled here and now; raises GrammarRefused."""
-        found = self.known(text)
+        found = self.known(text, salt)
         if found is None:
             found = self._compile(text)
             with self._lock:
-                self._compiled[text] = found.session()
+                self._compiled[salt, text] = found.session()
                 while len(self._compiled) > MAX_COMPILED or sum(map(len, self._compiled)) > MAX_COMPILED_BYTES:
                     self._compiled.popitem(last=False)
         return found
 
-    async def compiled(self, text: str) -> Grammar:
+    async def compiled(self, text: str, salt: bytes = b"") -> Grammar:
         """As `get`, on the engine's thread; cancelled before its turn has come, it is not compiled."""
-        found = self.known(text)
+        found = self.known(text, salt)
         if found is None:
-            found = await asyncio.get_running_loop().run_in_executor(self._thread, self.get, text)
+            found = await asyncio.get_running_loop().run_in_executor(self._thread, self.get, text, salt)
         return found
 
     def _compile(self, text: str) -> Grammar:

@@ -167,6 +167,7 @@ async def check_request(
     banned = await _banned(request.banned_words, tokenizer)
     if len(request.cache_salt.encode()) > MAX_SALT_BYTES:
         raise InvalidRequest("cache_salt", request.cache_salt, f"of at most {MAX_SALT_BYTES} bytes in UTF-8")
+    salt = salt_of(request.tenant, request.cache_salt)
     spec = SessionSpec(
         token_ids=prompt,
         prompt_len=len(prompt),
@@ -181,8 +182,8 @@ async def check_request(
         logprob_count=request.logprob_count,
         prompt_logprobs=request.echo,
         draft_logprobs=request.return_rounds,
-        cache_salt=salt_of(request.tenant, request.cache_salt),
-        grammar=await _grammar(request, tokenizer, target),
+        cache_salt=salt,
+        grammar=await _grammar(request, tokenizer, target, salt),
     )
     draft_count = request.draft_count if request.speculation_enabled else 0
     if draft_count is None and request.shape is not None:
@@ -231,7 +232,7 @@ def _check_beams(request: GenerationRequest, offers: Offers) -> None:
         raise InvalidRequest("speculation.rule", request.acceptance.rule, ("match with ", Field("beam_search")))
 
 
-async def _grammar(request: GenerationRequest, tokenizer: Tokenizer, target: ModelInfo) -> Grammar | None:
+async def _grammar(request: GenerationRequest, tokenizer: Tokenizer, target: ModelInfo, salt: bytes) -> Grammar | None:
     """What the answer has to follow, compiled; raises InvalidRequest about the constraint."""
     constraint = request.constraint
     if constraint is None:
@@ -249,14 +250,14 @@ async def _grammar(request: GenerationRequest, tokenizer: Tokenizer, target: Mod
     if constraint.whitespace:
         # Alone first, for a fault in it would be one of the schema otherwise.
         alone = Constraint(ConstraintKind.REGEX, constraint.whitespace, constraint.whitespace_field)
-        await _compiled(alone, tokenizer, target)
-    return await _compiled(constraint, tokenizer, target)
+        await _compiled(alone, tokenizer, target, salt)
+    return await _compiled(constraint, tokenizer, target, salt)
 
 
-async def _compiled(constraint: Constraint, tokenizer: Tokenizer, target: ModelInfo) -> Grammar:
+async def _compiled(constraint: Constraint, tokenizer: Tokenizer, target: ModelInfo, salt: bytes) -> Grammar:
     text = constraint.canonical()
     try:
-        return await tokenizer.grammar(text, target.eos_token_ids)
+        return await tokenizer.grammar(text, target.eos_token_ids, salt)
     except (GrammarRefused, ValueError) as error:
         raise InvalidRequest(constraint.field, constraint.text, f"one that can be enforced: {error}") from None
 

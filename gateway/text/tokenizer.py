@@ -64,8 +64,9 @@ class Tokenizer:
         texts = [detokenizer.push(token_id) for token_id in token_ids]
         return [*texts[:-1], texts[-1] + detokenizer.flush()] if texts else texts
 
-    async def grammar(self, text: str, end_ids: Collection[int]) -> Grammar:
-        """A grammar of its canonical text over these tokens, for a new session; `end_ids` are the model's.
+    async def grammar(self, text: str, end_ids: Collection[int], salt: bytes) -> Grammar:
+        """A grammar of its canonical text over these tokens, for a new session; `end_ids` are the model's. What was
+        compiled with one salt is not remembered with another.
 
         Raises GrammarRefused, and ValueError about a tokenizer that grammars cannot be made for.
         """
@@ -73,7 +74,7 @@ class Tokenizer:
             if self._grammars is None:
                 size = self.vocabulary().size
                 self._grammars = await asyncio.to_thread(GrammarEngine, self._tokenizer.to_str(), size, end_ids)
-        return await self._grammars.compiled(text)
+        return await self._grammars.compiled(text, salt)
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of all token ids at once, without special tokens."""

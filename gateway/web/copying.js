@@ -32,7 +32,7 @@ export function save(name, value) {
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
 
-export function openCopyDialog(request, status) {
+export function openCopyDialog(request, status, keyed) {
   const [dialog, language, code] = [at("copy-dialog"), at("language"), at("snippet")];
   const show = () => {
     const gateway = status()?.gateway;
@@ -40,6 +40,7 @@ export function openCopyDialog(request, status) {
       origin: new URL(".", location.href.split("#")[0]).href,
       model: gateway?.model ?? "outrider",
       grpc: `${location.hostname}:${gateway?.grpc_port ?? GRPC_PORT}`,
+      keyed,
     };
     code.textContent = SNIPPETS[language.value](request(), place);
     at("snippet-copy").textContent = "Copy";

@@ -20,9 +20,9 @@ async function connected(promise, sentence) {
 }
 
 // Yields {event, data} until the stream ends, which it does well only behind a completion or an error.
-export async function* events(body, signal) {
-  const options = { method: "POST", headers: { "content-type": "application/json", accept: "text/event-stream" }, signal };
-  const response = await connected(fetch("page/generate", { ...options, body: JSON.stringify(body) }), UNREACHED);
+export async function* events(gateway, body, signal) {
+  const options = { method: "POST", headers: { "content-type": "application/json", accept: "text/event-stream" }, signal, insists: true };
+  const response = await connected(gateway.call("page/generate", { ...options, body: JSON.stringify(body) }), UNREACHED);
   if (!response.ok) throw await refusal(response);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -6,6 +6,7 @@ import { flash, openCopyDialog, save, toClipboard } from "./copying.js";
 import { events } from "./events.js";
 import { Tip } from "./facts.js";
 import { drawFigures, drawLegend, result, summary } from "./figures.js";
+import { Gateway } from "./gateway.js";
 import { Painter, Seen } from "./painter.js";
 import { clock, lanes, verdict } from "./race.js";
 import { RoundsView } from "./rounds.js";
@@ -36,7 +37,8 @@ class Page {
     this.view = "";
     this.composer = new Composer(tip, at("facts"));
     this.settings = new Settings(at("ask"), (view) => this.open(view));
-    this.status = new Status(at("services"), at("banner"), (now) => this.know(now));
+    this.gateway = new Gateway(at("key-dialog"));
+    this.status = new Status(this.gateway, at("services"), at("banner"), (now) => this.know(now));
     this.listen(tip);
   }
 
@@ -70,7 +72,7 @@ class Page {
         event.preventDefault();
         this.generate();
       }
-      if (event.key !== "Escape" || at("copy-dialog").open) return;
+      if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
       if (this.busy) this.stop();
       else this.composer.cancel();
       tip.hide();
@@ -169,7 +171,7 @@ class Page {
     lane.startedMs = performance.now();
     this.painter.ask();
     try {
-      for await (const event of events(run.request, this.stopping.signal)) {
+      for await (const event of events(this.gateway, run.request, this.stopping.signal)) {
         run.take(event, performance.now() - lane.startedMs);
         if (run.rounds.at(-1)?.fallback_reason && !lane.told) this.status.ask();
         lane.told = Boolean(run.rounds.at(-1)?.fallback_reason);
@@ -255,7 +257,7 @@ class Page {
   copyAs() {
     if (!at("ask").reportValidity()) return;
     const asked = this.composer.preview(this.view);
-    if (asked !== null) openCopyDialog(() => ({ ...asked, ...this.settings.request() }), () => this.status.now);
+    if (asked !== null) openCopyDialog(() => ({ ...asked, ...this.settings.request() }), () => this.status.now, this.gateway.key !== null);
   }
 
   copyLink() {

@@ -1,6 +1,9 @@
-// A request as code that others can run. Quotes for the shell and for Python, and sends nothing.
+// A request as code that others can run. Quotes for the shell and for Python, and sends nothing. Where the gateway asks
+// for a key, the code takes it from the environment.
 
 const RULES = "ACCEPTANCE_RULE_";
+const VARIABLE = 'os.environ["OUTRIDER_API_KEY"]';
+const HEADER = '  -H "authorization: Bearer $OUTRIDER_API_KEY" \\\n';
 
 // What /v1 takes: a prompt, or the messages of a conversation. The seed stays digits: 64 bits do not fit into a number of
 // JavaScript.
@@ -32,18 +35,19 @@ function python(value) {
   return typeof value === "bigint" ? String(value) : JSON.stringify(value);
 }
 
-function curl(request, { origin, model }) {
-  return `curl -N ${origin}v1/${request.messages ? "chat/" : ""}completions \\\n  -H 'content-type: application/json' \\\n  -d ${shell(json({ ...body(request, model), stream: true }))}`;
+function curl(request, { origin, model, keyed }) {
+  return `curl -N ${origin}v1/${request.messages ? "chat/" : ""}completions \\\n  -H 'content-type: application/json' \\\n${keyed ? HEADER : ""}  -d ${shell(json({ ...body(request, model), stream: true }))}`;
 }
 
-function openai(request, { origin, model }) {
+function openai(request, { origin, model, keyed }) {
   const { speculation, ...rest } = body(request, model);
   const rows = Object.entries(rest).map(([name, value]) => `    ${name}=${python(value)},`);
   const [maker, text] = request.messages ? ["chat.completions", 'delta.content or ""'] : ["completions", "text"];
   return [
+    ...(keyed ? ["import os", ""] : []),
     "from openai import OpenAI",
     "",
-    `client = OpenAI(base_url="${origin}v1", api_key="none")`,
+    `client = OpenAI(base_url="${origin}v1", api_key=${keyed ? VARIABLE : '"none"'})`,
     `stream = client.${maker}.create(`,
     ...rows,
     "    stream=True,",
@@ -54,7 +58,7 @@ function openai(request, { origin, model }) {
   ].join("\n");
 }
 
-function grpcurl(request, { grpc }) {
+function grpcurl(request, { grpc, keyed }) {
   const { speculation } = request;
   const message = {
     ...(request.messages ? {} : { text: request.prompt }),
@@ -69,18 +73,19 @@ function grpcurl(request, { grpc }) {
     },
   };
   const [method, asked] = request.messages ? ["Chat", { messages: request.messages, generation: message }] : ["Generate", message];
-  return `grpcurl -plaintext -d ${shell(json(asked))} \\\n  ${grpc} outrider.v1.GenerationService/${method}`;
+  return `grpcurl -plaintext${keyed ? ` \\\n${HEADER} ` : ""} -d ${shell(json(asked))} \\\n  ${grpc} outrider.v1.GenerationService/${method}`;
 }
 
-function outrider(request, { grpc }) {
+function outrider(request, { grpc, keyed }) {
   const { prompt, messages, speculation, ...fields } = body(request, "");
   delete fields.model;
   if (speculation.draft_count === "auto") delete speculation.draft_count;
   const settings = Object.entries(speculation).map(([name, value]) => `${name}=${python(value)}`).join(", ");
   return [
+    ...(keyed ? ["import os", ""] : []),
     "from outrider.client import Client, Speculation",
     "",
-    `with Client(${JSON.stringify(grpc)}) as client:`,
+    `with Client(${JSON.stringify(grpc)}${keyed ? `, api_key=${VARIABLE}` : ""}) as client:`,
     `    stream = client.${messages ? "chat" : "generate"}(`,
     `        ${python(messages ?? prompt)},`,
     ...Object.entries(fields).map(([name, value]) => `        ${name}=${python(value)},`),

@@ -6,11 +6,13 @@ const PAUSE_MS = 2000;
 
 export class Status {
   // `told` is called with every answer of the gateway, and with null where none came.
-  constructor(list, banner, told) {
+  constructor(gateway, list, banner, told) {
+    this.gateway = gateway;
     this.list = list;
     this.banner = banner;
     this.told = told;
     this.now = null;
+    this.refused = false;
     this.asking = false;
     this.timer = 0;
     document.addEventListener("visibilitychange", () => document.hidden || this.ask());
@@ -22,9 +24,11 @@ export class Status {
     this.asking = true;
     clearTimeout(this.timer);
     try {
-      const response = await fetch("page/status", { cache: "no-store", signal: AbortSignal.timeout(5000) });
+      const response = await this.gateway.call("page/status", { cache: "no-store", timeoutMs: 5000 });
+      this.refused = response.status === 401;
       this.now = response.ok ? await response.json() : null;
     } catch {
+      this.refused = false;
       this.now = null; // No gateway, no answer: that is what is shown.
     }
     this.show();
@@ -38,7 +42,7 @@ export class Status {
     if (now === null) {
       for (const name of ["gateway", "target", "draft"]) this.service(name, name === "gateway" ? false : null, name === "gateway" ? "away" : "unknown", "");
       this.service("policy", null, "unknown", "");
-      this.tell("The gateway does not answer. The page asks again every two seconds.");
+      this.tell(this.refused ? "The gateway answers nobody without a key. Generate something to be asked for yours." : "The gateway does not answer. The page asks again every two seconds.");
       return;
     }
     const { gateway, target, draft, policy } = now;

@@ -32,12 +32,14 @@ from outrider.client.requests import CallMessage, ChatMessage, ChatOptions, Gene
 from outrider.deltas import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
 from outrider.errors import (
     CacheFull,
+    InvalidKey,
     InvalidRequest,
     NotReady,
     OutriderError,
     Overloaded,
     PeerLost,
     PromptTooLong,
+    RateLimited,
     Unsupported,
 )
 from outrider.parameters import Acceptance, Rule, TokenLogprob
@@ -62,6 +64,7 @@ __all__ = [
     "Event",
     "GeneratedToken",
     "GenerationOptions",
+    "InvalidKey",
     "InvalidRequest",
     "NotReady",
     "Origin",
@@ -70,6 +73,7 @@ __all__ = [
     "PeerLost",
     "PromptToken",
     "PromptTooLong",
+    "RateLimited",
     "ReasoningDelta",
     "RejectedToken",
     "Result",

@@ -85,7 +85,9 @@ class Caller:
     Raises InvalidRequest about an address, a timeout, metadata or an API key that no call can have.
     """
 
-    def __init__(self, address: str, timeout_s: float | None, metadata: Metadata | None, api_key: str | None) -> None:
+    def __init__(
+        self, address: str, timeout_s: float | None, metadata: Metadata | None, api_key: str | None = None
+    ) -> None:
         # Plain Python calls this as well, and the check itself takes text for granted.
         if not isinstance(address, str):
             raise InvalidRequest("address", address, "text, HOST:PORT")

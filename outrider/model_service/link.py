@@ -24,7 +24,7 @@ import structlog
 
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded
-from outrider.grammar import MAX_GRAMMAR_BYTES, GrammarEngine
+from outrider.grammar import MAX_GRAMMAR_BYTES, Grammar
 from outrider.model_service.servicer import ServiceFacts
 from outrider.model_service.session_store import (
     IDLE_S,
@@ -36,6 +36,7 @@ from outrider.model_service.session_store import (
     SessionAnswer,
     SessionStore,
 )
+from outrider.parameters import MAX_SALT_BYTES
 from outrider.rpc import channels
 from outrider.rpc.channels import FRAME_BYTES
 from outrider.rpc.errors import session_error
@@ -269,20 +270,23 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
             text = request.open.session.grammar if request.HasField("open") else ""
             if not text or grammars is None or len(text.encode()) > MAX_GRAMMAR_BYTES:
                 return False
-            if grammars.known(text) is not None:
+            salt = request.open.session.cache_salt
+            if len(salt) > MAX_SALT_BYTES or grammars.known(text, salt) is not None:
                 return False
-            compiled = self._compile(grammars, text, session_id, link)
+            compiled = self._compile(partial(grammars.compiled, text, salt), session_id, link)
             found = link.compiling[session_id] = Compiling(asyncio.create_task(compiled))
         elif request.HasField("ping") or len(found.waiting) >= MAX_OF_SESSION:
             return False
         found.waiting.append(message)
         return True
 
-    async def _compile(self, grammars: GrammarEngine, text: str, session_id: bytes, link: Incoming[RequestT]) -> None:
+    async def _compile(
+        self, compile_it: Callable[[], Awaitable[Grammar]], session_id: bytes, link: Incoming[RequestT]
+    ) -> None:
         """Compiles a grammar off the loop, and goes on with the messages that waited; refuses the open with it."""
         refused: OutriderError | None = None
         try:
-            await grammars.compiled(text)
+            await compile_it()
         except OutriderError as error:
             refused = error
         except Exception:

@@ -221,7 +221,7 @@ def _grammar(message: pb.OpenSession, grammars: GrammarEngine | None) -> Grammar
         raise InvalidRequest(field, message.grammar, "empty for a service without a grammar engine")
     if not message.eos_token_ids and not message.stop_token_ids:
         raise InvalidRequest(field, message.grammar, "empty without a token that ends the request")
-    return grammars.get(message.grammar)
+    return grammars.get(message.grammar, message.cache_salt)
 
 
 def _banned(message: pb.OpenSession, vocabulary_size: int) -> tuple[tuple[int, ...], ...]:

@@ -104,7 +104,7 @@ async def test_every_route_asks_for_a_key(stack: MarkovStack, http: httpx.AsyncC
     assert len(documented) > 10
     routes = routes_of(stack)
     assert {(method, path.replace("{model}", "{model:path}")) for method, path in documented} <= routes
-    assert routes >= OPEN_ROUTES | {("POST", "/api/generate"), ("GET", "/openapi.json"), ("GET", "/metrics")}
+    assert routes >= OPEN_ROUTES | {("POST", "/page/generate"), ("GET", "/openapi.json"), ("GET", "/metrics")}
     for method, route in sorted(routes):
         path = re.sub(r"\{.*?\}", "main.js", route)
         body = {"json": {}} if method == "POST" else {}
