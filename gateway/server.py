@@ -104,8 +104,11 @@ async def start(settings: GatewaySettings) -> RunningGateway:
     """Starts a gateway and returns when it serves.
 
     Raises NotReady when the target does not answer in time, VocabularyMismatch when tokenizer, target and draft do not
-    fit, ModelRefused for a tokenizer or chat template that cannot be read, AddressTaken.
+    fit, ModelRefused for a tokenizer or chat template that cannot be read, KeysRefused for a file of keys that is none,
+    AddressTaken.
     """
+    # First, because it takes no time, and nothing else does any good when it fails.
+    door = Door(settings.api_keys) if settings.api_keys else None
     tokenizer = await asyncio.to_thread(Tokenizer, settings.tokenizer)
     template = await asyncio.to_thread(ChatTemplate.read, settings.tokenizer, settings.tool_format)
     registry = new_registry()
@@ -126,7 +129,6 @@ async def start(settings: GatewaySettings) -> RunningGateway:
         metrics.watch(admission, backend)
         names = ModelNames.of(listed(settings.served_model_name), backend.target.present().model_name)
         frontend = Frontend(backend, admission, metrics, template, names)
-        door = Door(settings.api_keys) if settings.api_keys else None
         service = generation_service(frontend, settings.client_stall_seconds, door)
         shares_port = bool(settings.figures_of_all)
         server = await channels.serve(

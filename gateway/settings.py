@@ -228,7 +228,5 @@ class GatewaySettings(ProcessSettings):
             return
         for option, address in (("--listen", self.listen), ("--rest-listen", self.rest_listen)):
             if address and not is_loopback(address):
-                limit = (
-                    "one of this machine alone, unless --api-keys FILE says who may come in, or --no-auth lets all in"
-                )
-                raise InvalidRequest(option, address, limit)
+                words = "an address of this machine alone unless --api-keys FILE says who may come in"
+                raise InvalidRequest(option, address, f"{words}, or --no-auth that everybody may")
