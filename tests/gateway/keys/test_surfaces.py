@@ -40,6 +40,7 @@ OPEN_ROUTES = {
 }
 OPEN_SERVICE = "grpc.health.v1.Health"
 WRONG = ({}, {"authorization": "Bearer wrong"}, {"x-api-key": key_of("nobody")}, {"authorization": key_of("alice")})
+ORIGIN = "https://page.example"
 PATIENCE_S = 120.0
 NAMES: dict[str, dict[str, int | bool]] = {
     "operator": {"metrics": True},
@@ -65,6 +66,7 @@ async def stack(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIt
     options = {
         "rest_listen": "127.0.0.1:0",
         "reflection": True,
+        "cors_origins": ORIGIN,
         "api_keys": str(keys),
         "max_requests": 4,
         "max_queue": 300,
@@ -148,6 +150,17 @@ async def test_a_refusal_has_the_shape_of_the_clients_that_read_it(http: httpx.A
     assert forbidden.status_code == 403
     assert forbidden.json()["error"]["code"] == "key_forbidden"
     assert "metrics = true" in forbidden.json()["error"]["message"]
+
+
+async def test_a_page_of_a_named_site_reads_why_it_was_refused(http: httpx.AsyncClient) -> None:
+    """Browsers ask without a key whether they may send one; the page reads the refusal, and what is left of limits."""
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    allowed = await http.options("/v1/completions", headers={"origin": ORIGIN, **asked})
+    assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, ORIGIN)
+    assert "authorization" in allowed.headers["access-control-allow-headers"]
+    refused = await http.post("/v1/completions", json={}, headers={"origin": ORIGIN})
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, ORIGIN)
+    assert set(LIMIT_HEADERS) <= set(refused.headers["access-control-expose-headers"].split(", "))
 
 
 async def reflected(channel: grpc.aio.Channel, *asked: reflection_pb2.ServerReflectionRequest) -> Any:
