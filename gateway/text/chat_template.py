@@ -101,6 +101,8 @@ MAX_SENTENCE_LEN = 300
 SPEAKERS = {"developer": "system"}  # two names of one who sets the rules
 # What a turn may have beside its content, and the lines have no place for.
 TEMPLATE_ONLY = ("name", "tool_calls", "tool_call_id")
+# Put behind a message that the answer goes on with, to find its end in the prompt; as transformers does it.
+CUT = "<|end of what is gone on with|>"
 REASONING = ("reasoning_content", "thinking", "reasoning")
 # What a template is given besides, and functions that it has.
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "namespace")
@@ -121,7 +123,8 @@ class ChatTemplate:
 
     def __init__(self, files: TemplateFiles | None = None, model: str = "", tool_format: str = AUTO) -> None:
         """Compiles the templates; without any it is the plain one. Raises ModelRefused."""
-        files = files or TemplateFiles()
+        self.files = files = files or TemplateFiles()
+        """What it was read from."""
         self._source = "\n".join(files.templates.values())
         self.tool_format = choose_format(tool_format, self._source)
         """How the model writes calls of tools and reasoning; None where nobody shall look for them."""
@@ -177,15 +180,17 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, object]] | None = None,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **variables: object,
     ) -> RenderedPrompt:
-        """The prompt of a conversation, at whose end the assistant speaks unless add_generation_prompt is false.
+        """The prompt of a conversation, at whose end the assistant speaks unless add_generation_prompt is false, or
+        which ends with the text of the last message when continue_final_message is true.
 
         Messages are those of the OpenAI protocol with the parts of their text joined; a value of None is an absent one.
         `variables` are for the template to read, and never a client's own dictionary.
 
-        Raises InvalidRequest with the template's own sentence, or Python's, when it does not take them, and Unsupported
-        about what only a template could show.
+        Raises InvalidRequest with the template's own sentence, or Python's, when it does not take them, or does not
+        show the last message as it is, and Unsupported about what only a template could show.
         """
         if tools is not None and not self.renders_tools:
             raise Unsupported("tools is not served: the model's chat template has no place for them", field="tools")
@@ -195,16 +200,29 @@ class ChatTemplate:
             reasoning = next((message[name] for name in REASONING if name in message), None)
             if reasoning is not None:
                 present[number] = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        if continue_final_message:
+            if "content" not in present[-1]:
+                raise InvalidRequest("continue_final_message", True, "false where the last message has no content")
+            present[-1] = {**present[-1], "content": f"{present[-1]['content']}{CUT} "}
         if self.is_default:
-            return RenderedPrompt(_plain(present, add_generation_prompt), add_special_tokens=True)
-        given: dict[str, object] = {"messages": present, "tools": None if tools is None else list(tools)}
-        given |= {"documents": None, "add_generation_prompt": add_generation_prompt}
+            text = _plain(present, add_generation_prompt)
+        else:
+            text = self._rendered(present, tools, add_generation_prompt=add_generation_prompt, **variables)
+        if continue_final_message:
+            text = _cut(text, str(messages[-1]["content"]))
+        return RenderedPrompt(text, add_special_tokens=self.is_default)
+
+    def _rendered(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] | None, **variables: object
+    ) -> str:
+        given: dict[str, object] = {"messages": messages, "tools": None if tools is None else list(tools)}
+        given |= {"documents": None}
         given |= {**self._special_tokens, **variables}
         template = self._templates[DEFAULT]
         if tools is not None:
             template = self._templates.get(TOOL_USE, template)
         try:
-            return RenderedPrompt(template.render(given), add_special_tokens=False)
+            return template.render(given)
         except Exception as error:  # a template can do wrong whatever Python can
             takes = "takes them, which says" if isinstance(error, TemplateRefusal) else "can render them"
             reason = " ".join(str(error).split()) or type(error).__name__
@@ -219,13 +237,33 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, object]] | None = None,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **variables: object,
     ) -> RenderedPrompt:
         """`render`, off the event loop when it may take long."""
-        render = partial(self.render, messages, tools, add_generation_prompt=add_generation_prompt, **variables)
+        render = partial(
+            self.render,
+            messages,
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **variables,
+        )
         text_len = sum(len(content) for each in messages if isinstance(content := each.get("content"), str))
         is_long = tools or len(messages) > LONG_CHAT or text_len > LONG_TEXT
         return await asyncio.to_thread(render) if is_long else render()
+
+
+def _cut(prompt: str, message: str) -> str:
+    """A prompt up to the end of its last message, which is marked; raises InvalidRequest if that is not there whole.
+
+    Where the template trimmed the message, so is its end.
+    """
+    end = prompt.rfind(CUT)
+    if end < 0 or message.strip() not in prompt[:end]:
+        limit = "false: the chat template does not show the last message as it is"
+        raise InvalidRequest("continue_final_message", True, limit)
+    return prompt[:end] if prompt.startswith(f"{CUT} ", end) else prompt[:end].rstrip()
 
 
 def _plain(messages: Sequence[Message], add_generation_prompt: bool) -> str:

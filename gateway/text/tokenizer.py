@@ -5,6 +5,7 @@ special tokens out and never shows half a character.
 """
 
 import asyncio
+import re
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,6 +18,14 @@ from outrider.vocabulary import Vocabulary
 LONG_TEXT = 2_000  # characters; encoding more takes long enough to be felt by other requests
 MAX_ENCODINGS = 2  # long texts at a time: a character takes some forty bytes meanwhile
 LONG_PROMPT = 100  # tokens; the same of spelling
+# How models that were trained to fill a gap are told what is around it: Qwen's coders and CodeGemma; StarCoder and
+# Granite; Codestral. What is no {place} is the name of a token.
+GAPS = (
+    "<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>",
+    "<fim_prefix>{prefix}<fim_suffix>{suffix}<fim_middle>",
+    "[SUFFIX]{suffix}[PREFIX]{prefix}",
+)
+PLACES = re.compile(r"\{prefix\}|\{suffix\}")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_PARTIAL = 3  # a UTF-8 character of four bytes may lack one, and each byte may show as a character of its own
 WINDOW = 12
@@ -53,6 +62,16 @@ class Tokenizer:
         [encoding] = await asyncio.get_running_loop().run_in_executor(self._encoders, encode)
         return tuple(encoding.ids)
 
+    def around_gap(self, prefix: str, suffix: str) -> str | None:
+        """The prompt of a text whose middle is wanted; None for a model that has no tokens to say so."""
+        forms = (form for form in GAPS if self.added_tokens.keys() >= {*filter(None, PLACES.split(form))})
+        form = next(forms, None)
+        return None if form is None else form.format(prefix=prefix, suffix=suffix)
+
+    def name(self, token_id: int) -> str | None:
+        """What the vocabulary calls a token; None of an id that no token has."""
+        return self._tokenizer.id_to_token(token_id)
+
     async def spell(self, token_ids: Sequence[int]) -> list[str]:
         """The text that each token completes; that of a long list is found off the event loop."""
         if len(token_ids) <= LONG_PROMPT:
@@ -79,6 +98,10 @@ class Tokenizer:
     def decode(self, token_ids: list[int]) -> str:
         """Text of all token ids at once, without special tokens."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def verbatim(self, token_ids: list[int]) -> str:
+        """Text of all token ids with the names of special tokens. In a thread it lets others run, as `encode` does."""
+        return str(self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)[0])
 
     def piece(self, token_id: int) -> TokenPiece:
         """A token alone, with its bytes, whatever its neighbours; of any id, one of no token too."""

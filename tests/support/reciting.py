@@ -110,10 +110,14 @@ async def reciting_stack(
     *,
     template: str = TEMPLATE,
     context_len: int = 4096,
+    special: Sequence[str] = (),
     **settings: object,
 ) -> AsyncIterator[RecitingStack]:
-    """Target, draft and gateway on free ports; the script has an answer for a prompt, and is one of `answers`."""
-    tokenizer = marked_tokenizer((END, TURN), [*answers, template] * 3)
+    """Target, draft and gateway on free ports; the script has an answer for a prompt, and is one of `answers`.
+
+    `special` are tokens of the model beside its own two.
+    """
+    tokenizer = marked_tokenizer((END, TURN, *special), [*answers, template] * 3)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
     (folder / "chat_template.jinja").write_text(template)

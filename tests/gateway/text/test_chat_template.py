@@ -65,6 +65,36 @@ def test_prompts_are_those_of_transformers(reference: PreTrainedTokenizerFast, n
     assert len(prompts) > 3
 
 
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_message_goes_on_as_with_transformers(reference: PreTrainedTokenizerFast, name: str) -> None:
+    """The prompt ends with the last message, trimmed where the template trims; who cannot show it is told."""
+    template = ours(SOURCES[name])
+    reference.chat_template = SOURCES[name]
+    for messages in CONVERSATIONS.values():
+        try:
+            expected = reference.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+        except (ValueError, TemplateError):
+            with pytest.raises(InvalidRequest):
+                template.render(messages, add_generation_prompt=False, continue_final_message=True)
+            continue
+        rendered = template.render(messages, add_generation_prompt=False, continue_final_message=True)
+        assert rendered.text == expected
+        assert rendered.text.rstrip().endswith(messages[-1]["content"].strip())
+
+
+@pytest.mark.parametrize("source", ["{{ messages[-1].role }}", "{{ messages[-1].content | upper }}"])
+def test_a_message_that_is_not_shown_cannot_go_on(source: str) -> None:
+    """Where the template leaves it out, or shows something else."""
+    with pytest.raises(InvalidRequest, match=r"^continue_final_message is True, but must be false: the chat template"):
+        ours(source).render([templates.ASSISTANT], continue_final_message=True)
+
+
+def test_lines_go_on() -> None:
+    """Without a template too."""
+    plain = ChatTemplate().render([templates.USER, templates.ASSISTANT], continue_final_message=True)
+    assert plain.text == ChatTemplate().render([templates.USER, templates.ASSISTANT], add_generation_prompt=False).text
+
+
 def test_a_refusal_is_the_template_s_sentence() -> None:
     """On one line of bounded length, about the messages; what a template cannot do is Python's sentence."""
     with pytest.raises(InvalidRequest) as caught:

@@ -1,6 +1,7 @@
 """Text and tokens, with the embedded target's tokenizer."""
 
 import asyncio
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.reciting import marked_tokenizer
 
 from gateway.text.tokenizer import MAX_ENCODINGS, Tokenizer
 from outrider.errors import ModelRefused
@@ -133,6 +135,38 @@ def test_a_sized_model_has_the_tokenizer_inside() -> None:
     with pytest.raises(ModelRefused, match=r"^sized:7b is no sized model") as refusal:
         Tokenizer("sized:7b")
     assert refusal.value.exit_code == 78
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"), "<|fim_prefix|>a{<|fim_suffix|>}b<|fim_middle|>"),
+        (("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"), "<fim_prefix>a{<fim_suffix>}b<fim_middle>"),
+        (("[PREFIX]", "[SUFFIX]"), "[SUFFIX]}b[PREFIX]a{"),
+        (("<fim_prefix>", "<fim_suffix>"), None),
+        ((), None),
+    ],
+)
+async def test_a_gap_is_told_in_the_model_s_own_tokens(
+    tmp_path: Path, names: tuple[str, ...], expected: str | None
+) -> None:
+    """Of Qwen's coders, StarCoder and Codestral, each one id; without all of them there is no way to say it."""
+    marked_tokenizer(names).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(str(tmp_path))
+    prompt = tokenizer.around_gap("a{", "}b")
+    assert prompt == expected
+    if prompt is not None:
+        found = [tokenizer.name(token_id) for token_id in await tokenizer.encode(prompt)]
+        assert [name for name in found if name in names] == re.findall(r"<.*?>|\[.*?\]", prompt)
+
+
+async def test_tokens_are_spelt_verbatim_with_their_names() -> None:
+    """Special ones too, which `decode` leaves out; an id of no token has none."""
+    token_ids = [*await TOKENIZER.encode("<|endoftext|>A fox."), 10**6]
+    assert TOKENIZER.verbatim(token_ids[:-1]) == "<|endoftext|>A fox."
+    assert TOKENIZER.decode(token_ids[:-1]) == "A fox."
+    assert [TOKENIZER.name(token_id) for token_id in token_ids][:2] == ["<|endoftext|>", "A"]
+    assert TOKENIZER.name(token_ids[-1]) is None
 
 
 async def test_a_long_text_does_not_stop_the_loop() -> None:
