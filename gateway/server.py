@@ -30,7 +30,7 @@ from gateway.rest.server import RunningRest, serve_rest
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.sessions.link import ModelInfo, Replicas, ServiceLink, report_readiness
 from gateway.sessions.session import DraftDeadline, TargetTimeouts
-from gateway.settings import GatewaySettings
+from gateway.settings import IGNORE, GatewaySettings
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
 from outrider.datastore.reader import Datastore
@@ -146,6 +146,8 @@ async def start(settings: GatewaySettings) -> RunningGateway:
                 client_stall_s=settings.client_stall_seconds,
                 sites=settings.sites,
                 door=door,
+                drops_tools=settings.drop_tools,
+                ignores_unknown=settings.unknown_fields == IGNORE,
                 grpc_port=int(server.address.rpartition(":")[2]),
             )
             app = build_app(frontend, rest_settings, registry, partial(_scrape, registry, settings.figures_of_all))

@@ -29,6 +29,9 @@ BARE_ORIGINS = ("null", "*")
 LOCAL_NAME = re.compile(r"[^.]*|[0-9.]+|\[.*\]|.*\.(localhost|local|internal|svc)")
 HOST_HEADER = re.compile(r"(?P<name>\[[^\]]*\]|[^:]*)(:\d*)?")
 
+# What becomes of unknown fields.
+REFUSE, IGNORE = "refuse", "ignore"
+
 
 class SiteRefused(OutriderError):
     """The operator must name the site, if its pages are welcome."""
@@ -91,15 +94,13 @@ class Sites:
 OWN_PAGE = Sites()
 
 
-def _tool_formats() -> Limit:
-    """The names that tool_format may have."""
+def _one_of(*words: str) -> Limit:
+    def check(flag: str, word: str) -> None:
+        if word not in words:
+            raise InvalidRequest(flag, word, limit)
 
-    def check(flag: str, name: str) -> None:
-        if name not in (AUTO, OFF, *FORMATS):
-            raise InvalidRequest(flag, name, words)
-
-    words = f"one of {', '.join((AUTO, OFF, *FORMATS))}"
-    return Limit(words, check)
+    limit = f"one of {', '.join(words)}"
+    return Limit(limit, check)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +172,20 @@ class GatewaySettings(ProcessSettings):
     tool_format: Annotated[
         str,
         Setting(
-            "How the model writes calls of tools; auto: as its chat template says, off: nobody looks.", _tool_formats()
+            "How the model writes calls of tools; auto: as its chat template says, off: nobody looks.",
+            _one_of(AUTO, OFF, *FORMATS),
         ),
     ] = AUTO
+    drop_tools: Annotated[
+        bool, Setting("Over REST, leave out tools that the chat template has no place for, instead of refusing them.")
+    ] = False
+    unknown_fields: Annotated[
+        str,
+        Setting(
+            f"What becomes of unknown fields over REST; {IGNORE}: the header x-outrider-ignored names them.",
+            _one_of(REFUSE, IGNORE),
+        ),
+    ] = REFUSE
     served_model_name: Annotated[
         str, Setting("Names of the model to clients, with commas; * takes any. Empty: the target's.")
     ] = ""

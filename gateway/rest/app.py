@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 
 from gateway.generation.frontend import Frontend
-from gateway.rest import chat, completions, page, status
+from gateway.rest import chat, completions, page, status, tokens
 from gateway.rest.dialects import messages, messages_answer, responses, responses_answer
 from gateway.rest.keys import KeyGuard
 from gateway.rest.middleware import BodyLimits, RequestIds, RestSettings, SiteGuard
@@ -48,6 +48,7 @@ def build_app(frontend: Frontend, settings: RestSettings, registry: CollectorReg
     app.include_router(responses.routes(frontend, settings))
     app.has_keys = settings.door is not None
     app.streamed = (ChatChunk, *messages_answer.EVENTS, *responses_answer.EVENTS)
+    app.include_router(tokens.routes(frontend, settings))
     app.include_router(status.routes(frontend, scrape))
     app.include_router(page.routes(frontend, settings))
     return app

@@ -13,21 +13,22 @@ from gateway.generation.generate import CompletionEvent, Event, RoundEvent
 from gateway.rest import responses
 from gateway.rest.conversation import conversation
 from gateway.rest.generate import CHAT_NAMES, ChunkWriter, Responder, ResponseFigures
-from gateway.rest.middleware import ParsedBodyRoute, RestSettings
+from gateway.rest.middleware import RestSettings
 from gateway.rest.openapi import documented_answer
 from gateway.rest.responses import ChoiceBuffer, Envelope, Finish, ResponseHeader, Tokens
 from gateway.rest.schemas import ChatRequest, StreamOptions
+from gateway.rest.validation import route_class
 from outrider.deltas import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
 
 
 def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
-    router = APIRouter(route_class=ParsedBodyRoute)
+    router = APIRouter(route_class=route_class(settings))
     documented = documented_answer(responses.ChatChunk)
 
     @router.post("/v1/chat/completions", response_model=responses.ChatCompletion, responses=documented)
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Says what the assistant says next."""
-        asked = await conversation(body, frontend, settings.max_prompt_chars)
+        asked = await conversation(body, frontend, settings)
 
         async def make_writer(header: ResponseHeader, figures: ResponseFigures) -> ChunkWriter:
             has_token_ids, has_reasoning = bool(body.return_token_ids), body.include_reasoning is not False

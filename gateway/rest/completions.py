@@ -23,15 +23,17 @@ from gateway.rest.generate import (
     generation_request,
     in_names_of,
 )
-from gateway.rest.middleware import ParsedBodyRoute, RestSettings
+from gateway.rest.middleware import RestSettings
 from gateway.rest.openapi import documented_answer
 from gateway.rest.responses import ChoiceBuffer, Envelope, Finish, ResponseHeader, TextCompletion, TextLogprobs, Tokens
 from gateway.rest.schemas import MAX_PROMPTS, CompletionRequest, StreamOptions
-from outrider.errors import InvalidRequest, PromptTooLong
+from gateway.rest.validation import route_class
+from gateway.text.tokenizer import GAPS, Tokenizer
+from outrider.errors import InvalidRequest, PromptTooLong, Unsupported
 
 
 def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
-    router = APIRouter(route_class=ParsedBodyRoute)
+    router = APIRouter(route_class=route_class(settings))
 
     async def check_lengths(request: Request) -> None:
         """Refuses prompts of too many ids before each of a million ids is looked at, which others would feel."""
@@ -62,11 +64,16 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
         # The gateway echoes with log-probabilities only; without them nothing of the prompt is computed for it.
         shared = replace(shared, logprob_count=body.logprobs, echo=bool(body.echo) and body.logprobs is not None)
         generations, prompts, tokenizer = [], body.prompts, frontend.backend.tokenizer
+        if body.suffix is not None and body.echo:
+            raise InvalidRequest("echo", True, "false or absent with suffix")
         for number, prompt in enumerate(prompts):
+            name = f"prompt.{number}" if len(prompts) > 1 else "prompt"
             if isinstance(prompt, str):
-                name = f"prompt.{number}" if len(prompts) > 1 else "prompt"
-                check_prompt_len(name, prompt, settings.max_prompt_chars)
-                generations.append(replace(shared, text=prompt))
+                text = prompt if body.suffix is None else _around_gap(prompt, body.suffix, tokenizer)
+                check_prompt_len(name, text, settings.max_prompt_chars)
+                generations.append(replace(shared, text=text))
+            elif body.suffix is not None:
+                raise InvalidRequest(name, "token ids", "text with suffix")
             else:
                 generations.append(replace(shared, token_ids=prompt))
 
@@ -84,6 +91,15 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
         return await responder.respond(request)
 
     return router
+
+
+def _around_gap(prefix: str, suffix: str, tokenizer: Tokenizer) -> str:
+    """The prompt for what is between two texts; raises Unsupported."""
+    text = tokenizer.around_gap(prefix, suffix)
+    if text is None:
+        forms = " or ".join(GAPS)
+        raise Unsupported(f"suffix is not served: the model's vocabulary has no tokens for {forms}", field="suffix")
+    return text
 
 
 @dataclass

@@ -19,8 +19,17 @@ from gateway.generation.frontend import Frontend
 from gateway.generation.request import GenerationRequest
 from gateway.rest.errors import MissingParameter
 from gateway.rest.generate import check_prompt_len, generation_request
-from gateway.rest.schemas import AllowedToolsChoice, ChatRequest, Message, NamedTool, TextPart, Tool, ToolCall
-from gateway.text.chat_template import ChatTemplate
+from gateway.rest.middleware import RestSettings
+from gateway.rest.schemas import (
+    AllowedToolsChoice,
+    ChatRequest,
+    Message,
+    NamedTool,
+    TextPart,
+    Tool,
+    ToolCall,
+)
+from gateway.text.chat_template import ChatTemplate, RenderedPrompt
 from gateway.tools.call_grammar import CallRules, OfferedTool
 from outrider.errors import InvalidRequest
 
@@ -34,6 +43,7 @@ ECHOED: Mapping[type, frozenset[str]] = {
     Tool: frozenset(("cache_control",)),
 }
 THINKING = "enable_thinking"
+ABOUT_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +54,7 @@ class Conversation:
     ignored: tuple[str, ...] = ()
 
 
-async def conversation(body: ChatRequest, frontend: Frontend, max_prompt_chars: int) -> Conversation:
+async def conversation(body: ChatRequest, frontend: Frontend, settings: RestSettings) -> Conversation:
     """Checks and renders a conversation. Raises UnknownModel, MissingParameter, InvalidRequest and Unsupported."""
     shared, template = generation_request(body, frontend.names), frontend.chat_template
     if body.top_logprobs is not None and not body.logprobs:
@@ -54,16 +64,33 @@ async def conversation(body: ChatRequest, frontend: Frontend, max_prompt_chars: 
         raise InvalidRequest("max_tokens", older, f"absent, or equal to max_completion_tokens, which is {newer}")
     rules = _call_rules(body)
     variables, ignored = _variables(body, template)
-    shown = body.tools or () if shows_tools(template, rules) else ()
-    tools = [tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in shown]
-    rendered = await template.prompt(template_messages(body.messages), tools or None, **variables)
-    check_prompt_len("messages", rendered.text, max_prompt_chars)
+    tools = body.tools or () if shows_tools(template, rules) else ()
+    if tools and settings.drops_tools and not template.renders_tools:
+        tools, rules = (), CallRules()
+        ignored += [name for name in ABOUT_TOOLS if getattr(body, name) is not None]
+    prompt = await _rendered(body, tools, variables, template)
+    check_prompt_len("messages", prompt.text, settings.max_prompt_chars)
     request = replace(
-        asked(shared, rendered, rules, template, frontend.backend.tokenizer),
+        asked(shared, prompt, rules, template, frontend.backend.tokenizer),
         max_tokens=older if newer is None else newer,
         logprob_count=(body.top_logprobs or 0) if body.logprobs else None,
     )
     return Conversation(request, tuple(dict.fromkeys((*ignored, *_ignored(body, template)))))
+
+
+async def _rendered(
+    body: ChatRequest, tools: Sequence[Tool], variables: Mapping[str, Any], template: ChatTemplate
+) -> RenderedPrompt:
+    goes_on, begins_turn = bool(body.continue_final_message), body.add_generation_prompt
+    if goes_on and begins_turn:
+        raise InvalidRequest("add_generation_prompt", True, "false or absent with continue_final_message")
+    return await template.prompt(
+        template_messages(body.messages),
+        [tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in tools] or None,
+        add_generation_prompt=not goes_on if begins_turn is None else begins_turn,
+        continue_final_message=goes_on,
+        **variables,
+    )
 
 
 def _call_rules(body: ChatRequest) -> CallRules:
@@ -121,7 +148,8 @@ def _ignored(body: ChatRequest, template: ChatTemplate) -> Iterator[str]:
 
 
 def _echoed(prefix: str, part: Message | TextPart | ToolCall | Tool) -> Iterator[str]:
-    for name in sorted(part.model_fields_set & ECHOED[type(part)]):
+    unknown = part.model_extra or {}
+    for name in sorted(part.model_fields_set & (ECHOED[type(part)] | unknown.keys())):
         if getattr(part, name) is not None:
             yield prefix + name
 

@@ -54,8 +54,7 @@ def generation_request(fields: GenerationFields, names: ModelNames) -> Generatio
     Raises UnknownModel about another model than the served one, and InvalidRequest about fields that do not go
     together.
     """
-    if fields.model is not None and fields.model not in names:
-        raise UnknownModel(fields.model, names.main)
+    check_model(fields.model, names)
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest("stream_options", "given", "absent unless stream is true")
     sampling: dict[str, Any] = fields.model_dump(include=SAMPLING, exclude_none=True)
@@ -114,6 +113,12 @@ def _beam_search(fields: GenerationFields) -> BeamSearch | None:
     length_penalty = 1.0 if fields.length_penalty is None else fields.length_penalty
     early_stopping: EarlyStopping = "first" if fields.early_stopping is True else "heuristic"
     return BeamSearch(fields.n or 1, length_penalty, "never" if fields.early_stopping == "never" else early_stopping)
+
+
+def check_model(name: str | None, names: ModelNames) -> None:
+    """Raises UnknownModel about another model than the served one."""
+    if name is not None and name not in names:
+        raise UnknownModel(name, names.main)
 
 
 def check_prompt_len(field: str, text: str, max_chars: int) -> None:

@@ -89,6 +89,10 @@ class RestSettings:
     max_prompt_chars: int = MAX_TEXT_CHARS
     grpc_port: int = 50050
     """Where the same gateway serves gRPC; the page names it in the code that it offers."""
+    drops_tools: bool = False
+    """Whether tools that no chat template has a place for are left out instead of refused."""
+    ignores_unknown: bool = False
+    """Whether unknown fields of a body are left out instead of refused."""
 
 
 class RequestIds:
@@ -314,7 +318,9 @@ def read_json(text: bytes, max_depth: int) -> Json:
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:
     """The header that names fields which were accepted without effect; none when there are none."""
-    return {IGNORED_HEADER: ", ".join(names)[:MAX_IGNORED_LEN]} if names else {}
+    # Some of them are keys that a client made up.
+    named = ", ".join(quote(name, safe="%./=") for name in dict.fromkeys(names))
+    return {IGNORED_HEADER: named[:MAX_IGNORED_LEN]} if named else {}
 
 
 def name_of(path: Iterable[str | int]) -> str:

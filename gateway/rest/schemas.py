@@ -6,7 +6,7 @@ What a range depends on, the target's vocabulary for one, is checked with the re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, StringConstraints, Tag
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, StringConstraints, Tag
 from pydantic.config import JsonDict
 
 from gateway.generation.conversation import MAX_TEMPLATE_VARIABLES, MAX_TOOLS, MAX_VARIABLE_LEN, TOOL_NAME
@@ -39,6 +39,9 @@ Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Word = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STRING_LEN)]
 BiasKey = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 Seed = Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)]
+TopK = Annotated[
+    int, Field(ge=-1, le=MAX_COUNT, description="-1 is 0: off."), AfterValidator(lambda count: max(count, 0))
+]
 Unserved = Annotated[None, Field(description="Known, but not served: null or absent.")]
 # What clients repeat of answers that they had from others.
 Echoed = Annotated[Any, Field(description="Ignored, and named in the header x-outrider-ignored.")]
@@ -107,7 +110,9 @@ class SpeculationFields(Parameters):
 
 
 class TextPart(Parameters):
-    """A part of a message; only text is served."""
+    """A part of a message; only text is served. Clients echo parts of other servers' answers, with more keys."""
+
+    model_config = ConfigDict(extra="allow")
 
     type: Literal["text"]
     text: str
@@ -144,7 +149,7 @@ class GenerationFields(Parameters):
     max_tokens: Count | None = None
     temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
+    top_k: TopK | None = None
     min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = None
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
@@ -169,6 +174,11 @@ class GenerationFields(Parameters):
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
     user: Annotated[str | None, Field(description=NO_EFFECT)] = None
+    # What clients of vLLM say for what is so anyway.
+    skip_special_tokens: Annotated[Literal[True] | None, Field(description=NO_EFFECT)] = None
+    spaces_between_special_tokens: Annotated[Literal[True] | None, Field(description=NO_EFFECT)] = None
+    include_stop_str_in_output: Annotated[Literal[False] | None, Field(description=NO_EFFECT)] = None
+    priority: Annotated[int | None, Field(description=NO_EFFECT, ge=0, le=0)] = None
 
 
 PROMPT_KINDS = (
@@ -202,7 +212,7 @@ class CompletionRequest(GenerationFields):
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROB_COUNT)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES, description="Must equal n.")] | None = None
-    suffix: Unserved = None
+    suffix: Annotated[str | None, Field(description="What stands behind the gap that the answer fills.")] = None
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
@@ -318,22 +328,31 @@ ToolChoice = Annotated[
 TemplateVariable = bool | int | Finite | Annotated[str, Field(max_length=MAX_VARIABLE_LEN)]
 
 
-class ChatRequest(GenerationFields):
+class TemplateFields(Parameters):
+    """What the chat template is told beside the messages."""
+
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    chat_template_kwargs: (
+        Annotated[dict[str, TemplateVariable], Field(max_length=MAX_TEMPLATE_VARIABLES, json_schema_extra=NO_OTHERS)]
+        | None
+    ) = None
+    add_generation_prompt: Annotated[
+        bool | None, Field(description="Whether the assistant's turn begins at the end; false to go on with a message.")
+    ] = None
+    continue_final_message: Annotated[bool | None, Field(description="Go on with the last message itself.")] = None
+
+
+class ChatRequest(GenerationFields, TemplateFields):
     """A conversation and how to go on."""
 
     messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROB_COUNT)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     include_reasoning: bool | None = None
-    chat_template_kwargs: (
-        Annotated[dict[str, TemplateVariable], Field(max_length=MAX_TEMPLATE_VARIABLES, json_schema_extra=NO_OTHERS)]
-        | None
-    ) = None
     metadata: Annotated[dict[str, str] | None, Field(description=NO_EFFECT, max_length=16)] = None
     store: Annotated[Literal[False] | None, Field(description=NO_EFFECT)] = None
     service_tier: Annotated[Literal["auto", "default"] | None, Field(description=NO_EFFECT)] = None
@@ -342,9 +361,28 @@ class ChatRequest(GenerationFields):
     audio: Unserved = None
     function_call: Unserved = None
     functions: Unserved = None
-    modalities: Unserved = None
+    modalities: Annotated[list[Literal["text"]] | None, Field(description=NO_EFFECT, min_length=1, max_length=1)] = None
     moderation: Unserved = None
     prompt_cache_options: Unserved = None
     prompt_cache_retention: Unserved = None
-    verbosity: Unserved = None
+    verbosity: Annotated[Literal["medium"] | None, Field(description=NO_EFFECT)] = None
     web_search_options: Unserved = None
+
+
+class TokenizeRequest(TemplateFields):
+    """A text, or a conversation whose prompt it is, to cut into tokens."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: Annotated[
+        bool | None, Field(description="Those around a whole prompt; as generating adds them if absent.")
+    ] = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Parameters):
+    """Tokens to put together."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True)]

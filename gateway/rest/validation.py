@@ -3,10 +3,12 @@
 The application's exception handler is at the end.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,13 +20,23 @@ from gateway.rest.errors import (
     WrongMethod,
     error_response,
 )
-from gateway.rest.middleware import Path, name_of
+from gateway.rest.middleware import (
+    IGNORED_HEADER,
+    Json,
+    ParsedBodyRoute,
+    ParsedRequest,
+    Path,
+    RestSettings,
+    ignored_header,
+    name_of,
+)
 from outrider.errors import Field, InvalidRequest, OutriderError, Unsupported, shown
 from outrider.parameters import KEY_MARK
 
 Finding: TypeAlias = Mapping[str, Any]
 # What pydantic calls a value where only null may stand: the mark of a field that is known but not served.
 UNSERVED_MARK = "none_required"
+UNKNOWN_MARK = "extra_forbidden"
 SHORT = {"string_too_short": "characters", "too_short": "entries"}
 # What older clients of vLLM send, and its name today.
 RENAMED = {
@@ -35,7 +47,12 @@ RENAMED = {
     "guided_whitespace_pattern": "structured_outputs.whitespace_pattern",
 }
 # Fields of which only some values are served; the others are not wrong, but not served either.
-CHOICES = frozenset({"type", "store", "service_tier"})
+CHOICES = frozenset(
+    (
+        *("type", "store", "service_tier", "verbosity"),
+        *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
+    )
+)
 
 
 def error_about(findings: Sequence[Finding], body: object) -> OutriderError:
@@ -51,7 +68,7 @@ def error_about(findings: Sequence[Finding], body: object) -> OutriderError:
     field = name_of(part for part in path if part != KEY_MARK)
     if kind == "missing":
         return MissingParameter(field)
-    if kind == "extra_forbidden":
+    if kind == UNKNOWN_MARK:
         advice = f"; use {RENAMED[field]}" if field in RENAMED else ""
         return UnknownParameter((Field(field), f" is not a known parameter{advice}"), field=field)
     if kind == UNSERVED_MARK:
@@ -93,6 +110,58 @@ def _limit(finding: Finding) -> str:
     for prefix in ("Input should be ", "Value error, "):
         message = message.removeprefix(prefix)
     return message[:1].lower() + message[1:]
+
+
+class TolerantBodyRoute(APIRoute):
+    """A route that leaves unknown fields of a body out, and names them in the header of its answer."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        body: Any = self.body_field.field_info.annotation if self.body_field else None
+        bodies = TypeAdapter[Any](body)
+
+        async def handle_known(unparsed: Request) -> Response:
+            # One for both tries, because the body of a request can be read once.
+            request = ParsedRequest(unparsed.scope, unparsed.receive)
+            try:
+                return await handle(request)
+            except RequestValidationError as error:
+                if all(finding["type"] != UNKNOWN_MARK for finding in error.errors()):
+                    raise
+            names = list(_take_unknown(_lenient(bodies, request.state.json), request.state.json))
+            response = await handle(request)
+            known = filter(None, response.headers.get(IGNORED_HEADER, "").split(", "))
+            response.headers.update(ignored_header([*names, *known]))
+            return response
+
+        return handle_known
+
+
+def route_class(settings: RestSettings) -> type[APIRoute]:
+    """How routes take their bodies."""
+    return TolerantBodyRoute if settings.ignores_unknown else ParsedBodyRoute
+
+
+def _lenient(bodies: TypeAdapter[Any], body: Json) -> object:
+    """A body with whatever fields it has; raises the error about one that is wrong even so."""
+    try:
+        return bodies.validate_python(body, extra="allow")
+    except ValidationError as error:
+        raise error_about(error.errors(), body) from None
+
+
+def _take_unknown(model: object, value: Json, path: str = "") -> Iterator[str]:
+    """Takes what a model does not know out of the value that it was made of; gives the names, without indices."""
+    if isinstance(model, BaseModel) and isinstance(value, dict):
+        for name in model.model_extra or {}:
+            del value[name]
+            yield path + name
+        for name, info in type(model).model_fields.items():
+            key = info.alias or name
+            yield from _take_unknown(getattr(model, name), value.get(key), f"{path}{key}.")
+    elif isinstance(model, list) and isinstance(value, list):
+        for part, each in zip(model, value, strict=True):
+            yield from _take_unknown(part, each, path)
 
 
 async def handle_error(request: Request, error: Exception) -> Response:

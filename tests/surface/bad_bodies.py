@@ -54,7 +54,7 @@ BOTH: dict[str, list[str]] = {
     "max_tokens": ["0", "-1", "2147483648", "5000", *NO_INTEGER],
     "temperature": ["-0.1", "-1", "100.1", "1e308", "-1e308", *NO_NUMBER, *NOT_FINITE, DIGITS],
     "top_p": ["0", "-0.1", "1.1", "1e308", *NO_NUMBER, *NOT_FINITE],
-    "top_k": ["-1", "-5", "2147483648", *NO_INTEGER],
+    "top_k": ["-2", "-5", "2147483648", *NO_INTEGER],
     "min_p": ["-0.1", "1.1", *NO_NUMBER, *NOT_FINITE],
     "presence_penalty": ["-2.1", "2.1", "1e308", *NO_NUMBER, *NOT_FINITE],
     "frequency_penalty": ["-2.1", "2.1", "1e308", *NO_NUMBER, *NOT_FINITE],
@@ -160,6 +160,8 @@ ONLY: dict[str, dict[str, list[str]]] = {
         "service_tier": ['"x"', "1"],
         "safety_identifier": ["1", LONE],
         "prompt_cache_key": ["1", LONE],
+        "add_generation_prompt": NO_BOOLEAN,
+        "continue_final_message": NO_BOOLEAN,
     },
     COMPLETIONS: {
         "prompt": [
@@ -177,13 +179,26 @@ UNSUPPORTED = {
     **dict.fromkeys(("functions", "modalities", "prompt_cache_options", "moderation"), "[]"),
     **dict.fromkeys(("audio", "web_search_options"), "{}"),
     **dict.fromkeys(("function_call", "verbosity", "prompt_cache_retention", "suffix"), '"x"'),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), "false"),
+    "include_stop_str_in_output": "true",
+    "priority": "1",
     "store": "true",
     "service_tier": '"priority"',
     "tools": '[{"type":"function","function":{"name":"f"}}]',
 }
-# What clients send without wanting anything of it.
-HARMLESS: dict[str, Any] = {
+# What clients send without wanting anything of it, on both routes and in chat alone.
+HARMLESS_EVERYWHERE: dict[str, Any] = {
     "user": "someone",
+    "top_k": -1,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "priority": 0,
+}
+HARMLESS: dict[str, Any] = {
+    **HARMLESS_EVERYWHERE,
+    "modalities": ["text"],
+    "verbosity": "medium",
     "metadata": {"a": "b"},
     "store": False,
     "service_tier": "auto",

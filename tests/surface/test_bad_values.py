@@ -8,7 +8,7 @@ import httpx
 import pytest
 import pytest_asyncio
 from support.garbage import PYTHON_TEXT
-from surface.bad_bodies import GOOD, HARMLESS, ONLY, UNSUPPORTED, faults, with_fault
+from surface.bad_bodies import GOOD, HARMLESS, HARMLESS_EVERYWHERE, ONLY, UNSUPPORTED, faults, with_fault
 from surface.rest_stack import CHAT, COMPLETIONS, RestStack, rest_stack
 
 from outrider.model_service.session_store import LeaseTable
@@ -105,7 +105,7 @@ async def test_nulls_and_harmless_fields_change_nothing(attacked: tuple[RestStac
     assert len(held) > before
     nulls = {name: None for name in faults(path) if "." not in name and name not in {*GOOD[path], *NO_NULL}}
     assert (await rest.ask(path, **{**GOOD[path], **nulls}))["choices"] == expected
-    harmless = HARMLESS if path == CHAT else {"user": "someone"}
+    harmless = HARMLESS if path == CHAT else HARMLESS_EVERYWHERE
     assert (await rest.ask(path, **{**GOOD[path], **harmless}))["choices"] == expected
 
 

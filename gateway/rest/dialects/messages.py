@@ -8,13 +8,14 @@ from gateway.generation.frontend import Frontend
 from gateway.rest.dialects import messages_answer as answer
 from gateway.rest.dialects.messages_body import CountTokensRequest, MessagesRequest, translated
 from gateway.rest.generate import Responder, ResponseFigures
-from gateway.rest.middleware import ParsedBodyRoute, RestSettings, ignored_header
+from gateway.rest.middleware import RestSettings, ignored_header
 from gateway.rest.openapi import MessagesErrorBody, documented, documented_answer
 from gateway.rest.responses import ResponseHeader
+from gateway.rest.validation import route_class
 
 
 def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
-    router = APIRouter(route_class=ParsedBodyRoute)
+    router = APIRouter(route_class=route_class(settings))
     answers = documented_answer(*answer.EVENTS, error=MessagesErrorBody, is_typed=True)
     errors = documented(400, 403, 404, 408, 413, 415, error=MessagesErrorBody)
     variables = frontend.chat_template.variables

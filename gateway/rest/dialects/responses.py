@@ -8,14 +8,15 @@ from gateway.generation.frontend import Frontend
 from gateway.rest.dialects import responses_answer as answer
 from gateway.rest.dialects.responses_body import FunctionTool, ResponsesRequest, translated
 from gateway.rest.generate import Responder, ResponseFigures
-from gateway.rest.middleware import ParsedBodyRoute, RestSettings
+from gateway.rest.middleware import RestSettings
 from gateway.rest.openapi import documented_answer
 from gateway.rest.responses import ResponseHeader
+from gateway.rest.validation import route_class
 from outrider.parameters import SamplingParameters
 
 
 def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
-    router = APIRouter(route_class=ParsedBodyRoute)
+    router = APIRouter(route_class=route_class(settings))
     answers = documented_answer(*answer.EVENTS, is_typed=True)
 
     @router.post("/v1/responses", response_model=answer.ResponseBody, responses=answers)

@@ -191,7 +191,7 @@ class Translation:
                 body = ChatRequest.model_validate(self.chat)
             except ValidationError as error:
                 raise error_about(error.errors(), self.chat) from None
-            asked = await conversation(body, frontend, settings.max_prompt_chars)
+            asked = await conversation(body, frontend, settings)
             ignored = (*self.ignored, *(renamed(self.names, name) for name in asked.ignored))
             return Conversation(replace(asked.request, up_to_context=True), tuple(dict.fromkeys(ignored)))
         except OutriderError as error:

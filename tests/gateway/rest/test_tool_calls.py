@@ -192,22 +192,26 @@ async def test_usage_can_be_told_with_every_chunk(stack: RecitingStack) -> None:
 
 
 async def test_what_clients_echo_is_taken_and_named(stack: RecitingStack) -> None:
-    """Arguments as an object too; the header says what nobody looked at."""
+    """Arguments as an object too; the header says what nobody looked at, keys of parts that a client made up too."""
     function = {"name": "get_weather", "arguments": {"city": "Paris"}}
     turns = [
         *user("What's the weather?"),
         {
             **{"role": "assistant", "content": "", "reasoning_content": "Ask.", "annotations": [], "refusal": None},
             "tool_calls": [{"index": 0, "id": "a", "type": "function", "function": function}],
-            "provider_specific_fields": {"x": 1},
+            **{"provider_specific_fields": {"x": 1}, "audio": None},
         },
-        {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "temp_c", "cache_control": {}}]},
+        {
+            **{"role": "tool", "tool_call_id": "a"},
+            "content": [{"type": "text", "text": "temp_c", "cache_control": {}, "its\nid, é": 1, "none": None}],
+        },
     ]
     for stream in (False, True):
         reply = await stack.http.post(CHAT, json={"messages": turns, "tools": [TOOL], "stream": stream})
         assert reply.status_code == 200, reply.text
         named = "messages.annotations, messages.provider_specific_fields, messages.tool_calls.index"
-        assert reply.headers["x-outrider-ignored"] == f"{named}, messages.content.cache_control"
+        parts = "messages.content.cache_control, messages.content.its%0Aid%2C%20%C3%A9"
+        assert reply.headers["x-outrider-ignored"] == f"{named}, {parts}"
     assert "x-outrider-ignored" not in (await stack.http.post(CHAT, json={"messages": user("Both")})).headers
 
 

@@ -62,7 +62,7 @@ PROMPTS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [1, -1]}, "INVALID_REQUEST", "prompt.1 is -1, but must be greater than or equal to 0"),
     ({"prompt": [[1], []]}, "INVALID_REQUEST", "prompt.1 is [], but must be at least 1 entries long"),
     ({"prompt": ["a"] * 65}, "INVALID_REQUEST", "prompt has 65 entries, but must have at most 64"),
-    ({"prompt": "a", "suffix": "b"}, "UNSUPPORTED", "suffix is not served; leave it out"),
+    ({"prompt": "a", "skip_special_tokens": False}, "UNSUPPORTED", "skip_special_tokens is False, but only true is"),
     ({"prompt": "a", "logprobs": True}, "INVALID_REQUEST", "logprobs is True, but must be a valid integer"),
     ({"prompt": "x" * 500, "n": "y" * 500}, "INVALID_REQUEST", f"n is '{'y' * 76}..., but must be a valid integer"),
 ]
