@@ -10,6 +10,8 @@ STRUCTURED := .venv-structured
 STRUCTURED_SETUP := $(STRUCTURED)/.setup-done
 LM_EVAL := .venv-lm-eval
 LM_EVAL_SETUP := $(LM_EVAL)/.setup-done
+GUIDELLM := .venv-guidellm
+GUIDELLM_SETUP := $(GUIDELLM)/.setup-done
 # Agents that people use, as npm has them.
 AGENTS := .agents
 AGENTS_SETUP := $(AGENTS)/.setup-done
@@ -57,7 +59,7 @@ test-grid: $(SETUP) ## the full exactness grid
 test-page: $(SETUP) ## the page in Chromium, which Debian's package chromium provides
 	$(BIN)/python -m pytest -m page
 
-test-surface: $(SETUP) $(LITELLM_SETUP) $(STRUCTURED_SETUP) $(LM_EVAL_SETUP) ## the full conformance tests with real clients: two minutes
+test-surface: $(SETUP) $(LITELLM_SETUP) $(STRUCTURED_SETUP) $(LM_EVAL_SETUP) $(GUIDELLM_SETUP) ## the full conformance tests with real clients: some minutes
 	$(BIN)/python -m pytest -m "surface and not grid"
 
 $(LITELLM_SETUP): tests/surface/litellm-constraints.txt | $(SETUP)
@@ -76,6 +78,12 @@ $(LM_EVAL_SETUP): tests/surface/lm-eval-constraints.txt | $(SETUP)
 	@echo "Setting up $(LM_EVAL) for lm-eval."
 	@test -x $(LM_EVAL)/bin/python || $(BIN)/python -m venv $(LM_EVAL)
 	@$(LM_EVAL)/bin/python -m pip install --quiet --disable-pip-version-check -c $< "lm-eval[api]"
+	@touch $@
+
+$(GUIDELLM_SETUP): tests/surface/guidellm-constraints.txt | $(SETUP)
+	@echo "Setting up $(GUIDELLM) for GuideLLM."
+	@test -x $(GUIDELLM)/bin/python || $(BIN)/python -m venv $(GUIDELLM)
+	@$(GUIDELLM)/bin/python -m pip install --quiet --disable-pip-version-check -c $< guidellm
 	@touch $@
 
 test-agents: $(SETUP) $(AGENTS_SETUP) ## Claude Code and Codex themselves at a small task, without a way to the network

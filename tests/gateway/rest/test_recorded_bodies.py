@@ -7,7 +7,7 @@ backend/open_webui/routers/openai.py, which takes `metadata` out and asks for th
 `num_ctx`. Titles are asked for without a stream.
 Continue: what its autocomplete sends to /v1/completions for a coder of Qwen, with the template and the stops of
 core/autocomplete/templating/AutocompleteTemplate.ts and those for the end of a line.
-GuideLLM: a chat of its OpenAI backend, as guidellm/backends/openai/request_handlers.py of 0.8.1 formats it.
+GuideLLM: what guidellm/backends/openai/request_handlers.py of 0.8.1 formats.
 """
 
 import json
@@ -44,14 +44,17 @@ OPEN_WEBUI: dict[str, Any] = {
     "stream_options": {"include_usage": True},
 }
 TITLE = {"model": "fox", "messages": [USER], "stream": False, "max_completion_tokens": 1000}
-GUIDELLM: dict[str, Any] = {
+STREAMED = {
     "model": "fox",
     "stream": True,
     "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-    "max_completion_tokens": 5,
     "stop": None,
     "ignore_eos": True,
-    "messages": [{"role": "user", "content": [{"type": "text", "text": "Once upon a time"}]}],
+}
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "Once upon a time"}]}]
+GUIDELLM: dict[str, dict[str, Any]] = {
+    CHAT: {**STREAMED, "max_completion_tokens": 5, "messages": PARTS},
+    COMPLETIONS: {**STREAMED, "max_tokens": 5, "prompt": f"Once upon a time{TURN}assistant\n"},
 }
 CONTINUE: dict[str, Any] = {
     "model": "fox",
@@ -106,9 +109,10 @@ async def test_continue_gets_an_answer(stack: RecitingStack) -> None:
     assert (ignored, chunks[-1]["choices"][0]["finish_reason"]) == ("", "stop")
 
 
-async def test_guidellm_gets_an_answer(stack: RecitingStack) -> None:
+@pytest.mark.parametrize("path", GUIDELLM)
+async def test_guidellm_gets_an_answer(stack: RecitingStack, path: str) -> None:
     """With the usage until then on every chunk."""
-    ignored, chunks = await answered(stack, CHAT, GUIDELLM)
+    ignored, chunks = await answered(stack, path, GUIDELLM[path])
     assert (ignored, len(chunks) > 2) == ("", True)
     assert [each["usage"]["completion_tokens"] for each in chunks][-1] == 5
 
