@@ -71,7 +71,7 @@ def asked(
     """
     if rules.needs_call and template.tool_format is None:
         raise Unsupported("tool_choice is not served: the gateway runs with --tool-format off", field="tool_choice")
-    reading = template.reading(prompt.text, {tool.name: tool.parameters for tool in rules.tools})
+    reading = template.reading(prompt.text, {tool.name: tool.parameters for tool in rules.tools}, prompt.begun)
     request = replace(request, text=prompt.text, add_special_tokens=prompt.add_special_tokens, reading=reading)
     constraint = None if reading is None else call_constraint(reading, rules, tokenizer.added_tokens)
     if constraint is None:

@@ -116,6 +116,8 @@ class RenderedPrompt:
 
     text: str
     add_special_tokens: bool
+    begun: str = ""
+    """What of the answer is in the prompt."""
 
 
 class ChatTemplate:
@@ -163,15 +165,20 @@ class ChatTemplate:
         """Whether the reasoning of earlier turns can be part of a prompt."""
         return any(name in self._source for name in REASONING)
 
-    def reading(self, prompt: str, tools: Mapping[str, Mapping[str, object]]) -> Reading | None:
-        """How to read the answer to a rendered prompt, with the schemas of the tools that may be called, by name.
+    def reading(self, prompt: str, tools: Mapping[str, Mapping[str, object]], begun: str = "") -> Reading | None:
+        """How to read the answer to a rendered prompt, with the schemas of the tools that may be called, by name, and
+        with what of it is in the prompt.
 
         None where there is nothing to look for.
         """
         if self.tool_format is None or not (tools or self.tool_format.reasoning):
             return None
         tail = prompt.rstrip()
-        openers = (opener for opener, _ in self.tool_format.reasoning if tail.endswith(opener))
+        openers = (
+            opener
+            for opener, closer in self.tool_format.reasoning
+            if tail.endswith(opener) or begun.rfind(opener) > begun.rfind(closer)
+        )
         return Reading(self.tool_format, tools, next(openers, ""))
 
     def render(
@@ -208,9 +215,10 @@ class ChatTemplate:
             text = _plain(present, add_generation_prompt)
         else:
             text = self._rendered(present, tools, add_generation_prompt=add_generation_prompt, **variables)
+        begun = str(messages[-1]["content"]) if continue_final_message else ""
         if continue_final_message:
-            text = _cut(text, str(messages[-1]["content"]))
-        return RenderedPrompt(text, add_special_tokens=self.is_default)
+            text = _cut(text, begun)
+        return RenderedPrompt(text, self.is_default, begun)
 
     def _rendered(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] | None, **variables: object

@@ -135,6 +135,16 @@ async def test_without_tools_to_call_an_answer_is_text(stack: RecitingStack, fie
     assert body["choices"][0]["finish_reason"] == "stop"
 
 
+async def test_reasoning_goes_on_as_reasoning(stack: RecitingStack) -> None:
+    """Where the message that goes on has begun to think; behind its end comes text."""
+    for begun, expected in (("<think>\nRome", ", then."), ("<think>\nRome, then.\n</think>\n\nAll", None)):
+        turns = [*user("Think of Rome"), {"role": "assistant", "content": begun}]
+        reply = await stack.http.post(CHAT, json={"messages": turns, "continue_final_message": True})
+        message = reply.json()["choices"][0]["message"]
+        text = "All roads lead there." if expected else " roads lead there."
+        assert (message.get("reasoning_content"), message["content"]) == (expected, text)
+
+
 async def test_reasoning_is_apart_from_the_answer_and_counted(stack: RecitingStack) -> None:
     """Whole and streamed, unless it is not wanted."""
     body = await ask(stack, "Think of Rome", tools=None)
