@@ -40,7 +40,8 @@ class Parameters(BaseModel):
     @classmethod
     def _only_one_unknown(cls, values: object) -> object:
         """Keeps the first of all unknown fields: a finding about each of thousands takes seconds."""
-        if not isinstance(values, dict) or len(values) <= len(cls.model_fields) + 1:
+        forbids = cls.model_config.get("extra") == "forbid"
+        if not forbids or not isinstance(values, dict) or len(values) <= len(cls.model_fields) + 1:
             return values
         known = cls.model_fields.keys() | {info.alias for info in cls.model_fields.values()}
         unknown = next((name for name in values if name not in known), None)
