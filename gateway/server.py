@@ -137,6 +137,7 @@ async def start(settings: GatewaySettings) -> RunningGateway:
             reflects=settings.reflection,
             shares_port=shares_port,
             interceptors=[KeyInterceptor(door)] if door is not None else [],
+            tls=settings.tls(),
         )
         undo.push_async_callback(server.stop, 0.0)
         rest = None
@@ -151,7 +152,7 @@ async def start(settings: GatewaySettings) -> RunningGateway:
                 grpc_port=int(server.address.rpartition(":")[2]),
             )
             app = build_app(frontend, rest_settings, registry, partial(_scrape, registry, settings.figures_of_all))
-            rest = await serve_rest(settings.rest_listen, app, shares_port=shares_port)
+            rest = await serve_rest(settings.rest_listen, app, shares_port=shares_port, tls=settings.tls())
         undo.pop_all()
     reporting = report_readiness(backend.target, server.health, ("", *service))
     auditing = backend.audit.run(lambda request, target: decode(request, backend, target))
@@ -162,9 +163,12 @@ async def start(settings: GatewaySettings) -> RunningGateway:
 
 def _backend(settings: GatewaySettings, tokenizer: Tokenizer, registry: CollectorRegistry) -> Backend:
     fits = partial(_check_vocabulary, tokenizer.vocabulary(), settings.tokenizer)
-    target = Replicas([ServiceLink("target", address, fits) for address in listed(settings.target)])
+    # Each looks for itself whether files have been replaced.
+    target = Replicas(
+        [ServiceLink("target", address, fits, tls=settings.service_tls()) for address in listed(settings.target)]
+    )
     drafts = {
-        name: Replicas([ServiceLink("draft", address, fits) for address in each])
+        name: Replicas([ServiceLink("draft", address, fits, tls=settings.service_tls()) for address in each])
         for name, each in named_addresses(settings.draft).items()
     }
     return Backend(
@@ -213,7 +217,9 @@ async def _await_target(target: Replicas, timeout_s: float) -> None:
     until_s = time.monotonic() + timeout_s
     while not await target.settled(min(PROGRESS_S, max(0.0, until_s - time.monotonic()))):
         if time.monotonic() >= until_s:
-            raise NotReady(f"{target} did not answer within {timeout_s:g} seconds", address=target.links[0].address)
+            reason = "" if target.refusal is None else f": {target.refusal.message}"
+            message = f"{target} did not answer within {timeout_s:g} seconds{reason}"
+            raise NotReady(message, address=target.links[0].address)
         log.warning("waiting", service=str(target), seconds_left=round(until_s - time.monotonic()))
     target.present()
 

@@ -16,9 +16,10 @@ from gateway.lookup.memory import LEAST_TOKENS, MAX_BYTES_PER_TOKEN
 from gateway.tools.formats import AUTO, FORMATS, OFF
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.process.children import MAX_WORKERS
-from outrider.process.options import Limit, Setting, above, addresses, check_settings, listed, within
+from outrider.process.options import Limit, Setting, above, addresses, listed, within
 from outrider.process.run import ProcessSettings
 from outrider.rpc.channels import is_loopback
+from outrider.rpc.tls import TlsFiles, files_of
 
 HOST = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?P<authority>(?P<name>\[[0-9a-f:.]+\]|[^\s:/?#@\[\]]+)(:\d+)?)")
@@ -210,6 +211,13 @@ class GatewaySettings(ProcessSettings):
     keep_alive_seconds: Annotated[
         float, Setting("Silence on a REST stream after which a comment is sent.", above(0))
     ] = 15.0
+    service_tls_ca: Annotated[
+        str, Setting("Authority that must have signed the certificates of draft and target. Empty: no TLS to them.")
+    ] = ""
+    service_tls_cert: Annotated[
+        str, Setting("This gateway's certificate to them, in PEM; read again when it is replaced. Empty: none.")
+    ] = ""
+    service_tls_key: Annotated[str, Setting("Its private key.")] = ""
     # No options: how long a proposal is worth waiting for is learnt between these.
     draft_deadline_min_s: float = 0.25
     draft_deadline_max_s: float = 5.0
@@ -219,7 +227,8 @@ class GatewaySettings(ProcessSettings):
     """Made of cors_origins and allowed_hosts."""
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        ProcessSettings.__post_init__(self)
+        self.service_tls()
         self._check_doors()
         num_tokens = self.lookup_memory_tokens
         if 0 < num_tokens < LEAST_TOKENS:
@@ -231,6 +240,13 @@ class GatewaySettings(ProcessSettings):
             limit = f"at most drain_seconds, {self.drain_seconds:g}"
             raise InvalidRequest("lame_duck_seconds", self.lame_duck_seconds, limit)
         object.__setattr__(self, "sites", Sites(listed(self.cors_origins), listed(self.allowed_hosts)))
+
+    def service_tls(self) -> TlsFiles | None:
+        """The files of TLS to the services, None for plaintext; raises InvalidRequest about unusable ones."""
+        if self.service_tls_cert and not self.service_tls_ca:
+            raise InvalidRequest("--service-tls-cert", self.service_tls_cert, "given with --service-tls-ca")
+        files = {"ca": self.service_tls_ca, "cert": self.service_tls_cert, "key": self.service_tls_key}
+        return files_of(files, {name: f"--service-tls-{name}" for name in files})
 
     def _check_doors(self) -> None:
         """Raises InvalidRequest where nobody has said who may come in from another machine."""

@@ -19,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gateway.rest.errors import HeadersTooLarge, InvalidHttp, error_json, status_of
 from outrider.rpc.channels import AddressTaken, check_address
+from outrider.rpc.tls import TlsFiles
 
 HEAD_BYTES = 32 << 10
 # Longer than clients keep an idle connection, so that none is closed under their next request.
@@ -90,7 +91,9 @@ class HttpConnection(H11Protocol):
         for event in (response, h11.Data(data=error_json(error).encode()), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         # Closing while the client still sends would take the answer from it; what it sends is dropped for a while.
-        self.transport.write_eof()
+        # A connection with TLS ends both ways at once.
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
         self.loop.call_later(CUT_S, self.transport.abort)
 
     def timeout_keep_alive_handler(self) -> None:
@@ -125,10 +128,12 @@ class RunningRest:
         await asyncio.wait(remaining)
 
 
-async def serve_rest(listen: str, app: ASGIApp, *, shares_port: bool = False) -> RunningRest:
+async def serve_rest(
+    listen: str, app: ASGIApp, *, shares_port: bool = False, tls: TlsFiles | None = None
+) -> RunningRest:
     """Serves an application on HOST:PORT, where port 0 takes a free one, alone or beside servers that share it.
 
-    Raises AddressTaken and InvalidRequest.
+    With `tls` it speaks nothing else. Raises AddressTaken and InvalidRequest.
     """
     host, _, port = check_address("listen", listen, min_port=0).rpartition(":")
     try:
@@ -157,6 +162,8 @@ async def serve_rest(listen: str, app: ASGIApp, *, shares_port: bool = False) ->
         reset_contextvars=True,
     )
     config.load()
+    # Uvicorn's own reads the files once.
+    config.ssl = tls.server_context() if tls is not None else None
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
     await server.startup(sockets=[listener])

@@ -34,6 +34,7 @@ from outrider.process.metrics import Tally
 from outrider.rpc.channels import PROTOCOL_VERSION, open_link_channel
 from outrider.rpc.errors import error_from
 from outrider.rpc.messages import rules_from
+from outrider.rpc.tls import ClientRefused, TlsFailed, TlsFiles, refusal
 from outrider.v1 import model_service_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.draft_service_pb2 import DraftServiceLinkRequest
@@ -114,16 +115,23 @@ class ServiceLink:
     """Channel, handshake and stream of one service."""
 
     def __init__(
-        self, role: str, address: str, check: Callable[[ModelInfo], None], channel: grpc.aio.Channel | None = None
+        self,
+        role: str,
+        address: str,
+        check: Callable[[ModelInfo], None],
+        channel: grpc.aio.Channel | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
         """Takes "draft" or "target", and a check that raises an OutriderError when the service does not fit.
 
-        The link closes its channel, which is made from the address unless one is given.
+        The link closes its channel, which is made from the address unless one is given, and again when the files of
+        `tls` have been replaced and the service is away.
         """
         self.role = role
         self.address = address
-        self.channel = channel or open_link_channel(address)
         self.mismatch: OutriderError | None = None
+        self.refusal: TlsFailed | ClientRefused | None = None
+        """Why there is no connection to a service that is there."""
         self.breaker = CircuitBreaker(*BREAKERS[role])
         self.rollback_seconds = Tally(ROLLBACK_S)
         self.rolled_back_tokens = 0  # that the service's cache lost by Rollback
@@ -131,9 +139,8 @@ class ServiceLink:
         self._instance_id = 0
         self._stream: LinkStream | None = None
         self._check = check
-        self._models = ModelServiceStub(self.channel)
-        begin, self._frame_type = CALLS[role]
-        self._begin = partial(begin, self.channel)
+        self._tls = tls
+        self._use(channel or open_link_channel(address, tls))
         self._probe: asyncio.Task[float | None] | None = None
         self._lost = asyncio.Event()
         self._settled = asyncio.Event()
@@ -150,14 +157,19 @@ class ServiceLink:
     def present(self) -> ModelInfo:
         """As `info`; raises PeerLost while the service is away, or the reason why it does not fit."""
         if self.info is None:
-            raise self.mismatch or PeerLost(f"{self} cannot be reached", address=self.address)
+            raise self.mismatch or self.lost()
         return self.info
+
+    def lost(self) -> PeerLost:
+        """That it is away, with the reason where there is one that an operator has to mend."""
+        reason = "" if self.refusal is None else f": {self.refusal.message}"
+        return PeerLost(f"{self} cannot be reached{reason}", address=self.address)
 
     def stream(self) -> LinkStream:
         """The call that carries sessions; raises as `present`."""
         self.present()
         if self._stream is None:
-            raise PeerLost(f"{self} cannot be reached", address=self.address)
+            raise self.lost()
         return self._stream
 
     def report_lost(self, stream: LinkStream) -> None:
@@ -226,6 +238,7 @@ class ServiceLink:
         while True:
             delay_s = first_s
             while not await self._handshake():
+                await self._renew()
                 await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
                 delay_s = min(2 * delay_s, longest_s)
             began_s = loop.time()
@@ -242,6 +255,7 @@ class ServiceLink:
                 for task in tasks:
                     task.cancel()
             self._info = self.mismatch = None
+            await self._renew()
             self._settled.clear()
             log.warning("service lost", service=self.role, address=self.address)
             if loop.time() - began_s > longest_s:
@@ -258,6 +272,10 @@ class ServiceLink:
             self._check(info)
         except grpc.aio.AioRpcError as error:
             log.debug("service not reachable", service=self.role, address=self.address, status=error.code().name)
+            refused = await refusal(error, self.address, self._tls and self._tls.tls)
+            if refused is not None and str(refused) != str(self.refusal):
+                log.warning("service refused", service=self.role, address=self.address, reason=refused.message)
+            self.refusal = refused
             return False
         except OutriderError as error:
             self.mismatch = error
@@ -267,9 +285,26 @@ class ServiceLink:
             self._instance_id = info.instance_id
             self.breaker.renew()
         await self._connect(info)
-        self._info, self.mismatch = info, None
+        self._info = info
+        self.mismatch = self.refusal = None
         log.info("service present", service=self.role, address=self.address, model=info.model_name)
         return True
+
+    def _use(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self._models = ModelServiceStub(channel)
+        begin, self._frame_type = CALLS[self.role]
+        self._begin = partial(begin, channel)
+
+    async def _renew(self) -> None:
+        """A channel with the certificate as it is now, unless the one before still carries sessions."""
+        is_carrying = self._stream is not None and self._stream.end is None
+        if self._tls is None or is_carrying or not self._tls.renew():
+            return
+        before = self.channel
+        self._use(open_link_channel(self.address, self._tls))
+        # Calls that have begun there end within their own time.
+        await before.close(ROLLBACK_TIMEOUT_S)
 
     async def _connect(self, info: ModelInfo) -> None:
         """A stream to this incarnation; one that works already is kept, with the sessions that it carries."""
@@ -332,11 +367,21 @@ class Replicas:
         """Why the first service that answered but does not fit is not used."""
         return next((link.mismatch for link in self.links if link.mismatch is not None), None)
 
+    @property
+    def refusal(self) -> OutriderError | None:
+        """Why there is no connection to the first service that is there and takes none."""
+        return next((link.refusal for link in self.links if link.refusal is not None), None)
+
     def present(self) -> ModelInfo:
         """As `info`; raises PeerLost while all are away, or the reason why none fits."""
         if self.info is None:
-            raise self.mismatch or PeerLost(f"{self} cannot be reached", address=self.links[0].address)
+            raise self.mismatch or self.lost()
         return self.info
+
+    def lost(self) -> PeerLost:
+        """That all are away, with the first reason that an operator has to mend."""
+        reason = "" if self.refusal is None else f": {self.refusal.message}"
+        return PeerLost(f"{self} cannot be reached{reason}", address=self.links[0].address)
 
     def pick(self, session: object, need: Need | None = None, failed: ServiceLink | None = None) -> ServiceLink | None:
         """The first link that is present, meets the need, and is not blocked for the session by its breaker.
@@ -386,7 +431,7 @@ class Replicas:
     def _reason(self, need: Need) -> PeerLost:
         """Why there is none: all are away, none has the same weights, or room, or those that have hang."""
         if self.info is None:
-            return PeerLost(f"{self} cannot be reached", address=self.links[0].address)
+            return self.lost()
         if not any(link.info and link.info.model_hash == need.model_hash for link in self.links):
             return PeerLost(f"{self}: none has the model with which the request began", model_hash=need.model_hash)
         if not self._meeting(need):

@@ -13,6 +13,7 @@ from outrider.cli.convert_head import run_converter
 from outrider.cli.doctor.command import examine_gateway, examine_machine
 from outrider.cli.generate import check_chat, check_request, generation, read_prompt
 from outrider.cli.local_stack import Stack, choose_models
+from outrider.cli.modules import run_module
 from outrider.cli.output import choose_view, installed_versions
 from outrider.cli.pairs import choose_pair
 from outrider.cli.race import QUESTION, STORY
@@ -23,6 +24,7 @@ from outrider.model_names import embedded_model
 from outrider.model_service.settings import Dtype, available_cpus, check_cascade, check_model
 from outrider.process.options import grouped, listed, options_of, refuse_together
 from outrider.rpc.channels import check_address
+from outrider.rpc.tls import Tls
 
 # What is about the draft service, and about the draft, only.
 SERVICE_OPTIONS = ("draft_dtype", "top_n", "cascade", "cascade_depth")
@@ -97,16 +99,20 @@ def generate(
     request: options.RequestOptions,
     models: options.Models,
     hosted: options.HostedOptions,
+    connection: options.ConnectionOptions,
     address: options.Address = None,
-    api_key: options.ApiKey = None,
     as_json: options.Json = False,
 ) -> None:
     """Continues PROMPT; under the default rule with the target's own tokens, whatever the draft does."""
     _check_idle(models, hosted, request, address)
+    tls = _tls(address, connection)
     text = read_prompt(prompt)
     check_request(text, request)
     stack = None if address is not None else _stack_alone(models, hosted, request)
-    run(generation(text, request, choose_view(as_json=as_json), address, stack, api_key), options=options.OPTIONS)
+    run(
+        generation(text, request, choose_view(as_json=as_json), address, stack, connection.api_key, tls),
+        options=options.OPTIONS,
+    )
 
 
 @app.command()
@@ -117,16 +123,18 @@ def chat(
     turn: options.TurnOptions,
     models: options.Models,
     hosted: options.HostedOptions,
+    connection: options.ConnectionOptions,
     address: options.Address = None,
-    api_key: options.ApiKey = None,
     as_json: options.JsonTurns = False,
 ) -> None:
     """Talks with the target turn by turn; without a terminal each line of standard input is one turn."""
     _check_idle(models, hosted, turn, address)
+    tls = _tls(address, connection)
     settings = options.settings_of(turn)
     check_chat(system, settings)
     stack = None if address is not None else _stack_alone(models, hosted, turn)
-    chatting(Chat(settings, system, address, stack, api_key, as_json=as_json, rejected=bool(turn.show_rejected)))
+    rejected = bool(turn.show_rejected)
+    chatting(Chat(settings, system, address, stack, connection.api_key, as_json=as_json, rejected=rejected, tls=tls))
 
 
 def _check_idle(
@@ -142,6 +150,14 @@ def _check_idle(
     _check_hosted(models, hosted)
     if address is not None:
         check_address("--address", address)
+
+
+def _tls(address: str | None, connection: options.ConnectionOptions) -> Tls | None:
+    """How a connection is secured; raises InvalidRequest where there is none, and about options that do not fit."""
+    for option, path in options_of(connection, *options.TLS_OPTIONS).items():
+        if path is not None and address is None:
+            raise InvalidRequest(option, str(path), "given with --address")
+    return connection.tls()
 
 
 def _check_hosted(models: options.Models, hosted: options.HostedOptions, draft_device: str | None = None) -> None:
@@ -165,14 +181,15 @@ def doctor(
     *,
     address: options.GatewayAddress = None,
     rest_address: options.RestAddress = None,
-    api_key: options.ApiKey = None,
     quick: options.Quick = False,
     as_json: options.JsonReport = False,
     no_draft: options.NoDraft = False,
     models: options.Models,
     machine: options.MachineOptions,
+    connection: options.ConnectionOptions,
 ) -> None:
     """Checks this machine and a pair of models, or a running gateway, and says what to change."""
+    tls = _tls(address, connection)
     if address is None:
         if rest_address is not None:
             raise InvalidRequest("--rest-address", rest_address, "given with --address")
@@ -183,13 +200,13 @@ def doctor(
         except ModelRefused as error:
             # One of the findings.
             examined = error
-        raise typer.Exit(examine_machine(examined, api_key, quick=quick, as_json=as_json))
+        raise typer.Exit(examine_machine(examined, connection.api_key, quick=quick, as_json=as_json))
     here = {"--quick": quick or None, "--no-draft": no_draft or None}
     refuse_together("--address", address, here | options_of(models))
     check_address("--address", address)
     if rest_address is not None:
         check_address("--rest-address", rest_address)
-    raise typer.Exit(examine_gateway(address, rest_address, api_key, as_json=as_json))
+    raise typer.Exit(examine_gateway(address, rest_address, connection.api_key, tls, as_json=as_json))
 
 
 @app.command("convert-head")
@@ -202,6 +219,12 @@ def convert_head(
 ) -> None:
     """Writes a pickled drafting head as safetensors, those of EAGLE in the layout of speculators."""
     run_converter(folder, out, theta, as_json=as_json)
+
+
+@app.command(context_settings=bench.PASSING_ON, add_help_option=False)
+def certs(context: typer.Context) -> None:
+    """Makes an authority for development, and certificates for gateway, target, draft and a client."""
+    run_module("outrider.process.certs", context.args)
 
 
 @app.command()

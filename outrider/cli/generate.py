@@ -14,6 +14,7 @@ from outrider.client import AsyncClient, GenerationOptions, Result, Round
 from outrider.client.requests import chat_request, generate_request
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.process.children import Supervisor
+from outrider.rpc.tls import Tls
 
 
 def read_prompt(prompt: str) -> str:
@@ -53,7 +54,12 @@ class InOrder:
 
 
 async def show_generation(
-    address: str, prompt: str, options: RequestOptions, view: View, api_key: str | None = None
+    address: str,
+    prompt: str,
+    options: RequestOptions,
+    view: View,
+    api_key: str | None = None,
+    tls: Tls | None = None,
 ) -> None:
     """Streams one request into a view; being cancelled, it cancels the call.
 
@@ -64,7 +70,7 @@ async def show_generation(
     in_order = InOrder()
     try:
         async with (
-            AsyncClient(address, api_key=api_key) as client,
+            AsyncClient(address, api_key=api_key, tls=tls) as client,
             client.generate(prompt, **settings_of(options)) as stream,
         ):
             async for event in stream:
@@ -80,13 +86,19 @@ async def show_generation(
 
 
 def generation(
-    prompt: str, options: RequestOptions, view: View, address: str | None, stack: Stack | None, api_key: str | None
+    prompt: str,
+    options: RequestOptions,
+    view: View,
+    address: str | None,
+    stack: Stack | None,
+    api_key: str | None,
+    tls: Tls | None,
 ) -> Work:
     """The work of the command: against `address`, or else within a stack of its own."""
 
     async def work(interrupts: Interrupts) -> None:
         if stack is None:
-            await show_generation(address or "", prompt, options, view, api_key)
+            await show_generation(address or "", prompt, options, view, api_key, tls)
             return
         async with Supervisor(note, service_log) as supervisor:
             interrupts.urgent = supervisor.kill

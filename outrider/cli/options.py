@@ -21,8 +21,9 @@ from outrider.errors import InvalidRequest, OutriderError
 from outrider.model_service.settings import MAX_THREADS, Dtype
 from outrider.parameters import MAX_LOGPROB_COUNT, MAX_SAMPLES, SETTINGS, Rule, SamplingParameters
 from outrider.process.children import MAX_WORKERS
-from outrider.process.options import between, grouped, listed
+from outrider.process.options import between, flag_of, grouped, listed, options_of
 from outrider.rpc.messages import MAX_SUPPORT
+from outrider.rpc.tls import Tls
 
 REST_PORT, GATEWAY_PORT, DRAFT_PORT, TARGET_PORT = 8080, 50050, 50051, 50052
 AUTO = "auto"
@@ -45,6 +46,7 @@ _answer = partial(typer.Option, rich_help_panel="The answer")
 _sampling = partial(typer.Option, rich_help_panel="Sampling")
 _speculation = partial(typer.Option, rich_help_panel="Speculation")
 _shown = partial(typer.Option, rich_help_panel="What is shown")
+_tls = partial(typer.Option, rich_help_panel="The connection")
 _port = partial(_machine, metavar="PORT", callback=between(0, 65535))
 
 
@@ -118,15 +120,6 @@ Address = Annotated[
         help="Gateway to call. Default: start one with its services, and stop them again.", metavar="HOST:PORT"
     ),
 ]
-ApiKey = Annotated[
-    Text,
-    typer.Option(
-        help="Key for a gateway that asks for one. Better in the variable: others see what was typed.",
-        envvar="OUTRIDER_API_KEY",
-        metavar="KEY",
-        show_default=False,
-    ),
-]
 Json = Annotated[bool, _shown("--json", help="Print one JSON object at the end instead of the text.")]
 GatewayAddress = Annotated[
     Text, typer.Option(help="Gateway to check, instead of this machine.", metavar="HOST:PORT", show_default=False)
@@ -134,6 +127,45 @@ GatewayAddress = Annotated[
 RestAddress = Annotated[
     Text, typer.Option(help="Where that gateway answers REST, which tells its version.", metavar="HOST:PORT")
 ]
+
+
+TLS_OPTIONS = ("tls_ca", "tls_cert", "tls_key")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionOptions:
+    """Who asks a gateway, and how the connection to it is secured; without any of `tls` it is not."""
+
+    api_key: Annotated[
+        Text,
+        typer.Option(
+            help="Key for a gateway that asks for one. Better in the variable: others see what was typed.",
+            envvar="OUTRIDER_API_KEY",
+            metavar="KEY",
+            show_default=False,
+        ),
+    ] = None
+    tls_ca: Annotated[Text, _tls(help="Authority that signed the gateway's certificate, in PEM.", metavar="FILE")] = (
+        None
+    )
+    tls_cert: Annotated[
+        Text, _tls(help="Certificate to show to a gateway that asks for one.", metavar="FILE", show_default=False)
+    ] = None
+    tls_key: Annotated[Text, _tls(help="Its private key.", metavar="FILE")] = None
+
+    def tls(self) -> Tls | None:
+        """The files; None for a connection in plaintext. Raises InvalidRequest about an option without another one."""
+        if self.tls_ca is None:
+            for option, path in options_of(self, *TLS_OPTIONS).items():
+                if path is not None:
+                    raise InvalidRequest(option, path, "given with --tls-ca")
+            return None
+        try:
+            return Tls(self.tls_ca, self.tls_cert or "", self.tls_key or "")
+        except InvalidRequest as error:
+            raise error.rename_fields(lambda field: flag_of(field.replace(".", "_"))) from None
+
+
 Quick = Annotated[bool, typer.Option("--quick", help="Load no model and start no process.")]
 JsonTurns = Annotated[bool, _shown("--json", help="Print one JSON object a turn instead of the text.")]
 SystemMessage = Annotated[
@@ -541,7 +573,11 @@ def options_by_field() -> dict[str, str]:
     @grouped
     def _(*, request: RequestOptions) -> None: ...
 
-    options = {"address": "--address", "api_key": "--api-key"}
+    options = {
+        "address": "--address",
+        "api_key": "--api-key",
+        **{f"tls.{name}": f"--tls-{name}" for name in ("ca", "cert", "key")},
+    }
     for parameter in get_command(app).params:
         name, option = parameter.name or "", parameter.opts[0]
         field = PROTOCOL_NAMES.get(name, name)

@@ -1,5 +1,6 @@
 """What commands write: answers as text, in a terminal or as JSON, and figures and facts about them."""
 
+import asyncio
 import json
 import os
 import platform
@@ -21,6 +22,7 @@ from outrider.client import GeneratedToken, PromptToken, Result, Round, Sample
 from outrider.client.calls import failure
 from outrider.parameters import Acceptance, Rule
 from outrider.rpc.channels import open_channel
+from outrider.rpc.tls import Tls, TlsFiles
 from outrider.v1 import model_service_pb2
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub
 
@@ -324,15 +326,15 @@ class ModelFacts:
     """That guess in this process."""
 
 
-async def model_facts(address: str) -> ModelFacts:
+async def model_facts(address: str, tls: Tls | None = None) -> ModelFacts:
     """What a service says about its model. Raises OutriderError, PeerLost when nobody answers."""
-    async with open_channel(address) as channel:
+    async with open_channel(address, None if tls is None else TlsFiles(tls)) as channel:
         try:
             info = await ModelServiceStub(channel).GetModelInfo(
                 model_service_pb2.GetModelInfoRequest(), timeout=INFO_TIMEOUT_S
             )
         except grpc.aio.AioRpcError as error:
-            raise failure(error, address, None) from None
+            raise await asyncio.to_thread(failure, error, address, None, tls=tls) from None
     return ModelFacts(
         role=model_service_pb2.ServiceRole.Name(info.role).removeprefix("SERVICE_ROLE_").lower(),
         model=info.model_name,

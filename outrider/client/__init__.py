@@ -43,6 +43,7 @@ from outrider.errors import (
     Unsupported,
 )
 from outrider.parameters import Acceptance, Rule, TokenLogprob
+from outrider.rpc.tls import Tls, TlsFailed
 
 __all__ = [
     "Acceptance",
@@ -85,6 +86,8 @@ __all__ = [
     "SpeculationFigures",
     "Stream",
     "TimedOut",
+    "Tls",
+    "TlsFailed",
     "TokenLogprob",
     "Tool",
     "ToolCall",

@@ -19,6 +19,7 @@ from outrider.client.requests import (
     generate_request,
 )
 from outrider.rpc.channels import open_channel
+from outrider.rpc.tls import Tls
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 
@@ -48,7 +49,8 @@ class AsyncStream:
         try:
             message = await self._call.read()
         except grpc.RpcError as error:
-            raise self._terms.failure(error) from None
+            # It may look into the connection, and wait for that.
+            raise await asyncio.to_thread(self._terms.failure, error) from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -91,8 +93,9 @@ class AsyncClient:
     """A connection to a gateway, made by the first request and again after a loss. Belongs to one event loop.
 
     `timeout_s` and `metadata` hold for every request that names none of its own; metadata of both is sent. `api_key` is
-    what a gateway with keys asks for, and travels as it is. Raises InvalidRequest about an address that is not
-    HOST:PORT, and about a timeout, metadata or key that no call can have.
+    what a gateway with keys asks for; without `tls` it travels as it is. With `tls` the connection is one of TLS, whose
+    files are read once. Raises InvalidRequest about an address that is not HOST:PORT, files that do not fit, and a
+    timeout, metadata or key that no call can have.
     """
 
     def __init__(
@@ -102,8 +105,9 @@ class AsyncClient:
         timeout_s: float | None = None,
         metadata: Metadata | None = None,
         api_key: str | None = None,
+        tls: Tls | None = None,
     ) -> None:
-        self._caller = Caller(address, timeout_s, metadata, api_key)
+        self._caller = Caller(address, timeout_s, metadata, api_key, tls)
         # Made within the event loop to which it then belongs: a client may be made before there is one.
         self._channel: grpc.aio.Channel | None = None
 
@@ -136,6 +140,6 @@ class AsyncClient:
         if terms.closed.is_set():
             raise Cancelled(CLOSED_BEFORE)
         if self._channel is None:
-            self._channel = open_channel(terms.address)
+            self._channel = open_channel(terms.address, self._caller.files)
         call = getattr(GenerationServiceStub(self._channel), method)
         return AsyncStream(call(message, timeout=terms.timeout_s, metadata=terms.metadata), terms)

@@ -18,6 +18,7 @@ from outrider.client.requests import (
     generate_request,
 )
 from outrider.rpc.channels import channel_options
+from outrider.rpc.tls import Tls
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 CallIterator = Any
@@ -83,8 +84,9 @@ class Client:
     """A connection to a gateway, made by the first request and again after a loss.
 
     `timeout_s` and `metadata` hold for every request that names none of its own; metadata of both is sent. `api_key` is
-    what a gateway with keys asks for, and travels as it is. Raises InvalidRequest about an address that is not
-    HOST:PORT, and about a timeout, metadata or key that no call can have.
+    what a gateway with keys asks for; without `tls` it travels as it is. With `tls` the connection is one of TLS, whose
+    files are read once. Raises InvalidRequest about an address that is not HOST:PORT, files that do not fit, and a
+    timeout, metadata or key that no call can have.
     """
 
     def __init__(
@@ -94,9 +96,15 @@ class Client:
         timeout_s: float | None = None,
         metadata: Metadata | None = None,
         api_key: str | None = None,
+        tls: Tls | None = None,
     ) -> None:
-        self._caller = Caller(address, timeout_s, metadata, api_key)
-        self._channel = grpc.insecure_channel(address, options=channel_options())
+        self._caller = Caller(address, timeout_s, metadata, api_key, tls)
+        files, options = self._caller.files, channel_options()
+        self._channel = (
+            grpc.insecure_channel(address, options=options)
+            if files is None
+            else grpc.secure_channel(address, files.channel_credentials(), options=options)
+        )
         self._stub = GenerationServiceStub(self._channel)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Stream:

@@ -10,6 +10,7 @@ from outrider.client.requests import GenerationOptions, Metadata, Pairs, key_pai
 from outrider.errors import InvalidRequest, OutriderError, PeerLost
 from outrider.rpc.channels import check_address
 from outrider.rpc.errors import error_from, said_by_peer
+from outrider.rpc.tls import Tls, TlsFailed, TlsFiles, has_no_connection, why_refused
 
 # What gRPC says when a server of plain HTTP answers it.
 HTTP_1 = "http1.x server"
@@ -39,10 +40,18 @@ CLIENT_CLOSED = "The client was closed before the answer had ended."
 CLOSED_BEFORE = "The client is closed; make another one for further requests."
 
 
-def failure(error: grpc.RpcError, address: str, timeout_s: float | None, *, is_closed: bool = False) -> OutriderError:
+def failure(
+    error: grpc.RpcError,
+    address: str,
+    timeout_s: float | None,
+    *,
+    is_closed: bool = False,
+    tls: Tls | None = None,
+) -> OutriderError:
     """The error that the gateway raised, or what became of the connection to it; `is_closed` is about the client.
 
-    A gateway may say PeerLost as well, about a service behind it: that one travels as it is.
+    A gateway may say PeerLost as well, about a service behind it: that one travels as it is. Where no connection could
+    be made a handshake is tried, to see why, which may take seconds.
     """
     raised = error_from(error)
     if said_by_peer(error):
@@ -60,7 +69,9 @@ def failure(error: grpc.RpcError, address: str, timeout_s: float | None, *, is_c
     if HTTP_1 in (error.details() or ""):
         # Most often the port that a browser takes, of the very same gateway.
         return InvalidRequest("address", address, "where a gateway answers gRPC, and not its REST")
-    lost = PeerLost(f"Nothing answers on {address} (any more); `outrider up` starts a stack.", address=address)
+    why = why_refused(address, tls) if has_no_connection(error) else ""
+    nobody = f"Nothing answers on {address} (any more); `outrider up` starts a stack."
+    lost = TlsFailed(why, address=address) if why else PeerLost(nobody, address=address)
     return lost if isinstance(raised, PeerLost) else raised
 
 
@@ -73,26 +84,35 @@ class Terms:
     metadata: Pairs = field(repr=False)
     """Also the API key, which is shown nowhere."""
     closed: threading.Event
+    tls: Tls | None
 
     def failure(self, error: grpc.RpcError) -> OutriderError:
         """What went wrong in a call on these terms."""
-        return failure(error, self.address, self.timeout_s, is_closed=self.closed.is_set())
+        return failure(error, self.address, self.timeout_s, is_closed=self.closed.is_set(), tls=self.tls)
 
 
 class Caller:
     """The terms of a client's calls, all of which have ended when `closed` is set.
 
-    Raises InvalidRequest about an address, a timeout, metadata or an API key that no call can have.
+    Raises InvalidRequest about an address, a timeout, metadata or an API key that no call can have, and files that do
+    not fit.
     """
 
     def __init__(
-        self, address: str, timeout_s: float | None, metadata: Metadata | None, api_key: str | None = None
+        self,
+        address: str,
+        timeout_s: float | None,
+        metadata: Metadata | None,
+        api_key: str | None = None,
+        tls: Tls | None = None,
     ) -> None:
         # Plain Python calls this as well, and the check itself takes text for granted.
         if not isinstance(address, str):
             raise InvalidRequest("address", address, "text, HOST:PORT")
         self.address = check_address("address", address)
         self.closed = threading.Event()
+        self.files = None if tls is None else TlsFiles(tls)
+        """Of its certificates; None for plaintext."""
         self._timeout_s = _checked_timeout_s(timeout_s)
         self._metadata = key_pairs(api_key) + pairs(metadata)
 
@@ -100,7 +120,8 @@ class Caller:
         """Those of one call: its own timeout if it names one, and its metadata behind the client's."""
         timeout_s = _checked_timeout_s(options.get("timeout_s"))
         metadata = self._metadata + pairs(options.get("metadata"))
-        return Terms(self.address, self._timeout_s if timeout_s is None else timeout_s, metadata, self.closed)
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return Terms(self.address, timeout_s, metadata, self.closed, self.files and self.files.tls)
 
 
 def _checked_timeout_s(timeout_s: float | None) -> float | None:

@@ -42,6 +42,7 @@ from outrider.rpc.channels import FRAME_BYTES
 from outrider.rpc.errors import session_error
 from outrider.rpc.fencing import ComputeTimes, Fence, check_fence
 from outrider.rpc.messages import fence_from, write_fence, write_times
+from outrider.rpc.tls import client_name
 from outrider.v1.draft_service_pb2 import (
     DraftServiceLinkRequest,
     DraftServiceLinkResponse,
@@ -202,7 +203,7 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
         """
         if len(self._links) >= MAX_LINKS:
             raise Overloaded(f"{len(self._links)} gateways have a link already", limit=MAX_LINKS)
-        outbox: Outbox = Outbox(self._outboxes)
+        outbox: Outbox = Outbox(self._outboxes, client_name(context))
         self._links.add(outbox)
         self._sweep_after(IDLE_S)
         reader = asyncio.create_task(self._read(_begun(request_iterator), outbox))
@@ -342,6 +343,7 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
         for fence, job in jobs:
             self._sessions.table.hear(fence.session_id, outbox)
             try:
+                self._sessions.check_client(fence.session_id, outbox.client)
                 job()
             except OutriderError as error:
                 self._sessions.refuse(fence, error, outbox)

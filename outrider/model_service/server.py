@@ -177,7 +177,7 @@ async def serve_model(
             undo.push_async_callback(exporting.stop)
             # With port 0 nothing else tells where.
             log.info("serving metrics", address=exporting.address)
-        server = await channels.serve(settings.listen, services)
+        server = await channels.serve(settings.listen, services, tls=settings.tls(), clients=settings.clients)
         undo.pop_all()
     watching = asyncio.create_task(
         watch(lambda: worker.stalled_us, settings.stall_seconds, server.say_not_serving, exit_now)

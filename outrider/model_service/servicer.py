@@ -22,6 +22,7 @@ from outrider.process.telemetry import session_prefix
 from outrider.rpc import channels, messages
 from outrider.rpc.fencing import check_fence
 from outrider.rpc.messages import RULES
+from outrider.rpc.tls import client_name
 from outrider.v1 import model_service_pb2 as pb
 from outrider.v1.model_service_pb2_grpc import ModelServiceServicer, add_ModelServiceServicer_to_server
 
@@ -110,12 +111,13 @@ class ModelServicer(ModelServiceServicer):
     async def Rollback(  # noqa: N802 - the name is the protocol's
         self, request: pb.RollbackRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.RollbackResponse:
-        """Takes a session back to a length; raises Overloaded when much waits for the device."""
+        """Takes a session back to a length; raises Overloaded when much waits for the device, and SessionRefused."""
+        client = client_name(context)
         fence = check_fence(messages.fence_from(request.fence), self._facts.context_len)
 
         def rollback() -> RolledBack:
             started_s = time.perf_counter()
-            rolled = self._sessions.rollback(fence)
+            rolled = self._sessions.rollback(fence, client)
             self._observe_rollback(time.perf_counter() - started_s)
             return rolled
 

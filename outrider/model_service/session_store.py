@@ -82,10 +82,12 @@ class Outboxes:
 class Outbox:
     """Answers of one link in order; filled on the device thread, emptied on the loop that made it. Owns its sessions.
 
-    A client that leaves more than MAX_UNSENT of them unread is given up: `overflow` has the error then.
+    A client that leaves more than MAX_UNSENT of them unread is given up: `overflow` has the error then. `client` is the
+    name in its certificate, and empty without one.
     """
 
-    def __init__(self, outboxes: Outboxes) -> None:
+    def __init__(self, outboxes: Outboxes, client: str = "") -> None:
+        self.client = client
         self._outboxes = outboxes
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
@@ -150,6 +152,14 @@ class Outbox:
             self.overflow.set_result(Overloaded(message, limit=MAX_UNSENT))
         if self._wanted is not None and not self._wanted.done():
             self._wanted.set_result(None)
+
+
+class SessionRefused(OutriderError):
+    """The client must leave the session alone: another one has opened it."""
+
+    status = "PERMISSION_DENIED"
+    reason = "SESSION_REFUSED"
+    exit_code = 77
 
 
 class SessionTrace:
@@ -451,8 +461,19 @@ class SessionStore(Generic[StateT]):
         self._prefix_cache = prefix_cache
         self._prefix_query_tokens = self._prefix_hit_tokens = 0
 
-    def rollback(self, fence: Fence) -> RolledBack:
-        """Truncates a session and begins a new epoch; without an effect unless the epoch is newer."""
+    def check_client(self, session_id: bytes, client: str) -> None:
+        """Raises SessionRefused about a session that a client of another name has opened."""
+        held = self.table.get(session_id)
+        if held is not None and held.owner.client != client:
+            log.warning("session refused", session=session_prefix(session_id), client=client, owner=held.owner.client)
+            raise SessionRefused("The session belongs to another client")
+
+    def rollback(self, fence: Fence, client: str = "") -> RolledBack:
+        """Truncates a session and begins a new epoch; without an effect unless the epoch is newer.
+
+        Raises SessionRefused.
+        """
+        self.check_client(fence.session_id, client)
         held = self.table.get(fence.session_id)
         if held is None:
             self._min_epochs.remember(fence.session_id, fence.epoch)

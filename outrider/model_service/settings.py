@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 from outrider.errors import InvalidRequest, ModelRefused
 from outrider.gguf.files import SUFFIX
 from outrider.model_names import parse, parse_simulated
-from outrider.process.options import Setting, above, addresses, check_settings, within
+from outrider.process.options import Setting, above, addresses, listed, within
 from outrider.process.run import ProcessSettings
 
 # As many as the compiled kernels' thread pool takes.
@@ -115,7 +115,17 @@ class ModelServiceSettings(ProcessSettings):
             addresses(min_port=0, needed=False),
         ),
     ] = ""
+    tls_clients: Annotated[
+        str, Setting("Names of the clients that --tls-client-ca lets in, with commas: the first one in a certificate.")
+    ] = "gateway"
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        ProcessSettings.__post_init__(self)
+        if self.tls_client_ca and not self.clients:
+            raise InvalidRequest("--tls-clients", self.tls_clients, "at least one name with --tls-client-ca")
         object.__setattr__(self, "model", check_model("--model", self.model, self.role))
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """The names of those who may ask; none where whoever reaches the service may."""
+        return listed(self.tls_clients) if self.tls_client_ca else ()

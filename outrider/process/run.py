@@ -20,10 +20,11 @@ from typing import Annotated, Any, NoReturn, Protocol, TypeVar
 
 import structlog
 
-from outrider.errors import OutriderError
+from outrider.errors import InvalidRequest, OutriderError
 from outrider.process import telemetry
 from outrider.process.options import Setting, check_settings, within
 from outrider.rpc.channels import DRAIN_S
+from outrider.rpc.tls import TlsFiles, files_of
 
 log = structlog.get_logger()
 
@@ -51,9 +52,22 @@ class ProcessSettings:
     stop_with_stdin: Annotated[
         bool, Setting("Drain and exit 0 when stdin ends, so that the process never outlives its parent.")
     ] = False
+    tls_cert: Annotated[str, Setting("Certificate in PEM; read again when it is replaced. Empty: no TLS.")] = ""
+    tls_key: Annotated[str, Setting("Its private key.")] = ""
+    tls_client_ca: Annotated[
+        str, Setting("Authority that must have signed the certificates of clients. Empty: they need none.")
+    ] = ""
 
     def __post_init__(self) -> None:
         check_settings(self)
+        self.tls()
+
+    def tls(self) -> TlsFiles | None:
+        """The files of TLS, None where it is not wanted; raises InvalidRequest about those that cannot be used."""
+        if self.tls_client_ca and not self.tls_cert:
+            raise InvalidRequest("--tls-client-ca", self.tls_client_ca, "given with --tls-cert")
+        files = {"ca": self.tls_client_ca, "cert": self.tls_cert, "key": self.tls_key}
+        return files_of(files, {"ca": "--tls-client-ca", "cert": "--tls-cert", "key": "--tls-key"})
 
 
 Settings = TypeVar("Settings", bound=ProcessSettings)

@@ -7,7 +7,7 @@ caller to say, because a process that hangs still answers pings.
 import ipaddress
 import re
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.rpc.guard import Guard
+from outrider.rpc.tls import TlsFiles
 
 MAX_PORT = 65_535
 # Brackets hold an IPv6 address, whose colons would look like the one before the port.
@@ -123,14 +124,17 @@ def server_options(*, shares_port: bool = False) -> Options:
     )
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
+def open_channel(address: str, tls: TlsFiles | None = None, further: Options = ()) -> grpc.aio.Channel:
     """A channel to a service; the connection is made by the first call."""
-    return grpc.aio.insecure_channel(address, options=channel_options())
+    options = (*channel_options(), *further)
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)
 
 
-def open_link_channel(address: str) -> grpc.aio.Channel:
+def open_link_channel(address: str, tls: TlsFiles | None = None) -> grpc.aio.Channel:
     """A channel for a link: its service sends little that has not been read, and puts the rest into larger frames."""
-    return grpc.aio.insecure_channel(address, options=(*channel_options(), *UNREAD_OPTIONS))
+    return open_channel(address, tls, UNREAD_OPTIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +167,17 @@ async def serve(
     reflects: bool = False,
     shares_port: bool = False,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    tls: TlsFiles | None = None,
+    clients: Collection[str] = (),
 ) -> RunningServer:
     """Starts a server of the given services with health, and with reflection if it `reflects`.
 
     `listen` is HOST:PORT, and port 0 takes a free one; of servers that share a port each connection has one. What
-    interceptors and handlers raise becomes a status. Raises AddressTaken and InvalidRequest.
+    interceptors and handlers raise becomes a status. With `tls` it takes no others; `clients` are the names of those
+    who may ask for more than health, where not all may. Raises AddressTaken and InvalidRequest.
     """
     options = server_options(shares_port=shares_port)
-    server = grpc.aio.server(interceptors=[Guard(), *interceptors], options=options)
+    server = grpc.aio.server(interceptors=[Guard(clients), *interceptors], options=options)
     for add in services.values():
         add(server)
     health_servicer = health.aio.HealthServicer()
@@ -181,7 +188,7 @@ async def serve(
         reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     host = check_address("listen", listen, min_port=0).rpartition(":")[0]
     try:
-        port = server.add_insecure_port(listen)
+        port = server.add_secure_port(listen, tls.server_credentials()) if tls else server.add_insecure_port(listen)
     except RuntimeError:
         port = 0
     if port == 0:

@@ -5,16 +5,18 @@ call with INTERNAL "internal error". A message that cannot be parsed is the call
 """
 
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import grpc
 import structlog
+from grpc_health.v1 import health
 
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.rpc.errors import UNEXPECTED_TEXT, status_of
+from outrider.rpc.tls import check_client
 
 log = structlog.get_logger()
 
@@ -50,7 +52,13 @@ async def rpc_errors(context: Context) -> AsyncIterator[None]:
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Puts every handler of a server behind the wall, unary and streaming alike."""
+    """Puts every handler of a server behind the wall, unary and streaming alike.
+
+    `clients` are the names of those who are let in, where not all are; whoever watches health needs no name.
+    """
+
+    def __init__(self, clients: Collection[str] = ()) -> None:
+        self._clients = clients
 
     async def intercept_service(
         self,
@@ -67,28 +75,35 @@ class Guard(grpc.aio.ServerInterceptor):
         )
         make: Any = getattr(grpc, f"{kind}_rpc_method_handler")
         checked = _checked_stream if handler.request_streaming else _checked
+        is_open = handler_call_details.method.startswith(f"/{health.SERVICE_NAME}/")
         # grpc.aio tells generators from coroutines by looking at the function, so each gets a wrapper of its kind.
         wrap = _generator if inspect.isasyncgenfunction(inner) else _coroutine
         wrapped: Handler = make(
-            wrap(inner, checked),
+            wrap(inner, checked, () if is_open else self._clients),
             request_deserializer=_tolerant(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
         return wrapped
 
 
-def _coroutine(inner: Function, checked: Function) -> Callable[[Any, Context], Awaitable[Any]]:
+def _coroutine(
+    inner: Function, checked: Function, clients: Collection[str]
+) -> Callable[[Any, Context], Awaitable[Any]]:
     async def call(request: object, context: Context) -> object:
         async with rpc_errors(context):
+            check_client(context, clients)
             return await inner(checked(request), context)
         return None
 
     return call
 
 
-def _generator(inner: Function, checked: Function) -> Callable[[Any, Context], AsyncIterator[Any]]:
+def _generator(
+    inner: Function, checked: Function, clients: Collection[str]
+) -> Callable[[Any, Context], AsyncIterator[Any]]:
     async def stream(request: object, context: Context) -> AsyncIterator[Any]:
         async with rpc_errors(context):
+            check_client(context, clients)
             async for response in inner(checked(request), context):
                 yield response
 

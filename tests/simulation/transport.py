@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -47,7 +48,8 @@ class Server:
             async def continuation(details: object, handler: Any = handler) -> Any:
                 return handler
 
-            self.handlers[method] = await Guard().intercept_service(continuation, method)  # type: ignore[arg-type]
+            details = SimpleNamespace(method=method, invocation_metadata=())
+            self.handlers[method] = await Guard().intercept_service(continuation, details)
         return self
 
     def begin(self, call: ServerCall) -> None:

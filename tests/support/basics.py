@@ -59,6 +59,7 @@ def spec_of(
 class Answers(list[Any]):
     """Stands where the outbox of a link stands: what came, in order."""
 
+    client = ""
     # An outbox is its own owner, whatever is in it.
     __hash__ = object.__hash__  # type: ignore[assignment]
 

@@ -21,6 +21,7 @@ from outrider.cli.race import verdict
 from outrider.cli.running import failures_as_exits, note, service_log
 from outrider.client import ChatMessage, Client, GenerationOptions, OutriderError, Speculation, Stream
 from outrider.process.children import Supervisor
+from outrider.rpc.tls import Tls
 
 HINT = "Ctrl-C again leaves, and so does /quit."
 
@@ -36,6 +37,7 @@ class Chat:
     api_key: str | None = field(repr=False)
     as_json: bool
     rejected: bool
+    tls: Tls | None = None
 
 
 def chatting(chat: Chat) -> None:
@@ -52,7 +54,7 @@ def chatting(chat: Chat) -> None:
                     with Console(stderr=True).status("Starting the services"):
                         kept = portal.wrap_async_context_manager(kept_stack(chat.stack))
                         address = open_until_the_end.enter_context(kept)
-                client = open_until_the_end.enter_context(Client(address, api_key=chat.api_key))
+                client = open_until_the_end.enter_context(Client(address, api_key=chat.api_key, tls=chat.tls))
                 reader, screen, is_interactive = choose_ends(COMMANDS, as_json=chat.as_json, rejected=chat.rejected)
                 Talk(client, chat, reader, screen, is_interactive=is_interactive).run()
         except KeyboardInterrupt:

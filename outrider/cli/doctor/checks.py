@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import json
 import os
+import ssl
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
@@ -33,6 +34,7 @@ from outrider.client.requests import key_pairs
 from outrider.errors import OutriderError
 from outrider.process.children import HOST
 from outrider.rpc.channels import open_channel
+from outrider.rpc.tls import Tls, TlsFailed, TlsFiles, why_refused
 
 PORTS, KERNELS, CUDA, ROWS, GATEWAY, REST = "ports", "kernels", "cuda", "row invariance", "gateway", "REST"
 TIMEOUT_S = 3.0
@@ -49,6 +51,7 @@ REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps -e ."
 # Far longer than a large model takes to load.
 PROBE_TIMEOUT_S = 600.0
 PROBE_FIX = "Run `python -m outrider.model_service.row_probe --model DIR` to see all of what it says."
+TLS_FIX = "Give --tls-ca, and --tls-cert with --tls-key, as the gateway needs them; new certificates: `outrider certs`."
 PROMPT = "Once upon a time there was a"
 # With 4 guesses a round gives at most 5 tokens, so there are at least two.
 MAX_TOKENS, DRAFT_COUNT, MIN_ROUNDS = 16, 4, 2
@@ -64,8 +67,8 @@ class Answerer:
     is_serving: bool = True
 
 
-async def who_answers(address: str) -> Answerer | None:
-    """Who takes connections on an address; None for nobody."""
+async def who_answers(address: str, tls: Tls | None = None) -> Answerer | None:
+    """Who takes connections on an address; None for nobody. Raises InvalidRequest about files that do not fit."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(TIMEOUT_S):
@@ -73,9 +76,9 @@ async def who_answers(address: str) -> Answerer | None:
     except OSError:
         return None
     writer.close()
-    if await asyncio.to_thread(rest_text, address, LIVE_PATH) == ALIVE:
+    if await asyncio.to_thread(rest_text, address, LIVE_PATH, tls=tls) == ALIVE:
         return Answerer("rest")
-    async with open_channel(address) as channel:
+    async with open_channel(address, None if tls is None else TlsFiles(tls)) as channel:
         request = health_pb2.HealthCheckRequest(service=GENERATION_SERVICE)
         # Without an answer it may still be a model service, which does not generate.
         with suppress(grpc.aio.AioRpcError):
@@ -83,25 +86,32 @@ async def who_answers(address: str) -> Answerer | None:
             return Answerer("gateway", is_serving=health.status == health_pb2.HealthCheckResponse.SERVING)
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            facts = await model_facts(address)
+            facts = await model_facts(address, tls)
     except (OutriderError, TimeoutError):
         return Answerer("other")
     return Answerer(facts.role, facts.model)
 
 
-def rest_status(address: str, api_key: str | None = None) -> dict[str, Any] | None:
+def rest_status(address: str, api_key: str | None = None, tls: Tls | None = None) -> dict[str, Any] | None:
     """What a gateway's REST surface says about itself; None where none answers. Blocks for at most some seconds."""
     try:
-        status = json.loads(rest_text(address, STATUS_PATH, api_key=api_key) or "null")
+        status = json.loads(rest_text(address, STATUS_PATH, api_key=api_key, tls=tls) or "null")
     except ValueError:
         return None
     return status if isinstance(status, dict) and "gateway" in status else None
 
 
-def rest_text(address: str, path: str, max_bytes: int = MAX_BODY_BYTES, *, api_key: str | None = None) -> str | None:
+def rest_text(
+    address: str, path: str, max_bytes: int = MAX_BODY_BYTES, *, api_key: str | None = None, tls: Tls | None = None
+) -> str | None:
     """The body of a successful HTTP GET, None for any other answer. Blocks for at most some seconds."""
     host, _, port = address.rpartition(":")
-    connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=TIMEOUT_S)
+    place = host.strip("[]"), int(port)
+    connection = (
+        http.client.HTTPConnection(*place, timeout=TIMEOUT_S)
+        if tls is None
+        else http.client.HTTPSConnection(*place, timeout=TIMEOUT_S, context=tls.context(ssl.PROTOCOL_TLS_CLIENT))
+    )
     try:
         connection.request("GET", path, headers=dict(key_pairs(api_key)))
         response = connection.getresponse()
@@ -220,18 +230,26 @@ def _row_finding(facts: Mapping[str, Any], device: str) -> Finding:
 
 
 async def check_gateway(
-    address: str, rest_address: str | None, own_version: str, api_key: str | None = None
+    address: str, rest_address: str | None, own_version: str, api_key: str | None = None, tls: Tls | None = None
 ) -> AsyncIterator[Finding]:
     """All checks of a gateway that runs, in order; nothing more where none serves on the address."""
-    finding = gateway_finding(address, await who_answers(address))
+    finding = gateway_finding(address, await who_answers(address, tls))
+    if finding.exit_code and (reason := await asyncio.to_thread(why_refused, address, tls)):
+        finding = failed(GATEWAY, reason, TLS_FIX, TlsFailed.exit_code)
     yield finding
     if finding.exit_code:
         return
     if rest_address is None:
         yield skipped(REST, "Only REST tells the gateway's version.", "Give its address with --rest-address.")
     else:
-        yield rest_finding(rest_address, await asyncio.to_thread(rest_status, rest_address, api_key), own_version)
-    yield await self_test(address, api_key, has_draft=True)
+        status = await asyncio.to_thread(rest_status, rest_address, api_key, tls)
+        reason = "" if status is not None else await asyncio.to_thread(why_refused, rest_address, tls)
+        yield (
+            failed(REST, reason, TLS_FIX, TlsFailed.exit_code)
+            if reason
+            else rest_finding(rest_address, status, own_version)
+        )
+    yield await self_test(address, api_key, has_draft=True, tls=tls)
 
 
 def gateway_finding(address: str, answerer: Answerer | None) -> Finding:
@@ -274,12 +292,12 @@ def rest_finding(address: str, status: Mapping[str, Any] | None, own_version: st
     return warning(REST, f"{sentence} This command is version {own_version}.", fix)
 
 
-async def self_test(address: str, api_key: str | None = None, *, has_draft: bool) -> Finding:
+async def self_test(address: str, api_key: str | None = None, *, has_draft: bool, tls: Tls | None = None) -> Finding:
     """Sends a gateway one request with and without speculation. `has_draft` says whether a draft is to take part."""
     options = (Speculation(draft_count=DRAFT_COUNT), Speculation(enabled=False))
     samples: list[Sample] = []
     try:
-        async with AsyncClient(address, timeout_s=ANSWER_TIMEOUT_S, api_key=api_key) as client:
+        async with AsyncClient(address, timeout_s=ANSWER_TIMEOUT_S, api_key=api_key, tls=tls) as client:
             for speculation in options:
                 stream = client.generate(
                     PROMPT, max_tokens=MAX_TOKENS, ignore_eos=True, seed=7, temperature=0.8, speculation=speculation

@@ -13,6 +13,7 @@ from outrider.cli.output import installed_versions
 from outrider.cli.running import SYSEXITS, Interrupts, note, run
 from outrider.errors import ModelRefused
 from outrider.process.children import ServiceFailed, Supervisor
+from outrider.rpc.tls import Tls
 
 
 def examine_machine(stack: Stack | ModelRefused, api_key: str | None, *, quick: bool, as_json: bool) -> int:
@@ -53,11 +54,13 @@ def examine_machine(stack: Stack | ModelRefused, api_key: str | None, *, quick: 
     return _examine(check, as_json=as_json)
 
 
-def examine_gateway(address: str, rest_address: str | None, api_key: str | None, *, as_json: bool) -> int:
+def examine_gateway(
+    address: str, rest_address: str | None, api_key: str | None, tls: Tls | None, *, as_json: bool
+) -> int:
     """Checks a gateway that runs, prints the report and returns the exit code."""
 
     async def check(report: Report, _: Interrupts) -> None:
-        async for finding in check_gateway(address, rest_address, version("outrider"), api_key):
+        async for finding in check_gateway(address, rest_address, version("outrider"), api_key, tls):
             report.add(finding)
 
     return _examine(check, as_json=as_json)

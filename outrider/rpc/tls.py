@@ -1,0 +1,294 @@
+"""Transport security: the files of a certificate, taken up again when they are replaced, and why a peer was refused.
+
+A name of a client is the first of the subject alternative names in its certificate. Who has no certificate of the
+authority that a server asks for is turned away within the handshake, where gRPC tells nobody in Python; its own line
+on stderr ("Handshake failed with error ...") is the server's word about it. The client is told nothing but the end of
+the connection, so it finds the reason with a handshake of its own (`why_refused`).
+"""
+
+import asyncio
+import os
+import socket
+import ssl
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+
+from outrider.errors import Field, InvalidRequest, OutriderError, PeerLost
+from outrider.rpc.errors import error_from, said_by_peer
+
+log = structlog.get_logger()
+
+PROBE_S = 5.0
+# What gRPC begins with where it has no connection at all, as when a handshake fails; streams that break say less.
+NOT_CONNECTED = "failed to connect to all addresses"
+# Words of OpenSSL for what a reader would not recognize.
+FOREIGN = frozenset({"unable to get local issuer certificate", "self-signed certificate in certificate chain"})
+NO_CERTIFICATE = "PEER_DID_NOT_RETURN_A_CERTIFICATE"
+PLAINTEXT = frozenset({"HTTP_REQUEST", "WRONG_VERSION_NUMBER"})
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class TlsFailed(PeerLost):
+    """The operator must change a certificate, an authority or an option: until then there is no connection."""
+
+    reason = "TLS_FAILED"
+    exit_code = 78
+
+
+class ClientRefused(OutriderError):
+    """The operator must let the client in by its name, or give it another certificate."""
+
+    status = "PERMISSION_DENIED"
+    reason = "CLIENT_REFUSED"
+    exit_code = 77
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Files in PEM; "" for none: `ca` must have signed the other side's certificate, `cert` and `key` are one's own.
+
+    Raises InvalidRequest where only one of cert and key is given.
+    """
+
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.cert) != bool(self.key):
+            given, missing = ("cert", "key") if self.cert else ("key", "cert")
+            limit = ("given with ", Field(f"tls.{missing}"), ", or left out")
+            raise InvalidRequest(f"tls.{given}", getattr(self, given), limit)
+
+    def context(self, purpose: int) -> ssl.SSLContext:
+        """What Python's own handshakes need, as the files are now; raises InvalidRequest about what cannot be used.
+
+        A server asks for certificates where there is an authority, and a client trusts no other one.
+        """
+        context = ssl.SSLContext(purpose)
+        if self.cert:
+            try:
+                # Without a password the library would ask the terminal for one.
+                context.load_cert_chain(self.cert, self.key, password="")
+            except (OSError, ValueError) as error:
+                limit = f"a certificate in PEM that fits the key in {self.key}: {_words(error)}"
+                raise InvalidRequest("tls.cert", self.cert, limit) from None
+        if self.ca:
+            try:
+                context.load_verify_locations(self.ca)
+            except (OSError, ValueError) as error:
+                raise InvalidRequest("tls.ca", self.ca, f"an authority's certificate in PEM: {_words(error)}") from None
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+
+def _words(error: Exception) -> str:
+    return getattr(error, "reason", None) or getattr(error, "strerror", None) or type(error).__name__
+
+
+class TlsFiles:
+    """The files of a `Tls` and what they hold, looked at again whenever somebody asks.
+
+    Files are replaced one by one: as long as they do not fit together, what they held before holds. Raises
+    InvalidRequest about files that do not fit at the beginning.
+    """
+
+    def __init__(self, tls: Tls) -> None:
+        self.tls = tls
+        self._marks = self._look()
+        tls.context(ssl.PROTOCOL_TLS_SERVER)
+        self.ca, self.cert, self.key = self._read()
+
+    def renew(self) -> bool:
+        """Takes up what has been replaced; tells whether there was something, and it fits."""
+        marks = self._look()
+        if marks == self._marks:
+            return False
+        try:
+            self.tls.context(ssl.PROTOCOL_TLS_SERVER)
+            contents = self._read()
+        except (OutriderError, OSError) as error:
+            log.warning("certificate not taken up", cert=self.tls.cert, reason=str(error))
+            self._marks = marks
+            return False
+        if self._look() != marks:
+            # What was checked need not be what was read; whoever comes next looks again.
+            return False
+        self._marks = marks
+        self.ca, self.cert, self.key = contents
+        log.info("certificate taken up", cert=self.tls.cert)
+        return True
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Those of a gRPC server, renewed with each connection; with an authority, clients need a certificate."""
+
+        def configuration() -> grpc.ServerCertificateConfiguration:
+            return grpc.ssl_server_certificate_configuration([(self.key, self.cert)], self.ca or None)
+
+        def renewed() -> grpc.ServerCertificateConfiguration | None:
+            return configuration() if self.renew() else None
+
+        return grpc.dynamic_ssl_server_credentials(configuration(), renewed, bool(self.ca))
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Those of a channel, as the files were when they were last looked at."""
+        return grpc.ssl_channel_credentials(self.ca or None, self.key or None, self.cert or None)
+
+    def server_context(self) -> ssl.SSLContext:
+        """That of a server of Python's own, renewed with each connection; it logs whom it refuses."""
+        context = latest = self.tls.context(ssl.PROTOCOL_TLS_SERVER)
+
+        def choose(handshake: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+            nonlocal latest
+            if self.renew():
+                latest = self.tls.context(ssl.PROTOCOL_TLS_SERVER)
+            handshake.context = latest
+
+        context.sni_callback = choose
+        context.sslobject_class = LoggedHandshake
+        return context
+
+    def _paths(self) -> tuple[str, str, str]:
+        return self.tls.ca, self.tls.cert, self.tls.key
+
+    def _look(self) -> list[tuple[int, ...]]:
+        """What differs when a file has been replaced, or what leads to it."""
+        found = [os.stat(path) for path in self._paths() if os.path.exists(path)]
+        return [(each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns) for each in found]
+
+    def _read(self) -> list[bytes]:
+        return [Path(path).read_bytes() if path else b"" for path in self._paths()]
+
+
+def files_of(tls: Mapping[str, str], options: Mapping[str, str]) -> TlsFiles | None:
+    """The files that options name, by the fields of `Tls`; None where no option is given.
+
+    Raises InvalidRequest, in the names of the options, about files that cannot be used.
+    """
+    if not any(tls.values()):
+        return None
+    try:
+        return TlsFiles(Tls(**tls))
+    except InvalidRequest as error:
+        raise error.rename_fields(lambda field: options.get(field.removeprefix("tls."), field)) from None
+
+
+class LoggedHandshake(ssl.SSLObject):
+    """The server's side of a handshake; one that fails is a line in the log, where asyncio would say nothing."""
+
+    def do_handshake(self) -> None:
+        """As of any; raises the same."""
+        try:
+            super().do_handshake()
+        except ssl.SSLWantReadError:
+            raise
+        except ssl.SSLError as error:
+            log.warning("client refused", reason=_why_client_refused(error))
+            raise
+
+
+def _why_client_refused(error: ssl.SSLError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"Its certificate is refused: {_verdict(error, 'the authority that clients must have')}."
+    if error.reason == NO_CERTIFICATE:
+        return "It has shown no certificate."
+    if error.reason in PLAINTEXT:
+        return "It does not speak TLS."
+    return f"The handshake failed: {_words(error)}."
+
+
+def _verdict(error: ssl.SSLCertVerificationError, authority: str) -> str:
+    return f"it is not signed by {authority}" if error.verify_message in FOREIGN else error.verify_message.rstrip(".")
+
+
+def client_name(context: Context) -> str:
+    """The name in the certificate with which a call came; empty where clients show none."""
+    names = context.auth_context().get("x509_subject_alternative_name", ())
+    return next((name.decode(errors="replace") for name in names), "")
+
+
+def check_client(context: Context, allowed: Collection[str]) -> None:
+    """Raises ClientRefused, and logs it, unless the call came from one of those who are let in; none named is all."""
+    if not allowed:
+        return
+    name = client_name(context)
+    if name not in allowed:
+        message = f"The client {name!r} is not one of those that are let in: {', '.join(sorted(allowed))}"
+        log.warning("client refused", reason=message, peer=context.peer())
+        raise ClientRefused(message, client=name)
+
+
+def why_refused(address: str, tls: Tls | None) -> str:
+    """Why a server that is there takes no connection, as one sentence; empty where that has nothing to do with TLS.
+
+    Tries a handshake, and blocks: for seconds where nobody answers.
+    """
+    try:
+        is_heard = bool(_first_byte(address, tls))
+    except ssl.SSLCertVerificationError as error:
+        authority = f"the authority in {tls.ca}" if tls is not None and tls.ca else "a known authority"
+        return f"The certificate of {address} is refused: {_verdict(error, authority)}."
+    except OSError as error:
+        is_plain = tls is not None and isinstance(error, ssl.SSLError) and error.reason in PLAINTEXT
+        return f"{address} does not speak TLS." if is_plain else ""
+    if tls is None:
+        return f"{address} speaks TLS, and was called without it."
+    if is_heard:
+        return ""
+    if not tls.cert:
+        return f"{address} lets nobody in without a certificate, and none was given."
+    return f"{address} does not accept the certificate in {tls.cert}: {_own_fault(tls)}."
+
+
+async def refusal(error: grpc.RpcError, address: str, tls: Tls | None) -> TlsFailed | ClientRefused | None:
+    """What a failed call says about certificates, looked into with `why_refused`; None where that is not the reason."""
+    raised = error_from(error)
+    if isinstance(raised, ClientRefused):
+        return raised
+    sentence = await asyncio.to_thread(why_refused, address, tls) if has_no_connection(error) else ""
+    return TlsFailed(sentence, address=address) if sentence else None
+
+
+def has_no_connection(error: grpc.RpcError) -> bool:
+    """Whether a call failed because no connection could be made, and not because one broke."""
+    return not said_by_peer(error) and NOT_CONNECTED in (error.details() or "")
+
+
+def _first_byte(address: str, tls: Tls | None) -> bytes:
+    """What a server of gRPC says first; nothing where it refuses the certificate of its client, and without TLS."""
+    host, _, port = address.rpartition(":")
+    context = (tls or Tls()).context(ssl.PROTOCOL_TLS_CLIENT)
+    if tls is None:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    elif not tls.ca:
+        context.load_default_certs()
+    context.set_alpn_protocols(["h2"])
+    with (
+        socket.create_connection((host.strip("[]"), int(port)), PROBE_S) as connection,
+        context.wrap_socket(connection, server_hostname=host.strip("[]")) as secure,
+    ):
+        return secure.recv(1) if tls is not None else b""
+
+
+def _own_fault(tls: Tls) -> str:
+    """What is wrong with one's own certificate, as far as that can be seen from here."""
+    server, client = tls.context(ssl.PROTOCOL_TLS_SERVER), tls.context(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True)
+    try:
+        for end in ends * 2:
+            with suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        return _verdict(error, f"the authority in {tls.ca}")
+    return (
+        "its authority is not the one that is wanted there, or it came too early or too late; the log there says which"
+    )

@@ -1,0 +1,94 @@
+"""`outrider certs`: an authority and certificates for development, as files that others cannot read the keys of."""
+
+import json
+import ssl
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from outrider.errors import InvalidRequest
+from outrider.process.certs import CA, CERT, KEY, NAMES, hosts_of, write_certificates
+
+START = "import sys; from outrider.cli.app import app; sys.argv[0] = 'outrider'; app()"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "outrider.process.certs", *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def read(path: Path) -> x509.Certificate:
+    return x509.load_pem_x509_certificate(path.read_bytes())
+
+
+def hosts_in(certificate: x509.Certificate) -> list[str]:
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return [str(each.value) for each in names]
+
+
+def test_the_command_writes_a_folder_for_each(tmp_path: Path) -> None:
+    """Each has its certificate, its key for nobody else, and the authority that signed it, and says who it is first."""
+    ended = subprocess.run(
+        [sys.executable, "-c", START, "certs", str(tmp_path), "--host", "target=10.0.0.7", "--days", "2", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(ended.stdout)["names"] == list(NAMES)
+    authority = read(tmp_path / "authority" / CERT)
+    for name in NAMES:
+        found = read(tmp_path / name / CERT)
+        found.verify_directly_issued_by(authority)
+        assert read(tmp_path / name / CA) == authority
+        assert hosts_in(found)[:2] == [name, "localhost"]
+        assert found.not_valid_after_utc - authority.not_valid_before_utc > timedelta(days=2)
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(tmp_path / name / CERT, tmp_path / name / KEY)
+    assert "10.0.0.7" in hosts_in(read(tmp_path / "target" / CERT))
+    assert "10.0.0.7" not in hosts_in(read(tmp_path / "draft" / CERT))
+    keys = sorted(tmp_path.rglob(KEY))
+    assert len(keys) == len(NAMES) + 1
+    assert {each.stat().st_mode & 0o777 for each in keys} == {0o600}
+    assert {each.name for each in tmp_path.rglob("*") if each.is_file()} == {CA, CERT, KEY}
+
+
+def test_the_authority_is_kept(tmp_path: Path) -> None:
+    """The second time there are new certificates of the same authority."""
+    hosts = {"target": ("target",)}
+    assert write_certificates(tmp_path, hosts, timedelta(days=1)) == ["target"]
+    before = read(tmp_path / "authority" / CERT), read(tmp_path / "target" / CERT)
+    write_certificates(tmp_path, hosts, timedelta(days=1))
+    assert read(tmp_path / "authority" / CERT) == before[0]
+    assert read(tmp_path / "target" / CERT) != before[1]
+    read(tmp_path / "target" / CERT).verify_directly_issued_by(before[0])
+
+
+def test_one_more_name() -> None:
+    """Who is not one of the four gets a certificate, too."""
+    assert hosts_of(["target-2=b.example", "target-2=c.example"])["target-2"] == (
+        *("target-2", "localhost", "127.0.0.1", "::1"),
+        *("b.example", "c.example"),
+    )
+
+
+@pytest.mark.parametrize("entry", ["target", "=10.0.0.7", "target=", "Target=x", "../x=y", "authority=x"])
+def test_names_that_are_refused(entry: str) -> None:
+    """They become folders, and one of them is taken."""
+    with pytest.raises(InvalidRequest, match=r"^--host is "):
+        hosts_of([entry])
+
+
+def test_refusals_are_sentences(tmp_path: Path) -> None:
+    """A host that no certificate can name, an authority that is no longer whole, a folder that is none."""
+    ended = run(str(tmp_path), "--host", "target=a b")
+    assert (ended.returncode, ended.stderr[:33]) == (64, "outrider: --host is 'a b', but mu")
+    (tmp_path / "authority" / CERT).write_text("")
+    ended = run(str(tmp_path))
+    assert (ended.returncode, ended.stderr[:18]) == (64, "outrider: DIR is '")
+    ended = run(str(tmp_path / "authority" / CERT))
+    assert (ended.returncode, ended.stderr.count("\n")) == (73, 1)
+    assert "cannot be written" in ended.stderr
