@@ -1,5 +1,9 @@
 """Certificates of authorities that live as long as a test: sound ones, and those that a peer must refuse."""
 
+import asyncio
+import os
+import shutil
+import ssl
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,3 +32,22 @@ def trusting(folder: Path, name: str) -> Tls:
 def server_of(folder: Path, name: str) -> Tls:
     """Only the certificate, as a server has it that lets everybody in."""
     return Tls(cert=str(folder / name / CERT), key=str(folder / name / KEY))
+
+
+def replace_files(source: Tls, place: Tls, *names: str) -> None:
+    """Puts files in the place of others, as whoever renews certificates does."""
+    for name in names:
+        new = f"{getattr(place, name)}.new"
+        shutil.copyfile(getattr(source, name), new)
+        os.replace(new, getattr(place, name))
+
+
+def pem_of(tls: Tls) -> str:
+    """A certificate as its file has it."""
+    return Path(tls.cert).read_text(encoding="ascii")
+
+
+async def shown_at(address: str, tls: Tls) -> str:
+    """The certificate that a server shows to a new connection, in PEM."""
+    host, _, port = address.rpartition(":")
+    return await asyncio.to_thread(ssl.get_server_certificate, (host, int(port)), ca_certs=tls.ca)
