@@ -17,7 +17,7 @@ from typing import Annotated
 import trustme
 import typer
 
-from outrider.errors import InvalidRequest, OutriderError
+from outrider.errors import InvalidRequest
 from outrider.process.options import between, run_app, service_app
 
 # The first is the name that a service's list of clients has for it.
@@ -30,14 +30,6 @@ NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 DAYS, MAX_DAYS = 365, 36_500
 
 app = service_app()
-
-
-class CannotWrite(OutriderError):
-    """The operator must choose another folder, or make room in this one."""
-
-    status = "FAILED_PRECONDITION"
-    reason = "CANNOT_WRITE"
-    exit_code = 73
 
 
 @app.command()
@@ -62,7 +54,7 @@ def certs(
     try:
         names = write_certificates(folder, hosts_of(host or []), timedelta(days=days))
     except OSError as error:
-        raise CannotWrite(f"{folder} cannot be written: {error.strerror}.", folder=folder) from None
+        raise InvalidRequest("DIR", str(folder), f"a folder that can be written: {error.strerror}") from None
     line = {"folder": str(folder), "authority": str(folder / AUTHORITY / CERT), "names": names}
     sentence = f"{folder} has certificates for {', '.join(names)}, valid for {days} days. Keep its {AUTHORITY} secret."
     sys.stdout.write((json.dumps(line) if as_json else sentence) + "\n")

@@ -42,6 +42,20 @@ def replace_files(source: Tls, place: Tls, *names: str) -> None:
         os.replace(new, getattr(place, name))
 
 
+def tls_settings(folder: Path) -> dict[str, dict[str, str]]:
+    """What the settings of each process are for mutual TLS between gateway and services, and TLS before the gateway."""
+    settings = {}
+    for role in ("gateway", "target", "draft"):
+        shown = shown_by(folder, role)
+        settings[role] = {"tls_cert": shown.cert, "tls_key": shown.key}
+        if role == "gateway":
+            files = {"ca": shown.ca, "cert": shown.cert, "key": shown.key}
+            settings[role] |= {f"service_tls_{name}": path for name, path in files.items()}
+        else:
+            settings[role]["tls_client_ca"] = shown.ca
+    return settings
+
+
 def pem_of(tls: Tls) -> str:
     """A certificate as its file has it."""
     return Path(tls.cert).read_text(encoding="ascii")

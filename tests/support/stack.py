@@ -24,12 +24,14 @@ from gateway.settings import GatewaySettings
 from outrider.client import AsyncClient
 from outrider.rpc.channels import open_channel
 from outrider.rpc.errors import error_from
+from outrider.rpc.tls import TlsFiles
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import types_pb2
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub
 from support.basics import eventually
+from support.certificates import shown_by, tls_settings, trusting
 from target_service.server import TargetSettings
 from target_service.server import start as start_target
 
@@ -91,6 +93,8 @@ class RunningStack:
     draft: Any = None
     gateway: RunningGateway | None = None
     further_drafts: dict[str, Any] = field(default_factory=dict)
+    certificates: Path | None = None
+    """Of `support.certificates`, for gateway, target, draft and client; None for plaintext."""
     channels: dict[str, grpc.aio.Channel] = field(default_factory=dict)
     clients: list[AsyncClient] = field(default_factory=list)
 
@@ -104,13 +108,15 @@ class RunningStack:
     def client(self) -> AsyncClient:
         """A client of the gateway, as users have one; closed with the stack."""
         if not self.clients:
-            self.clients.append(AsyncClient(self.address))
+            tls = None if self.certificates is None else trusting(self.certificates, "client")
+            self.clients.append(AsyncClient(self.address, tls=tls))
         return self.clients[0]
 
     def channel(self, address: str) -> grpc.aio.Channel:
         """A channel that is closed with the stack."""
         if address not in self.channels:
-            self.channels[address] = open_channel(address)
+            tls = None if self.certificates is None else TlsFiles(shown_by(self.certificates, "gateway"))
+            self.channels[address] = open_channel(address, tls)
         return self.channels[address]
 
     def call(self, request: pb.GenerateRequest) -> "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]":
@@ -194,16 +200,20 @@ async def running_stack(
     draft_options: Mapping[str, Any] | None = None,
     target_options: Mapping[str, Any] | None = None,
     further_drafts: Mapping[str, str] | None = None,
+    certificates: Path | None = None,
 ) -> AsyncIterator[RunningStack]:
     """Starts a stack and stops it again. The options override settings of the one process each; further drafts are
-    models by the names that the gateway gives their services.
+    models by the names that the gateway gives their services. With certificates everybody speaks TLS, and the services
+    with the gateway alone.
 
     At the end of a test that has not failed, both services must have come to rest, with nothing held and pools whole.
     """
     common: dict[str, Any] = {"listen": "127.0.0.1:0", "dtype": dtype, "threads": threads, "kv_tokens": kv_tokens}
+    secured = {"target": {}, "draft": {}, "gateway": {}} if certificates is None else tls_settings(certificates)
     stack = RunningStack(
-        TargetSettings(target, **common | dict(target_options or {})),
-        DraftSettings(draft, **common | dict(draft_options or {})) if draft is not None else None,
+        TargetSettings(target, **common | secured["target"] | dict(target_options or {})),
+        DraftSettings(draft, **common | secured["draft"] | dict(draft_options or {})) if draft is not None else None,
+        certificates=certificates,
     )
     try:
         stack.target = await start_target(stack.target_settings)
@@ -214,7 +224,7 @@ async def running_stack(
         named = [f"{name}={each.address}" for name, each in stack.further_drafts.items()]
         address = ",".join([*([stack.draft.address] if stack.draft else []), *named])
         settings = GatewaySettings(stack.target.address, target, address, listen="127.0.0.1:0", rest_listen="")
-        stack.gateway = await start_gateway(replace(settings, **(gateway or {})))
+        stack.gateway = await start_gateway(replace(settings, **secured["gateway"] | dict(gateway or {})))
         yield stack
         await stack.quiet()
     finally:

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from support.certificates import issue, shown_by
 from typer.testing import CliRunner
 
 from outrider.engine.ops import native
@@ -52,6 +53,23 @@ def test_the_address_is_checked_before_a_model_is_loaded() -> None:
         ModelServiceSettings("model", listen="localhost")
     with pytest.raises(InvalidRequest, match=r"^metrics_listen is '9102', but must be HOST:PORT"):
         ModelServiceSettings("model", metrics_listen="9102")
+
+
+def test_certificates_are_read_before_a_model_is_loaded(tmp_path: Path) -> None:
+    """An authority of clients needs a certificate to show to them, and names of those who are let in."""
+    shown = shown_by(issue(tmp_path, "target"), "target")
+    files = {"tls_cert": shown.cert, "tls_key": shown.key}
+    assert ModelServiceSettings("model").clients == ()
+    assert ModelServiceSettings("model", **files).clients == ()
+    assert ModelServiceSettings("model", **files, tls_client_ca=shown.ca).clients == ("gateway",)
+    for further, words in (
+        ({"tls_client_ca": shown.ca}, "^--tls-client-ca is .* but must be given with --tls-cert$"),
+        ({"tls_cert": shown.cert}, "^--tls-cert is .* but must be given with --tls-key"),
+        ({**files, "tls_client_ca": shown.key}, "^--tls-client-ca is .* an authority's certificate"),
+        ({**files, "tls_client_ca": shown.ca, "tls_clients": ","}, "^--tls-clients is ',', but must be at least one"),
+    ):
+        with pytest.raises(InvalidRequest, match=words):
+            ModelServiceSettings("model", **further)
 
 
 @pytest.mark.parametrize(

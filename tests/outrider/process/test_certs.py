@@ -90,5 +90,5 @@ def test_refusals_are_sentences(tmp_path: Path) -> None:
     ended = run(str(tmp_path))
     assert (ended.returncode, ended.stderr[:18]) == (64, "outrider: DIR is '")
     ended = run(str(tmp_path / "authority" / CERT))
-    assert (ended.returncode, ended.stderr.count("\n")) == (73, 1)
-    assert "cannot be written" in ended.stderr
+    assert (ended.returncode, ended.stderr.count("\n")) == (64, 1)
+    assert "must be a folder that can be written: Not a directory" in ended.stderr
