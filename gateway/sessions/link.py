@@ -272,7 +272,7 @@ class ServiceLink:
             self._check(info)
         except grpc.aio.AioRpcError as error:
             log.debug("service not reachable", service=self.role, address=self.address, status=error.code().name)
-            refused = await refusal(error, self.address, self._tls and self._tls.tls)
+            refused = await refusal(error, self.address, None if self._tls is None else self._tls.tls)
             if refused is not None and str(refused) != str(self.refusal):
                 log.warning("service refused", service=self.role, address=self.address, reason=refused.message)
             self.refusal = refused

@@ -121,7 +121,8 @@ class Caller:
         timeout_s = _checked_timeout_s(options.get("timeout_s"))
         metadata = self._metadata + pairs(options.get("metadata"))
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        return Terms(self.address, timeout_s, metadata, self.closed, self.files and self.files.tls)
+        tls = None if self.files is None else self.files.tls
+        return Terms(self.address, timeout_s, metadata, self.closed, tls)
 
 
 def _checked_timeout_s(timeout_s: float | None) -> float | None:

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated
@@ -62,7 +63,7 @@ def certs(
 
 def hosts_of(given: list[str]) -> dict[str, tuple[str, ...]]:
     """The names of certificates with the hosts of each; raises InvalidRequest about what is not NAME=HOST."""
-    hosts = {name: (name, *LOCAL_HOSTS) for name in NAMES}
+    hosts: dict[str, tuple[str, ...]] = {name: (name, *LOCAL_HOSTS) for name in NAMES}
     for entry in given:
         name, _, host = entry.partition("=")
         if not NAME.fullmatch(name) or not host or name == AUTHORITY:
@@ -71,7 +72,7 @@ def hosts_of(given: list[str]) -> dict[str, tuple[str, ...]]:
     return hosts
 
 
-def write_certificates(folder: Path, hosts: dict[str, tuple[str, ...]], lifetime: timedelta) -> list[str]:
+def write_certificates(folder: Path, hosts: Mapping[str, tuple[str, ...]], lifetime: timedelta) -> list[str]:
     """Writes a folder for the authority, unless it is there, and one for each name; returns the names.
 
     Raises InvalidRequest about a host that no certificate can name, and an authority that cannot be read.

@@ -135,7 +135,8 @@ class TlsFiles:
         def renewed() -> grpc.ServerCertificateConfiguration | None:
             return configuration() if self.renew() else None
 
-        return grpc.dynamic_ssl_server_credentials(configuration(), renewed, bool(self.ca))
+        # None goes on with what there is, which the stubs do not know.
+        return grpc.dynamic_ssl_server_credentials(configuration(), renewed, bool(self.ca))  # type: ignore[arg-type]
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Those of a channel, as the files were when they were last looked at."""
@@ -159,9 +160,13 @@ class TlsFiles:
         return self.tls.ca, self.tls.cert, self.tls.key
 
     def _look(self) -> list[tuple[int, ...]]:
-        """What differs when a file has been replaced, or what leads to it."""
-        found = [os.stat(path) for path in self._paths() if os.path.exists(path)]
-        return [(each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns) for each in found]
+        """What differs when a file has been replaced, or what leads to it; nothing of one that is not there."""
+        found = []
+        for path in self._paths():
+            with suppress(OSError):
+                mark = os.stat(path)
+                found.append((mark.st_dev, mark.st_ino, mark.st_size, mark.st_mtime_ns))
+        return found
 
     def _read(self) -> list[bytes]:
         return [Path(path).read_bytes() if path else b"" for path in self._paths()]
@@ -230,6 +235,14 @@ def why_refused(address: str, tls: Tls | None) -> str:
 
     Tries a handshake, and blocks: for seconds where nobody answers.
     """
+    try:
+        return _why_refused(address, tls)
+    except InvalidRequest as error:
+        # One of the files has gone, or is being replaced.
+        return f"{error.message}."
+
+
+def _why_refused(address: str, tls: Tls | None) -> str:
     try:
         is_heard = bool(_first_byte(address, tls))
     except ssl.SSLCertVerificationError as error:

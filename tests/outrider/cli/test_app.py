@@ -25,6 +25,7 @@ from outrider.cli import app as commands
 from outrider.cli import main
 from outrider.datastore.command import app as datastore
 from outrider.errors import OutriderError
+from outrider.process.certs import app as certs
 from outrider.process.options import IO_EXIT_CODE
 from outrider.rpc.channels import MAX_MESSAGE_BYTES
 
@@ -44,10 +45,11 @@ def walk(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 
 
 COMMANDS = dict(walk(typer.main.get_command(commands)))
-# What `outrider bench` and `outrider datastore` pass their arguments on to.
+# What `outrider bench`, `outrider datastore` and `outrider certs` pass their arguments on to.
 COMMANDS["bench", "rounds"] = typer.main.get_command(bench_rounds)
 COMMANDS["bench", "load"] = typer.main.get_command(bench_load)
 COMMANDS.update(walk(typer.main.get_command(datastore), ("datastore",)))
+COMMANDS["certs",] = typer.main.get_command(certs)
 EACH = pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 
 
@@ -79,6 +81,7 @@ def test_the_commands_are_these() -> None:
         ("doctor",),
         ("version",),
         ("convert-head",),
+        ("certs",),
         ("bench", "rounds"),
         ("bench", "load"),
         ("datastore", "build"),

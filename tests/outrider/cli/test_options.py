@@ -175,7 +175,8 @@ async def test_a_prompt_is_no_option(stack: RunningStack) -> None:
 async def test_every_field_is_one_and_has_an_option() -> None:
     """The table holds all that the protocol and the client call by a name, but the prompt, and nothing else."""
     called = set(GenerationOptions.__optional_keys__) - CALL_OPTIONS - {"speculation"}
-    fields = paths() | called | SPECULATION | {"address", "api_key", "constraint.choices"}
+    own = {"address", "api_key", "constraint.choices", "tls.ca", "tls.cert", "tls.key"}
+    fields = paths() | called | SPECULATION | own
     assert set(OPTIONS) == {field for field in fields if not field.startswith(NO_OPTIONS)}
 
 

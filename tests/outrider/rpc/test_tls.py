@@ -2,7 +2,7 @@
 
 import shutil
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -59,7 +59,7 @@ async def test_who_fits_gets_in(folder: Path, is_mutual: bool) -> None:
         assert why_refused(address, client) == ""
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[tuple[str, str] | None, Callable[[Path], Tls | None], str, str]] = {
     "no certificate": (
         ("sound", "target"),
         lambda made: trusting(made / "sound", "gateway"),
@@ -191,3 +191,5 @@ async def test_files_that_do_not_fit_are_refused_at_the_start(folder: Path, tmp_
             files_of(files, options)
     with pytest.raises(InvalidRequest, match=r"^tls.ca is "):
         Client("127.0.0.1:1", tls=Tls(ca=str(tmp_path / "no")))
+    # Nor is one that has gone since an error beside the one that is being looked into.
+    assert why_refused("127.0.0.1:1", Tls(ca=str(tmp_path / "no"))).startswith("tls.ca is ")
