@@ -24,7 +24,7 @@ KERNELS := $(wildcard outrider/engine/ops/kernels/*.[ch])
 SIDE_BY_SIDE := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow test-assistant test-grid test-page test-surface test-agents test-docker test-fencing check proto options lock audit models train train-head draft bench bench-sized clean
+.PHONY: help setup run test test-slow test-assistant test-grid test-page test-surface test-harness test-agents test-docker test-fencing check proto options lock audit models train train-head draft bench bench-sized clean
 
 help: ## lists the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -45,7 +45,7 @@ run: $(SETUP) ## starts the stack with the assistant, answers with and without s
 	@$(BIN)/outrider up --race
 
 test: $(SETUP) ## all tests but the slow ones, the full exactness grid, the browser's, and the full conformance tests
-	$(BIN)/python -m pytest -m "not grid and not surface and not page and not slow and not assistant and not agents and not docker" $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -m "not grid and not surface and not page and not slow and not assistant and not agents and not docker and not harness" $(SIDE_BY_SIDE)
 
 test-slow: $(SETUP) ## training runs, benchmarks from end to end, distributions of real servers
 	$(BIN)/python -m pytest -m "slow and not grid" $(SIDE_BY_SIDE)
@@ -54,12 +54,12 @@ test-assistant: $(SETUP) ## the assistant of `outrider up`, fetched if it is not
 	$(BIN)/python -m pytest -m assistant
 
 test-grid: $(SETUP) ## the full exactness grid
-	$(BIN)/python -m pytest -m grid
+	$(BIN)/python -m pytest -m grid $(SIDE_BY_SIDE)
 
 test-page: $(SETUP) ## the page in Chromium, which Debian's package chromium provides
 	$(BIN)/python -m pytest -m page
 
-test-surface: $(SETUP) $(LITELLM_SETUP) $(STRUCTURED_SETUP) $(LM_EVAL_SETUP) $(GUIDELLM_SETUP) ## the full conformance tests with real clients: some minutes
+test-surface: $(SETUP) $(LITELLM_SETUP) $(STRUCTURED_SETUP) ## the full conformance tests with real clients: some minutes
 	$(BIN)/python -m pytest -m "surface and not grid"
 
 $(LITELLM_SETUP): tests/surface/litellm-constraints.txt | $(SETUP)
@@ -85,6 +85,9 @@ $(GUIDELLM_SETUP): tests/surface/guidellm-constraints.txt | $(SETUP)
 	@test -x $(GUIDELLM)/bin/python || $(BIN)/python -m venv $(GUIDELLM)
 	@$(GUIDELLM)/bin/python -m pip install --quiet --disable-pip-version-check -c $< guidellm
 	@touch $@
+
+test-harness: $(SETUP) $(LM_EVAL_SETUP) $(GUIDELLM_SETUP) ## lm-eval and GuideLLM, whose environments take 2 GB
+	$(BIN)/python -m pytest -m harness
 
 test-agents: $(SETUP) $(AGENTS_SETUP) ## Claude Code and Codex themselves at a small task, without a way to the network
 	$(BIN)/python -m pytest -m agents

@@ -161,7 +161,7 @@ class TlsFiles:
 
     def _look(self) -> list[tuple[int, ...]]:
         """What differs when a file has been replaced, or what leads to it; nothing of one that is not there."""
-        found = []
+        found: list[tuple[int, ...]] = []
         for path in self._paths():
             with suppress(OSError):
                 mark = os.stat(path)

@@ -8,12 +8,12 @@ import pytest
 from support.stack import TARGET
 from surface.rest_stack import CHAT, RestStack
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.surface]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.harness]
 GUIDELLM = Path(__file__).resolve().parents[2] / ".venv-guidellm" / "bin" / "guidellm"
 PATIENCE_S = 400
 
 
-@pytest.mark.skipif(not GUIDELLM.exists(), reason="no environment here: make test-surface makes it")
+@pytest.mark.skipif(not GUIDELLM.exists(), reason="no environment here: make test-harness makes it")
 async def test_a_benchmark_counts_what_was_said(
     rest: RestStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

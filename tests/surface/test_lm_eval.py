@@ -9,7 +9,7 @@ from support.stack import TARGET
 from surface.rest_stack import CHAT, COMPLETIONS, RestStack, run_client
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.surface]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.harness]
 PYTHON = Path(__file__).resolve().parents[2] / ".venv-lm-eval" / "bin" / "python"
 ENDS = [" went home to her mother.", " ate the moon with a spoon.", "'s seven sons were ravens"]
 DOCUMENTS = [
@@ -34,7 +34,7 @@ def scores() -> list[list[tuple[float, bool]]]:
         return [[score(each["opening"], end) for end in each["ends"]] for each in DOCUMENTS]
 
 
-@pytest.mark.skipif(not PYTHON.exists(), reason="no environment here: make test-surface makes it")
+@pytest.mark.skipif(not PYTHON.exists(), reason="no environment here: make test-harness makes it")
 async def test_scores_are_those_of_transformers(
     rest: RestStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
