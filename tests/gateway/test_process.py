@@ -15,13 +15,16 @@ from outrider.vocabulary import Vocabulary
 TOKENIZER = str(Path(__file__).resolve().parents[2] / "models" / "target")
 # Runs the module as `python -m gateway` does, and tells at the end which forbidden modules the process has loaded.
 WATCHED = """
-import runpy, sys
-try:
-    runpy.run_module("gateway", run_name="__main__")
-finally:
+import os, runpy, sys
+leave = os._exit
+def tell(code):
     heavy = {"torch", "transformers", "safetensors"} | {"outrider.engine"}
     sys.stdout.write(f"heavy: {sorted(heavy & set(sys.modules))}\\n")
     sys.stdout.write(f"serving: {sorted({'fastapi', 'tokenizers', 'uvicorn'} & set(sys.modules))}\\n")
+    sys.stdout.flush()
+    leave(code)
+os._exit = tell
+runpy.run_module("gateway", run_name="__main__")
 """
 
 
