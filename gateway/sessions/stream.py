@@ -8,7 +8,7 @@ whoever leaves only takes its mailbox away.
 """
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
@@ -19,7 +19,7 @@ import structlog
 from gateway.rounds.round import TokenLog
 from outrider.errors import PeerLost, ProtocolViolation
 from outrider.parameters import SessionSpec
-from outrider.rpc.channels import FRAME_BYTES
+from outrider.rpc.channels import FRAME_BYTES, MAX_OF_SESSION
 from outrider.rpc.errors import error_from, said_by_peer
 from outrider.rpc.messages import open_message
 from outrider.v1 import draft_service_pb2, target_service_pb2, types_pb2
@@ -126,11 +126,18 @@ class LinkStream:
                     await self._wanted
 
     def _frame(self) -> object:
-        """The next messages, of a long open one piece."""
+        """The next messages, of a long open one piece, and no more of a session than its service takes at a time.
+
+        A gateway that was held up for a moment has that many acknowledgements for a session that needs no answers.
+        """
         messages: list[Request] = []
-        num_bytes = 0
+        num_bytes, counts = 0, Counter[bytes]()
         while self._outgoing and (not messages or num_bytes + self._outgoing[0][1] <= FRAME_BYTES):
-            message, size = self._outgoing.popleft()
+            message, size = self._outgoing[0]
+            counts[message.fence.session_id] += 1
+            if counts[message.fence.session_id] > MAX_OF_SESSION:
+                break
+            self._outgoing.popleft()
             messages.append(message)
             num_bytes += size
         if self._long:

@@ -38,7 +38,7 @@ from outrider.model_service.session_store import (
 )
 from outrider.parameters import MAX_SALT_BYTES
 from outrider.rpc import channels
-from outrider.rpc.channels import FRAME_BYTES
+from outrider.rpc.channels import FRAME_BYTES, MAX_OF_SESSION
 from outrider.rpc.errors import session_error
 from outrider.rpc.fencing import ComputeTimes, Fence, check_fence
 from outrider.rpc.messages import fence_from, write_fence, write_times
@@ -61,9 +61,8 @@ from outrider.v1.types_pb2 import OpenPart
 MAX_LINKS = 256
 # Until the first frame, which a gateway sends at once: else whoever opens links and says nothing would take them all.
 FIRST_FRAME_S = 10.0
-# Frames of a link that may wait for the device, and messages of one session in a frame or behind a grammar.
+# Frames of a link that may wait for the device.
 MAX_UNFINISHED_FRAMES = 16
-MAX_OF_SESSION = 16
 # Tokens of opens that are on their way in parts, of one link.
 MAX_PART_TOKENS = 4 << 20
 

@@ -27,6 +27,8 @@ ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(?P<port>[0-9]
 MAX_MESSAGE_BYTES = 4 << 20
 # Of a link's frame: larger ones would make small messages wait. A single message may be larger.
 FRAME_BYTES = 256 << 10
+# Messages of one session in a frame to a service, and behind a grammar there.
+MAX_OF_SESSION = 16
 # Of the messages between gateway and services; both sides need the same.
 PROTOCOL_VERSION = 2
 # Under 20 % packet loss a ping timeout of 2 s cuts healthy connections; 5 s does not.

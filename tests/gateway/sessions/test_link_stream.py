@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import pytest
@@ -107,6 +107,20 @@ async def test_what_is_said_in_one_turn_of_the_loop_leaves_in_one_frame() -> Non
         await eventually(lambda: service.closed == 8)
         frames = [[message.WhichOneof("action") for message in frame.requests] for frame in service.frames]
         assert frames == [["open"] * 8, ["step"] * 8, ["close"] * 8]
+
+
+async def test_no_frame_has_more_of_a_session_than_its_service_takes() -> None:
+    """A gateway that was held up has many acknowledgements at once; they come in order, and none is refused."""
+    service = target()
+    async with linked(service) as link, Request(link, 1) as request:
+        await request.round()
+        for base_len in range(3, 3 + 2 * channels.MAX_OF_SESSION + 1):
+            fence = types_pb2.Fence(session_id=request.session_id, epoch=1, base_len=base_len)
+            link.stream().send(request.session_id, [pb.VerifyRequest(fence=fence, acknowledge=pb.Acknowledge())])
+        await eventually(lambda: len(list(messages(service))) == 2 * channels.MAX_OF_SESSION + 2)
+        _, *frames = ([message.fence.base_len for message in frame.requests] for frame in service.frames)
+    assert [len(frame) for frame in frames] == [channels.MAX_OF_SESSION, channels.MAX_OF_SESSION, 1]
+    assert [*chain.from_iterable(frames)] == [*range(3, 3 + 2 * channels.MAX_OF_SESSION + 1)]
 
 
 async def test_a_target_that_may_go_on_to_the_end_is_not_told_so_again() -> None:

@@ -20,10 +20,10 @@ from tokenizers import Tokenizer
 
 from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded
 from outrider.grammar import Grammar, GrammarEngine, GrammarRefused
-from outrider.model_service.link import MAX_OF_SESSION, MAX_UNFINISHED_FRAMES
+from outrider.model_service.link import MAX_UNFINISHED_FRAMES
 from outrider.model_service.server import LoadedModel, RunningModelService
 from outrider.model_service.session_store import MAX_UNSENT
-from outrider.rpc.channels import FRAME_BYTES
+from outrider.rpc.channels import FRAME_BYTES, MAX_OF_SESSION
 from outrider.rpc.fencing import Fence
 from outrider.rpc.messages import logprobs_from
 from outrider.v1 import target_service_pb2 as target_pb
