@@ -20,15 +20,7 @@ from gateway.generation.request import GenerationRequest
 from gateway.rest.errors import MissingParameter
 from gateway.rest.generate import check_prompt_len, generation_request
 from gateway.rest.middleware import RestSettings
-from gateway.rest.schemas import (
-    AllowedToolsChoice,
-    ChatRequest,
-    Message,
-    NamedTool,
-    TextPart,
-    Tool,
-    ToolCall,
-)
+from gateway.rest.schemas import AllowedToolsChoice, ChatRequest, Message, NamedTool, TextPart, Tool, ToolCall
 from gateway.text.chat_template import ChatTemplate, RenderedPrompt
 from gateway.tools.call_grammar import CallRules, OfferedTool
 from outrider.errors import InvalidRequest

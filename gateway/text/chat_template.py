@@ -105,7 +105,10 @@ TEMPLATE_ONLY = ("name", "tool_calls", "tool_call_id")
 CUT = "<|end of what is gone on with|>"
 REASONING = ("reasoning_content", "thinking", "reasoning")
 # What a template is given besides, and functions that it has.
-GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "namespace")
+GIVEN = (
+    *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+    *("raise_exception", "strftime_now", "namespace"),
+)
 
 Message = Mapping[str, object]
 

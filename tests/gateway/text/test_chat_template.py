@@ -89,6 +89,11 @@ def test_a_message_that_is_not_shown_cannot_go_on(source: str) -> None:
         ours(source).render([templates.ASSISTANT], continue_final_message=True)
 
 
+def test_how_a_prompt_ends_is_no_variable() -> None:
+    """Even where a template reads it: requests have fields for it."""
+    assert ours("{{ add_generation_prompt }}{{ continue_final_message }}{{ other }}").variables == {"other"}
+
+
 def test_lines_go_on() -> None:
     """Without a template too."""
     plain = ChatTemplate().render([templates.USER, templates.ASSISTANT], continue_final_message=True)
