@@ -34,7 +34,7 @@ LIMITS = LLParserLimits(
     max_items_in_row=1_200,
     initial_lexer_fuel=100_000,
     step_lexer_fuel=50_000,
-    step_max_items=5_000,
+    step_max_items=2_500,
     verbose_errors=False,
 )
 MAX_COMPILED, MAX_COMPILED_BYTES = 64, 8 << 20

@@ -1,7 +1,8 @@
 """What a lookup brings to the rounds of one request: guesses in the form of proposals."""
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -20,6 +21,9 @@ from outrider.token_tree import TokenTree
 # The source of guesses that a grammar leaves no choice about; one alone saves less than a proposal costs.
 GRAMMAR = "grammar"
 MIN_FORCED = 2
+# What finding it may cost, in seconds of the processor: one look at a grammar that a person would write takes a tenth,
+# and at an ambiguous one up to a hundred times as much, on the loop that all requests share.
+MAX_FORCED_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +52,14 @@ class LookupGuesses:
         rule: Rule = Rule.MATCH,
         max_rows: int = 0,
         grammar: Grammar | None = None,
+        clock_s: Callable[[], float] = time.thread_time,
     ) -> None:
-        """Proposals fit the rule, and have at most max_rows rows. What a grammar forces comes before what is found."""
+        """Proposals fit the rule, and have at most max_rows rows. What a grammar forces comes before what is found, as
+        long as a look at the grammar takes no more than 5 ms by a clock that only counts this thread.
+        """
         self._session = session
         self._grammar = grammar
+        self._clock_s = clock_s
         self._output: list[int] = []
         self._rule = rule
         self._max_rows = max_rows
@@ -71,7 +79,7 @@ class LookupGuesses:
 
     def look(self, room: int) -> Look:
         """What is found behind the committed tokens, at most `room` deep; it stands until the next commit."""
-        forced = self._grammar.forced(self._output)[: min(room, self._max_rows)] if self._grammar is not None else []
+        forced = self._forced()[: min(room, self._max_rows)]
         if len(forced) >= MIN_FORCED:
             # They have all there is of probability, by the mask that the target draws with.
             tree = TokenTree(tuple(forced), tuple(range(len(forced))), values=(1.0,) * len(forced))
@@ -80,6 +88,16 @@ class LookupGuesses:
             # Siblings under a rule that tests each with a uniform are worth less than the same rows in a chain.
             self._look = self._session.look(self._max_rows, room, chain=self._rule.needs_distributions)
         return self._look
+
+    def _forced(self) -> Sequence[int]:
+        """Tokens that the grammar leaves no choice about; none from the first look on that cost too much."""
+        if self._grammar is None:
+            return ()
+        began_s = self._clock_s()
+        forced = self._grammar.forced(self._output)
+        if self._clock_s() - began_s > MAX_FORCED_S:
+            self._grammar = None
+        return forced
 
     def proposal(self, count: int) -> Proposal:
         """The best `count` rows of what was found."""

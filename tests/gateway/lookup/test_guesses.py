@@ -1,0 +1,36 @@
+"""Guesses of one request: what its grammar forces, as long as that is cheap to find."""
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+from support.stack import TARGET
+
+from gateway.lookup.guesses import GRAMMAR, MAX_FORCED_S, LookupGuesses
+from outrider.grammar import Constraint, ConstraintKind, GrammarEngine
+from outrider.vocabulary import Vocabulary
+
+FORCED = Constraint(ConstraintKind.REGEX, "(once upon a time|never before that day)!")
+BEGUN = Constraint(ConstraintKind.REGEX, "on")
+
+
+@pytest.fixture(scope="module")
+def engine() -> GrammarEngine:
+    """Of the embedded target's tokens."""
+    size = Vocabulary.read(TARGET).size
+    return GrammarEngine((Path(TARGET) / "tokenizer.json").read_text(encoding="utf-8"), size, frozenset({0}))
+
+
+@pytest.mark.parametrize(("cost_s", "looks"), [(MAX_FORCED_S / 2, 3), (2 * MAX_FORCED_S, 1)])
+def test_a_grammar_is_looked_at_while_that_is_cheap(engine: GrammarEngine, cost_s: float, looks: int) -> None:
+    """The first dear look is the last one, and what it has found is proposed."""
+    clock: Iterator[float] = (cost_s * number for number in count())
+    guesses = LookupGuesses(max_rows=8, grammar=engine.get(FORCED.canonical()), clock_s=lambda: next(clock))
+    guesses.commit(engine.get(BEGUN.canonical()).forced([]))
+    found = []
+    for _ in range(3):
+        found.append(guesses.look(8))
+        guesses.commit(())
+    assert [bool(look.tree) for look in found] == [number < looks for number in range(3)]
+    assert set(found[0].sources) == {GRAMMAR}
