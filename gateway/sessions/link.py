@@ -140,6 +140,8 @@ class ServiceLink:
         self._stream: LinkStream | None = None
         self._check = check
         self._tls = tls
+        # A channel that was given need not lead to the address, so nobody tries a handshake there.
+        self._has_address = channel is None
         self._use(channel or open_link_channel(address, tls))
         self._probe: asyncio.Task[float | None] | None = None
         self._lost = asyncio.Event()
@@ -272,7 +274,8 @@ class ServiceLink:
             self._check(info)
         except grpc.aio.AioRpcError as error:
             log.debug("service not reachable", service=self.role, address=self.address, status=error.code().name)
-            refused = await refusal(error, self.address, None if self._tls is None else self._tls.tls)
+            tls = None if self._tls is None else self._tls.tls
+            refused = await refusal(error, self.address, tls) if self._has_address else None
             if refused is not None and str(refused) != str(self.refusal):
                 log.warning("service refused", service=self.role, address=self.address, reason=refused.message)
             self.refusal = refused

@@ -84,7 +84,7 @@ async def test_the_command_line_and_the_doctor_come_in_with_the_authority(stack:
     assert f"outrider: {address} speaks TLS, and was called without it.\n" in refused.stderr
 
     assert stack.gateway is not None
-    found = [each async for each in check_gateway(address, stack.gateway.rest_address, "1", tls)]
+    found = [each async for each in check_gateway(address, stack.gateway.rest_address, "1", tls=tls)]
     assert [(each.check, each.status) for each in found if each.check != "REST"] == [
         ("gateway", Status.OK),
         ("self test", Status.OK),

@@ -124,9 +124,10 @@ async def test_an_audit_that_cannot_be_made_is_counted(tokenizer: str) -> None:
 async def test_no_more_than_a_few_wait_for_their_audit(tokenizer: str) -> None:
     """While the first audit has no answer, the next ones wait, and what is too much is counted and left out."""
     async with markov_stack(tokenizer, **EVERYTHING) as stack:
-        await stack.run(request(draft_count=0))
-        stack.target.mischief = {stack.target.answers + 1: Mischief.FROZEN}
-        await eventually(lambda: stack.target.sessions == 1)
+        # The first answer is that of the request, and the second one its audit's.
+        stack.target.mischief = {2: Mischief.FROZEN}
+        await stack.run(request(max_tokens=1))
+        await eventually(lambda: stack.target.answers == 2)
         for _ in range(audit.MAX_WAITING + 3):
             await stack.run(request(max_tokens=1))
         assert counts(stack)["outrider_audit_skipped_totalbusy"] == 3

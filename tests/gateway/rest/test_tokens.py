@@ -137,7 +137,7 @@ async def test_every_route_knows_all_names_of_the_model(stack: RecitingStack) ->
     said, text = {"messages": [USER], "max_tokens": 1}, {"prompt": f"{TURN}assistant\n", "max_tokens": 1}
     bodies: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("/v1/chat/completions", "/v1/messages"), said),
-        **dict.fromkeys(("/v1/completions", "/api/generate"), text),
+        **dict.fromkeys(("/v1/completions", "/page/generate"), text),
         **{"/v1/responses": {"input": "a"}, "/v1/messages/count_tokens": {"messages": [USER]}},
         **{"/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [5]}},
     }
