@@ -48,10 +48,10 @@ async def test_says_where_it_listens_and_ends_with_its_stdin(workers: int, servi
     async with serving(target) as address:
         process = await gateway_process(address, "--rest-listen", "127.0.0.1:0", "--workers", str(workers))
         assert process.stdout is not None
-        event = json.loads(await asyncio.wait_for(process.stdout.readline(), 30))
+        event = json.loads(await asyncio.wait_for(process.stdout.readline(), 120))
         assert event["event"] == "listening"
         assert event["address"].startswith("127.0.0.1:")
-        output, _ = await asyncio.wait_for(process.communicate(b""), 30)
+        output, _ = await asyncio.wait_for(process.communicate(b""), 120)
         assert output.decode() == f"heavy: []\nserving: {serving_with}\n"
         assert process.returncode == 0
 
@@ -70,6 +70,6 @@ async def test_exits_with_one_sentence(role: int | None, flags: tuple[str, ...],
     target.vocabulary_size = 4096
     async with serving(target) as address:
         process = await gateway_process("127.0.0.1:1" if role is None else address, *flags)
-        _, errors = await asyncio.wait_for(process.communicate(), 30)
+        _, errors = await asyncio.wait_for(process.communicate(), 120)
         assert process.returncode == code
         assert words in errors.decode().splitlines()[-1]

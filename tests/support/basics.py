@@ -12,7 +12,7 @@ from outrider.errors import OutriderError
 from outrider.model_service.server import RunningModelService
 from outrider.parameters import SamplingParameters, SessionSpec
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 
 
 async def eventually(condition: Callable[[], bool | Awaitable[bool]], patience_s: float = PATIENCE_S) -> None:

@@ -37,7 +37,7 @@ from target_service.server import start as start_target
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 TARGET, DRAFT = str(MODELS / "target"), str(MODELS / "draft")
-PATIENCE_S = 10.0
+PATIENCE_S = 120.0
 SAMPLING = frozenset(types_pb2.SamplingParameters.DESCRIPTOR.fields_by_name)
 SPECULATION = frozenset(pb.SpeculationSettings.DESCRIPTOR.fields_by_name)
 

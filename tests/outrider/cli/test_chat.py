@@ -81,8 +81,8 @@ async def test_a_signal_ends_it(gateway: ScriptedGateway, number: signal.Signals
     process.stdin.write(b"wait\n")
     assert await asyncio.wait_for(process.stdout.readexactly(4), 60) == b"Once"
     process.send_signal(number)
-    await asyncio.wait_for(gateway.cancelled.wait(), 10)
-    output, notes = await asyncio.wait_for(process.communicate(), 20)
+    await asyncio.wait_for(gateway.cancelled.wait(), 120)
+    output, notes = await asyncio.wait_for(process.communicate(), 120)
     assert (process.returncode, output, notes) == (expected, b"", b"")
 
 

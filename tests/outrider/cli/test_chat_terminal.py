@@ -55,7 +55,7 @@ async def test_a_conversation_in_a_terminal(gateway: ScriptedGateway) -> None:
         await screen.until("Once")
         screen.type(INTERRUPT)
         await screen.until("stopped, 1 tokens")
-        await asyncio.wait_for(gateway.cancelled.wait(), 10)
+        await asyncio.wait_for(gateway.cancelled.wait(), 120)
         await screen.until(PROMPT)
         screen.type("go on\n")
         await screen.until(FIGURES)
@@ -70,7 +70,7 @@ async def test_a_conversation_in_a_terminal(gateway: ScriptedGateway) -> None:
         screen.type(INTERRUPT)
         await screen.until("Ctrl-C again leaves")
         screen.type(INTERRUPT)
-        assert await asyncio.wait_for(screen.process.wait(), 20) == 130
+        assert await asyncio.wait_for(screen.process.wait(), 120) == 130
 
 
 async def test_errors_end_no_conversation(gateway: ScriptedGateway) -> None:
@@ -94,7 +94,7 @@ async def test_errors_end_no_conversation(gateway: ScriptedGateway) -> None:
         await screen.until(FIGURES)
         assert said(gateway) == ["Changed", ANSWER, "two \nlines"]
         screen.type("\x04")
-        assert await asyncio.wait_for(screen.process.wait(), 20) == 0
+        assert await asyncio.wait_for(screen.process.wait(), 120) == 0
 
 
 async def test_reasoning_stands_above_the_answer(gateway: ScriptedGateway) -> None:

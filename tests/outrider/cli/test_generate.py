@@ -281,9 +281,9 @@ async def test_signal_cancels_the_call(gateway: ScriptedGateway, number: signal.
     assert process.stdout is not None
     assert await asyncio.wait_for(process.stdout.readexactly(4), 60) == b"Once"
     process.send_signal(number)
-    output, notes = await asyncio.wait_for(process.communicate(), 20)
+    output, notes = await asyncio.wait_for(process.communicate(), 120)
     assert (process.returncode, output, notes) == (expected, b"", b"")
-    await asyncio.wait_for(gateway.cancelled.wait(), 10)
+    await asyncio.wait_for(gateway.cancelled.wait(), 120)
 
 
 async def test_reader_that_goes_away(gateway: ScriptedGateway) -> None:

@@ -122,7 +122,7 @@ async def test_a_conversation_names_it_too(stack: RunningStack) -> None:
         assert "sampling" not in await screen.until("--top-p is 2.0, but must be")
         await screen.until("> ")
         screen.type("\x04")
-        assert await asyncio.wait_for(screen.process.wait(), 20) == 0
+        assert await asyncio.wait_for(screen.process.wait(), 120) == 0
 
 
 async def test_a_schema_that_cannot_be_followed_is_named_so(stack: RunningStack, tmp_path: Path) -> None:

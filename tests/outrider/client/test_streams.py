@@ -122,7 +122,7 @@ async def test_ending_early_ends_the_call(gateway: ScriptedGateway, end: Callabl
     """However a stream is given up, the gateway learns it, and the client goes on."""
     async with AsyncClient(gateway.address) as client:
         await end(client)
-        await asyncio.wait_for(gateway.cancelled.wait(), 10)
+        await asyncio.wait_for(gateway.cancelled.wait(), 120)
         assert (await client.generate("Hello").result()).text == "Once upon a!"
 
 
@@ -150,7 +150,7 @@ async def test_ending_early_without_an_event_loop(gateway: ScriptedGateway, end:
     """The same for the blocking client."""
     client = Client(gateway.address)
     await asyncio.to_thread(end, client)
-    await asyncio.wait_for(gateway.cancelled.wait(), 10)
+    await asyncio.wait_for(gateway.cancelled.wait(), 120)
     assert (await asyncio.to_thread(lambda: client.generate("Hello").result().text)) == "Once upon a!"
     client.close()
 

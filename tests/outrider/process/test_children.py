@@ -76,7 +76,7 @@ class Record:
         """Waits until a sentence contains the words."""
         while not any(words in sentence for sentence in self.reports):
             self.changed.clear()
-            await asyncio.wait_for(self.changed.wait(), 30)
+            await asyncio.wait_for(self.changed.wait(), 120)
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ async def test_gives_up_what_a_restart_cannot_change(
     mark.touch()
     os.kill(supervisor.pid("target"), signal.SIGKILL)
     with pytest.raises(ServiceFailed, match="It is a Mamba") as failure:
-        await asyncio.wait_for(watching, 30)
+        await asyncio.wait_for(watching, 120)
     assert failure.value.code == code
     assert len(record.reports) == 1
 
@@ -253,7 +253,7 @@ async def test_kill_cuts_a_stop_short(supervisor: Supervisor) -> None:
     await supervisor.start(launch(DEAF, "target"))
     stopping = asyncio.create_task(supervisor.stop())
     supervisor.kill()
-    await asyncio.wait_for(stopping, 5)
+    await asyncio.wait_for(stopping, 120)
 
 
 async def test_child_ends_with_its_parent() -> None:
@@ -275,7 +275,7 @@ async def test_child_ends_with_its_parent() -> None:
     await process.wait()
     ended = asyncio.Event()
     asyncio.get_running_loop().add_reader(child, ended.set)
-    await asyncio.wait_for(ended.wait(), 10)
+    await asyncio.wait_for(ended.wait(), 120)
     asyncio.get_running_loop().remove_reader(child)
     os.close(child)
 

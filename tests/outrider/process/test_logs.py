@@ -37,7 +37,7 @@ SECRETS = ("swordfish", "open sesame")
 async def logged(stderr: int) -> bytes:
     """What the script writes to a pipe, or to the given file."""
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", SCRIPT, stderr=stderr, cwd=ROOT)
-    _, written = await asyncio.wait_for(process.communicate(), 30)
+    _, written = await asyncio.wait_for(process.communicate(), 120)
     assert process.returncode == 0
     return written or b""
 

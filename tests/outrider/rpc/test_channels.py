@@ -221,9 +221,9 @@ async def test_a_client_that_leaves_is_no_error(
     harness.handle = linger
     call = TargetServiceStub(channel).Link()
     await call.write(target_pb.TargetServiceLinkRequest())
-    await asyncio.wait_for(entered.wait(), 10)
+    await asyncio.wait_for(entered.wait(), 120)
     call.cancel()
-    await asyncio.wait_for(left.wait(), 10)
+    await asyncio.wait_for(left.wait(), 120)
     captured = capsys.readouterr()
     assert "unexpected" not in captured.out + captured.err
 
@@ -335,10 +335,10 @@ async def test_health_tells_when_a_server_serves(harness: Harness) -> None:
         )
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         answer = asyncio.ensure_future(ModelServiceStub(channel).GetModelInfo(pb.GetModelInfoRequest()))
-        await asyncio.wait_for(entered.wait(), 10)
+        await asyncio.wait_for(entered.wait(), 120)
         stopping = asyncio.create_task(running.stop(10))
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         watch.cancel()
         go_on.set()
         assert (await answer).model_name == "m"
-        await asyncio.wait_for(stopping, 10)
+        await asyncio.wait_for(stopping, 120)
