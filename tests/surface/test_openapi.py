@@ -6,10 +6,11 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 from surface.rest_stack import RestStack, rest_stack
 
-pytestmark = pytest.mark.surface
+pytestmark = [pytest.mark.surface, pytest.mark.timeout(1800)]
 SCHEMATHESIS = Path(sys.executable).with_name("schemathesis")
 # Not `positive_data_acceptance`: the document cannot say how many tokens fit into the model's context.
 CHECKS = (
@@ -41,10 +42,13 @@ async def rest() -> AsyncIterator[RestStack]:
 
 async def test_document_holds(rest: RestStack, tmp_path: Path) -> None:
     """No error of the server's, and every answer is one that the document has."""
+    # Made when it is first asked for, which may take longer than schemathesis waits.
+    async with httpx.AsyncClient(timeout=120) as client:
+        assert (await client.get(f"http://{rest.address}/openapi.json")).status_code == 200
     command = (SCHEMATHESIS, "run", f"http://{rest.address}/openapi.json", *OPTIONS)
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, cwd=tmp_path)
-    output, notes = await asyncio.wait_for(process.communicate(), 600)
+    output, notes = await asyncio.wait_for(process.communicate(), 1500)
     assert process.returncode == 0, output.decode() + notes.decode()
     counted = COUNTED.search(output.decode())
     assert counted is not None, output.decode()
