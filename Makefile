@@ -64,7 +64,7 @@ test-page: $(SETUP) ## the page in Chromium, which Debian's package chromium pro
 	$(BIN)/python -m pytest -m page
 
 test-surface: $(SETUP) $(LITELLM_SETUP) $(STRUCTURED_SETUP) ## the full conformance tests with real clients: some minutes
-	$(BIN)/python -m pytest -m "surface and not grid"
+	$(BIN)/python -m pytest -m "surface and not grid" $(SIDE_BY_SIDE)
 
 $(LITELLM_SETUP): tests/surface/litellm-constraints.txt | $(SETUP)
 	@echo "Setting up $(LITELLM) for two of the clients."
