@@ -66,29 +66,18 @@ test-page: $(SETUP) ## the page in Chromium, which Debian's package chromium pro
 test-surface: $(SETUP) $(LITELLM_SETUP) $(STRUCTURED_SETUP) ## the full conformance tests with real clients: some minutes
 	$(BIN)/python -m pytest -m "surface and not grid" $(SIDE_BY_SIDE)
 
-$(LITELLM_SETUP): tests/surface/litellm-constraints.txt | $(SETUP)
-	@echo "Setting up $(LITELLM) for two of the clients."
-	@test -x $(LITELLM)/bin/python || $(BIN)/python -m venv $(LITELLM)
-	@$(LITELLM)/bin/python -m pip install --quiet --disable-pip-version-check -c $< litellm mcp llama-index-llms-openai-like
-	@touch $@
-
-$(STRUCTURED_SETUP): tests/surface/structured-constraints.txt | $(SETUP)
-	@echo "Setting up $(STRUCTURED) for three of the clients."
-	@test -x $(STRUCTURED)/bin/python || $(BIN)/python -m venv $(STRUCTURED)
-	@$(STRUCTURED)/bin/python -m pip install --quiet --disable-pip-version-check -c $< instructor "pydantic-ai-slim[openai]" llm
-	@touch $@
-
-$(LM_EVAL_SETUP): tests/surface/lm-eval-constraints.txt | $(SETUP)
-	@echo "Setting up $(LM_EVAL) for lm-eval."
-	@test -x $(LM_EVAL)/bin/python || $(BIN)/python -m venv $(LM_EVAL)
-	@$(LM_EVAL)/bin/python -m pip install --quiet --disable-pip-version-check -c $< "lm-eval[api]"
-	@touch $@
-
-$(GUIDELLM_SETUP): tests/surface/guidellm-constraints.txt | $(SETUP)
-	@echo "Setting up $(GUIDELLM) for GuideLLM."
-	@test -x $(GUIDELLM)/bin/python || $(BIN)/python -m venv $(GUIDELLM)
-	@$(GUIDELLM)/bin/python -m pip install --quiet --disable-pip-version-check -c $< guidellm
-	@touch $@
+# An environment, its constraints, and what it is for: packages, and the words that are printed.
+define environment
+$($(1)_SETUP): tests/surface/$(2)-constraints.txt | $(SETUP)
+	@echo "Setting up $($(1)) for $(4)."
+	@test -x $($(1))/bin/python || $(BIN)/python -m venv $($(1))
+	@$($(1))/bin/python -m pip install --quiet --disable-pip-version-check -c $$< $(3)
+	@touch $$@
+endef
+$(eval $(call environment,LITELLM,litellm,litellm mcp llama-index-llms-openai-like,two of the clients))
+$(eval $(call environment,STRUCTURED,structured,instructor "pydantic-ai-slim[openai]" llm,three of the clients))
+$(eval $(call environment,LM_EVAL,lm-eval,"lm-eval[api]",lm-eval))
+$(eval $(call environment,GUIDELLM,guidellm,guidellm,GuideLLM))
 
 test-harness: $(SETUP) $(LM_EVAL_SETUP) $(GUIDELLM_SETUP) ## lm-eval and GuideLLM, whose environments take 2 GB
 	$(BIN)/python -m pytest -m harness
