@@ -17,8 +17,7 @@ import grpc
 import httpx
 import pytest
 from docker.models.containers import Container
-from faults.load import Load, said
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from faults.load import PATIENCE_S, Load, said, until_health
 from support.basics import eventually
 from support.stack import request_of
 
@@ -30,7 +29,7 @@ from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(1200)]
 
 FILE = Path(__file__).parents[2] / "deploy" / "compose.yaml"
-BUILD_S, UP_S, PATIENCE_S = 1800, 300, 120.0
+BUILD_S, UP_S = 1800, 300
 PROMPT = "The fox said to the wolf,"
 
 
@@ -99,17 +98,6 @@ async def channel(compose: Compose) -> AsyncIterator[grpc.aio.Channel]:
     async with open_channel(compose.address(50050)) as opened:
         await until_health(opened, "SERVING")
         yield opened
-
-
-async def until_health(channel: grpc.aio.Channel, status: str) -> None:
-    """Waits until the gateway says so of itself."""
-    stub = health_pb2_grpc.HealthStub(channel)
-    wanted = health_pb2.HealthCheckResponse.ServingStatus.Value(status)
-
-    async def is_so() -> bool:
-        return (await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)).status == wanted
-
-    await eventually(is_so, PATIENCE_S)
 
 
 async def until_guesses_are_accepted(channel: grpc.aio.Channel) -> None:

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.basics import eventually
 from support.stack import request_of
 
@@ -111,3 +112,14 @@ async def said(channel: grpc.aio.Channel, max_tokens: int = MAX_TOKENS) -> Seque
     """What the requests say while nothing happens to them."""
     async with Load(channel, max_tokens) as load:
         return await load.token_ids()
+
+
+async def until_health(channel: grpc.aio.Channel, status: str) -> None:
+    """Waits until the gateway says so about itself."""
+    stub = health_pb2_grpc.HealthStub(channel)
+    wanted = health_pb2.HealthCheckResponse.ServingStatus.Value(status)
+
+    async def is_so() -> bool:
+        return (await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)).status == wanted
+
+    await eventually(is_so, PATIENCE_S)

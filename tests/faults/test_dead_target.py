@@ -6,10 +6,8 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 import pytest_asyncio
-from faults.load import REQUESTS, Load, said
+from faults.load import REQUESTS, Load, said, until_health
 from faults.service import Service
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from support.basics import eventually
 from support.stack import TARGET
 
 from gateway.server import start as start_gateway
@@ -47,17 +45,6 @@ async def channel(target: Service) -> AsyncIterator[grpc.aio.Channel]:
             yield channel
     finally:
         await gateway.stop(0)
-
-
-async def until_health(channel: grpc.aio.Channel, status: str) -> None:
-    """Waits until the gateway says so about itself."""
-    stub = health_pb2_grpc.HealthStub(channel)
-    wanted = health_pb2.HealthCheckResponse.ServingStatus.Value(status)
-
-    async def is_so() -> bool:
-        return (await stub.Check(health_pb2.HealthCheckRequest())).status == wanted
-
-    await eventually(is_so)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
