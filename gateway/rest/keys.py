@@ -55,7 +55,12 @@ class KeyGuard:
 
 def is_open(method: str, path: str) -> bool:
     """Whether a request needs no key."""
-    return method in READING and (path in OPEN_PATHS or path.startswith(OPEN_FILES))
+    return method in READING and tells_nothing(path)
+
+
+def tells_nothing(path: str) -> bool:
+    """Whether what is read there may be known to everybody: that the gateway lives, and the page's own files."""
+    return path in OPEN_PATHS or path.startswith(OPEN_FILES)
 
 
 def tenant_of(request: Request) -> Tenant | None:

@@ -38,7 +38,7 @@ from gateway.rest.errors import (
     error_response,
     unexpected,
 )
-from gateway.rest.keys import LIMIT_HEADERS
+from gateway.rest.keys import LIMIT_HEADERS, tells_nothing
 from gateway.rest.server import HEAD_BYTES
 from gateway.settings import OWN_PAGE, SiteRefused, Sites
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
@@ -48,8 +48,8 @@ TRACE_HEADERS = ("traceparent", "tracestate")
 PLAIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE"})
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
-# What tells nothing that other sites' pages must not know, to programs and probes under any name.
-OPEN_PATHS = re.compile(r"/|/live|/ready|/health|/v1/.*|/static/.*")
+# What is read there is for programs, which call the gateway by any name.
+API = "/v1/"
 BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 JSON_TYPE = re.compile(r"application/([\w.+-]+\+)?json\s*(;\s*charset\s*=\s*\"?utf-?8\"?\s*)?", re.IGNORECASE)
 # Reading more than this takes long enough to be felt by other requests.
@@ -172,7 +172,7 @@ class SiteGuard(CORSMiddleware):
         headers = Headers(scope=scope)
         try:
             if scope["method"] in READING:
-                if not OPEN_PATHS.fullmatch(scope["path"]):
+                if not (tells_nothing(scope["path"]) or scope["path"].startswith(API)):
                     self._sites.check_host(headers.get("host", ""))
             elif "origin" in headers:
                 self._sites.check(headers["origin"], headers.get("host", ""), headers.get("sec-fetch-site", ""))
