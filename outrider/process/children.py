@@ -381,6 +381,8 @@ class Supervisor:
 
     async def _ended(self, process: ServiceProcess) -> str:
         """Waits for the end of a service, and brings it about where it hangs; says how it ended."""
+        if process.launch.shares_port:
+            return _ending(await process.wait())
         async with asyncio.TaskGroup() as group:
             asking = group.create_task(self._kill_silent(process))
             code = await process.wait()
@@ -396,6 +398,5 @@ class Supervisor:
         while num_misses < policy.max_misses:
             if not num_misses:
                 await asyncio.sleep(policy.ask_every_s)
-            is_silent = not process.launch.shares_port and await misses(process.address, policy.answer_s)
-            num_misses = num_misses + 1 if is_silent else 0
+            num_misses = num_misses + 1 if await misses(process.address, policy.answer_s) else 0
         process.kill()
