@@ -24,7 +24,6 @@ from outrider.model_names import embedded_model
 from outrider.model_service.settings import Dtype, available_cpus, check_cascade, check_model
 from outrider.process.options import grouped, listed, options_of, refuse_together
 from outrider.rpc.channels import check_address
-from outrider.rpc.tls import Tls
 
 # What is about the draft service, and about the draft, only.
 SERVICE_OPTIONS = ("draft_dtype", "top_n", "cascade", "cascade_depth")
@@ -105,7 +104,7 @@ def generate(
 ) -> None:
     """Continues PROMPT; under the default rule with the target's own tokens, whatever the draft does."""
     _check_idle(models, hosted, request, address)
-    tls = _tls(address, connection)
+    tls = connection.tls(address)
     text = read_prompt(prompt)
     check_request(text, request)
     stack = None if address is not None else _stack_alone(models, hosted, request)
@@ -129,7 +128,7 @@ def chat(
 ) -> None:
     """Talks with the target turn by turn; without a terminal each line of standard input is one turn."""
     _check_idle(models, hosted, turn, address)
-    tls = _tls(address, connection)
+    tls = connection.tls(address)
     settings = options.settings_of(turn)
     check_chat(system, settings)
     stack = None if address is not None else _stack_alone(models, hosted, turn)
@@ -150,14 +149,6 @@ def _check_idle(
     _check_hosted(models, hosted)
     if address is not None:
         check_address("--address", address)
-
-
-def _tls(address: str | None, connection: options.ConnectionOptions) -> Tls | None:
-    """How a connection is secured; raises InvalidRequest where there is none, and about options that do not fit."""
-    for option, path in options_of(connection, *options.TLS_OPTIONS).items():
-        if path is not None and address is None:
-            raise InvalidRequest(option, str(path), "given with --address")
-    return connection.tls()
 
 
 def _check_hosted(models: options.Models, hosted: options.HostedOptions, draft_device: str | None = None) -> None:
@@ -189,7 +180,7 @@ def doctor(
     connection: options.ConnectionOptions,
 ) -> None:
     """Checks this machine and a pair of models, or a running gateway, and says what to change."""
-    tls = _tls(address, connection)
+    tls = connection.tls(address)
     if address is None:
         if rest_address is not None:
             raise InvalidRequest("--rest-address", rest_address, "given with --address")

@@ -129,9 +129,6 @@ RestAddress = Annotated[
 ]
 
 
-TLS_OPTIONS = ("tls_ca", "tls_cert", "tls_key")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionOptions:
     """Who asks a gateway, and how the connection to it is secured; without any of `tls` it is not."""
@@ -153,13 +150,18 @@ class ConnectionOptions:
     ] = None
     tls_key: Annotated[Text, _tls(help="Its private key.", metavar="FILE")] = None
 
-    def tls(self) -> Tls | None:
-        """The files; None for a connection in plaintext. Raises InvalidRequest about an option without another one."""
-        if self.tls_ca is None:
-            for option, path in options_of(self, *TLS_OPTIONS).items():
-                if path is not None:
-                    raise InvalidRequest(option, path, "given with --tls-ca")
+    def tls(self, address: str | None) -> Tls | None:
+        """The files; None for a connection in plaintext. Raises InvalidRequest about an option without an address, and
+        about one without another.
+        """
+        options = options_of(self, "tls_ca", "tls_cert", "tls_key")
+        given = next(((option, path) for option, path in options.items() if path is not None), None)
+        if given is None:
             return None
+        if address is None:
+            raise InvalidRequest(*given, "given with --address")
+        if self.tls_ca is None:
+            raise InvalidRequest(*given, "given with --tls-ca")
         try:
             return Tls(self.tls_ca, self.tls_cert or "", self.tls_key or "")
         except InvalidRequest as error:

@@ -328,7 +328,7 @@ class ModelFacts:
 
 async def model_facts(address: str, tls: Tls | None = None) -> ModelFacts:
     """What a service says about its model. Raises OutriderError, PeerLost when nobody answers."""
-    async with open_channel(address, None if tls is None else TlsFiles(tls)) as channel:
+    async with open_channel(address, TlsFiles.of(tls)) as channel:
         try:
             info = await ModelServiceStub(channel).GetModelInfo(
                 model_service_pb2.GetModelInfoRequest(), timeout=INFO_TIMEOUT_S

@@ -17,7 +17,7 @@ from outrider.client.requests import (
     chat_request,
     generate_request,
 )
-from outrider.rpc.channels import channel_options
+from outrider.rpc.channels import channel_options, open_blocking_channel
 from outrider.rpc.tls import Tls
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 
@@ -99,12 +99,7 @@ class Client:
         tls: Tls | None = None,
     ) -> None:
         self._caller = Caller(address, timeout_s, metadata, api_key, tls)
-        files, options = self._caller.files, channel_options()
-        self._channel = (
-            grpc.insecure_channel(address, options=options)
-            if files is None
-            else grpc.secure_channel(address, files.channel_credentials(), options=options)
-        )
+        self._channel = open_blocking_channel(address, self._caller.files, channel_options())
         self._stub = GenerationServiceStub(self._channel)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Stream:

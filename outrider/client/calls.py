@@ -111,7 +111,7 @@ class Caller:
             raise InvalidRequest("address", address, "text, HOST:PORT")
         self.address = check_address("address", address)
         self.closed = threading.Event()
-        self.files = None if tls is None else TlsFiles(tls)
+        self.files = TlsFiles.of(tls)
         """Of its certificates; None for plaintext."""
         self._timeout_s = _checked_timeout_s(timeout_s)
         self._metadata = key_pairs(api_key) + pairs(metadata)

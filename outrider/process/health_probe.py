@@ -10,7 +10,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.errors import InvalidRequest
-from outrider.rpc.channels import check_address
+from outrider.rpc.channels import check_address, open_blocking_channel
 from outrider.rpc.tls import Tls, TlsFiles, why_refused
 
 TIMEOUT_S = 3.0
@@ -19,9 +19,7 @@ USAGE_EXIT_CODE, UNAVAILABLE_EXIT_CODE = 64, 69
 
 def is_serving(address: str, tls: TlsFiles | None = None, timeout_s: float = TIMEOUT_S) -> bool:
     """Whether the server as a whole says SERVING within the time."""
-    with (
-        grpc.insecure_channel(address) if tls is None else grpc.secure_channel(address, tls.channel_credentials())
-    ) as channel:
+    with open_blocking_channel(address, tls) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
@@ -38,7 +36,7 @@ def main() -> int:
     try:
         address = check_address("address", sys.argv[1])
         tls = Tls(*sys.argv[2:]) if sys.argv[2:] else None
-        files = None if tls is None else TlsFiles(tls)
+        files = TlsFiles.of(tls)
     except InvalidRequest as error:
         sys.stderr.write(f"{error.message}\n")
         return error.exit_code

@@ -134,6 +134,13 @@ def open_channel(address: str, tls: TlsFiles | None = None, further: Options = (
     return grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)
 
 
+def open_blocking_channel(address: str, tls: TlsFiles | None = None, options: Options = ()) -> grpc.Channel:
+    """A channel to a checked address for callers that block."""
+    if tls is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, tls.channel_credentials(), options=options)
+
+
 def open_link_channel(address: str, tls: TlsFiles | None = None) -> grpc.aio.Channel:
     """A channel for a link: its service sends little that has not been read, and puts the rest into larger frames."""
     return open_channel(address, tls, UNREAD_OPTIONS)

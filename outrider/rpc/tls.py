@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import structlog
@@ -105,6 +105,11 @@ class TlsFiles:
         self._marks = self._look()
         tls.context(ssl.PROTOCOL_TLS_SERVER)
         self.ca, self.cert, self.key = self._read()
+
+    @classmethod
+    def of(cls, tls: Tls | None) -> Self | None:
+        """Those of a `Tls`; None for plaintext. Raises as the constructor."""
+        return None if tls is None else cls(tls)
 
     def renew(self) -> bool:
         """Takes up what has been replaced; tells whether there was something, and it fits."""

@@ -78,7 +78,7 @@ async def who_answers(address: str, tls: Tls | None = None) -> Answerer | None:
     writer.close()
     if await asyncio.to_thread(rest_text, address, LIVE_PATH, tls=tls) == ALIVE:
         return Answerer("rest")
-    async with open_channel(address, None if tls is None else TlsFiles(tls)) as channel:
+    async with open_channel(address, TlsFiles.of(tls)) as channel:
         request = health_pb2.HealthCheckRequest(service=GENERATION_SERVICE)
         # Without an answer it may still be a model service, which does not generate.
         with suppress(grpc.aio.AioRpcError):
