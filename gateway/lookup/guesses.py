@@ -21,9 +21,10 @@ from outrider.token_tree import TokenTree
 # The source of guesses that a grammar leaves no choice about; one alone saves less than a proposal costs.
 GRAMMAR = "grammar"
 MIN_FORCED = 2
-# What finding it may cost, in seconds of the processor: one look at a grammar that a person would write takes a tenth,
-# and at an ambiguous one up to a hundred times as much, on the loop that all requests share.
-MAX_FORCED_S = 0.005
+# What finding it may cost a request, in seconds of the processor, on the loop that all requests share. A look at a
+# grammar that a person would write takes a tenth of a millisecond, and at an ambiguous one up to a hundred times that.
+FREE_LOOK_S = 0.001
+MAX_FORCED_S = 0.015
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,12 @@ class LookupGuesses:
         grammar: Grammar | None = None,
         clock_s: Callable[[], float] = time.thread_time,
     ) -> None:
-        """Proposals fit the rule, and have at most max_rows rows. What a grammar forces comes before what is found, as
-        long as a look at the grammar takes no more than 5 ms by a clock that only counts this thread.
+        """Proposals fit the rule, and have at most max_rows rows. What a grammar forces comes before what is found, until
+        looks at the grammar took 15 ms in all beyond a free millisecond each, by a clock that only counts this thread.
         """
         self._session = session
         self._grammar = grammar
+        self._left_s = MAX_FORCED_S
         self._clock_s = clock_s
         self._output: list[int] = []
         self._rule = rule
@@ -90,12 +92,13 @@ class LookupGuesses:
         return self._look
 
     def _forced(self) -> Sequence[int]:
-        """Tokens that the grammar leaves no choice about; none from the first look on that cost too much."""
+        """Tokens that the grammar leaves no choice about; none once looking for them has cost too much."""
         if self._grammar is None:
             return ()
         began_s = self._clock_s()
         forced = self._grammar.forced(self._output)
-        if self._clock_s() - began_s > MAX_FORCED_S:
+        self._left_s -= max(self._clock_s() - began_s - FREE_LOOK_S, 0.0)
+        if self._left_s < 0:
             self._grammar = None
         return forced
 

@@ -11,9 +11,10 @@ from support.stack import RunningStack
 pytestmark = [pytest.mark.page, pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = "The fox said to the wolf,"
+GOLD = "one thousand pieces of gold, and half of the kingdom as long as the old king lives"
 SCHEMA = {
     "type": "object",
-    "properties": {"daughter": {"enum": ["princess"]}, "gold": {"enum": ["one thousand pieces of gold"]}},
+    "properties": {"daughter": {"enum": ["princess"]}, "gold": {"enum": [GOLD]}},
     "required": ["daughter", "gold"],
     "additionalProperties": False,
 }
@@ -78,7 +79,10 @@ async def test_a_forced_token_names_the_grammar(page: Page) -> None:
     await ended(page)
     await page.unroute("**/page/generate")
     forced = page.locator("#rounds .t.accepted[title='guessed by the grammar, which allows nothing else there']")
-    assert "thousandpiecesof" in re.sub("[^a-z]", "", "".join(await forced.all_text_contents()))
+    # How many of them the target says before it is asked to wait for guesses depends on the machine.
+    texts = [re.sub("[^a-z]", "", text) for text in await forced.all_text_contents()]
+    assert len(texts) >= 4
+    assert all(text in re.sub("[^a-z]", "", json.dumps(SCHEMA)) for text in texts), texts
     told = page.locator("#facts dt:text-is('Guessed by') + dd")
     first = page.locator("#lane-main .t.accepted").first
     await first.click()

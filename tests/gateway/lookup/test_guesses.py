@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.stack import TARGET
 
-from gateway.lookup.guesses import GRAMMAR, MAX_FORCED_S, LookupGuesses
+from gateway.lookup.guesses import FREE_LOOK_S, GRAMMAR, MAX_FORCED_S, LookupGuesses
 from outrider.grammar import Constraint, ConstraintKind, GrammarEngine
 from outrider.vocabulary import Vocabulary
 
@@ -22,15 +22,15 @@ def engine() -> GrammarEngine:
     return GrammarEngine((Path(TARGET) / "tokenizer.json").read_text(encoding="utf-8"), size, frozenset({0}))
 
 
-@pytest.mark.parametrize(("cost_s", "looks"), [(MAX_FORCED_S / 2, 3), (2 * MAX_FORCED_S, 1)])
+@pytest.mark.parametrize(("cost_s", "looks"), [(FREE_LOOK_S, 9), (MAX_FORCED_S / 2, 3), (2 * MAX_FORCED_S, 1)])
 def test_a_grammar_is_looked_at_while_that_is_cheap(engine: GrammarEngine, cost_s: float, looks: int) -> None:
-    """The first dear look is the last one, and what it has found is proposed."""
+    """The look that uses up what looks may cost is the last one, and what it has found is proposed."""
     clock: Iterator[float] = (cost_s * number for number in count())
     guesses = LookupGuesses(max_rows=8, grammar=engine.get(FORCED.canonical()), clock_s=lambda: next(clock))
     guesses.commit(engine.get(BEGUN.canonical()).forced([]))
     found = []
-    for _ in range(3):
+    for _ in range(9):
         found.append(guesses.look(8))
         guesses.commit(())
-    assert [bool(look.tree) for look in found] == [number < looks for number in range(3)]
+    assert [bool(look.tree) for look in found] == [number < looks for number in range(9)]
     assert set(found[0].sources) == {GRAMMAR}
