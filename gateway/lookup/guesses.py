@@ -55,8 +55,8 @@ class LookupGuesses:
         grammar: Grammar | None = None,
         clock_s: Callable[[], float] = time.thread_time,
     ) -> None:
-        """Proposals fit the rule, and have at most max_rows rows. What a grammar forces comes before what is found, until
-        looks at the grammar took 15 ms in all beyond a free millisecond each, by a clock that only counts this thread.
+        """Proposals fit the rule, and have at most max_rows rows. What a grammar forces comes before what is found,
+        until looks at the grammar took 15 ms in all beyond a free millisecond each, by a clock of this thread alone.
         """
         self._session = session
         self._grammar = grammar
