@@ -12,6 +12,7 @@ because its sentence may repeat what the client wrote.
 import asyncio
 import math
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
@@ -50,6 +51,7 @@ class Places:
     """Those of one request: it has one for each of its samples that runs, and waits for one at a time."""
 
     arrived_s: float
+    priority: int
     taken: deque[tuple[float, int]] = field(default_factory=deque)
     """When those that it holds were taken, and how many samples ran then."""
     waited_s: float = 0.0
@@ -61,8 +63,9 @@ class Places:
 class Admission:
     """At most `places` samples run at a time, and at most queue_len requests wait that have none running.
 
-    First come, first served, one place at a time: a request that wants more than one goes to the end of the queue for
-    each. So the samples of large requests take turns with everybody else's.
+    The smallest priority comes first, and within one who came first, one place at a time: a request that wants more
+    than one goes to the end of its priority's queue for each. So the samples of large requests take turns with
+    everybody else's. Nobody's priority changes while it waits, and nobody's place is taken away.
     """
 
     def __init__(self, places: int, queue_len: int, clock_s: Callable[[], float] = time.monotonic) -> None:
@@ -72,7 +75,7 @@ class Admission:
         self.is_leaving = False
         """Whether the gateway begins to stop, which its readiness says before anybody is turned away."""
         self._clock_s = clock_s
-        self._queue: deque[Places] = deque()
+        self._queue: deque[Places] = deque()  # in the order in which they get places
         self._entered: set[Places] = set()
         self._left = asyncio.Event()
         # From one place that comes free to the next, as it was lately.
@@ -85,28 +88,28 @@ class Admission:
         """Requests that wait and have no sample running."""
         return sum(not places.taken for places in self._queue)
 
-    @property
-    def retry_after_s(self) -> int:
-        """Whole seconds after which a request behind all who wait may find a place.
+    def retry_after_s(self, priority: int = 0) -> int:
+        """Whole seconds after which a request of that priority may find a place, behind those who wait and go before.
 
         It follows from how fast places came free lately. Those who run and have not ended count too: in a burst of long
-        requests nothing else tells that they are long.
+        requests nothing else tells that they are long. Who comes meanwhile, and goes before as well, is not foreseen.
         """
         now_s, (min_s, max_s) = self._clock_s(), RETRY_AFTER_S
         ages_s = [now_s - taken_s for places in self._entered for taken_s, _ in places.taken]
         free_s = max(self._free_s, sum(ages_s) / max(1, len(ages_s)) ** 2)
-        return math.ceil(min(max(min_s, (len(self._queue) + 1) * free_s), max_s))
+        num_before = sum(places.priority <= priority for places in self._queue)
+        return math.ceil(min(max(min_s, (num_before + 1) * free_s), max_s))
 
-    def check(self) -> None:
+    def check(self, priority: int = 0) -> None:
         """Raises Overloaded when a request would not even be queued, so that it costs nothing more; NotReady after
-        `close`.
+        `close`. A full queue is full for all; the priority says when to come again.
         """
         self._check_open()
         if self.running >= self.places and self.waiting >= self.queue_len:
             raise Overloaded(
                 f"{self.running} of {self.places} places are taken and {self.waiting} requests wait already, "
                 f"of at most {self.queue_len}",
-                retry_after_s=self.retry_after_s,
+                retry_after_s=self.retry_after_s(priority),
             )
 
     def close(self) -> None:
@@ -124,12 +127,12 @@ class Admission:
             await self._left.wait()
 
     @contextmanager
-    def arrival(self) -> Iterator[None]:
+    def arrival(self, priority: int = 0) -> Iterator[None]:
         """Bounds how many requests are looked at, which takes long while the target is away. Raises as `check` does."""
-        self.check()
+        self.check(priority)
         if self._num_arriving >= self.places + self.queue_len:
             message = f"{self._num_arriving} requests are looked at already, which takes long while the target is away"
-            raise Overloaded(message, retry_after_s=self.retry_after_s)
+            raise Overloaded(message, retry_after_s=self.retry_after_s(priority))
         self._num_arriving += 1
         try:
             yield
@@ -137,10 +140,10 @@ class Admission:
             self._num_arriving -= 1
 
     @asynccontextmanager
-    async def entry(self) -> AsyncIterator[Places]:
+    async def entry(self, priority: int = 0) -> AsyncIterator[Places]:
         """Waits for a request's first place. What it holds when it is left is given back. Raises as `check` does."""
-        self.check()
-        places = Places(self._clock_s())
+        self.check(priority)
+        places = Places(self._clock_s(), priority)
         self._entered.add(places)
         try:
             await self.take(places)
@@ -155,9 +158,11 @@ class Admission:
             self._left.set()
 
     async def take(self, places: Places) -> None:
-        """Waits for one more place, behind all who wait. Raises NotReady when it is the first and the gateway stops."""
+        """Waits for one more place, behind all who wait and have no greater priority. Raises NotReady when it is the
+        first and the gateway stops.
+        """
         places.turn.clear()
-        self._queue.append(places)
+        insort(self._queue, places, key=lambda each: each.priority)
         self._call()
         await places.turn.wait()
         if not places.has_begun:
@@ -180,7 +185,7 @@ class Admission:
             raise NotReady("The gateway is stopping and takes no more requests")
 
     def _call(self) -> None:
-        """Gives places to those who have waited longest."""
+        """Gives places to the first of the queue."""
         while self._queue and self.running < self.places:
             places, now_s = self._queue.popleft(), self._clock_s()
             self.running += 1
@@ -339,16 +344,16 @@ class Frontend:
             stack.enter_context(request_scope())
             if tenant is not None:
                 stack.enter_context(bound(key=tenant.name))
-            spending = Spending()
+            spending, priority = Spending(), 0 if tenant is None else tenant.key.priority
             try:
                 if tenant is not None:
                     tenant.count_request()
                     requests = [_with_key(request, tenant) for request in requests]
-                with self.admission.arrival():
+                with self.admission.arrival(priority):
                     contexts = [await self._prepared(requests, number) for number in range(len(requests))]
                 if tenant is not None:
                     spending = stack.enter_context(_spending(tenant, [context.request for context in contexts]))
-                places = await stack.enter_async_context(self.admission.entry())
+                places = await stack.enter_async_context(self.admission.entry(priority))
             except OutriderError as error:
                 self.metrics.rejected(error, None if tenant is None else tenant.name)
                 log.info("request refused", status=error.reason)

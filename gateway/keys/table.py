@@ -52,6 +52,8 @@ class Key:
     name: str
     sha256: bytes = field(repr=False)
     limits: KeyLimits
+    priority: int = 0
+    """Requests of a smaller one get a place before others; vLLM counts so too."""
     metrics: bool = False
     """Whether it opens the figures, which tell of all keys."""
 
@@ -112,13 +114,15 @@ def parse_keys(content: bytes, path: str) -> list[Key]:
 
 def _key(path: str, name: str, table: Mapping[str, object]) -> Key:
     for other in table:
-        if other not in ("sha256", "metrics", *LIMITS):
-            raise _refused(path, name, other[:80], f"is unknown; a key has sha256, metrics, {', '.join(LIMITS)}")
+        if other not in ("sha256", "priority", "metrics", *LIMITS):
+            what = f"is unknown; a key has sha256, priority, metrics, {', '.join(LIMITS)}"
+            raise _refused(path, name, other[:80], what)
     metrics = table.get("metrics", False)
     if not isinstance(metrics, bool):
         raise _refused(path, name, "metrics", f"is {metrics!r}, but must be true or false")
-    limits = {each: _limit(path, name, each, table[each]) for each in LIMITS if each in table}
-    return Key(name, _sha256(path, name, table), KeyLimits(**limits), metrics)
+    limits = {each: _number(path, name, each, table[each], 1) for each in LIMITS if each in table}
+    priority = _number(path, name, "priority", table.get("priority", 0), -MAX_LIMIT)
+    return Key(name, _sha256(path, name, table), KeyLimits(**limits), priority, metrics)
 
 
 def _sha256(path: str, name: str, table: Mapping[str, object]) -> bytes:
@@ -135,10 +139,11 @@ def _sha256(path: str, name: str, table: Mapping[str, object]) -> bytes:
     return digest
 
 
-def _limit(path: str, name: str, field: str, value: object) -> int:
+def _number(path: str, name: str, field: str, value: object, least: int) -> int:
     # True is an int in Python, and a mistake here.
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_LIMIT:
-        raise _refused(path, name, field, f"is {str(value)[:80]!r}, but must be a whole number in [1, {MAX_LIMIT}]")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_LIMIT:
+        limit = f"a whole number in [{least}, {MAX_LIMIT}]"
+        raise _refused(path, name, field, f"is {str(value)[:80]!r}, but must be {limit}")
     return value
 
 

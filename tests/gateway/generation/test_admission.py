@@ -10,9 +10,9 @@ from gateway.generation.frontend import Admission, Places
 from outrider.errors import NotReady, Overloaded
 
 
-async def hold(admission: Admission, order: list[str], name: str, leave: asyncio.Event) -> None:
+async def hold(admission: Admission, order: list[str], name: str, leave: asyncio.Event, priority: int = 0) -> None:
     """Takes a place until told to leave."""
-    async with admission.entry():
+    async with admission.entry(priority):
         order.append(name)
         await leave.wait()
 
@@ -42,6 +42,39 @@ async def test_who_waits_longest_comes_first() -> None:
     await asyncio.gather(*tasks)
     assert order == ["first", "second", "third"]
     assert admission.running == admission.waiting == 0
+
+
+async def test_the_smallest_priority_comes_first() -> None:
+    """Whoever came when; within one priority who came first. Nobody who runs is held up by one who comes before."""
+    chance, admission, order, leave = random.Random(5), Admission(1, 40), list[str](), asyncio.Event()
+    priorities = [0, *(chance.choice((-3, 0, 0, 2, 10)) for _ in range(40))]
+    tasks = []
+    for number, priority in enumerate(priorities):
+        tasks.append(asyncio.create_task(hold(admission, order, str(number), leave, priority)))
+        await eventually(lambda: admission.waiting + len(order) == len(tasks))
+    assert order == ["0"]
+    leave.set()
+    await asyncio.gather(*tasks)
+    behind = sorted(range(1, 41), key=lambda number: (priorities[number], number))
+    assert order == ["0", *map(str, behind)]
+    assert behind != sorted(behind)
+
+
+async def test_further_samples_of_a_request_wait_behind_smaller_priorities() -> None:
+    """One that runs already has no right before them, nor does it keep those of its own priority out."""
+    admission, order, opened, leave = Admission(1, 3), list[str](), list[Places](), asyncio.Event()
+    tasks = [asyncio.create_task(take_all(admission, order, "large", 3, opened))]
+    await eventually(lambda: order == ["large"])
+    for name, priority in (("later", 1), ("equal", 0), ("before", -1)):
+        tasks.append(asyncio.create_task(hold(admission, order, name, leave, priority)))
+        await eventually(lambda: admission.waiting == len(tasks) - 1)
+    leave.set()
+    for num_taken in (3, 5):
+        admission.give_back(opened[0])
+        await eventually(lambda expected=num_taken: len(order) == expected)  # type: ignore[misc]
+    admission.give_back(opened[0])
+    await asyncio.gather(*tasks)
+    assert order == ["large", "before", "large", "equal", "large", "later"]
 
 
 async def test_samples_of_large_requests_take_turns_with_others() -> None:
@@ -80,7 +113,7 @@ async def test_requests_and_samples_are_bounded_whatever_comes() -> None:
 
     async def request() -> None:
         try:
-            async with admission.entry() as places, asyncio.TaskGroup() as group:
+            async with admission.entry(chance.choice((-1, 0, 0, 4))) as places, asyncio.TaskGroup() as group:
                 opened.append(places)
                 group.create_task(sample(places))
                 for _ in range(chance.choice((0, 0, 1, 9))):
@@ -126,11 +159,29 @@ async def test_a_burst_of_requests_is_told_a_time_that_fits() -> None:
             now_s[0] += 0.3
     tasks = [asyncio.create_task(hold(admission, [], str(each), leave)) for each in range(16)]
     await eventually(lambda: admission.waiting == 8)
-    assert admission.retry_after_s == 3
+    assert admission.retry_after_s() == 3
     now_s[0] += 16
-    assert admission.retry_after_s == 18
+    assert admission.retry_after_s() == 18
     leave.set()
     await asyncio.gather(*tasks)
+
+
+async def test_the_time_to_come_again_counts_those_who_go_before() -> None:
+    """A full queue is full for all, but who has a smaller priority than all in it has a place next."""
+    now_s = [0.0]
+    admission, leave = Admission(1, 6, lambda: now_s[0]), asyncio.Event()
+    running = asyncio.create_task(hold(admission, [], "running", leave))
+    await eventually(lambda: admission.running == 1)
+    waiting = [asyncio.create_task(hold(admission, [], "", leave, priority)) for priority in (0, 5, 0, 5, 0, 5)]
+    await eventually(lambda: admission.waiting == 6)
+    now_s[0] += 4
+    assert [admission.retry_after_s(priority) for priority in (-1, 0, 4, 5, 6)] == [4, 16, 16, 28, 28]
+    for priority, expected in ((-1, "4"), (0, "16"), (5, "28")):
+        with pytest.raises(Overloaded) as refused, admission.arrival(priority):
+            pytest.fail("one came in")
+        assert refused.value.metadata["retry_after_s"] == expected
+    leave.set()
+    await asyncio.gather(running, *waiting)
 
 
 async def test_requests_that_end_together_shared_their_time() -> None:
@@ -144,7 +195,7 @@ async def test_requests_that_end_together_shared_their_time() -> None:
         now_s[0] += 15
         leave.set()
         await asyncio.gather(*tasks)
-    assert admission.retry_after_s <= 3
+    assert admission.retry_after_s() <= 3
 
 
 async def test_a_request_that_runs_and_waits_for_more_leaves_the_queue_to_others() -> None:

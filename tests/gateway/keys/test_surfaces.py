@@ -50,6 +50,8 @@ NAMES: dict[str, dict[str, int | bool]] = {
     "narrow": {"concurrent_samples": 7},
     "short": {"max_tokens": 5, "tokens_per_minute": 1000},
     "leaver": {},
+    "patient": {"priority": 5},
+    "urgent": {"priority": -5},
 }
 RIGHT = (bearer("operator"), {"x-api-key": key_of("operator")})
 
@@ -318,6 +320,23 @@ async def test_samples_of_a_key_are_never_more_than_may_be(stack: MarkovStack, h
     assert (await ask(http, "narrow", n=7)).status_code == 200
     too_many = await ask(http, "narrow", n=8)
     assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "n")
+
+
+async def test_the_smallest_priority_of_a_key_comes_first(stack: MarkovStack, http: httpx.AsyncClient) -> None:
+    """On both surfaces: of three that wait for one place the last is the first, and the first the last."""
+    admission = stack.gateway.frontend.admission
+    async with AsyncExitStack() as places:
+        held = [await places.enter_async_context(admission.entry()) for _ in range(admission.places)]
+        waiting = list[asyncio.Task[Any]]()
+        for asked in (call(stack, "patient"), ask(http, "alice"), call(stack, "urgent")):
+            waiting.append(asyncio.create_task(asked))
+            await eventually(lambda: admission.waiting == len(waiting), PATIENCE_S)
+        with capture_logs(processors=[merge_contextvars]) as lines:
+            admission.give_back(held[0])
+            *_, urgent = await asyncio.gather(*waiting)
+    ended = [line["key"] for line in lines if line["event"] == "request ended"]
+    assert ended == ["urgent", "alice", "patient"]
+    assert urgent.usage.completion_tokens == 4
 
 
 async def test_an_answer_is_no_longer_than_a_key_may_have_it(http: httpx.AsyncClient) -> None:

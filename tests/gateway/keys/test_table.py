@@ -25,6 +25,12 @@ def test_a_file_lists_names_hashes_and_limits(tmp_path: Path) -> None:
     assert (bob.name, bob.limits, bob.metrics) == ("bob", KeyLimits(), True)
 
 
+def test_a_priority_is_any_whole_number() -> None:
+    """Also below 0, which is that of a key for which none is said."""
+    tables = table_of("alice", priority=-5) + table_of("bob") + table_of("nightly", priority=10**9)
+    assert [key.priority for key in parse_keys(tables.encode(), "keys.toml")] == [-5, 0, 10**9]
+
+
 def test_a_key_is_found_by_its_text_alone() -> None:
     """Neither a name, nor a hash, nor a part of a key, nor nothing opens."""
     keys = parse_keys((table_of("alice") + table_of("bob")).encode(), "keys.toml")
@@ -57,6 +63,9 @@ def test_a_hash_is_not_shown() -> None:
         (f"[a]\nsha256 = '{DIGEST}'\nmax_tokens = 0", ["max_tokens of [a] is '0'", "in [1, 1000000000]"]),
         (f"[a]\nsha256 = '{DIGEST}'\nmax_tokens = true", ["max_tokens of [a] is 'True'"]),
         (f"[a]\nsha256 = '{DIGEST}'\nconcurrent_samples = 1.5", ["concurrent_samples of [a] is '1.5'"]),
+        (f"[a]\nsha256 = '{DIGEST}'\npriority = 'high'", ["priority of [a] is 'high'", "in [-1000000000, 1000000000]"]),
+        (f"[a]\nsha256 = '{DIGEST}'\npriority = 0.5", ["priority of [a] is '0.5'"]),
+        (f"[a]\nsha256 = '{DIGEST}'\npriority = -1000000001", ["priority of [a] is '-1000000001'"]),
         (f"[a]\nsha256 = '{DIGEST}'\nmetrics = 1", ["metrics of [a] is 1", "true or false"]),
         (f"[a]\nsha256 = '{DIGEST}'\n[b]\nsha256 = '{DIGEST}'", ["sha256 of [b] is that of [a] too"]),
         (f"['sk-secret+']\nsha256 = '{DIGEST}'", ["entry 1", "1 to 64 letters"]),
