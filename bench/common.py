@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import distributions
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Annotated, NamedTuple, NoReturn, TypeVar, Unpack
 
@@ -137,11 +137,17 @@ def revision() -> str | None:
         return None
 
 
+def without_key(words: Sequence[str]) -> list[str]:
+    """The words of a command line, with dots for an API key that was typed."""
+    hidden = ["..." if before == "--api-key" else word for before, word in pairwise(("", *words))]
+    return ["--api-key=..." if word.startswith("--api-key=") else word for word in hidden]
+
+
 def provenance() -> dict[str, object]:
     """Where figures come from: the command line, the machine, the versions of what computes and carries, the commit."""
     installed = {each.name: each.version for each in distributions() if each.name in DISTRIBUTIONS}
     return {
-        "command": list(sys.orig_argv),
+        "command": without_key(sys.orig_argv),
         "machine": machine(),
         "versions": {"python": platform.python_version(), "system": platform.platform(), **installed},
         "revision": revision(),

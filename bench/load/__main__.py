@@ -143,11 +143,13 @@ def load(
     models: options.Models,
     cpus: ComputeThreads,
     hosted: options.HostedOptions,
+    connection: options.ConnectionOptions,
 ) -> None:
     """Compares a gateway with itself under loads, with numbers of draft tokens by turns: speed, gaps, CPU, answers."""
     telemetry.configure_logs("warning")
     plan, metrics = plan_of(wanted), metrics_of(wanted)
     check(wanted, models, hosted, cpus)
+    tls = connection.tls(wanted.address)
     # Behind REST the gateway has its metrics.
     stack = None
     if wanted.address is None:
@@ -165,7 +167,7 @@ def load(
 
     async def measuring(interrupts: Interrupts) -> None:
         async with AsyncExitStack() as exits:
-            driver = Driver(plan, wanted.address or "", metrics)
+            driver = Driver(plan, wanted.address or "", metrics, connection.api_key, tls)
             if stack is not None:
                 addresses = await exits.enter_async_context(served(stack, interrupts))
                 driver = Driver(plan, addresses.gateway, addresses.metrics)

@@ -27,11 +27,12 @@ from prometheus_client.samples import Sample
 from bench.common import OPENINGS, rotated, settings_of
 from outrider.cli.running import note
 from outrider.client import Round, Speculation
-from outrider.client.calls import failure
+from outrider.client.calls import Caller, Terms
 from outrider.client.events import event_from
 from outrider.client.requests import generate_request
 from outrider.errors import OutriderError, PeerLost
-from outrider.rpc.channels import channel_options
+from outrider.rpc.channels import open_channel
+from outrider.rpc.tls import Tls
 from outrider.v1 import generation_service_pb2 as pb
 
 METHOD = f"/{pb.DESCRIPTOR.services_by_name['GenerationService'].full_name}/Generate"
@@ -154,9 +155,12 @@ class Driver:
     plan: LoadPlan
     address: str
     metrics: Mapping[str, str]
+    api_key: str | None = field(default=None, repr=False)
+    tls: Tls | None = None
     models: dict[str, str] = field(default_factory=dict)
     """Names of the served models by process, as far as `run` is told."""
     _calls: list[GenerateCall] = field(default_factory=list)
+    _terms: Terms = field(init=False)
 
     async def run(self) -> list[Block]:
         """All blocks. Raises what the gateway answers, PeerLost where /metrics is not read, and NothingToMeasure."""
@@ -164,11 +168,13 @@ class Driver:
         samples = await asyncio.gather(*(scrape(place, MODEL) for place in self.metrics.values()))
         for process, found in zip(self.metrics, samples, strict=True):
             self.models.update((process, sample.labels["model_name"]) for sample in found)
+        caller = Caller(self.address, None, None, self.api_key, self.tls)
+        self._terms = caller.terms({})
         async with AsyncExitStack() as exits:
             for _ in range(plan.connections):
                 # Else channels to one address would share one connection.
-                options = (*channel_options(), ("grpc.use_local_subchannel_pool", 1))
-                channel = await exits.enter_async_context(grpc.aio.insecure_channel(self.address, options=options))
+                own = (("grpc.use_local_subchannel_pool", 1),)
+                channel = await exits.enter_async_context(open_channel(self.address, caller.files, own))
                 # Without a deserializer messages stay bytes.
                 serialize = pb.GenerateRequest.SerializeToString
                 self._calls.append(channel.unary_stream(METHOD, request_serializer=serialize))
@@ -231,12 +237,12 @@ class Driver:
         return block
 
     async def _messages(self, call: GenerateCall, request: pb.GenerateRequest) -> AsyncIterator[tuple[float, bytes]]:
-        reading = call(request)
+        reading = call(request, metadata=self._terms.metadata)
         try:
             while isinstance(message := await reading.read(), bytes):
                 yield time.perf_counter(), message
         except grpc.aio.AioRpcError as error:
-            raise failure(error, self.address, None) from None
+            raise self._terms.failure(error) from None
 
     def _request(self, number: int, temperature: float, setting: str, tokens: int) -> pb.GenerateRequest:
         return generate_request(

@@ -16,6 +16,7 @@ from bench.common import (
     rotated,
     settings_of,
     spread,
+    without_key,
     writable,
 )
 from outrider.client import Speculation
@@ -49,6 +50,13 @@ def test_a_table_is_markdown() -> None:
 def test_temperatures_stand_between_commas() -> None:
     """Each counts once, in their order."""
     assert parse_temperatures("0.8,0,0.80") == (0.8, 0.0)
+
+
+def test_a_key_that_was_typed_is_not_kept() -> None:
+    """In neither way of typing it; all other words are."""
+    words = ["python", "-m", "bench.load", "--api-key", "sk-secret", "--address", "a:1", "--api-key=sk-secret"]
+    kept = [*words[:4], "...", *words[5:7], "--api-key=..."]
+    assert without_key(words) == kept
 
 
 @pytest.mark.parametrize("text", ["", "warm", "0;1", "-1", "nan", "101"])

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 from prometheus_client import Counter
+from support.certificates import issue, trusting
 from support.command_line import said, scripted_gateway
+from support.keys import key_of, write_keys
 from support.stack import running_stack
 
 from bench.common import AUTO, PLAIN, ComputeThreads, fixed
@@ -70,6 +72,24 @@ async def test_a_stack_of_its_own_from_the_command_line(tmp_path: Path) -> None:
             [each for each in blocks if (each["streams"], each["setting"]) == (figures["streams"], figures["setting"])],
         )
     assert picture.read_text().startswith("<svg")
+
+
+@pytest.mark.slow
+async def test_a_gateway_with_keys_and_certificates(tmp_path: Path) -> None:
+    """Measured like any other with both; without the key, and in plaintext, one sentence says what is missing."""
+    folder = issue(tmp_path / "certificates", "gateway", "target", "draft", "client")
+    keys = {"api_keys": write_keys(tmp_path / "keys.toml", alice={})}
+    grid = ("--streams", "1", "--draft-counts", "0", "--temperatures", "0", "--turns", "2", "--tokens", "8")
+    async with running_stack(gateway=keys, certificates=folder) as stack:
+        secured = (*grid, "--address", stack.address, "--tls-ca", trusting(folder, "client").ca)
+        code, output, notes = await command(*secured, "--api-key", key_of("alice"), "--json")
+        assert code == 0, notes
+        assert [each["setting"] for each in json.loads(output)["figures"]] == [PLAIN]
+        assert key_of("alice") not in output + notes
+        code, _, notes = await command(*secured)
+        assert (code, "No API key came" in notes) == (77, True)
+        code, _, notes = await command(*grid, "--address", stack.address)
+        assert (code, "speaks TLS, and was called without it" in notes) == (78, True)
 
 
 def check_speed(figures: dict[str, Any], blocks: list[dict[str, Any]]) -> None:
