@@ -56,6 +56,16 @@ def check_variables(field: str, variables: Mapping[str, Any], template: ChatTemp
             raise InvalidRequest(f"{field}.{name}", value, known)
 
 
+def prompt_end(*, begins_turn: bool | None, goes_on: bool) -> dict[str, bool]:
+    """How a prompt ends, as the template takes it: with the beginning of the assistant's turn unless it is said
+    otherwise, or with the last message, which the answer goes on with; raises InvalidRequest about both.
+    """
+    if goes_on and begins_turn:
+        raise InvalidRequest("add_generation_prompt", True, "false or absent with continue_final_message")
+    begins_turn = not goes_on if begins_turn is None else begins_turn
+    return {"add_generation_prompt": begins_turn, "continue_final_message": goes_on}
+
+
 def shows_tools(template: ChatTemplate, rules: CallRules) -> bool:
     """Whether tools go to the template: a model without a place for them can still be made to call one."""
     return template.renders_tools or not (rules.tools and rules.needs_call)

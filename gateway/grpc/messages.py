@@ -15,6 +15,7 @@ from gateway.generation.conversation import (
     asked,
     check_variables,
     offered,
+    prompt_end,
     shows_tools,
     tool_named,
 )
@@ -149,10 +150,12 @@ async def chat_request_from(message: pb.ChatRequest, template: ChatTemplate, tok
             raise InvalidRequest(f"messages.{number}.role", each.role, f"one of {', '.join(ROLES)}")
     request, rules = request_from(message.generation), _call_rules(message)
     variables = _variables(message, template)
+    begins_turn = message.add_generation_prompt if message.HasField("add_generation_prompt") else None
+    end = prompt_end(begins_turn=begins_turn, goes_on=message.continue_final_message)
     shown = message.tools if shows_tools(template, rules) else ()
     tools = [_template_tool(number, tool) for number, tool in enumerate(shown)]
     turns = [_template_message(number, each) for number, each in enumerate(message.messages)]
-    rendered = await template.prompt(turns, tools or None, **variables)
+    rendered = await template.prompt(turns, tools or None, **end, **variables)
     return asked(request, rendered, rules, template, tokenizer)
 
 

@@ -12,6 +12,7 @@ from gateway.generation.conversation import (
     asked,
     check_variables,
     offered,
+    prompt_end,
     shows_tools,
     tool_named,
 )
@@ -73,14 +74,10 @@ async def conversation(body: ChatRequest, frontend: Frontend, settings: RestSett
 async def _rendered(
     body: ChatRequest, tools: Sequence[Tool], variables: Mapping[str, Any], template: ChatTemplate
 ) -> RenderedPrompt:
-    goes_on, begins_turn = bool(body.continue_final_message), body.add_generation_prompt
-    if goes_on and begins_turn:
-        raise InvalidRequest("add_generation_prompt", True, "false or absent with continue_final_message")
     return await template.prompt(
         template_messages(body.messages),
         [tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in tools] or None,
-        add_generation_prompt=not goes_on if begins_turn is None else begins_turn,
-        continue_final_message=goes_on,
+        **prompt_end(begins_turn=body.add_generation_prompt, goes_on=bool(body.continue_final_message)),
         **variables,
     )
 

@@ -159,6 +159,10 @@ class ChatOptions(GenerationOptions, total=False):
     """Whether there may be several calls in an answer. Default: true."""
     template_variables: Mapping[str, bool | float | str] | None
     """What the model's chat template takes from outside, for instance enable_thinking."""
+    add_generation_prompt: bool | None
+    """Whether the assistant's turn begins at the end of the prompt. Default: true, unless the next one is."""
+    continue_final_message: bool | None
+    """Whether the answer goes on with the text of the last message. Default: false."""
 
 
 Pairs = tuple[tuple[str, str | bytes], ...]
@@ -249,7 +253,7 @@ def chat_request(messages: Iterable[Message], options: ChatOptions | GenerationO
     """The message for Chat. Raises the same, and InvalidRequest about a turn without role or content."""
     rest = cast("GenerationOptions", {name: value for name, value in options.items() if name not in CHAT_NAMES})
     request = pb.ChatRequest(generation=_request(rest))
-    _put_tools(request, cast("ChatOptions", options))
+    _put_chat_options(request, cast("ChatOptions", options))
     if isinstance(messages, (str, *NO_LISTS)) or not isinstance(messages, Iterable):
         raise InvalidRequest("messages", messages, "a list, each a mapping with role and content")
     for index, turn in enumerate(messages):
@@ -276,7 +280,7 @@ def _put_calls(message: pb.ChatMessage, calls: object, prefix: str) -> None:
             _put(added, name, value, f"{prefix}.{index}.")
 
 
-def _put_tools(request: pb.ChatRequest, options: ChatOptions) -> None:
+def _put_chat_options(request: pb.ChatRequest, options: ChatOptions) -> None:
     for index, tool in enumerate(options.get("tools") or ()):
         if not isinstance(tool, Tool):
             raise InvalidRequest(f"tools.{index}", tool, "an instance of Tool")
@@ -296,8 +300,9 @@ def _put_tools(request: pb.ChatRequest, options: ChatOptions) -> None:
             names, mode = [], TOOL_MODES[choice]
         request.tool_choice.mode = mode
         _put(request.tool_choice, "names", names, "tool_choice.")
-    if (parallel := options.get("parallel_tool_calls")) is not None:
-        _put(request, "parallel_tool_calls", parallel)
+    for name in ("parallel_tool_calls", "add_generation_prompt", "continue_final_message"):
+        if (value := options.get(name)) is not None:
+            _put(request, name, value)
     try:
         request.template_variables.update(options.get("template_variables") or {})
     except (TypeError, ValueError):

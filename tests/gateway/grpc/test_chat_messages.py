@@ -32,6 +32,27 @@ async def test_the_conversation_is_the_prompt_and_all_else_is_as_in_generate() -
     assert request == request_from(generation)
 
 
+ENDED = ChatTemplate(
+    TemplateFiles({"default": "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ '!' if add_generation_prompt }}"})
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "[Who?][A f]!"),
+        ({"add_generation_prompt": False}, "[Who?][A f]"),
+        ({"continue_final_message": True}, "[Who?][A f"),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "[Who?][A f"),
+    ],
+)
+async def test_the_end_of_a_prompt_is_the_client_s_to_choose(fields: dict[str, bool], expected: str) -> None:
+    """The assistant's turn begins there, or nothing does, or the last message goes on."""
+    begun = pb.ChatMessage(role="assistant", content="A f")
+    request = await chat_request_from(pb.ChatRequest(messages=[USER, begun], **fields), ENDED, TOKENIZER)
+    assert request.text == expected
+
+
 TOOLS = ChatTemplate(TemplateFiles({"default": "{{ tools | tojson }}{{ messages | tojson }}{{ loud }}"}))
 TOOL = pb.Tool(name="count", description="Counts.", parameters='{"type": "object"}')
 
@@ -70,6 +91,7 @@ async def test_a_turn_with_calls_results_and_reasoning_is_what_templates_know() 
         ({"tools": [TOOL] * 129}, "tools"),
         ({"tool_choice": pb.ToolChoice()}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": pb.ToolChoice(names=["dive"])}, "tool_choice.names.0"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
         ({"template_variables": {"quiet": True}}, "template_variables.quiet"),
         ({"template_variables": {"loud": None}}, "template_variables.loud"),
     ],

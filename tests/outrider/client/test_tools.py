@@ -77,6 +77,18 @@ async def test_without_tools_nothing_is_a_call(stack: RecitingStack) -> None:
             await client.chat(turns, template_variables={"mood": "good"}).result()
 
 
+async def test_a_message_that_has_begun_goes_on(stack: RecitingStack) -> None:
+    """Behind its text, in the middle of a thought as well; not where another turn is to begin."""
+    async with AsyncClient(stack.gateway.address) as client:
+        asked, whole = ChatMessage(role="user", content="How is the weather?"), ANSWER.partition("</think>\n\n")[2]
+        for begun, reasoning, text in (("<think>\nWhere", "?", whole), (ANSWER.partition(" ask")[0], "", whole[1:])):
+            turns = [asked, ChatMessage(role="assistant", content=begun)]
+            answer = await client.chat(turns, continue_final_message=True).result()
+            assert (answer.reasoning, answer.text) == (reasoning, text)
+        with pytest.raises(InvalidRequest, match="add_generation_prompt is True, but must be false or absent"):
+            await client.chat(turns, continue_final_message=True, add_generation_prompt=True).result()
+
+
 async def test_choices_are_words_or_names() -> None:
     """A name alone is the tool that must be called."""
     turns = [ChatMessage(role="user", content="x")]
