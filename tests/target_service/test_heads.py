@@ -270,7 +270,9 @@ async def test_a_service_says_what_its_head_is_and_holds(tmp_path: Path) -> None
     """By GetModelInfo and its metrics: name, digest and weights, and the blocks that sessions of its own cache hold."""
     model = write_tiny_model(tmp_path / "model", "llama", vocab_size=VOCAB)
     head = write_chain(tmp_path / "head", CHAINS["medusa-shared"]())
-    running = await start(TargetSettings(str(model), head=str(head), dtype=Dtype.FLOAT32, metrics_listen="127.0.0.1:0"))
+    running = await start(
+        TargetSettings(str(model), "127.0.0.1:0", head=str(head), dtype=Dtype.FLOAT32, metrics_listen="127.0.0.1:0")
+    )
     try:
         async with channel_to(running.address) as channel:
             info = await ModelServiceStub(channel).GetModelInfo(model_pb.GetModelInfoRequest())

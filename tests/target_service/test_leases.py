@@ -68,7 +68,7 @@ async def test_a_link_that_was_overtaken_does_no_harm(client: TargetClient, chan
 async def test_a_full_pool_ends_no_session(tmp_path: Path) -> None:
     """What was leased is evicted first; then the sessions take turns, and only what never fits is refused."""
     folder = write_tiny_model(tmp_path / "tiny", "llama", vocab_size=257)
-    running = await start(TargetSettings(str(folder), dtype="float32", threads=1, kv_tokens=96))
+    running = await start(TargetSettings(str(folder), "127.0.0.1:0", dtype="float32", threads=1, kv_tokens=96))
     async with channel_to(running.address) as channel:
         leased = TargetClient(channel)
         first = TargetClient(channel)
