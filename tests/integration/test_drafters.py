@@ -210,7 +210,12 @@ async def test_a_datastore_proposes(stack: RunningStack) -> None:
 @pytest.mark.parametrize(
     ("rule", "name"),
     [
-        *((rule, name) for rule in (RATIO, BLOCK) for name in ("lookup of eight", "model", "wide trees", "all")),
+        *(
+            pytest.param(rule, name, marks=pytest.mark.slow)
+            for rule in (RATIO, BLOCK)
+            for name in ("lookup of eight", "model", "wide trees")
+        ),
+        *((rule, "all") for rule in (RATIO, BLOCK)),
         (RATIO, "fixed trees"),
         (BLOCK, "model and lookup, trees"),
         (BLOCK, "whoever the gateway likes"),

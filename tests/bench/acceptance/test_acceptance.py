@@ -18,6 +18,8 @@ from outrider.engine.runner import ModelRunner
 from outrider.parameters import Acceptance, Rule
 from target_service.own_drafts import HostedModel
 
+pytestmark = pytest.mark.slow
+
 PLAN = AcceptancePlan(temperatures=(0.7, 1.0), text_len=48, stride=6, top_ns=(8, 64))
 
 

@@ -16,6 +16,8 @@ from outrider.engine.runner import ModelRunner
 from outrider.token_tree import TokenTree
 from target_service.own_drafts import HostedModel
 
+pytestmark = pytest.mark.slow
+
 PLAN = AcceptancePlan(temperatures=(0.0, 1.0), text_len=64, stride=3)
 SIZES = (4, 8)
 
