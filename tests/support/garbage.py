@@ -5,12 +5,12 @@ serve everybody else as before.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
-from hypothesis import strategies as st
 
 from outrider.errors import OutriderError
 from outrider.rpc.errors import UNEXPECTED_TEXT
@@ -24,31 +24,36 @@ UNDRAWABLE = "no token can be drawn"
 PYTHON_TEXT = re.compile(r"Traceback|Error\b|Exception|0x[0-9a-f]{6}|object at|<class|\.py\b|pydantic|NoneType")
 
 EDGES = (0, 1, -1, 4, 5, 6, 7, 33, 256, 257, 640, 641, 4096, 4097, 2**31 - 1, -(2**31))
+LONG_EDGES = (*EDGES, 2**63 - 1, -(2**63))
+UNSIGNED = (0, 1, 2**31 - 1)
 FLOATS = (0.0, 1.0, -1.0, 1e-310, 1e-30, 1.5, 100.0, 100.1, 1e300, float("inf"), float("-inf"), float("nan"))
 LENGTHS = (0, 1, 2, 5, 33, 65, 301, 5000)
-SCALARS: dict[int, st.SearchStrategy[Any]] = {
-    FieldDescriptor.TYPE_INT32: st.sampled_from(EDGES) | st.integers(-(2**31), 2**31 - 1),
-    FieldDescriptor.TYPE_ENUM: st.sampled_from(EDGES),
-    FieldDescriptor.TYPE_INT64: st.sampled_from((*EDGES, 2**63 - 1, -(2**63))),
-    FieldDescriptor.TYPE_FIXED64: st.sampled_from((0, 1, 2**64 - 1)),
-    FieldDescriptor.TYPE_DOUBLE: st.sampled_from(FLOATS),
-    FieldDescriptor.TYPE_FLOAT: st.sampled_from(FLOATS),
-    FieldDescriptor.TYPE_BOOL: st.booleans(),
-    FieldDescriptor.TYPE_BYTES: st.binary(max_size=40),
-    FieldDescriptor.TYPE_STRING: st.sampled_from(("", "model", "no such", "é\n" * 3000)),
+TEXTS = ("", "model", "no such", "é\n" * 3000)
+SCALARS: dict[int, Callable[[Random], Any]] = {
+    FieldDescriptor.TYPE_INT32: lambda chance: chance.choice((*EDGES, chance.randint(-(2**31), 2**31 - 1))),
+    FieldDescriptor.TYPE_ENUM: lambda chance: chance.choice(EDGES),
+    FieldDescriptor.TYPE_INT64: lambda chance: chance.choice(LONG_EDGES),
+    FieldDescriptor.TYPE_UINT32: lambda chance: chance.choice((*UNSIGNED, 2**32 - 1)),
+    FieldDescriptor.TYPE_UINT64: lambda chance: chance.choice((*UNSIGNED, 2**64 - 1)),
+    FieldDescriptor.TYPE_FIXED32: lambda chance: chance.choice((*UNSIGNED, 2**32 - 1)),
+    FieldDescriptor.TYPE_FIXED64: lambda chance: chance.choice((*UNSIGNED, 2**64 - 1)),
+    FieldDescriptor.TYPE_DOUBLE: lambda chance: chance.choice(FLOATS),
+    FieldDescriptor.TYPE_FLOAT: lambda chance: chance.choice(FLOATS),
+    FieldDescriptor.TYPE_BOOL: lambda chance: chance.choice((False, True)),
+    FieldDescriptor.TYPE_BYTES: lambda chance: bytes(chance.choices(range(256), k=chance.randint(0, 40))),
+    FieldDescriptor.TYPE_STRING: lambda chance: chance.choice(TEXTS),
 }
 
 
-@st.composite
-def garbled(draw: st.DrawFn, message: Message) -> Message:
+def garbled(chance: Random, message: Message) -> Message:
     """A copy in which one field, at any depth, holds something else, or nothing."""
     copy = type(message)()
     copy.CopyFrom(message)
     # Whatever is wrong with a fence hides everything else that is wrong with its message.
     others = [place for place in fields(copy) if "Fence" not in (place[1].containing_type.name, _kind(place[1]))]
-    places = fields(copy) if not others or not draw(st.integers(0, 9)) else others
+    places = fields(copy) if not others or not chance.randint(0, 9) else others
     if places:
-        spoil(draw, *draw(st.sampled_from(places)))
+        spoil(chance, *chance.choice(places))
     return copy
 
 
@@ -66,37 +71,39 @@ def _kind(field: FieldDescriptor) -> str:
     return field.message_type.name if field.message_type is not None else ""
 
 
-def spoil(draw: st.DrawFn, part: Any, field: FieldDescriptor) -> None:
+def spoil(chance: Random, part: Any, field: FieldDescriptor) -> None:
     """Puts garbage into one field of a message."""
     value = getattr(part, field.name)
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         keys, values = field.message_type.fields_by_name["key"], field.message_type.fields_by_name["value"]
-        first, count = draw(SCALARS[keys.type]), draw(st.sampled_from(LENGTHS))
+        first, count = SCALARS[keys.type](chance), chance.choice(LENGTHS)
         for number in range(count):
             if isinstance(first, str):
                 # One long name is enough, or the message would be over the limit of any.
                 name = f"{first}0" if number == 0 else str(number)
             else:
                 name = min(first + number, 2**31 - 1)
-            value[name] = draw(SCALARS[values.type]) if number < 2 else values.default_value
+            if values.message_type is not None:
+                value[name].SetInParent()
+            else:
+                value[name] = SCALARS[values.type](chance) if number < 2 else values.default_value
     elif field.is_repeated and field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
-        value.extend([field.message_type._concrete_class()] * draw(st.sampled_from((1, 40))))
+        value.extend([field.message_type._concrete_class()] * chance.choice((1, 40)))
     elif field.is_repeated:
-        value[:] = [draw(SCALARS[field.type])] * draw(st.sampled_from(LENGTHS))
+        value[:] = [SCALARS[field.type](chance)] * chance.choice(LENGTHS)
     elif field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
         part.ClearField(field.name) if part.HasField(field.name) else value.SetInParent()
     else:
-        setattr(part, field.name, draw(SCALARS[field.type]))
+        setattr(part, field.name, SCALARS[field.type](chance))
 
 
-@st.composite
-def conversation(draw: st.DrawFn, messages: Sequence[Message]) -> list[Message]:
+def conversation(chance: Random, messages: Sequence[Message]) -> list[Message]:
     """The first message, which opens, and some others, with a few fields garbled among them; or in no order at all."""
-    later = draw(st.lists(st.sampled_from(messages), max_size=4))
-    sent = [messages[0], *later] if draw(st.integers(0, 7)) else later or [messages[-1]]
-    for _ in range(draw(st.integers(0, MAX_GARBLED))):
-        index = draw(st.integers(0, len(sent) - 1))
-        sent[index] = draw(garbled(sent[index]))
+    later = [chance.choice(messages) for _ in range(chance.randint(0, 4))]
+    sent = [messages[0], *later] if chance.randint(0, 7) else later or [messages[-1]]
+    for _ in range(chance.randint(0, MAX_GARBLED)):
+        index = chance.randrange(len(sent))
+        sent[index] = garbled(chance, sent[index])
     return sent
 
 

@@ -319,6 +319,16 @@ async def test_an_address_is_a_host_and_a_port(harness: Harness, listen: str) ->
         await harness.start(listen)
 
 
+async def test_health_lists_all_services(server: channels.RunningServer, channel: grpc.aio.Channel) -> None:
+    """Each with the status that who asks for it alone is told."""
+    stub, statuses = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckResponse
+    names = {"", "outrider.v1.ModelService", "outrider.v1.TargetService"}
+    for status in (statuses.SERVING, statuses.NOT_SERVING):
+        listed = (await stub.List(health_pb2.HealthListRequest())).statuses
+        assert {name: each.status for name, each in listed.items()} == dict.fromkeys(names, status)
+        await server.say_not_serving()
+
+
 async def test_health_tells_when_a_server_serves(harness: Harness) -> None:
     """SERVING from the start on, NOT_SERVING first of all when it stops, while calls under way still end."""
     entered, go_on = asyncio.Event(), asyncio.Event()
