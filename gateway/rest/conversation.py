@@ -35,6 +35,8 @@ ECHOED: Mapping[type, frozenset[str]] = {
     ToolCall: frozenset(("index", "provider_specific_fields", "cache_control")),
     Tool: frozenset(("cache_control",)),
 }
+# Of a message, to the template; there may be thousands of them, and a dump of the model takes three times as long.
+SHOWN = tuple(name for name in Message.model_fields if name not in {"tool_calls", *ECHOED[Message]})
 THINKING = "enable_thinking"
 ABOUT_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 
@@ -125,7 +127,7 @@ def _ignored(body: ChatRequest, template: ChatTemplate) -> Iterator[str]:
     """What of a body was not looked at, by the names of the fields."""
     for message in body.messages:
         yield from _echoed("messages.", message)
-        if not template.shows_reasoning and (message.reasoning_content or message.reasoning):
+        if (message.reasoning_content or message.reasoning) and not template.shows_reasoning:
             yield "messages.reasoning_content"
         for call in message.tool_calls or ():
             yield from _echoed("messages.tool_calls.", call)
@@ -137,8 +139,7 @@ def _ignored(body: ChatRequest, template: ChatTemplate) -> Iterator[str]:
 
 
 def _echoed(prefix: str, part: Message | TextPart | ToolCall | Tool) -> Iterator[str]:
-    unknown = part.model_extra or {}
-    for name in sorted(part.model_fields_set & (ECHOED[type(part)] | unknown.keys())):
+    for name in sorted((part.model_fields_set & ECHOED[type(part)]).union(part.model_extra or ())):
         if getattr(part, name) is not None:
             yield prefix + name
 
@@ -155,7 +156,7 @@ def _template_message(number: int, message: Message) -> dict[str, Any]:
     """
     if message.content is None and not message.tool_calls:
         raise MissingParameter(f"messages.{number}.content")
-    plain = message.model_dump(exclude_none=True, exclude={"tool_calls", *ECHOED[Message]})
+    plain = {name: value for name in SHOWN if (value := getattr(message, name)) is not None}
     if isinstance(message.content, list):
         plain["content"] = "".join(part.text for part in message.content)
     for call_number, call in enumerate(message.tool_calls or ()):

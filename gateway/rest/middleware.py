@@ -17,8 +17,10 @@ from typing import Any, TypeAlias
 from urllib.parse import quote
 
 import structlog
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry, Counter
+from pydantic import TypeAdapter, ValidationError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -224,7 +226,9 @@ class BodyLimits:
             try:
                 await self._read(body, headers, receive)
                 if body:
-                    scope.setdefault("state", {})["json"] = await self._parsed(bytes(body), headers)
+                    value = await self._parsed(bytes(body), headers)
+                    parser = self._parser if len(body) > LONG_BODY else None
+                    scope.setdefault("state", {}).update(json=value, parser=parser)
             except OutriderError as error:
                 # The server drops what is left of the body: closing would take the answer from whoever still sends.
                 await error_response(error, scope["path"])(scope, receive, send)
@@ -276,21 +280,41 @@ class BodyLimits:
 
 
 class ParsedRequest(Request):
-    """A request with a body that `BodyLimits` has parsed."""
+    """A request with a body that `BodyLimits` has parsed, and that `check` may have made what its route takes."""
 
-    async def json(self) -> Json:
+    model: object = None
+
+    async def json(self) -> object:
+        """What the route goes on with; a body that is checked already is not checked again."""
+        return self.state.json if self.model is None else self.model
+
+    async def check(self, bodies: TypeAdapter[Any] | None) -> None:
+        """Checks a long body where it was parsed: the framework would do it on the loop. Raises what that raises."""
+        parser = getattr(self.state, "parser", None)
+        if bodies is None or parser is None:
+            return
         value: Json = self.state.json
-        return value
+        try:
+            self.model = await asyncio.get_running_loop().run_in_executor(parser, bodies.validate_python, value)
+        except ValidationError as error:
+            raise RequestValidationError(error.errors(), body=value) from None
 
 
 class ParsedBodyRoute(APIRoute):
     """A route that takes the value of its body from `BodyLimits` instead of parsing the bytes again."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
+    @property
+    def bodies(self) -> TypeAdapter[Any] | None:
+        """What its bodies are; None where it takes none."""
+        return TypeAdapter(self.body_field.field_info.annotation) if self.body_field else None
 
-        async def handle_parsed(request: Request) -> Response:
-            return await handle(ParsedRequest(request.scope, request.receive))
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle, bodies = super().get_route_handler(), self.bodies
+
+        async def handle_parsed(unparsed: Request) -> Response:
+            request = ParsedRequest(unparsed.scope, unparsed.receive)
+            await request.check(bodies)
+            return await handle(request)
 
         return handle_parsed
 

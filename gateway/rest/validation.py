@@ -112,21 +112,21 @@ def _limit(finding: Finding) -> str:
     return message[:1].lower() + message[1:]
 
 
-class TolerantBodyRoute(APIRoute):
+class TolerantBodyRoute(ParsedBodyRoute):
     """A route that leaves unknown fields of a body out, and names them in the header of its answer."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-        body: Any = self.body_field.field_info.annotation if self.body_field else None
-        bodies = TypeAdapter[Any](body)
+        # Not the parsed route's, which knows one try.
+        handle, bodies = APIRoute.get_route_handler(self), self.bodies
 
         async def handle_known(unparsed: Request) -> Response:
             # One for both tries, because the body of a request can be read once.
             request = ParsedRequest(unparsed.scope, unparsed.receive)
             try:
+                await request.check(bodies)
                 return await handle(request)
             except RequestValidationError as error:
-                if all(finding["type"] != UNKNOWN_MARK for finding in error.errors()):
+                if bodies is None or all(finding["type"] != UNKNOWN_MARK for finding in error.errors()):
                     raise
             names = list(_take_unknown(_lenient(bodies, request.state.json), request.state.json))
             response = await handle(request)

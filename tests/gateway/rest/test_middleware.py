@@ -3,18 +3,23 @@
 import asyncio
 import json
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
+from fastapi import APIRouter, FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
+from pydantic import BaseModel, ConfigDict, field_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 from support.network import GET, connected, served
 
-from gateway.rest.middleware import BodyLimits, RequestIds, RestSettings, read_json
+from gateway.rest.middleware import BodyLimits, ParsedBodyRoute, RequestIds, RestSettings, read_json
 from gateway.rest.server import HEAD_BYTES
+from gateway.rest.validation import TolerantBodyRoute, handle_error
 
 SETTINGS = RestSettings(max_body_bytes=100_000, body_wait_s=20)
 JSON = {"content-type": "application/json"}
@@ -117,6 +122,49 @@ async def test_long_bodies_are_parsed_one_at_a_time(monkeypatch: pytest.MonkeyPa
     assert len(threads) == 6
     assert len({*threads}) == 1
     assert threading.get_ident() not in threads
+
+
+class Words(BaseModel):
+    """A body that says which thread it was checked in."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    words: list[str]
+    threads: ClassVar[list[int]] = []
+
+    @field_validator("words")
+    @classmethod
+    def note(cls, words: list[str]) -> list[str]:
+        """Takes any."""
+        cls.threads.append(threading.get_ident())
+        return words
+
+
+@pytest.mark.parametrize("route", [ParsedBodyRoute, TolerantBodyRoute])
+async def test_long_bodies_are_checked_where_they_were_parsed(
+    route: type[APIRoute], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, and not on the loop as short ones are; what is wrong with one is said in the same words."""
+    threads: list[int] = []
+    monkeypatch.setattr(Words, "threads", threads)
+    app, router = FastAPI(), APIRouter(route_class=route)
+
+    @router.post("/")
+    async def count(body: Words) -> int:
+        return len(body.words)
+
+    app.include_router(router)
+    app.add_exception_handler(RequestValidationError, handle_error)
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(BodyLimits(app, SETTINGS)), base_url="http://test")
+    async with http:
+        assert [(await http.post("/", json={"words": ["x"] * count})).json() for count in (2, 20_000)] == [2, 20_000]
+        refused = [await http.post("/", json={"words": [*["x"] * count, 5]}) for count in (2, 20_000)]
+    assert threads[0] == threading.get_ident()
+    assert len(threads) == 2
+    assert threads[1] != threading.get_ident()
+    assert {reply.status_code for reply in refused} == {400}
+    short, long = (reply.json()["error"]["message"] for reply in refused)
+    assert long == short.replace("words.2", "words.20000")
 
 
 async def test_a_body_with_two_lengths_is_refused() -> None:
