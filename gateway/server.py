@@ -37,6 +37,7 @@ from outrider.datastore.reader import Datastore
 from outrider.errors import NotReady, VocabularyMismatch
 from outrider.process.metrics import (
     SCRAPE_S,
+    LoopTasks,
     ProcessTime,
     RunningMetrics,
     exposition,
@@ -113,6 +114,7 @@ async def start(settings: GatewaySettings) -> RunningGateway:
     template = await asyncio.to_thread(ChatTemplate.read, settings.tokenizer, settings.tool_format)
     registry = new_registry()
     registry.register(ProcessTime())
+    registry.register(LoopTasks())
     async with AsyncExitStack() as undo:
         exposition = None
         if settings.metrics_listen:

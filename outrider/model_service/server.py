@@ -24,7 +24,7 @@ from outrider.model_service.servicer import ServiceFacts, model_service
 from outrider.model_service.session_store import LeaseTable, SessionStore
 from outrider.model_service.settings import ModelServiceSettings
 from outrider.model_service.watchdog import watch
-from outrider.process.metrics import RunningMetrics, serve_metrics
+from outrider.process.metrics import LoopTasks, RunningMetrics, serve_metrics
 from outrider.process.run import exit_now
 from outrider.rpc import channels
 from outrider.rpc.fencing import ComputeTimes
@@ -167,6 +167,7 @@ async def serve_model(
     `serving` makes the service beside ModelService, given what takes note of the cost of answers.
     """
     metrics = ServiceMetrics(facts, sessions.counts, model.runner.forward_counts, worker)
+    metrics.registry.register(LoopTasks())
     servicer = serving(metrics.observe)
     services = {**servicer.services, **model_service(facts, sessions, worker, metrics.observe_rollback)}
     async with AsyncExitStack() as undo:

@@ -20,7 +20,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 import structlog
 from prometheus_client import CollectorRegistry, disable_created_metrics, make_wsgi_app
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -247,3 +247,14 @@ class ProcessTime(Collector):
     def collect(self) -> Iterable[Metric]:
         """One family."""
         yield CounterMetricFamily("process_cpu_seconds", "CPU time of this process.", time.process_time())
+
+
+class LoopTasks(Collector):
+    """The tasks of the event loop that runs when this is made: with nothing to do there are always as many."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    def collect(self) -> Iterable[Metric]:
+        """One family; from any thread."""
+        yield GaugeMetricFamily("outrider_tasks", "Tasks of the event loop.", len(asyncio.all_tasks(self._loop)))

@@ -27,6 +27,7 @@ EDGES = (0, 1, -1, 4, 5, 6, 7, 33, 256, 257, 640, 641, 4096, 4097, 2**31 - 1, -(
 LONG_EDGES = (*EDGES, 2**63 - 1, -(2**63))
 UNSIGNED = (0, 1, 2**31 - 1)
 FLOATS = (0.0, 1.0, -1.0, 1e-310, 1e-30, 1.5, 100.0, 100.1, 1e300, float("inf"), float("-inf"), float("nan"))
+MAX_LONG = 5
 LENGTHS = (0, 1, 2, 5, 33, 65, 301, 5000)
 TEXTS = ("", "model", "no such", "é\n" * 3000)
 SCALARS: dict[int, Callable[[Random], Any]] = {
@@ -90,7 +91,9 @@ def spoil(chance: Random, part: Any, field: FieldDescriptor) -> None:
     elif field.is_repeated and field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
         value.extend([field.message_type._concrete_class()] * chance.choice((1, 40)))
     elif field.is_repeated:
-        value[:] = [SCALARS[field.type](chance)] * chance.choice(LENGTHS)
+        each, count = SCALARS[field.type](chance), chance.choice(LENGTHS)
+        # Thousands of long ones would only ever be over the limit of a message.
+        value[:] = [each] * (min(count, MAX_LONG) if isinstance(each, str) and len(each) > 100 else count)
     elif field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
         part.ClearField(field.name) if part.HasField(field.name) else value.SetInParent()
     else:

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 EDGES: tuple[Any, ...] = (
@@ -39,7 +39,7 @@ class RandomBodies:
                 # Long answers would take the time of many bodies.
                 body["max_output_tokens" if path.endswith("responses") else "max_tokens"] = 3
             text = json.dumps(body, ensure_ascii=chance.random() < 0.5).encode()
-            yield path, self._changed(text) if chance.random() < 0.25 else text
+            yield path, changed(chance, text, PIECES) if chance.random() < 0.25 else text
 
     def _value(self, schema: Mapping[str, Any], spoiled: float, depth: int) -> Any:
         chance = self._chance
@@ -81,17 +81,19 @@ class RandomBodies:
             wanted |= dict.fromkeys(chance.choices(NAMES, k=chance.randrange(3)), others if others is not True else {})
         return {name: self._value(each or {}, spoiled, depth + 1) for name, each in wanted.items()}
 
-    def _changed(self, text: bytes) -> bytes:
-        chance, changed = self._chance, bytearray(text)
-        for _ in range(chance.choice((1, 1, 2, 8))):
-            place = chance.randrange(len(changed) + 1)
-            match chance.randrange(4):
-                case 0:
-                    changed[place : place + 1] = bytes([chance.randrange(256)])
-                case 1:
-                    del changed[place : place + chance.choice((1, 3, 20, len(changed)))]
-                case 2:
-                    changed[place:place] = changed[place : place + 50]
-                case 3:
-                    changed[place:place] = chance.choice(PIECES)
-        return bytes(changed)
+
+def changed(chance: random.Random, text: bytes, pieces: Sequence[bytes]) -> bytes:
+    """A text in which bytes, or stretches, are others, gone, twice there, or have a piece before them."""
+    found = bytearray(text)
+    for _ in range(chance.choice((1, 1, 2, 8))):
+        place = chance.randrange(len(found) + 1)
+        match chance.randrange(4):
+            case 0:
+                found[place : place + 1] = bytes([chance.randrange(256)])
+            case 1:
+                del found[place : place + chance.choice((1, 3, 20, len(found)))]
+            case 2:
+                found[place:place] = found[place : place + 50]
+            case 3:
+                found[place:place] = chance.choice(pieces)
+    return bytes(found)

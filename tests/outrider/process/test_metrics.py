@@ -13,6 +13,7 @@ from support.basics import PATIENCE_S, eventually
 from outrider.errors import OutriderError
 from outrider.process.metrics import (
     MAX_CONNECTIONS,
+    LoopTasks,
     MetricsConnection,
     RunningMetrics,
     Tally,
@@ -110,6 +111,22 @@ def test_tallies_add_up() -> None:
     one.add_tally(other)
     assert one.buckets == [("1.0", 3), ("2.0", 4), ("+Inf", 6)]
     assert one.total == 13
+
+
+async def test_tasks_are_counted_from_any_thread() -> None:
+    """Those of the loop, until they end."""
+    figure, over = LoopTasks(), asyncio.Event()
+
+    async def count() -> float:
+        [family] = await asyncio.to_thread(lambda: list(figure.collect()))
+        return family.samples[0].value
+
+    alone = await count()
+    tasks = [asyncio.create_task(over.wait()) for _ in range(3)]
+    assert await count() == alone + 3
+    over.set()
+    await asyncio.wait(tasks)
+    assert await count() == alone
 
 
 async def test_metrics_are_served_and_an_address_is_taken_once() -> None:

@@ -1,0 +1,265 @@
+"""Everything that can be sent to a stack of real processes, at once with streams that harm nobody: `make test-fuzz`.
+
+A few hundred messages to each method by default; OUTRIDER_FUZZ_MESSAGES asks for more, and with them for more bodies
+and connections. What is asserted depends on no clock; how long the streams waited is told, and whether that is well.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from resource import RLIMIT_NOFILE, getrlimit, setrlimit
+
+import grpc
+import httpx
+import pytest
+from attack.attackers import Tally, hold_connections, post_bodies, send_messages
+from attack.messages import Method, methods
+from attack.streams import NUM_STREAMS, Streams
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from support.basics import eventually
+from support.stack import DRAFT, TARGET, until_quiet
+
+from bench.common import markdown
+from outrider.cli.local_stack import Addresses, Stack, start_stack
+from outrider.cli.running import note
+from outrider.process.children import Supervisor
+from outrider.process.metrics import scraped
+from outrider.rpc.channels import open_channel
+
+NUM_MESSAGES = int(os.environ.get("OUTRIDER_FUZZ_MESSAGES", "300"))
+NUM_BODIES, NUM_CONNECTIONS = max(200, NUM_MESSAGES // 5), max(40, NUM_MESSAGES // 50)
+# Before anything is compared, because caches fill and threads start with the first that ask.
+WARM_UP = max(100, NUM_MESSAGES // 10)
+QUIET_ANSWERS = 4
+# Of the connections to another port, for one to a port of metrics.
+SHARE = 8
+ROLES = ("gateway", "target", "draft")
+REST, TASKS = "REST", "outrider_tasks"
+# What allocators keep and caches of fixed size hold; a hundred bytes a message would be more.
+MEMORY_MB = 64
+# Of the gaps of all streams: times that alone, and how many have a percentile.
+AT_MOST, LEAST_GAPS = 2.0, 100
+# Of the processes: a session whose link broke, and a cache in which nobody's prompt is too long to matter.
+ENVIRONMENT = {"OUTRIDER_LEASE_SECONDS": "1", "OUTRIDER_KV_TOKENS": "16384"}
+PATIENCE_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a process holds."""
+
+    memory_mb: float
+    threads: int
+    tasks: int
+    descriptors: int
+
+    @classmethod
+    def of(cls, pid: int, metrics: str) -> "Footprint":
+        """That of a running process, which tells its figures at an address."""
+        exposition = scraped(metrics, [TASKS], PATIENCE_S)[0].decode()
+        [tasks] = (line.split()[1] for line in exposition.splitlines() if line.startswith(TASKS))
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        fields = dict(line.split(":", 1) for line in lines)
+        memory_kb, threads = (int(fields[name].split()[0]) for name in ("VmRSS", "Threads"))
+        return cls(memory_kb / 1024, threads, int(float(tasks)), len(os.listdir(f"/proc/{pid}/fd")))
+
+
+@dataclass
+class Attacked:
+    """A running stack, and what its processes have said about it."""
+
+    supervisor: Supervisor
+    addresses: Addresses
+    log: list[str]
+    pids: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pids = {role: self.supervisor.pid(role) for role in ROLES}
+
+    @property
+    def ports(self) -> list[tuple[str, str]]:
+        """Where connections go in turn: each address, and what is spoken there. Few go to ports that take few."""
+        addresses = self.addresses
+        grpc_places = filter(None, (addresses.gateway, addresses.target, addresses.draft))
+        many = [(str(addresses.rest), "http"), *((place, "grpc") for place in grpc_places)]
+        few = {(place, "http") for place in addresses.metrics.values()} - {*many}
+        return [*many * SHARE, *sorted(few)]
+
+    async def quiet(self) -> dict[str, Footprint]:
+        """What each process holds when none has anything to do."""
+        for address in filter(None, (self.addresses.target, self.addresses.draft)):
+            async with open_channel(address) as channel:
+                await until_quiet(channel)
+        return await self.footprints()
+
+    async def footprints(self) -> dict[str, Footprint]:
+        """What each process holds now; fails when one is no more."""
+        places = self.addresses.metrics
+        return {role: await asyncio.to_thread(Footprint.of, pid, places[role]) for role, pid in self.pids.items()}
+
+    def complaints(self) -> list[str]:
+        """Lines of the log about faults of the processes' own."""
+        return [line for line in self.log if '"level": "error"' in line or '"level": "critical"' in line]
+
+
+@asynccontextmanager
+async def attacked_stack() -> AsyncIterator[Attacked]:
+    """The embedded pair as `outrider up` starts it, on free ports."""
+    log: list[str] = []
+    async with Supervisor(log.append, lambda name, line: log.append(f"{name}: {line}")) as supervisor:
+        addresses = await start_stack(supervisor, Stack(TARGET, DRAFT, rest_port=0))
+        yield Attacked(supervisor, addresses, log)
+
+
+async def places_of(method: Method, addresses: Addresses) -> list[str]:
+    """The processes that serve a method."""
+    found = []
+    for address in filter(None, (addresses.gateway, addresses.target, addresses.draft)):
+        async with open_channel(address) as channel:
+            # No message of any method, as whoever serves it says, whatever it takes and gives.
+            call = channel.unary_unary(method.path)(b"\xff", timeout=PATIENCE_S)
+            if await call.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                found.append(address)
+    return found
+
+
+async def reflected(address: str) -> set[str]:
+    """The services that a process says it has."""
+    async with open_channel(address) as channel:
+        asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(asked)
+        return {service.name async for answer in call for service in answer.list_services_response.service}
+
+
+async def attacks(addresses: Addresses) -> dict[str, Callable[[int], Callable[[], Tally]]]:
+    """What can be sent, by its name: given how many messages, what a process of the hostile side does.
+
+    Fails when a process serves what is not there, or nobody what is.
+    """
+    known = methods()
+    assert await reflected(addresses.gateway) <= {method.path.split("/")[1] for method in known}
+    found: dict[str, Callable[[int], Callable[[], Tally]]] = {}
+    for method in known:
+        places = await places_of(method, addresses)
+        assert places, f"nobody serves {method.path}"
+        found[method.path] = lambda count, method=method, places=places: partial(  # type: ignore[misc]
+            send_messages, method, places, count, seed=count
+        )
+    async with httpx.AsyncClient(trust_env=False) as http:
+        document = (await http.get(f"http://{addresses.rest}/openapi.json")).json()
+    rest = addresses.rest
+    found[REST] = lambda count: partial(post_bodies, str(rest), document, count, seed=count)
+    return found
+
+
+@asynccontextmanager
+async def held_connections(ports: list[tuple[str, str]], count: int) -> AsyncIterator[None]:
+    """Connections that idle or trickle, kept by a process of their own."""
+    context = get_context("spawn")
+    over = context.Event()
+    process = context.Process(target=hold_connections, args=(ports, count, over), daemon=True)
+    process.start()
+    try:
+        yield
+    finally:
+        over.set()
+        await asyncio.to_thread(process.join)
+
+
+def p99_ms(gaps_s: list[float]) -> float:
+    """The gap that one of a hundred is longer than."""
+    return 1e3 * sorted(gaps_s)[99 * len(gaps_s) // 100]
+
+
+class Report:
+    """A row for each thing that was sent, and for the streams alone."""
+
+    def __init__(self, alone_s: list[float]) -> None:
+        self.faults: list[str] = []
+        self._alone_ms = p99_ms(alone_s)
+        self._all_s: list[float] = []
+        self._rows = [["nothing", "", "", "", f"{self._alone_ms:.1f}", ""]]
+
+    def add(self, name: str, tally: Tally, gaps_s: list[float]) -> None:
+        """Takes note of an attack and of the gaps of the streams beside it."""
+        self.faults += tally.faults
+        self._all_s += gaps_s
+        answers = ", ".join(f"{status} {count}" for status, count in tally.answers.most_common())
+        self._rows.append([name, str(tally.sent), f"{tally.seconds:.1f}", answers, *self._waited(gaps_s)])
+        note(f"{name}: {tally.sent} in {tally.seconds:.1f} s")
+
+    def _waited(self, gaps_s: list[float]) -> list[str]:
+        if len(gaps_s) < LEAST_GAPS:
+            return ["too few", ""]
+        return [f"{p99_ms(gaps_s):.1f}", f"{p99_ms(gaps_s) / self._alone_ms:.2f}"]
+
+    def show(self, held: Mapping[str, Mapping[str, Footprint]]) -> str:
+        """Two tables in Markdown and the verdict on the gaps."""
+        sent = markdown(("sent", "messages", "s", "answers", "p99 gap, ms", "times that alone"), self._rows)
+        rows = [
+            [role, when, f"{each[role].memory_mb:.0f}"]
+            + [str(count) for count in (each[role].threads, each[role].tasks, each[role].descriptors)]
+            for role in ROLES
+            for when, each in held.items()
+        ]
+        holds = markdown(("process", "when", "memory, MB", "threads", "tasks", "descriptors"), rows)
+        times = p99_ms(self._all_s) / self._alone_ms
+        verdict = f"p99 gap beside all of it: {times:.2f} times that alone; at most {AT_MOST:g} is wanted: "
+        return f"\n{sent}\n\n{holds}\n\n{verdict}{'met' if times <= AT_MOST else 'MISSED'}."
+
+
+@pytest.mark.slow
+async def test_nothing_breaks_and_nobody_suffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No crash, no fault of a process, no Python text, the same tokens in every stream, and nothing left behind."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    # The processes have as many descriptors as this one, and the hostile side needs one for each connection as well.
+    most = getrlimit(RLIMIT_NOFILE)[1]
+    setrlimit(RLIMIT_NOFILE, (most, most))
+    loop = asyncio.get_running_loop()
+    pool = ProcessPoolExecutor(1, get_context("spawn"))
+    async with attacked_stack() as stack, Streams(stack.addresses) as streams:
+        sendings = await attacks(stack.addresses)
+
+        async def attack(name: str, count: int) -> Tally:
+            return await loop.run_in_executor(pool, sendings[name](count))
+
+        async with streams.running(), held_connections(stack.ports, NUM_CONNECTIONS // 10):
+            warm = [await attack(name, WARM_UP) for name in sendings]
+        before, after = await stack.quiet(), dict[str, Footprint]()
+        streams.take_gaps()
+        async with streams.running():
+            streams.take_gaps()
+            await streams.listened(QUIET_ANSWERS)
+            report = Report(streams.take_gaps())
+            async with held_connections(stack.ports, NUM_CONNECTIONS):
+                for name in sendings:
+                    tally = await attack(name, NUM_BODIES if name == REST else NUM_MESSAGES)
+                    report.add(name, tally, streams.take_gaps())
+                beside = await stack.footprints()
+        await stack.quiet()
+
+        async def is_back() -> bool:
+            after.update(await stack.footprints())
+            pairs = [(after[role], before[role]) for role in ROLES]
+            return all(now.tasks <= was.tasks and now.descriptors <= was.descriptors for now, was in pairs)
+
+        await eventually(is_back, PATIENCE_S)
+        note(f"{NUM_STREAMS} streams, {NUM_CONNECTIONS} connections that idle or trickle.")
+        note(report.show({"before": before, "beside": beside, "after": after}))
+    pool.shutdown()
+    faults = [*report.faults, *(fault for tally in warm for fault in tally.faults), *stack.complaints()]
+    assert not faults, json.dumps(faults[:10], indent=1)
+    held = [sum(each[role].descriptors for role in ROLES) for each in (before, beside)]
+    # Those that were cut off come again after a while.
+    assert held[1] > held[0] + NUM_CONNECTIONS / 2
+    for role in ROLES:
+        assert after[role].memory_mb < before[role].memory_mb + MEMORY_MB, (role, before[role], after[role])
+        assert after[role].threads <= before[role].threads, (role, before[role], after[role])
