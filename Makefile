@@ -28,7 +28,7 @@ SIDE_BY_SIDE := -n 2 --dist loadfile
 KEEP_MEMORY := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=67108864
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow test-assistant test-grid test-page test-surface test-harness test-agents test-docker test-fencing test-fuzz check proto options lock audit models train train-head draft bench bench-sized clean
+.PHONY: help setup run test test-slow test-assistant test-grid test-page test-surface test-harness test-agents test-docker test-fencing test-fuzz test-soak check proto options lock audit models train train-head draft bench bench-sized clean
 
 help: ## lists the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -97,6 +97,9 @@ test-fencing: $(SETUP) ## gateway and services in 20,000 worlds where messages a
 
 test-fuzz: $(SETUP) ## 100,000 hostile messages to each method, bodies and connections, beside 16 streams; prints figures
 	OUTRIDER_FUZZ_MESSAGES=100000 $(BIN)/python -m pytest -s tests/attack/test_attack.py --timeout=14400
+
+test-soak: $(SETUP) ## two gateways under 16 streams for 20 minutes, while target and draft are killed by turns every 20 s
+	OUTRIDER_SOAK_MINUTES=20 $(BIN)/python -m pytest tests/faults/test_soak.py -m slow -s
 
 check: $(SETUP) ## style, types, import rule, protocol, and whether the stubs are those of the protocol
 	$(BIN)/ruff check .

@@ -147,7 +147,7 @@ def fields_of(row: Row) -> dict[str, Any]:
 
 def plain_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The same request decoded plainly under `match`."""
-    speculative = {"rule", "acceptance", "draft_count", "enabled", "drafter"}
+    speculative = {"rule", "acceptance", "draft_count", "enabled", "drafter", "drafters", "shape", "prediction_text"}
     return {name: value for name, value in fields.items() if name not in speculative} | {"draft_count": 0}
 
 

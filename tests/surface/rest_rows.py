@@ -5,10 +5,12 @@ from typing import Any
 
 from support.grid import RULES
 
+from outrider.v1 import generation_service_pb2 as generation_pb
 from outrider.v1 import types_pb2 as pb
 
 RENAMED = {"text": "prompt", "token_ids": "prompt", "logprob_count": "logprobs", "sample_count": "n"}
 SPECULATION = {"draft_count", "enabled", "drafter"}
+STRUCTURES = {"regex": "regex", "lark": "grammar", "gbnf": "grammar"}
 RULE_NAMES = {number: name for name, number in RULES.items()}
 
 
@@ -23,6 +25,14 @@ def body_of(fields: Mapping[str, Any]) -> dict[str, Any]:
             speculation["rule"] = RULE_NAMES[value]
         elif name == "acceptance":
             speculation |= settings_of(value)
+        elif name == "drafters":
+            speculation["drafter"] = value
+        elif name == "shape":
+            speculation["shape"] = settings_of(value)
+        elif name == "prediction_text":
+            body["prediction"] = {"type": "content", "content": value}
+        elif name == "constraint":
+            body["structured_outputs"] = structure_of(value)
         elif name == "logit_bias":
             body[name] = {str(token_id): bias for token_id, bias in value.items()}
         else:
@@ -30,9 +40,17 @@ def body_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {**body, "speculation": speculation} if speculation else body
 
 
-def settings_of(acceptance: pb.AcceptanceSettings) -> dict[str, float]:
-    """The settings of a rule that are set."""
-    return {field.name: round(value, 6) for field, value in acceptance.ListFields()}
+def settings_of(message: pb.AcceptanceSettings | pb.TreeShape) -> dict[str, float]:
+    """The settings of a rule or of a shape that are set."""
+    return {field.name: round(value, 6) for field, value in message.ListFields()}
+
+
+def structure_of(constraint: generation_pb.Constraint) -> dict[str, Any]:
+    """What the answer has to look like, as far as both surfaces say it by the same rules."""
+    kind = constraint.WhichOneof("kind")
+    if kind == "choices":
+        return {"choice": list(constraint.choices.texts)}
+    return {STRUCTURES[str(kind)]: getattr(constraint, str(kind))}
 
 
 def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
