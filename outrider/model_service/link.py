@@ -202,6 +202,8 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
         """
         if len(self._links) >= MAX_LINKS:
             raise Overloaded(f"{len(self._links)} gateways have a link already", limit=MAX_LINKS)
+        # Else the head would go with the first frame, and while that waits for its reader gRPC cannot end the call.
+        await context.send_initial_metadata(())
         outbox: Outbox = Outbox(self._outboxes, client_name(context))
         self._links.add(outbox)
         self._sweep_after(IDLE_S)

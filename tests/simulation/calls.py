@@ -234,9 +234,14 @@ class ServerCall:
             raise asyncio.CancelledError
         return deserialize(data)
 
+    async def send_initial_metadata(self, metadata: tuple[()]) -> None:
+        """There is none that anybody would look at; raises when the call has ended."""
+        if self.done():
+            raise grpc.aio.UsageError("RPC already finished.")
+
     async def write(self, message: Any) -> None:
         """Sends a message; raises when the call has ended."""
-        if self._client_gone or self._status is not None:
+        if self.done():
             raise grpc.aio.UsageError("RPC already finished.")
         handler = self.server.handlers[self.call.method]
         self.call.send(self.call.down, handler.response_serializer(message), is_up=False)

@@ -23,7 +23,7 @@ from outrider.grammar import Grammar, GrammarEngine, GrammarRefused
 from outrider.model_service.link import MAX_UNFINISHED_FRAMES
 from outrider.model_service.server import LoadedModel, RunningModelService
 from outrider.model_service.session_store import MAX_UNSENT
-from outrider.rpc.channels import FRAME_BYTES, MAX_OF_SESSION
+from outrider.rpc.channels import FRAME_BYTES, MAX_OF_SESSION, open_link_channel
 from outrider.rpc.fencing import Fence
 from outrider.rpc.messages import logprobs_from
 from outrider.v1 import target_service_pb2 as target_pb
@@ -207,6 +207,9 @@ class Gateway:
         """It shows no certificate."""
         return {}
 
+    async def send_initial_metadata(self, metadata: Sequence[object]) -> None:
+        """There is nobody who would look at it."""
+
     async def _sent(self) -> AsyncIterator[Message]:
         while (frame := await self.frames.get()) is not None:
             self.num_taken += 1
@@ -279,6 +282,24 @@ async def test_a_gateway_that_does_not_read_is_given_up(client: TargetClient, se
     await client.open(SPECS[0], epoch=2)
     assert (await client.verdict())[0] == 6
     assert service.table.num_leased == 1
+
+
+async def test_a_link_says_why_it_ends_before_its_first_answers_have_left(service: RunningModelService) -> None:
+    """A gateway that reads late finds them, and then what was wrong: bytes that are no frame."""
+    pings = [
+        target_pb.VerifyRequest(fence=pb.Fence(session_id=os.urandom(16), epoch=1, base_len=1), ping=pb.Ping())
+        for _ in range(4000)
+    ]
+    async with open_link_channel(service.address) as channel, asyncio.timeout(PATIENCE_S):
+        call = channel.stream_stream("/outrider.v1.TargetService/Link")()
+        await call.write(target_pb.TargetServiceLinkRequest(requests=pings).SerializeToString())
+        await call.write(b"\xff")
+        num_pongs = 0
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            while (frame := await call.read()) is not grpc.aio.EOF:
+                num_pongs += len(target_pb.TargetServiceLinkResponse.FromString(frame).responses)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert num_pongs == len(pings)
 
 
 async def test_a_gateway_cannot_fill_the_queue_of_the_device(service: RunningModelService) -> None:
