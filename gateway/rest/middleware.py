@@ -306,7 +306,8 @@ class ParsedBodyRoute(APIRoute):
     @property
     def bodies(self) -> TypeAdapter[Any] | None:
         """What its bodies are; None where it takes none."""
-        return TypeAdapter(self.body_field.field_info.annotation) if self.body_field else None
+        body: Any = self.body_field.field_info.annotation if self.body_field else None
+        return None if body is None else TypeAdapter(body)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle, bodies = super().get_route_handler(), self.bodies

@@ -295,11 +295,11 @@ async def test_a_link_says_why_it_ends_before_its_first_answers_have_left(servic
         await call.write(target_pb.TargetServiceLinkRequest(requests=pings).SerializeToString())
         await call.write(b"\xff")
         num_pongs = 0
+        while num_pongs < len(pings):
+            num_pongs += len(target_pb.TargetServiceLinkResponse.FromString(await call.read()).responses)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            while (frame := await call.read()) is not grpc.aio.EOF:
-                num_pongs += len(target_pb.TargetServiceLinkResponse.FromString(frame).responses)
+            await call.read()
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert num_pongs == len(pings)
 
 
 async def test_a_gateway_cannot_fill_the_queue_of_the_device(service: RunningModelService) -> None:
