@@ -12,9 +12,13 @@ LM_EVAL := .venv-lm-eval
 LM_EVAL_SETUP := $(LM_EVAL)/.setup-done
 GUIDELLM := .venv-guidellm
 GUIDELLM_SETUP := $(GUIDELLM)/.setup-done
-# Agents that people use, as npm has them.
+AIPERF := .venv-aiperf
+AIPERF_SETUP := $(AIPERF)/.setup-done
+# Agents and libraries that people use, as npm has them.
 AGENTS := .agents
 AGENTS_SETUP := $(AGENTS)/.setup-done
+NPM_CLIENTS := .npm-clients
+NPM_CLIENTS_SETUP := $(NPM_CLIENTS)/.setup-done
 # What locks and looks through the versions that the images install.
 AUDIT := .venv-audit
 AUDIT_SETUP := $(AUDIT)/.setup-done
@@ -78,15 +82,23 @@ $(eval $(call environment,LITELLM,litellm,litellm mcp llama-index-llms-openai-li
 $(eval $(call environment,STRUCTURED,structured,instructor "pydantic-ai-slim[openai]" llm,three of the clients))
 $(eval $(call environment,LM_EVAL,lm-eval,"lm-eval[api]",lm-eval))
 $(eval $(call environment,GUIDELLM,guidellm,guidellm,GuideLLM))
+$(eval $(call environment,AIPERF,aiperf,aiperf,AIPerf))
 
-test-harness: $(SETUP) $(LM_EVAL_SETUP) $(GUIDELLM_SETUP) ## lm-eval and GuideLLM, whose environments take 2 GB
+test-harness: $(SETUP) $(LM_EVAL_SETUP) $(GUIDELLM_SETUP) $(AIPERF_SETUP) ## lm-eval, GuideLLM and AIPerf, whose environments take 3 GB
 	$(BIN)/python -m pytest -m harness
 
-test-agents: $(SETUP) $(AGENTS_SETUP) ## Claude Code and Codex themselves at a small task, without a way to the network
+test-agents: $(SETUP) $(AGENTS_SETUP) $(NPM_CLIENTS_SETUP) ## agents and libraries of npm at small tasks, without a way to the network; they take 2 GB
 	$(BIN)/python -m pytest -m agents
 
 $(AGENTS_SETUP): Makefile
 	npm install --silent --no-audit --no-fund --prefix $(AGENTS) @anthropic-ai/claude-code@2.1.197 @openai/codex@0.169.0
+	@touch $@
+
+# What is optional would double the size; of it promptfoo needs its database, and opencode's program has a package for each machine.
+$(NPM_CLIENTS_SETUP): Makefile
+	npm install --silent --no-audit --no-fund --omit=optional --prefix $(NPM_CLIENTS) node@24.21.0 ai@7.0.173 \
+		@ai-sdk/openai-compatible@3.0.92 @librechat/agents@3.9.2 @continuedev/cli@1.5.47 \
+		opencode-linux-$$(node -p process.arch)@1.18.33 promptfoo@0.123.1 @libsql/linux-$$(node -p process.arch)-gnu@0.5.29
 	@touch $@
 
 test-docker: $(SETUP) ## the compose stack on a Docker engine; BASE_IMAGE and PIP_OPTIONS as compose takes them

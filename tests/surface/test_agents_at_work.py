@@ -1,4 +1,7 @@
-"""Claude Code and Codex, unmodified, change a file in three steps that a target has by heart; they reach no other."""
+"""Claude Code, Codex, opencode and Continue, unmodified, change a file in three steps that a target has by heart.
+
+They reach no other.
+"""
 
 import asyncio
 import json
@@ -10,7 +13,9 @@ import pytest
 from support.reciting import reciting_stack
 
 pytestmark = pytest.mark.agents
-AGENTS = Path(__file__).resolve().parents[2] / ".agents" / "node_modules"
+ROOT = Path(__file__).resolve().parents[2]
+AGENTS = ROOT / ".agents" / "node_modules"
+CLIENTS = ROOT / ".npm-clients" / "node_modules"
 PATIENCE_S = 240
 # Their prompts have some 20,000 tokens of most models, and more of a tokenizer that knows few words.
 CONTEXT_LEN = 1 << 19
@@ -92,4 +97,48 @@ async def test_codex_edits_a_file(tmp_path: Path) -> None:
     )
     command = [AGENTS / ".bin" / "codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
     told = await work(tmp_path, steps, [*command, TASK], {".codex/config.toml": config})
+    assert told.strip().endswith(DONE)
+
+
+async def test_opencode_edits_a_file(tmp_path: Path) -> None:
+    """It reads, edits and reports, over chat completions, by Vercel's AI SDK; it asks for a title as well."""
+    file = str(tmp_path / "desk" / "a.txt")
+    steps = (
+        called("read", filePath=file),
+        called("edit", filePath=file, oldString="king", newString="queen"),
+        DONE,
+    )
+    config = {
+        "provider": {
+            "outrider": {
+                "npm": "@ai-sdk/openai-compatible",
+                "options": {"baseURL": "{url}/v1", "apiKey": "none"},
+                "models": {"outrider": {"limit": {"context": CONTEXT_LEN, "output": 4096}}},
+            }
+        }
+    }
+    home = {
+        "OPENCODE_CONFIG_CONTENT": json.dumps(config),
+        "OPENCODE_DISABLE_MODELS_FETCH": "1",
+        "OPENCODE_DISABLE_AUTOUPDATE": "1",
+        "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
+    }
+    [program] = CLIENTS.glob("opencode-linux-*/bin/opencode")
+    told = await work(tmp_path, steps, [program, "run", "--auto", "--model", "outrider/outrider", TASK], home)
+    assert told.strip().endswith(DONE)
+
+
+async def test_continue_edits_a_file(tmp_path: Path) -> None:
+    """It reads, edits and reports, over chat completions."""
+    file = str(tmp_path / "desk" / "a.txt")
+    steps = (
+        called("Read", filepath=file),
+        called("Edit", file_path=file, old_string="king", new_string="queen"),
+        DONE,
+    )
+    model = {"name": "Outrider", "provider": "openai", "model": "outrider", "apiBase": "{url}/v1", "apiKey": "none"}
+    config = {"name": "Outrider", "version": "1.0.0", "schema": "v1", "models": [model]}
+    command = [CLIENTS / ".bin" / "node", CLIENTS / "@continuedev" / "cli" / "dist" / "cn.js", "--auto"]
+    home = {".continue/config.yaml": json.dumps(config), "CONTINUE_TELEMETRY_ENABLED": "0"}
+    told = await work(tmp_path, steps, [*command, "-p", TASK], home)
     assert told.strip().endswith(DONE)
