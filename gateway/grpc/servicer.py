@@ -38,6 +38,8 @@ class ClientWriter:
         self._moved: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Self:
+        # Else the head would go with the first message, and while that waits for its reader gRPC cannot end the call.
+        await self._context.send_initial_metadata(())
         return self
 
     async def __aexit__(self, *_exit: object) -> None:

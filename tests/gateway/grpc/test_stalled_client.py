@@ -10,6 +10,7 @@ import pytest
 from support.basics import eventually
 from support.markov import EOS, MarkovModel, plain_decoding
 from support.markov_services import TargetServicer, serving
+from support.stack import request_of, running_stack
 
 from gateway.server import start
 from gateway.settings import GatewaySettings
@@ -71,6 +72,19 @@ async def test_a_client_that_does_not_read_loses_its_request() -> None:
                 pass
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert caught.value.details() == "The client read nothing for 0.2 seconds"
+
+
+async def test_a_first_message_that_nobody_reads_does_not_keep_its_call_open() -> None:
+    """It has more log-probabilities of the prompt than a connection takes in before it is read."""
+    async with running_stack(draft=None, gateway={"client_stall_seconds": 0.2}) as stack:
+        fields = {"token_ids": [5] * 3000, "logprob_count": 20, "echo": True}
+        async with grpc.aio.insecure_channel(stack.gateway.address, options=SMALL_WINDOW) as channel:
+            stalled = GenerationServiceStub(channel).Generate(request_of(**fields, max_tokens=400))
+            await eventually(lambda: stack.gateway.frontend.admission.running == 1)
+            await eventually(lambda: stack.gateway.frontend.admission.running == 0)
+            with pytest.raises(grpc.aio.AioRpcError, match="The client read nothing"):
+                async for _ in stalled:
+                    pass
 
 
 async def test_a_client_that_does_not_read_holds_nobody_up() -> None:
