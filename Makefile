@@ -72,7 +72,7 @@ test-surface: $(SETUP) $(LITELLM_SETUP) $(STRUCTURED_SETUP) ## the full conforma
 
 # An environment, its constraints, and what it is for: packages, and the words that are printed.
 define environment
-$($(1)_SETUP): tests/surface/$(2)-constraints.txt | $(SETUP)
+$($(1)_SETUP): tests/surface/clients/$(2)-constraints.txt | $(SETUP)
 	@echo "Setting up $($(1)) for $(4)."
 	@test -x $($(1))/bin/python || $(BIN)/python -m venv $($(1))
 	@$($(1))/bin/python -m pip install --quiet --disable-pip-version-check -c $$< $(3)

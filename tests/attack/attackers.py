@@ -12,9 +12,9 @@ from typing import Any
 
 import grpc
 from attack.messages import LINKS, Garbage, Method
-from support.garbage import PYTHON_TEXT, check_refusal
-from surface.random_bodies import RandomBodies
-from surface.rest_stack import exchange
+from support.requests.garbage import PYTHON_TEXT, check_refusal
+from support.rest.random_bodies import RandomBodies
+from support.rest.rest_stack import exchange
 
 from outrider.rpc.channels import open_channel
 from outrider.rpc.errors import UNEXPECTED_TEXT, session_error_from

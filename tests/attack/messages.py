@@ -13,9 +13,9 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
-from support.bad_requests import good_request
-from support.garbage import conversation, draft_messages, fence, garbled, target_messages
-from surface.random_bodies import changed
+from support.requests.bad_requests import good_request
+from support.requests.garbage import conversation, draft_messages, fence, garbled, target_messages
+from support.rest.random_bodies import changed
 
 from outrider import v1
 from outrider.v1 import generation_service_pb2 as pb

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from support.basics import check_empty
-from support.stepped_draft import CONTEXT_LEN, Draft
-from support.tiny_models import write_tiny_model
+from support.models.tiny_models import write_tiny_model
+from support.services.stepped_draft import CONTEXT_LEN, Draft
 
 from outrider.engine.runner import ModelRunner
 

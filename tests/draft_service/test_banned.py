@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from support.basics import spec_of
-from support.stepped_draft import PROMPT, Draft, fresh_guesses
+from support.services.stepped_draft import PROMPT, Draft, fresh_guesses
 
 from outrider.parameters import Acceptance, Rule
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 from support.basics import check_empty, spec_of
-from support.cheaper_drafts import CASCADES, Oracle, cascade_of, plain_proposal, stopped, toy_cascade
-from support.rules import ruled
-from support.stepped_draft import PROMPT, SPEC, Draft, assert_like_fresh
+from support.drafting.cheaper_drafts import CASCADES, Oracle, cascade_of, plain_proposal, stopped, toy_cascade
+from support.drafting.rules import ruled
+from support.services.stepped_draft import PROMPT, SPEC, Draft, assert_like_fresh
 
 from outrider.drafters.cascade import model_cascade
 from outrider.drafters.guess_counts import expected_tokens

@@ -10,10 +10,18 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 from support.basics import check_empty, spec_of
-from support.cheaper_drafts import CASCADES, Oracle, ToyCheaper, cascade_of, plain_proposal, stopped, toy_cascade
-from support.rules import ruled
-from support.stepped_draft import CONTEXT_LEN, PROMPT, SPEC, Draft, assert_like_fresh
-from support.tiny_models import write_tiny_model
+from support.drafting.cheaper_drafts import (
+    CASCADES,
+    Oracle,
+    ToyCheaper,
+    cascade_of,
+    plain_proposal,
+    stopped,
+    toy_cascade,
+)
+from support.drafting.rules import ruled
+from support.models.tiny_models import write_tiny_model
+from support.services.stepped_draft import CONTEXT_LEN, PROMPT, SPEC, Draft, assert_like_fresh
 
 from outrider.drafters.cascade import Cascade, SmallerDraft, TextDraft, model_cascade, text_cascade
 from outrider.drafters.model_drafter import DraftTask

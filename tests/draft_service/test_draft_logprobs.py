@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.rules import logits_behind, ruled
-from support.stepped_draft import PROMPT, SPEC, Draft
+from support.drafting.rules import logits_behind, ruled
+from support.services.stepped_draft import PROMPT, SPEC, Draft
 
 from draft_service.sessions import Wanted
 from outrider.drafters.model_drafter import DRAFTERS, MODEL, SAMPLED, ModelDrafter, noise_of

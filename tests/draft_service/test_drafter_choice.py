@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from support.basics import spec_of
-from support.rules import ruled
-from support.session_clients import DraftClient, channel_to
-from support.tiny_models import write_tiny_model
+from support.drafting.rules import ruled
+from support.models.tiny_models import write_tiny_model
+from support.services.session_clients import DraftClient, channel_to
 
 from draft_service.server import DraftSettings, start
 from outrider.errors import InvalidRequest

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from structlog.testing import capture_logs
 from support.basics import Answers, check_empty, eventually, spec_of
-from support.stepped_draft import fresh_guesses
+from support.services.stepped_draft import fresh_guesses
 
 from draft_service.sessions import DraftSessions, DraftState, Wanted
 from outrider.drafters.model_drafter import DraftTask, ModelDrafter

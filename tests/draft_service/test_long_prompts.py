@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 from support.basics import Answers, spec_of
-from support.stepped_draft import SPEC, Draft, continued, fresh_guesses
-from support.tiny_models import write_tiny_model
+from support.models.tiny_models import write_tiny_model
+from support.services.stepped_draft import SPEC, Draft, continued, fresh_guesses
 
 from draft_service.sessions import Wanted
 from outrider.drafters.model_drafter import ModelDrafter

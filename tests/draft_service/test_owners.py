@@ -3,7 +3,7 @@
 import os
 
 from support.basics import Answers, spec_of
-from support.stepped_draft import PROMPT, SPEC, Draft, fresh_guesses
+from support.services.stepped_draft import PROMPT, SPEC, Draft, fresh_guesses
 
 from draft_service.sessions import Wanted
 from outrider.rpc.fencing import Fence

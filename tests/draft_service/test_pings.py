@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from support.basics import spec_of
-from support.session_clients import DraftClient, channel_to
+from support.services.session_clients import DraftClient, channel_to
 
 from draft_service.server import DraftSettings, start
 from outrider.v1 import draft_service_pb2 as draft_pb

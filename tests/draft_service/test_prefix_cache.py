@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from support.basics import check_empty, spec_of
-from support.rules import ruled
-from support.stepped_draft import Draft, assert_like_fresh, fresh_guesses
-from support.tiny_models import write_tiny_model
+from support.drafting.rules import ruled
+from support.models.tiny_models import write_tiny_model
+from support.services.stepped_draft import Draft, assert_like_fresh, fresh_guesses
 
 from outrider.engine.runner import ModelRunner
 from outrider.parameters import Rule, SessionSpec

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.basics import spec_of
-from support.rules import RULES_WITH_LAWS, drafted, ruled
-from support.stepped_draft import PROMPT, SPEC, Draft, continued, fresh_guesses
+from support.drafting.rules import RULES_WITH_LAWS, drafted, ruled
+from support.services.stepped_draft import PROMPT, SPEC, Draft, continued, fresh_guesses
 from typer.testing import CliRunner
 
 from draft_service.__main__ import app

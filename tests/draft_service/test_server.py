@@ -9,8 +9,8 @@ from pathlib import Path
 import grpc
 import pytest
 from support.basics import PATIENCE_S, check_empty, eventually, spec_of
-from support.session_clients import DraftClient, channel_to
-from support.tiny_models import write_tiny_model
+from support.models.tiny_models import write_tiny_model
+from support.services.session_clients import DraftClient, channel_to
 
 from draft_service.server import DraftSettings, start, start_with
 from outrider.errors import CacheFull, InvalidRequest

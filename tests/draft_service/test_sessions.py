@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.basics import Answers, spec_of
-from support.stepped_draft import CONTEXT_LEN, PROMPT, SPEC, Draft, assert_like_fresh, continued, fresh_guesses
+from support.services.stepped_draft import CONTEXT_LEN, PROMPT, SPEC, Draft, assert_like_fresh, continued, fresh_guesses
 
 from draft_service.sessions import Wanted
 from outrider.engine.runner import ModelRunner

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 from support.basics import check_empty, spec_of
-from support.engine_cases import assert_like_fresh
-from support.rules import ruled
-from support.session_clients import DraftClient, channel_to
-from support.stepped_draft import PROMPT, SPEC, Draft, continued, fresh_guesses, fresh_tree
-from support.stepped_target import Target, plain
-from support.tiny_models import TARGET, TRAINED
+from support.drafting.rules import ruled
+from support.models.engine_cases import assert_like_fresh
+from support.models.tiny_models import TARGET, TRAINED
+from support.services.session_clients import DraftClient, channel_to
+from support.services.stepped_draft import PROMPT, SPEC, Draft, continued, fresh_guesses, fresh_tree
+from support.services.stepped_target import Target, plain
 
 from draft_service.server import DraftSettings, start
 from draft_service.sessions import Wanted

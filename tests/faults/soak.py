@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import grpc
 import httpx
 from support.grid import BANNED_WORDS, MATCH, fields_of, is_greedy, rows
+from support.rest.rest_rows import body_of
+from support.rest.rest_stack import COMPLETIONS
 from support.stack import request_of
-from surface.rest_rows import body_of
-from surface.rest_stack import COMPLETIONS
 
 from bench.common import OPENINGS
 from outrider.rpc.errors import error_from

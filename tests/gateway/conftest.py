@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support.markov_services import write_tokenizer
+from support.services.markov_services import write_tokenizer
 
 
 @pytest.fixture

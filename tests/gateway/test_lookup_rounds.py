@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.markov import EOS, NUM_TOKENS, MarkovDraft, MarkovTarget, plain_decoding
+from support.services.markov import EOS, NUM_TOKENS, MarkovDraft, MarkovTarget, plain_decoding
 
 from gateway.lookup.guesses import LookupGuesses
 from gateway.lookup.rates import LookupRates

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
-from support.answer_events import ended
 from support.basics import spec_of
-from support.markov import round_of
-from support.markov_services import WORDS, MarkovStack, Mischief, markov_stack, request
 from support.observability import families, findings
+from support.requests.answer_events import ended
+from support.services.markov import round_of
+from support.services.markov_services import WORDS, MarkovStack, Mischief, markov_stack, request
 
 from gateway.generation.generate import CompletionEvent, RoundEvent
 from gateway.generation.request import CheckedRequest

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.markov import MarkovModel
-from support.markov_services import TargetServicer, serving
+from support.services.markov import MarkovModel
+from support.services.markov_services import TargetServicer, serving
 
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.vocabulary import Vocabulary

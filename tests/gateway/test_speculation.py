@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.markov import EOS, NUM_TOKENS, MarkovDraft, MarkovModel, MarkovTarget, plain_decoding
+from support.services.markov import EOS, NUM_TOKENS, MarkovDraft, MarkovModel, MarkovTarget, plain_decoding
 
 from gateway.rounds.planner import Drafting, RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy

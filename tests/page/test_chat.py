@@ -12,8 +12,8 @@ import pytest_asyncio
 from axe_playwright_python.async_playwright import Axe
 from page.browser import ended, fill, spoken, visit
 from playwright.async_api import Browser, Page, Request, expect
+from support.models.templated import templated
 from support.stack import RunningStack, running_stack
-from support.templated import templated
 
 pytestmark = [pytest.mark.page, pytest.mark.asyncio(loop_scope="module")]
 

@@ -6,7 +6,7 @@ import pytest
 import pytest_asyncio
 from page.browser import ended, fill, spoken, visit
 from playwright.async_api import Browser, Page, expect
-from support.reciting import RecitingStack, reciting_stack
+from support.services.reciting import RecitingStack, reciting_stack
 
 pytestmark = [pytest.mark.page, pytest.mark.asyncio(loop_scope="module")]
 

@@ -8,7 +8,7 @@ import pytest_asyncio
 from page.browser import ended, fill, number, spoken, visit
 from page.test_looks import check
 from playwright.async_api import Browser, Page, expect
-from support.markov_services import MarkovStack, markov_stack, write_tokenizer
+from support.services.markov_services import MarkovStack, markov_stack, write_tokenizer
 
 pytestmark = [pytest.mark.page, pytest.mark.asyncio(loop_scope="module")]
 DEPTH = 4

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from safetensors.torch import load_file, save_file
-from support.tiny_models import write_tiny_model
+from support.models.tiny_models import write_tiny_model
 
 from gateway.text.tokenizer import Tokenizer
 from outrider.engine.batching import Feed

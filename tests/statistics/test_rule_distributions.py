@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.rules import (
+from support.drafting.rules import (
     BASE,
     OPS,
     PROMPT,

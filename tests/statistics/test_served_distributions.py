@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.kangaroo import write_kangaroo
-from support.rules import Floats, chance
+from support.drafting.rules import Floats, chance
+from support.heads.kangaroo import write_kangaroo
+from support.heads.tiny_heads import eagle1, pass_embeddings
+from support.models.tiny_models import write_tiny_model
 from support.stack import Answer, reference_model, running_stack
-from support.tiny_heads import eagle1, pass_embeddings
-from support.tiny_models import write_tiny_model
 
 from outrider.engine.noise import Purpose, first_uniforms, round_key
 from outrider.engine.session import Session

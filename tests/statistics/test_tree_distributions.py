@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from support.rules import BASE, Language, chance
-from support.trees import SHAPES, TreeRounds, TreeRule, lane_keys
+from support.drafting.rules import BASE, Language, chance
+from support.drafting.trees import SHAPES, TreeRounds, TreeRule, lane_keys
 
 from outrider.engine.noise import Purpose, round_key
 from target_service.rules.recursive_rejection import recursive_rejection

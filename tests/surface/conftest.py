@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest_asyncio
 from openai import AsyncOpenAI
-from surface.rest_stack import RestStack, rest_stack
+from support.rest.rest_stack import RestStack, rest_stack
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from support.garbage import PYTHON_TEXT
-from surface.bad_bodies import GOOD, HARMLESS, HARMLESS_EVERYWHERE, ONLY, UNSUPPORTED, faults, with_fault
-from surface.rest_stack import CHAT, COMPLETIONS, RestStack, rest_stack
+from support.requests.garbage import PYTHON_TEXT
+from support.rest.bad_bodies import GOOD, HARMLESS, HARMLESS_EVERYWHERE, ONLY, UNSUPPORTED, faults, with_fault
+from support.rest.rest_stack import CHAT, COMPLETIONS, RestStack, rest_stack
 
 from outrider.model_service.session_store import LeaseTable
 

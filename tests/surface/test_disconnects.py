@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from support.basics import eventually
-from surface.event_streams import check_stream
-from surface.rest_stack import CHAT, COMPLETIONS, PATIENCE_S, RestStack, rest_stack, said
+from support.rest.event_streams import check_stream
+from support.rest.rest_stack import CHAT, COMPLETIONS, PATIENCE_S, RestStack, rest_stack, said
 
 from bench.common import OPENINGS
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from support.grid import RULES, ask
+from support.rest.event_streams import check_stream
+from support.rest.rest_rows import body_of
+from support.rest.rest_stack import CHAT, COMPLETIONS, RestStack
 from support.stack import TARGET, request_of
-from surface.event_streams import check_stream
-from surface.rest_rows import body_of
-from surface.rest_stack import CHAT, COMPLETIONS, RestStack
 
 from gateway.text.tokenizer import Tokenizer
 from outrider.v1 import generation_service_pb2 as pb

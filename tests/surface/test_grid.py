@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from support.grid import BLOCK, LENIENT, MATCH, RATIO, RULES, STORY, ask, fields_of, is_greedy, is_plain, plain_of, rows
+from support.rest.rest_rows import body_of, chat_of
+from support.rest.rest_stack import CHAT, COMPLETIONS, RestStack, rest_stack
 from support.stack import PATIENT
-from surface.rest_rows import body_of, chat_of
-from surface.rest_stack import CHAT, COMPLETIONS, RestStack, rest_stack
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.surface]
 AT_A_TIME = 8

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.observability import findings
-from surface.rest_stack import CHAT, COMPLETIONS, RestStack, rest_stack, said
-from surface.vllm_figures import positions, read_metrics
+from support.rest.rest_stack import CHAT, COMPLETIONS, RestStack, rest_stack, said
+from support.rest.vllm_figures import positions, read_metrics
 
 TALE = "Once upon a time there was a king who had"
 OUTCOMES = "outrider_round_outcomes_total"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from surface.rest_stack import RestStack, rest_stack
+from support.rest.rest_stack import RestStack, rest_stack
 
 pytestmark = [pytest.mark.surface, pytest.mark.timeout(1800)]
 SCHEMATHESIS = Path(sys.executable).with_name("schemathesis")

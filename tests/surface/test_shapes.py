@@ -11,7 +11,7 @@ import pytest
 from openai import AsyncOpenAI
 from openai.lib._pydantic import to_strict_json_schema
 from pydantic import BaseModel, Field
-from surface.rest_stack import said
+from support.rest.rest_stack import said
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 Word = Annotated[str, Field(max_length=12)]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from support.basics import eventually
-from surface.event_streams import EventStream, check_stream, read_events
-from surface.rest_stack import CHAT, COMPLETIONS, PATIENCE_S, RestStack, rest_stack, said
-from surface.vllm_figures import PerRequestMetrics, read_metrics
+from support.rest.event_streams import EventStream, check_stream, read_events
+from support.rest.rest_stack import CHAT, COMPLETIONS, PATIENCE_S, RestStack, rest_stack, said
+from support.rest.vllm_figures import PerRequestMetrics, read_metrics
 
 from bench.common import OPENINGS
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from surface.event_streams import check_stream, read_events
+from support.rest.event_streams import check_stream, read_events
 
 FRAME = {
     "id": "chatcmpl-1",

@@ -10,7 +10,7 @@ from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, SecretStr
-from support.reciting import RecitingStack, reciting_stack
+from support.services.reciting import RecitingStack, reciting_stack
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.surface]
 

@@ -3,7 +3,7 @@
 import asyncio
 
 from support.basics import eventually
-from surface.rest_stack import COMPLETIONS, RestStack, rest_stack
+from support.rest.rest_stack import COMPLETIONS, RestStack, rest_stack
 
 BIG = {
     "prompt": ["Once upon a time", "The fox said", "A king had"],

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import pytest_asyncio
 from support.basics import eventually
-from support.garbage import PYTHON_TEXT
-from surface.rest_stack import CHAT, COMPLETIONS, RestStack, exchange, rest_stack, said
+from support.requests.garbage import PYTHON_TEXT
+from support.rest.rest_stack import CHAT, COMPLETIONS, RestStack, exchange, rest_stack, said
 
 import gateway.server
 from gateway.rest.middleware import RestSettings

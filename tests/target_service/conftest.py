@@ -6,9 +6,9 @@ from pathlib import Path
 import grpc
 import pytest
 from support.basics import check_empty
-from support.session_clients import TargetClient, channel_to
-from support.stepped_target import VOCABULARY_SIZE, Target
-from support.tiny_models import SETTINGS, write_tiny_model
+from support.models.tiny_models import SETTINGS, write_tiny_model
+from support.services.session_clients import TargetClient, channel_to
+from support.services.stepped_target import VOCABULARY_SIZE, Target
 
 from outrider.engine.runner import ModelRunner
 from outrider.model_service.server import LoadedModel, RunningModelService, load_model

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 from support.basics import spec_of
-from support.session_clients import TargetClient
-from support.tiny_models import PROMPT
+from support.models.tiny_models import PROMPT
+from support.services.session_clients import TargetClient
 
 from outrider.errors import InvalidRequest, ProtocolViolation
 from outrider.rpc import messages

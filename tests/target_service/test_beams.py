@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 from support.basics import check_empty, spec_of
-from support.beams import Oracle, Searching, beams_of, junk, last_rows, texts
-from support.engine_cases import assert_like_fresh
-from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target
+from support.drafting.beams import Oracle, Searching, beams_of, junk, last_rows, texts
+from support.models.engine_cases import assert_like_fresh
+from support.services.stepped_target import PROMPT, VOCABULARY_SIZE, Target
 
 from outrider.beams import BeamSearch, plant
 from outrider.engine.runner import ModelRunner

@@ -7,8 +7,8 @@ from dataclasses import replace
 import grpc
 import pytest
 from support.basics import PATIENCE_S, check_empty, eventually, spec_of
-from support.session_clients import TargetClient, channel_to
-from support.tiny_models import PROMPT, SETTINGS
+from support.models.tiny_models import PROMPT, SETTINGS
+from support.services.session_clients import TargetClient, channel_to
 
 from outrider.errors import Overloaded
 from outrider.model_service import link, servicer

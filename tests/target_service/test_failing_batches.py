@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 from structlog.typing import EventDict
 from support.basics import Answers, check_empty, eventually, spec_of
-from support.stepped_target import plain
+from support.services.stepped_target import plain
 from torch import Tensor
 
 from outrider.engine.batching import Feed

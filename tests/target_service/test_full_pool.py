@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.basics import Answers, check_empty, spec_of
-from support.stepped_target import PROMPT, Target, plain
+from support.services.stepped_target import PROMPT, Target, plain
 
 from outrider.engine.runner import ModelRunner
 from outrider.errors import PromptTooLong

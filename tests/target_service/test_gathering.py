@@ -2,7 +2,7 @@
 
 import pytest
 from support.basics import spec_of
-from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target
+from support.services.stepped_target import PROMPT, VOCABULARY_SIZE, Target
 
 from outrider.engine.runner import ModelRunner
 from outrider.rpc.fencing import Fence

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.basics import check_empty, spec_of
-from support.heads import random_head
+from support.heads.heads import random_head
+from support.heads.tiny_chains import CHAINS, VOCAB, write_chain
+from support.models.tiny_models import write_tiny_model
 from support.observability import families
-from support.session_clients import channel_to
-from support.stepped_target import PROMPT, OwnTarget, Proposals, check_pure, plain
-from support.tiny_chains import CHAINS, VOCAB, write_chain
-from support.tiny_models import write_tiny_model
+from support.services.session_clients import channel_to
+from support.services.stepped_target import PROMPT, OwnTarget, Proposals, check_pure, plain
 from torch import Tensor
 
 from outrider.engine.batching import Feed

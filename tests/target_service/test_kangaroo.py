@@ -7,12 +7,20 @@ import numpy as np
 import pytest
 import torch
 from support.basics import check_empty, spec_of
-from support.engine_cases import every_ops, random_ids
-from support.kangaroo import kangaroo_logits, write_kangaroo
-from support.layers import NUM_LAYERS, count_rows, write_layered_model
-from support.model_cases import reference
-from support.stepped_target import PROMPT, VOCABULARY_SIZE, OwnTarget, Target, assert_like_fresh, check_pure, plain
-from support.tiny_heads import change, load_file, tiny_target
+from support.heads.kangaroo import kangaroo_logits, write_kangaroo
+from support.heads.tiny_heads import change, load_file, tiny_target
+from support.models.engine_cases import every_ops, random_ids
+from support.models.layers import NUM_LAYERS, count_rows, write_layered_model
+from support.models.model_cases import reference
+from support.services.stepped_target import (
+    PROMPT,
+    VOCABULARY_SIZE,
+    OwnTarget,
+    Target,
+    assert_like_fresh,
+    check_pure,
+    plain,
+)
 
 from outrider.engine.batching import Feed
 from outrider.engine.cache import BlockTable

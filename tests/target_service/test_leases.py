@@ -6,8 +6,8 @@ from pathlib import Path
 import grpc
 import pytest
 from support.basics import eventually, spec_of
-from support.session_clients import TargetClient, channel_to
-from support.tiny_models import PROMPT, SETTINGS, write_tiny_model
+from support.models.tiny_models import PROMPT, SETTINGS, write_tiny_model
+from support.services.session_clients import TargetClient, channel_to
 
 from outrider.errors import PromptTooLong
 from outrider.model_service.server import LoadedModel, RunningModelService

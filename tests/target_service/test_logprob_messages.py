@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 from support.basics import spec_of
-from support.session_clients import TargetClient
-from support.tiny_models import PROMPT
+from support.models.tiny_models import PROMPT
+from support.services.session_clients import TargetClient
 
 from outrider.errors import InvalidRequest
 from outrider.parameters import TokenLogprob

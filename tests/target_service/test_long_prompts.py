@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 from support.basics import spec_of
-from support.stepped_target import PROMPT, Target
+from support.services.stepped_target import PROMPT, Target
 
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sharing import MIN_PROMPT_ROWS, PROBE_STEPS

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from support.basics import Answers, check_empty, spec_of
-from support.heads import random_head
-from support.kangaroo import write_kangaroo
-from support.own_drafters import Guesses, ToyDraft, ToyDrafter, adversary, dice, oracle
-from support.rules import ruled
-from support.stepped_draft import Draft
-from support.stepped_target import PROMPT, VOCABULARY_SIZE, OwnTarget, check_pure, plain, storm
-from support.tiny_chains import CHAINS, VOCAB, write_chain
-from support.tiny_models import write_tiny_model
+from support.drafting.own_drafters import Guesses, ToyDraft, ToyDrafter, adversary, dice, oracle
+from support.drafting.rules import ruled
+from support.heads.heads import random_head
+from support.heads.kangaroo import write_kangaroo
+from support.heads.tiny_chains import CHAINS, VOCAB, write_chain
+from support.models.tiny_models import write_tiny_model
+from support.services.stepped_draft import Draft
+from support.services.stepped_target import PROMPT, VOCABULARY_SIZE, OwnTarget, check_pure, plain, storm
 
 from outrider.drafters.scales import Ranks, Scales
 from outrider.engine.heads.checkpoint import read_head

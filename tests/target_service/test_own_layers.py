@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from support.basics import check_empty, spec_of
-from support.heads import random_head
-from support.layers import NUM_LAYERS, count_rows, write_layered_model
-from support.rules import ruled
-from support.stepped_target import PROMPT, OwnTarget, assert_like_fresh, check_pure, plain
+from support.drafting.rules import ruled
+from support.heads.heads import random_head
+from support.models.layers import NUM_LAYERS, count_rows, write_layered_model
+from support.services.stepped_target import PROMPT, OwnTarget, assert_like_fresh, check_pure, plain
 from torch import Tensor
 
 from outrider.engine import runner as runner_module

@@ -4,7 +4,7 @@ import os
 import time
 
 from support.basics import Answers, spec_of
-from support.stepped_target import PROMPT, Target, plain
+from support.services.stepped_target import PROMPT, Target, plain
 
 from outrider.model_service.session_store import SessionAnswer
 from outrider.rpc.fencing import Fence

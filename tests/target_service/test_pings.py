@@ -5,8 +5,8 @@ import threading
 
 import pytest
 from support.basics import PATIENCE_S, spec_of
-from support.session_clients import TargetClient
-from support.tiny_models import PROMPT
+from support.models.tiny_models import PROMPT
+from support.services.session_clients import TargetClient
 
 from outrider.errors import InvalidRequest
 from outrider.model_service.server import RunningModelService

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from support.basics import check_empty, spec_of
-from support.rules import asking
-from support.stepped_target import VOCABULARY_SIZE, Target, assert_like_fresh
+from support.drafting.rules import asking
+from support.services.stepped_target import VOCABULARY_SIZE, Target, assert_like_fresh
 
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ForwardResult, ModelRunner

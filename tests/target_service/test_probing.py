@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from support.basics import check_empty, spec_of
-from support.own_drafters import oracle
-from support.rules import ruled
-from support.stepped_target import PROMPT, VOCABULARY_SIZE, OwnTarget, assert_like_fresh, plain, storm
-from support.tiny_models import write_tiny_model
+from support.drafting.own_drafters import oracle
+from support.drafting.rules import ruled
+from support.models.tiny_models import write_tiny_model
+from support.services.stepped_target import PROMPT, VOCABULARY_SIZE, OwnTarget, assert_like_fresh, plain, storm
 
 from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest

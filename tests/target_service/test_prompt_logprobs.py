@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.basics import Answers, check_empty, spec_of
-from support.rules import Entries, all_entries, asking, first_entries, of_text, plain_tokens
-from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target, plain
+from support.drafting.rules import Entries, all_entries, asking, first_entries, of_text, plain_tokens
+from support.services.stepped_target import PROMPT, VOCABULARY_SIZE, Target, plain
 
 from outrider.engine import runner as runner_module
 from outrider.engine.runner import ModelRunner

@@ -8,9 +8,9 @@ import grpc
 import pytest
 import torch
 from support.basics import PATIENCE_S, spec_of
-from support.engine_cases import kv_state
-from support.session_clients import TargetClient, channel_to
-from support.tiny_models import PROMPT, TARGET
+from support.models.engine_cases import kv_state
+from support.models.tiny_models import PROMPT, TARGET
+from support.services.session_clients import TargetClient, channel_to
 from transformers import AutoModelForCausalLM
 
 from outrider.errors import OutriderError

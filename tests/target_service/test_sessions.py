@@ -2,7 +2,7 @@
 
 import pytest
 from support.basics import Answers, spec_of
-from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target, assert_like_fresh, plain
+from support.services.stepped_target import PROMPT, VOCABULARY_SIZE, Target, assert_like_fresh, plain
 
 from outrider.errors import InvalidRequest, ProtocolViolation
 from outrider.parameters import FinishReason

@@ -3,7 +3,7 @@
 import os
 
 from support.basics import Answers, spec_of
-from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target
+from support.services.stepped_target import PROMPT, VOCABULARY_SIZE, Target
 
 from outrider.engine.runner import ModelRunner
 from outrider.errors import NoTokenLeft

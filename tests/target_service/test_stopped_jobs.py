@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.basics import Answers, SteppedDevice, spec_of
-from support.tiny_models import write_tiny_model
+from support.models.tiny_models import write_tiny_model
 
 from outrider.engine.runner import ModelRunner
 from outrider.model_service.session_store import LeaseTable

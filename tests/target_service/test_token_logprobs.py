@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from support.basics import Answers, check_empty, spec_of
-from support.rules import COUNT, Entries, all_entries, asking, of_text, plain_tokens
-from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target, plain
-from support.tiny_models import TARGET
+from support.drafting.rules import COUNT, Entries, all_entries, asking, of_text, plain_tokens
+from support.models.tiny_models import TARGET
+from support.services.stepped_target import PROMPT, VOCABULARY_SIZE, Target, plain
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

@@ -10,10 +10,20 @@ from typing import Any
 import pytest
 import torch
 from support.basics import spec_of
-from support.rules import BASE, OPS, PROMPT, RULES_WITH_LAWS, Language, continued, drafted, logits_behind, ruled
-from support.stepped_target import PROMPT as PREFIX
-from support.stepped_target import VOCABULARY_SIZE, Target, assert_like_fresh
-from support.trees import SHAPES, TreeRounds, TreeRule, parents_of
+from support.drafting.rules import (
+    BASE,
+    OPS,
+    PROMPT,
+    RULES_WITH_LAWS,
+    Language,
+    continued,
+    drafted,
+    logits_behind,
+    ruled,
+)
+from support.drafting.trees import SHAPES, TreeRounds, TreeRule, parents_of
+from support.services.stepped_target import PROMPT as PREFIX
+from support.services.stepped_target import VOCABULARY_SIZE, Target, assert_like_fresh
 
 from outrider.engine.batching import Feed
 from outrider.engine.noise import Purpose, round_key

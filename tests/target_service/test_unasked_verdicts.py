@@ -2,7 +2,7 @@
 
 import pytest
 from support.basics import spec_of
-from support.stepped_target import PROMPT, Target, plain
+from support.services.stepped_target import PROMPT, Target, plain
 
 from target_service.sessions import UNACKNOWLEDGED_WINDOW
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.basics import check_empty
-from support.tiny_models import TARGET, TRAINED
+from support.models.tiny_models import TARGET, TRAINED
 from tokenizers import Tokenizer
 
 from bench.acceptance.__main__ import conclude

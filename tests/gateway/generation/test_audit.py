@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 from support.basics import PATIENCE_S, eventually, spec_of
-from support.markov_services import MarkovStack, Mischief, markov_stack, request
+from support.services.markov_services import MarkovStack, Mischief, markov_stack, request
 
 from gateway.generation import audit
 from gateway.generation.request import CheckedRequest

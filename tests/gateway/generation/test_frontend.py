@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 from support.basics import eventually
-from support.markov_services import SEED, MarkovStack, markov_stack
-from support.markov_services import request as pb_request
+from support.services.markov_services import SEED, MarkovStack, markov_stack
+from support.services.markov_services import request as pb_request
 
 from gateway.generation.frontend import Frontend, ModelNames
 from gateway.generation.generate import CompletionEvent, Event, RoundEvent

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 from support.basics import eventually
-from support.markov_services import SEED, MarkovStack, markov_stack, request
+from support.services.markov_services import SEED, MarkovStack, markov_stack, request
 
 from outrider.errors import InvalidRequest, Overloaded, ProtocolViolation
 from outrider.v1 import generation_service_pb2 as pb

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from support.markov import round_of
+from support.services.markov import round_of
 
 from gateway.generation.transcript import GuessFacts, StopScanner, Transcript
 from gateway.rounds.round import FallbackReason, Proposal, Round, TokenOrigin, Verdict

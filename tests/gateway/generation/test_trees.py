@@ -7,8 +7,8 @@ import httpx
 import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
-from support.markov import MarkovModel, branching_tree, plain_decoding
-from support.markov_services import SEED, MarkovStack, markov_stack, request
+from support.services.markov import MarkovModel, branching_tree, plain_decoding
+from support.services.markov_services import SEED, MarkovStack, markov_stack, request
 
 from outrider.client.events import event_from
 from outrider.v1 import generation_service_pb2 as pb

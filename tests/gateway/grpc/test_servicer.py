@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.basics import eventually
-from support.markov import NUM_TOKENS, MarkovModel, plain_decoding
-from support.markov_services import SEED, WORDS, DraftServicer, Mischief, markov_stack, request, serving
+from support.services.markov import NUM_TOKENS, MarkovModel, plain_decoding
+from support.services.markov_services import SEED, WORDS, DraftServicer, Mischief, markov_stack, request, serving
 
 from gateway.server import start
 from gateway.settings import GatewaySettings

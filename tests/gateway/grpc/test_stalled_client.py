@@ -8,8 +8,8 @@ from pathlib import Path
 import grpc
 import pytest
 from support.basics import eventually
-from support.markov import EOS, MarkovModel, plain_decoding
-from support.markov_services import TargetServicer, serving
+from support.services.markov import EOS, MarkovModel, plain_decoding
+from support.services.markov_services import TargetServicer, serving
 from support.stack import request_of, running_stack
 
 from gateway.server import start

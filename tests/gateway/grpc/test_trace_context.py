@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
-from support.markov_services import Mischief, Service, markov_stack, request
+from support.services.markov_services import Mischief, Service, markov_stack, request
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 METADATA = (("traceparent", f"00-{TRACE_ID}-00f067aa0ba902b7-01"),)

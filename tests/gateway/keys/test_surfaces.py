@@ -21,7 +21,7 @@ from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 from support.basics import eventually
 from support.keys import bearer, key_of, write_keys
-from support.markov_services import MarkovStack, markov_stack, request, write_tokenizer
+from support.services.markov_services import MarkovStack, markov_stack, request, write_tokenizer
 
 from gateway.keys.tenant import Tenant
 from gateway.rest.keys import LIMIT_HEADERS

@@ -5,7 +5,7 @@ from array import array
 from itertools import product
 
 import pytest
-from support.suffix_automaton import SuffixAutomaton
+from support.drafting.suffix_automaton import SuffixAutomaton
 
 from gateway.lookup.chains import BULK, CONTEXT_LEN, MAX_PLACES, Chains, Context, Match
 

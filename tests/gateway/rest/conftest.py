@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 import pytest_asyncio
-from support.markov_services import MarkovStack, markov_stack, write_tokenizer
+from support.services.markov_services import MarkovStack, markov_stack, write_tokenizer
 
 ORIGIN = "https://page.example"
 

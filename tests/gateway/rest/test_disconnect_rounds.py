@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from support.basics import PATIENCE_S, HeldDevice, eventually, held
-from surface.rest_stack import CHAT, COMPLETIONS, RestStack, rest_stack, said
+from support.rest.rest_stack import CHAT, COMPLETIONS, RestStack, rest_stack, said
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from openai.types import CompletionUsage
 from support.basics import spec_of
-from support.markov import round_of
+from support.services.markov import round_of
 
 from gateway.generation.frontend import ModelNames
 from gateway.generation.generate import CompletionEvent, RoundEvent

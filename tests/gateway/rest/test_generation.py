@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from support.basics import eventually
-from support.markov_services import SEED, WORDS, MarkovStack, request
+from support.services.markov_services import SEED, WORDS, MarkovStack, request
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

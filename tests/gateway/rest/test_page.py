@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from support.markov import branching_tree
-from support.markov_services import MarkovStack, markov_stack, request
+from support.services.markov import branching_tree
+from support.services.markov_services import MarkovStack, markov_stack, request
 
 from gateway.rest.page import HEADERS, read_files
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from support.chat_templates import CHATML
-from support.reciting import TURN, RecitingStack, reciting_stack
+from support.models.chat_templates import CHATML
+from support.services.reciting import TURN, RecitingStack, reciting_stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -3,7 +3,7 @@
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.markov_services import MarkovStack
+from support.services.markov_services import MarkovStack
 
 from outrider.errors import PeerLost, VocabularyMismatch
 

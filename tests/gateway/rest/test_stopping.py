@@ -7,7 +7,7 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.basics import eventually
-from support.markov_services import markov_stack, request
+from support.services.markov_services import markov_stack, request
 
 from gateway.settings import GatewaySettings
 from outrider.errors import InvalidRequest, NotReady

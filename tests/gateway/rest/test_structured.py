@@ -12,7 +12,7 @@ import httpx
 import pytest
 import pytest_asyncio
 from pydantic import ValidationError
-from surface.rest_stack import rest_stack
+from support.rest.rest_stack import rest_stack
 
 from gateway.rest.generate import generation_request
 from gateway.rest.schemas import ChatRequest, CompletionRequest

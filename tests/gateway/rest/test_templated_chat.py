@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+from support.models.templated import templated
 from support.stack import RunningStack, running_stack
-from support.templated import templated
 from transformers import PreTrainedTokenizerFast
 
 from outrider.v1 import generation_service_pb2 as pb

@@ -4,7 +4,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.markov_services import SEED, MarkovStack, request
+from support.services.markov_services import SEED, MarkovStack, request
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

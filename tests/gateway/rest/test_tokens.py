@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from support.reciting import END, TEMPLATE, TURN, RecitingStack, reciting_stack
+from support.services.reciting import END, TEMPLATE, TURN, RecitingStack, reciting_stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

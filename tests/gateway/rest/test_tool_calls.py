@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from canitoolcall.probe import BUILTIN_SCENARIOS, probe
-from support.reciting import RecitingStack, reciting_stack
+from support.services.reciting import RecitingStack, reciting_stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
-from support.markov import round_of
+from support.services.markov import round_of
 
 from gateway.rounds.policy import SpeculationPolicy
 

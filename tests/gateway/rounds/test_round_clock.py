@@ -2,7 +2,7 @@
 
 from contextlib import aclosing
 
-from support.markov import MarkovDraft, MarkovTarget
+from support.services.markov import MarkovDraft, MarkovTarget
 
 from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy

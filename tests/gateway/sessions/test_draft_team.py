@@ -5,8 +5,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
-from support.markov import EOS, MarkovModel, plain_decoding
-from support.markov_services import GARBAGE, DraftServicer, Mischief, TargetServicer, serving
+from support.services.markov import EOS, MarkovModel, plain_decoding
+from support.services.markov_services import GARBAGE, DraftServicer, Mischief, TargetServicer, serving
 
 from gateway.lookup.guesses import LookupGuesses, LookupSources
 from gateway.rounds.planner import Drafting, RoundPlanner

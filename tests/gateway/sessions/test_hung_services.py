@@ -7,8 +7,8 @@ from typing import Self
 
 import pytest
 from support.basics import eventually
-from support.markov import MarkovModel
-from support.markov_services import DraftServicer, Mischief, TargetServicer, serving
+from support.services.markov import MarkovModel
+from support.services.markov_services import DraftServicer, Mischief, TargetServicer, serving
 
 from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from support.basics import eventually
-from support.markov import EOS, NUM_TOKENS, MarkovModel, plain_decoding
-from support.markov_services import Mischief, TargetServicer, linked
+from support.services.markov import EOS, NUM_TOKENS, MarkovModel, plain_decoding
+from support.services.markov_services import Mischief, TargetServicer, linked
 
 from gateway.rounds.round import NOTHING, TokenLog
 from gateway.sessions.link import Replicas, ServiceLink

@@ -5,8 +5,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 from support.basics import eventually
-from support.markov import MarkovModel
-from support.markov_services import Mischief, TargetServicer, serving
+from support.services.markov import MarkovModel
+from support.services.markov_services import Mischief, TargetServicer, serving
 
 from gateway.rounds.round import NOTHING, TokenLog
 from gateway.sessions.link import ModelInfo, Need, Replicas, ServiceLink

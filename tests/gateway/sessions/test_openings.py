@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from support.markov import NUM_TOKENS, MarkovModel
-from support.markov_services import DraftServicer, TargetServicer, linked
+from support.services.markov import NUM_TOKENS, MarkovModel
+from support.services.markov_services import DraftServicer, TargetServicer, linked
 
 from gateway.rounds.round import NOTHING, OwnGuesses, TokenLog
 from gateway.sessions.draft import DraftOpening

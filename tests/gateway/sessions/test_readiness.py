@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.basics import eventually
-from support.markov import MarkovModel
-from support.markov_services import TargetServicer, serving
+from support.services.markov import MarkovModel
+from support.services.markov_services import TargetServicer, serving
 
 from gateway.server import start
 from gateway.settings import GatewaySettings

@@ -9,8 +9,8 @@ from typing import Any, Self
 import grpc
 import pytest
 from support.basics import eventually
-from support.markov import MarkovModel, plain_decoding
-from support.markov_services import DraftServicer, MarkovSession, Mischief, Service, TargetServicer, serving
+from support.services.markov import MarkovModel, plain_decoding
+from support.services.markov_services import DraftServicer, MarkovSession, Mischief, Service, TargetServicer, serving
 
 from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy

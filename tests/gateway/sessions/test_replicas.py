@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 from support.basics import eventually
-from support.markov import MarkovModel, plain_decoding
-from support.markov_services import DraftServicer, Mischief, TargetServicer, serving
+from support.services.markov import MarkovModel, plain_decoding
+from support.services.markov_services import DraftServicer, Mischief, TargetServicer, serving
 
 from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 from support.basics import eventually
-from support.markov import MarkovModel, plain_decoding
-from support.markov_services import GARBAGE, DraftServicer, Mischief, TargetServicer, linked, serving
+from support.services.markov import MarkovModel, plain_decoding
+from support.services.markov_services import GARBAGE, DraftServicer, Mischief, TargetServicer, linked, serving
 
 from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from jinja2 import TemplateError
-from support import chat_templates as templates
+from support.models import chat_templates as templates
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from support.tiny_gguf import write_gguf
-from support.tiny_models import TARGET
+from support.models.tiny_gguf import write_gguf
+from support.models.tiny_models import TARGET
 
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer

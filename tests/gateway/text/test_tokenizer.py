@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.reciting import marked_tokenizer
+from support.services.reciting import marked_tokenizer
 
 from gateway.text.tokenizer import MAX_ENCODINGS, Tokenizer
 from outrider.errors import ModelRefused

@@ -9,8 +9,8 @@ import jsonschema
 import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
-from support.reciting import ADDED, marked_tokenizer
-from support.recorded_answers import result_of
+from support.requests.recorded_answers import result_of
+from support.services.reciting import ADDED, marked_tokenizer
 
 from gateway.tools.call_grammar import CallRules, OfferedTool, call_constraint
 from gateway.tools.formats import FORMATS

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from support.recorded_answers import result_of
+from support.requests.recorded_answers import result_of
 
 from gateway.settings import GatewaySettings
 from gateway.tools.call_grammar import CallRules, OfferedTool, call_constraint

@@ -4,7 +4,7 @@ import pytest
 from canitoolcall.chunking import DEFAULT_STRATEGIES, ChunkStrategy, split
 from canitoolcall.fixtures import Fixture, load_fixtures
 from canitoolcall.pytest_plugin import assert_conforms, assert_equivalent
-from support.recorded_answers import FAMILIES, Piece, pieces_of, read
+from support.requests.recorded_answers import FAMILIES, Piece, pieces_of, read
 
 FIXTURES = load_fixtures(families=FAMILIES)
 STRATEGIES = (*DEFAULT_STRATEGIES, ChunkStrategy.parse("char:1"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from support.tiny_heads import eagle3, tiny_target
+from support.heads.tiny_heads import eagle3, tiny_target
 
 from outrider.engine.heads.checkpoint import read_head
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from support.markov import MarkovModel
-from support.markov_services import DraftServicer, serving
+from support.services.markov import MarkovModel
+from support.services.markov_services import DraftServicer, serving
 from support.stack import RunningStack, running_stack
 
 from outrider.cli.doctor.checks import (

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from gguf import GGMLQuantizationType
+from support.models.tiny_gguf import write_gguf
 from support.stack import DRAFT, TARGET
-from support.tiny_gguf import write_gguf
 
 from outrider.cli.doctor import models
 from outrider.cli.doctor.checks import engine_findings

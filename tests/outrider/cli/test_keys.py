@@ -9,7 +9,7 @@ from importlib.metadata import version
 import pytest
 import pytest_asyncio
 from support.keys import key_of, write_keys
-from support.markov_services import MarkovStack, markov_stack, write_tokenizer
+from support.services.markov_services import MarkovStack, markov_stack, write_tokenizer
 
 from outrider.cli.doctor.checks import GATEWAY, REST, SELF_TEST, check_gateway, who_answers
 from outrider.cli.local_stack import Stack, gateway_launch

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import typer
-from support.bad_requests import LONG, RARE, paths
 from support.command_line import terminal
+from support.requests.bad_requests import LONG, RARE, paths
 from support.stack import RunningStack, running_stack
 from typer.main import get_command
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from support.reciting import RecitingStack, reciting_stack
+from support.services.reciting import RecitingStack, reciting_stack
 
 from outrider.client import (
     AsyncClient,

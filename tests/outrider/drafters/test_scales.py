@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 from support.basics import spec_of
-from support.rules import ruled
+from support.drafting.rules import ruled
 
 from outrider.drafters.scales import FIRST_RATES, FIRST_SCALES, MAX_SCALE, MIN_SCALE, Ranks, Scales
 from outrider.engine.noise import Purpose

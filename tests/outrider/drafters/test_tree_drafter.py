@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from support.basics import spec_of
-from support.engine_cases import finish, numpy_gumbel
-from support.rules import RULES_WITH_LAWS, ruled
-from support.stepped_draft import CONTEXT_LEN, PROMPT, fresh_tree
-from support.tiny_models import write_tiny_model
+from support.drafting.rules import RULES_WITH_LAWS, ruled
+from support.models.engine_cases import finish, numpy_gumbel
+from support.models.tiny_models import write_tiny_model
+from support.services.stepped_draft import CONTEXT_LEN, PROMPT, fresh_tree
 
 from outrider.drafters import tree_drafter
 from outrider.drafters.model_drafter import SAMPLED

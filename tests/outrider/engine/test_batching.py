@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.engine_cases import make_feeds
+from support.models.engine_cases import make_feeds
 
 from outrider.engine.batching import build_batch
 from outrider.token_tree import TokenTree

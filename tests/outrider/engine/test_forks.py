@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from support.engine_cases import TREE, assert_like_fresh, close, finish, random_ids
-from support.tiny_models import write_tiny_model
+from support.models.engine_cases import TREE, assert_like_fresh, close, finish, random_ids
+from support.models.tiny_models import write_tiny_model
 
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner

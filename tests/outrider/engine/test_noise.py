@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from scipy import stats
-from support.engine_cases import numpy_gumbel
+from support.models.engine_cases import numpy_gumbel
 
 from outrider.engine import noise
 from outrider.engine.noise import GAMMA, Purpose, noise_key, round_key

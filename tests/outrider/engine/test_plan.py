@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from support.engine_cases import attention_case
+from support.models.engine_cases import attention_case
 
 from outrider.engine.batching import RowPlan
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.engine_cases import TREE, assert_like_fresh, close, finish, fresh, make_feeds, random_ids
-from support.tiny_models import write_tiny_model
+from support.models.engine_cases import TREE, assert_like_fresh, close, finish, fresh, make_feeds, random_ids
+from support.models.tiny_models import write_tiny_model
 from torch import Tensor
 
 from outrider.engine.batching import Feed

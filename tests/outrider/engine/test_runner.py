@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.engine_cases import TREE, assert_like_fresh, close, finish, fresh, random_ids
-from support.tiny_models import TARGET, write_tiny_model
+from support.models.engine_cases import TREE, assert_like_fresh, close, finish, fresh, random_ids
+from support.models.tiny_models import TARGET, write_tiny_model
 
 from outrider.engine import runner as runner_module
 from outrider.engine.batching import Feed

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engine_cases import make_feeds
+from support.models.engine_cases import make_feeds
 
 from outrider.engine.batching import MAX_STEP_TOKENS, Feed
 from outrider.engine.sharing import GRACE_STEPS, MIN_PROMPT_ROWS, NUM_SAMPLES, PROBE_STEPS, Pace, share_rows

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.engine_cases import TREE, finish, random_ids
-from support.model_cases import TOLERANCE, reference
-from support.tiny_models import FAMILIES, HF_FAMILIES, write_tiny_model
+from support.models.engine_cases import TREE, finish, random_ids
+from support.models.model_cases import TOLERANCE, reference
+from support.models.tiny_models import FAMILIES, HF_FAMILIES, write_tiny_model
 from torch import Tensor
 
 from outrider.engine.batching import Feed

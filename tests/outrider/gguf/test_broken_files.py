@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFWriter
-from support.tiny_gguf import F32, Metadata, Tensors, metadata_of, tensors_of, write_parts
-from support.tiny_models import write_tiny_model
+from support.models.tiny_gguf import F32, Metadata, Tensors, metadata_of, tensors_of, write_parts
+from support.models.tiny_models import write_tiny_model
 
 from outrider.engine.models.checkpoints import find_checkpoint
 from outrider.errors import ModelRefused

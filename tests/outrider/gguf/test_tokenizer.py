@@ -9,8 +9,8 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from support.tiny_gguf import F32, tokenizer_of, write_parts
-from support.tiny_models import TARGET
+from support.models.tiny_gguf import F32, tokenizer_of, write_parts
+from support.models.tiny_models import TARGET
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 

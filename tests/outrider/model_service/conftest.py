@@ -6,8 +6,8 @@ from dataclasses import replace
 import grpc
 import pytest
 from support.basics import check_empty
-from support.session_clients import TargetClient, channel_to
-from support.tiny_models import SETTINGS, write_tiny_model
+from support.models.tiny_models import SETTINGS, write_tiny_model
+from support.services.session_clients import TargetClient, channel_to
 
 from outrider.model_service.server import LoadedModel, RunningModelService, load_model
 from target_service.server import start_with

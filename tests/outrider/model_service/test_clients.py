@@ -14,8 +14,8 @@ import pytest
 from structlog.testing import capture_logs
 from support.basics import check_empty, spec_of
 from support.certificates import issue, shown_by
-from support.session_clients import TargetClient
-from support.tiny_models import SETTINGS
+from support.models.tiny_models import SETTINGS
+from support.services.session_clients import TargetClient
 
 from outrider.errors import OutriderError
 from outrider.model_service.server import LoadedModel, RunningModelService

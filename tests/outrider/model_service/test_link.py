@@ -14,8 +14,8 @@ from google.protobuf.message import Message
 from llguidance import LLMatcher
 from structlog.testing import capture_logs
 from support.basics import PATIENCE_S, check_empty, eventually, held, spec_of
-from support.session_clients import TargetClient, channel_to
-from support.tiny_models import SETTINGS, write_tokenizer
+from support.models.tiny_models import SETTINGS, write_tokenizer
+from support.services.session_clients import TargetClient, channel_to
 from tokenizers import Tokenizer
 
 from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded

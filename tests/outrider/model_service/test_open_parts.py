@@ -6,7 +6,7 @@ from dataclasses import replace
 import grpc
 import pytest
 from support.basics import spec_of
-from support.session_clients import TargetClient
+from support.services.session_clients import TargetClient
 
 from outrider.errors import InvalidRequest, Overloaded
 from outrider.model_service.link import MAX_PART_TOKENS, OpenParts

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support.tiny_models import write_tiny_model
+from support.models.tiny_models import write_tiny_model
 from torch import Tensor
 
 from outrider.engine.runner import ModelRunner

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from support.basics import PATIENCE_S, check_empty, eventually, spec_of
-from support.session_clients import TargetClient, channel_to
-from support.tiny_models import PROMPT, SETTINGS
+from support.models.tiny_models import PROMPT, SETTINGS
+from support.services.session_clients import TargetClient, channel_to
 
 from outrider.errors import OutriderError
 from outrider.model_service import server

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.basics import PATIENCE_S, spec_of
-from support.session_clients import TargetClient, channel_to
+from support.services.session_clients import TargetClient, channel_to
 
 from outrider.model_service.watchdog import LAST_WORDS_S, watch
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from support.basics import Answers, spec_of
-from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target, assert_like_fresh
+from support.services.stepped_target import PROMPT, VOCABULARY_SIZE, Target, assert_like_fresh
 
 from outrider.engine.runner import ModelRunner
 from outrider.errors import NoTokenLeft

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 from support.basics import spec_of
-from support.rules import RULES_WITH_LAWS, continued, drafted, logits_behind, ruled
-from support.stepped_target import PROMPT, VOCABULARY_SIZE
+from support.drafting.rules import RULES_WITH_LAWS, continued, drafted, logits_behind, ruled
+from support.services.stepped_target import PROMPT, VOCABULARY_SIZE
 
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner

@@ -6,7 +6,16 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from support.rules import Floats, Pair, RuleFunction, acceptance, ask, chains, committed_distribution, mean_accepted
+from support.drafting.rules import (
+    Floats,
+    Pair,
+    RuleFunction,
+    acceptance,
+    ask,
+    chains,
+    committed_distribution,
+    mean_accepted,
+)
 from torch import Tensor
 
 from target_service.rules.block import block

@@ -6,8 +6,8 @@ from functools import partial
 
 import numpy as np
 import pytest
-from support.rules import Floats
-from support.trees import (
+from support.drafting.rules import Floats
+from support.drafting.trees import (
     MOST,
     SCHEMES,
     SHAPES,

@@ -4,8 +4,8 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from support.rules import Floats
-from support.trees import MOST, TreePair, committed_distribution, forest_of, independent, mean_kept
+from support.drafting.rules import Floats
+from support.drafting.trees import MOST, TreePair, committed_distribution, forest_of, independent, mean_kept
 
 from target_service.rules.k_sequential import k_sequential
 from target_service.rules.recursive_rejection import recursive_rejection

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 from support.basics import spec_of
-from support.rules import RULES_WITH_LAWS, drafted, ruled
-from support.stepped_target import PROMPT, Target, assert_like_fresh
+from support.drafting.rules import RULES_WITH_LAWS, drafted, ruled
+from support.services.stepped_target import PROMPT, Target, assert_like_fresh
 
 from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.basics import spec_of
-from support.stepped_target import PROMPT, VOCABULARY_SIZE, Target, plain
+from support.services.stepped_target import PROMPT, VOCABULARY_SIZE, Target, plain
 from torch import Tensor
 
 from outrider.engine.batching import RowPlan

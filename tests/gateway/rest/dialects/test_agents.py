@@ -8,8 +8,8 @@ import pytest
 import pytest_asyncio
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
-from support.agent_bodies import claude_code_body, codex_body, parameters
-from support.reciting import RecitingStack, reciting_stack
+from support.requests.agent_bodies import claude_code_body, codex_body, parameters
+from support.services.reciting import RecitingStack, reciting_stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 import pytest_asyncio
 from support.basics import eventually
-from support.markov_services import MarkovStack, markov_stack
+from support.services.markov_services import MarkovStack, markov_stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MESSAGES, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"

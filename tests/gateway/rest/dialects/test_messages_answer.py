@@ -6,7 +6,7 @@ import pytest
 from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
-from support.answer_events import events_of, figures_of, payloads, streamed, whole
+from support.requests.answer_events import events_of, figures_of, payloads, streamed, whole
 
 from gateway.generation.generate import Event
 from gateway.rest.dialects.messages_answer import MessageWriter

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from support.agent_bodies import CLAUDE_TOOLS, claude_code_body, parameters
+from support.requests.agent_bodies import CLAUDE_TOOLS, claude_code_body, parameters
 
 from gateway.rest.dialects.messages_body import CountTokensRequest, MessagesRequest, translated
 from gateway.rest.dialects.translation import Translation

@@ -8,7 +8,7 @@ from openai import omit
 from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from support.answer_events import events_of, figures_of, payloads, streamed, whole
+from support.requests.answer_events import events_of, figures_of, payloads, streamed, whole
 
 from gateway.rest.dialects.responses import repeated
 from gateway.rest.dialects.responses_answer import ResponseWriter

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from support.agent_bodies import CODEX_TOOLS, codex_body
+from support.requests.agent_bodies import CODEX_TOOLS, codex_body
 
 from gateway.rest.dialects.responses_body import ResponsesRequest, translated
 from gateway.rest.dialects.translation import Translation

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine_cases import TREE, close, finish, fresh, kv_state, random_ids
-from support.model_cases import SCALINGS, THETA, WINDOWS
-from support.tiny_models import TARGET, write_tiny_model
+from support.models.engine_cases import TREE, close, finish, fresh, kv_state, random_ids
+from support.models.model_cases import SCALINGS, THETA, WINDOWS
+from support.models.tiny_models import TARGET, write_tiny_model
 
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner

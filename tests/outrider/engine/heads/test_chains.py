@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from support import tiny_chains
-from support.chain_oracle import chain_logits
-from support.engine_cases import native
-from support.tiny_chains import CHAINS, CONTEXT_LEN, HIDDEN, NUM_LAYERS, VOCAB, Written, tiny_target, write_chain
+from support.heads import tiny_chains
+from support.heads.chain_oracle import chain_logits
+from support.heads.tiny_chains import CHAINS, CONTEXT_LEN, HIDDEN, NUM_LAYERS, VOCAB, Written, tiny_target, write_chain
+from support.models.engine_cases import native
 from torch import Tensor
 
 from outrider.engine.batching import RowPlan

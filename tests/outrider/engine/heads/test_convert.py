@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import tiny_heads
-from support.head_rows import run_head
-from support.model_cases import random_ids
-from support.tiny_heads import HIDDEN, NUM_LAYERS, VOCAB, Writer, tiny_target
+from support.heads import tiny_heads
+from support.heads.head_rows import run_head
+from support.heads.tiny_heads import HIDDEN, NUM_LAYERS, VOCAB, Writer, tiny_target
+from support.models.model_cases import random_ids
 from torch import Tensor
 
 from outrider.engine.heads.checkpoint import read_head

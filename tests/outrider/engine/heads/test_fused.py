@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from support.engine_cases import random_ids
-from support.heads import random_head
-from support.tiny_models import write_tiny_model
+from support.heads.heads import random_head
+from support.models.engine_cases import random_ids
+from support.models.tiny_models import write_tiny_model
 from torch import Tensor
 
 from outrider.engine.batching import Feed

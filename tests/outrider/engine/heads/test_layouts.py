@@ -8,12 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support import tiny_heads
-from support.engine_cases import every_ops
-from support.head_oracle import HeadOracle, Target
-from support.head_rows import run_head
-from support.model_cases import all_logits, random_ids
-from support.tiny_heads import (
+from support.heads import tiny_heads
+from support.heads.head_oracle import HeadOracle, Target
+from support.heads.head_rows import run_head
+from support.heads.tiny_heads import (
     CONTEXT_LEN,
     HIDDEN,
     LLAMA3_SCALING,
@@ -32,6 +30,8 @@ from support.tiny_heads import (
     specforge,
     tiny_target,
 )
+from support.models.engine_cases import every_ops
+from support.models.model_cases import all_logits, random_ids
 from torch import Tensor
 
 from outrider.engine.heads.checkpoint import read_head

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.tiny_heads import HIDDEN, change, pass_embeddings, tiny_target
+from support.heads.tiny_heads import HIDDEN, change, pass_embeddings, tiny_target
 
 from outrider.engine.heads.pass_embeddings import is_pass, read_pass
 from outrider.errors import ModelRefused

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from support import tiny_heads
-from support.tiny_heads import (
+from support.heads import tiny_heads
+from support.heads.tiny_heads import (
     DRAFT_VOCAB,
     FLAT,
     HIDDEN,

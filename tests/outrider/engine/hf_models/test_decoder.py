@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.engine_cases import TREE, assert_like_fresh, close, decoded, finish, fresh, random_ids
-from support.model_cases import TOLERANCE, reference
-from support.tiny_models import write_tiny_model
+from support.models.engine_cases import TREE, assert_like_fresh, close, decoded, finish, fresh, random_ids
+from support.models.model_cases import TOLERANCE, reference
+from support.models.tiny_models import write_tiny_model
 from torch import Tensor
 
 from outrider.engine import runner as runner_module

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.engine_cases import fresh, random_ids
-from support.tiny_models import write_tiny_model
+from support.models.engine_cases import fresh, random_ids
+from support.models.tiny_models import write_tiny_model
 from torch import Tensor
 
 from outrider.engine.runner import ModelRunner

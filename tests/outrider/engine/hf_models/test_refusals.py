@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.tiny_models import write_tiny_model
+from support.models.tiny_models import write_tiny_model
 from torch import Tensor, nn
 
 from outrider.engine.hf_models.checkpoint import without_numbers

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.tiny_models import FAMILIES, HF_FAMILIES, TARGET, write_tiny_model
+from support.models.tiny_models import FAMILIES, HF_FAMILIES, TARGET, write_tiny_model
 
 from outrider.engine.hf_models.checkpoint import HfCheckpoint
 from outrider.engine.models.checkpoints import FolderCheckpoint, SizedCheckpoint, find_checkpoint

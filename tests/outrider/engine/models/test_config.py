@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.tiny_models import TARGET
+from support.models.tiny_models import TARGET
 
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.rope import LinearRope, Rope

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine_cases import BUILT, kv_state, native
-from support.model_cases import SCALINGS, THETA, WINDOWS
-from support.tiny_models import TARGET, write_tiny_model
+from support.models.engine_cases import BUILT, kv_state, native
+from support.models.model_cases import SCALINGS, THETA, WINDOWS
+from support.models.tiny_models import TARGET, write_tiny_model
 
 from outrider.engine.batching import Feed, build_batch
 from outrider.engine.models.config import ModelConfig

@@ -9,10 +9,10 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
-from support.model_cases import LLAMA3, THETA, YARN, all_logits, random_ids
+from support.models.model_cases import LLAMA3, THETA, YARN, all_logits, random_ids
+from support.models.tiny_gguf import F32, Metadata, Tensors, metadata_of, tensors_of, write_gguf, write_parts
+from support.models.tiny_models import TARGET, TRAINED, write_tiny_model
 from support.stack import PATIENT, answers, running_stack, token_ids
-from support.tiny_gguf import F32, Metadata, Tensors, metadata_of, tensors_of, write_gguf, write_parts
-from support.tiny_models import TARGET, TRAINED, write_tiny_model
 
 from bench.common import OPENINGS
 from outrider.engine.models import gguf as module

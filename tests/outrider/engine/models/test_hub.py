@@ -12,8 +12,8 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
-from support.tiny_gguf import write_gguf
-from support.tiny_models import write_tiny_model
+from support.models.tiny_gguf import write_gguf
+from support.models.tiny_models import write_tiny_model
 
 from outrider.engine.models import weights
 from outrider.engine.models.checkpoints import find_checkpoint

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.engine_cases import TREE, close, finish, kv_state, random_ids
-from support.layers import count_rows
-from support.tiny_models import write_tiny_model
+from support.models.engine_cases import TREE, close, finish, kv_state, random_ids
+from support.models.layers import count_rows
+from support.models.tiny_models import write_tiny_model
 from torch import Tensor
 
 from outrider.engine.batching import Feed

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.model_cases import ORIGINAL_LEN, SCALINGS, THETA, TOLERANCE, WINDOWS, respell, worst_difference
-from support.tiny_models import write_tiny_model
+from support.models.model_cases import ORIGINAL_LEN, SCALINGS, THETA, TOLERANCE, WINDOWS, respell, worst_difference
+from support.models.tiny_models import write_tiny_model
 
 from outrider.engine.batching import RowPlan
 from outrider.engine.models import rope

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
-from support.tiny_models import write_tiny_model
+from support.models.tiny_models import write_tiny_model
 
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner

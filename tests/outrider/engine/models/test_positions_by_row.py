@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine_cases import kv_state
-from support.model_cases import SCALINGS, THETA, WINDOWS, random_ids
-from support.tiny_models import write_tiny_model
+from support.models.engine_cases import kv_state
+from support.models.model_cases import SCALINGS, THETA, WINDOWS, random_ids
+from support.models.tiny_models import write_tiny_model
 from torch import Tensor
 
 from outrider.engine import runner as runner_module

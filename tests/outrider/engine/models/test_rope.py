@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.model_cases import ORIGINAL_LEN, SCALINGS, THETA
-from support.tiny_models import TARGET
+from support.models.model_cases import ORIGINAL_LEN, SCALINGS, THETA
+from support.models.tiny_models import TARGET
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

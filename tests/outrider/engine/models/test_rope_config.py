@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.model_cases import SCALINGS
+from support.models.model_cases import SCALINGS
 
 from outrider.engine.models.config import JsonKeys, read_rope
 from outrider.engine.models.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope

@@ -5,8 +5,8 @@ import time
 import numpy as np
 import pytest
 import torch
-from support.engine_cases import TREE, assert_like_fresh, close, decoded, finish, fresh, random_ids
-from support.tiny_models import TARGET
+from support.models.engine_cases import TREE, assert_like_fresh, close, decoded, finish, fresh, random_ids
+from support.models.tiny_models import TARGET
 
 from outrider.engine.batching import Feed
 from outrider.engine.models.checkpoints import find_checkpoint

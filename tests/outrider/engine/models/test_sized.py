@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.tiny_models import TARGET, write_tiny_model
+from support.models.tiny_models import TARGET, write_tiny_model
 from tokenizers import Tokenizer
 from torch import Tensor
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.model_cases import TOLERANCE, all_logits, expected_logits, random_ids, worst_difference
-from support.tiny_models import TARGET, write_tiny_model
+from support.models.model_cases import TOLERANCE, all_logits, expected_logits, random_ids, worst_difference
+from support.models.tiny_models import TARGET, write_tiny_model
 
 from outrider.engine.runner import ModelRunner
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from support.tiny_models import TARGET, write_tiny_model
+from support.models.tiny_models import TARGET, write_tiny_model
 from torch import Tensor
 
 from outrider.engine.models import weights

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.engine_cases import attend, attention_case, every_ops, rotate
+from support.models.engine_cases import attend, attention_case, every_ops, rotate
 from torch import Tensor
 from torch.nn import functional
 

@@ -4,7 +4,7 @@ import mmap
 
 import pytest
 import torch
-from support.engine_cases import native
+from support.models.engine_cases import native
 
 from outrider.engine.ops import arena
 from outrider.engine.ops.arena import CACHE_LINE_BYTES, HUGE_PAGE_BYTES, Arena

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from support.engine_cases import every_ops, keys_of, native, numpy_gumbel
+from support.models.engine_cases import every_ops, keys_of, native, numpy_gumbel
 from torch import Tensor
 
 from outrider.engine.ops import Ops

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.engine_cases import BUILT, attention_case, native
+from support.models.engine_cases import BUILT, attention_case, native
 from torch import Tensor
 
 from outrider.engine.ops import choose_ops, library

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.engine_cases import BUILT, every_ops, native
+from support.models.engine_cases import BUILT, every_ops, native
 from torch import Tensor
 
 from outrider.engine.ops import Ops

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support.engine_cases import BUILT, attend, attention_case, keys_of, native, rotate, rows_of
+from support.models.engine_cases import BUILT, attend, attention_case, keys_of, native, rotate, rows_of
 from torch import Tensor
 
 from outrider.engine.ops import Ops, Weight

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support.tiny_models import TARGET
+from support.models.tiny_models import TARGET
 
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner

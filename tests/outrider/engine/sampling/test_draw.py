@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy import stats
 from support.basics import spec_of
-from support.tiny_models import TARGET
+from support.models.tiny_models import TARGET
 from torch import Tensor
 
 from outrider.engine.batching import Feed
