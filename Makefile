@@ -32,7 +32,7 @@ SIDE_BY_SIDE := -n 2 --dist loadfile
 KEEP_MEMORY := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=67108864
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow test-assistant test-grid test-page test-surface test-harness test-agents test-docker test-fencing test-fuzz test-soak check proto options lock audit models train train-head draft bench bench-sized clean
+.PHONY: help setup run test test-slow test-assistant test-grid test-page test-surface test-harness test-agents test-docker test-fencing test-fuzz test-soak check proto options lock sbom audit models train train-head draft bench bench-sized clean
 
 help: ## lists the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -142,8 +142,11 @@ lock: $(AUDIT_SETUP) ## writes the images' hash-locked requirements again, from 
 				--no-emit-index-url --no-emit-find-links --output-file deploy/$$image.lock $(AUDIT)/$$image.in || exit 1; \
 	done
 
-audit: $(SETUP) $(AUDIT_SETUP) ## known weaknesses of all that is installed, and build/sbom.json, a list of it; asks PyPI
-	@mkdir -p build && $(AUDIT)/bin/cyclonedx-py environment --output-file build/sbom.json $(BIN)/python
+sbom: $(SETUP) $(AUDIT_SETUP) ## build/sbom.json, a list of all that is installed (CycloneDX)
+	@mkdir -p build && $(AUDIT)/bin/cyclonedx-py environment --validate --output-file build/sbom.json $(BIN)/python
+	@echo "build/sbom.json lists what $(VENV) has."
+
+audit: sbom ## that list, and known weaknesses of all pinned versions; asks PyPI
 	$(AUDIT)/bin/pip-audit --no-deps --disable-pip --requirement constraints.txt
 
 $(AUDIT_SETUP): | $(SETUP)
