@@ -10,7 +10,7 @@ import struct
 import sys
 import termios
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,6 +67,14 @@ class Terminal:
         await eventually(lambda: words in self.plain[self.seen :])
         start, self.seen = self.seen, self.plain.index(words, self.seen) + len(words)
         return self.plain[start : self.seen]
+
+    async def press_until(self, keys: str, words: str) -> None:
+        """Presses keys until words are shown: Python's readline misses a signal between its prompt and its wait."""
+        while words not in self.plain[self.seen :]:
+            self.type(keys)
+            with suppress(TimeoutError):
+                await eventually(lambda: words in self.plain[self.seen :], 2.0)
+        await self.until(words)
 
     @property
     def plain(self) -> str:

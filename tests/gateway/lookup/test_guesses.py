@@ -22,7 +22,10 @@ def engine() -> GrammarEngine:
     return GrammarEngine((Path(TARGET) / "tokenizer.json").read_text(encoding="utf-8"), size, frozenset({0}))
 
 
-@pytest.mark.parametrize(("cost_s", "looks"), [(FREE_LOOK_S, 9), (FREE_LOOK_S + MAX_FORCED_S / 2.5, 3), (FREE_LOOK_S + 2 * MAX_FORCED_S, 1)])
+@pytest.mark.parametrize(
+    ("cost_s", "looks"),
+    [(FREE_LOOK_S, 9), (FREE_LOOK_S + MAX_FORCED_S / 2.5, 3), (FREE_LOOK_S + 2 * MAX_FORCED_S, 1)],
+)
 def test_a_grammar_is_looked_at_while_that_is_cheap(engine: GrammarEngine, cost_s: float, looks: int) -> None:
     """The look that uses up what looks may cost is the last one, and what it has found is proposed."""
     clock: Iterator[float] = (cost_s * number for number in count())

@@ -67,8 +67,7 @@ async def test_a_conversation_in_a_terminal(gateway: ScriptedGateway) -> None:
         await screen.until(FIGURES)
         assert said(gateway) == ["Be brief.", "Who?"]
         await screen.until(PROMPT)
-        screen.type(INTERRUPT)
-        await screen.until("Ctrl-C again leaves")
+        await screen.press_until(INTERRUPT, "Ctrl-C again leaves")
         screen.type(INTERRUPT)
         assert await asyncio.wait_for(screen.process.wait(), 120) == 130
 
