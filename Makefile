@@ -61,7 +61,7 @@ test-slow: $(SETUP) ## training runs, benchmarks from end to end, distributions 
 test-assistant: $(SETUP) ## the assistant of `outrider up`, fetched if it is not there yet
 	$(BIN)/python -m pytest -m assistant
 
-test-grid: $(SETUP) ## the full exactness grid
+test-grid: $(SETUP) ## the full exactness grid, 400 schemas, beams of thirty prompts: half an hour
 	$(BIN)/python -m pytest -m grid $(SIDE_BY_SIDE)
 
 test-page: $(SETUP) ## the page in Chromium, which Debian's package chromium provides

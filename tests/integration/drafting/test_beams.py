@@ -40,7 +40,7 @@ def num_passes(answers: Sequence[Answer]) -> int:
     return sum(answer.result.speculation.rounds for answer in answers)
 
 
-@pytest.mark.parametrize("num_prompts", [4, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_prompts", [4, pytest.param(30, marks=pytest.mark.grid)])
 async def test_beams_are_those_of_transformers_in_fewer_passes(num_prompts: int) -> None:
     """Many prompts in float32: tokens, order and scores, with guesses and without."""
     prompts, model = OPENINGS[:num_prompts], reference_model(TARGET)

@@ -83,7 +83,7 @@ async def test_answers_follow_their_schemas() -> None:
     assert sum(found) > len(found) * 2 / 3
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("first", range(USUAL, NUM_SCHEMAS, PART))
 async def test_answers_follow_four_hundred_schemas(first: int) -> None:
     """All of them, minutes long."""
