@@ -36,6 +36,7 @@ async def test_whole_and_streamed_are_the_same(rest: RestStack, client: AsyncOpe
     assert (whole.usage.input_tokens, whole.usage.output_tokens) == (chat["usage"]["prompt_tokens"], 16)
 
 
+@pytest.mark.slow
 async def test_the_streaming_helper_takes_an_answer_without_a_limit(client: AsyncOpenAI) -> None:
     """It may be as long as the context; then it ends by itself, or the context ends it."""
     fields = {name: value for name, value in ASKED.items() if name != "max_output_tokens"}
