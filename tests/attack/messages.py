@@ -111,9 +111,7 @@ class Garbage:
         if chance.random() < 0.1:
             return chance.randbytes(chance.randint(0, 64))
         data = self._message().SerializeToString()
-        return (
-            changed(chance, data, (b"\xff" * 10, b"\x0a\xff\xff\xff\xff\x0f", b"\0")) if chance.random() < 0.4 else data
-        )
+        return changed(chance, data, PIECES) if chance.random() < 0.4 else data
 
     def _message(self) -> Message:
         chance = self._chance

@@ -15,7 +15,8 @@ from bench.common import OPENINGS
 from outrider.cli.local_stack import Addresses
 from outrider.client import AsyncClient, Round
 
-NUM_STREAMS, MAX_TOKENS = 16, 64
+NUM_STREAMS = 16
+ASKED: dict[str, Any] = {"max_tokens": 64, "temperature": 0.8, "ignore_eos": True}
 PATIENCE_S = 600.0
 
 
@@ -79,15 +80,13 @@ class Streams:
         return said
 
     async def _by_grpc(self, number: int) -> AsyncIterator[str]:
-        asked: dict[str, Any] = {"max_tokens": MAX_TOKENS, "seed": number, "temperature": 0.8, "ignore_eos": True}
-        async with self._client.generate(OPENINGS[number], **asked) as stream:
+        async with self._client.generate(OPENINGS[number], seed=number, **ASKED) as stream:
             async for event in stream:
                 if isinstance(event, Round):
                     yield ",".join(str(token.token_id) for token in event.tokens) + ","
 
     async def _by_rest(self, number: int) -> AsyncIterator[str]:
-        asked: dict[str, Any] = {"max_tokens": MAX_TOKENS, "seed": number, "temperature": 0.8, "ignore_eos": True}
-        body = {"prompt": OPENINGS[number], "stream": True, **asked}
+        body = {"prompt": OPENINGS[number], "seed": number, "stream": True, **ASKED}
         async with self._http.stream("POST", "/v1/completions", json=body) as reply:
             assert reply.status_code == 200, await reply.aread()
             async for line in reply.aiter_lines():

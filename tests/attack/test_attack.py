@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 
 import grpc
@@ -24,11 +23,14 @@ from attack.messages import Method, methods
 from attack.streams import NUM_STREAMS, Streams
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from support.basics import eventually
+from support.observability import num_in_process
 from support.stack import DRAFT, TARGET, until_quiet
 
 from bench.common import markdown
+from bench.load.summary import percentile
 from outrider.cli.local_stack import Addresses, Stack, start_stack
 from outrider.cli.running import note
+from outrider.cli.up import memory_bytes
 from outrider.process.children import Supervisor
 from outrider.process.metrics import scraped
 from outrider.rpc.channels import open_channel
@@ -67,10 +69,9 @@ class Footprint:
         """That of a running process, which tells its figures at an address."""
         exposition = scraped(metrics, [TASKS], PATIENCE_S)[0].decode()
         [tasks] = (line.split()[1] for line in exposition.splitlines() if line.startswith(TASKS))
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        fields = dict(line.split(":", 1) for line in lines)
-        memory_kb, threads = (int(fields[name].split()[0]) for name in ("VmRSS", "Threads"))
-        return cls(memory_kb / 1024, threads, int(float(tasks)), len(os.listdir(f"/proc/{pid}/fd")))
+        memory = memory_bytes(pid)
+        assert memory is not None
+        return cls(memory / (1 << 20), num_in_process(pid, "task"), int(float(tasks)), num_in_process(pid, "fd"))
 
 
 @dataclass
@@ -182,7 +183,7 @@ async def held_connections(ports: list[tuple[str, str]], count: int) -> AsyncIte
 
 def p99_ms(gaps_s: list[float]) -> float:
     """The gap that one of a hundred is longer than."""
-    return 1e3 * sorted(gaps_s)[99 * len(gaps_s) // 100]
+    return 1e3 * percentile(gaps_s, 0.99)
 
 
 class Report:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from faults.service import KV_TOKENS, MODELS, launch_of
 from faults.soak import SURFACES, Gateway, Piece, Reading, has_one_answer, requests
 from support.basics import eventually
 from support.grid import plain_of
+from support.observability import num_in_process
 from support.stack import until_quiet
 
 from bench.common import machine, markdown, revision
@@ -156,7 +156,7 @@ class Soak:
 
     def descriptors(self) -> dict[str, int]:
         """How many each gateway has open."""
-        return {name: len(list(Path(f"/proc/{self.supervisor.pid(name)}/fd").iterdir())) for name in GATEWAYS}
+        return {name: num_in_process(self.supervisor.pid(name), "fd") for name in GATEWAYS}
 
     async def quiet(self) -> None:
         """Waits until no service holds anything, and no gateway has a request."""

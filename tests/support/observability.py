@@ -1,5 +1,6 @@
-"""What an exposition of metrics must not contain, and a collector that keeps the traces which processes send."""
+"""What metrics must not contain, what a process holds, and a collector that keeps the traces which processes send."""
 
+import os
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -22,6 +23,11 @@ OTHER_UNITS = frozenset({"minutes", "hours", "days", "weeks", "bits", "percent"}
 NON_BASE_UNITS = OTHER_UNITS | {prefix + unit for prefix in PREFIXES for unit in BASE_UNITS}
 TYPES = frozenset({"gauge", "counter", "summary", "histogram"})
 RESERVED = {"_bucket": {"histogram"}, "_sum": {"histogram", "summary"}, "_count": {"histogram", "summary"}}
+
+
+def num_in_process(pid: int, kind: str) -> int:
+    """How many a running process has of a kind: `task` for its threads, `fd` for its descriptors."""
+    return len(os.listdir(f"/proc/{pid}/{kind}"))
 
 
 def families(text: str) -> dict[str, Metric]:

@@ -129,6 +129,16 @@ def is_whole(received: bytes) -> bool:
     return bool(found) and bool(lengths) and len(body) >= int(lengths[0])
 
 
+async def output_of(*command: str | Path, patience_s: float) -> str:
+    """What a program prints that ends well, errors and all; it is shown when it does not."""
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    output, _ = await asyncio.wait_for(process.communicate(), patience_s)
+    assert process.returncode == 0, output.decode()
+    return output.decode()
+
+
 async def run_client(python: Path, script: str, *arguments: str) -> dict[str, Any]:
     """What a script of tests/surface/clients prints last, in JSON; its notes are shown when it fails."""
     pipe = asyncio.subprocess.PIPE

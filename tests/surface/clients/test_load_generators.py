@@ -1,12 +1,11 @@
 """GuideLLM and AIPerf, unmodified, in environments of their own: benchmarks of chat end without an error."""
 
-import asyncio
 import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from support.rest.rest_stack import CHAT, RestStack
+from support.rest.rest_stack import CHAT, RestStack, output_of
 from support.stack import TARGET
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.harness]
@@ -19,13 +18,7 @@ PATIENCE_S = 400
 async def run(program: Path, command: str, options: Mapping[str, str], *switches: str) -> str:
     """What a program prints that ends well."""
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        program, command, *words, *switches, stdout=pipe, stderr=asyncio.subprocess.STDOUT
-    )
-    output, _ = await asyncio.wait_for(process.communicate(), PATIENCE_S)
-    assert process.returncode == 0, output.decode()
-    return output.decode()
+    return await output_of(program, command, *words, *switches, patience_s=PATIENCE_S)
 
 
 @pytest.mark.skipif(not GUIDELLM.exists(), reason="no environment here: make test-harness makes it")

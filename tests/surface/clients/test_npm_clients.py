@@ -1,6 +1,5 @@
 """Vercel's AI SDK, LibreChat's library and promptfoo, unmodified, as npm has them, with the Node that they ask for."""
 
-import asyncio
 import json
 import os
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
-from support.rest.rest_stack import CHAT, COMPLETIONS, RestStack, run_client, said
+from support.rest.rest_stack import CHAT, COMPLETIONS, RestStack, output_of, run_client, said
 from support.services.reciting import reciting_stack
 from surface.clients.pets import Pet
 
@@ -95,12 +94,7 @@ async def test_promptfoo_passes_what_it_is_given(
         monkeypatch.setenv(name, value)
     report = tmp_path / "report.json"
     words = ["eval", "--config", tmp_path / "config.json", "--output", report, "--no-cache", "--no-table"]
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        CLIENTS / ".bin" / "promptfoo", *words, stdout=pipe, stderr=asyncio.subprocess.STDOUT
-    )
-    output, _ = await asyncio.wait_for(process.communicate(), PATIENCE_S)
-    assert process.returncode == 0, output.decode()
+    await output_of(CLIENTS / ".bin" / "promptfoo", *words, patience_s=PATIENCE_S)
     results = json.loads(report.read_text())["results"]["results"]
     told = {each["provider"]["label"]: each["response"]["output"] for each in results}
     [chat] = (await rest.ask(CHAT, **said(QUESTION), **GREEDY))["choices"]
