@@ -55,7 +55,7 @@ run: $(SETUP) ## starts the stack with the assistant, answers with and without s
 test: $(SETUP) ## all tests but the slow ones, the full exactness grid, the browser's, and the full conformance tests
 	$(BIN)/python -m pytest -m "not grid and not surface and not page and not slow and not assistant and not agents and not docker and not harness" $(SIDE_BY_SIDE)
 
-test-slow: $(SETUP) ## training runs, benchmarks from end to end, distributions of real servers, a short soak
+test-slow: $(SETUP) ## training runs, benchmarks from end to end, distributions of real servers, a short soak and attack
 	$(BIN)/python -m pytest -m "slow and not grid" $(SIDE_BY_SIDE)
 
 test-assistant: $(SETUP) ## the assistant of `outrider up`, fetched if it is not there yet
