@@ -149,8 +149,8 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
             return DraftOutlook(FallbackReason.DRAFT_ABSENT)
         obstacle = None
         if self._candidate() is None:
-            late = isinstance(self._last.breaker.cause, TimeoutError)
-            obstacle = FallbackReason.DRAFT_LATE if late else FallbackReason.DRAFT_LOST
+            is_late = self._last.breaker.cause is TimeoutError
+            obstacle = FallbackReason.DRAFT_LATE if is_late else FallbackReason.DRAFT_LOST
         elif self._rollback is not None and not self._rollback.done():
             obstacle = FallbackReason.DRAFT_LATE
         elif len(self._log) < self._resume_len:

@@ -159,7 +159,8 @@ class ServiceLink:
     def present(self) -> ModelInfo:
         """As `info`; raises PeerLost while the service is away, or the reason why it does not fit."""
         if self.info is None:
-            raise self.mismatch or self.lost()
+            # Raised for many requests; with what it was raised through before it would keep what each of them held.
+            raise (self.mismatch or self.lost()).with_traceback(None)
         return self.info
 
     def lost(self) -> PeerLost:
@@ -378,7 +379,7 @@ class Replicas:
     def present(self) -> ModelInfo:
         """As `info`; raises PeerLost while all are away, or the reason why none fits."""
         if self.info is None:
-            raise self.mismatch or self.lost()
+            raise (self.mismatch or self.lost()).with_traceback(None)
         return self.info
 
     def lost(self) -> PeerLost:
@@ -466,7 +467,7 @@ class CircuitBreaker:
     def __init__(
         self, failures_to_open: int, pauses_s: tuple[float, float], clock_s: Callable[[], float] = time.monotonic
     ) -> None:
-        self.cause: Exception | None = None  # the last failure that counted
+        self.cause: type[Exception] | None = None  # what the last failure that counted was
         self._failures_to_open = failures_to_open
         self._clock_s = clock_s
         self._failures = 0
@@ -497,7 +498,7 @@ class CircuitBreaker:
             if session != self._on_trial:
                 return
             self._pause_s = min(2 * self._pause_s, max(self._longest_s, cost_s / TRIAL_COST))
-        self.cause = cause
+        self.cause = type(cause)
         self._failures += 1
         self._rest()
 

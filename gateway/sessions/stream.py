@@ -231,7 +231,8 @@ class Mailbox(Generic[Received]):
         if self._is_flooded:
             raise ProtocolViolation(f"{self._peer} sent {MAX_UNREAD} answers that nobody has asked for")
         if not self._unread:
-            raise self.stream.end or TimeoutError
+            # All sessions raise the same end; with what it was raised through before it would keep each of them.
+            raise self.stream.end.with_traceback(None) if self.stream.end else TimeoutError
         message = self._unread.popleft()
         self._num_bytes += message.ByteSize()
         return message

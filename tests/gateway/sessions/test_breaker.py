@@ -43,7 +43,7 @@ def test_failures_in_a_row_open_it() -> None:
     breaker, _ = opened()
     assert breaker.blocks("a")
     assert breaker.blocks("c")
-    assert breaker.cause is LATE
+    assert breaker.cause is TimeoutError
     calm = CircuitBreaker(2, (0.5, 10.0))
     for _ in range(5):
         calm.failed("a", LATE)

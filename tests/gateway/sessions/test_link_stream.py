@@ -1,6 +1,8 @@
 """The one call that carries all sessions: what shares a frame, what overtakes what, and whom a fault concerns."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from itertools import chain, pairwise
@@ -231,6 +233,24 @@ async def test_a_broken_link_is_opened_again_at_once(monkeypatch: pytest.MonkeyP
         # What a session says late about the first one is no news.
         link.report_lost(first)
         assert link.info is not None
+
+
+async def test_a_broken_link_keeps_nothing_of_its_sessions() -> None:
+    """All raise the same end of it, which is known as long as the service is away; at most the last one is in there."""
+    service = target(mischief={60: Mischief.BROKEN})
+    async with linked(service) as link:
+        first = link.stream()
+        async with AsyncExitStack() as life:
+            requests = [await life.enter_async_context(Request(link, seed)) for seed in range(16)]
+            await asyncio.gather(*(request.run() for request in requests))
+            assert [request.reopens for request in requests] == [1] * 16
+            sessions = [weakref.ref(request.session) for request in requests]
+        del requests
+        # What ended a moment ago leaves with the tasks that carried it.
+        await asyncio.sleep(0)
+        gc.collect()
+        assert first.end is not None
+        assert sum(session() is not None for session in sessions) <= 1
 
 
 class GivingUp(TargetServicer):
