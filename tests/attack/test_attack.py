@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
+from random import Random
 from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 
 import grpc
@@ -29,8 +30,10 @@ from support.stack import DRAFT, TARGET, until_quiet
 from bench.common import markdown
 from bench.load.summary import percentile
 from outrider.cli.local_stack import Addresses, Stack, start_stack
+from outrider.cli.output import model_facts
 from outrider.cli.running import note
 from outrider.cli.up import memory_bytes
+from outrider.client import AsyncClient, Speculation
 from outrider.process.children import Supervisor
 from outrider.process.metrics import scraped
 from outrider.rpc.channels import open_channel
@@ -46,6 +49,9 @@ ROLES = ("gateway", "target", "draft")
 REST, TASKS = "REST", "outrider_tasks"
 # What allocators keep and caches of fixed size hold; a hundred bytes a message would be more.
 MEMORY_MB = 64
+# Of a prompt that fills a part of a service's cache of keys and values.
+FILLING_TOKENS = 2_000
+MODEL = Speculation(draft_count=2, drafter="model")
 # Pools start a thread when they need one more, and keep it.
 POOLED_THREADS = 8
 # Of the gaps of all streams: times that alone, and how many have a percentile.
@@ -111,6 +117,18 @@ class Attacked:
         """Whether its processes have more descriptors than before, by a count."""
         now = await self.footprints()
         return sum(now[role].descriptors - before[role].descriptors for role in ROLES) > count
+
+    async def fill_caches(self) -> None:
+        """Has every block of both services used once: the system gives a process its memory only then."""
+        chance = Random(NUM_STREAMS)
+        services = filter(None, (self.addresses.target, self.addresses.draft))
+        facts = [await model_facts(address) for address in services]
+        num_prompts = max(fact.blocks * fact.block_size for fact in facts) // FILLING_TOKENS + 2
+        async with AsyncClient(self.addresses.gateway) as client:
+            for _ in range(num_prompts):
+                prompt = [chance.randrange(1, 4000) for _ in range(FILLING_TOKENS)]
+                async with client.generate(prompt, max_tokens=8, speculation=MODEL, ignore_eos=True) as said:
+                    assert [event async for event in said]
 
     def complaints(self) -> list[str]:
         """Lines of the log about faults of the processes' own."""
@@ -241,6 +259,7 @@ async def test_nothing_breaks_and_nobody_suffers(monkeypatch: pytest.MonkeyPatch
 
         async with streams.running(), held_connections(stack.ports, NUM_CONNECTIONS // 10):
             warm = [await attack(name, WARM_UP) for name in sendings]
+        await stack.fill_caches()
         before, after = await stack.quiet(), dict[str, Footprint]()
         streams.take_gaps()
         async with streams.running():
