@@ -5,6 +5,7 @@ import random
 from collections import Counter
 
 import grpc
+import pytest
 from support.basics import eventually
 from support.stack import RunningStack, request_of, running_stack
 
@@ -52,6 +53,7 @@ def kinds_of_task() -> Counter[str]:
     return Counter(getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks())
 
 
+@pytest.mark.slow
 async def test_a_thousand_requests_cancelled_at_random_moments() -> None:
     """Before their first token, in the middle of their output or behind it: no session, block or task is left."""
     async with running_stack() as stack:

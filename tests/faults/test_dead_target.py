@@ -15,7 +15,7 @@ from gateway.settings import GatewaySettings
 from outrider.errors import PeerLost
 from outrider.rpc.channels import open_channel
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 BUDGET_S = 1.5
 ENDS = (

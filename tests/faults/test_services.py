@@ -29,7 +29,7 @@ from outrider.rpc.channels import open_channel
 from target_service.server import TargetSettings
 from target_service.server import start as start_target
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 START = {"target": start_target, "draft": start_draft}
 SETTINGS = {"target": TargetSettings, "draft": DraftSettings}

@@ -168,6 +168,7 @@ def predictions(plain: Sequence[tuple[int, ...]], number: int) -> dict[str, type
 
 
 @pytest.mark.parametrize("fields", [{"drafter": "lookup", "draft_count": 6}, {}, DRAFTERS["lookup and model"]])
+@pytest.mark.slow
 async def test_no_prediction_changes_a_token(
     stack: RunningStack, plain: list[tuple[int, ...]], fields: dict[str, Any]
 ) -> None:
@@ -236,6 +237,7 @@ async def test_other_rules_end_and_keep_their_books(
                 assert answer.token_ids == plain[number]
 
 
+@pytest.mark.slow
 async def test_deaths_of_either_service_change_no_token(tmp_path: Path) -> None:
     """The first draft dies twice and the target once under sixteen requests of all kinds; nobody holds anything then.
 

@@ -94,6 +94,7 @@ async def test_tokens_are_those_of_plain_decoding(alone: Stack) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
+@pytest.mark.slow
 async def test_packed_weights_draft_for_packed_weights(tmp_path: Path, dtype: str) -> None:
     """A head and a draft, each in the target's process and in its type, give the tokens of plain decoding."""
     head = str(eagle1(tmp_path / "head", hidden=384, vocab=4096, scale=0.3))
@@ -107,6 +108,7 @@ async def test_packed_weights_draft_for_packed_weights(tmp_path: Path, dtype: st
 
 
 @pytest.mark.parametrize("drafter", ["hosted", pytest.param("eagle1", marks=pytest.mark.slow)])
+@pytest.mark.slow
 async def test_a_target_killed_within_an_unasked_stretch_costs_time_and_no_token(
     alone: Stack, tmp_path: Path, drafter: str
 ) -> None:
@@ -129,6 +131,7 @@ async def test_a_target_killed_within_an_unasked_stretch_costs_time_and_no_token
             assert drafted_after > 0
 
 
+@pytest.mark.slow
 async def test_both_drafts_can_serve_one_gateway() -> None:
     """By name, or as the gateway likes: the same tokens, and rounds with K of either are told apart by their way."""
     async with served(Stack(TARGET, DRAFT, hosted_draft=DRAFT)) as (stub, supervisor, _):
@@ -148,6 +151,7 @@ async def test_both_drafts_can_serve_one_gateway() -> None:
         assert any(each.facts.draft_count for each in rounds)
 
 
+@pytest.mark.slow
 async def test_drafters_that_need_no_model_of_their_own(tmp_path: Path) -> None:
     """Lookahead, and PaSS with embeddings that nobody trained: tokens of plain decoding, on a new target too."""
     rows = torch.randn(3, 384, generator=torch.Generator().manual_seed(4))

@@ -6,6 +6,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+import pytest
 from support.stack import request_of, until_quiet
 
 from outrider.cli.local_stack import Stack, start_stack
@@ -47,6 +48,7 @@ async def tokens(stub: GenerationServiceStub, **fields: object) -> tuple[list[in
     return said, message.completion.speculation
 
 
+@pytest.mark.slow
 async def test_a_draft_killed_in_the_middle_of_a_round_is_not_noticed() -> None:
     """The tokens are those of plain decoding, no error is seen, and the same request speculates again afterwards."""
     async with served() as (stub, supervisor):

@@ -118,6 +118,7 @@ def attacked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         runner.run(service.stop(0))
 
 
+@pytest.mark.slow
 @GARBAGE
 @given(chance=st.randoms())
 def test_garbage_harms_nobody(attacked: Attacked, chance: Random) -> None:

@@ -39,7 +39,9 @@ async def check_float32(
                 assert accepted == 0
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize(
+    "draft", [pytest.param(draft, marks=[pytest.mark.slow] * (draft == "trained")) for draft in DRAFTS]
+)
 async def test_a_few_stories_are_those_of_transformers(draft: str, drafts: dict[str, Path]) -> None:
     """In float32, sixteen prompts at a time, any draft gives transformers' first tokens with few and many guesses."""
     await check_float32(draft, drafts[draft], FEW, FEW_TOKENS, FEW_DRAFT_COUNTS)

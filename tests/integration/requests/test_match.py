@@ -109,7 +109,9 @@ async def check_restarts(stack: RunningStack, parameters: dict[str, Any], **fiel
     assert sum(each.completion.speculation.fallback_rounds for each in results) > 0
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "int4"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("float32", "int8", "int4"))]
+)
 async def test_restarts_of_the_draft_change_no_token(dtype: str) -> None:
     """Sixteen requests, during which the draft service is restarted twice, get the tokens of plain decoding."""
     async with running_stack(str(TARGET), str(TRAINED), dtype=dtype) as stack:

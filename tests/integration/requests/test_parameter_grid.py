@@ -96,7 +96,10 @@ async def check_rows(stack: RunningStack, some: Sequence[Row]) -> int:
     return sum(outcome for outcome in outcomes if isinstance(outcome, int))
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "rule",
+    ["match", "ratio", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("block", "lenient", "typical"))],
+)
 async def test_every_parameter_under_every_rule(rule: str) -> None:
     """Nothing crashes, counts and ends are right, nothing is left behind, and tokens are those of the rule."""
     wanted = rows(rule)

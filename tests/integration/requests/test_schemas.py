@@ -76,6 +76,7 @@ async def answered(numbers: range) -> list[bool]:
         return [each for found in await asyncio.gather(*map(one, numbers)) for each in found]
 
 
+@pytest.mark.slow
 async def test_answers_follow_their_schemas() -> None:
     """Two dozen of them, refused ones among them."""
     assert any(make(number).unenforced for number in range(USUAL))

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from support.heads.tiny_heads import eagle3, tiny_target
@@ -40,6 +41,7 @@ def test_a_head_is_converted(tmp_path: Path) -> None:
     assert "rope_theta: 500000" in read_head(tmp_path / "other", tiny_target()).notes
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_one_sentence(tmp_path: Path) -> None:
     """With the codes of wrong usage and of a wrong model."""
     folder, used = eagle3(tmp_path / "head"), tmp_path / "used"

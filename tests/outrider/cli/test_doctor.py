@@ -232,6 +232,7 @@ async def test_a_gateway_without_its_draft_passes_with_a_warning(stack: RunningS
     assert [each.status for each in found] == [Status.OK, Status.SKIPPED, Status.WARNING]
 
 
+@pytest.mark.slow
 def test_this_machine_passes_whole() -> None:
     """The real command: the probe compares rows of the embedded target, and a real stack answers twice alike."""
     line = [*COMMAND, "--json", *FREE_PORTS]

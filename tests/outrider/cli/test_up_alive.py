@@ -135,6 +135,7 @@ async def ended(pid: int) -> None:
         os.close(handle)
 
 
+@pytest.mark.slow
 async def test_generate_is_a_function_of_its_seed() -> None:
     """With a stack of its own: the same seed gives the same tokens, speculative or plain."""
     first = await generated("--draft-count", "4")
@@ -155,6 +156,7 @@ async def test_generate_under_another_rule_and_with_another_draft() -> None:
     assert [len(token["most_probable"]) for token in answer["tokens"]] == [2] * 16
 
 
+@pytest.mark.slow
 async def test_up_survives_its_draft_and_drains_on_sigint() -> None:
     """A killed draft costs no token, is started again, and speculation resumes; Ctrl-C then exits 0."""
     async with running_up() as up:
@@ -228,6 +230,7 @@ async def test_refused_model_ends_up_with_its_sentence(tmp_path: Path) -> None:
     assert "amba" in sentence
 
 
+@pytest.mark.slow
 async def test_a_restart_that_is_hopeless_ends_up(tmp_path: Path) -> None:
     """The model was replaced by one that cannot be served: `up` ends with that sentence and code, and tries no more."""
     async with running_up("--no-draft", "--target", linked_model(tmp_path)) as up:

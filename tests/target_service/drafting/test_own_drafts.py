@@ -202,6 +202,7 @@ class BrokenEarly(ToyDrafter):
         return BrokenDraft(self.guesses, spec, self.steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [Broken, BrokenEarly])
 def test_a_drafter_that_fails_costs_no_token(runner: ModelRunner, broken: type[ToyDrafter]) -> None:
     """Its sessions decode plainly."""
@@ -214,7 +215,7 @@ def test_a_drafter_that_fails_costs_no_token(runner: ModelRunner, broken: type[T
 
 
 @pytest.mark.parametrize("rule", [Rule.MATCH, Rule.RATIO, Rule.BLOCK])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 @pytest.mark.parametrize("drafter", ["hosted", *HEADS])
 def test_a_storm_changes_no_token_and_no_proposal(
     folder: Path, wide: Path, tmp_path: Path, small: ModelRunner, drafter: str, seed: int, rule: Rule
@@ -300,7 +301,10 @@ def test_guesses_of_the_target_itself_are_kept_by_a_tree(runner: ModelRunner) ->
 
 
 @EVERY_SHAPE
-@pytest.mark.parametrize("rule", [Rule.MATCH, Rule.TYPICAL, Rule.RATIO, Rule.BLOCK])
+@pytest.mark.parametrize(
+    "rule",
+    [Rule.MATCH, Rule.BLOCK, *(pytest.param(rule, marks=pytest.mark.slow) for rule in (Rule.TYPICAL, Rule.RATIO))],
+)
 def test_a_storm_leaves_trees_pure(
     runner: ModelRunner, small: ModelRunner, shape: TreeShape, rule: Rule, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,7 +93,14 @@ def test_right_guesses_of_probes_are_all_kept(
     own.table.clear()
 
 
-@pytest.mark.parametrize("rule", [Rule.MATCH, Rule.RATIO, Rule.BLOCK, Rule.LENIENT, Rule.TYPICAL])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Rule.MATCH,
+        Rule.RATIO,
+        *(pytest.param(rule, marks=pytest.mark.slow) for rule in (Rule.BLOCK, Rule.LENIENT, Rule.TYPICAL)),
+    ],
+)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_the_same_steps_make_the_same_proposals(runner: ModelRunner, rule: Rule, seed: int) -> None:
     """A storm and its repetition: every proposal is a function of what each step has committed before it.
