@@ -114,7 +114,13 @@ UNREAD_OPTIONS: Options = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_b
 
 def channel_options() -> Options:
     """Options of every channel."""
-    return (*OPTIONS, ("grpc.max_reconnect_backoff_ms", 2_000), ("grpc.initial_reconnect_backoff_ms", 100))
+    return (
+        *OPTIONS,
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        # Channels to one address share their connections, and a new one its elders' failure: it would not even try.
+        ("grpc.use_local_subchannel_pool", 1),
+    )
 
 
 def server_options(*, shares_port: bool = False) -> Options:

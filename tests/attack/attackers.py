@@ -195,8 +195,10 @@ async def _hold(address: str, begun: bytes, *, trickles: bool) -> None:
             try:
                 writer.write(begun)
                 while not reader.at_eof():
+                    # `wait_for` would swallow a cancellation that comes with a byte, and this would never end.
                     with suppress(TimeoutError):
-                        await asyncio.wait_for(reader.read(1024), TRICKLE_S)
+                        async with asyncio.timeout(TRICKLE_S):
+                            await reader.read(1024)
                     if trickles:
                         writer.write(b"x")
             finally:

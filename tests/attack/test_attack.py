@@ -258,7 +258,7 @@ async def test_nothing_breaks_and_nobody_suffers(monkeypatch: pytest.MonkeyPatch
             return await loop.run_in_executor(pool, sendings[name](count))
 
         async with streams.running(), held_connections(stack.ports, NUM_CONNECTIONS // 10):
-            warm = [await attack(name, WARM_UP) for name in sendings]
+            warm = [await attack(name, NUM_BODIES // 10 if name == REST else WARM_UP) for name in sendings]
         await stack.fill_caches()
         before, after = await stack.quiet(), dict[str, Footprint]()
         streams.take_gaps()

@@ -23,7 +23,7 @@ from support.stack import TARGET, RunningStack, request_of, running_stack
 from outrider.errors import PeerLost
 from outrider.process.children import Launch, ServiceProcess
 from outrider.process.metrics import scraped
-from outrider.rpc.channels import AddressTaken, channel_options, hold
+from outrider.rpc.channels import AddressTaken, hold, open_channel
 from outrider.rpc.errors import error_from
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
@@ -50,9 +50,7 @@ class Stream:
 
     @classmethod
     def begin(cls, address: str, max_tokens: int) -> Self:
-        # Channels to one address would share a connection otherwise.
-        options = (*channel_options(), ("grpc.use_local_subchannel_pool", 1))
-        stream = cls(grpc.aio.insecure_channel(address, options=options), max_tokens)
+        stream = cls(open_channel(address), max_tokens)
         stream.ending = asyncio.create_task(stream._read())
         return stream
 
@@ -213,6 +211,7 @@ async def test_a_killed_worker_takes_only_its_own_streams_along(stack: RunningSt
         assert await gateway.begin(SHORT).said() == expected[:SHORT]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_the_first_signal_drains_all_workers(
     stack: RunningStack, gateway: Gateway, number: signal.Signals
@@ -232,6 +231,7 @@ async def test_the_first_signal_drains_all_workers(
             socket.create_connection((host, int(port)))
 
 
+@pytest.mark.slow
 async def test_a_second_signal_ends_all_at_once(gateway: Gateway) -> None:
     """Whatever runs: its clients learn that it is lost."""
     await gateway.both_run()
@@ -246,6 +246,7 @@ async def test_a_second_signal_ends_all_at_once(gateway: Gateway) -> None:
     assert any(isinstance(end, PeerLost) for end in ends)
 
 
+@pytest.mark.slow
 async def test_no_worker_outlives_a_killed_parent(stack: RunningStack, gateway: Gateway) -> None:
     """They drain, although nobody reads their log any more: what runs says the same as ever, and the ports are free."""
     expected = await right(stack)
@@ -302,6 +303,7 @@ async def test_a_port_has_one_owner(stack: RunningStack, shared: bool) -> None:
             )
 
 
+@pytest.mark.slow
 async def test_a_port_of_workers_is_taken(stack: RunningStack, gateway: Gateway) -> None:
     """For other workers, for a gateway of one process, and for anything else that does not share."""
     for flag, address in (("--listen", gateway.address), ("--rest-listen", gateway.rest)):
@@ -313,6 +315,7 @@ async def test_a_port_of_workers_is_taken(stack: RunningStack, gateway: Gateway)
                 pass
 
 
+@pytest.mark.slow
 async def test_what_keeps_workers_from_starting_is_said_once(stack: RunningStack, tokenizer: str) -> None:
     """With sentence and exit code of a gateway of one process: a wrong option, and a target that does not fit."""
     code, lines = await refusal(stack, "--max-requests", "0")

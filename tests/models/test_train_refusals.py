@@ -59,6 +59,7 @@ def test_a_folder_of_others_is_left_alone(corpus: Path, tmp_path: Path) -> None:
     assert files == ["notes", "other", "other/training.json"]
 
 
+@pytest.mark.slow
 def test_another_run_needs_another_folder(corpus: Path, trained: tuple[Path, str], tmp_path: Path) -> None:
     """The first setting that differs is named, with what it was."""
     message = refusal("--corpus", corpus, "--out", trained[0], *OPTIONS, "--draft-steps", "8")

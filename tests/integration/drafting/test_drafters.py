@@ -214,14 +214,11 @@ async def test_a_datastore_proposes(stack: RunningStack) -> None:
         *(
             pytest.param(rule, name, marks=pytest.mark.slow)
             for rule in (RATIO, BLOCK)
-            for name in ("lookup of eight", "model", "wide trees")
+            for name in ("lookup of eight", "model", "wide trees", "fixed trees", "whoever the gateway likes")
         ),
-        *((rule, "all") for rule in (RATIO, BLOCK)),
-        (RATIO, "fixed trees"),
+        *(pytest.param(rule, "all", marks=pytest.mark.slow) for rule in (BLOCK, LENIENT, TYPICAL)),
+        (RATIO, "all"),
         (BLOCK, "model and lookup, trees"),
-        (BLOCK, "whoever the gateway likes"),
-        (LENIENT, "all"),
-        (TYPICAL, "all"),
     ],
 )
 async def test_other_rules_end_and_keep_their_books(

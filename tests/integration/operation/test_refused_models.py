@@ -55,9 +55,11 @@ def without_a_shard(folder: Path) -> None:
     ("spoil", "words"),
     [
         (pickled, "pickled weights are not loaded because they can run code"),
-        (with_code, "asks for code from the model's repository, which is never run"),
-        (truncated, "is not a sound safetensors file"),
-        (without_a_shard, "has no model-00002-of-00002.safetensors"),
+        pytest.param(
+            with_code, "asks for code from the model's repository, which is never run", marks=pytest.mark.slow
+        ),
+        pytest.param(truncated, "is not a sound safetensors file", marks=pytest.mark.slow),
+        pytest.param(without_a_shard, "has no model-00002-of-00002.safetensors", marks=pytest.mark.slow),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -6,7 +6,7 @@ import pkgutil
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,9 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
 
 
+Told = Callable[[str], tuple[int, str, str]]
+
+
 def outcome(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     """The exit code of a command line, run in this process."""
     monkeypatch.setattr(sys, "argv", ["outrider", *words])
@@ -70,6 +73,12 @@ def outcome(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
         main()
     assert isinstance(ending.value.code, int)
     return ending.value.code
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Told:
+    """Runs a command line in this process; tells its exit code, stdout and stderr."""
+    return lambda line: (outcome(monkeypatch, *line.split()), *capfd.readouterr())
 
 
 def test_the_commands_are_these() -> None:
@@ -260,9 +269,9 @@ def run_outrider(*arguments: str | bytes, stdin: bytes = b"") -> tuple[int, str,
         ("up --draft-threads 0", "--draft-threads is 0, but must be in [1, 256]"),
     ],
 )
-def test_values_out_of_range(line: str, sentence: str) -> None:
+def test_values_out_of_range(told: Told, line: str, sentence: str) -> None:
     """The option, its value and its limit, and no line besides."""
-    assert run_outrider(*line.split()) == (64, "", f"outrider: {sentence}\n")
+    assert told(line) == (64, "", f"outrider: {sentence}\n")
 
 
 @pytest.mark.parametrize(
@@ -287,10 +296,10 @@ def test_values_out_of_range(line: str, sentence: str) -> None:
         ("generate Hi --address a:1 --dtype float32", "--dtype is 'float32'", "--address"),
     ],
 )
-def test_an_option_without_an_effect_is_refused(line: str, idle: str, other: str) -> None:
+def test_an_option_without_an_effect_is_refused(told: Told, line: str, idle: str, other: str) -> None:
     """Rather than ignored in silence."""
     sentence = f"outrider: {idle}, but must be left out with {other}, where it has no effect\n"
-    assert run_outrider(*line.split()) == (64, "", sentence)
+    assert told(line) == (64, "", sentence)
 
 
 @pytest.mark.parametrize(
@@ -308,9 +317,9 @@ def test_an_option_without_an_effect_is_refused(line: str, idle: str, other: str
         ("version --json=3", "Option '--json' does not take a value."),
     ],
 )
-def test_what_the_parser_refuses_is_one_sentence(line: str, words: str) -> None:
+def test_what_the_parser_refuses_is_one_sentence(told: Told, line: str, words: str) -> None:
     """No box, no usage block: the only line on stderr says what is wrong, and ends with the fix."""
-    code, output, notes = run_outrider(*line.split())
+    code, output, notes = told(line)
     assert (code, output) == (64, "")
     [sentence] = notes.splitlines()
     assert sentence.startswith("outrider: ")
@@ -319,10 +328,10 @@ def test_what_the_parser_refuses_is_one_sentence(line: str, words: str) -> None:
     assert "--help" in sentence
 
 
-@pytest.mark.parametrize("words", [[], ["bench"]])
-def test_a_missing_command_is_answered_with_help(words: list[str]) -> None:
+@pytest.mark.parametrize("line", ["", "bench"])
+def test_a_missing_command_is_answered_with_help(told: Told, line: str) -> None:
     """And with one sentence on stderr, because nothing was done."""
-    code, output, notes = run_outrider(*words)
+    code, output, notes = told(line)
     assert (code, "Commands" in output, notes.count("\n")) == (64, True, 1)
     assert notes.startswith("outrider: No command is given. See `")
 

@@ -329,6 +329,22 @@ async def test_health_lists_all_services(server: channels.RunningServer, channel
         await server.say_not_serving()
 
 
+async def test_a_new_channel_does_not_share_the_failure_of_another() -> None:
+    """It reaches a service that has just come, while one that has tried in vain before waits for its next attempt."""
+    first = await channels.serve("127.0.0.1:0", {})
+    await first.stop(0)
+    asked = health_pb2.HealthCheckRequest()
+    async with channels.open_channel(first.address) as early:
+        for _ in range(3):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await health_pb2_grpc.HealthStub(early).Check(asked)
+        second = await channels.serve(first.address, {})
+        async with channels.open_channel(second.address) as late:
+            answer = await health_pb2_grpc.HealthStub(late).Check(asked)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    await second.stop(0)
+
+
 async def test_health_tells_when_a_server_serves(harness: Harness) -> None:
     """SERVING from the start on, NOT_SERVING first of all when it stops, while calls under way still end."""
     entered, go_on = asyncio.Event(), asyncio.Event()
