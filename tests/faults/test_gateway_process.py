@@ -67,6 +67,7 @@ async def test_killed_under_load(world: World) -> None:
     await world.quiet()
 
 
+@pytest.mark.slow
 async def test_drained_under_load(world: World) -> None:
     """Requests that run say the same as ever, those that come are turned away UNAVAILABLE, and the exit code is 0."""
     reference = await said(world.channel)

@@ -45,6 +45,7 @@ def tensors_of(out: Path) -> dict[str, torch.Tensor]:
     return {f"{name} {key}": tensor for name, each in files.items() for key, tensor in each.items()}
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_does_and_what_came_of_it(made: tuple[Path, str]) -> None:
     """Texts, every stage with its losses, and the report, which is a file too."""
     out, output = made
@@ -85,6 +86,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(
     assert (tmp_path / "drafts" / "report.md").read_text() == (made[0] / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_engine_loads_both_drafts(made: tuple[Path, str], trained: tuple[Path, str]) -> None:
     """The head fits its target, and the draft says whose vocabulary it has without a tokenizer of its own."""
     out, _ = made

@@ -42,6 +42,7 @@ def test_a_bad_text_is_refused(tmp_path: Path, name: str) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_sentence_is_all_that_is_said(tmp_path: Path) -> None:
     """One line, and the exit code of wrong usage."""
     code, output = train("--corpus", tmp_path / "missing.txt")

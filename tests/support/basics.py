@@ -7,12 +7,19 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
+import pytest
+
 from outrider.engine.cache import BlockPool
 from outrider.errors import OutriderError
 from outrider.model_service.server import RunningModelService
 from outrider.parameters import SamplingParameters, SessionSpec
 
 PATIENCE_S = 120.0
+
+
+def slow(*values: object) -> list[Any]:
+    """Values of a parameter that are left to `make test-slow`, where `make test` has others of their kind."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 async def eventually(condition: Callable[[], bool | Awaitable[bool]], patience_s: float = PATIENCE_S) -> None:

@@ -104,6 +104,7 @@ def check_speed(figures: dict[str, Any], blocks: list[dict[str, Any]]) -> None:
     assert figures["tokens_per_s"]["median"] == pytest.approx(sum(speeds) / 2)
 
 
+@pytest.mark.slow
 async def test_all_settings_are_asked_the_same_in_another_order_each_turn() -> None:
     """First requests are of rising length, further ones whole; no turn repeats a request of the one before."""
     async with running_stack() as stack:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.basics import check_empty, eventually
+from support.basics import check_empty, eventually, slow
 from support.models.tiny_models import write_tiny_model
 from support.stack import DRAFT, PATIENT, RunningStack, answers, request_of, running_stack, token_ids
 
@@ -54,7 +54,7 @@ async def test_tokens_are_those_of_plain_decoding(cascade: Mapping[str, object])
         await check_both_pools(stack)
 
 
-@pytest.mark.parametrize("rule", [types_pb2.ACCEPTANCE_RULE_RATIO, types_pb2.ACCEPTANCE_RULE_BLOCK])
+@pytest.mark.parametrize("rule", [types_pb2.ACCEPTANCE_RULE_RATIO, *slow(types_pb2.ACCEPTANCE_RULE_BLOCK)])
 async def test_rules_with_laws_say_the_same_with_a_cascade(rule: int) -> None:
     """The same proposals with the same laws meet the same uniforms, so that not one token differs."""
     said = []

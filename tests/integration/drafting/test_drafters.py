@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import tokenizers
-from support.basics import eventually
+from support.basics import eventually, slow
 from support.models.tiny_models import write_tiny_model
 from support.stack import DRAFT, PATIENT, TARGET, Answer, RunningStack, greedy_reference, running_stack, token_ids
 
@@ -56,6 +56,18 @@ DRAFTERS: Mapping[str, dict[str, Any]] = {
     "all": {"drafters": ["model", "random", "oracle", "lookup"], "draft_count": 4},
     "three drafts": {"drafters": ["random", "model", "oracle"], "draft_count": 6, "shape": FIXED},
 }
+# Each much like another one that `make test` has.
+FURTHER = (
+    *(
+        "whoever, with four guesses",
+        "lookup of eight",
+        "sampled",
+        "fixed trees",
+        "shallow trees",
+        "the target's weights",
+    ),
+    *("two of one service", "three drafts"),
+)
 RATIO, BLOCK = types_pb2.ACCEPTANCE_RULE_RATIO, types_pb2.ACCEPTANCE_RULE_BLOCK
 LENIENT, TYPICAL = types_pb2.ACCEPTANCE_RULE_LENIENT, types_pb2.ACCEPTANCE_RULE_TYPICAL
 
@@ -138,7 +150,7 @@ def check_books(answer: Answer) -> None:
     assert usage.rejected_prediction_tokens == counted["prediction"] - accepted["prediction"]
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", [*(name for name in DRAFTERS if name not in FURTHER), *slow(*FURTHER)])
 async def test_no_drafter_changes_a_token(stack: RunningStack, plain: list[tuple[int, ...]], name: str) -> None:
     """Sixteen at once, then again with what is remembered of them, then alone."""
     drafters = DRAFTERS[name]

@@ -61,6 +61,7 @@ def alone() -> Stack:
     return Stack(TARGET, None, hosted_draft=DRAFT)
 
 
+@pytest.mark.slow
 async def test_tokens_are_those_of_plain_decoding(alone: Stack) -> None:
     """At temperature 0 and 0.8, for fixed K and the gateway's choice, named or not."""
     async with served(alone) as (stub, _, addresses):
@@ -93,7 +94,7 @@ async def test_tokens_are_those_of_plain_decoding(alone: Stack) -> None:
         assert refused.message.startswith("speculation.drafter is 'model', but must be one of lookup, hosted")
 
 
-@pytest.mark.parametrize("dtype", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.slow
 async def test_packed_weights_draft_for_packed_weights(tmp_path: Path, dtype: str) -> None:
     """A head and a draft, each in the target's process and in its type, give the tokens of plain decoding."""
@@ -107,7 +108,7 @@ async def test_packed_weights_draft_for_packed_weights(tmp_path: Path, dtype: st
             assert completion.speculation.drafts > 0.8 * completion.speculation.rounds
 
 
-@pytest.mark.parametrize("drafter", ["hosted", pytest.param("eagle1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("drafter", ["hosted", "eagle1"])
 @pytest.mark.slow
 async def test_a_target_killed_within_an_unasked_stretch_costs_time_and_no_token(
     alone: Stack, tmp_path: Path, drafter: str

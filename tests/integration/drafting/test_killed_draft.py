@@ -78,6 +78,7 @@ async def eventually_speculates(stub: GenerationServiceStub) -> tuple[list[int],
                 return said, figures
 
 
+@pytest.mark.slow
 async def test_a_frozen_draft_costs_one_deadline() -> None:
     """A draft that is stopped, not dead, misses its deadline; the request ends with the tokens of plain decoding."""
     async with served() as (stub, supervisor):

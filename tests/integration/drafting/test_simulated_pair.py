@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
+from support.basics import slow
 from support.stack import PATIENT, Answer, answers, running_stack, token_ids
 
 from bench.common import OPENINGS
@@ -20,7 +21,7 @@ def judged(results: Sequence[Answer]) -> tuple[int, int]:
     return kept, kept + sum(each.accepted_count < each.evaluated_count for each in facts)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [0.8, *slow(0.0)])
 async def test_speculation_changes_no_token(temperature: float) -> None:
     """Sixteen streams at a time say the same with no draft token, few, many, and as many as the gateway likes."""
     async with running_stack(*PAIR, gateway=PATIENT) as stack:
@@ -46,7 +47,7 @@ async def test_the_draft_is_accepted_as_often_as_its_name_says(rule: str, accept
     assert abs(kept - acceptance * looked_at) <= 5 * (looked_at * acceptance * (1 - acceptance)) ** 0.5
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [0.8, *slow(0.0)])
 async def test_a_tree_keeps_more_than_a_chain_as_deep(temperature: float) -> None:
     """And both, like whatever the gateway chooses, say what plain decoding says."""
     async with running_stack(*PAIR, gateway=PATIENT) as stack:

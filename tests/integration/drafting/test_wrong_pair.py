@@ -9,6 +9,7 @@ from outrider.cli.local_stack import Stack, start_stack
 from outrider.process.children import ServiceFailed, Supervisor
 
 
+@pytest.mark.slow
 async def test_a_draft_of_another_vocabulary_is_refused_in_one_sentence(tmp_path: Path) -> None:
     """The gateway exits with 78 and says which model does not fit, and in what it differs."""
     draft = write_tiny_model(tmp_path / "stranger", "llama", vocab_size=257)

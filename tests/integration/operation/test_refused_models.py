@@ -80,6 +80,7 @@ async def test_a_state_space_model_is_refused_by_name(tmp_path: Path) -> None:
     assert "MambaForCausalLM, whose running state cannot be rolled back" in await refused(str(tmp_path))
 
 
+@pytest.mark.slow
 async def test_a_model_that_transformers_computes_is_refused_in_one_sentence_too(tmp_path: Path) -> None:
     """Nothing of what the library says about it reaches stderr."""
     folder = write_tiny_model(tmp_path / "tiny", "gpt2")

@@ -10,6 +10,7 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
+from support.basics import slow
 from support.models.tiny_models import write_tiny_model
 from support.stack import DRAFT, PATIENT, RunningStack, running_stack
 
@@ -73,7 +74,7 @@ def check_shape(name: str, answer: Answer) -> None:
         assert sample.text in given["choices"]
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
+@pytest.mark.parametrize("temperature", [1.0, *slow(0.0)])
 async def test_guesses_change_no_token(temperature: float) -> None:
     """Six grammars, greedily and drawn, with chains of every length and trees, several at once."""
     async with running_stack() as stack:
@@ -97,7 +98,7 @@ async def test_sixteen_at_once_say_what_each_says_alone() -> None:
         assert len(set(alone[-1][0])) == 3
 
 
-@pytest.mark.parametrize("rule", [*Rule])
+@pytest.mark.parametrize("rule", [Rule.MATCH, Rule.RATIO, *slow(Rule.BLOCK, Rule.LENIENT, Rule.TYPICAL)])
 async def test_every_rule_keeps_to_the_grammar(rule: Rule) -> None:
     """Also those that are not exact, and with guesses of a draft that has not heard of it."""
     async with running_stack() as stack:

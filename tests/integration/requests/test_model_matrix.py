@@ -37,6 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 async def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, case: str) -> None:
     """In float32, four requests at once, with 0, 3 and 8 guesses of a bfloat16 draft."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from support.basics import slow
 from support.grid import (
     BANNED_WORDS,
     BLOCK,
@@ -96,10 +97,7 @@ async def check_rows(stack: RunningStack, some: Sequence[Row]) -> int:
     return sum(outcome for outcome in outcomes if isinstance(outcome, int))
 
 
-@pytest.mark.parametrize(
-    "rule",
-    ["match", "ratio", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("block", "lenient", "typical"))],
-)
+@pytest.mark.parametrize("rule", ["match", *slow("ratio", "block", "lenient", "typical")])
 async def test_every_parameter_under_every_rule(rule: str) -> None:
     """Nothing crashes, counts and ends are right, nothing is left behind, and tokens are those of the rule."""
     wanted = rows(rule)

@@ -120,6 +120,7 @@ async def test_a_shape_is_a_file_or_a_text(gateway: ScriptedGateway, tmp_path: P
     assert [each.constraint.regex for each in gateway.requests] == ["", "[a-z]+ü"]
 
 
+@pytest.mark.slow
 async def test_a_shape_that_is_none_is_refused_by_its_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a stack is started: a file that is not there, one that is no JSON, and two shapes of one answer."""
     # A long path would be cut in the sentence.

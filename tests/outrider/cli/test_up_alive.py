@@ -147,6 +147,7 @@ async def test_generate_is_a_function_of_its_seed() -> None:
     assert plain["speculation"]["draft_tokens"] == 0
 
 
+@pytest.mark.slow
 async def test_generate_under_another_rule_and_with_another_draft() -> None:
     """The rule, what the draft is told and log-probabilities come through a stack of its own."""
     options = ("--rule", "ratio", "--draft-dtype", "float32", "--top-n", "8", "--draft-count", "4")
@@ -190,6 +191,7 @@ async def test_a_race_is_the_proof_of_life() -> None:
         assert await asyncio.wait_for(up.process.wait(), END_S) == 0
 
 
+@pytest.mark.slow
 async def test_no_service_outlives_a_killed_parent() -> None:
     """SIGKILL leaves no time to clean up: the services end by themselves."""
     async with running_up("--no-draft") as up:

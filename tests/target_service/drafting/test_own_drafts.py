@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.basics import Answers, check_empty, spec_of
+from support.basics import Answers, check_empty, slow, spec_of
 from support.drafting.own_drafters import Guesses, ToyDraft, ToyDrafter, adversary, dice, oracle
 from support.drafting.rules import ruled
 from support.heads.heads import random_head
@@ -215,7 +215,7 @@ def test_a_drafter_that_fails_costs_no_token(runner: ModelRunner, broken: type[T
 
 
 @pytest.mark.parametrize("rule", [Rule.MATCH, Rule.RATIO, Rule.BLOCK])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
+@pytest.mark.parametrize("seed", [0, *slow(1, 2, 3)])
 @pytest.mark.parametrize("drafter", ["hosted", *HEADS])
 def test_a_storm_changes_no_token_and_no_proposal(
     folder: Path, wide: Path, tmp_path: Path, small: ModelRunner, drafter: str, seed: int, rule: Rule
@@ -301,10 +301,7 @@ def test_guesses_of_the_target_itself_are_kept_by_a_tree(runner: ModelRunner) ->
 
 
 @EVERY_SHAPE
-@pytest.mark.parametrize(
-    "rule",
-    [Rule.MATCH, Rule.BLOCK, *(pytest.param(rule, marks=pytest.mark.slow) for rule in (Rule.TYPICAL, Rule.RATIO))],
-)
+@pytest.mark.parametrize("rule", [Rule.MATCH, Rule.BLOCK, *slow(Rule.TYPICAL, Rule.RATIO)])
 def test_a_storm_leaves_trees_pure(
     runner: ModelRunner, small: ModelRunner, shape: TreeShape, rule: Rule, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.basics import check_empty, spec_of
+from support.basics import check_empty, slow, spec_of
 from support.drafting.own_drafters import oracle
 from support.drafting.rules import ruled
 from support.models.tiny_models import write_tiny_model
@@ -93,15 +93,8 @@ def test_right_guesses_of_probes_are_all_kept(
     own.table.clear()
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        Rule.MATCH,
-        Rule.RATIO,
-        *(pytest.param(rule, marks=pytest.mark.slow) for rule in (Rule.BLOCK, Rule.LENIENT, Rule.TYPICAL)),
-    ],
-)
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize("rule", [Rule.MATCH, Rule.RATIO, *slow(Rule.BLOCK, Rule.LENIENT, Rule.TYPICAL)])
+@pytest.mark.parametrize("seed", [0, *slow(1, 2)])
 def test_the_same_steps_make_the_same_proposals(runner: ModelRunner, rule: Rule, seed: int) -> None:
     """A storm and its repetition: every proposal is a function of what each step has committed before it.
 
