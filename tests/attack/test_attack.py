@@ -101,9 +101,14 @@ class Attacked:
         few = {(place, "http") for place in addresses.metrics.values()} - {*many}
         return [*many * SHARE, *sorted(few)]
 
+    @property
+    def services(self) -> list[str]:
+        """The addresses of those that have a model."""
+        return [*filter(None, (self.addresses.target, self.addresses.draft))]
+
     async def quiet(self) -> dict[str, Footprint]:
         """What each process holds when none has anything to do."""
-        for address in filter(None, (self.addresses.target, self.addresses.draft)):
+        for address in self.services:
             async with open_channel(address) as channel:
                 await until_quiet(channel)
         return await self.footprints()
@@ -121,8 +126,7 @@ class Attacked:
     async def fill_caches(self) -> None:
         """Has every block of both services used once: the system gives a process its memory only then."""
         chance = Random(NUM_STREAMS)
-        services = filter(None, (self.addresses.target, self.addresses.draft))
-        facts = [await model_facts(address) for address in services]
+        facts = [await model_facts(address) for address in self.services]
         num_prompts = max(fact.blocks * fact.block_size for fact in facts) // FILLING_TOKENS + 2
         async with AsyncClient(self.addresses.gateway) as client:
             for _ in range(num_prompts):

@@ -25,6 +25,8 @@ from outrider.v1 import types_pb2
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub
 
+pytestmark = pytest.mark.slow
+
 REQUEST = {"text": "Once upon a time there was a miller who had", "seed": 3, "max_tokens": 200, "ignore_eos": True}
 QUICK = RestartPolicy(first_s=0.05, longest_s=0.2)
 TARGET, DRAFT = embedded_model("target"), embedded_model("draft")
@@ -61,7 +63,6 @@ def alone() -> Stack:
     return Stack(TARGET, None, hosted_draft=DRAFT)
 
 
-@pytest.mark.slow
 async def test_tokens_are_those_of_plain_decoding(alone: Stack) -> None:
     """At temperature 0 and 0.8, for fixed K and the gateway's choice, named or not."""
     async with served(alone) as (stub, _, addresses):
@@ -95,7 +96,6 @@ async def test_tokens_are_those_of_plain_decoding(alone: Stack) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
-@pytest.mark.slow
 async def test_packed_weights_draft_for_packed_weights(tmp_path: Path, dtype: str) -> None:
     """A head and a draft, each in the target's process and in its type, give the tokens of plain decoding."""
     head = str(eagle1(tmp_path / "head", hidden=384, vocab=4096, scale=0.3))
@@ -109,7 +109,6 @@ async def test_packed_weights_draft_for_packed_weights(tmp_path: Path, dtype: st
 
 
 @pytest.mark.parametrize("drafter", ["hosted", "eagle1"])
-@pytest.mark.slow
 async def test_a_target_killed_within_an_unasked_stretch_costs_time_and_no_token(
     alone: Stack, tmp_path: Path, drafter: str
 ) -> None:
@@ -132,7 +131,6 @@ async def test_a_target_killed_within_an_unasked_stretch_costs_time_and_no_token
             assert drafted_after > 0
 
 
-@pytest.mark.slow
 async def test_both_drafts_can_serve_one_gateway() -> None:
     """By name, or as the gateway likes: the same tokens, and rounds with K of either are told apart by their way."""
     async with served(Stack(TARGET, DRAFT, hosted_draft=DRAFT)) as (stub, supervisor, _):
@@ -152,7 +150,6 @@ async def test_both_drafts_can_serve_one_gateway() -> None:
         assert any(each.facts.draft_count for each in rounds)
 
 
-@pytest.mark.slow
 async def test_drafters_that_need_no_model_of_their_own(tmp_path: Path) -> None:
     """Lookahead, and PaSS with embeddings that nobody trained: tokens of plain decoding, on a new target too."""
     rows = torch.randn(3, 384, generator=torch.Generator().manual_seed(4))

@@ -16,6 +16,8 @@ from outrider.rpc.channels import open_channel
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 
+pytestmark = pytest.mark.slow
+
 REQUEST = {"text": "Once upon a time there was a miller who had", "seed": 3, "max_tokens": 600, "ignore_eos": True}
 QUICK = RestartPolicy(first_s=0.05, longest_s=0.2)
 
@@ -48,7 +50,6 @@ async def tokens(stub: GenerationServiceStub, **fields: object) -> tuple[list[in
     return said, message.completion.speculation
 
 
-@pytest.mark.slow
 async def test_a_draft_killed_in_the_middle_of_a_round_is_not_noticed() -> None:
     """The tokens are those of plain decoding, no error is seen, and the same request speculates again afterwards."""
     async with served() as (stub, supervisor):
@@ -78,7 +79,6 @@ async def eventually_speculates(stub: GenerationServiceStub) -> tuple[list[int],
                 return said, figures
 
 
-@pytest.mark.slow
 async def test_a_frozen_draft_costs_one_deadline() -> None:
     """A draft that is stopped, not dead, misses its deadline; the request ends with the tokens of plain decoding."""
     async with served() as (stub, supervisor):

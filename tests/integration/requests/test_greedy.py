@@ -4,6 +4,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from support.basics import slow
 from support.models.tiny_models import TARGET, write_drafts
 from support.stack import PATIENT, answers, first_difference_is_near_tie, greedy_reference, running_stack, token_ids
 
@@ -39,9 +40,7 @@ async def check_float32(
                 assert accepted == 0
 
 
-@pytest.mark.parametrize(
-    "draft", [pytest.param(draft, marks=[pytest.mark.slow] * (draft == "trained")) for draft in DRAFTS]
-)
+@pytest.mark.parametrize("draft", [*slow(DRAFTS[0]), *DRAFTS[1:]])
 async def test_a_few_stories_are_those_of_transformers(draft: str, drafts: dict[str, Path]) -> None:
     """In float32, sixteen prompts at a time, any draft gives transformers' first tokens with few and many guesses."""
     await check_float32(draft, drafts[draft], FEW, FEW_TOKENS, FEW_DRAFT_COUNTS)
