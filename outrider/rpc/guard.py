@@ -1,9 +1,12 @@
-"""The wall around every handler: no Python text leaves a process.
+"""The wall around every handler: no Python text leaves a process, and nobody keeps it busy with nothing.
 
 An OutriderError ends a call with its own status. Any other exception is logged once, with its traceback, and ends the
 call with INTERNAL "internal error". A message that cannot be parsed is the caller's fault, and not a Python exception.
+Refusals and questions about health are answered at a pace: a client that asks again at once takes no more time of the
+process, which the streams of others need.
 """
 
+import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
@@ -20,6 +23,13 @@ from outrider.rpc.tls import check_client
 
 log = structlog.get_logger()
 
+# A tenth of a processor. Whoever asks for health asks once a second, and nobody means to be refused.
+PACED_PER_S = 200.0
+# Of these at once; a process that has just started is asked by many.
+PACED_BURST = 200
+# Whoever waits keeps a request's memory, of up to 4 MB.
+MAX_PACED_WAIT_S = 0.1
+
 # Handlers and contexts of grpc are generic in messages that the wall never looks at.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -33,14 +43,42 @@ class Unparsed:
     size: int
 
 
+class Pace:
+    """Answers that cost little and are worth nothing to the caller, so many a second.
+
+    The generic cell rate algorithm (ITU-T I.371). Where too many wait already an answer is due at once, because what
+    waits takes memory: this is for clients that ask again when they are answered, and no wall against a flood.
+    """
+
+    def __init__(self) -> None:
+        self._due_s = 0.0
+
+    def wait_s(self, now_s: float) -> float:
+        """Seconds for which the next answer has to wait; it takes its turn."""
+        due_s = max(self._due_s, now_s - PACED_BURST / PACED_PER_S) + 1 / PACED_PER_S
+        if due_s > now_s + MAX_PACED_WAIT_S:
+            return 0.0
+        self._due_s = due_s
+        return max(0.0, due_s - now_s)
+
+    async def turn(self) -> None:
+        """Waits for it."""
+        if wait_s := self.wait_s(asyncio.get_running_loop().time()):
+            await asyncio.sleep(wait_s)
+
+
 @asynccontextmanager
-async def rpc_errors(context: Context) -> AsyncIterator[None]:
-    """Ends the call with the status of whatever is raised inside; what aborts or cancels the call passes through."""
+async def rpc_errors(context: Context, pace: Pace) -> AsyncIterator[None]:
+    """Ends the call with the status of whatever is raised inside; what aborts or cancels the call passes through.
+
+    A refusal waits for its turn.
+    """
     try:
         yield
     except grpc.aio.AbortError:
         raise
     except OutriderError as error:
+        await pace.turn()
         await context.abort_with_status(status_of(error))
     except Exception as error:
         if context.cancelled() or context.done():
@@ -59,6 +97,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
     def __init__(self, clients: Collection[str] = ()) -> None:
         self._clients = clients
+        self._pace = Pace()
 
     async def intercept_service(
         self,
@@ -79,7 +118,7 @@ class Guard(grpc.aio.ServerInterceptor):
         # grpc.aio tells generators from coroutines by looking at the function, so each gets a wrapper of its kind.
         wrap = _generator if inspect.isasyncgenfunction(inner) else _coroutine
         wrapped: Handler = make(
-            wrap(inner, checked, () if is_open else self._clients),
+            wrap(inner, checked, self._pace, () if is_open else self._clients, is_paced=is_open),
             request_deserializer=_tolerant(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
@@ -87,11 +126,13 @@ class Guard(grpc.aio.ServerInterceptor):
 
 
 def _coroutine(
-    inner: Function, checked: Function, clients: Collection[str]
+    inner: Function, checked: Function, pace: Pace, clients: Collection[str], *, is_paced: bool
 ) -> Callable[[Any, Context], Awaitable[Any]]:
     async def call(request: object, context: Context) -> object:
-        async with rpc_errors(context):
+        async with rpc_errors(context, pace):
             check_client(context, clients)
+            if is_paced:
+                await pace.turn()
             return await inner(checked(request), context)
         return None
 
@@ -99,11 +140,13 @@ def _coroutine(
 
 
 def _generator(
-    inner: Function, checked: Function, clients: Collection[str]
+    inner: Function, checked: Function, pace: Pace, clients: Collection[str], *, is_paced: bool
 ) -> Callable[[Any, Context], AsyncIterator[Any]]:
     async def stream(request: object, context: Context) -> AsyncIterator[Any]:
-        async with rpc_errors(context):
+        async with rpc_errors(context, pace):
             check_client(context, clients)
+            if is_paced:
+                await pace.turn()
             async for response in inner(checked(request), context):
                 yield response
 

@@ -1,4 +1,4 @@
-"""A TCP proxy that spoils connections on demand, and a small application behind the real HTTP server."""
+"""A TCP proxy that spoils connections on demand, a small application behind the real HTTP server, and who waits."""
 
 import asyncio
 import socket
@@ -9,14 +9,29 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.rest.server import RunningRest, serve_rest
 from gateway.rest.sse import EventStream
+from outrider.rpc.guard import Pace
 
 READ_BYTES = 1 << 16
 # Closing with a linger time of 0 sends a reset, as a connection through a rebooted router gets it.
 NO_LINGER = struct.pack("ii", 1, 0)
+
+
+def turns_taken(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long each answer that has a pace had to wait, from now on, in this process."""
+    turns: list[float] = []
+    wait_s = Pace.wait_s
+
+    def noted(self: Pace, now_s: float) -> float:
+        turns.append(wait_s(self, now_s))
+        return turns[-1]
+
+    monkeypatch.setattr(Pace, "wait_s", noted)
+    return turns
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, field_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
-from support.network import GET, connected, served
+from support.network import GET, connected, served, turns_taken
 
 from gateway.rest.middleware import BodyLimits, ParsedBodyRoute, RequestIds, RestSettings, read_json
 from gateway.rest.server import HEAD_BYTES
@@ -49,6 +49,16 @@ async def posted(content: bytes, **headers: str) -> tuple[int, dict[str, Any], h
     async with client() as http:
         reply = await http.post("/", content=content, headers={**JSON, **headers})
         return reply.status_code, reply.json(), reply.headers
+
+
+async def test_refusals_take_turns_and_answers_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that asks again as soon as it is refused gets no more than its pace."""
+    turns = turns_taken(monkeypatch)
+    assert (await posted(b"{}"))[0] == 200
+    assert (await posted(b'"surprise"'))[0] == 500
+    assert turns == []
+    assert (await posted(b"{"))[0] == 400
+    assert len(turns) == 1
 
 
 async def test_a_body_in_order_arrives() -> None:
