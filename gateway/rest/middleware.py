@@ -45,7 +45,7 @@ from gateway.rest.server import HEAD_BYTES
 from gateway.settings import OWN_PAGE, SiteRefused, Sites
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
 from outrider.process.telemetry import bound, span
-from outrider.rpc.guard import Pace
+from outrider.rpc.guard import Throttle
 
 TRACE_HEADERS = ("traceparent", "tracestate")
 PLAIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -102,14 +102,14 @@ class RequestIds:
     """The middleware around everything else: it gives each request an id, a trace and headers, and counts its answer.
 
     The id is the client's `x-request-id` where that is short and plain, and in every line that is logged meanwhile.
-    What nobody expected becomes a 500, or the end of the connection. Refusals are sent at a pace; see Pace. While the
-    gateway `is_leaving` no connection is kept, so that the next request finds another one.
+    What nobody expected becomes a 500, or the end of the connection. Refusals are sent at a pace; see Throttle. While
+    the gateway `is_leaving` no connection is kept, so that the next request finds another one.
     """
 
     def __init__(
         self, app: ASGIApp, registry: CollectorRegistry, is_leaving: Callable[[], bool] = lambda: False
     ) -> None:
-        self._app, self._is_leaving, self._pace = app, is_leaving, Pace()
+        self._app, self._is_leaving, self._throttle = app, is_leaving, Throttle()
         labels = ("method", "route", "status")
         self._answers = Counter("outrider_http_answers", "Answers over REST.", labels, registry=registry)
 
@@ -135,7 +135,7 @@ class RequestIds:
                 if own.get("content-type", "").startswith("application/json"):
                     own.setdefault("cache-control", "no-store")
                 if 400 <= status < 500:
-                    await self._pace.turn()
+                    await self._throttle.turn()
             await send(message)
 
         started_s = time.monotonic()

@@ -2,8 +2,8 @@
 
 An OutriderError ends a call with its own status. Any other exception is logged once, with its traceback, and ends the
 call with INTERNAL "internal error". A message that cannot be parsed is the caller's fault, and not a Python exception.
-Refusals and questions about health are answered at a pace: a client that asks again at once takes no more time of the
-process, which the streams of others need.
+Refusals and questions about the process itself are answered at a pace: a client that asks again at once takes no more
+time, which the streams of others need.
 """
 
 import asyncio
@@ -16,19 +16,27 @@ from typing import Any, TypeAlias
 import grpc
 import structlog
 from grpc_health.v1 import health
+from grpc_reflection.v1alpha import reflection
 
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.rpc.errors import UNEXPECTED_TEXT, status_of
 from outrider.rpc.tls import check_client
+from outrider.v1 import model_service_pb2
 
 log = structlog.get_logger()
 
-# A tenth of a processor. Whoever asks for health asks once a second, and nobody means to be refused.
-PACED_PER_S = 200.0
+# A twentieth of a processor. Whoever asks for health asks once a second, and nobody means to be refused.
+THROTTLED_PER_S = 100.0
 # Of these at once; a process that has just started is asked by many.
-PACED_BURST = 200
+THROTTLED_BURST = 200
 # Whoever waits keeps a request's memory, of up to 4 MB.
-MAX_PACED_WAIT_S = 0.1
+MAX_THROTTLED_WAIT_S = 0.2
+# What a process is asked about itself, by how the methods begin.
+FACTS = (
+    f"/{health.SERVICE_NAME}/",
+    f"/{reflection.SERVICE_NAME}/",
+    f"/{model_service_pb2.DESCRIPTOR.services_by_name['ModelService'].full_name}/GetModelInfo",
+)
 
 # Handlers and contexts of grpc are generic in messages that the wall never looks at.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
@@ -43,7 +51,7 @@ class Unparsed:
     size: int
 
 
-class Pace:
+class Throttle:
     """Answers that cost little and are worth nothing to the caller, so many a second.
 
     The generic cell rate algorithm (ITU-T I.371). Where too many wait already an answer is due at once, because what
@@ -55,8 +63,8 @@ class Pace:
 
     def wait_s(self, now_s: float) -> float:
         """Seconds for which the next answer has to wait; it takes its turn."""
-        due_s = max(self._due_s, now_s - PACED_BURST / PACED_PER_S) + 1 / PACED_PER_S
-        if due_s > now_s + MAX_PACED_WAIT_S:
+        due_s = max(self._due_s, now_s - THROTTLED_BURST / THROTTLED_PER_S) + 1 / THROTTLED_PER_S
+        if due_s > now_s + MAX_THROTTLED_WAIT_S:
             return 0.0
         self._due_s = due_s
         return max(0.0, due_s - now_s)
@@ -68,7 +76,7 @@ class Pace:
 
 
 @asynccontextmanager
-async def rpc_errors(context: Context, pace: Pace) -> AsyncIterator[None]:
+async def rpc_errors(context: Context, throttle: Throttle) -> AsyncIterator[None]:
     """Ends the call with the status of whatever is raised inside; what aborts or cancels the call passes through.
 
     A refusal waits for its turn.
@@ -78,7 +86,7 @@ async def rpc_errors(context: Context, pace: Pace) -> AsyncIterator[None]:
     except grpc.aio.AbortError:
         raise
     except OutriderError as error:
-        await pace.turn()
+        await throttle.turn()
         await context.abort_with_status(status_of(error))
     except Exception as error:
         if context.cancelled() or context.done():
@@ -97,7 +105,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
     def __init__(self, clients: Collection[str] = ()) -> None:
         self._clients = clients
-        self._pace = Pace()
+        self._throttle = Throttle()
 
     async def intercept_service(
         self,
@@ -114,11 +122,12 @@ class Guard(grpc.aio.ServerInterceptor):
         )
         make: Any = getattr(grpc, f"{kind}_rpc_method_handler")
         checked = _checked_stream if handler.request_streaming else _checked
-        is_open = handler_call_details.method.startswith(f"/{health.SERVICE_NAME}/")
+        method = handler_call_details.method
+        clients = () if method.startswith(f"/{health.SERVICE_NAME}/") else self._clients
         # grpc.aio tells generators from coroutines by looking at the function, so each gets a wrapper of its kind.
         wrap = _generator if inspect.isasyncgenfunction(inner) else _coroutine
         wrapped: Handler = make(
-            wrap(inner, checked, self._pace, () if is_open else self._clients, is_paced=is_open),
+            wrap(inner, checked, self._throttle, clients, is_throttled=method.startswith(FACTS)),
             request_deserializer=_tolerant(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
@@ -126,13 +135,13 @@ class Guard(grpc.aio.ServerInterceptor):
 
 
 def _coroutine(
-    inner: Function, checked: Function, pace: Pace, clients: Collection[str], *, is_paced: bool
+    inner: Function, checked: Function, throttle: Throttle, clients: Collection[str], *, is_throttled: bool
 ) -> Callable[[Any, Context], Awaitable[Any]]:
     async def call(request: object, context: Context) -> object:
-        async with rpc_errors(context, pace):
+        async with rpc_errors(context, throttle):
             check_client(context, clients)
-            if is_paced:
-                await pace.turn()
+            if is_throttled:
+                await throttle.turn()
             return await inner(checked(request), context)
         return None
 
@@ -140,13 +149,13 @@ def _coroutine(
 
 
 def _generator(
-    inner: Function, checked: Function, pace: Pace, clients: Collection[str], *, is_paced: bool
+    inner: Function, checked: Function, throttle: Throttle, clients: Collection[str], *, is_throttled: bool
 ) -> Callable[[Any, Context], AsyncIterator[Any]]:
     async def stream(request: object, context: Context) -> AsyncIterator[Any]:
-        async with rpc_errors(context, pace):
+        async with rpc_errors(context, throttle):
             check_client(context, clients)
-            if is_paced:
-                await pace.turn()
+            if is_throttled:
+                await throttle.turn()
             async for response in inner(checked(request), context):
                 yield response
 

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.rest.server import RunningRest, serve_rest
 from gateway.rest.sse import EventStream
-from outrider.rpc.guard import Pace
+from outrider.rpc.guard import Throttle
 
 READ_BYTES = 1 << 16
 # Closing with a linger time of 0 sends a reset, as a connection through a rebooted router gets it.
@@ -24,13 +24,13 @@ NO_LINGER = struct.pack("ii", 1, 0)
 def turns_taken(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How long each answer that has a pace had to wait, from now on, in this process."""
     turns: list[float] = []
-    wait_s = Pace.wait_s
+    wait_s = Throttle.wait_s
 
-    def noted(self: Pace, now_s: float) -> float:
+    def noted(self: Throttle, now_s: float) -> float:
         turns.append(wait_s(self, now_s))
         return turns[-1]
 
-    monkeypatch.setattr(Pace, "wait_s", noted)
+    monkeypatch.setattr(Throttle, "wait_s", noted)
     return turns
 
 

@@ -1,4 +1,4 @@
-"""Refusals and questions about health have a pace; whatever else a process is asked is answered at once."""
+"""Refusals and questions about the process itself have a pace; whatever else it is asked is answered at once."""
 
 from collections.abc import AsyncIterator
 
@@ -9,33 +9,36 @@ from support.network import turns_taken
 
 from outrider.errors import InvalidRequest
 from outrider.rpc import channels
-from outrider.rpc.guard import MAX_PACED_WAIT_S, PACED_BURST, PACED_PER_S, Pace
+from outrider.rpc.guard import MAX_THROTTLED_WAIT_S, THROTTLED_BURST, THROTTLED_PER_S, Throttle
 from outrider.v1 import model_service_pb2 as pb
+from outrider.v1 import types_pb2
 from outrider.v1.model_service_pb2_grpc import (
     ModelServiceServicer,
     ModelServiceStub,
     add_ModelServiceServicer_to_server,
 )
 
-INTERVAL_S = 1 / PACED_PER_S
-MAX_WAITING = round(MAX_PACED_WAIT_S * PACED_PER_S)
+INTERVAL_S = 1 / THROTTLED_PER_S
+MAX_WAITING = round(MAX_THROTTLED_WAIT_S * THROTTLED_PER_S)
 
 
-class TellsAndRefuses(ModelServiceServicer):
-    """Answers one method and refuses another."""
+class RefusesTheUnknown(ModelServiceServicer):
+    """Knows sessions of a name, and nothing of a model."""
 
     async def GetModelInfo(self, request: object, context: object) -> pb.GetModelInfoResponse:  # noqa: N802
         """Nothing to tell."""
         return pb.GetModelInfoResponse()
 
-    async def Rollback(self, request: object, context: object) -> pb.RollbackResponse:  # noqa: N802
-        """Always fails."""
-        raise InvalidRequest("session_id", "", "a session of this service")
+    async def Rollback(self, request: pb.RollbackRequest, context: object) -> pb.RollbackResponse:  # noqa: N802
+        """Raises InvalidRequest."""
+        if not request.fence.session_id:
+            raise InvalidRequest("session_id", "", "a session of this service")
+        return pb.RollbackResponse()
 
 
 @pytest.fixture
 async def channel() -> AsyncIterator[grpc.aio.Channel]:
-    add = {"outrider.v1.ModelService": lambda s: add_ModelServiceServicer_to_server(TellsAndRefuses(), s)}
+    add = {"outrider.v1.ModelService": lambda s: add_ModelServiceServicer_to_server(RefusesTheUnknown(), s)}
     running = await channels.serve("127.0.0.1:0", add)
     async with channels.open_channel(running.address) as channel:
         yield channel
@@ -43,38 +46,39 @@ async def channel() -> AsyncIterator[grpc.aio.Channel]:
 
 
 def test_a_burst_does_not_wait_and_what_follows_comes_one_by_one() -> None:
-    pace = Pace()
-    waits_s = [pace.wait_s(100.0) for _ in range(PACED_BURST + MAX_WAITING)]
-    assert waits_s[:PACED_BURST] == [0.0] * PACED_BURST
-    assert waits_s[PACED_BURST:] == pytest.approx([INTERVAL_S * (number + 1) for number in range(MAX_WAITING)])
+    throttle = Throttle()
+    waits_s = [throttle.wait_s(100.0) for _ in range(THROTTLED_BURST + MAX_WAITING - 1)]
+    expected_s = [max(0, number - THROTTLED_BURST + 1) * INTERVAL_S for number in range(len(waits_s))]
+    assert waits_s == pytest.approx(expected_s, abs=1e-9)
 
 
 def test_whoever_comes_while_too_many_wait_does_not_and_costs_nobody_a_turn() -> None:
-    pace = Pace()
-    for _ in range(PACED_BURST + MAX_WAITING):
-        pace.wait_s(100.0)
-    assert [pace.wait_s(100.0) for _ in range(3)] == [0.0] * 3
-    assert pace.wait_s(100.0 + INTERVAL_S) == pytest.approx(MAX_PACED_WAIT_S)
+    throttle = Throttle()
+    waits_s = [throttle.wait_s(100.0) for _ in range(THROTTLED_BURST + 10 * MAX_WAITING)]
+    assert max(waits_s) == pytest.approx(MAX_THROTTLED_WAIT_S, abs=INTERVAL_S)
+    assert waits_s[THROTTLED_BURST + MAX_WAITING + 1 :] == [0.0] * (9 * MAX_WAITING - 1)
+    assert throttle.wait_s(100.0 + 2 * INTERVAL_S) == pytest.approx(MAX_THROTTLED_WAIT_S, abs=3 * INTERVAL_S)
 
 
 def test_a_process_that_was_left_alone_has_its_burst_again_and_no_more() -> None:
-    pace = Pace()
-    for _ in range(PACED_BURST + 1):
-        pace.wait_s(100.0)
-    waits_s = [pace.wait_s(1000.0) for _ in range(PACED_BURST + 1)]
-    assert waits_s == [0.0] * PACED_BURST + [pytest.approx(INTERVAL_S)]
+    throttle = Throttle()
+    for _ in range(THROTTLED_BURST + 1):
+        throttle.wait_s(100.0)
+    waits_s = [throttle.wait_s(1000.0) for _ in range(THROTTLED_BURST + 1)]
+    assert waits_s == pytest.approx([0.0] * THROTTLED_BURST + [INTERVAL_S], abs=1e-9)
 
 
-async def test_refusals_and_health_take_turns_and_answers_do_not(
+async def test_refusals_and_facts_take_turns_and_answers_do_not(
     channel: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a refusal says does not change."""
     turns = turns_taken(monkeypatch)
     models = ModelServiceStub(channel)
-    await models.GetModelInfo(pb.GetModelInfoRequest(), timeout=10)
+    await models.Rollback(pb.RollbackRequest(fence=types_pb2.Fence(session_id=b"a")), timeout=10)
     assert turns == []
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await models.Rollback(pb.RollbackRequest(), timeout=10)
     assert (caught.value.code(), len(turns)) == (grpc.StatusCode.INVALID_ARGUMENT, 1)
+    await models.GetModelInfo(pb.GetModelInfoRequest(), timeout=10)
     await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
-    assert len(turns) == 2
+    assert len(turns) == 3
