@@ -4,15 +4,13 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 
 import grpc
-from grpc_health.v1 import health
 
 from gateway.keys.door import Door
 from gateway.keys.tenant import Tenant
 from outrider.errors import InvalidKey
-from outrider.rpc.guard import Handler
+from outrider.rpc.guard import OPEN, Handler
 
 Metadata = Iterable[tuple[str, str | bytes]] | None
-OPEN = f"/{health.SERVICE_NAME}/"
 
 
 def entered(door: Door, metadata: Metadata) -> Tenant:

@@ -31,9 +31,11 @@ THROTTLED_PER_S = 100.0
 THROTTLED_BURST = 200
 # Whoever waits keeps a request's memory, of up to 4 MB.
 MAX_THROTTLED_WAIT_S = 0.2
-# What a process is asked about itself, by how the methods begin.
+# How the methods begin that need neither a name nor a key.
+OPEN = f"/{health.SERVICE_NAME}/"
+# And those that ask a process about itself.
 FACTS = (
-    f"/{health.SERVICE_NAME}/",
+    OPEN,
     f"/{reflection.SERVICE_NAME}/",
     f"/{model_service_pb2.DESCRIPTOR.services_by_name['ModelService'].full_name}/GetModelInfo",
 )
@@ -76,17 +78,18 @@ class Throttle:
 
 
 @asynccontextmanager
-async def rpc_errors(context: Context, throttle: Throttle) -> AsyncIterator[None]:
+async def rpc_errors(context: Context, throttle: Throttle | None) -> AsyncIterator[None]:
     """Ends the call with the status of whatever is raised inside; what aborts or cancels the call passes through.
 
-    A refusal waits for its turn.
+    A refusal waits for its turn where there is a throttle.
     """
     try:
         yield
     except grpc.aio.AbortError:
         raise
     except OutriderError as error:
-        await throttle.turn()
+        if throttle is not None:
+            await throttle.turn()
         await context.abort_with_status(status_of(error))
     except Exception as error:
         if context.cancelled() or context.done():
@@ -122,12 +125,20 @@ class Guard(grpc.aio.ServerInterceptor):
         )
         make: Any = getattr(grpc, f"{kind}_rpc_method_handler")
         checked = _checked_stream if handler.request_streaming else _checked
-        method = handler_call_details.method
-        clients = () if method.startswith(f"/{health.SERVICE_NAME}/") else self._clients
+        method, throttle = handler_call_details.method, self._throttle
+        clients = () if method.startswith(OPEN) else self._clients
+        is_fact = method.startswith(FACTS)
+
+        async def admit(context: Context) -> None:
+            if is_fact:
+                await throttle.turn()
+            check_client(context, clients)
+
         # grpc.aio tells generators from coroutines by looking at the function, so each gets a wrapper of its kind.
         wrap = _generator if inspect.isasyncgenfunction(inner) else _coroutine
         wrapped: Handler = make(
-            wrap(inner, checked, self._throttle, clients, is_throttled=method.startswith(FACTS)),
+            # One turn is enough for a call.
+            wrap(inner, checked, admit, None if is_fact else throttle),
             request_deserializer=_tolerant(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
@@ -135,13 +146,11 @@ class Guard(grpc.aio.ServerInterceptor):
 
 
 def _coroutine(
-    inner: Function, checked: Function, throttle: Throttle, clients: Collection[str], *, is_throttled: bool
+    inner: Function, checked: Function, admit: Callable[[Context], Awaitable[None]], throttle: Throttle | None
 ) -> Callable[[Any, Context], Awaitable[Any]]:
     async def call(request: object, context: Context) -> object:
         async with rpc_errors(context, throttle):
-            check_client(context, clients)
-            if is_throttled:
-                await throttle.turn()
+            await admit(context)
             return await inner(checked(request), context)
         return None
 
@@ -149,13 +158,11 @@ def _coroutine(
 
 
 def _generator(
-    inner: Function, checked: Function, throttle: Throttle, clients: Collection[str], *, is_throttled: bool
+    inner: Function, checked: Function, admit: Callable[[Context], Awaitable[None]], throttle: Throttle | None
 ) -> Callable[[Any, Context], AsyncIterator[Any]]:
     async def stream(request: object, context: Context) -> AsyncIterator[Any]:
         async with rpc_errors(context, throttle):
-            check_client(context, clients)
-            if is_throttled:
-                await throttle.turn()
+            await admit(context)
             async for response in inner(checked(request), context):
                 yield response
 

@@ -82,3 +82,7 @@ async def test_refusals_and_facts_take_turns_and_answers_do_not(
     await models.GetModelInfo(pb.GetModelInfoRequest(), timeout=10)
     await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
     assert len(turns) == 3
+    # A question that is refused takes one turn, as any other.
+    with pytest.raises(grpc.aio.AioRpcError):
+        await channel.unary_unary("/outrider.v1.ModelService/GetModelInfo")(b"\xff", timeout=10)
+    assert len(turns) == 4
