@@ -197,7 +197,8 @@ async def _hold(address: str, begun: bytes, *, trickles: bool) -> None:
                 while not reader.at_eof():
                     # `wait_for` would swallow a cancellation that comes with a byte, and this would never end.
                     with suppress(TimeoutError):
-                        async with asyncio.timeout(TRICKLE_S):
+                        # Those that say no more wait as a socket does, so that they take no time from the streams.
+                        async with asyncio.timeout(TRICKLE_S if trickles else None):
                             await reader.read(1024)
                     if trickles:
                         writer.write(b"x")

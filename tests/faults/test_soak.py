@@ -21,7 +21,7 @@ from faults.service import KV_TOKENS, MODELS, launch_of
 from faults.soak import SURFACES, Gateway, Piece, Reading, has_one_answer, requests
 from support.basics import eventually
 from support.grid import plain_of
-from support.observability import num_in_process
+from support.observability import num_descriptors
 from support.stack import until_quiet
 
 from bench.common import machine, markdown, revision
@@ -156,7 +156,7 @@ class Soak:
 
     def descriptors(self) -> dict[str, int]:
         """How many each gateway has open."""
-        return {name: num_in_process(self.supervisor.pid(name), "fd") for name in GATEWAYS}
+        return {name: num_descriptors(self.supervisor.pid(name)) for name in GATEWAYS}
 
     async def quiet(self) -> None:
         """Waits until no service holds anything, and no gateway has a request."""

@@ -4,8 +4,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
@@ -25,9 +26,19 @@ TYPES = frozenset({"gauge", "counter", "summary", "histogram"})
 RESERVED = {"_bucket": {"histogram"}, "_sum": {"histogram", "summary"}, "_count": {"histogram", "summary"}}
 
 
-def num_in_process(pid: int, kind: str) -> int:
-    """How many a running process has of a kind: `task` for its threads, `fd` for its descriptors."""
-    return len(os.listdir(f"/proc/{pid}/{kind}"))
+def num_descriptors(pid: int) -> int:
+    """How many descriptors a running process has."""
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def thread_names(pid: int) -> list[str]:
+    """The names of a running process's threads, as the system knows them."""
+    names = []
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        # It may have ended meanwhile.
+        with suppress(FileNotFoundError, ProcessLookupError):
+            names.append((thread / "comm").read_text().strip())
+    return names
 
 
 def families(text: str) -> dict[str, Metric]:
