@@ -1,12 +1,11 @@
-"""What bounds clients of a target service: links, and rollbacks that wait; and what they leave."""
+"""What bounds clients of a target service: links, and rollbacks that wait."""
 
 import asyncio
 import threading
-from dataclasses import replace
 
 import grpc
 import pytest
-from support.basics import PATIENCE_S, check_empty, eventually, spec_of
+from support.basics import PATIENCE_S, eventually, spec_of
 from support.models.tiny_models import PROMPT, SETTINGS
 from support.services.session_clients import TargetClient, channel_to
 
@@ -83,20 +82,3 @@ async def test_rollbacks_that_wait_are_bounded(
     gate.set()
     await blocked
     assert [rolled.cached_len for rolled in await asyncio.gather(*waiting)] == [0, 0, 0]
-
-
-async def test_what_happened_to_leases_is_reported(model: LoadedModel) -> None:
-    """An eviction for want of room and an expired lease are told apart by GetModelInfo; a second stop does nothing."""
-    running = await start_with(model, replace(SETTINGS, lease_seconds=0.05))
-    async with channel_to(running.address) as channel:
-        client = TargetClient(channel)
-        await client.open(spec_of(PROMPT))
-        await client.verdict()
-        client.call.cancel()
-        await eventually(lambda: running.table.num_expired == 1)
-        info = await TargetClient(channel).info()
-        assert (info.expired_lease_count, info.evicted_session_count, info.preemption_count) == (1, 0, 0)
-        assert info.stalled_us >= 0
-    await asyncio.gather(running.stop(30), running.stop(0))
-    await running.stop(0)
-    check_empty(running.runner.pool)

@@ -1,11 +1,12 @@
 """Tests of the target service over real links: links that break, leases, and who is evicted for want of room."""
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
-from support.basics import eventually, spec_of
+from support.basics import check_empty, eventually, spec_of
 from support.models.tiny_models import PROMPT, SETTINGS, write_tiny_model
 from support.services.session_clients import TargetClient, channel_to
 
@@ -39,15 +40,20 @@ async def test_a_broken_link_leaves_a_lease(
 
 
 async def test_a_lease_ends_by_itself(model: LoadedModel) -> None:
-    """Nobody has to come for the blocks to be freed."""
+    """Nobody has to come for its blocks; GetModelInfo tells it from an eviction; stopping again changes nothing."""
     running = await start_with(model, replace(SETTINGS, lease_seconds=0.05))
     async with channel_to(running.address) as channel:
         client = TargetClient(channel)
         await client.open(spec_of(PROMPT))
         await client.verdict()
         client.call.cancel()
-        await eventually(lambda: len(running.table) == 0)
-        assert running.runner.pool.num_free == running.runner.pool.num_blocks
+        await eventually(lambda: running.table.num_expired == 1)
+        info = await TargetClient(channel).info()
+        assert (info.expired_lease_count, info.evicted_session_count, info.preemption_count) == (1, 0, 0)
+        assert info.stalled_us >= 0
+        assert len(running.table) == 0
+        check_empty(running.runner.pool)
+    await asyncio.gather(running.stop(30), running.stop(0))
     await running.stop(0)
 
 
