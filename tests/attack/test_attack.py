@@ -55,8 +55,9 @@ FILLING_TOKENS = 2_000
 MODEL = Speculation(draft_count=2, drafter="model")
 # Pools start a thread when they need one more, and keep it.
 POOLED_THREADS = 8
-# Of gRPC's own pool, which gets one when all are held up, and ends what had nothing to do for 20 s: more each hour.
-EVENT_ENGINE, EVENT_ENGINE_THREADS = "event_engine", 32
+# Of gRPC's own pool, which gets one when all are held up, and ends those that had nothing to do for 20 s. It was nine
+# after 78 minutes.
+EVENT_ENGINE, EVENT_ENGINE_THREADS = "event_engine", 16
 # Of the gaps of all streams: times that alone, and how many have a percentile.
 AT_MOST, LEAST_GAPS = 2.0, 100
 # Of the processes: a session whose link broke, and a cache in which nobody's prompt is too long to matter.
