@@ -148,5 +148,5 @@ async def test_markup_of_a_model_stays_text(page: Page) -> None:
     """What looks like markup in a prompt is shown letter by letter."""
     await ask(page, prompt="<img src=x onerror=alert(1)><b>fox</b> and", max_tokens=8)
     await ended(page)
-    assert await page.locator("#lane-main .asked").inner_text() == "<img src=x onerror=alert(1)><b>fox</b> and"
+    await expect(page.locator("#lane-main .asked")).to_have_text("<img src=x onerror=alert(1)><b>fox</b> and")
     assert await page.locator("#lane-main img, #lane-main b").count() == 0

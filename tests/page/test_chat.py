@@ -208,7 +208,7 @@ async def test_each_view_keeps_what_it_has(page: Page) -> None:
     assert await answer(page) == said
     await page.get_by_role("radio", name="Completion").check()
     assert await spoken(page) == told
-    assert await page.locator("#lane-main .asked").inner_text() == "Once upon a time"
+    await expect(page.locator("#lane-main .asked")).to_have_text("Once upon a time")
 
 
 async def test_leaving_the_view_stops_its_answer(page: Page, stack: RunningStack) -> None:

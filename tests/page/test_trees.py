@@ -46,16 +46,16 @@ async def test_a_round_opens_as_a_tree_by_keyboard(page: Page) -> None:
     await row.locator("summary").focus()
     await page.keyboard.press("Enter")
     await expect(row.locator(".tree")).to_be_visible()
-    assert await row.locator("summary").inner_text() == f"Tree of {2 * DEPTH} guesses, {DEPTH} deep"
+    await expect(row.locator("summary")).to_have_text(f"Tree of {2 * DEPTH} guesses, {DEPTH} deep")
     guesses = row.locator(".tree .guess:has(> .pips)")
     assert await guesses.count() == 2 * DEPTH
-    for label in await guesses.locator("small").all_inner_texts():
+    for label in await guesses.locator("small").all_text_contents():
         name, value = label.split(" ")
         assert name == "model"
         assert 0 < float(value) < 1
     assert "guessed by model, which gave it a chance of 0." in (await guesses.first.get_attribute("title") or "")
-    kept = await row.locator(".tree .t.accepted").all_inner_texts()
-    assert kept == await row.locator(".said .t.accepted").all_inner_texts() != []
+    kept = await row.locator(".tree .t.accepted").all_text_contents()
+    assert kept == await row.locator(".said .t.accepted").all_text_contents() != []
     path = row.locator(".tree > ul > li" + " > ul > li.accepted" * len(kept))
     await expect(path).to_have_count(1)
     await expect(path.locator("> ul > li > .guess > .t:not(.accepted)")).to_have_count(1)
@@ -68,8 +68,8 @@ async def test_signs_in_the_row_are_those_of_the_tree(page: Page) -> None:
     await expect(page.locator("#rounds .tree")).to_have_count(await page.locator("#rounds details").count())
     everywhere = ""
     for row in await page.locator("#rounds li:has(> details)").all():
-        signs = await row.locator("> .pips").inner_text()
-        assert sorted(signs) == sorted(await row.locator(".tree .guess > .pips").all_inner_texts())
+        signs = await row.locator("> .pips").text_content() or ""
+        assert sorted(signs) == sorted(await row.locator(".tree .guess > .pips").all_text_contents())
         everywhere += signs
     assert set(everywhere) == {"●", "\N{MULTIPLICATION SIGN}", "○"}
     assert everywhere.count("●") == await number(page, "[data-count=accepted]")
