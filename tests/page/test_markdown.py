@@ -180,5 +180,5 @@ async def test_a_code_block_is_copied_as_it_was_written(browser: Browser, stack:
     async with visit(browser, stack.gateway.rest_address, permissions=["clipboard-read", "clipboard-write"]) as page:
         await page.evaluate(DRAW, [ALL])
         await page.get_by_role("button", name="Copy code").click()
+        await expect(page.locator("#lane-main .code button")).to_have_text("Copied")
         assert await page.evaluate("navigator.clipboard.readText()") == 'if a < b:\n\n    print("**no**")'
-        assert await page.locator("#lane-main .code button").inner_text() == "Copied"
