@@ -139,6 +139,7 @@ async def test_a_link_fills_the_form_and_runs_nothing(browser: Browser, stack: R
     async with visit(browser, stack.gateway.rest_address, permissions=["clipboard-read", "clipboard-write"]) as page:
         await fill(page, prompt="The fox & the wolf #1", seed=9_007_199_254_740_993, draft_count="auto", rule="block")
         await page.locator("#copy-link").click()
+        await expect(page.locator("#copy-link")).to_have_text("Copied")
         link = str(await page.evaluate("navigator.clipboard.readText()"))
         other = await page.context.new_page()
         asked: list[str] = []
